@@ -1,0 +1,9 @@
+// flashjit: attention kernels generated, compiled at run time, tuned and cached. This header is all of it.
+#pragma once
+
+#include "flashjit/error.hpp"
+#include "flashjit/programs.hpp"
+#include "flashjit/runtime.hpp"
+#include "flashjit/spec.hpp"
+#include "flashjit/tensor.hpp"
+#include "flashjit/types.hpp"

@@ -1,0 +1,124 @@
+// The runtime: compiles an attention on first use, keeps it, and launches it ever after.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "flashjit/spec.hpp"
+#include "flashjit/tensor.hpp"
+
+struct CUstream_st;  // the driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream convert
+
+namespace flashjit {
+
+using Stream = CUstream_st*;
+
+/// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
+/// out [b, hq, sq, dv].
+struct ForwardArgs {
+  ConstTensorView q, k, v;
+  TensorView out;
+  float* lse = nullptr;                      ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
+  std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
+  const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on are padding
+  BlockMapView block_map = {};               ///< with spec.block_map
+  double dropout_p = 0.0;                    ///< in [0, 1), with spec.dropout
+  std::uint64_t seed = 0;                    ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
+  std::uint64_t offset = 0;
+  Workspace workspace = {};                  ///< at least Runtime::workspace_bytes(spec, shape)
+};
+
+/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's sizes.
+struct BackwardArgs {
+  ConstTensorView q, k, v, out;
+  const float* lse = nullptr;  ///< [b, hq, sq] contiguous
+  ConstTensorView dout;
+  TensorView dq, dk, dv;
+  std::optional<float> softmax_scale = {};
+  const std::int32_t* kv_lengths = nullptr;
+  BlockMapView block_map = {};
+  double dropout_p = 0.0;
+  std::uint64_t seed = 0;
+  std::uint64_t offset = 0;
+  Workspace workspace = {};
+};
+
+/// Whether a kernel that no pack and no cache holds may be compiled.
+enum class JitMode : std::uint8_t { on, off };
+
+/// Explicit options win over the environment; the README's table lists the variables.
+struct RuntimeOptions {
+  std::optional<std::string> cache_dir = {};    ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit, ~/.cache/flashjit; "" keeps nothing on disk
+  std::vector<std::string> packs = {};          ///< searched first to last before the cache; then FLASHJIT_PACKS
+  std::optional<JitMode> jit = {};              ///< default FLASHJIT_JIT, else on
+  std::optional<std::string> template_dir = {}; ///< read templates from here instead of the embedded ones
+  std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
+};
+
+/// Where a kernel came from, and what that took.
+enum class KernelOrigin : std::uint8_t { memory, pack, disk, compiled };
+FLASHJIT_API std::string to_string(KernelOrigin origin);  // "memory", "pack", "disk", "compiled"
+
+/// Resources of one entry of a compiled kernel.
+struct EntryReport {
+  std::string entry;
+  int registers = 0;
+  int spill_bytes = 0;    ///< stores and loads together
+  int shared_bytes = 0;   ///< static and dynamic together
+  int threads = 0;        ///< a block
+};
+
+/// What a prepared kernel is, for logs and tables.
+struct KernelReport {
+  AttentionSpec spec;
+  TileConfig config;
+  std::string config_source;  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::string key;            ///< digest: the directory's name in cache and pack
+  KernelOrigin origin = KernelOrigin::memory;
+  double render_ms = 0, compile_ms = 0, load_ms = 0;
+  std::vector<EntryReport> entries;
+};
+
+class PreparedKernel;
+
+/// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is current
+/// at the call. Creates no context, allocates no device memory, and never synchronises.
+class FLASHJIT_API Runtime {
+ public:
+  explicit Runtime(RuntimeOptions options = {});
+  ~Runtime();
+  Runtime(Runtime&&) noexcept;
+  Runtime& operator=(Runtime&&) noexcept;
+
+  /// Launches the forward pass on `stream`; compiles it on the first call of a spec.
+  /// Throws Error before anything is launched when an argument is wrong.
+  void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
+  /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
+  void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+
+  /// Compiles and loads now on the current device, e.g. before a graph capture. spec.pass chooses the pass.
+  /// With `config`, that configuration is used for this spec and shape from now on.
+  KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
+                       const std::optional<TileConfig>& config = {});
+
+  /// Bytes of Workspace that a call needs: see README, "Memory". spec.pass chooses the pass.
+  std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+
+  /// Whether some family can do the problem on the current device, or why none can.
+  Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+
+  /// The device of the current context. Throws Error(no_driver) or Error(no_device).
+  DeviceInfo device();
+
+ private:
+  friend class PreparedKernel;
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace flashjit

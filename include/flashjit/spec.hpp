@@ -1,0 +1,102 @@
+// The values that describe a problem and a way to compute it. All are plain values with ==, to_string and
+// parse, and parse(to_string(x)) == x: one string serves logs, the command line, records and file names.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "flashjit/programs.hpp"
+#include "flashjit/types.hpp"
+
+namespace flashjit {
+
+/// Size of the blocks of a block map, in queries and keys. {0, 0}: no block map.
+struct BlockSize {
+  int q = 0;   ///< a multiple of 16 from 16 to 256
+  int kv = 0;  ///< a multiple of 16 from 16 to 256
+
+  bool operator==(const BlockSize&) const = default;
+};
+
+/// What is computed. Everything here is compiled into the kernel; what is not here is given at the call.
+///
+/// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
+/// As text: "fwd:bf16:d128:causal", "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det".
+struct AttentionSpec {
+  Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
+  DType dtype = DType::bf16;
+  int head_dim = 0;           ///< of Q and K: a multiple of 8 from 8 to 256
+  int head_dim_v = 0;         ///< of V and O: the same range; 0 means head_dim
+  ScoreProgram score = {};
+  MaskProgram mask = {};
+  bool dropout = false;       ///< whether a dropout probability is applied (its value is given at the call)
+  bool kv_lengths = false;    ///< key padding: one length per batch entry is given at the call
+  BlockSize block_map = {};   ///< whether a block map is given at the call, and the size of its blocks
+  bool deterministic = false; ///< backward only: the same bits on every run
+
+  int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
+  bool has_block_map() const { return block_map.q != 0; }
+  /// The one spelling of equal problems: head_dim_v filled in, deterministic dropped where it says nothing.
+  FLASHJIT_API AttentionSpec normalized() const;
+  /// Throws Error(invalid_argument) naming the first field that is out of range and what is allowed.
+  FLASHJIT_API void validate() const;
+  bool operator==(const AttentionSpec&) const = default;
+};
+
+/// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096".
+struct AttentionShape {
+  std::int64_t batch = 0;
+  std::int64_t heads_q = 0;   ///< a multiple of heads_kv; query head h reads KV head h / (heads_q / heads_kv)
+  std::int64_t heads_kv = 0;
+  std::int64_t seqlen_q = 0;
+  std::int64_t seqlen_kv = 0;
+
+  /// Throws Error(invalid_argument) on negative sizes, on head counts that do not divide, or beyond 2^31 - 1.
+  FLASHJIT_API void validate() const;
+  bool operator==(const AttentionShape&) const = default;
+};
+
+/// How it is computed: a family, its tile and its switches. Changes speed, never the mathematics.
+///
+/// As text: "sm80:br128:bc64:w4:s2:qreg:occ2". Br counts queries and Bc keys in both passes.
+struct TileConfig {
+  Family family = Family::simt;
+  int br = 0;                  ///< rows of Q in a tile
+  int bc = 0;                  ///< rows of K and V in a tile
+  int warps = 0;
+  int stages = 1;              ///< buffers of the operands that stream through shared memory
+  bool q_in_registers = false; ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
+  int d_split = 1;             ///< sm80 backward: warps that share one tile's columns of dK and dV (1 or 2)
+  int min_blocks = 1;          ///< thread blocks a multiprocessor should hold: bounds the registers a thread
+
+  bool operator==(const TileConfig&) const = default;
+};
+
+/// The facts about a GPU that planning and compiling need: a value, so that neither needs a GPU.
+struct DeviceInfo {
+  std::string name;            ///< "NVIDIA H100 80GB HBM3", or the architecture when built by hand
+  std::string arch;            ///< what NVRTC compiles for: "sm_80", "sm_90a", ...
+  int compute_capability = 0;  ///< 80, 90, ...
+  int multiprocessors = 0;
+  int shared_per_block = 0;    ///< bytes, the opt-in limit of one thread block
+  int shared_per_sm = 0;       ///< bytes
+  int registers_per_sm = 0;
+  std::int64_t l2_bytes = 0;
+
+  /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120".
+  FLASHJIT_API static DeviceInfo parse(std::string_view arch);
+  bool operator==(const DeviceInfo&) const = default;
+};
+
+FLASHJIT_API std::string to_string(const AttentionSpec& spec);
+FLASHJIT_API std::string to_string(const AttentionShape& shape);
+FLASHJIT_API std::string to_string(const TileConfig& config);
+FLASHJIT_API std::string to_string(const DeviceInfo& device);  ///< its arch
+
+/// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what may stand there.
+FLASHJIT_API AttentionSpec parse_spec(std::string_view text);
+FLASHJIT_API AttentionShape parse_shape(std::string_view text);
+FLASHJIT_API TileConfig parse_config(std::string_view text);
+
+}  // namespace flashjit

@@ -1,0 +1,40 @@
+// Element types, passes and kernel families: the small vocabulary that every other header uses.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#if defined(_WIN32)
+#define FLASHJIT_API
+#else
+#define FLASHJIT_API __attribute__((visibility("default")))
+#endif
+
+namespace flashjit {
+
+/// Which computation a kernel does: O from Q, K, V; or dQ, dK, dV from those and dO.
+enum class Pass : std::uint8_t { forward, backward };
+
+/// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation.
+enum class DType : std::uint8_t { fp16, bf16, fp32 };
+
+/// Kernel families, best first where several can do a problem. A family names the instructions it needs.
+enum class Family : std::uint8_t {
+  sm80,  ///< mma.sync, ldmatrix, cp.async: sm_80 and newer, fp16 and bf16
+  simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; the one that can always do it
+};
+
+FLASHJIT_API std::string to_string(Pass pass);      // "fwd", "bwd"
+FLASHJIT_API std::string to_string(DType dtype);    // "fp16", "bf16", "fp32"
+FLASHJIT_API std::string to_string(Family family);  // "sm80", "simt"
+
+FLASHJIT_API Pass parse_pass(std::string_view text);
+FLASHJIT_API DType parse_dtype(std::string_view text);
+FLASHJIT_API Family parse_family(std::string_view text);
+
+/// Bytes of one element.
+constexpr int size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+
+}  // namespace flashjit

@@ -1,0 +1,74 @@
+// What a kernel family tells the planner: what it can do, with which tiles, and what it launches.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "flashjit/spec.hpp"
+
+namespace flashjit::plan {
+
+/// One extern "C" kernel of a rendered source.
+struct Entry {
+  std::string name;      ///< "forward"; the symbol is flashjit_<name>
+  std::string header;    ///< template that defines it: "flashjit/sm80/forward.cuh"
+  std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
+  int threads = 0;
+  int min_blocks = 1;
+  int shared_bytes = 0;  ///< dynamic shared memory
+  bool hot = false;      ///< holds the main loop: spills disqualify the configuration
+
+  bool operator==(const Entry&) const = default;
+};
+
+/// One launch: an entry by its place in the family's list, and a one-dimensional grid.
+struct Launch {
+  std::size_t entry = 0;
+  std::int64_t blocks = 0;  ///< 0: nothing to do, skipped
+
+  bool operator==(const Launch&) const = default;
+};
+
+/// What a call needs beside its tensors; workspace.hpp turns it into offsets.
+struct WorkspaceNeeds {
+  bool row_stats = false;  ///< D and LSE * log2(e)
+  bool dq_accum = false;
+  bool tickets = false;
+  bool lists = false;
+  bool ranks = false;
+  std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
+  std::int64_t q_tiles = 0;
+
+  bool operator==(const WorkspaceNeeds&) const = default;
+};
+
+/// A family is a table of pure functions: no state, no device.
+struct FamilyTraits {
+  Family family;
+  /// Whether the family has kernels for the spec on the device. The spec is valid and normalized.
+  Support (*supports)(const AttentionSpec&, const DeviceInfo&);
+  /// Whether the configuration is legal for the spec and fits the device.
+  Support (*admits)(const AttentionSpec&, const TileConfig&, const DeviceInfo&);
+  /// A good configuration without measuring; admitted whenever supports() says yes.
+  TileConfig (*heuristic)(const AttentionSpec&, const AttentionShape&, const DeviceInfo&);
+  /// Every configuration worth measuring, all admitted.
+  std::vector<TileConfig> (*search_space)(const AttentionSpec&, const DeviceInfo&);
+  /// The kernels of the source, in a fixed order.
+  std::vector<Entry> (*entries)(const AttentionSpec&, const TileConfig&);
+  /// What one call launches, in order.
+  std::vector<Launch> (*launches)(const AttentionSpec&, const AttentionShape&, const TileConfig&);
+  WorkspaceNeeds (*workspace)(const AttentionSpec&, const AttentionShape&, const TileConfig&);
+};
+
+/// All families, in order of preference.
+std::span<const FamilyTraits> families();
+const FamilyTraits& traits(Family family);
+
+const FamilyTraits& sm80_traits();
+const FamilyTraits& simt_traits();
+
+}  // namespace flashjit::plan

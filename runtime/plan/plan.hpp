@@ -1,0 +1,35 @@
+// From a spec and a shape to what is compiled and launched. Pure: no device, no environment, no clock.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/family.hpp"
+#include "plan/records.hpp"
+#include "plan/workspace.hpp"
+
+namespace flashjit::plan {
+
+/// Everything about a call that does not depend on its pointers.
+struct ExecutionPlan {
+  AttentionSpec spec;    ///< normalized
+  AttentionShape shape;
+  TileConfig config;
+  std::string config_source;  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::vector<Entry> entries;
+  std::vector<Launch> launches;
+  WorkspaceNeeds needs;
+  WorkspaceLayout workspace;
+};
+
+/// The first family that can do the spec, or the reasons of all of them.
+Support supports(const AttentionSpec& spec, const DeviceInfo& device);
+
+/// The given configuration, else the tuned record's, else the nearest shape's, else the first able family's
+/// heuristic. Throws Error(unsupported) with every family's reason, or Error(invalid_argument) when the given
+/// configuration is not admitted.
+ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+                        const TuningRecords& records, const std::optional<TileConfig>& given = {});
+
+}  // namespace flashjit::plan

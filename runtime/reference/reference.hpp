@@ -1,0 +1,61 @@
+// Attention on the CPU in fp64, written to be read: the oracle that every kernel is checked against.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit::reference {
+
+/// Inputs in fp64, contiguous [batch, heads, length, dim]; values already rounded to the spec's element type.
+struct Problem {
+  AttentionSpec spec;
+  AttentionShape shape;
+  std::vector<double> q, k, v, dout;        ///< dout: backward only
+  std::optional<double> softmax_scale;      ///< default 1 / sqrt(head_dim)
+  std::vector<std::int32_t> kv_lengths;     ///< [batch] with spec.kv_lengths
+  std::vector<std::uint8_t> block_map;      ///< [map_batch, map_heads, rows, columns] with spec.block_map
+  std::int64_t map_batch = 1, map_heads = 1;
+  double dropout_p = 0;
+  std::uint64_t seed = 0, offset = 0;
+};
+
+/// fp64 throughout, or every matrix (S, P, dP, dS and the results) rounded to 16 bits as a straightforward
+/// implementation would: the yardstick of the error limits.
+enum class Precision : std::uint8_t { exact, rounded };
+
+struct Forward {
+  std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
+  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing
+};
+struct Backward {
+  std::vector<double> dq, dk, dv;
+};
+
+Forward forward(const Problem& problem, Precision precision = Precision::exact);
+Backward backward(const Problem& problem, Precision precision = Precision::exact);
+
+/// The dropout parameters that host and kernels share: a pair stays if its 32 random bits are below keep_below.
+struct Dropout {
+  std::uint32_t keep_below;
+  double keep_scale;
+};
+Dropout dropout_parameters(double p);
+
+/// Rounds to nearest even, as the hardware does.
+double round_to(DType dtype, double value);
+
+/// max |a - b|; NaN in either (unless both are equal infinities) gives infinity.
+double max_abs_error(const std::vector<double>& a, const std::vector<double>& b);
+
+/// The project's rule: the error of `got` is at most `factor` times that of the rounded computation plus 1e-5.
+struct Verdict {
+  double error, limit;
+  bool ok() const { return error <= limit; }
+};
+Verdict judge(const std::vector<double>& got, const std::vector<double>& exact, const std::vector<double>& rounded,
+              double factor);
+
+}  // namespace flashjit::reference

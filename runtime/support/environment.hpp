@@ -1,0 +1,35 @@
+// The environment, read in this one place. Explicit options win over it.
+#pragma once
+
+#include <functional>
+#include <span>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flashjit {
+
+struct EnvironmentVariable {
+  std::string_view name;         ///< "FLASHJIT_CACHE_DIR"
+  std::string_view description;  ///< the row of the README's table
+};
+
+/// Every variable flashjit reads, in the order of the README's table.
+std::span<const EnvironmentVariable> environment_variables();
+
+struct Environment {
+  std::string cache_dir;               ///< FLASHJIT_CACHE_DIR, else $XDG_CACHE_HOME/flashjit, else ~/.cache/flashjit; "" when none can be told
+  std::vector<std::string> packs;      ///< FLASHJIT_PACKS, separated by ':'
+  bool jit = true;                     ///< FLASHJIT_JIT: on or off
+  std::string template_dir;            ///< FLASHJIT_TEMPLATE_DIR
+  std::string nvrtc;                   ///< FLASHJIT_NVRTC: path of libnvrtc
+  std::string libcuda;                 ///< FLASHJIT_LIBCUDA: path of libcuda
+  bool verbose = false;                ///< FLASHJIT_LOG: quiet, info (default) or debug
+  bool quiet = false;
+};
+
+/// Throws Error(invalid_argument) for a value that is not allowed. `get` stands in for getenv in tests.
+Environment read_environment();
+Environment read_environment(const std::function<const char*(const char*)>& get);
+
+}  // namespace flashjit

@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flashjit/error.hpp"
@@ -23,17 +24,19 @@ using Stream = CUstream_st*;
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;
-  float* lse = nullptr;                      ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
-  std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
-  const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on are padding
-  BlockMapView block_map = {};               ///< with spec.block_map
-  double dropout_p = 0.0;                    ///< in [0, 1), with spec.dropout
-  std::uint64_t seed = 0;                    ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
+  float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
+  std::optional<float> softmax_scale = {};  ///< finite and > 0; default 1 / sqrt(head_dim)
+  const std::int32_t* kv_lengths =
+      nullptr;                  ///< [b] on the device, with spec.kv_lengths: keys from there on are padding
+  BlockMapView block_map = {};  ///< with spec.block_map
+  double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout
+  std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
-  Workspace workspace = {};                  ///< at least Runtime::workspace_bytes(spec, shape)
+  Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
 };
 
-/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's sizes.
+/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's
+/// sizes.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous
@@ -53,10 +56,11 @@ enum class JitMode : std::uint8_t { on, off };
 
 /// Explicit options win over the environment; the README's table lists the variables.
 struct RuntimeOptions {
-  std::optional<std::string> cache_dir = {};    ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit, ~/.cache/flashjit; "" keeps nothing on disk
-  std::vector<std::string> packs = {};          ///< searched first to last before the cache; then FLASHJIT_PACKS
-  std::optional<JitMode> jit = {};              ///< default FLASHJIT_JIT, else on
-  std::optional<std::string> template_dir = {}; ///< read templates from here instead of the embedded ones
+  std::optional<std::string> cache_dir = {};  ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit,
+                                              ///< ~/.cache/flashjit; "" keeps nothing on disk
+  std::vector<std::string> packs = {};  ///< searched first to last before the cache; then FLASHJIT_PACKS
+  std::optional<JitMode> jit = {};      ///< default FLASHJIT_JIT, else on
+  std::optional<std::string> template_dir = {};    ///< read templates from here instead of the embedded ones
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 
@@ -68,26 +72,26 @@ FLASHJIT_API std::string to_string(KernelOrigin origin);  // "memory", "pack", "
 struct EntryReport {
   std::string entry;
   int registers = 0;
-  int spill_bytes = 0;    ///< stores and loads together
-  int shared_bytes = 0;   ///< static and dynamic together
-  int threads = 0;        ///< a block
+  int spill_bytes = 0;   ///< stores and loads together
+  int shared_bytes = 0;  ///< static and dynamic together
+  int threads = 0;       ///< a block
 };
 
 /// What a prepared kernel is, for logs and tables.
 struct KernelReport {
-  AttentionSpec spec;
-  TileConfig config;
-  std::string config_source;  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
-  std::string key;            ///< digest: the directory's name in cache and pack
+  AttentionSpec spec = {};
+  TileConfig config = {};
+  std::string config_source = {};  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::string key = {};  ///< the directory's name in cache and pack; empty: nothing to launch, no kernel
   KernelOrigin origin = KernelOrigin::memory;
-  double render_ms = 0, compile_ms = 0, load_ms = 0;
-  std::vector<EntryReport> entries;
+  double render_ms = 0, compile_ms = 0, load_ms = 0;  ///< spent by this call
+  std::vector<EntryReport> entries = {};
 };
 
-class PreparedKernel;
-
-/// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is current
-/// at the call. Creates no context, allocates no device memory, and never synchronises.
+/// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is
+/// current at the call. Creates no context, allocates no device memory, and never synchronises. Keeps its
+/// kernels loaded until it is destroyed: wait for what was launched, and drop graphs that captured a launch,
+/// before that.
 class FLASHJIT_API Runtime {
  public:
   explicit Runtime(RuntimeOptions options = {});
@@ -116,7 +120,6 @@ class FLASHJIT_API Runtime {
   DeviceInfo device();
 
  private:
-  friend class PreparedKernel;
   struct Impl;
   std::unique_ptr<Impl> impl_;
 };

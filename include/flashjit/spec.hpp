@@ -1,5 +1,6 @@
 // The values that describe a problem and a way to compute it. All are plain values with ==, to_string and
-// parse, and parse(to_string(x)) == x: one string serves logs, the command line, records and file names.
+// parse, and parse(to_string(x)) == x (x.normalized() for a spec): one string serves logs, the command line,
+// records and file names.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +53,9 @@ struct AttentionShape {
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_kv = 0;
 
-  /// Throws Error(invalid_argument) on negative sizes, on head counts that do not divide, or beyond 2^31 - 1.
+  /// Throws Error(invalid_argument) on negative sizes, on head counts that do not divide, on heads or a batch beyond
+  /// 2^31 - 1 and on lengths beyond 2^31 - 1024 (kernels count in 32 bits, and their last tile reaches past the end).
+  /// Sizes of zero are legal.
   FLASHJIT_API void validate() const;
   bool operator==(const AttentionShape&) const = default;
 };
@@ -84,7 +87,8 @@ struct DeviceInfo {
   int registers_per_sm = 0;
   std::int64_t l2_bytes = 0;
 
-  /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120".
+  /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
+  /// "sm_100a", "sm_120", "sm_120a". The sizes are those of one common product of it.
   FLASHJIT_API static DeviceInfo parse(std::string_view arch);
   bool operator==(const DeviceInfo&) const = default;
 };
@@ -95,6 +99,7 @@ FLASHJIT_API std::string to_string(const TileConfig& config);
 FLASHJIT_API std::string to_string(const DeviceInfo& device);  ///< its arch
 
 /// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what may stand there.
+/// A spec's pass may be left out (then forward), its options may stand in any order, and "map64" means "map64x64".
 FLASHJIT_API AttentionSpec parse_spec(std::string_view text);
 FLASHJIT_API AttentionShape parse_shape(std::string_view text);
 FLASHJIT_API TileConfig parse_config(std::string_view text);

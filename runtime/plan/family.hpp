@@ -35,7 +35,7 @@ struct Launch {
 
 /// What a call needs beside its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
-  bool row_stats = false;  ///< D and LSE * log2(e)
+  bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool dq_accum = false;
   bool tickets = false;
   bool lists = false;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <filesystem>
+#include <functional>
 #include <map>
 #include <string>
 #include <vector>
@@ -35,9 +36,12 @@ std::string to_json(const TuningRecord& record);
 /// Throws Error(io) that names what is missing or wrong.
 TuningRecord parse_record(const std::string& json);
 
-/// File name of a record below a records folder: readable, and unique for (arch, spec, shape).
+/// File name of a record below a records folder: readable, and unique for (arch, spec, shape):
+/// "sm_90a/fwd-bf16-d128-causal__b2-hq32-hkv8-sq4096-skv4096.json". Throws Error(invalid_argument) on an arch that
+/// names no folder.
 std::filesystem::path record_path(const TuningRecord& record);
-/// Writes atomically: a temporary file beside it, fsync, rename.
+/// Writes atomically: a temporary file beside it, fsync, rename. Throws Error(io), or Error(invalid_argument) for a
+/// record that could not be read again.
 void write_record(const std::filesystem::path& folder, const TuningRecord& record);
 
 /// Records by spec and architecture.
@@ -51,8 +55,10 @@ class TuningRecords {
     bool exact = false;
   };
   /// The record of this very shape, else of the nearest one (sum of |log2| ratios of lengths and of batch * heads).
-  /// Earlier additions win ties, so the first pack of a search path wins.
-  Match find(const AttentionSpec& spec, const AttentionShape& shape, const std::string& arch) const;
+  /// Earlier additions win ties, so the first pack of a search path wins. Records whose best configuration is not
+  /// `usable` are passed over.
+  Match find(const AttentionSpec& spec, const AttentionShape& shape, const std::string& arch,
+             const std::function<bool(const TileConfig&)>& usable = {}) const;
   std::size_t size() const;
 
  private:

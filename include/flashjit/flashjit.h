@@ -1,0 +1,177 @@
+/* flashjit's C interface: opaque handles, structs that carry their size, status codes, a last error message.
+ *
+ * Every function may be called from many threads. A function that returns flashjit_status returns FLASHJIT_OK
+ * or the code of an error whose message flashjit_last_error_message() then holds. Set `struct_size` of every
+ * struct that has it to sizeof of that struct, as `= {.struct_size = sizeof x}` does; members left zero are
+ * the defaults.
+ */
+#ifndef FLASHJIT_FLASHJIT_H
+#define FLASHJIT_FLASHJIT_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define FLASHJIT_C_API
+#else
+#define FLASHJIT_C_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#define FLASHJIT_NOEXCEPT noexcept
+#else
+#define FLASHJIT_NOEXCEPT
+#endif
+
+/* The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. */
+struct CUstream_st;
+
+typedef int32_t flashjit_status;
+enum {
+  FLASHJIT_OK = 0,
+  FLASHJIT_INVALID_ARGUMENT = 1, /* the caller's values are wrong */
+  FLASHJIT_UNSUPPORTED = 2,      /* a sound request that no kernel family can do */
+  FLASHJIT_NO_DRIVER = 3,        /* libcuda is missing or too old */
+  FLASHJIT_NO_DEVICE = 4,        /* no CUDA device, no current context, or the wrong device */
+  FLASHJIT_NO_COMPILER = 5,      /* NVRTC is missing */
+  FLASHJIT_COMPILE_FAILED = 6,   /* NVRTC refused the source */
+  FLASHJIT_KERNEL_MISSING = 7,   /* compiling is off and neither a pack nor the cache has the kernel */
+  FLASHJIT_IO = 8,               /* a file could not be read or written */
+  FLASHJIT_CUDA = 9,             /* the driver returned an error */
+  FLASHJIT_INTERNAL = 10         /* a bug in flashjit, or the host ran out of memory */
+};
+
+typedef int32_t flashjit_pass;
+enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1 };
+
+/* Whether a kernel that no pack and no cache holds may be compiled. */
+typedef int32_t flashjit_jit;
+enum {
+  FLASHJIT_JIT_DEFAULT = 0, /* the environment variable FLASHJIT_JIT, else on */
+  FLASHJIT_JIT_ON = 1,
+  FLASHJIT_JIT_OFF = 2
+};
+
+typedef struct flashjit_runtime flashjit_runtime;
+typedef struct flashjit_spec flashjit_spec;
+
+typedef struct flashjit_options {
+  size_t struct_size;
+  const char*
+      cache_dir; /* null: FLASHJIT_CACHE_DIR, else the user's cache folder; "": nothing is kept on disk */
+  const char* const* packs; /* searched first to last, before FLASHJIT_PACKS and the cache */
+  size_t pack_count;
+  flashjit_jit jit;
+  const char* template_dir;                  /* null: the embedded templates */
+  void (*log)(void* user, const char* line); /* receives one line at a time; null: stderr */
+  void* log_user;
+} flashjit_options;
+
+/* Sizes of a problem. heads_q is a multiple of heads_kv. */
+typedef struct flashjit_shape {
+  int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
+} flashjit_shape;
+
+/* A view of device memory: sizes and strides in elements, in the order batch, heads, length, dim. The last
+ * stride is 1; pointer and other strides are multiples of 16 bytes. */
+typedef struct flashjit_tensor {
+  void* data;
+  int64_t size[4];
+  int64_t stride[4];
+} flashjit_tensor;
+
+/* uint8 [batch or 1, heads_q or 1, ceil(seqlen_q / block), ceil(seqlen_kv / block)], contiguous, on the
+ * device. */
+typedef struct flashjit_block_map {
+  const uint8_t* data;
+  int64_t size[4];
+} flashjit_block_map;
+
+typedef struct flashjit_forward_args {
+  size_t struct_size;
+  flashjit_tensor q, k, v; /* read only */
+  flashjit_tensor out;
+  float* lse;                   /* [batch, heads_q, seqlen_q] contiguous; null: not wanted */
+  const float* softmax_scale;   /* on the host; null: 1 / sqrt(head_dim) */
+  const int32_t* kv_lengths;    /* [batch] on the device, with "kvlen" in the spec */
+  flashjit_block_map block_map; /* with "map..." in the spec */
+  double dropout_p;             /* in [0, 1), with "dropout" in the spec */
+  uint64_t seed, offset;        /* of the dropout mask */
+  void* workspace;              /* 256-byte aligned device memory */
+  size_t workspace_bytes;       /* at least what flashjit_workspace_bytes() says */
+} flashjit_forward_args;
+
+typedef struct flashjit_backward_args {
+  size_t struct_size;
+  flashjit_tensor q, k, v, out; /* read only; out and lse are the forward pass's */
+  const float* lse;             /* [batch, heads_q, seqlen_q] contiguous */
+  flashjit_tensor dout;         /* read only */
+  flashjit_tensor dq, dk, dv;
+  const float* softmax_scale;
+  const int32_t* kv_lengths;
+  flashjit_block_map block_map;
+  double dropout_p;
+  uint64_t seed, offset;
+  void* workspace;
+  size_t workspace_bytes;
+} flashjit_backward_args;
+
+/* "0.1.0" */
+FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
+
+/* "invalid_argument", ...; "ok" for FLASHJIT_OK. Never null. */
+FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
+
+/* The message of the last call on this thread that failed; "" when none did. Valid until the next call that
+ * fails on this thread. Never null. */
+FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
+/* Long material that belongs to it, such as a compiler's log; often "". */
+FLASHJIT_C_API const char* flashjit_last_error_detail(void) FLASHJIT_NOEXCEPT;
+
+/* `options` may be null for the defaults. Needs no driver: that is opened by the first call that needs it. */
+FLASHJIT_C_API flashjit_status flashjit_runtime_create(const flashjit_options* options,
+                                                       flashjit_runtime** runtime) FLASHJIT_NOEXCEPT;
+/* Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
+FLASHJIT_C_API void flashjit_runtime_destroy(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
+
+/* Reads a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. A pass in
+ * the text
+ * ("fwd:", "bwd:") is overruled by the function that is called. */
+FLASHJIT_C_API flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) FLASHJIT_NOEXCEPT;
+/* Null is allowed. */
+FLASHJIT_C_API void flashjit_spec_destroy(flashjit_spec* spec) FLASHJIT_NOEXCEPT;
+
+/* Launch on `stream`, in the context that is current; compile on the first call of a spec. Nothing is
+ * launched when an argument is wrong. */
+FLASHJIT_C_API flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                const flashjit_forward_args* args,
+                                                struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                 const flashjit_backward_args* args,
+                                                 struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+
+/* Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
+ * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
+ */
+FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass,
+                                                const flashjit_spec* spec, const flashjit_shape* shape,
+                                                const char* config) FLASHJIT_NOEXCEPT;
+
+/* Bytes of device memory that a call needs lent. */
+FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
+                                                        const flashjit_spec* spec,
+                                                        const flashjit_shape* shape,
+                                                        size_t* bytes) FLASHJIT_NOEXCEPT;
+
+/* FLASHJIT_OK when some kernel can do the problem on the current device; FLASHJIT_UNSUPPORTED, with every
+ * kernel family's reason as the message, when none can. */
+FLASHJIT_C_API flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
+                                                 const flashjit_spec* spec,
+                                                 const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLASHJIT_FLASHJIT_H */

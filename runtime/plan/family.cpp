@@ -1,0 +1,17 @@
+#include "plan/family.hpp"
+
+namespace flashjit::plan {
+
+std::span<const FamilyTraits> families() {
+  static const std::array<FamilyTraits, 2> kFamilies{sm80_traits(), simt_traits()};
+  return kFamilies;
+}
+
+const FamilyTraits& traits(Family family) {
+  for (const FamilyTraits& candidate : families()) {
+    if (candidate.family == family) return candidate;
+  }
+  throw Error(ErrorCode::internal, "no traits for the kernel family " + to_string(family));
+}
+
+}  // namespace flashjit::plan

@@ -1,0 +1,103 @@
+#include "plan/plan.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <limits>
+#include <utility>
+
+namespace flashjit::plan {
+namespace {
+
+struct Choice {
+  TileConfig config;
+  std::string source;
+};
+
+const FamilyTraits* first_able(const AttentionSpec& spec, const DeviceInfo& device) {
+  for (const FamilyTraits& family : families()) {
+    if (family.supports(spec, device)) return &family;
+  }
+  return nullptr;
+}
+
+std::string every_reason(const AttentionSpec& spec, const DeviceInfo& device) {
+  std::string out = fmt::format("no kernel family can do {} on {}", to_string(spec), device.arch);
+  const char* separator = ": ";
+  for (const FamilyTraits& family : families()) {
+    out += fmt::format("{}{}: {}", separator, to_string(family.family), family.supports(spec, device).reason);
+    separator = "; ";
+  }
+  return out;
+}
+
+Support admits(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+  const FamilyTraits& family = traits(config.family);
+  const Support able = family.supports(spec, device);
+  return able ? family.admits(spec, config, device) : able;
+}
+
+Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+              const TuningRecords& records, const std::optional<TileConfig>& given) {
+  if (given) {
+    if (const Support admitted = admits(spec, *given, device); !admitted) {
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("the configuration {} cannot do {} on {}: {}; leave it out to have one chosen",
+                              to_string(*given), to_string(spec), device.arch, admitted.reason));
+    }
+    return {*given, "given"};
+  }
+  // A record may come from another version or a smaller sibling of the device.
+  const auto usable = [&](const TileConfig& config) { return admits(spec, config, device).ok; };
+  if (const auto [record, exact] = records.find(spec, shape, device.arch, usable); record) {
+    return {record->best, exact ? "tuned" : "tuned for a near shape"};
+  }
+  const FamilyTraits* family = first_able(spec, device);
+  if (!family) throw Error(ErrorCode::unsupported, every_reason(spec, device));
+  return {family->heuristic(spec, shape, device), "heuristic"};
+}
+
+void require_launchable(const ExecutionPlan& plan) {
+  constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();  // a grid's first dimension
+  for (const Launch& launch : plan.launches) {
+    if (launch.blocks > kMaxBlocks) {
+      throw Error(
+          ErrorCode::invalid_argument,
+          fmt::format("{} with {} needs {} thread blocks in one launch; {} are allowed: split the batch",
+                      to_string(plan.shape), to_string(plan.config), launch.blocks, kMaxBlocks));
+    }
+  }
+}
+
+}  // namespace
+
+Support supports(const AttentionSpec& given, const DeviceInfo& device) {
+  try {
+    given.validate();
+  } catch (const Error& error) {
+    return Support::no(error.message());
+  }
+  const AttentionSpec spec = given.normalized();
+  return first_able(spec, device) ? Support::yes() : Support::no(every_reason(spec, device));
+}
+
+ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+                        const TuningRecords& records, const std::optional<TileConfig>& given) {
+  spec.validate();
+  shape.validate();
+  ExecutionPlan plan;
+  plan.spec = spec.normalized();
+  plan.shape = shape;
+  Choice choice = choose(plan.spec, shape, device, records, given);
+  plan.config = choice.config;
+  plan.config_source = std::move(choice.source);
+  const FamilyTraits& family = traits(plan.config.family);
+  plan.entries = family.entries(plan.spec, plan.config);
+  plan.launches = family.launches(plan.spec, shape, plan.config);
+  plan.needs = family.workspace(plan.spec, shape, plan.config);
+  plan.workspace = workspace_layout(plan.needs, plan.spec, shape);
+  require_launchable(plan);
+  return plan;
+}
+
+}  // namespace flashjit::plan

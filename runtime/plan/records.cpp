@@ -1,0 +1,269 @@
+#include "plan/records.hpp"
+
+#include <fmt/format.h>
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cmath>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <system_error>
+
+#include "flashjit/error.hpp"
+#include "support/file.hpp"
+#include "support/text.hpp"
+
+namespace flashjit::plan {
+namespace {
+
+using Json = nlohmann::json;
+
+constexpr int kFormat = 1;
+
+template <class... Args>
+[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(ErrorCode::io, fmt::format(format, std::forward<Args>(args)...));
+}
+
+/// One object of the record; every field is there and has its type, or Error(io) names it.
+class ObjectReader {
+ public:
+  explicit ObjectReader(const Json& json) : json_(json) {
+    if (!json.is_object()) refuse("an object should stand where there is {}", json.type_name());
+  }
+
+  const Json& get(const char* name) const {
+    const auto found = json_.find(name);
+    if (found == json_.end()) refuse("'{}' is missing", name);
+    return *found;
+  }
+
+  std::string text(const char* name) const {
+    const Json& value = get(name);
+    if (!value.is_string()) wrong_type(name, value, "a string");
+    return value.get<std::string>();
+  }
+
+  double milliseconds(const char* name) const {
+    const Json& value = get(name);
+    if (!value.is_number()) wrong_type(name, value, "a number");
+    const double ms = value.get<double>();
+    if (!std::isfinite(ms) || ms < 0) refuse("'{}' is {}; it must be finite and not negative", name, ms);
+    return ms;
+  }
+
+  const Json& array(const char* name) const {
+    const Json& value = get(name);
+    if (!value.is_array()) wrong_type(name, value, "an array");
+    return value;
+  }
+
+  /// A field in one of the textual forms that flashjit's own parsers read.
+  template <class Parse>
+  auto parsed(const char* name, Parse parse) const {
+    const std::string value = text(name);
+    try {
+      return parse(value);
+    } catch (const Error& error) {
+      refuse("'{}' cannot be read: {}", name, error.message());
+    }
+  }
+
+ private:
+  [[noreturn]] static void wrong_type(const char* name, const Json& value, const char* expected) {
+    refuse("'{}' is {} where {} should stand", name, value.type_name(), expected);
+  }
+
+  const Json& json_;
+};
+
+/// Text that may be a folder's name: architectures name folders.
+std::string checked_arch(std::string_view arch) {
+  const bool safe = arch.starts_with("sm_") && arch.size() <= 16 &&
+                    std::all_of(arch.begin() + 3, arch.end(),
+                                [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'z'); });
+  if (!safe || arch.size() == 3) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("the architecture is {}; it must be like sm_80 or sm_90a", quoted(arch)));
+  }
+  return std::string(arch);
+}
+
+Json to_value(const Timing& timing) {
+  Json out{{"config", to_string(timing.config)}, {"ms", timing.ms}};
+  if (!timing.skipped.empty()) out["skipped"] = timing.skipped;
+  return out;
+}
+
+Timing timing_of(const Json& json) {
+  const ObjectReader reader(json);
+  Timing out;
+  out.config = reader.parsed("config", parse_config);
+  out.ms = reader.milliseconds("ms");
+  if (json.contains("skipped")) out.skipped = reader.text("skipped");
+  return out;
+}
+
+TuningRecord record_of(const std::string& text) {
+  const Json json = Json::parse(text);
+  const ObjectReader reader(json);
+  if (reader.get("format") != kFormat) {
+    refuse("'format' is {}; this version reads format {}", quoted(reader.get("format").dump()), kFormat);
+  }
+  TuningRecord out;
+  out.spec = reader.parsed("spec", parse_spec);
+  out.shape = reader.parsed("shape", parse_shape);
+  out.arch = reader.parsed("arch", checked_arch);
+  out.device = reader.text("device");
+  out.driver = reader.text("driver");
+  out.nvrtc = reader.text("nvrtc");
+  out.library = reader.text("library");
+  out.best = reader.parsed("best", parse_config);
+  for (const Json& timing : reader.array("timings")) out.timings.push_back(timing_of(timing));
+  return out;
+}
+
+/// Letters, digits, '_' and '-' only, at most kLongest of them; what that loses, a digest keeps apart.
+std::string file_stem(const std::string& text) {
+  constexpr std::size_t kLongest = 120;
+  bool lossless = text.size() <= kLongest;
+  std::string out = text.substr(0, kLongest);
+  for (char& c : out) {
+    if (std::isalnum(static_cast<unsigned char>(c)) || c == '_') continue;
+    lossless = lossless && c == ':';
+    c = '-';
+  }
+  if (!lossless) {
+    const XXH128_hash_t digest = XXH3_128bits(text.data(), text.size());
+    out += fmt::format("-{:016x}{:016x}", digest.high64, digest.low64);
+  }
+  return out;
+}
+
+/// What could not be read again must not be written.
+void require_readable(const std::string& json) {
+  try {
+    record_of(json);
+  } catch (const Error& error) {
+    throw Error(ErrorCode::invalid_argument, "the tuning record cannot be written: " + error.message());
+  }
+}
+
+std::string problem_key(const AttentionSpec& spec, const std::string& arch) {
+  return fmt::format("{}/{}", arch, to_string(spec));
+}
+
+/// |log2| of the ratio of two sizes; an empty size counts as one.
+double log_ratio(std::int64_t a, std::int64_t b) {
+  return std::abs(std::log2(static_cast<double>(std::max<std::int64_t>(a, 1))) -
+                  std::log2(static_cast<double>(std::max<std::int64_t>(b, 1))));
+}
+
+double distance(const AttentionShape& a, const AttentionShape& b) {
+  return log_ratio(a.seqlen_q, b.seqlen_q) + log_ratio(a.seqlen_kv, b.seqlen_kv) +
+         log_ratio(a.batch * a.heads_q, b.batch * b.heads_q);
+}
+
+}  // namespace
+
+std::string to_json(const TuningRecord& record) {
+  Json timings = Json::array();
+  for (const Timing& timing : record.timings) timings.push_back(to_value(timing));
+  const nlohmann::ordered_json out{
+      {"format", kFormat},     {"spec", to_string(record.spec)}, {"shape", to_string(record.shape)},
+      {"arch", record.arch},   {"device", record.device},        {"driver", record.driver},
+      {"nvrtc", record.nvrtc}, {"library", record.library},      {"best", to_string(record.best)},
+      {"timings", timings},
+  };
+  // A device's name is not ours: bytes that are no UTF-8 are replaced rather than refused.
+  return out.dump(2, ' ', false, nlohmann::ordered_json::error_handler_t::replace) + "\n";
+}
+
+TuningRecord parse_record(const std::string& json) {
+  constexpr const char* kMessage = "the tuning record is damaged: {:.300}; delete it and tune again";
+  try {
+    return record_of(json);
+  } catch (const Json::exception& error) {
+    refuse(kMessage, error.what());
+  } catch (const Error& error) {
+    refuse(kMessage, error.message());
+  }
+}
+
+std::filesystem::path record_path(const TuningRecord& record) {
+  return std::filesystem::path(checked_arch(record.arch)) /
+         (file_stem(fmt::format("{}__{}", to_string(record.spec), to_string(record.shape))) + ".json");
+}
+
+void write_record(const std::filesystem::path& folder, const TuningRecord& record) {
+  const std::string json = to_json(record);
+  require_readable(json);
+  const std::filesystem::path path = folder / record_path(record);
+  std::error_code error;
+  std::filesystem::create_directories(path.parent_path(), error);
+  if (error) {
+    throw Error(ErrorCode::io, fmt::format("cannot create the folder '{}': {}", path.parent_path().string(),
+                                           error.message()));
+  }
+  write_file_atomically(path, json);
+}
+
+void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::string>* warnings) {
+  const auto warn = [&](std::string text) {
+    if (warnings) warnings->push_back(std::move(text));
+  };
+  std::error_code error;
+  if (!std::filesystem::exists(folder, error) && !error) return;  // nothing was tuned yet
+
+  std::vector<std::filesystem::path> paths;
+  std::filesystem::recursive_directory_iterator entry(folder, error), end;
+  for (; !error && entry != end; entry.increment(error)) {
+    std::error_code ignored;
+    if (entry->path().extension() == ".json" && entry->is_regular_file(ignored))
+      paths.push_back(entry->path());
+  }
+  if (error)
+    warn(fmt::format("cannot list the tuning records in '{}': {}", folder.string(), error.message()));
+
+  // The order of a folder's listing is the file system's; the order of ties is not.
+  std::sort(paths.begin(), paths.end());
+  for (const std::filesystem::path& path : paths) {
+    try {
+      add(parse_record(read_file(path)));
+    } catch (const Error& failure) {
+      warn(fmt::format("passed over '{}': {}", path.string(), failure.message()));
+    }
+  }
+}
+
+void TuningRecords::add(TuningRecord record) {
+  auto& records = by_problem_[problem_key(record.spec, record.arch)];
+  records.push_back(std::move(record));
+}
+
+TuningRecords::Match TuningRecords::find(const AttentionSpec& spec, const AttentionShape& shape,
+                                         const std::string& arch,
+                                         const std::function<bool(const TileConfig&)>& usable) const {
+  Match match;
+  const auto found = by_problem_.find(problem_key(spec, arch));
+  if (found == by_problem_.end()) return match;
+  double nearest = std::numeric_limits<double>::infinity();
+  for (const TuningRecord& record : found->second) {
+    const bool exact = record.shape == shape;
+    const double far = exact ? -1 : distance(record.shape, shape);
+    if (far >= nearest || (usable && !usable(record.best))) continue;
+    nearest = far;
+    match = {&record, exact};
+  }
+  return match;
+}
+
+std::size_t TuningRecords::size() const {
+  std::size_t count = 0;
+  for (const auto& [problem, records] : by_problem_) count += records.size();
+  return count;
+}
+
+}  // namespace flashjit::plan

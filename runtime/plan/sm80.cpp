@@ -1,0 +1,201 @@
+// Family sm80: mma.sync, ldmatrix and cp.async. Device side in templates/sm80.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+
+#include "plan/family.hpp"
+#include "plan/workspace.hpp"
+#include "templates/sm80/layout.cuh"
+
+namespace flashjit::plan {
+namespace {
+
+constexpr int kAuxiliaryThreads = 128;
+
+std::int64_t tiles(std::int64_t length, int tile) { return (length + tile - 1) / tile; }
+
+int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+  if (spec.pass == Pass::forward)
+    return sm80::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+}
+
+/// fp32 accumulators and kept operands of one thread: what cannot be traded away by the compiler.
+int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
+  const int d = sm80::round_up(spec.head_dim, 16), dv = sm80::round_up(spec.v_dim(), 16);
+  if (spec.pass == Pass::forward) {
+    const int mt = c.br / (16 * c.warps);
+    return mt * (c.bc / 2 + dv / 2 + (c.q_in_registers ? d / 4 : 0));
+  }
+  const int mt = c.bc * c.d_split / (16 * c.warps);
+  return mt * (c.br + (d + dv) / 2 / c.d_split);
+}
+
+Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
+  if (spec.dtype == DType::fp32)
+    return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
+  if (device.compute_capability < 80)
+    return Support::no(
+        fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
+  return Support::yes();
+}
+
+Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+  if (c.family != Family::sm80) return Support::no("the configuration is of another family");
+  if (Support s = supports(spec, device); !s) return s;
+  const bool forward = spec.pass == Pass::forward;
+  const auto one_of = [](int value, auto... allowed) { return ((value == allowed) || ...); };
+  if (!one_of(c.warps, 1, 2, 4, 8))
+    return Support::no(fmt::format("warps is 1, 2, 4 or 8, not {}", c.warps));
+  if (c.br < 16 || c.br > 256 || c.br % 16 != 0 || c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
+    return Support::no(
+        fmt::format("Br and Bc are multiples of 16 up to 256, not {} and {}", c.br, c.bc));
+  if (c.stages < 1 || c.stages > 4)
+    return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
+  if (c.min_blocks < 1 || c.min_blocks > 8)
+    return Support::no(fmt::format("occ is 1 to 8, not {}", c.min_blocks));
+  if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
+    return Support::no("split2 is for the backward pass with at least 2 warps");
+  if (c.q_in_registers && !forward) return Support::no("qreg is for the forward pass");
+  // A Q tile must not straddle the padding of D and LSE.
+  if (!forward && 128 % c.br != 0)
+    return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
+  const int rows = forward ? c.br : c.bc, warps = c.warps / c.d_split;
+  if (rows % (16 * warps) != 0)
+    return Support::no(fmt::format("{} warps cannot share {} rows in tiles of 16", warps, rows));
+  const int bytes = shared_bytes(spec, c);
+  if (bytes > device.shared_per_block)
+    return Support::no(fmt::format("{} needs {} bytes of shared memory, {} has {}", to_string(c), bytes,
+                                   device.arch, device.shared_per_block));
+  const int limit = std::min(255, device.registers_per_sm / (c.warps * 32 * c.min_blocks));
+  if (const int registers = accumulator_registers(spec, c); registers > limit - 30)
+    return Support::no(fmt::format("{} keeps {} values a thread, {} registers are too few",
+                                   to_string(c), registers, limit));
+  return Support::yes();
+}
+
+TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = false, int d_split = 1) {
+  return {.family = Family::sm80,
+          .br = br,
+          .bc = bc,
+          .warps = warps,
+          .stages = stages,
+          .q_in_registers = q_in_registers,
+          .d_split = d_split};
+}
+
+/// Good tiles, best first, by the wider head dimension; the last of each fits every device.
+std::vector<TileConfig> preferences(const AttentionSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  if (spec.pass == Pass::forward) {
+    if (d <= 64) return {config(128, 80, 4, 1, true), config(64, 64, 4, 1)};
+    if (d <= 128) return {config(128, 48, 4, 1), config(64, 32, 4, 1)};
+    return {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
+  }
+  if (d <= 64) return {config(32, 128, 4, 1), config(32, 64, 4, 1)};
+  if (d <= 128) return {config(64, 128, 8, 1), config(32, 64, 4, 1)};
+  return {config(64, 64, 8, 1, false, 2), config(32, 32, 4, 1, false, 2)};
+}
+
+TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  const std::vector<TileConfig> choices = preferences(spec);
+  for (const TileConfig& c : choices) {
+    if (!admits(spec, c, device)) continue;
+    // A grid that leaves most of the device idle: smaller tiles put more blocks to work.
+    const bool forward = spec.pass == Pass::forward;
+    const std::int64_t blocks = shape.batch * (forward ? shape.heads_q * tiles(shape.seqlen_q, c.br)
+                                                       : shape.heads_kv * tiles(shape.seqlen_kv, c.bc));
+    if (blocks >= device.multiprocessors || &c == &choices.back()) return c;
+    const TileConfig& small = choices.back();
+    return admits(spec, small, device) ? small : c;
+  }
+  return choices.back();
+}
+
+std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
+  const bool forward = spec.pass == Pass::forward;
+  std::vector<TileConfig> found;
+  const auto consider = [&](TileConfig c) {
+    if (admits(spec, c, device)) found.push_back(c);
+  };
+  constexpr std::array kForwardRows{64, 128, 192};
+  constexpr std::array kForwardColumns{32, 48, 64, 80, 96, 128};
+  constexpr std::array kBackwardRows{32, 64, 128};
+  constexpr std::array kBackwardColumns{32, 64, 96, 128};
+  for (const int warps : {4, 8})
+    for (const int stages : {1, 2, 3}) {
+      if (forward) {
+        for (const int br : kForwardRows)
+          for (const int bc : kForwardColumns)
+            for (const bool q_in_registers : {false, true})
+              consider(config(br, bc, warps, stages, q_in_registers));
+      } else {
+        for (const int br : kBackwardRows)
+          for (const int bc : kBackwardColumns)
+            for (const int d_split : {1, 2}) consider(config(br, bc, warps, stages, false, d_split));
+      }
+    }
+  return found;
+}
+
+Entry auxiliary(const std::string& name, int threads) {
+  return {.name = name,
+          .header = fmt::format("flashjit/auxiliary/{}.cuh", name),
+          .function = "flashjit::auxiliary::" + name,
+          .threads = threads};
+}
+
+std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
+  const bool forward = spec.pass == Pass::forward;
+  const std::string name = to_string(spec.pass) == "fwd" ? "forward" : "backward";
+  std::vector<Entry> all;
+  if (!forward) all.push_back(auxiliary("preprocess", kAuxiliaryThreads));
+  if (spec.has_block_map()) all.push_back(auxiliary("block_lists", kAuxiliaryThreads));
+  all.push_back({.name = name,
+                 .header = fmt::format("flashjit/sm80/{}.cuh", name),
+                 .function = "flashjit::sm80::" + name,
+                 .threads = c.warps * 32,
+                 .min_blocks = c.min_blocks,
+                 .shared_bytes = shared_bytes(spec, c),
+                 .hot = true});
+  if (!forward) all.push_back(auxiliary("convert_dq", kAuxiliaryThreads));
+  return all;
+}
+
+std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
+  const std::int64_t q_tiles = tiles(shape.seqlen_q, c.br), kv_tiles = tiles(shape.seqlen_kv, c.bc);
+  const bool forward = spec.pass == Pass::forward;
+  const std::int64_t rows = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
+  std::vector<std::int64_t> blocks;
+  if (!forward) blocks.push_back(rows);
+  if (spec.has_block_map()) blocks.push_back(shape.batch * shape.heads_q * (forward ? q_tiles : kv_tiles));
+  blocks.push_back(shape.batch * (forward ? shape.heads_q * q_tiles : shape.heads_kv * kv_tiles));
+  if (!forward) blocks.push_back(rows);
+  std::vector<Launch> all;
+  for (std::size_t entry = 0; entry < blocks.size(); ++entry) all.push_back({entry, blocks[entry]});
+  return all;
+}
+
+WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
+  const bool backward = spec.pass == Pass::backward;
+  const std::int64_t q_tiles = tiles(shape.seqlen_q, c.br), kv_tiles = tiles(shape.seqlen_kv, c.bc);
+  return {.row_stats = backward,
+          .dq_accum = backward,
+          .tickets = backward && spec.deterministic,
+          .lists = spec.has_block_map(),
+          .ranks = backward && spec.deterministic && spec.has_block_map(),
+          .list_rows = backward ? kv_tiles : q_tiles,
+          .list_columns = backward ? q_tiles : kv_tiles,
+          .q_tiles = q_tiles};
+}
+
+}  // namespace
+
+const FamilyTraits& sm80_traits() {
+  static constexpr FamilyTraits kTraits{Family::sm80, supports, admits,   heuristic,
+                                        search_space, entries,  launches, workspace};
+  return kTraits;
+}
+
+}  // namespace flashjit::plan

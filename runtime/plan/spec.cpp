@@ -1,0 +1,334 @@
+#include "flashjit/spec.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <iterator>
+#include <limits>
+#include <optional>
+#include <utility>
+#include <vector>
+
+#include "expr/programs.hpp"
+#include "flashjit/error.hpp"
+#include "support/text.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr int kMinHeadDim = 8, kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
+constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
+// Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
+constexpr std::int64_t kMaxLength = kMaxInt - 1023;
+
+template <class... Args>
+[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
+  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Args>(args)...));
+}
+
+void require_multiple(std::string_view field, int value, int step, int min, int max) {
+  if (value < min || value > max || value % step != 0) {
+    refuse("{} is {}; it must be a multiple of {} from {} to {}", field, value, step, min, max);
+  }
+}
+
+void require_count(std::string_view field, std::int64_t value, std::int64_t max) {
+  if (value < 0 || value > max) refuse("{} is {}; it must be from 0 to {}", field, value, max);
+}
+
+/// Reads a text of fields separated by ':', front to back. Errors quote the field and the whole text.
+class FieldReader {
+ public:
+  FieldReader(std::string_view what, std::string_view text, std::string_view allowed)
+      : what_(what), text_(text), allowed_(allowed), fields_(split(text, ':')) {}
+
+  bool done() const { return next_ == fields_.size(); }
+  std::string_view peek() const { return done() ? std::string_view() : fields_[next_]; }
+
+  /// The next field, which must be there.
+  std::string_view take(std::string_view meaning) {
+    if (done()) refuse("the {} {} ends before {}; {}", what_, quoted(text_), meaning, allowed_);
+    return fields_[next_++];
+  }
+
+  /// Runs the parser of one field; its error then tells the field and the whole text too.
+  template <class Parse>
+  auto in_field(std::string_view field, Parse parse) const {
+    try {
+      return parse();
+    } catch (const Error& error) {
+      refuse("the {} {} has a wrong field {}: {}", what_, quoted(text_), quoted(field), error.message());
+    }
+  }
+
+  /// The number of the next field, which must begin with `prefix`.
+  std::int64_t take_number(std::string_view prefix, std::int64_t min, std::int64_t max) {
+    const std::string_view field = take(quoted(prefix) + " and a number");
+    if (!begins(field, prefix)) misplaced(field, prefix);
+    return in_field(field, [&] { return number_after(prefix, field.substr(prefix.size()), min, max); });
+  }
+
+  /// Whether the field is the option `name`, which may stand once.
+  bool flag(std::string_view field, std::string_view name) {
+    if (field != name) return false;
+    once(field, name);
+    return true;
+  }
+
+  /// The number in an option such as "s2", which may stand once; nothing when the field is another option.
+  std::optional<int> number(std::string_view field, std::string_view prefix, int min, int max) {
+    if (!begins(field, prefix)) return {};
+    once(field, prefix);
+    return in_field(
+        field, [&] { return static_cast<int>(number_after(prefix, field.substr(prefix.size()), min, max)); });
+  }
+
+  /// The two numbers in a field such as "map128x64"; "map128" means "map128x128".
+  std::optional<std::array<int, 2>> pair(std::string_view field, std::string_view prefix) {
+    if (!begins(field, prefix)) return {};
+    once(field, prefix);
+    const auto parts = split(field.substr(prefix.size()), 'x');
+    if (parts.size() > 2) unknown(field);
+    const auto number = [&](std::string_view part) {
+      return static_cast<int>(number_after(prefix, part, 1, 256));
+    };
+    return in_field(field, [&] { return std::array{number(parts.front()), number(parts.back())}; });
+  }
+
+  /// Notes an option that may stand once, in whatever spelling.
+  void once(std::string_view field, std::string_view name) {
+    if (std::find(seen_.begin(), seen_.end(), name) != seen_.end()) {
+      refuse("the {} {} says twice what {} says; {}", what_, quoted(text_), quoted(field), allowed_);
+    }
+    seen_.push_back(name);
+  }
+
+  [[noreturn]] void misplaced(std::string_view field, std::string_view expected) const {
+    refuse("the {} {} has {} where {} and a number should stand; {}", what_, quoted(text_), quoted(field),
+           quoted(expected), allowed_);
+  }
+
+  [[noreturn]] void unknown(std::string_view field) const {
+    refuse("the {} {} has the unknown field {}; {}", what_, quoted(text_), quoted(field), allowed_);
+  }
+
+  /// Validates the value that the whole text describes.
+  template <class Value>
+  void validate(const Value& value) const {
+    try {
+      value.validate();
+    } catch (const Error& error) {
+      refuse("the {} {} is out of range: {}", what_, quoted(text_), error.message());
+    }
+  }
+
+ private:
+  /// A prefix ends where the letters end: "s" does not begin "split2".
+  static bool begins(std::string_view field, std::string_view prefix) {
+    if (!field.starts_with(prefix)) return false;
+    return field.size() == prefix.size() ||
+           std::isalpha(static_cast<unsigned char>(field[prefix.size()])) == 0;
+  }
+
+  static std::int64_t number_after(std::string_view prefix, std::string_view text, std::int64_t min,
+                                   std::int64_t max) {
+    return parse_int(text, fmt::format("the number after {}", quoted(prefix)), min, max);
+  }
+
+  std::string_view what_, text_, allowed_;
+  std::vector<std::string_view> fields_;
+  std::vector<std::string_view> seen_;
+  std::size_t next_ = 0;
+};
+
+constexpr std::string_view kSpecAllowed =
+    "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, causal or "
+    "causal_top_left, "
+    "dropout, kvlen, map<queries>x<keys>, det";
+constexpr std::string_view kShapeAllowed =
+    "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
+constexpr std::string_view kConfigAllowed =
+    "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
+    "occ<blocks>";
+
+void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
+  if (reader.flag(field, "dropout")) {
+    spec.dropout = true;
+  } else if (reader.flag(field, "kvlen")) {
+    spec.kv_lengths = true;
+  } else if (reader.flag(field, "det")) {
+    spec.deterministic = true;
+  } else if (const auto blocks = reader.pair(field, "map")) {
+    spec.block_map = {(*blocks)[0], (*blocks)[1]};
+  } else if (MaskProgram mask{std::string(field)}; !mask.empty() && expr::check(mask)) {
+    reader.once(field, "mask");
+    spec.mask = std::move(mask);
+  } else {
+    reader.unknown(field);
+  }
+}
+
+void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
+  if (reader.flag(field, "qreg")) {
+    config.q_in_registers = true;
+  } else if (const auto stages = reader.number(field, "s", 1, 16)) {
+    config.stages = *stages;
+  } else if (const auto d_split = reader.number(field, "split", 1, 2)) {
+    config.d_split = *d_split;
+  } else if (const auto min_blocks = reader.number(field, "occ", 1, 32)) {
+    config.min_blocks = *min_blocks;
+  } else {
+    reader.unknown(field);
+  }
+}
+
+struct KnownDevice {
+  std::string_view arch;
+  int compute_capability, multiprocessors, shared_per_block, shared_per_sm, l2_mebibytes;
+};
+
+constexpr int kRegistersPerSm = 65536;
+
+// One common product per architecture: T4, A100, A40, RTX 4090, H100, B200, RTX 5090.
+constexpr KnownDevice kKnownDevices[] = {
+    {"sm_75", 75, 40, 65536, 65536, 4},        {"sm_80", 80, 108, 166912, 167936, 40},
+    {"sm_86", 86, 84, 101376, 102400, 6},      {"sm_89", 89, 128, 101376, 102400, 72},
+    {"sm_90", 90, 132, 232448, 233472, 50},    {"sm_90a", 90, 132, 232448, 233472, 50},
+    {"sm_100", 100, 148, 232448, 233472, 126}, {"sm_100a", 100, 148, 232448, 233472, 126},
+    {"sm_120", 120, 170, 101376, 102400, 96},  {"sm_120a", 120, 170, 101376, 102400, 96},
+};
+
+}  // namespace
+
+AttentionSpec AttentionSpec::normalized() const {
+  AttentionSpec out = *this;
+  out.head_dim_v = v_dim();
+  // The forward pass is deterministic without being asked.
+  if (pass == Pass::forward) out.deterministic = false;
+  return out;
+}
+
+void AttentionSpec::validate() const {
+  parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
+  parse_dtype(to_string(dtype));
+  require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
+  if (head_dim_v != 0) require_multiple("head_dim_v", head_dim_v, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
+  if (const Support known = expr::check(score); !known) refuse("{}", known.reason);
+  if (const Support known = expr::check(mask); !known) refuse("{}", known.reason);
+  if (block_map != BlockSize{}) {
+    require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
+    require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);
+  }
+}
+
+void AttentionShape::validate() const {
+  require_count("batch", batch, kMaxInt);
+  require_count("heads_q", heads_q, kMaxInt);
+  require_count("heads_kv", heads_kv, kMaxInt);
+  require_count("seqlen_q", seqlen_q, kMaxLength);
+  require_count("seqlen_kv", seqlen_kv, kMaxLength);
+  if (heads_kv == 0 ? heads_q != 0 : heads_q % heads_kv != 0) {
+    refuse("heads_q is {} and heads_kv is {}; heads_q must be a multiple of heads_kv", heads_q, heads_kv);
+  }
+}
+
+std::string to_string(const AttentionSpec& given) {
+  const AttentionSpec spec = given.normalized();
+  std::string out = fmt::format("{}:{}:d{}", to_string(spec.pass), to_string(spec.dtype), spec.head_dim);
+  const auto append = [&]<class... Args>(fmt::format_string<Args...> format, Args&&... args) {
+    fmt::format_to(std::back_inserter(out), format, std::forward<Args>(args)...);
+  };
+  if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
+  if (!spec.score.empty()) append(":{}", spec.score.text());
+  if (!spec.mask.empty()) append(":{}", spec.mask.text());
+  if (spec.dropout) append(":dropout");
+  if (spec.kv_lengths) append(":kvlen");
+  if (spec.has_block_map()) append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
+  if (spec.deterministic) append(":det");
+  return out;
+}
+
+std::string to_string(const AttentionShape& s) {
+  return fmt::format("b{}:hq{}:hkv{}:sq{}:skv{}", s.batch, s.heads_q, s.heads_kv, s.seqlen_q, s.seqlen_kv);
+}
+
+std::string to_string(const TileConfig& config) {
+  const TileConfig defaults;
+  std::string out =
+      fmt::format("{}:br{}:bc{}:w{}", to_string(config.family), config.br, config.bc, config.warps);
+  if (config.stages != defaults.stages) out += fmt::format(":s{}", config.stages);
+  if (config.q_in_registers) out += ":qreg";
+  if (config.d_split != defaults.d_split) out += fmt::format(":split{}", config.d_split);
+  if (config.min_blocks != defaults.min_blocks) out += fmt::format(":occ{}", config.min_blocks);
+  return out;
+}
+
+std::string to_string(const DeviceInfo& device) { return device.arch; }
+
+AttentionSpec parse_spec(std::string_view text) {
+  FieldReader reader("spec", text, kSpecAllowed);
+  AttentionSpec spec;
+  if (reader.peek() == "fwd" || reader.peek() == "bwd") spec.pass = parse_pass(reader.take("the pass"));
+
+  const std::string_view dtype = reader.take("the element type");
+  spec.dtype = reader.in_field(dtype, [&] { return parse_dtype(dtype); });
+
+  const std::string_view dims = reader.take("the head dimension");
+  const auto head_dims = reader.pair(dims, "d");
+  if (!head_dims) reader.misplaced(dims, "d");
+  spec.head_dim = (*head_dims)[0];
+  spec.head_dim_v = (*head_dims)[1];
+
+  while (!reader.done()) read_option(reader, reader.take("a field"), spec);
+  reader.validate(spec);
+  return spec.normalized();
+}
+
+AttentionShape parse_shape(std::string_view text) {
+  FieldReader reader("shape", text, kShapeAllowed);
+  AttentionShape shape;
+  shape.batch = reader.take_number("b", 0, kMaxInt);
+  shape.heads_q = reader.take_number("hq", 0, kMaxInt);
+  shape.heads_kv = reader.take_number("hkv", 0, kMaxInt);
+  shape.seqlen_q = reader.take_number("sq", 0, kMaxLength);
+  shape.seqlen_kv = reader.take_number("skv", 0, kMaxLength);
+  if (!reader.done()) reader.unknown(reader.peek());
+  reader.validate(shape);
+  return shape;
+}
+
+TileConfig parse_config(std::string_view text) {
+  FieldReader reader("tile configuration", text, kConfigAllowed);
+  TileConfig config;
+  const std::string_view family = reader.take("the kernel family");
+  config.family = reader.in_field(family, [&] { return parse_family(family); });
+  config.br = static_cast<int>(reader.take_number("br", 1, 1024));
+  config.bc = static_cast<int>(reader.take_number("bc", 1, 1024));
+  config.warps = static_cast<int>(reader.take_number("w", 1, 32));
+  while (!reader.done()) read_option(reader, reader.take("a field"), config);
+  return config;
+}
+
+DeviceInfo DeviceInfo::parse(std::string_view arch) {
+  std::vector<std::string_view> names;
+  for (const KnownDevice& known : kKnownDevices) {
+    names.push_back(known.arch);
+    if (known.arch != arch) continue;
+    DeviceInfo out;
+    out.name = out.arch = arch;
+    out.compute_capability = known.compute_capability;
+    out.multiprocessors = known.multiprocessors;
+    out.shared_per_block = known.shared_per_block;
+    out.shared_per_sm = known.shared_per_sm;
+    out.registers_per_sm = kRegistersPerSm;
+    out.l2_bytes = std::int64_t{known.l2_mebibytes} << 20;
+    return out;
+  }
+  refuse("the architecture is {}; it must be one of: {}", quoted(arch), fmt::join(names, ", "));
+}
+
+}  // namespace flashjit

@@ -1,0 +1,73 @@
+#include "plan/workspace.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdint>
+#include <initializer_list>
+
+namespace flashjit::plan {
+namespace {
+
+constexpr std::int64_t kAlignment = 256;
+constexpr std::int64_t kRowMultiple = 128;
+constexpr std::int64_t kDimMultiple = 16;
+constexpr std::int64_t kWordBytes = 4;  // fp32 or int32
+
+constexpr std::int64_t round_up(std::int64_t value, std::int64_t multiple) {
+  return (value + multiple - 1) / multiple * multiple;
+}
+
+/// Places one part after another.
+class Allocator {
+ public:
+  explicit Allocator(const AttentionShape& shape) : shape_(shape) {}
+
+  /// The offset of a part of count[0] * count[1] * ... + extra words.
+  std::size_t place(bool needed, std::initializer_list<std::int64_t> count, std::int64_t extra = 0) {
+    const std::int64_t offset = end_;
+    if (!needed) return static_cast<std::size_t>(offset);
+    std::int64_t bytes = kWordBytes;
+    bool overflow = false;
+    for (const std::int64_t factor : count) overflow |= __builtin_mul_overflow(bytes, factor, &bytes);
+    overflow |= __builtin_add_overflow(bytes, extra * kWordBytes + kAlignment - 1, &bytes);
+    overflow |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
+    if (overflow) {
+      throw Error(
+          ErrorCode::invalid_argument,
+          fmt::format("the workspace of {} is larger than 2^63 bytes; use a smaller batch or fewer heads",
+                      to_string(shape_)));
+    }
+    return static_cast<std::size_t>(offset);
+  }
+
+  std::size_t bytes() const { return static_cast<std::size_t>(end_); }
+
+ private:
+  const AttentionShape& shape_;
+  std::int64_t end_ = 0;
+};
+
+}  // namespace
+
+std::int64_t padded_seqlen_q(const AttentionShape& shape) { return round_up(shape.seqlen_q, kRowMultiple); }
+
+WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpec& spec,
+                                 const AttentionShape& shape) {
+  // Both are below 2^31, so this product fits.
+  const std::int64_t heads = shape.batch * shape.heads_q;
+  const std::int64_t rows = padded_seqlen_q(shape);
+
+  Allocator allocator(shape);
+  WorkspaceLayout out;
+  out.d = allocator.place(needs.row_stats, {heads, rows});
+  out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
+  out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
+  out.tickets = allocator.place(needs.tickets, {heads, needs.q_tiles}, 1);
+  out.list_count = allocator.place(needs.lists, {heads, needs.list_rows});
+  out.list_entries = allocator.place(needs.lists, {heads, needs.list_rows, needs.list_columns});
+  out.list_rank = allocator.place(needs.ranks, {heads, needs.list_rows, needs.list_columns});
+  out.bytes = allocator.bytes();
+  return out;
+}
+
+}  // namespace flashjit::plan

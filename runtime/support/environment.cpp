@@ -1,0 +1,92 @@
+#include "support/environment.hpp"
+
+#include <fmt/format.h>
+
+#include <array>
+#include <cstdlib>
+
+#include "flashjit/error.hpp"
+#include "support/text.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr std::array<EnvironmentVariable, 7> kVariables{{
+    {"FLASHJIT_CACHE_DIR",
+     "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
+     "~/.cache/flashjit."},
+    {"FLASHJIT_PACKS",
+     "Folders of packed kernels, separated by ':', searched in this order before the cache."},
+    {"FLASHJIT_JIT", "on (default): compile kernels that no pack and no cache holds; off: never compile."},
+    {"FLASHJIT_TEMPLATE_DIR", "Folder to read kernel templates from, instead of the embedded ones."},
+    {"FLASHJIT_NVRTC", "Path of libnvrtc. Default: the loader's path, then the toolkit's usual places."},
+    {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
+    {"FLASHJIT_LOG", "quiet, info (default) or debug: how much is written to the log."},
+}};
+
+using Get = std::function<const char*(const char*)>;
+
+/// A variable that is set to nothing counts as not set.
+std::string value_of(const Get& get, const char* name) {
+  const char* value = get(name);
+  return value ? value : "";
+}
+
+/// Below a folder that a variable names; only absolute paths count, as the XDG specification asks.
+std::string below(const std::string& folder, std::string_view name) {
+  if (!folder.starts_with('/')) return {};
+  return fmt::format("{}{}{}", folder, folder.ends_with('/') ? "" : "/", name);
+}
+
+std::string cache_dir(const Get& get) {
+  if (std::string given = value_of(get, "FLASHJIT_CACHE_DIR"); !given.empty()) return given;
+  if (std::string xdg = below(value_of(get, "XDG_CACHE_HOME"), "flashjit"); !xdg.empty()) return xdg;
+  return below(value_of(get, "HOME"), ".cache/flashjit");
+}
+
+std::vector<std::string> paths(std::string_view text) {
+  std::vector<std::string> out;
+  for (const std::string_view path : split(text, ':')) {
+    if (!path.empty()) out.emplace_back(path);
+  }
+  return out;
+}
+
+[[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view allowed) {
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("the environment variable {} is {}; set it to {}, or unset it", name, quoted(value),
+                          allowed));
+}
+
+bool jit(const std::string& value) {
+  if (value.empty() || value == "on") return true;
+  if (value == "off") return false;
+  refuse("FLASHJIT_JIT", value, "on or off");
+}
+
+}  // namespace
+
+std::span<const EnvironmentVariable> environment_variables() { return kVariables; }
+
+Environment read_environment() {
+  return read_environment([](const char* name) -> const char* { return std::getenv(name); });
+}
+
+Environment read_environment(const Get& get) {
+  Environment out;
+  out.cache_dir = cache_dir(get);
+  out.packs = paths(value_of(get, "FLASHJIT_PACKS"));
+  out.jit = jit(value_of(get, "FLASHJIT_JIT"));
+  out.template_dir = value_of(get, "FLASHJIT_TEMPLATE_DIR");
+  out.nvrtc = value_of(get, "FLASHJIT_NVRTC");
+  out.libcuda = value_of(get, "FLASHJIT_LIBCUDA");
+  const std::string log = value_of(get, "FLASHJIT_LOG");
+  if (!log.empty() && log != "quiet" && log != "info" && log != "debug") {
+    refuse("FLASHJIT_LOG", log, "quiet, info or debug");
+  }
+  out.verbose = log == "debug";
+  out.quiet = log == "quiet";
+  return out;
+}
+
+}  // namespace flashjit

@@ -1,0 +1,106 @@
+#include "support/file.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/random.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <array>
+#include <cerrno>
+#include <cstdint>
+#include <system_error>
+#include <utility>
+
+#include "flashjit/error.hpp"
+
+namespace flashjit {
+namespace {
+
+[[noreturn]] void fail(std::string_view action, const std::filesystem::path& path, std::string_view cause) {
+  throw Error(ErrorCode::io, fmt::format("cannot {} '{}': {}", action, path.string(), cause));
+}
+
+std::string last_error() { return std::generic_category().message(errno); }
+
+class Descriptor {
+ public:
+  Descriptor(const std::filesystem::path& path, int flags)
+      : fd_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
+  Descriptor(const Descriptor&) = delete;
+  Descriptor& operator=(const Descriptor&) = delete;
+  ~Descriptor() { close(); }
+
+  explicit operator bool() const { return fd_ >= 0; }
+  int get() const { return fd_; }
+  /// Network file systems report a failed write only here.
+  bool close() { return fd_ < 0 || ::close(std::exchange(fd_, -1)) == 0; }
+
+ private:
+  int fd_;
+};
+
+bool write_all(int fd, std::string_view bytes) {
+  while (!bytes.empty()) {
+    const ssize_t n = ::write(fd, bytes.data(), bytes.size());
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) return false;
+    bytes.remove_prefix(static_cast<std::size_t>(n));
+  }
+  return true;
+}
+
+}  // namespace
+
+std::string read_file(const std::filesystem::path& path) {
+  // Without O_NONBLOCK, opening a pipe would wait for a writer before its kind can be asked.
+  const Descriptor file(path, O_RDONLY | O_NONBLOCK);
+  struct stat status {};
+  if (!file || ::fstat(file.get(), &status) != 0) fail("read", path, last_error());
+  if (!S_ISREG(status.st_mode)) fail("read", path, "it is not a regular file");
+
+  std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
+  std::size_t filled = 0;
+  while (filled < bytes.size()) {
+    const ssize_t n = ::read(file.get(), bytes.data() + filled, bytes.size() - filled);
+    if (n < 0 && errno == EINTR) continue;
+    if (n < 0) fail("read", path, last_error());
+    if (n == 0) break;
+    filled += static_cast<std::size_t>(n);
+  }
+  bytes.resize(filled);
+  return bytes;
+}
+
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes) {
+  const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
+  const std::filesystem::path temporary = folder / (".tmp-" + unique_suffix());
+  Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL);
+  if (!file) fail("write", path, last_error());
+  const bool written = write_all(file.get(), bytes) && ::fsync(file.get()) == 0 && file.close() &&
+                       ::rename(temporary.c_str(), path.c_str()) == 0;
+  if (!written) {
+    const std::string cause = last_error();
+    ::unlink(temporary.c_str());
+    fail("write", path, cause);
+  }
+  sync_folder(folder);
+}
+
+void sync_folder(const std::filesystem::path& folder) {
+  const Descriptor descriptor(folder, O_RDONLY | O_DIRECTORY);
+  if (!descriptor) fail("open folder", folder, last_error());
+  if (::fsync(descriptor.get()) != 0 && errno != EINVAL && errno != ENOTSUP) {
+    fail("sync folder", folder, last_error());
+  }
+}
+
+std::string unique_suffix() {
+  std::array<std::uint32_t, 3> words{};
+  if (::getrandom(words.data(), sizeof words, 0) != static_cast<ssize_t>(sizeof words)) {
+    throw Error(ErrorCode::io, "the system's random number source cannot be read: " + last_error());
+  }
+  return fmt::format("{:08x}{:08x}{:08x}", words[0], words[1], words[2]);
+}
+
+}  // namespace flashjit

@@ -1,0 +1,25 @@
+// Files read whole and written atomically.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+
+namespace flashjit {
+
+/// The bytes of a regular file. Throws Error(io) that names the file and the cause.
+std::string read_file(const std::filesystem::path& path);
+
+/// Replaces or creates `path` so that a reader, or a crash, sees the old bytes or the new ones and nothing
+/// between: a temporary file in the same folder, fsync, rename, fsync of the folder. The folder must exist.
+/// Throws Error(io) and leaves no temporary file behind.
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
+
+/// Makes the names in a folder durable. Throws Error(io) when the folder cannot be opened or synced; file
+/// systems that cannot sync folders count as synced.
+void sync_folder(const std::filesystem::path& folder);
+
+/// 24 random hexadecimal digits: no other thread, process or host makes the same name.
+std::string unique_suffix();
+
+}  // namespace flashjit

@@ -1,0 +1,47 @@
+#include "support/text.hpp"
+
+#include <fmt/format.h>
+
+#include <charconv>
+
+#include "flashjit/error.hpp"
+
+namespace flashjit {
+
+std::vector<std::string_view> split(std::string_view text, char separator) {
+  std::vector<std::string_view> pieces;
+  for (std::size_t begin = 0;;) {
+    const std::size_t end = text.find(separator, begin);
+    pieces.push_back(text.substr(begin, end - begin));
+    if (end == std::string_view::npos) return pieces;
+    begin = end + 1;
+  }
+}
+
+std::string quoted(std::string_view text) {
+  constexpr std::size_t kLongest = 80;
+  std::string out = "'";
+  for (const char c : text.substr(0, kLongest)) {
+    out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
+  }
+  return out + (text.size() > kLongest ? "...'" : "'");
+}
+
+std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_t min, std::int64_t max) {
+  std::int64_t value = 0;
+  const char* end = text.data() + text.size();
+  const auto [stop, error] = std::from_chars(text.data(), end, value);
+  if (error != std::errc() || stop != end || value < min || value > max) {
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} is {}; it must be an integer from {} to {}", what, quoted(text), min, max));
+  }
+  return value;
+}
+
+std::string_view library_version() { return FLASHJIT_VERSION; }
+
+std::string cuda_version_text(int version) {
+  return fmt::format("{}.{}", version / 1000, version % 1000 / 10);
+}
+
+}  // namespace flashjit

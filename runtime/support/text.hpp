@@ -1,0 +1,29 @@
+// Small text helpers that several layers share.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flashjit {
+
+/// The pieces between separators; one piece more than there are separators, so "" has one empty piece.
+std::vector<std::string_view> split(std::string_view text, char separator);
+
+/// The text in single quotes, fit for one line of a message: control characters become '?', long text is cut.
+std::string quoted(std::string_view text);
+/// Without this overload, a call with a std::string would find std::quoted.
+inline std::string quoted(const std::string& text) { return quoted(std::string_view(text)); }
+
+/// A decimal integer that fills `text`. Throws Error(invalid_argument) that says what `what` was given and
+/// that `min` to `max` is allowed.
+std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_t min, std::int64_t max);
+
+/// flashjit's own version: "0.1.0".
+std::string_view library_version();
+
+/// A version as CUDA's interfaces encode it: 12040 becomes "12.4".
+std::string cuda_version_text(int version);
+
+}  // namespace flashjit

@@ -1,0 +1,51 @@
+#include "flashjit/types.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <array>
+#include <utility>
+
+#include "flashjit/error.hpp"
+#include "support/text.hpp"
+
+namespace flashjit {
+namespace {
+
+template <class Value, std::size_t kCount>
+using Names = std::array<std::pair<Value, std::string_view>, kCount>;
+
+constexpr Names<Pass, 2> kPasses{{{Pass::forward, "fwd"}, {Pass::backward, "bwd"}}};
+constexpr Names<DType, 3> kDTypes{{{DType::fp16, "fp16"}, {DType::bf16, "bf16"}, {DType::fp32, "fp32"}}};
+constexpr Names<Family, 2> kFamilies{{{Family::sm80, "sm80"}, {Family::simt, "simt"}}};
+
+template <class Value, std::size_t kCount>
+std::string name_of(const Names<Value, kCount>& names, Value value) {
+  for (const auto& [known, name] : names) {
+    if (known == value) return std::string(name);
+  }
+  return fmt::format("unknown({})", static_cast<int>(value));
+}
+
+template <class Value, std::size_t kCount>
+Value value_of(const Names<Value, kCount>& names, std::string_view what, std::string_view text) {
+  std::array<std::string_view, kCount> allowed;
+  for (std::size_t i = 0; i < kCount; ++i) {
+    if (names[i].second == text) return names[i].first;
+    allowed[i] = names[i].second;
+  }
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("{} is {}; it must be one of: {}", what, quoted(text), fmt::join(allowed, ", ")));
+}
+
+}  // namespace
+
+std::string to_string(Pass pass) { return name_of(kPasses, pass); }
+std::string to_string(DType dtype) { return name_of(kDTypes, dtype); }
+std::string to_string(Family family) { return name_of(kFamilies, family); }
+
+Pass parse_pass(std::string_view text) { return value_of(kPasses, "the pass", text); }
+DType parse_dtype(std::string_view text) { return value_of(kDTypes, "the element type", text); }
+Family parse_family(std::string_view text) { return value_of(kFamilies, "the kernel family", text); }
+
+}  // namespace flashjit

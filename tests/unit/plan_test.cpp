@@ -1,0 +1,229 @@
+// From a spec and a shape to a plan: which configuration, why, and every refusal.
+#include "plan/plan.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "plan/workspace.hpp"
+
+namespace flashjit::plan {
+namespace {
+
+const DeviceInfo kA100 = DeviceInfo::parse("sm_80");
+const AttentionShape kShape{2, 8, 4, 1000, 1500};
+
+std::string failure(ErrorCode code, const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.message();
+    return error.message();
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return {};
+}
+
+void expect_in(const std::string& part, const std::string& message) {
+  EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
+}
+
+TuningRecord record(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& best) {
+  TuningRecord out;
+  out.spec = spec;
+  out.shape = shape;
+  out.arch = kA100.arch;
+  out.best = best;
+  return out;
+}
+
+/// A configuration that is not the heuristic's.
+TileConfig other_config(const AttentionSpec& spec, const AttentionShape& shape) {
+  const TileConfig heuristic = make_plan(spec, shape, kA100, {}).config;
+  for (const TileConfig& config : traits(heuristic.family).search_space(spec, kA100)) {
+    if (config != heuristic) return config;
+  }
+  throw Error(ErrorCode::internal, "the search space holds the heuristic's configuration only");
+}
+
+TEST(Families, BestFirst) {
+  ASSERT_EQ(families().size(), 2u);
+  EXPECT_EQ(families()[0].family, Family::sm80);
+  EXPECT_EQ(families()[1].family, Family::simt);
+  for (const FamilyTraits& family : families()) EXPECT_EQ(traits(family.family).family, family.family);
+}
+
+TEST(Families, AnUnknownFamilyIsNamed) {
+  expect_in("unknown(9)", failure(ErrorCode::internal, [] { traits(static_cast<Family>(9)); }));
+}
+
+TEST(Plan, TheFirstAbleFamilyDoesIt) {
+  const auto family = [](const char* spec, const char* arch) {
+    return make_plan(parse_spec(spec), kShape, DeviceInfo::parse(arch), {}).config.family;
+  };
+  EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_80"), Family::sm80);
+  EXPECT_EQ(family("bwd:fp16:d64", "sm_90a"), Family::sm80);
+  EXPECT_EQ(family("fwd:fp32:d128", "sm_80"), Family::simt);
+  EXPECT_EQ(family("fwd:bf16:d128", "sm_75"), Family::simt);
+}
+
+TEST(Plan, HoldsWhatTheFamilySays) {
+  for (const char* text :
+       {"fwd:bf16:d128:causal", "bwd:fp16:d64:det", "bwd:fp32:d40", "fwd:bf16:d64:map64x64",
+        "bwd:bf16:d64x128:map64x64:det", "fwd:fp16:d256:kvlen:dropout"}) {
+    const AttentionSpec spec = parse_spec(text);
+    const ExecutionPlan plan = make_plan(spec, kShape, kA100, {});
+    const FamilyTraits& family = traits(plan.config.family);
+    EXPECT_EQ(plan.config_source, "heuristic");
+    EXPECT_EQ(plan.spec, spec);
+    EXPECT_EQ(plan.shape, kShape);
+    EXPECT_TRUE(family.admits(spec, plan.config, kA100)) << text;
+    EXPECT_EQ(plan.entries, family.entries(spec, plan.config));
+    EXPECT_FALSE(plan.entries.empty());
+    EXPECT_EQ(plan.launches, family.launches(spec, kShape, plan.config));
+    for (const Launch& launch : plan.launches) EXPECT_LT(launch.entry, plan.entries.size());
+    EXPECT_EQ(plan.needs, family.workspace(spec, kShape, plan.config));
+    EXPECT_EQ(plan.workspace, workspace_layout(plan.needs, spec, kShape));
+  }
+}
+
+TEST(Plan, TheSpecIsNormalized) {
+  const ExecutionPlan plan = make_plan({.head_dim = 64, .deterministic = true}, kShape, kA100, {});
+  EXPECT_EQ(plan.spec.head_dim_v, 64);
+  EXPECT_FALSE(plan.spec.deterministic);
+}
+
+TEST(Plan, ZeroSizesArePlanned) {
+  for (const char* text : {"fwd:bf16:d64", "bwd:bf16:d64:det", "bwd:fp32:d64", "fwd:bf16:d64:map64x64",
+                           "bwd:bf16:d64:map64x64:det"}) {
+    for (const AttentionShape& shape :
+         {AttentionShape{}, AttentionShape{0, 4, 2, 8, 8}, AttentionShape{1, 0, 0, 8, 8},
+          AttentionShape{1, 4, 4, 0, 8}, AttentionShape{1, 4, 4, 8, 0}}) {
+      const ExecutionPlan plan = make_plan(parse_spec(text), shape, kA100, {});
+      for (const Launch& launch : plan.launches)
+        EXPECT_GE(launch.blocks, 0) << text << " " << to_string(shape);
+    }
+  }
+}
+
+TEST(Plan, GivenBeforeTunedBeforeNearBeforeHeuristic) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const AttentionShape near{2, 8, 4, 1000, 1600};
+  const TileConfig heuristic = make_plan(spec, kShape, kA100, {}).config;
+  const TileConfig tuned = other_config(spec, kShape);
+
+  TuningRecords records;
+  EXPECT_EQ(make_plan(spec, kShape, kA100, records).config_source, "heuristic");
+  records.add(record(spec, near, tuned));
+  ExecutionPlan plan = make_plan(spec, kShape, kA100, records);
+  EXPECT_EQ(plan.config, tuned);
+  EXPECT_EQ(plan.config_source, "tuned for a near shape");
+  EXPECT_EQ(make_plan(spec, near, kA100, records).config_source, "tuned");
+
+  plan = make_plan(spec, near, kA100, records, heuristic);
+  EXPECT_EQ(plan.config, heuristic);
+  EXPECT_EQ(plan.config_source, "given");
+}
+
+TEST(Plan, RecordsThatAreNotAdmittedArePassedOver) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const AttentionShape near{2, 8, 4, 1000, 1600};
+  const TileConfig tuned = other_config(spec, kShape);
+  TileConfig impossible = tuned;
+  impossible.br = 1023;
+
+  TuningRecords records;
+  records.add(record(spec, kShape, impossible));
+  ExecutionPlan plan = make_plan(spec, kShape, kA100, records);
+  EXPECT_EQ(plan.config_source, "heuristic");
+  records.add(record(spec, near, tuned));
+  plan = make_plan(spec, kShape, kA100, records);
+  EXPECT_EQ(plan.config, tuned);
+  EXPECT_EQ(plan.config_source, "tuned for a near shape");
+}
+
+TEST(Plan, RecordsOfAFamilyThatCannotArePassedOver) {
+  const AttentionSpec spec = parse_spec("fwd:fp32:d64");
+  TuningRecords records;
+  records.add(record(spec, kShape, parse_config("sm80:br128:bc64:w4:s2")));
+  EXPECT_EQ(make_plan(spec, kShape, kA100, records).config.family, Family::simt);
+}
+
+TEST(Plan, AGivenConfigurationThatIsNotAdmittedIsRefused) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  for (const char* text : {"sm80:br17:bc64:w4", "sm80:br256:bc256:w1:s4", "simt:br1000:bc1000:w32"}) {
+    const std::string message =
+        failure(ErrorCode::invalid_argument, [&] { make_plan(spec, kShape, kA100, {}, parse_config(text)); });
+    expect_in(std::string("the configuration ") + text + " cannot do fwd:bf16:d64 on sm_80", message);
+  }
+  expect_in("cannot do fwd:fp32:d64 on sm_80", failure(ErrorCode::invalid_argument, [&] {
+              make_plan(parse_spec("fwd:fp32:d64"), kShape, kA100, {}, parse_config("sm80:br128:bc64:w4:s2"));
+            }));
+}
+
+TEST(Plan, ADeviceThatIsTooOldGetsEveryFamilysReason) {
+  DeviceInfo old = DeviceInfo::parse("sm_75");
+  old.name = old.arch = "sm_70";
+  old.compute_capability = 70;
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const std::string message = failure(ErrorCode::unsupported, [&] { make_plan(spec, kShape, old, {}); });
+  expect_in("no kernel family can do fwd:bf16:d64 on sm_70", message);
+  expect_in("sm80: ", message);
+  expect_in("simt: ", message);
+  const Support support = supports(spec, old);
+  EXPECT_FALSE(support);
+  EXPECT_EQ(support.reason, message);
+}
+
+TEST(Plan, SupportsIsAValueForWrongSpecsToo) {
+  EXPECT_TRUE(supports({.head_dim = 64}, kA100));
+  const Support support = supports({.head_dim = 63}, kA100);
+  EXPECT_FALSE(support);
+  expect_in("head_dim is 63", support.reason);
+}
+
+TEST(Plan, WrongSpecsAndShapesAreRefused) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  expect_in("head_dim is 300",
+            failure(ErrorCode::invalid_argument, [] { make_plan({.head_dim = 300}, kShape, kA100, {}); }));
+  expect_in("heads_q is 3 and heads_kv is 2", failure(ErrorCode::invalid_argument, [&] {
+              make_plan(spec, {1, 3, 2, 8, 8}, kA100, {});
+            }));
+}
+
+TEST(Plan, MoreBlocksThanAGridTakesAreRefused) {
+  const AttentionShape huge{1 << 20, 1 << 10, 1 << 10, 4096, 4096};
+  const std::string message =
+      failure(ErrorCode::invalid_argument, [&] { make_plan(parse_spec("fwd:bf16:d64"), huge, kA100, {}); });
+  expect_in(to_string(huge), message);
+  expect_in("2147483647 are allowed", message);
+}
+
+TEST(Plan, EverySearchSpaceIsAdmitted) {
+  for (const char* arch : {"sm_75", "sm_80", "sm_86", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* text : {"fwd:bf16:d8", "fwd:fp16:d128:causal", "bwd:bf16:d256", "bwd:fp32:d256x8",
+                             "fwd:fp32:d40", "bwd:fp16:d96x104:det:map16x256"}) {
+      const AttentionSpec spec = parse_spec(text);
+      ASSERT_TRUE(supports(spec, device)) << text << " " << arch;
+      for (const FamilyTraits& family : families()) {
+        if (!family.supports(spec, device)) continue;
+        const TileConfig heuristic = family.heuristic(spec, kShape, device);
+        EXPECT_TRUE(family.admits(spec, heuristic, device))
+            << to_string(heuristic) << " for " << text << " on " << arch << ": "
+            << family.admits(spec, heuristic, device).reason;
+        const std::vector<TileConfig> space = family.search_space(spec, device);
+        EXPECT_FALSE(space.empty()) << text << " " << arch;
+        for (const TileConfig& config : space) {
+          const Support admitted = family.admits(spec, config, device);
+          EXPECT_TRUE(admitted) << to_string(config) << " for " << text << " on " << arch << ": "
+                                << admitted.reason;
+          EXPECT_EQ(parse_config(to_string(config)), config);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashjit::plan

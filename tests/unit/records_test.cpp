@@ -1,0 +1,413 @@
+// Tuning records: JSON, files, the choice of the nearest; and the atomic files that records and cache stand
+// on.
+#include "plan/records.hpp"
+
+#include <gtest/gtest.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cmath>
+#include <fstream>
+#include <functional>
+#include <limits>
+#include <nlohmann/json.hpp>
+#include <random>
+#include <set>
+#include <thread>
+
+#include "flashjit/error.hpp"
+#include "support/file.hpp"
+
+namespace flashjit::plan {
+namespace {
+
+namespace fs = std::filesystem;
+using Json = nlohmann::json;
+
+class TemporaryFolder : public testing::Test {
+ protected:
+  TemporaryFolder() { fs::create_directories(folder_); }
+  ~TemporaryFolder() override { fs::remove_all(folder_); }
+
+  std::vector<std::string> names(const fs::path& folder) const {
+    std::vector<std::string> out;
+    for (const auto& entry : fs::directory_iterator(folder)) out.push_back(entry.path().filename().string());
+    return out;
+  }
+
+  const fs::path folder_ = fs::temp_directory_path() / ("flashjit-records-" + unique_suffix());
+};
+using File = TemporaryFolder;
+using RecordFile = TemporaryFolder;
+
+std::string failure(ErrorCode code, const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), code) << error.message();
+    return error.message();
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return {};
+}
+
+void expect_in(const std::string& part, const std::string& message) {
+  EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
+}
+
+TuningRecord example() {
+  TuningRecord record;
+  record.spec = parse_spec("fwd:bf16:d128:causal");
+  record.shape = {2, 32, 8, 4096, 4096};
+  record.arch = "sm_90a";
+  record.device = "NVIDIA H100 80GB HBM3";
+  record.driver = "13.0";
+  record.nvrtc = "nvrtc13.0.88";
+  record.library = "0.1.0";
+  record.best = parse_config("sm80:br128:bc64:w4:s2");
+  record.timings = {{record.best, 1.25, ""}, {parse_config("sm80:br64:bc64:w4"), 0, "spills 32 bytes"}};
+  return record;
+}
+
+TuningRecord with_shape(const std::string& shape, const std::string& best = "simt:br16:bc16:w4") {
+  TuningRecord record = example();
+  record.shape = parse_shape(shape);
+  record.best = parse_config(best);
+  return record;
+}
+
+// --- files
+
+TEST_F(File, RoundTripOfAnyBytes) {
+  std::string bytes("\0\xff\n", 3);
+  bytes += std::string(300000, 'x');
+  write_file_atomically(folder_ / "a", bytes);
+  EXPECT_EQ(read_file(folder_ / "a"), bytes);
+  write_file_atomically(folder_ / "a", "");
+  EXPECT_EQ(read_file(folder_ / "a"), "");
+  EXPECT_EQ(names(folder_), std::vector<std::string>{"a"}) << "no temporary file stays";
+}
+
+TEST_F(File, FailuresNameTheFileAndTheCause) {
+  const std::string missing = (folder_ / "missing").string();
+  expect_in("cannot read '" + missing + "': No such file",
+            failure(ErrorCode::io, [&] { read_file(missing); }));
+  expect_in("it is not a regular file", failure(ErrorCode::io, [&] { read_file(folder_); }));
+  expect_in("cannot write '" + missing + "/a': No such file",
+            failure(ErrorCode::io, [&] { write_file_atomically(missing + "/a", "x"); }));
+  expect_in("cannot open folder '" + missing + "'", failure(ErrorCode::io, [&] { sync_folder(missing); }));
+}
+
+TEST_F(File, APipeIsRefusedAndNotWaitedFor) {
+  const fs::path pipe = folder_ / "pipe";
+  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
+  expect_in("it is not a regular file", failure(ErrorCode::io, [&] { read_file(pipe); }));
+}
+
+TEST_F(File, AFailedReplacementLeavesEverythingAsItWas) {
+  const fs::path target = folder_ / "folder";
+  fs::create_directories(target / "inside");
+  expect_in("cannot write '" + target.string() + "'",
+            failure(ErrorCode::io, [&] { write_file_atomically(target, "x"); }));
+  EXPECT_EQ(names(folder_), std::vector<std::string>{"folder"}) << "no temporary file stays";
+}
+
+TEST_F(File, ReadersNeverSeeAPart) {
+  const fs::path path = folder_ / "shared";
+  const std::string a(100000, 'a'), b(50000, 'b');
+  write_file_atomically(path, a);
+  std::vector<std::thread> writers;
+  for (const std::string& bytes : {a, b}) {
+    writers.emplace_back([&path, bytes] {
+      for (int i = 0; i < 20; ++i) write_file_atomically(path, bytes);
+    });
+  }
+  for (int i = 0; i < 200; ++i) {
+    const std::string seen = read_file(path);
+    EXPECT_TRUE(seen == a || seen == b);
+  }
+  for (std::thread& writer : writers) writer.join();
+}
+
+TEST(UniqueSuffix, DoesNotRepeat) {
+  std::set<std::string> seen;
+  for (int i = 0; i < 1000; ++i) {
+    const std::string suffix = unique_suffix();
+    EXPECT_EQ(suffix.size(), 24u);
+    EXPECT_TRUE(seen.insert(suffix).second);
+  }
+}
+
+// --- JSON
+
+TEST(Record, RoundTrip) {
+  EXPECT_EQ(parse_record(to_json(example())), example());
+  TuningRecord bare = example();
+  bare.device = bare.driver = bare.nvrtc = bare.library = "";
+  bare.timings.clear();
+  EXPECT_EQ(parse_record(to_json(bare)), bare);
+  TuningRecord odd = example();
+  odd.device = "quotes \" and \\ and \n and \xc3\xa9";
+  odd.timings[0].ms = 0.1 + 1e-17;
+  EXPECT_EQ(parse_record(to_json(odd)), odd);
+}
+
+TEST(Record, RandomTimingsKeepEveryBit) {
+  std::mt19937_64 random(3);
+  std::uniform_real_distribution<double> exponent(-20, 20);
+  for (int round = 0; round < 500; ++round) {
+    TuningRecord record = example();
+    record.timings[0].ms = std::exp(exponent(random));
+    ASSERT_EQ(parse_record(to_json(record)), record);
+  }
+}
+
+TEST(Record, BytesThatAreNoTextDoNotThrow) {
+  TuningRecord record = example();
+  record.device = "GPU \xff";
+  EXPECT_NE(parse_record(to_json(record)).device, "");
+}
+
+TEST(Record, EveryMissingFieldIsNamed) {
+  const Json whole = Json::parse(to_json(example()));
+  for (const char* field :
+       {"format", "spec", "shape", "arch", "device", "driver", "nvrtc", "library", "best", "timings"}) {
+    Json damaged = whole;
+    ASSERT_EQ(damaged.erase(field), 1u) << field;
+    const std::string message = failure(ErrorCode::io, [&] { parse_record(damaged.dump()); });
+    expect_in("the tuning record is damaged: '" + std::string(field) + "' is missing", message);
+    expect_in("delete it and tune again", message);
+  }
+  for (const char* field : {"config", "ms"}) {
+    Json damaged = whole;
+    damaged["timings"][1].erase(field);
+    expect_in("'" + std::string(field) + "' is missing",
+              failure(ErrorCode::io, [&] { parse_record(damaged.dump()); }));
+  }
+}
+
+TEST(Record, EveryFieldOfAnotherTypeIsNamed) {
+  const Json whole = Json::parse(to_json(example()));
+  for (const auto& [field, value] : whole.items()) {
+    for (const Json& other :
+         {Json(nullptr), Json(true), Json(17), Json("text"), Json::array(), Json::object()}) {
+      if (other.type() == value.type() && !other.is_string()) continue;
+      if (other.is_number() && value.is_number()) continue;
+      // Any text is a device or a version.
+      if (other.is_string() && std::set<std::string>{"device", "driver", "nvrtc", "library"}.contains(field))
+        continue;
+      Json damaged = whole;
+      damaged[field] = other;
+      expect_in("'" + field + "'", failure(ErrorCode::io, [&] { parse_record(damaged.dump()); }));
+    }
+  }
+}
+
+TEST(Record, DamageIsToldByItsText) {
+  const Json whole = Json::parse(to_json(example()));
+  const auto message_with = [&](const char* pointer, const Json& value) {
+    Json damaged = whole;
+    damaged[Json::json_pointer(pointer)] = value;
+    return failure(ErrorCode::io, [&] { parse_record(damaged.dump()); });
+  };
+  expect_in("'format' is '2'; this version reads format 1", message_with("/format", 2));
+  expect_in("'format' is '1.5'", message_with("/format", 1.5));
+  expect_in("'fwd:bf16:d7'", message_with("/spec", "fwd:bf16:d7"));
+  expect_in("'b1'", message_with("/shape", "b1"));
+  expect_in("'best' cannot be read", message_with("/best", "sm80"));
+  expect_in("'../../sm_90'", message_with("/arch", "../../sm_90"));
+  expect_in("'sm_/x'", message_with("/arch", "sm_/x"));
+  expect_in("'sm_'", message_with("/arch", "sm_"));
+  expect_in("'ms' is -1; it must be finite and not negative", message_with("/timings/0/ms", -1));
+  expect_in("'ms' is null where a number should stand", message_with("/timings/0/ms", nullptr));
+  expect_in("'ms' is string where a number should stand", message_with("/timings/0/ms", "1"));
+  expect_in("'skipped' is number where a string should stand", message_with("/timings/1/skipped", 3));
+  expect_in("an object should stand where there is number", message_with("/timings/0", 3));
+}
+
+TEST(Record, TextThatIsNoRecordIsRefused) {
+  for (const std::string text : {"", "{", "[]", "null", "\xff", "{\"format\": 1e999}", "nonsense"}) {
+    expect_in("the tuning record is damaged", failure(ErrorCode::io, [&] { parse_record(text); }));
+  }
+  const std::string deep(100000, '[');
+  expect_in("damaged", failure(ErrorCode::io, [&] { parse_record(deep); }));
+  const std::string message = failure(ErrorCode::io, [&] { parse_record(std::string(1 << 20, 'x')); });
+  EXPECT_LT(message.size(), 500u) << "a message stays a message";
+}
+
+TEST(Record, EveryTruncationIsRefused) {
+  std::string json = to_json(example());
+  json.erase(json.find_last_of('}'));
+  for (std::size_t length = 0; length <= json.size(); ++length) {
+    failure(ErrorCode::io, [&] { parse_record(json.substr(0, length)); });
+  }
+}
+
+// --- files of records
+
+TEST(RecordPath, IsReadableAndSafe) {
+  EXPECT_EQ(record_path(example()), "sm_90a/fwd-bf16-d128-causal__b2-hq32-hkv8-sq4096-skv4096.json");
+}
+
+TEST(RecordPath, DiffersWhereTheProblemDiffers) {
+  std::set<fs::path> paths;
+  int count = 0;
+  for (const char* arch : {"sm_80", "sm_90a"}) {
+    for (const char* spec : {"fwd:bf16:d128", "bwd:bf16:d128", "fwd:bf16:d128x64", "fwd:bf16:d128:causal"}) {
+      for (const char* shape : {"b1:hq1:hkv1:sq1:skv11", "b1:hq1:hkv1:sq11:skv1", "b11:hq1:hkv1:sq1:skv1"}) {
+        TuningRecord record = example();
+        record.arch = arch;
+        record.spec = parse_spec(spec);
+        record.shape = parse_shape(shape);
+        paths.insert(record_path(record));
+        ++count;
+      }
+    }
+  }
+  EXPECT_EQ(paths.size(), static_cast<std::size_t>(count));
+}
+
+TEST(RecordPath, LongAndOddProgramsStaySafeAndApart) {
+  TuningRecord record = example();
+  std::set<fs::path> paths;
+  for (const std::string& mask : {std::string(500, 'a'), std::string(500, 'a') + "b", std::string("q/../kv"),
+                                  std::string("q-..-kv"), std::string("q <= kv")}) {
+    record.spec.mask = MaskProgram(mask);
+    const fs::path path = record_path(record);
+    paths.insert(path);
+    EXPECT_LT(path.filename().string().size(), 200u);
+    EXPECT_EQ(path.filename().string().find_first_not_of("abcdefghijklmnopqrstuvwxyz0123456789_-."),
+              std::string::npos);
+    EXPECT_EQ(path.parent_path(), "sm_90a");
+  }
+  EXPECT_EQ(paths.size(), 5u);
+}
+
+TEST_F(RecordFile, WriteThenLoad) {
+  const TuningRecord record = example();
+  write_record(folder_ / "new", record);
+  EXPECT_EQ(parse_record(read_file(folder_ / "new" / record_path(record))), record);
+
+  TuningRecords records;
+  std::vector<std::string> warnings;
+  records.load(folder_ / "new", &warnings);
+  EXPECT_TRUE(warnings.empty());
+  ASSERT_EQ(records.size(), 1u);
+  const auto match = records.find(record.spec, record.shape, record.arch);
+  ASSERT_NE(match.record, nullptr);
+  EXPECT_TRUE(match.exact);
+  EXPECT_EQ(*match.record, record);
+}
+
+TEST_F(RecordFile, WhatCouldNotBeReadIsNotWritten) {
+  for (const double ms :
+       {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity(), -1.0}) {
+    TuningRecord record = example();
+    record.timings[0].ms = ms;
+    expect_in("cannot be written: 'ms'",
+              failure(ErrorCode::invalid_argument, [&] { write_record(folder_, record); }));
+  }
+  TuningRecord foreign = example();
+  foreign.arch = "../x";
+  expect_in("'../x'", failure(ErrorCode::invalid_argument, [&] { write_record(folder_, foreign); }));
+  expect_in("'../x'", failure(ErrorCode::invalid_argument, [&] { record_path(foreign); }));
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+TEST_F(RecordFile, AFolderThatCannotBeMadeIsNamed) {
+  write_file_atomically(folder_ / "file", "x");
+  expect_in("cannot create the folder '" + (folder_ / "file" / "sm_90a").string() + "'",
+            failure(ErrorCode::io, [&] { write_record(folder_ / "file", example()); }));
+}
+
+TEST_F(RecordFile, DamagedFilesAreReportedAndPassedOver) {
+  write_record(folder_, example());
+  fs::create_directories(folder_ / "sm_80" / "folder.json");
+  write_file_atomically(folder_ / "sm_80" / "damaged.json", "{");
+  write_file_atomically(folder_ / "sm_80" / "notes.txt", "{");
+  fs::create_symlink("nowhere", folder_ / "sm_80" / "dangling.json");
+  TuningRecords records;
+  std::vector<std::string> warnings;
+  records.load(folder_, &warnings);
+  EXPECT_EQ(records.size(), 1u);
+  ASSERT_EQ(warnings.size(), 1u);
+  expect_in("damaged.json': the tuning record is damaged", warnings[0]);
+  TuningRecords silent;
+  silent.load(folder_);
+  EXPECT_EQ(silent.size(), 1u);
+}
+
+TEST_F(RecordFile, AMissingFolderHoldsNothing) {
+  TuningRecords records;
+  std::vector<std::string> warnings;
+  records.load(folder_ / "missing", &warnings);
+  EXPECT_EQ(records.size(), 0u);
+  EXPECT_TRUE(warnings.empty());
+  write_file_atomically(folder_ / "file", "x");
+  records.load(folder_ / "file", &warnings);
+  ASSERT_EQ(warnings.size(), 1u);
+  expect_in("cannot list the tuning records in '" + (folder_ / "file").string(), warnings[0]);
+}
+
+// --- the choice
+
+class Choice : public testing::Test {
+ protected:
+  std::string found(const std::string& shape,
+                    const std::function<bool(const TileConfig&)>& usable = {}) const {
+    const auto match = records_.find(example().spec, parse_shape(shape), "sm_90a", usable);
+    if (!match.record) return "none";
+    return to_string(match.record->best) + (match.exact ? " exact" : " near");
+  }
+
+  TuningRecords records_;
+};
+
+TEST_F(Choice, NothingForAnotherProblemOrDevice) {
+  records_.add(example());
+  const AttentionShape shape = example().shape;
+  EXPECT_EQ(records_.find(parse_spec("bwd:bf16:d128:causal"), shape, "sm_90a").record, nullptr);
+  EXPECT_EQ(records_.find(parse_spec("fwd:bf16:d64:causal"), shape, "sm_90a").record, nullptr);
+  EXPECT_EQ(records_.find(example().spec, shape, "sm_80").record, nullptr);
+  EXPECT_NE(records_.find(example().spec, shape, "sm_90a").record, nullptr);
+  AttentionSpec spelled = example().spec;
+  spelled.head_dim_v = 0;
+  EXPECT_NE(records_.find(spelled, shape, "sm_90a").record, nullptr) << "equal problems have one spelling";
+}
+
+TEST_F(Choice, ExactBeforeNear) {
+  records_.add(with_shape("b2:hq16:hkv16:sq1024:skv1024", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq32:hkv32:sq1024:skv1024", "simt:br32:bc32:w4"));
+  // Both have the same batch * heads and so the same distance: only the second is this very shape.
+  EXPECT_EQ(found("b1:hq32:hkv32:sq1024:skv1024"), "simt:br32:bc32:w4 exact");
+  EXPECT_EQ(found("b4:hq8:hkv8:sq1024:skv1024"), "simt:br16:bc16:w4 near");
+}
+
+TEST_F(Choice, NearestByRatio) {
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq8:hkv8:sq4096:skv4096", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq1024:skv1024"), "simt:br16:bc16:w4 near");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq2048:skv2048"), "simt:br32:bc32:w4 near");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq100000:skv100000"), "simt:br32:bc32:w4 near");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq0:skv0"), "simt:br16:bc16:w4 near");
+  EXPECT_EQ(found("b0:hq0:hkv0:sq4096:skv4096"), "simt:br32:bc32:w4 near");
+}
+
+TEST_F(Choice, EarlierWinsTies) {
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br32:bc32:w4"));
+  EXPECT_EQ(records_.size(), 2u);
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 exact");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq513:skv512"), "simt:br16:bc16:w4 near");
+}
+
+TEST_F(Choice, UnusableRecordsArePassedOver) {
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq8:hkv8:sq1024:skv512", "simt:br32:bc32:w4"));
+  const auto not_16 = [](const TileConfig& config) { return config.br != 16; };
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512", not_16), "simt:br32:bc32:w4 near");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512", [](const TileConfig&) { return false; }), "none");
+}
+
+}  // namespace
+}  // namespace flashjit::plan

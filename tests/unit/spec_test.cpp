@@ -1,0 +1,368 @@
+// The values that describe a problem: text forms, validation, and the messages of every refusal.
+#include "flashjit/spec.hpp"
+
+#include <gtest/gtest.h>
+
+#include <functional>
+#include <random>
+#include <set>
+
+#include "flashjit/error.hpp"
+#include "support/text.hpp"
+
+namespace flashjit {
+namespace {
+
+/// The message of the refusal, checked for its code.
+std::string refusal(const std::function<void()>& action) {
+  try {
+    action();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument) << error.message();
+    return error.message();
+  }
+  ADD_FAILURE() << "nothing was refused";
+  return {};
+}
+
+void expect_refused(const std::function<void()>& action, const std::vector<std::string>& parts) {
+  const std::string message = refusal(action);
+  for (const std::string& part : parts)
+    EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
+}
+
+class Random {
+ public:
+  std::int64_t from_to(std::int64_t min, std::int64_t max) {
+    return std::uniform_int_distribution<std::int64_t>(min, max)(engine_);
+  }
+  bool coin() { return from_to(0, 1) == 1; }
+
+  AttentionSpec spec() {
+    AttentionSpec spec;
+    spec.pass = coin() ? Pass::forward : Pass::backward;
+    spec.dtype = static_cast<DType>(from_to(0, 2));
+    spec.head_dim = static_cast<int>(8 * from_to(1, 32));
+    if (coin()) spec.head_dim_v = static_cast<int>(8 * from_to(1, 32));
+    if (coin()) spec.mask = causal(coin() ? CausalAlignment::bottom_right : CausalAlignment::top_left);
+    spec.dropout = coin();
+    spec.kv_lengths = coin();
+    if (coin())
+      spec.block_map = {static_cast<int>(16 * from_to(1, 16)), static_cast<int>(16 * from_to(1, 16))};
+    spec.deterministic = coin();
+    return spec;
+  }
+
+  AttentionShape shape() {
+    const std::int64_t max = coin() ? 20 : 65535;
+    const std::int64_t heads_kv = from_to(0, max);
+    return {from_to(0, max), heads_kv * from_to(0, 9), heads_kv, from_to(0, max), from_to(0, 2147482624)};
+  }
+
+  TileConfig config() {
+    return {coin() ? Family::sm80 : Family::simt, static_cast<int>(from_to(1, 1024)),
+            static_cast<int>(from_to(1, 1024)),   static_cast<int>(from_to(1, 32)),
+            static_cast<int>(from_to(1, 16)),     coin(),
+            static_cast<int>(from_to(1, 2)),      static_cast<int>(from_to(1, 32))};
+  }
+
+ private:
+  std::mt19937_64 engine_{20240229};
+};
+
+// --- the small vocabulary
+
+TEST(Types, NamesGoBothWays) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) EXPECT_EQ(parse_pass(to_string(pass)), pass);
+  for (const DType type : {DType::fp16, DType::bf16, DType::fp32})
+    EXPECT_EQ(parse_dtype(to_string(type)), type);
+  for (const Family family : {Family::sm80, Family::simt}) EXPECT_EQ(parse_family(to_string(family)), family);
+  EXPECT_EQ(to_string(Pass::backward), "bwd");
+  EXPECT_EQ(to_string(DType::bf16), "bf16");
+  EXPECT_EQ(to_string(Family::simt), "simt");
+}
+
+TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
+  EXPECT_EQ(refusal([] { parse_pass("forward"); }), "the pass is 'forward'; it must be one of: fwd, bwd");
+  EXPECT_EQ(refusal([] { parse_dtype("fp8"); }),
+            "the element type is 'fp8'; it must be one of: fp16, bf16, fp32");
+  EXPECT_EQ(refusal([] { parse_family(""); }), "the kernel family is ''; it must be one of: sm80, simt");
+}
+
+TEST(Types, ErrorCodesHaveNames) {
+  std::set<std::string> names;
+  for (int code = 1; code <= 10; ++code) names.insert(to_string(static_cast<ErrorCode>(code)));
+  EXPECT_EQ(names.size(), 10u);
+  EXPECT_EQ(names.count("unknown"), 0u);
+  EXPECT_EQ(to_string(ErrorCode::kernel_missing), "kernel_missing");
+}
+
+TEST(Text, SplitKeepsEmptyPieces) {
+  using Pieces = std::vector<std::string_view>;
+  EXPECT_EQ(split("a:b", ':'), (Pieces{"a", "b"}));
+  EXPECT_EQ(split("", ':'), (Pieces{""}));
+  EXPECT_EQ(split(":a:", ':'), (Pieces{"", "a", ""}));
+}
+
+TEST(Text, QuotedFitsOnOneLine) {
+  EXPECT_EQ(quoted(std::string_view("a\nb\x7f")), "'a?b?'");
+  EXPECT_EQ(quoted(std::string(100, 'x')), "'" + std::string(80, 'x') + "...'");
+}
+
+TEST(Text, IntegersAreReadWholeAndInRange) {
+  EXPECT_EQ(parse_int("-12", "x", -20, 20), -12);
+  EXPECT_EQ(parse_int("9223372036854775807", "x", 0, INT64_MAX), INT64_MAX);
+  for (const char* bad :
+       {"", "-", "+1", " 1", "1 ", "1x", "0x1", "1.0", "21", "-21", "9223372036854775808"}) {
+    EXPECT_EQ(refusal([&] { parse_int(bad, "the size", -20, 20); }),
+              "the size is " + quoted(std::string_view(bad)) + "; it must be an integer from -20 to 20");
+  }
+}
+
+TEST(Text, Versions) {
+  EXPECT_EQ(cuda_version_text(12040), "12.4");
+  EXPECT_EQ(cuda_version_text(13000), "13.0");
+  EXPECT_EQ(library_version(), FLASHJIT_VERSION);
+}
+
+// --- specs
+
+TEST(Spec, TextForms) {
+  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 128, .mask = causal()}), "fwd:bf16:d128:causal");
+  const AttentionSpec everything{.pass = Pass::backward,
+                                 .dtype = DType::fp16,
+                                 .head_dim = 64,
+                                 .head_dim_v = 32,
+                                 .mask = causal(CausalAlignment::top_left),
+                                 .dropout = true,
+                                 .kv_lengths = true,
+                                 .block_map = {128, 64},
+                                 .deterministic = true};
+  EXPECT_EQ(to_string(everything), "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det");
+  EXPECT_EQ(parse_spec(to_string(everything)), everything);
+}
+
+TEST(Spec, EqualProblemsHaveOneSpelling) {
+  const AttentionSpec plain{.head_dim = 64}, spelled{.head_dim = 64, .head_dim_v = 64, .deterministic = true};
+  EXPECT_EQ(plain.normalized(), spelled.normalized());
+  EXPECT_EQ(to_string(plain), to_string(spelled));
+  EXPECT_EQ(plain.normalized().head_dim_v, 64);
+  EXPECT_TRUE((AttentionSpec{.pass = Pass::backward, .head_dim = 64, .deterministic = true})
+                  .normalized()
+                  .deterministic);
+}
+
+TEST(Spec, RoundTrip) {
+  Random random;
+  for (int round = 0; round < 5000; ++round) {
+    const AttentionSpec spec = random.spec();
+    ASSERT_NO_THROW(spec.validate());
+    const std::string text = to_string(spec);
+    ASSERT_EQ(parse_spec(text), spec.normalized()) << text;
+    ASSERT_EQ(to_string(parse_spec(text)), text);
+  }
+}
+
+TEST(Spec, ShorthandsAndOrder) {
+  EXPECT_EQ(parse_spec("bf16:d64"), parse_spec("fwd:bf16:d64x64"));
+  EXPECT_EQ(parse_spec("bwd:fp16:d64:det:map128:kvlen:causal:dropout"),
+            parse_spec("bwd:fp16:d64:causal:dropout:kvlen:map128x128:det"));
+}
+
+TEST(Spec, ParseRefusesWithTheOffendingText) {
+  const auto refused = [](const std::string& text, const std::vector<std::string>& parts) {
+    expect_refused([&] { parse_spec(text); }, parts);
+  };
+  refused("", {"the spec ''", "it must be one of: fp16, bf16, fp32"});
+  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:]"});
+  refused("bf16", {"'bf16' ends before the head dimension"});
+  refused("forward:bf16:d64", {"'forward:bf16:d64' has a wrong field 'forward'"});
+  refused("fp8:d64", {"'fp8'", "fp16, bf16, fp32"});
+  refused("bf16:64", {"has '64' where 'd' and a number should stand"});
+  refused("bf16:dim64", {"has 'dim64' where 'd' and a number should stand"});
+  refused("bf16:d", {"wrong field 'd'", "the number after 'd' is ''"});
+  refused("bf16:d64x", {"wrong field 'd64x'", "is ''"});
+  refused("bf16:d64x32x16", {"unknown field 'd64x32x16'"});
+  refused("bf16:d0", {"'d0'", "from 1 to 256"});
+  refused("bf16:d99999999999999999999", {"'99999999999999999999'", "from 1 to 256"});
+  refused("bf16:d12", {"'bf16:d12' is out of range", "head_dim is 12", "a multiple of 8 from 8 to 256"});
+  refused("bf16:d64x4", {"head_dim_v is 4", "a multiple of 8 from 8 to 256"});
+  refused("bf16:d64:", {"unknown field ''"});
+  refused("bf16:d64:casual", {"unknown field 'casual'", "causal or causal_top_left"});
+  refused("bf16:d64:causal:causal_top_left", {"says twice what 'causal_top_left' says"});
+  refused("bf16:d64:dropout:dropout", {"says twice what 'dropout' says"});
+  refused("bf16:d64:kvlen:kvlen", {"says twice what 'kvlen' says"});
+  refused("bwd:bf16:d64:det:det", {"says twice what 'det' says"});
+  refused("bf16:d64:map64x64:map32x32", {"says twice what 'map32x32' says"});
+  refused("bf16:d64:map64x", {"wrong field 'map64x'"});
+  refused("bf16:d64:map8x64", {"block_map.q is 8", "a multiple of 16 from 16 to 256"});
+  refused("bf16:d64:map64x24", {"block_map.kv is 24", "a multiple of 16 from 16 to 256"});
+  refused(std::string("bf16:d64:\n\0x", 12), {"unknown field '??x'"});
+}
+
+TEST(Spec, ValidateNamesTheField) {
+  const auto refused = [](const AttentionSpec& spec, const std::vector<std::string>& parts) {
+    expect_refused([&] { spec.validate(); }, parts);
+  };
+  refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 256"});
+  refused({.head_dim = 264}, {"head_dim is 264"});
+  refused({.head_dim = -8}, {"head_dim is -8"});
+  refused({.head_dim = 64, .head_dim_v = 20}, {"head_dim_v is 20"});
+  refused({.head_dim = 64, .score = ScoreProgram("tanh")}, {"score program is 'tanh'"});
+  refused({.head_dim = 64, .mask = MaskProgram("window")}, {"mask program is 'window'", "'causal'"});
+  refused({.head_dim = 64, .block_map = {0, 64}}, {"block_map.q is 0"});
+  refused({.head_dim = 64, .block_map = {64, 0}}, {"block_map.kv is 0"});
+  refused({.head_dim = 64, .block_map = {272, 64}}, {"block_map.q is 272"});
+  refused({.pass = static_cast<Pass>(7), .head_dim = 64}, {"the pass is 'unknown(7)'"});
+  refused({.dtype = static_cast<DType>(9), .head_dim = 64}, {"the element type is 'unknown(9)'"});
+}
+
+// --- shapes
+
+TEST(Shape, RoundTrip) {
+  Random random;
+  EXPECT_EQ(to_string(AttentionShape{2, 32, 8, 4096, 4096}), "b2:hq32:hkv8:sq4096:skv4096");
+  for (int round = 0; round < 5000; ++round) {
+    const AttentionShape shape = random.shape();
+    ASSERT_EQ(parse_shape(to_string(shape)), shape) << to_string(shape);
+  }
+}
+
+TEST(Shape, ZeroSizesAreLegal) {
+  for (const AttentionShape& shape :
+       {AttentionShape{}, AttentionShape{0, 4, 2, 8, 8}, AttentionShape{1, 0, 0, 8, 8},
+        AttentionShape{1, 0, 4, 8, 8}, AttentionShape{1, 4, 4, 0, 8}, AttentionShape{1, 4, 4, 8, 0}}) {
+    EXPECT_NO_THROW(shape.validate()) << to_string(shape);
+  }
+}
+
+TEST(Shape, ValidateNamesTheField) {
+  const auto refused = [](const AttentionShape& shape, const std::vector<std::string>& parts) {
+    expect_refused([&] { shape.validate(); }, parts);
+  };
+  refused({-1, 1, 1, 1, 1}, {"batch is -1", "from 0 to 2147483647"});
+  refused({1, -1, 1, 1, 1}, {"heads_q is -1"});
+  refused({1, 1, -1, 1, 1}, {"heads_kv is -1"});
+  refused({1, 1, 1, -1, 1}, {"seqlen_q is -1"});
+  refused({1, 1, 1, 1, -1}, {"seqlen_kv is -1"});
+  refused({2147483648, 1, 1, 1, 1}, {"batch is 2147483648"});
+  refused({1, 1, 1, 1, 2147483647}, {"seqlen_kv is 2147483647", "from 0 to 2147482624"});
+  refused({1, 6, 4, 1, 1}, {"heads_q is 6 and heads_kv is 4", "a multiple of heads_kv"});
+  refused({1, 6, 0, 1, 1}, {"heads_q is 6 and heads_kv is 0"});
+}
+
+TEST(Shape, ParseRefusesWithTheOffendingText) {
+  const auto refused = [](const std::string& text, const std::vector<std::string>& parts) {
+    expect_refused([&] { parse_shape(text); }, parts);
+  };
+  refused("", {"the shape '' has '' where 'b' and a number should stand", "such as b2:hq32"});
+  refused("b1:hq1:hkv1:sq1", {"ends before 'skv' and a number"});
+  refused("b1:hkv1:hq1:sq1:skv1", {"has 'hkv1' where 'hq' and a number should stand"});
+  refused("b1:hq1:hkv1:sq1:skv1:x", {"unknown field 'x'"});
+  refused("b1:hq1:hkv1:sq1k:skv1", {"wrong field 'sq1k'", "the number after 'sq' is '1k'"});
+  refused("b-1:hq1:hkv1:sq1:skv1", {"wrong field 'b-1'", "from 0 to 2147483647"});
+  refused("b1:hq3:hkv2:sq1:skv1", {"is out of range", "heads_q is 3 and heads_kv is 2"});
+}
+
+// --- configurations
+
+TEST(Config, RoundTrip) {
+  Random random;
+  for (int round = 0; round < 5000; ++round) {
+    const TileConfig config = random.config();
+    ASSERT_EQ(parse_config(to_string(config)), config) << to_string(config);
+  }
+}
+
+TEST(Config, TextForms) {
+  EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
+  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3};
+  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:qreg:split2:occ3");
+  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:occ3:split2:qreg:s2"), all);
+  EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:split1:occ1"), (TileConfig{Family::simt, 64, 32, 4}));
+}
+
+TEST(Config, ParseRefusesWithTheOffendingText) {
+  const auto refused = [](const std::string& text, const std::vector<std::string>& parts) {
+    expect_refused([&] { parse_config(text); }, parts);
+  };
+  refused("", {"the tile configuration ''", "sm80, simt"});
+  refused("sm99:br1:bc1:w1", {"wrong field 'sm99'", "sm80, simt"});
+  refused("sm80", {"ends before 'br' and a number", "write <family>:br<rows>"});
+  refused("sm80:bc64:br64:w4", {"has 'bc64' where 'br' and a number should stand"});
+  refused("sm80:br0:bc64:w4", {"wrong field 'br0'", "from 1 to 1024"});
+  refused("sm80:br64:bc64:w33", {"wrong field 'w33'", "from 1 to 32"});
+  refused("sm80:br64:bc64:w4:s0", {"wrong field 's0'", "from 1 to 16"});
+  refused("sm80:br64:bc64:w4:split3", {"wrong field 'split3'", "from 1 to 2"});
+  refused("sm80:br64:bc64:w4:occ99", {"wrong field 'occ99'", "from 1 to 32"});
+  refused("sm80:br64:bc64:w4:s2:s3", {"says twice what 's3' says"});
+  refused("sm80:br64:bc64:w4:qreg:qreg", {"says twice what 'qreg' says"});
+  refused("sm80:br64:bc64:w4:fast", {"unknown field 'fast'"});
+  refused("sm80:br64:bc64:w4:stages2", {"unknown field 'stages2'"});
+}
+
+// --- any bytes at all: an Error or a value, nothing else
+
+TEST(Parsers, SurviveDamagedText) {
+  Random random;
+  const std::string letters = "fwdbwd:bf16:d64x32:causal:map128x64:detbr-+0123456789sq\xff\n";
+  int refused = 0;
+  for (int round = 0; round < 20000; ++round) {
+    std::string text = random.coin()   ? to_string(random.spec())
+                       : random.coin() ? to_string(random.shape())
+                                       : to_string(random.config());
+    for (int edit = 0; edit < 2 && !text.empty(); ++edit) {
+      const auto at = static_cast<std::size_t>(random.from_to(0, static_cast<std::int64_t>(text.size()) - 1));
+      if (random.coin()) {
+        text.erase(at, static_cast<std::size_t>(random.from_to(1, 3)));
+      } else {
+        text[at] = letters[static_cast<std::size_t>(
+            random.from_to(0, static_cast<std::int64_t>(letters.size()) - 1))];
+      }
+    }
+    const auto parses_or_refuses = [&](auto parse) {
+      try {
+        const auto value = parse(text);
+        ASSERT_EQ(parse(to_string(value)), value) << text;
+      } catch (const Error& error) {
+        ++refused;
+        ASSERT_EQ(error.code(), ErrorCode::invalid_argument);
+        ASSERT_NE(error.message().find(quoted(std::string_view(text))), std::string::npos) << error.message();
+      }
+    };
+    parses_or_refuses(parse_spec);
+    parses_or_refuses(parse_shape);
+    parses_or_refuses(parse_config);
+  }
+  EXPECT_GT(refused, 20000);
+}
+
+// --- devices
+
+TEST(Device, KnownArchitectures) {
+  for (const char* arch :
+       {"sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_100a", "sm_120", "sm_120a"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    EXPECT_EQ(to_string(device), arch);
+    EXPECT_EQ(device.name, arch);
+    EXPECT_EQ(device, DeviceInfo::parse(to_string(device)));
+    EXPECT_EQ(device.compute_capability, std::stoi(std::string(arch).substr(3))) << arch;
+    EXPECT_GT(device.multiprocessors, 0);
+    EXPECT_GE(device.shared_per_sm, device.shared_per_block);
+    EXPECT_GE(device.shared_per_block, 64 << 10);
+    EXPECT_EQ(device.registers_per_sm, 65536);
+    EXPECT_GE(device.l2_bytes, 4 << 20);
+  }
+  EXPECT_EQ(DeviceInfo::parse("sm_90a").shared_per_block, 232448);
+  EXPECT_EQ(DeviceInfo::parse("sm_80").multiprocessors, 108);
+}
+
+TEST(Device, UnknownArchitecturesAreRefusedWithTheKnownOnes) {
+  for (const std::string arch : {"", "sm_70", "sm90", "90", "sm_90A"}) {
+    expect_refused([&] { DeviceInfo::parse(arch); },
+                   {"the architecture is '" + arch + "'", "sm_75, sm_80", "sm_120a"});
+  }
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,109 @@
+// The workspace formula: sizes, alignment, order, overflow.
+#include "plan/workspace.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <vector>
+
+namespace flashjit::plan {
+namespace {
+
+AttentionSpec spec_of(int head_dim) { return {.pass = Pass::backward, .head_dim = head_dim}; }
+
+constexpr std::size_t aligned(std::size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+TEST(Workspace, QueriesArePaddedTo128) {
+  for (const auto& [length, padded] : std::vector<std::pair<int, int>>{
+           {0, 0}, {1, 128}, {127, 128}, {128, 128}, {129, 256}, {4096, 4096}, {4097, 4224}}) {
+    EXPECT_EQ(padded_seqlen_q({.seqlen_q = length}), padded);
+  }
+}
+
+TEST(Workspace, NothingNeededIsNoBytes) {
+  EXPECT_EQ(workspace_layout({}, spec_of(64), {2, 4, 4, 100, 100}), WorkspaceLayout{});
+}
+
+TEST(Workspace, FormulaByHand) {
+  const WorkspaceNeeds needs{.row_stats = true,
+                             .dq_accum = true,
+                             .tickets = true,
+                             .lists = true,
+                             .ranks = true,
+                             .list_rows = 3,
+                             .list_columns = 5,
+                             .q_tiles = 7};
+  // batch 2, heads 3, 130 queries: 256 padded rows; head_dim 72 becomes 80.
+  const WorkspaceLayout layout = workspace_layout(needs, spec_of(72), {2, 3, 1, 130, 1000});
+  const std::size_t heads = 6, stats = heads * 256 * 4, dq = heads * 256 * 80 * 4;
+  EXPECT_EQ(layout.d, 0u);
+  EXPECT_EQ(layout.lse_padded, stats);
+  EXPECT_EQ(layout.dq_accum, 2 * stats);
+  EXPECT_EQ(layout.tickets, 2 * stats + dq);
+  EXPECT_EQ(layout.list_count, layout.tickets + aligned((1 + heads * 7) * 4));
+  EXPECT_EQ(layout.list_entries, layout.list_count + aligned(heads * 3 * 4));
+  EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(heads * 3 * 5 * 4));
+  EXPECT_EQ(layout.bytes, layout.list_rank + aligned(heads * 3 * 5 * 4));
+}
+
+TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
+  std::mt19937_64 random(1);
+  const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
+  for (int round = 0; round < 2000; ++round) {
+    const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(1) == 1, pick(20),     pick(20),     pick(20)};
+    const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
+    const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
+
+    const std::size_t heads = shape.batch * shape.heads_q, rows = padded_seqlen_q(shape);
+    const std::size_t cells = heads * needs.list_rows * needs.list_columns;
+    std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
+    if (needs.row_stats)
+      parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * rows * 4}});
+    if (needs.dq_accum)
+      parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
+    if (needs.tickets) parts.emplace_back(layout.tickets, (1 + heads * needs.q_tiles) * 4);
+    if (needs.lists) {
+      parts.insert(parts.end(),
+                   {{layout.list_count, heads * needs.list_rows * 4}, {layout.list_entries, cells * 4}});
+    }
+    if (needs.ranks) parts.emplace_back(layout.list_rank, cells * 4);
+
+    std::size_t end = 0;
+    for (const auto& [offset, bytes] : parts) {
+      ASSERT_EQ(offset % 256, 0u);
+      ASSERT_EQ(offset, end) << "parts follow each other without a hole";
+      end = offset + aligned(bytes);
+    }
+    ASSERT_EQ(layout.bytes, end);
+  }
+}
+
+TEST(Workspace, SizesBeyond32BitsAreExact) {
+  const WorkspaceLayout layout =
+      workspace_layout({.row_stats = true, .dq_accum = true}, spec_of(128), {64, 128, 128, 65536, 65536});
+  EXPECT_EQ(layout.bytes, 64ull * 128 * 65536 * 4 * (2 + 128));
+}
+
+TEST(Workspace, OverflowIsRefusedWithTheShape) {
+  const AttentionShape huge{2147483647, 2147483647, 1, 2147482624, 1};
+  const WorkspaceNeeds each[] = {{.row_stats = true},
+                                 {.dq_accum = true},
+                                 {.tickets = true, .q_tiles = 1 << 25},
+                                 {.lists = true, .list_rows = 1 << 20, .list_columns = 1 << 20},
+                                 {.ranks = true, .list_rows = 1 << 20, .list_columns = 1 << 20}};
+  for (const WorkspaceNeeds& needs : each) {
+    try {
+      workspace_layout(needs, spec_of(128), huge);
+      ADD_FAILURE() << "an overflow was not noticed";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+      EXPECT_NE(error.message().find(to_string(huge)), std::string::npos) << error.message();
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashjit::plan

@@ -6,7 +6,9 @@
 namespace flashjit {
 
 __device__ __forceinline__ float to_float(float x) { return x; }
-__device__ __forceinline__ float to_float(bf16 x) { return __uint_as_float(static_cast<unsigned>(x.bits) << 16); }
+__device__ __forceinline__ float to_float(bf16 x) {
+  return __uint_as_float(static_cast<unsigned>(x.bits) << 16);
+}
 __device__ __forceinline__ float to_float(fp16 x) {
   float y;
   asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x.bits));
@@ -51,6 +53,12 @@ __device__ __forceinline__ unsigned pack<bf16>(float low, float high) {
 #else
   return from_float<bf16>(low).bits | static_cast<unsigned>(from_float<bf16>(high).bits) << 16;
 #endif
+}
+
+/// Zero in place of each negative element of a pack of 16-bit floats.
+__device__ __forceinline__ unsigned without_negatives(unsigned pair) {
+  const unsigned negative = (pair >> 15 & 0x00010001u) * 0xffffu;
+  return pair & ~negative;
 }
 
 }  // namespace flashjit

@@ -13,26 +13,28 @@ struct TensorParam {
 /// Row r of map batch mb and map head mh starts at ((mb * map_heads + mh) * rows + r) * columns.
 struct BlockListParam {
   int* count;    ///< [map_batch, map_heads, rows]: tiles in the row's list
-  int* entries;  ///< [map_batch, map_heads, rows, columns]: tile * 2 + (1 if every pair of it attends), ascending
-  int* rank;     ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
+  int* entries;  ///< [map_batch, map_heads, rows, columns]: tile * 2 + (1 if every pair of it attends),
+                 ///< ascending
+  int* rank;  ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
 };
 
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
-  float* lse;               ///< [batch, heads_q, seqlen_q]; null: not wanted
-  const int* kv_lengths;    ///< [batch]; read with Problem::kKvLengths only
-  float* d;                 ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
-  float* lse_log2;          ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), +inf for rows that attend to nothing
-  float* dq_accum;          ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* tickets;             ///< deterministic backward: [0] next work item, [1 + (b * heads_q + h) * q_tiles + i] turn
+  float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
+  const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths only
+  float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
+  float* lse_padded;  ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows that attend to nothing or
+                      ///< do not exist: their P is exp(S - inf) = 0
+  float* dq_accum;    ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
+  int* tickets;  ///< deterministic backward: [0] next work item, [1 + (b * heads_q + h) * q_tiles + i] turn
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
-  BlockListParam lists;     ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
+  BlockListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast
   int batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
-  int seqlen_q_padded;      ///< seqlen_q rounded up to a multiple of 128
+  int seqlen_q_padded;  ///< seqlen_q rounded up to a multiple of 128
   float softmax_scale;
-  float keep_scale;         ///< 1 / (1 - p)
-  unsigned keep_below;      ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all
+  float keep_scale;     ///< 1 / (1 - p)
+  unsigned keep_below;  ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
 };
 

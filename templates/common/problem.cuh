@@ -2,6 +2,7 @@
 // like the one below with this problem's constants and generated hooks, and its extern "C" entries.
 #pragma once
 
+#include "flashjit/common/causal.cuh"
 #include "flashjit/common/params.cuh"
 
 namespace flashjit {

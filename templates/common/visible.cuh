@@ -31,4 +31,9 @@ __device__ __forceinline__ int kv_length(const Params& p, int b) {
   return p.seqlen_kv;
 }
 
+/// Whether dropout keeps the pair with these random bits.
+__device__ __forceinline__ bool keeps(const Params& p, unsigned word) {
+  return word < p.keep_below || p.keep_below == 0xffffffffu;
+}
+
 }  // namespace flashjit

@@ -1,0 +1,43 @@
+// After the backward pass: dQ from its fp32 accumulator to the element type.
+#pragma once
+
+#include "flashjit/auxiliary/dq_layout.cuh"
+#include "flashjit/common/element.cuh"
+
+namespace flashjit::auxiliary {
+
+/// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
+template <class P>
+__device__ void convert_dq(const Params& p) {
+  using Element = typename P::Element;
+  constexpr int kRows = 128, kColumns = (P::kHeadDim + 15) / 16 * 16, kGroups = kColumns / 16;
+  const int tiles = p.seqlen_q_padded / kRows;
+  const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
+  const long long head = blockIdx.x / tiles;
+  const int h = static_cast<int>(head % p.heads_q), b = static_cast<int>(head / p.heads_q);
+  Element* dq = static_cast<Element*>(p.dq.data) + b * p.dq.stride_b + h * p.dq.stride_h;
+  const float* accumulator = p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns;
+
+  for (int i = threadIdx.x; i < kRows * kGroups; i += 128) {
+    const int row = i / kGroups, group = i % kGroups;
+    if (first + row >= p.seqlen_q) break;
+    union Vector {
+      uint4 whole[2];
+      Element element[16];
+    } out;
+    const float4* from = reinterpret_cast<const float4*>(accumulator + row * kColumns + group * 16);
+#pragma unroll
+    for (int lane = 0; lane < 4; ++lane) {
+      const float4 four = from[lane];
+      const float values[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int value = 0; value < 4; ++value)
+        out.element[dq_column(lane * 4 + value)] = from_float<Element>(values[value] * p.softmax_scale);
+    }
+    uint4* to = reinterpret_cast<uint4*>(dq + (first + row) * p.dq.stride_s + group * 16);
+    to[0] = out.whole[0];
+    if (P::kHeadDim % 16 == 0 || group + 1 < kGroups) to[1] = out.whole[1];
+  }
+}
+
+}  // namespace flashjit::auxiliary

@@ -1,0 +1,61 @@
+// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, and zeros where dQ is added up.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit::auxiliary {
+
+/// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
+template <class P>
+__device__ void preprocess(const Params& p) {
+  using Element = typename P::Element;
+  constexpr int kRows = 128, kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
+  const int tiles = p.seqlen_q_padded / kRows;
+  const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
+  const long long head = blockIdx.x / tiles;
+  const int h = static_cast<int>(head % p.heads_q), b = static_cast<int>(head / p.heads_q);
+  const Element* o = static_cast<const Element*>(p.o.data) + b * p.o.stride_b + h * p.o.stride_h;
+  const Element* dout = static_cast<const Element*>(p.dout.data) + b * p.dout.stride_b + h * p.dout.stride_h;
+
+  // Eight neighbouring lanes share a row.
+  const int part = threadIdx.x % 8;
+  for (int row = first + static_cast<int>(threadIdx.x) / 8; row < first + kRows; row += 128 / 8) {
+    float sum = 0.0f;
+    if (row < p.seqlen_q) {
+      for (int chunk = part; chunk < kChunks; chunk += 8) {
+        union Vector {
+          uint4 whole;
+          Element element[kVector];
+        } x, y;
+        x.whole = *reinterpret_cast<const uint4*>(o + row * p.o.stride_s + chunk * kVector);
+        y.whole = *reinterpret_cast<const uint4*>(dout + row * p.dout.stride_s + chunk * kVector);
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(x.element[i]), to_float(y.element[i]), sum);
+      }
+    }
+#pragma unroll
+    for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
+    if (part == 0) {
+      const long long at = head * p.seqlen_q_padded + row;
+      const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
+      p.d[at] = sum;
+      p.lse_padded[at] = lse == -infinity() ? infinity() : lse;
+    }
+  }
+  if (p.dq_accum != nullptr) {
+    constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
+    float4* accumulator =
+        reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
+    for (int i = threadIdx.x; i < kRows * kColumns / 4; i += 128) accumulator[i] = float4{0, 0, 0, 0};
+  }
+  if constexpr (P::kDeterministic) {
+    if (p.tickets != nullptr) {
+      const long long q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
+      const long long count = 1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles;
+      for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll)
+        p.tickets[i] = 0;
+    }
+  }
+}
+
+}  // namespace flashjit::auxiliary

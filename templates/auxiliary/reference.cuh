@@ -1,0 +1,243 @@
+// Attention on the GPU as it is written in a textbook, for checking the real kernels at sizes where the CPU
+// would take too long. Nothing is tiled or fused: one block of 128 threads computes one query's row.
+#pragma once
+
+#include "flashjit/auxiliary/reference_params.cuh"
+#include "flashjit/common/element.cuh"
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/common/tile_class.cuh"
+
+namespace flashjit::auxiliary {
+
+/// One query's place, and shared memory for its row of Q, dO and O and for a slice of its row of P and dS.
+template <class P>
+struct ReferenceRow {
+  const Params& p;
+  int b, h, q;
+  long long row;  ///< among [batch, heads_q, q_count]
+  double *query, *dout, *out, *probs, *grads, *reduced;
+
+  __device__ explicit ReferenceRow(const ReferenceParams& r) : p(r.base) {
+    __shared__ double shared[P::kHeadDim + 2 * P::kHeadDimV + 3 * kReferenceThreads];
+    row = blockIdx.x;
+    q = r.q_begin + static_cast<int>(row % r.q_count);
+    h = static_cast<int>(row / r.q_count % p.heads_q);
+    b = static_cast<int>(row / r.q_count / p.heads_q);
+    query = shared;
+    dout = query + P::kHeadDim;
+    out = dout + P::kHeadDimV;
+    probs = out + P::kHeadDimV;
+    grads = probs + kReferenceThreads;
+    reduced = grads + kReferenceThreads;
+  }
+
+  __device__ int kv_head() const { return h / (p.heads_q / p.heads_kv); }
+  __device__ int length() const { return kv_length<P>(p, b); }
+};
+
+template <class Element>
+__device__ __forceinline__ const Element* row_of(const TensorParam& tensor, int b, int h, int row) {
+  return static_cast<const Element*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h +
+         row * tensor.stride_s;
+}
+
+/// `Real` is the arithmetic: double computes exactly; float also rounds every matrix to the element type, as
+/// a straightforward implementation does.
+template <class Element, class Real>
+__device__ __forceinline__ double rounded(double x) {
+  if constexpr (sizeof(Real) == sizeof(double)) return x;
+  return to_float(from_float<Element>(static_cast<float>(x)));
+}
+
+template <class Element, class Real>
+__device__ double dot(const double* a, const Element* b, int size) {
+  Real sum = 0;
+  for (int i = 0; i < size; ++i) sum += static_cast<Real>(a[i]) * static_cast<Real>(to_float(b[i]));
+  return sum;
+}
+
+__device__ __forceinline__ double negative_infinity() { return -static_cast<double>(infinity()); }
+
+/// The score of one key; -inf where the pair does not attend.
+template <class P, class Real>
+__device__ double reference_score(const ReferenceRow<P>& r, int kv) {
+  using Element = typename P::Element;
+  if (!pair_attends<P>(r.p, r.b, r.h, r.q, kv)) return negative_infinity();
+  const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), kv);
+  double s = dot<Element, Real>(r.query, key, P::kHeadDim) * r.p.softmax_scale;
+  if constexpr (P::kHasScore) s = P::score(r.p, static_cast<float>(s), r.b, r.h, r.q, kv);
+  return rounded<Element, Real>(s);
+}
+
+template <class P>
+__device__ double reference_dropout(const ReferenceRow<P>& r, int kv) {
+  if constexpr (P::kDropout)
+    return pair_kept(r.p, r.b, r.h, r.q, kv) ? static_cast<double>(r.p.keep_scale) : 0.0;
+  return 1.0;
+}
+
+struct Softmax {
+  double max, sum;
+
+  __device__ bool nothing() const { return max == negative_infinity(); }
+  __device__ double prob(double score) const { return nothing() ? 0.0 : exp(score - max) / sum; }
+};
+
+/// Sum or maximum over the block's threads; every thread must call it and gets the result.
+template <class P, class Combine>
+__device__ double reduce(const ReferenceRow<P>& r, double value, Combine combine) {
+  __syncthreads();
+  r.reduced[threadIdx.x] = value;
+  __syncthreads();
+  double result = r.reduced[0];
+  for (int i = 1; i < kReferenceThreads; ++i) result = combine(result, r.reduced[i]);
+  return result;
+}
+
+template <class P, class Real>
+__device__ Softmax reference_softmax(const ReferenceRow<P>& r) {
+  double max = negative_infinity(), sum = 0.0;
+  for (int kv = threadIdx.x; kv < r.length(); kv += kReferenceThreads)
+    max = fmax(max, reference_score<P, Real>(r, kv));
+  max = reduce(r, max, [](double x, double y) { return fmax(x, y); });
+  if (max == negative_infinity()) return {max, 0.0};
+  for (int kv = threadIdx.x; kv < r.length(); kv += kReferenceThreads)
+    sum += exp(reference_score<P, Real>(r, kv) - max);
+  return {max, reduce(r, sum, [](double x, double y) { return x + y; })};
+}
+
+template <class P>
+__device__ void load_row(const ReferenceRow<P>& r, double* to, const TensorParam& from, int size) {
+  using Element = typename P::Element;
+  for (int d = threadIdx.x; d < size; d += kReferenceThreads)
+    to[d] = to_float(row_of<Element>(from, r.b, r.h, r.q)[d]);
+  __syncthreads();
+}
+
+/// O = P V of one row, into r.out.
+template <class P, class Real>
+__device__ void reference_output(const ReferenceRow<P>& r, const Softmax& softmax) {
+  using Element = typename P::Element;
+  for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads) r.out[d] = 0.0;
+  for (int first = 0; first < r.length(); first += kReferenceThreads) {
+    const int kv = first + static_cast<int>(threadIdx.x);
+    __syncthreads();
+    if (kv < r.length()) {
+      const double prob = rounded<Element, Real>(softmax.prob(reference_score<P, Real>(r, kv)));
+      r.probs[threadIdx.x] = rounded<Element, Real>(prob * reference_dropout<P>(r, kv));
+    }
+    __syncthreads();
+    for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads) {
+      Real sum = static_cast<Real>(r.out[d]);
+      for (int i = 0; i < min(kReferenceThreads, r.length() - first); ++i) {
+        const Real value = to_float(row_of<Element>(r.p.v, r.b, r.kv_head(), first + i)[d]);
+        sum += static_cast<Real>(r.probs[i]) * value;
+      }
+      r.out[d] = sum;
+    }
+  }
+  for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads)
+    r.out[d] = rounded<Element, Real>(r.out[d]);
+  __syncthreads();
+}
+
+/// Blocks: batch * heads_q * q_count. O and LSE.
+template <class P, class Real>
+__device__ void reference_forward(const ReferenceParams& params) {
+  const ReferenceRow<P> r(params);
+  load_row(r, r.query, r.p.q, P::kHeadDim);
+  const Softmax softmax = reference_softmax<P, Real>(r);
+  reference_output<P, Real>(r, softmax);
+  for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads)
+    params.out[r.row * P::kHeadDimV + d] = r.out[d];
+  if (params.lse && threadIdx.x == 0)
+    params.lse[r.row] = softmax.nothing() ? softmax.max : softmax.max + log(softmax.sum);
+}
+
+/// P after dropout and dS = P * (dP - D) of one key, into r.probs and r.grads.
+template <class P, class Real>
+__device__ void reference_pair(const ReferenceRow<P>& r, const Softmax& softmax, double d, int kv) {
+  using Element = typename P::Element;
+  const double score = reference_score<P, Real>(r, kv);
+  const double prob = rounded<Element, Real>(softmax.prob(score));
+  const double dropout = reference_dropout<P>(r, kv);
+  const double product =
+      dot<Element, Real>(r.dout, row_of<Element>(r.p.v, r.b, r.kv_head(), kv), P::kHeadDimV);
+  const double dp = rounded<Element, Real>(rounded<Element, Real>(product) * dropout);
+  double slope = 1.0;
+  if constexpr (P::kHasScore) {
+    const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), kv);
+    const double before = dot<Element, Real>(r.query, key, P::kHeadDim) * r.p.softmax_scale;
+    slope = P::score_grad(r.p, static_cast<float>(before), r.b, r.h, r.q, kv);
+  }
+  r.probs[threadIdx.x] = rounded<Element, Real>(prob * dropout);
+  r.grads[threadIdx.x] = prob == 0.0 ? 0.0 : rounded<Element, Real>(prob * (dp - d) * slope);
+}
+
+/// What a row adds to dK and dV, for one of the keys that are wanted.
+template <class P>
+__device__ void add_to_key(const ReferenceParams& params, const ReferenceRow<P>& r, int kv, double prob,
+                           double grad) {
+  const int key = kv - params.kv_begin;
+  if (key < 0 || key >= params.kv_count) return;
+  const long long row = (static_cast<long long>(r.b) * r.p.heads_kv + r.kv_head()) * params.kv_count + key;
+  for (int d = threadIdx.x; d < P::kHeadDim; d += kReferenceThreads) {
+    atomicAdd(params.dk + row * P::kHeadDim + d, grad * r.query[d]);
+  }
+  for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads) {
+    atomicAdd(params.dv + row * P::kHeadDimV + d, prob * r.dout[d]);
+  }
+}
+
+/// Blocks: batch * heads_q * q_count. dQ of each row, and what the row adds to dK and dV; their sums are not
+/// rounded.
+template <class P, class Real>
+__device__ void reference_backward(const ReferenceParams& params) {
+  using Element = typename P::Element;
+  const ReferenceRow<P> r(params);
+  load_row(r, r.query, r.p.q, P::kHeadDim);
+  load_row(r, r.dout, r.p.dout, P::kHeadDimV);
+  const Softmax softmax = reference_softmax<P, Real>(r);
+  reference_output<P, Real>(r, softmax);
+  double row_d = 0.0;
+  for (int d = 0; d < P::kHeadDimV; ++d) row_d += r.dout[d] * r.out[d];
+
+  const double scale = r.p.softmax_scale;
+  double dq[(P::kHeadDim + kReferenceThreads - 1) / kReferenceThreads] = {};
+  for (int first = 0; first < r.length(); first += kReferenceThreads) {
+    const int kv = first + static_cast<int>(threadIdx.x);
+    __syncthreads();
+    if (kv < r.length()) reference_pair<P, Real>(r, softmax, row_d, kv);
+    __syncthreads();
+    for (int i = 0; i < min(kReferenceThreads, r.length() - first); ++i) {
+      const double prob = r.probs[i], grad = r.grads[i] * scale;
+      if (prob == 0.0 && grad == 0.0) continue;
+      const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), first + i);
+      for (int d = threadIdx.x; d < P::kHeadDim; d += kReferenceThreads) {
+        dq[d / kReferenceThreads] += grad * to_float(key[d]);
+      }
+      add_to_key(params, r, first + i, prob, grad);
+    }
+  }
+  for (int d = threadIdx.x; d < P::kHeadDim; d += kReferenceThreads) {
+    params.dq[r.row * P::kHeadDim + d] = rounded<Element, Real>(dq[d / kReferenceThreads]);
+  }
+}
+
+/// Blocks: any number, of kReferenceThreads. The sum of four uniform numbers is normal enough.
+template <class P>
+__device__ void fill(const FillParams& params) {
+  using Element = typename P::Element;
+  constexpr float kUnit = 1.0f / 4294967296.0f, kDeviation = 1.7320508f;
+  const long long threads = static_cast<long long>(gridDim.x) * kReferenceThreads;
+  const long long first = static_cast<long long>(blockIdx.x) * kReferenceThreads + threadIdx.x;
+  for (long long i = first; i < params.count; i += threads) {
+    const Philox4 random =
+        philox4x32_10(static_cast<unsigned>(i), static_cast<unsigned>(i >> 32), 0, 0, params.seed, 0);
+    float sum = -2.0f;
+    for (int word = 0; word < 4; ++word) sum += static_cast<float>(random.word[word]) * kUnit;
+    static_cast<Element*>(params.data)[i] = from_float<Element>(sum * kDeviation);
+  }
+}
+
+}  // namespace flashjit::auxiliary

@@ -1,0 +1,34 @@
+// What the reference kernels are handed. Host and device include this file.
+#pragma once
+
+#if defined(__CUDACC__)
+#include "flashjit/common/params.cuh"
+#else
+#include "templates/common/params.cuh"
+#endif
+
+namespace flashjit::auxiliary {
+
+constexpr int kReferenceThreads = 128;
+
+/// Inputs as for the real kernels, in `base`; its outputs are not touched. Results are contiguous, as
+/// doubles.
+struct ReferenceParams {
+  Params base;
+  int q_begin, q_count;    ///< the queries to compute: what other queries get and add is left out
+  int kv_begin, kv_count;  ///< the keys whose dK and dV are wanted
+  double* out;             ///< [batch, heads_q, q_count, head_dim_v]
+  double* lse;             ///< [batch, heads_q, q_count]
+  double* dq;              ///< [batch, heads_q, q_count, head_dim]
+  double* dk;              ///< [batch, heads_kv, kv_count, head_dim]: added to
+  double* dv;              ///< [batch, heads_kv, kv_count, head_dim_v]: added to
+};
+
+/// A tensor to fill with values of mean 0 and variance 1, a different one for each seed.
+struct FillParams {
+  void* data;
+  long long count;
+  unsigned seed;
+};
+
+}  // namespace flashjit::auxiliary

@@ -1,0 +1,49 @@
+// How much of a tile attends by block map and mask program together, and the keep test of dropout.
+#pragma once
+
+#include "flashjit/common/philox.cuh"
+#include "flashjit/common/visible.cuh"
+
+namespace flashjit {
+
+/// What the block map says of the cells that the tile touches. The ranges are within the tensors and not
+/// empty.
+template <class Problem>
+__device__ __forceinline__ TileClass classify_map(const Params& p, int b, int h, Range q, Range kv) {
+  bool any = false, all = true;
+  for (int row = q.begin / Problem::kBlockQ; row <= (q.end - 1) / Problem::kBlockQ; ++row) {
+    const unsigned char* cells = block_map_row<Problem>(p, b, h, row * Problem::kBlockQ);
+    for (int column = kv.begin / Problem::kBlockKv; column <= (kv.end - 1) / Problem::kBlockKv; ++column) {
+      const bool attends = cells[column] != 0;
+      any |= attends;
+      all &= attends;
+    }
+  }
+  return all ? TileClass::full : any ? TileClass::partial : TileClass::empty;
+}
+
+/// What block map and mask program together say of the tile. The ranges are within the tensors and not empty.
+template <class Problem>
+__device__ __forceinline__ TileClass tile_class(const Params& p, int b, int h, Range q, Range kv) {
+  TileClass map = TileClass::full, mask = TileClass::full;
+  if constexpr (Problem::kBlockMap) {
+    map = classify_map<Problem>(p, b, h, q, kv);
+    if (map == TileClass::empty) return TileClass::empty;
+  }
+  if constexpr (Problem::kHasMask) mask = Problem::classify_tile(p, b, h, q, kv);
+  if (mask == TileClass::empty) return TileClass::empty;
+  return map == TileClass::full && mask == TileClass::full ? TileClass::full : TileClass::partial;
+}
+
+/// Whether dropout keeps the pair.
+__device__ __forceinline__ bool pair_kept(const Params& p, int b, int h, int q, int kv) {
+  const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
+                                       static_cast<unsigned>(b) * p.heads_q + h, q, kv);
+  // Selects, since an index known only at run time would put the words into local memory.
+  const int index = dropout_word_index(q, kv);
+  const unsigned low = index & 1 ? random.word[1] : random.word[0];
+  const unsigned high = index & 1 ? random.word[3] : random.word[2];
+  return keeps(p, index & 2 ? high : low);
+}
+
+}  // namespace flashjit

@@ -1,0 +1,409 @@
+// Backward pass with mma.sync (FlashAttention-2, algorithm 2): one thread block a KV tile, Q tiles streamed
+// through shared memory. S and dP are computed transposed, so that P^T and dS^T feed dV and dK from
+// registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
+#pragma once
+
+#include "flashjit/auxiliary/dq_layout.cuh"
+#include "flashjit/common/philox.cuh"
+#include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/forward.cuh"
+
+namespace flashjit::sm80 {
+
+/// With ordered additions the last KV tile comes first: under a causal mask it has the fewest Q tiles, and
+/// then nobody waits. The lists of a block map rank their tiles the other way round.
+template <class P>
+constexpr bool kLastFirst = P::kDeterministic && !P::kBlockMap;
+
+/// The Q tiles of one query head that a KV tile meets, ascending: a contiguous range, or the list of a block
+/// map.
+template <class P>
+struct QTiles {
+  int first = 0, count = 0;
+  const int* list = nullptr;
+  const int* rank = nullptr;
+
+  __device__ QTiles(const Params& p, int b, int h, int kv_tile, Range kv) {
+    if constexpr (P::kBlockMap) {
+      const int rows = (p.seqlen_kv + P::kBc - 1) / P::kBc, columns = (p.seqlen_q + P::kBr - 1) / P::kBr;
+      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
+      const long long row = (mb * p.map_heads + mh) * rows + kv_tile;
+      list = p.lists.entries + row * columns;
+      if constexpr (P::kDeterministic) rank = p.lists.rank + row * columns;
+      count = p.lists.count[row];
+    } else {
+      const Range bounds = P::q_bounds(p, b, h, kv);
+      first = bounds.begin / P::kBr;
+      count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
+    }
+  }
+  /// The tile at a place, as the compute loop wants to know it.
+  __device__ StagedTile at(const Params& p, int b, int h, int index, int kv_tile, Range kv) const {
+    const int tile = P::kBlockMap ? list[index] >> 1 : first + index;
+    const Range q{tile * P::kBr, min(tile * P::kBr + P::kBr, p.seqlen_q)};
+    StagedTile staged{h, tile, 1, 0};
+    if constexpr (P::kBlockMap) {
+      staged.full = list[index] & 1;
+    } else if constexpr (P::kHasMask) {
+      staged.full = P::classify_tile(p, b, h, q, kv) == TileClass::full;
+    }
+    if constexpr (P::kBlockMap && P::kDeterministic) staged.turn = rank[index];
+    if constexpr (kLastFirst<P>) {
+      const int end = min(P::kv_bounds(p, b, h, q).end, kv_length<P>(p, b));
+      staged.turn = (end - 1) / P::kBc - kv_tile;
+    }
+    return staged;
+  }
+};
+
+/// How the warps share the Br x head_dim tile of dQ: `rows` of them along Br, the rest along head_dim, such
+/// that the operands read from shared memory are fewest.
+template <class P>
+constexpr int dq_warp_rows() {
+  int best = 1, least = 1 << 30;
+  for (int rows = 1; rows <= P::kWarps; rows *= 2) {
+    if (P::kWarps % rows != 0 || P::kBr / 16 % rows != 0) continue;
+    const int units = round_up(P::kHeadDim, 16) / 16, across = P::kWarps / rows;
+    const int traffic = P::kBr / rows + (units + across - 1) / across * 16;
+    if (traffic < least) least = traffic, best = rows;
+  }
+  return best;
+}
+
+/// Adds four neighbouring floats of the dQ accumulator.
+template <class P>
+__device__ __forceinline__ void add_to_dq(float* at, float x0, float x1, float x2, float x3) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x0), "f"(x1),
+               "f"(x2), "f"(x3)
+               : "memory");
+#else
+  atomicAdd(at, x0);
+  atomicAdd(at + 1, x1);
+  atomicAdd(at + 2, x2);
+  atomicAdd(at + 3, x3);
+#endif
+}
+
+/// C += A B with A from registers and B's rows along the summed dimension. The warp owns kUnits n16 units of
+/// C from `first_unit` on; kTotal are there, which the last owner's share may exceed.
+template <class Element, int kTotal, bool kGuard, int kMt, int kUnits>
+__device__ __forceinline__ void multiply_step(float (&c)[kMt][2 * kUnits][4], const unsigned (&a)[kMt][4],
+                                              unsigned b_tile, int first_unit) {
+#pragma unroll
+  for (int unit = 0; unit < kUnits; ++unit) {
+    if (kGuard && first_unit + unit >= kTotal) break;
+    unsigned b[4];
+    load_matrix_x4_transposed(b, b_tile + (first_unit + unit) * 32);
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt) {
+      mma_16x8x16<Element>(c[mt][2 * unit], a[mt], b[0], b[1]);
+      mma_16x8x16<Element>(c[mt][2 * unit + 1], a[mt], b[2], b[3]);
+    }
+  }
+}
+
+template <class P>
+__device__ void backward(const Params& p) {
+  using Element = typename P::Element;
+  constexpr int kThreads = P::kWarps * 32;
+  constexpr int kRowWarps = P::kWarps / P::kDSplit;  // warps along the KV rows
+  constexpr int kMt = P::kBc / (16 * kRowWarps);     // m16 tiles of KV rows a warp owns
+  constexpr int kNt = P::kBr / 8;                    // n8 tiles of queries
+  constexpr int kDUnits = round_up(P::kHeadDim, 16) / 16;
+  constexpr int kDvUnits = round_up(P::kHeadDimV, 16) / 16;
+  constexpr int kDkOwn = (kDUnits + P::kDSplit - 1) / P::kDSplit;  // n16 units of dK and dV a warp owns
+  constexpr int kDvOwn = (kDvUnits + P::kDSplit - 1) / P::kDSplit;
+  constexpr int kDqRowWarps = dq_warp_rows<P>();
+  constexpr int kDqColumnWarps = P::kWarps / kDqRowWarps;
+  constexpr int kDqMt = P::kBr / 16 / kDqRowWarps;
+  constexpr int kDqUnits = (kDUnits + kDqColumnWarps - 1) / kDqColumnWarps;
+  constexpr bool kGuardDk = kDkOwn * P::kDSplit != kDUnits, kGuardDv = kDvOwn * P::kDSplit != kDvUnits;
+  constexpr bool kGuardDq = kDqUnits * kDqColumnWarps != kDUnits;
+  constexpr int kQPitch = pitch(P::kHeadDim), kVPitch = pitch(P::kHeadDimV), kDsPitch = pitch(P::kBr);
+  constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim), kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
+  extern __shared__ __align__(128) char shared[];
+  const unsigned base = shared_address(shared);
+
+  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+  unsigned work = blockIdx.x;
+  if constexpr (P::kDeterministic) {
+    // Work is numbered as it starts: whoever waits for its turn waits for a block that already runs.
+    // Without queries nobody waits, and nobody has cleared the counter.
+    int* next = reinterpret_cast<int*>(shared);
+    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : static_cast<int>(blockIdx.x);
+    __syncthreads();
+    work = static_cast<unsigned>(*next);
+    __syncthreads();
+  }
+  const int place = static_cast<int>(work % kv_tiles);
+  const int kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
+  const int h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
+  const int b = static_cast<int>(work / kv_tiles / p.heads_kv);
+  const int kv_begin = kv_tile * P::kBc;
+  const int kv_limit = kv_length<P>(p, b);
+  const Range kv_range{kv_begin, min(kv_begin + P::kBc, p.seqlen_kv)};
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int row_warp = warp / P::kDSplit, split = warp % P::kDSplit;
+  const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
+
+  load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), row_pointer(p.k, b, h_kv, kv_begin),
+                                           p.k.stride_s, kv_limit - kv_begin);
+  load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), row_pointer(p.v, b, h_kv, kv_begin),
+                                            p.v.stride_s, kv_limit - kv_begin);
+
+  const int group_size = p.heads_q / p.heads_kv;
+  // Loading walks over the query heads of the group and their Q tiles; what a stage holds it says in shared
+  // memory.
+  StagedTile* staged = reinterpret_cast<StagedTile*>(shared + kLayout.staged());
+  int next_head = kv_begin < kv_limit ? h_kv * group_size : p.heads_q, next_index = 0;
+  const int end_head = (h_kv + 1) * group_size;
+  const auto load_next = [&](int slot) {
+    StagedTile next{-1, 0, 0, 0};
+    for (; next_head < end_head; ++next_head, next_index = 0) {
+      const QTiles<P> tiles(p, b, next_head, kv_tile, kv_range);
+      if (next_index < tiles.count) {
+        next = tiles.at(p, b, next_head, next_index++, kv_tile, kv_range);
+        break;
+      }
+    }
+    if (threadIdx.x == 0) staged[slot] = next;
+    if (next.head >= 0) {
+      const int h = next.head, q = next.tile * P::kBr;
+      load_tile<P::kBr, P::kHeadDim, kThreads>(base + kLayout.q() + slot * kQBytes, row_pointer(p.q, b, h, q),
+                                               p.q.stride_s, p.seqlen_q - q);
+      load_tile<P::kBr, P::kHeadDimV, kThreads>(base + kLayout.dout() + slot * kDoutBytes,
+                                                row_pointer(p.dout, b, h, q), p.dout.stride_s,
+                                                p.seqlen_q - q);
+      const long long row = (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded + q;
+      static_assert(P::kBr / 2 <= kThreads, "one thread for each four rows of LSE and of D");
+      if (threadIdx.x < P::kBr / 2) {
+        const bool first = threadIdx.x < P::kBr / 4;
+        const int part = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
+        copy_async_16(base + (first ? kLayout.lse() : kLayout.d()) + (slot * P::kBr + part) * 4,
+                      (first ? p.lse_padded : p.d) + row + part, true);
+      }
+    }
+    copy_async_commit();
+  };
+#pragma unroll
+  for (int slot = 0; slot < (P::kStages > 1 ? P::kStages - 1 : 1); ++slot) load_next(slot);
+
+  const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
+  const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
+  // Rounded as the forward pass rounds its LSE: where one score dominates, both are equal and P is 1 to the
+  // last bit.
+  const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
+  float dk[kMt][2 * kDkOwn][4] = {}, dv[kMt][2 * kDvOwn][4] = {};
+
+  for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
+    copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
+    __syncthreads();
+    if (staged[slot].head < 0) break;
+    if constexpr (P::kStages > 1) load_next(slot > 0 ? slot - 1 : P::kStages - 1);
+    const int h = staged[slot].head, q_begin = staged[slot].tile * P::kBr;
+    const unsigned q_tile = base + kLayout.q() + slot * kQBytes;
+    const unsigned dout_tile = base + kLayout.dout() + slot * kDoutBytes;
+    const float* lse = reinterpret_cast<const float*>(shared + kLayout.lse()) + slot * P::kBr;
+    const float* row_d = reinterpret_cast<const float*>(shared + kLayout.d()) + slot * P::kBr;
+    const auto at_q = [&](int nt, int e) { return q_begin + nt * 8 + lane % 4 * 2 + e % 2; };
+    const auto at_kv = [&](int mt, int e) { return kv_begin + warp_row(mt) + lane / 4 + e / 2 * 8; };
+
+    float s[kMt][kNt][4] = {};  // S^T, then P^T
+    multiply_transposed<Element, P::kHeadDim, 2>(
+        s, q_tile + matrix_offset<false>(kQPitch), [&](unsigned(&a)[4], int mt, int k) {
+          load_matrix_x4(a, k_rows + (warp_row(mt) * kQPitch + k * 16) * 2);
+        });
+    [[maybe_unused]] float slope[P::kHasScore ? kMt : 1][P::kHasScore ? kNt : 1][4];
+    if constexpr (P::kHasScore) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const float scaled = __fmul_rn(s[mt][nt][e], p.softmax_scale);
+            slope[mt][nt][e] = P::score_grad(p, scaled, b, h, at_q(nt, e), at_kv(mt, e));
+            s[mt][nt][e] = P::score(p, scaled, b, h, at_q(nt, e), at_kv(mt, e));
+          }
+    }
+    const bool unmasked = staged[slot].full != 0 && kv_begin + P::kBc <= kv_limit;
+    if (!unmasked) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt) {
+          bool block = true;
+          if constexpr (P::kBlockMap) {
+            const int q = min(q_begin + nt * 8, p.seqlen_q - 1);
+            const int kv = min(kv_begin + warp_row(mt), p.seqlen_kv - 1);
+            block = block_map_row<P>(p, b, h, q)[kv / P::kBlockKv] != 0;
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (!block || at_kv(mt, e) >= kv_limit || !P::mask(p, b, h, at_q(nt, e), at_kv(mt, e)))
+              s[mt][nt][e] = -infinity();
+        }
+    }
+#pragma unroll
+    for (int nt = 0; nt < kNt; ++nt) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + nt * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[mt][nt][e] = exp2_approx((natural(s[mt][nt][e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
+    }
+
+    // P is never negative: its sign says that dropout drops the pair.
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; nt += 2)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
+                                                 b * p.heads_q + h, at_q(nt, e), at_kv(mt, e));
+#pragma unroll
+            for (int w = 0; w < 4; ++w)
+              if (!keeps(p, random.word[w])) {
+                float& value = s[mt][nt + w / 2][e + w % 2 * 2];
+                value = -value;
+              }
+          }
+    }
+    const unsigned dout_columns = dout_tile + matrix_offset<true>(kVPitch);
+#pragma unroll
+    for (int k = 0; k < kNt / 2; ++k) {
+      unsigned a[kMt][4];
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) {
+        as_left_operand<Element, kNt>(a[mt], s[mt], k);
+        if constexpr (P::kDropout) {
+#pragma unroll
+          for (unsigned& pair : a[mt]) pair = without_negatives(pair);
+        }
+      }
+      multiply_step<Element, kDvUnits, kGuardDv, kMt, kDvOwn>(dv, a, dout_columns + k * 16 * kVPitch * 2,
+                                                              split * kDvOwn);
+    }
+
+    float dp[kMt][kNt][4] = {};  // dP^T, then dS^T
+    multiply_transposed<Element, P::kHeadDimV, 2>(
+        dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
+          load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
+        });
+#pragma unroll
+    for (int nt = 0; nt < kNt; ++nt) {
+      const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float grad = dp[mt][nt][e];
+          if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
+          grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
+          if constexpr (P::kHasScore) grad *= slope[mt][nt][e];
+          dp[mt][nt][e] = grad;
+        }
+        if (P::kDSplit == 1 || split == 0)
+          store_fragment<Element, kDsPitch>(shared + kLayout.ds(), warp_row(mt), nt * 8, dp[mt][nt], 1.0f,
+                                            1.0f);
+      }
+    }
+    const unsigned q_columns = q_tile + matrix_offset<true>(kQPitch);
+#pragma unroll
+    for (int k = 0; k < kNt / 2; ++k) {
+      unsigned a[kMt][4];
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(a[mt], dp[mt], k);
+      multiply_step<Element, kDUnits, kGuardDk, kMt, kDkOwn>(dk, a, q_columns + k * 16 * kQPitch * 2,
+                                                             split * kDkOwn);
+    }
+    [[maybe_unused]] const int mine = staged[slot].turn;
+    __syncthreads();  // dS is complete, and with one stage Q and dO are free
+    if constexpr (P::kStages == 1) load_next(0);
+
+    // dQ = dS K. dS lies transposed, as [KV row][query].
+    const int dq_row = warp / kDqColumnWarps * kDqMt * 16, dq_unit = warp % kDqColumnWarps * kDqUnits;
+    float dq[kDqMt][2 * kDqUnits][4] = {};
+    const unsigned ds_offset = base + kLayout.ds() + matrix_offset<false>(kDsPitch) + dq_row * 2;
+    const unsigned k_columns = base + kLayout.k() + matrix_offset<true>(kQPitch);
+#pragma unroll
+    for (int k = 0; k < P::kBc / 16; ++k) {
+      unsigned a[kDqMt][4];
+#pragma unroll
+      for (int mt = 0; mt < kDqMt; ++mt)
+        load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * kDsPitch + mt * 16) * 2);
+      multiply_step<Element, kDUnits, kGuardDq, kDqMt, kDqUnits>(dq, a, k_columns + k * 16 * kQPitch * 2,
+                                                                 dq_unit);
+    }
+    int* turn = nullptr;
+    if constexpr (P::kDeterministic) {
+      const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
+      turn = p.tickets + 1 + (static_cast<long long>(b) * p.heads_q + h) * q_tiles + q_begin / P::kBr;
+      if (threadIdx.x == 0) {
+        while (*static_cast<volatile int*>(turn) != mine) __nanosleep(64);
+        __threadfence();
+      }
+      __syncthreads();
+    }
+    float* accumulator =
+        p.dq_accum +
+        ((static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded + q_begin) * (kDUnits * 16);
+#pragma unroll
+    for (int mt = 0; mt < kDqMt; ++mt)
+#pragma unroll
+      for (int unit = 0; unit < kDqUnits; ++unit) {
+        if (kGuardDq && dq_unit + unit >= kDUnits) break;
+        // Unit by unit a lane's four values of a row stand together: auxiliary/dq_layout.cuh.
+        float* at = accumulator + (dq_row + mt * 16 + lane / 4) * (kDUnits * 16) + (dq_unit + unit) * 16 +
+                    lane % 4 * 4;
+        const float(&left)[4] = dq[mt][2 * unit];
+        const float(&right)[4] = dq[mt][2 * unit + 1];
+        add_to_dq<P>(at, left[0], left[1], right[0], right[1]);
+        add_to_dq<P>(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+      }
+    if constexpr (P::kDeterministic) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) atomicAdd(turn, 1);
+    }
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // K and V are free: dK and dV take their place
+
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt) {
+#pragma unroll
+    for (int unit = 0; unit < kDkOwn; ++unit) {
+      if (kGuardDk && split * kDkOwn + unit >= kDUnits) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_fragment<Element, kQPitch>(shared + kLayout.k(), warp_row(mt),
+                                         (split * kDkOwn + unit) * 16 + half * 8, dk[mt][2 * unit + half],
+                                         p.softmax_scale, p.softmax_scale);
+    }
+    const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
+#pragma unroll
+    for (int unit = 0; unit < kDvOwn; ++unit) {
+      if (kGuardDv && split * kDvOwn + unit >= kDvUnits) break;
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        store_fragment<Element, kVPitch>(shared + kLayout.v(), warp_row(mt),
+                                         (split * kDvOwn + unit) * 16 + half * 8, dv[mt][2 * unit + half],
+                                         v_scale, v_scale);
+    }
+  }
+  __syncthreads();
+  const int valid = p.seqlen_kv - kv_begin;
+  store_tile<P::kBc, P::kHeadDim, kThreads>(row_pointer(p.dk, b, h_kv, kv_begin), p.dk.stride_s,
+                                            shared + kLayout.k(), valid, threadIdx.x);
+  store_tile<P::kBc, P::kHeadDimV, kThreads>(row_pointer(p.dv, b, h_kv, kv_begin), p.dv.stride_s,
+                                             shared + kLayout.v(), valid, threadIdx.x);
+}
+
+}  // namespace flashjit::sm80

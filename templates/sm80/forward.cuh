@@ -1,0 +1,331 @@
+// Forward pass with mma.sync (FlashAttention-2, algorithm 1): one thread block a Q tile, KV tiles streamed
+// through shared memory by cp.async, each warp owns rows of S, P and O in registers.
+#pragma once
+
+#include "flashjit/common/philox.cuh"
+#include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/tile.cuh"
+
+namespace flashjit::sm80 {
+
+/// The KV tiles that one Q tile visits, in order: a contiguous range, or the list of a block map.
+template <class P>
+struct KvTiles {
+  const int* list = nullptr;
+  int first = 0, count = 0;
+
+  __device__ KvTiles(const Params& p, int b, int h, int q_tile, Range q, int kv_limit) {
+    if constexpr (P::kBlockMap) {
+      const int rows = (p.seqlen_q + P::kBr - 1) / P::kBr, columns = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
+      const long long row = (mb * p.map_heads + mh) * rows + q_tile;
+      list = p.lists.entries + row * columns;
+      count = p.lists.count[row];
+      // Tiles of padding alone stand at the end of the ascending list.
+      if constexpr (P::kKvLengths)
+        while (count > 0 && (list[count - 1] >> 1) * P::kBc >= kv_limit) --count;
+    } else {
+      const Range bounds = P::kv_bounds(p, b, h, q);
+      const int end = min(bounds.end, kv_limit);
+      first = bounds.begin / P::kBc;
+      count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
+    }
+  }
+  __device__ int tile(int i) const {
+    if constexpr (P::kBlockMap) return list[i] >> 1;
+    return first + i;
+  }
+  /// Whether block map and mask let every pair of the tile attend.
+  __device__ bool full(const Params& p, int b, int h, Range q, int i) const {
+    if constexpr (P::kBlockMap) return list[i] & 1;
+    if constexpr (!P::kHasMask) return true;
+    const int kv = tile(i) * P::kBc;
+    return P::classify_tile(p, b, h, q, {kv, kv + P::kBc}) == TileClass::full;
+  }
+};
+
+/// Adds A B^T (A in `a` tile or registers; B's rows are the columns of the result) over kDim / 16 steps.
+template <class Element, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
+__device__ __forceinline__ void multiply_transposed(float (&c)[kMt][kNt][4], unsigned b_tile,
+                                                    const LoadA& load_a) {
+  constexpr int kPitch = pitch(kDim);
+#pragma unroll kUnroll
+  for (int k = 0; k < round_up(kDim, 16) / 16; ++k) {
+    unsigned a[kMt][4];
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt) load_a(a[mt], mt, k);
+#pragma unroll
+    for (int nt = 0; nt < kNt; nt += 2) {
+      unsigned b[4];
+      load_matrix_x4(b, b_tile + (nt * 8 * kPitch + k * 16) * 2);
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) {
+        mma_16x8x16<Element>(c[mt][nt], a[mt], b[0], b[1]);
+        mma_16x8x16<Element>(c[mt][nt + 1], a[mt], b[2], b[3]);
+      }
+    }
+  }
+}
+
+/// Packs an accumulator's columns [16k, 16k + 16) as the left operand of the next product.
+template <class Element, int kNt>
+__device__ __forceinline__ void as_left_operand(unsigned (&a)[4], const float (&c)[kNt][4], int k) {
+  a[0] = pack<Element>(c[2 * k][0], c[2 * k][1]);
+  a[1] = pack<Element>(c[2 * k][2], c[2 * k][3]);
+  a[2] = pack<Element>(c[2 * k + 1][0], c[2 * k + 1][1]);
+  a[3] = pack<Element>(c[2 * k + 1][2], c[2 * k + 1][3]);
+}
+
+template <class P>
+__device__ void forward(const Params& p) {
+  using Element = typename P::Element;
+  constexpr int kThreads = P::kWarps * 32;
+  constexpr int kMt = P::kBr / (16 * P::kWarps);       // m16 tiles of rows a warp owns
+  constexpr int kNt = P::kBc / 8;                      // n8 tiles of S
+  constexpr int kOt = round_up(P::kHeadDimV, 16) / 8;  // n8 tiles of O
+  constexpr int kQSteps = round_up(P::kHeadDim, 16) / 16;
+  constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
+  extern __shared__ __align__(128) char shared[];
+  const unsigned q_tile = shared_address(shared) + kLayout.q();
+  const unsigned k_tiles = shared_address(shared) + kLayout.k();
+  const unsigned v_tiles = shared_address(shared) + kLayout.v();
+
+  const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
+  const int tile_index =
+      q_tiles - 1 - static_cast<int>(blockIdx.x % q_tiles);  // the longest causal rows first
+  const int h = static_cast<int>(blockIdx.x / q_tiles % p.heads_q);
+  const int b = static_cast<int>(blockIdx.x / q_tiles / p.heads_q);
+  const int h_kv = h / (p.heads_q / p.heads_kv);
+  const int q_begin = tile_index * P::kBr;
+  const Range q_range{q_begin, min(q_begin + P::kBr, p.seqlen_q)};
+  const int kv_limit = kv_length<P>(p, b);
+  const KvTiles<P> tiles(p, b, h, tile_index, q_range, kv_limit);
+
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
+  const unsigned short* k_head = row_pointer(p.k, b, h_kv, 0);
+  const unsigned short* v_head = row_pointer(p.v, b, h_kv, 0);
+  const auto load_k = [&](int i) {
+    if (i >= tiles.count) return;
+    const int kv = tiles.tile(i) * P::kBc;
+    load_tile<P::kBc, P::kHeadDim, kThreads>(k_tiles + i % P::kStages * kKBytes, k_head + kv * p.k.stride_s,
+                                             p.k.stride_s, kv_limit - kv);
+  };
+  const auto load_v = [&](int i) {
+    if (i >= tiles.count) return;
+    const int kv = tiles.tile(i) * P::kBc;
+    load_tile<P::kBc, P::kHeadDimV, kThreads>(v_tiles + i % P::kStages * kVBytes, v_head + kv * p.v.stride_s,
+                                              p.v.stride_s, kv_limit - kv);
+  };
+
+  load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, row_pointer(p.q, b, h, q_begin), p.q.stride_s,
+                                           p.seqlen_q - q_begin);
+  // With one stage, V(i) travels under Q K(i)^T and K(i+1) under P V(i); with more, whole tiles run ahead.
+  load_k(0);
+  if constexpr (P::kStages > 1) load_v(0);
+  copy_async_commit();
+#pragma unroll
+  for (int i = 1; i < P::kStages - 1; ++i) {
+    load_k(i);
+    load_v(i);
+    copy_async_commit();
+  }
+
+  unsigned q_fragments[P::kQInRegisters ? kQSteps : 1][kMt][4];
+  const unsigned q_offset = matrix_offset<true>(pitch(P::kHeadDim));
+  const unsigned k_offset = matrix_offset<false>(pitch(P::kHeadDim));
+  const unsigned v_offset = matrix_offset<true>(pitch(P::kHeadDimV));
+  const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
+    load_matrix_x4(a, q_tile + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
+  };
+
+  // Scores stay unscaled until the exponent where no score program needs their natural units.
+  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+  float o[kMt][kOt][4] = {};
+  float row_max[kMt][2], row_sum[kMt][2];
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_max[mt][half] = -infinity(), row_sum[mt][half] = 0.0f;
+
+  for (int i = 0; i < tiles.count; ++i) {
+    copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
+    __syncthreads();
+    if constexpr (P::kStages == 1) {
+      load_v(i);
+    } else {
+      load_k(i + P::kStages - 1);
+      load_v(i + P::kStages - 1);
+    }
+    copy_async_commit();
+    if constexpr (P::kQInRegisters) {
+      if (i == 0) {
+#pragma unroll
+        for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+          for (int mt = 0; mt < kMt; ++mt) load_q(q_fragments[k][mt], mt, k);
+      }
+    }
+
+    float s[kMt][kNt][4] = {};
+    multiply_transposed<Element, P::kHeadDim, P::kQInRegisters ? kQSteps : 8>(
+        s, k_tiles + i % P::kStages * kKBytes + k_offset, [&](unsigned(&a)[4], int mt, int k) {
+          if constexpr (P::kQInRegisters) {
+#pragma unroll
+            for (int r = 0; r < 4; ++r) a[r] = q_fragments[k][mt][r];
+          } else {
+            load_q(a, mt, k);
+          }
+        });
+
+    if constexpr (P::kStages == 1) {
+      copy_async_wait<0>();
+      __syncthreads();
+      load_k(i + 1);
+      copy_async_commit();
+    }
+
+    const int kv_begin = tiles.tile(i) * P::kBc;
+    if constexpr (P::kHasScore) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt)
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            s[mt][nt][e] = P::score(p, __fmul_rn(s[mt][nt][e], p.softmax_scale), b, h,
+                                    q_begin + warp_row(mt) + lane / 4 + e / 2 * 8,
+                                    kv_begin + nt * 8 + lane % 4 * 2 + e % 2);
+    }
+    const bool unmasked = tiles.full(p, b, h, q_range, i) && kv_begin + P::kBc <= kv_limit;
+    if (!unmasked) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt) {
+          // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
+          bool block = true;
+          if constexpr (P::kBlockMap) {
+            const int q = min(q_begin + warp_row(mt), p.seqlen_q - 1);
+            const int kv = min(kv_begin + nt * 8, p.seqlen_kv - 1);
+            block = block_map_row<P>(p, b, h, q)[kv / P::kBlockKv] != 0;
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            const int q = q_begin + warp_row(mt) + lane / 4 + e / 2 * 8;
+            const int kv = kv_begin + nt * 8 + lane % 4 * 2 + e % 2;
+            if (!block || kv >= kv_limit || !P::mask(p, b, h, q, kv)) s[mt][nt][e] = -infinity();
+          }
+        }
+    }
+
+    // Online softmax: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.
+    float rescale[kMt][2];
+    bool same_max = true;
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float highest = row_max[mt][half];
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt)
+          highest = fmaxf(highest, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+        highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
+        highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+        // A row that attends to nothing so far has no maximum to subtract.
+        const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
+        rescale[mt][half] = row_max[mt][half] == -infinity()
+                                ? 0.0f
+                                : exp2_approx(__fmul_rn(row_max[mt][half], scale_log2) - shift);
+        same_max = same_max && row_max[mt][half] == highest;
+        row_max[mt][half] = highest;
+        float sum = 0.0f;
+#pragma unroll
+        for (int nt = 0; nt < kNt; ++nt)
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, -shift));
+            sum += s[mt][nt][e];
+          }
+        row_sum[mt][half] = row_sum[mt][half] * rescale[mt][half] + sum;
+      }
+    if (!__all_sync(kWholeWarp, same_max)) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int ot = 0; ot < kOt; ++ot)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) o[mt][ot][e] *= rescale[mt][e / 2];
+    }
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+        for (int nt = 0; nt < kNt; nt += 2)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const Philox4 random =
+                dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, b * p.heads_q + h,
+                              q_begin + warp_row(mt) + lane / 4, kv_begin + nt * 8 + lane % 4 * 2 + e);
+            if (!keeps(p, random.word[0])) s[mt][nt][e] = 0.0f;
+            if (!keeps(p, random.word[1])) s[mt][nt + 1][e] = 0.0f;
+            if (!keeps(p, random.word[2])) s[mt][nt][e + 2] = 0.0f;
+            if (!keeps(p, random.word[3])) s[mt][nt + 1][e + 2] = 0.0f;
+          }
+    }
+
+    const unsigned v_tile = v_tiles + i % P::kStages * kVBytes + v_offset;
+#pragma unroll
+    for (int k = 0; k < kNt / 2; ++k) {
+      unsigned a[kMt][4];
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(a[mt], s[mt], k);
+#pragma unroll
+      for (int ot = 0; ot < kOt; ot += 2) {
+        unsigned v[4];
+        load_matrix_x4_transposed(v, v_tile + (k * 16 * pitch(P::kHeadDimV) + ot * 8) * 2);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) {
+          mma_16x8x16<Element>(o[mt][ot], a[mt], v[0], v[1]);
+          mma_16x8x16<Element>(o[mt][ot + 1], a[mt], v[2], v[3]);
+        }
+      }
+    }
+  }
+  copy_async_wait<0>();
+  __syncthreads();  // every warp is done with Q before O takes its place
+
+  char* o_tile = shared + kLayout.q();
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt) {
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = row_sum[mt][half];
+      sum += __shfl_xor_sync(kWholeWarp, sum, 1);
+      sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+      const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
+      // The sum is relative to the rounded shift of the exponent; what rounding took is given back to the
+      // LSE.
+      const float highest = P::kHasScore ? row_max[mt][half] : __fmul_rn(row_max[mt][half], p.softmax_scale);
+      const float shift = __fmul_rn(row_max[mt][half], scale_log2);
+      const float rest = fmaf(row_max[mt][half], scale_log2, -shift);
+      const float lse = sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
+      if (p.lse != nullptr && lane % 4 == 0 && q < p.seqlen_q)
+        p.lse[(static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q + q] = lse;
+      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum : 0.0f;
+    }
+#pragma unroll
+    for (int ot = 0; ot < kOt; ++ot)
+      store_fragment<Element, pitch(P::kHeadDimV)>(o_tile, warp_row(mt), ot * 8, o[mt][ot], scale[0],
+                                                   scale[1]);
+    __syncwarp();
+    const int row = warp_row(mt);
+    store_tile<16, P::kHeadDimV, 32>(row_pointer(p.o, b, h, q_begin + row), p.o.stride_s,
+                                     o_tile + row * pitch(P::kHeadDimV) * 2, p.seqlen_q - q_begin - row,
+                                     lane);
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,81 @@
+// Tiles in shared memory: filling them from global memory, reading them as matrix fragments, storing them
+// back.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/sm80/layout.cuh"
+
+namespace flashjit::sm80 {
+
+/// Starts copying rows [0, kRows) of a row-major matrix into a tile; rows from `valid` on become zero, as do
+/// the columns that pad kColumns to a multiple of 16.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* from, long long stride,
+                                          int valid) {
+  constexpr int kChunks = round_up(kColumns, 16) / 8;
+  if constexpr (kThreads % kChunks == 0 && kRows % (kThreads / kChunks) == 0) {
+    // A thread keeps its column and strides over rows: one running pointer instead of one for every step.
+    constexpr int kRowStep = kThreads / kChunks;
+    const int row = static_cast<int>(threadIdx.x) / kChunks,
+              column = static_cast<int>(threadIdx.x) % kChunks * 8;
+    const bool in_columns = kColumns % 16 == 0 || column < kColumns;
+    const unsigned short* pointer = from + row * stride + (in_columns ? column : 0);
+    tile += (row * pitch(kColumns) + column) * 2;
+#pragma unroll
+    for (int step = 0; step < kRows / kRowStep; ++step) {
+      const bool in = in_columns && row + step * kRowStep < valid;
+      copy_async_16(tile + step * kRowStep * pitch(kColumns) * 2, pointer, in);
+      if (row + (step + 1) * kRowStep < valid) pointer += kRowStep * stride;
+    }
+  } else {
+    for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {
+      const int row = index / kChunks, column = index % kChunks * 8;
+      const bool in = row < valid && column < kColumns;
+      copy_async_16(tile + (row * pitch(kColumns) + column) * 2, in ? from + row * stride + column : from,
+                    in);
+    }
+  }
+}
+
+/// Per-lane offset, in bytes, of ldmatrix.x4 addresses over a tile with the given pitch.
+/// rows_first: matrices are ordered (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), (0-7, 8-15), (8-15,
+/// 8-15); else (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).
+template <bool rows_first>
+__device__ __forceinline__ unsigned matrix_offset(int pitch_elements) {
+  const int lane = threadIdx.x % 32;
+  const int a = lane / 8 % 2, b = lane / 16;
+  const int row = lane % 8 + (rows_first ? a : b) * 8, column = (rows_first ? b : a) * 8;
+  return static_cast<unsigned>((row * pitch_elements + column) * 2);
+}
+
+/// Writes one m16n8 accumulator as 16-bit pairs into a tile at (row, column) of its top left corner.
+template <class Element, int kPitch>
+__device__ __forceinline__ void store_fragment(char* tile, int row, int column, const float (&c)[4],
+                                               float scale0, float scale1) {
+  const int lane = threadIdx.x % 32;
+  char* at = tile + ((row + lane / 4) * kPitch + column + lane % 4 * 2) * 2;
+  *reinterpret_cast<unsigned*>(at) = pack<Element>(c[0] * scale0, c[1] * scale0);
+  *reinterpret_cast<unsigned*>(at + 8 * kPitch * 2) = pack<Element>(c[2] * scale1, c[3] * scale1);
+}
+
+/// Stores rows [0, valid) of a tile to global memory, 16 bytes a thread.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void store_tile(unsigned short* to, long long stride, const char* tile, int valid,
+                                           int thread) {
+  constexpr int kChunks = kColumns / 8;
+  for (int index = thread; index < kRows * kChunks; index += kThreads) {
+    const int row = index / kChunks, column = index % kChunks * 8;
+    if (row < valid) {
+      *reinterpret_cast<uint4*>(to + row * stride + column) =
+          *reinterpret_cast<const uint4*>(tile + (row * pitch(kColumns) + column) * 2);
+    }
+  }
+}
+
+/// The row of `tensor` for batch b, head h and position s.
+__device__ __forceinline__ unsigned short* row_pointer(const TensorParam& tensor, int b, int h, long long s) {
+  return static_cast<unsigned short*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h +
+         s * tensor.stride_s;
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,469 @@
+// Kernels at sizes where the CPU would take too long, against the naive reference kernels of
+// templates/auxiliary/reference.cuh; and those, at small sizes, against the CPU.
+#include <fmt/format.h>
+
+#include <optional>
+
+#include "arguments.hpp"
+#include "compile/compiler.hpp"
+#include "device/loaded_kernel.hpp"
+#include "gpu/gpu_support.hpp"
+#include "reference/reference.hpp"
+#include "render/render.hpp"
+#include "templates/auxiliary/reference_params.cuh"
+
+namespace flashjit::gpu_test {
+namespace {
+
+using auxiliary::FillParams;
+using auxiliary::kReferenceThreads;
+using auxiliary::ReferenceParams;
+using reference::Precision;
+
+/// What gtest prints of a case, and the name of its test.
+struct Case {
+  std::string spec, shape;
+  std::string config = {};  ///< empty: the planner's choice
+  double dropout_p = 0;
+  std::int64_t map_batch = 1, map_heads = 1;
+
+  friend void PrintTo(const Case& c, std::ostream* out) {
+    *out << c.spec << " " << c.shape << (c.config.empty() ? "" : " ") << c.config;
+  }
+};
+
+// The entries of the reference's source, by their place.
+enum ReferenceEntry : std::size_t { kFill, kForwardExact, kForwardRounded, kBackwardExact, kBackwardRounded };
+
+std::vector<plan::Entry> reference_entries() {
+  std::vector<plan::Entry> entries;
+  for (const char* name :
+       {"fill", "forward_exact", "forward_rounded", "backward_exact", "backward_rounded"}) {
+    entries.push_back({.name = name,
+                       .header = "flashjit/auxiliary/reference.cuh",
+                       .function = "",
+                       .threads = kReferenceThreads});
+  }
+  return entries;
+}
+
+std::string entry_text(const char* name, const char* params, const char* function) {
+  return fmt::format(
+      "extern \"C\" __global__ void flashjit_{}(const __grid_constant__ flashjit::auxiliary::{} p) {{\n"
+      "  flashjit::auxiliary::{}(p);\n}}\n",
+      name, params, function);
+}
+
+/// The Problem as a real kernel gets it, with the reference's entries instead of the family's.
+KernelSource reference_source(const AttentionSpec& spec, const DeviceInfo& device) {
+  const plan::FamilyTraits& family = plan::simt_traits();
+  KernelSource source = render::render(spec, family.heuristic(spec, {1, 1, 1, 1, 1}, device), device,
+                                       render::TemplateSet::embedded());
+  const std::size_t begin = source.text.find("namespace flashjit {"), end = source.text.find("extern \"C\"");
+  source.text =
+      "#include \"flashjit/auxiliary/reference.cuh\"\n" + source.text.substr(begin, end - begin) +
+      entry_text("fill", "FillParams", "fill<flashjit::Problem>") +
+      entry_text("forward_exact", "ReferenceParams", "reference_forward<flashjit::Problem, double>") +
+      entry_text("forward_rounded", "ReferenceParams", "reference_forward<flashjit::Problem, float>") +
+      entry_text("backward_exact", "ReferenceParams", "reference_backward<flashjit::Problem, double>") +
+      entry_text("backward_rounded", "ReferenceParams", "reference_backward<flashjit::Problem, float>");
+  source.headers.clear();
+  for (const auto& [name, text] : render::TemplateSet::embedded().all())
+    source.headers.push_back({name, text});
+  source.entries = reference_entries();
+  return source;
+}
+
+/// The compiled reference kernels of one spec.
+class ReferenceKernels {
+ public:
+  explicit ReferenceKernels(const AttentionSpec& spec)
+      : kernels_(gpu().driver(),
+                 compile::Compiler::open(read_environment().nvrtc)
+                     ->compile(reference_source(spec, gpu().info))
+                     .cubin,
+                 reference_entries()) {
+    kernels_.make_ready(gpu().context->device());
+  }
+
+  template <class Params>
+  void launch(ReferenceEntry entry, std::int64_t blocks, Params params) const {
+    if (blocks == 0) return;
+    device::launch(*gpu().driver(), kernels_.kernel(entry), static_cast<unsigned>(blocks), kReferenceThreads,
+                   0, nullptr, params);
+    gpu().context->synchronize();
+  }
+
+ private:
+  device::LoadedKernel kernels_;
+};
+
+enum class Layout { bhsd, bshd };
+
+/// Device memory of one tensor [batch, heads, length, dim] and its view.
+struct Tensor {
+  device::DeviceBuffer memory;
+  TensorView view;
+
+  Tensor(DType dtype, Layout layout, std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d)
+      : memory(poisoned(b * h * s * d * size_of(dtype))),
+        view(layout == Layout::bhsd ? TensorView::bhsd(memory.data(), b, h, s, d)
+                                    : TensorView::bshd(memory.data(), b, s, h, d)) {}
+
+  std::int64_t count() const { return view.size[0] * view.size[1] * view.size[2] * view.size[3]; }
+};
+
+/// Rows [begin, begin + count) of every head, as [batch, heads, count, dim].
+std::vector<double> rows_of(DType dtype, const Tensor& tensor, std::int64_t begin, std::int64_t count) {
+  const auto [batch, heads, length, dim] = tensor.view.size;
+  const std::size_t row_bytes = dim * size_of(dtype);
+  std::vector<std::uint8_t> bytes(batch * heads * count * row_bytes);
+  std::uint8_t* to = bytes.data();
+  // One copy a row would be slow for whole tensors: there the head is one piece.
+  const std::int64_t piece = tensor.view.stride[2] == dim ? count : 1;
+  for (std::int64_t b = 0; b < batch; ++b) {
+    for (std::int64_t h = 0; h < heads; ++h) {
+      for (std::int64_t row = begin; row < begin + count; row += piece, to += piece * row_bytes) {
+        const std::int64_t element =
+            b * tensor.view.stride[0] + h * tensor.view.stride[1] + row * tensor.view.stride[2];
+        gpu().driver()->check(gpu().driver()->memcpy_dtoh(
+                                  to, tensor.memory.address() + element * size_of(dtype), piece * row_bytes),
+                              "cuMemcpyDtoH");
+      }
+    }
+  }
+  return decode(dtype, bytes);
+}
+
+std::vector<double> rows_of(DType dtype, const Tensor& tensor) {
+  return rows_of(dtype, tensor, 0, tensor.view.size[2]);
+}
+
+/// Queries and keys whose results are compared.
+struct Window {
+  std::int64_t q_begin, q_count, kv_begin, kv_count;
+};
+
+/// Results in [batch, heads, rows of the window, dim].
+struct Results {
+  std::vector<double> out, lse, dq, dk, dv;
+};
+
+/// The inputs of a case, random and on the device, and room for the results of the real kernels.
+class Problem {
+ public:
+  Problem(const Case& given, Layout layout)
+      : spec(parse_spec(given.spec).normalized()),
+        shape(parse_shape(given.shape)),
+        kernels_(spec),
+        q(tensor(layout, shape.heads_q, shape.seqlen_q, spec.head_dim)),
+        k(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.head_dim)),
+        v(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.v_dim())),
+        out(tensor(layout, shape.heads_q, shape.seqlen_q, spec.v_dim())),
+        dout(tensor(layout, shape.heads_q, shape.seqlen_q, spec.v_dim())),
+        dq(tensor(layout, shape.heads_q, shape.seqlen_q, spec.head_dim)),
+        dk(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.head_dim)),
+        dv(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.v_dim())),
+        lse(poisoned(shape.batch * shape.heads_q * shape.seqlen_q * sizeof(float))) {
+    unsigned seed = 1;
+    for (const Tensor* input : {&q, &k, &v, &dout}) {
+      kernels_.launch(kFill, 4096, FillParams{input->memory.data(), input->count(), seed++});
+    }
+    make_lengths();
+    make_map(given);
+    make_args(given);
+  }
+
+  /// Forward and backward by the Runtime; `config` is used for both passes when it is given.
+  void run(const std::string& config) {
+    Runtime runtime({.cache_dir = ""});
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      spec.pass = pass;
+      if (!config.empty()) runtime.prepare(spec, shape, parse_config(config));
+      const device::DeviceBuffer workspace = device_bytes(runtime.workspace_bytes(spec, shape));
+      forward_args.workspace = backward_args.workspace = {workspace.data(), workspace.bytes()};
+      if (pass == Pass::forward) {
+        runtime.forward(spec, forward_args, nullptr);
+      } else {
+        runtime.backward(spec, backward_args, nullptr);
+      }
+      gpu().context->synchronize();
+    }
+    forward_args.workspace = backward_args.workspace = {};
+  }
+
+  /// What run() left.
+  Results results(const Window& window) const {
+    Results results{rows_of(spec.dtype, out, window.q_begin, window.q_count),
+                    {},
+                    rows_of(spec.dtype, dq, window.q_begin, window.q_count),
+                    rows_of(spec.dtype, dk, window.kv_begin, window.kv_count),
+                    rows_of(spec.dtype, dv, window.kv_begin, window.kv_count)};
+    const std::vector<float> rows = device::download<float>(lse);
+    for (std::int64_t head = 0; head < shape.batch * shape.heads_q; ++head) {
+      const auto first = rows.begin() + head * shape.seqlen_q + window.q_begin;
+      results.lse.insert(results.lse.end(), first, first + window.q_count);
+    }
+    return results;
+  }
+
+  /// The reference kernels' results. Only queries in the window add to dK and dV.
+  Results reference(const Window& window, Precision precision) const {
+    const std::int64_t q_rows = shape.batch * shape.heads_q * window.q_count;
+    const std::int64_t kv_rows = shape.batch * shape.heads_kv * window.kv_count;
+    const auto doubles = [](std::int64_t count) { return device_bytes(count * sizeof(double)); };
+    device::DeviceBuffer out = doubles(q_rows * spec.v_dim()), lse = doubles(q_rows);
+    device::DeviceBuffer dq = doubles(q_rows * spec.head_dim);
+    device::DeviceBuffer dk = doubles(kv_rows * spec.head_dim), dv = doubles(kv_rows * spec.v_dim());
+    for (device::DeviceBuffer* sum : {&dk, &dv}) sum->fill(0);
+    const auto pointer = [](const device::DeviceBuffer& buffer) {
+      return static_cast<double*>(buffer.data());
+    };
+    plan::ExecutionPlan plan;
+    plan.spec = spec;
+    plan.shape = shape;
+    const ReferenceParams params{.base = make_params(plan, backward_args),
+                                 .q_begin = static_cast<int>(window.q_begin),
+                                 .q_count = static_cast<int>(window.q_count),
+                                 .kv_begin = static_cast<int>(window.kv_begin),
+                                 .kv_count = static_cast<int>(window.kv_count),
+                                 .out = pointer(out),
+                                 .lse = pointer(lse),
+                                 .dq = pointer(dq),
+                                 .dk = pointer(dk),
+                                 .dv = pointer(dv)};
+    const bool exact = precision == Precision::exact;
+    kernels_.launch(exact ? kForwardExact : kForwardRounded, q_rows, params);
+    kernels_.launch(exact ? kBackwardExact : kBackwardRounded, q_rows, params);
+    Results results{device::download<double>(out), device::download<double>(lse),
+                    device::download<double>(dq), device::download<double>(dk), device::download<double>(dv)};
+    if (!exact) round(results);
+    return results;
+  }
+
+  /// The same problem for the CPU.
+  reference::Problem on_cpu() const {
+    return {.spec = spec,
+            .shape = shape,
+            .q = rows_of(spec.dtype, q),
+            .k = rows_of(spec.dtype, k),
+            .v = rows_of(spec.dtype, v),
+            .dout = rows_of(spec.dtype, dout),
+            .kv_lengths = lengths_,
+            .block_map = map_,
+            .map_batch = backward_args.block_map.data ? backward_args.block_map.size[0] : 1,
+            .map_heads = backward_args.block_map.data ? backward_args.block_map.size[1] : 1,
+            .dropout_p = backward_args.dropout_p,
+            .seed = backward_args.seed,
+            .offset = backward_args.offset};
+  }
+
+  Window everything() const { return {0, shape.seqlen_q, 0, shape.seqlen_kv}; }
+
+  AttentionSpec spec;
+  AttentionShape shape;
+
+ private:
+  Tensor tensor(Layout layout, std::int64_t heads, std::int64_t length, std::int64_t dim) const {
+    return {spec.dtype, layout, shape.batch, heads, length, dim};
+  }
+
+  void round(Results& results) const {
+    for (std::vector<double>* sums : {&results.dk, &results.dv}) {
+      for (double& value : *sums) value = reference::round_to(spec.dtype, value);
+    }
+  }
+
+  /// All keys for the last batch entry, fewer for those before, none for the first of several.
+  void make_lengths() {
+    if (!spec.kv_lengths) return;
+    for (std::int64_t b = 0; b < shape.batch; ++b) {
+      const std::int64_t part = shape.batch == 1 ? 2 : b, parts = shape.batch == 1 ? 3 : shape.batch - 1;
+      lengths_.push_back(static_cast<std::int32_t>(shape.seqlen_kv * part / parts));
+    }
+    device_lengths_ = to_device(lengths_);
+  }
+
+  /// A quarter of the blocks, with one empty block row and one empty block column.
+  void make_map(const Case& given) {
+    if (!spec.has_block_map()) return;
+    const std::int64_t rows = (shape.seqlen_q + spec.block_map.q - 1) / spec.block_map.q;
+    const std::int64_t columns = (shape.seqlen_kv + spec.block_map.kv - 1) / spec.block_map.kv;
+    std::uint32_t state = 12345;
+    for (std::int64_t i = 0; i < given.map_batch * given.map_heads * rows * columns; ++i) {
+      state = state * 1664525u + 1013904223u;
+      const bool empty = i / columns % rows == 1 || i % columns == 2;
+      map_.push_back(!empty && state >> 30 == 0 ? 1 : 0);
+    }
+    device_map_ = to_device(map_);
+    backward_args.block_map = {static_cast<const std::uint8_t*>(device_map_.data()),
+                               {given.map_batch, given.map_heads, rows, columns}};
+  }
+
+  void make_args(const Case& given) {
+    backward_args.q = q.view;
+    backward_args.k = k.view;
+    backward_args.v = v.view;
+    backward_args.out = out.view;
+    backward_args.lse = static_cast<const float*>(lse.data());
+    backward_args.dout = dout.view;
+    backward_args.dq = dq.view;
+    backward_args.dk = dk.view;
+    backward_args.dv = dv.view;
+    backward_args.kv_lengths = static_cast<const std::int32_t*>(device_lengths_.data());
+    backward_args.dropout_p = given.dropout_p;
+    backward_args.seed = 0x0123456789abcdefull;
+    backward_args.offset = 0xfedcba9876543210ull;
+    forward_args = {.q = q.view,
+                    .k = k.view,
+                    .v = v.view,
+                    .out = out.view,
+                    .lse = static_cast<float*>(lse.data()),
+                    .kv_lengths = backward_args.kv_lengths,
+                    .block_map = backward_args.block_map,
+                    .dropout_p = backward_args.dropout_p,
+                    .seed = backward_args.seed,
+                    .offset = backward_args.offset};
+  }
+
+  ReferenceKernels kernels_;
+  Tensor q, k, v, out, dout, dq, dk, dv;
+  device::DeviceBuffer lse;
+  std::vector<std::int32_t> lengths_;
+  std::vector<std::uint8_t> map_;
+  device::DeviceBuffer device_lengths_, device_map_;
+  ForwardArgs forward_args;
+  BackwardArgs backward_args;
+};
+
+void expect_within(const char* what, const std::vector<double>& got, const std::vector<double>& exact,
+                   const std::vector<double>& rounded, double factor) {
+  const reference::Verdict verdict = reference::judge(got, exact, rounded, factor);
+  EXPECT_LE(verdict.error, verdict.limit) << what;
+}
+
+constexpr double kForwardFactor = 2, kGradientFactor = 3, kLseLimit = 1e-3;
+
+void expect_forward(const Results& got, const Results& exact, const Results& rounded) {
+  expect_within("O", got.out, exact.out, rounded.out, kForwardFactor);
+  EXPECT_LE(reference::max_abs_error(got.lse, exact.lse), kLseLimit) << "LSE";
+}
+
+/// The reference kernels against the CPU.
+class ReferenceKernelsTest : public GpuTestWith<Case> {};
+
+TEST_P(ReferenceKernelsTest, AgreeWithTheCpu) {
+  const Problem problem(GetParam(), Layout::bshd);
+  const Results exact = problem.reference(problem.everything(), Precision::exact);
+  const Results rounded = problem.reference(problem.everything(), Precision::rounded);
+  const reference::Problem cpu = problem.on_cpu();
+  const reference::Forward forward = reference::forward(cpu);
+  const reference::Backward backward = reference::backward(cpu);
+  const reference::Forward forward_rounded = reference::forward(cpu, Precision::rounded);
+  const reference::Backward backward_rounded = reference::backward(cpu, Precision::rounded);
+
+  // The kernels get softmax_scale and 1 / (1 - p) in fp32: that is all that may differ.
+  constexpr double kLimit = 2e-5;
+  const auto compare = [&](const char* what, const std::vector<double>& gpu_exact,
+                           const std::vector<double>& gpu_rounded, const std::vector<double>& cpu_exact,
+                           const std::vector<double>& cpu_rounded) {
+    EXPECT_LE(reference::max_abs_error(gpu_exact, cpu_exact), kLimit) << what;
+    // The yardsticks must be equally long, within the luck of single roundings.
+    const double on_gpu = reference::max_abs_error(gpu_rounded, cpu_exact);
+    const double on_cpu = reference::max_abs_error(cpu_rounded, cpu_exact);
+    EXPECT_LE(on_gpu, 1.5 * on_cpu + kLimit) << what;
+    EXPECT_LE(on_cpu, 1.5 * on_gpu + kLimit) << what;
+  };
+  EXPECT_LE(reference::max_abs_error(exact.lse, forward.lse), kLimit);
+  compare("O", exact.out, rounded.out, forward.out, forward_rounded.out);
+  compare("dQ", exact.dq, rounded.dq, backward.dq, backward_rounded.dq);
+  compare("dK", exact.dk, rounded.dk, backward.dk, backward_rounded.dk);
+  compare("dV", exact.dv, rounded.dv, backward.dv, backward_rounded.dv);
+}
+
+INSTANTIATE_TEST_SUITE_P(Small, ReferenceKernelsTest,
+                         testing::Values(Case{"bf16:d64", "b2:hq4:hkv2:sq70:skv50"},
+                                         Case{"fp32:d40x72:causal", "b1:hq2:hkv1:sq33:skv65"},
+                                         Case{"fp16:d256:causal_top_left", "b1:hq2:hkv2:sq65:skv33"},
+                                         Case{.spec = "bf16:d136x24:causal:dropout:kvlen:map48x80",
+                                              .shape = "b3:hq4:hkv2:sq130:skv200",
+                                              .dropout_p = 0.3,
+                                              .map_batch = 3,
+                                              .map_heads = 4},
+                                         Case{.spec = "fp32:d8:dropout:kvlen:map16x16",
+                                              .shape = "b2:hq2:hkv1:sq100:skv60",
+                                              .dropout_p = 0.1},
+                                         Case{"bf16:d64:kvlen", "b1:hq1:hkv1:sq1:skv1"}));
+
+/// The Runtime against the reference kernels, at lengths that no tile divides.
+class LargeTest : public GpuTestWith<Case> {};
+
+TEST_P(LargeTest, AgreesWithTheReferenceKernels) {
+  Problem problem(GetParam(), Layout::bhsd);
+  problem.run(GetParam().config);
+  const Window window = problem.everything();
+  const Results got = problem.results(window);
+  const Results exact = problem.reference(window, Precision::exact);
+  const Results rounded = problem.reference(window, Precision::rounded);
+  expect_forward(got, exact, rounded);
+  expect_within("dQ", got.dq, exact.dq, rounded.dq, kGradientFactor);
+  expect_within("dK", got.dk, exact.dk, rounded.dk, kGradientFactor);
+  expect_within("dV", got.dv, exact.dv, rounded.dv, kGradientFactor);
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Ragged, LargeTest,
+    testing::Values(
+        Case{"bf16:d128:causal", "b1:hq4:hkv4:sq4133:skv4097"},
+        Case{"fp16:d64", "b2:hq2:hkv2:sq4097:skv4133"},
+        Case{"bf16:d64:causal:det", "b1:hq6:hkv2:sq3001:skv5003"},
+        Case{.spec = "bf16:d128:causal:map128x64", .shape = "b1:hq4:hkv2:sq4133:skv4097", .map_heads = 4},
+        Case{.spec = "fp16:d64:map48x80:det", .shape = "b2:hq2:hkv1:sq2999:skv4097", .map_batch = 2},
+        Case{.spec = "bf16:d128:dropout:kvlen", .shape = "b3:hq2:hkv2:sq2049:skv2047", .dropout_p = 0.2},
+        Case{"fp32:d64:causal", "b1:hq2:hkv1:sq2049:skv2177"},
+        Case{"bf16:d256:causal_top_left", "b1:hq2:hkv1:sq2177:skv2049"},
+        Case{.spec = "bf16:d192x128:causal:dropout:kvlen:map64x64",
+             .shape = "b2:hq4:hkv2:sq2049:skv2177",
+             .config = "simt:br64:bc64:w8",
+             .dropout_p = 0.1,
+             .map_batch = 2}));
+
+/// Tensors of more than 2^31 elements: a 32-bit offset anywhere puts the last rows elsewhere.
+class OffsetTest : public GpuTest {
+ protected:
+  static bool memory_is_short(std::size_t needed) {
+    std::size_t free = 0, total = 0;
+    gpu().driver()->check(gpu().driver()->mem_get_info(&free, &total), "cuMemGetInfo");
+    return free < needed;
+  }
+  static constexpr std::size_t kNeeded = std::size_t{40} << 30;
+};
+
+TEST_F(OffsetTest, QueriesBeyondTwoToThe31) {
+  if (memory_is_short(kNeeded)) GTEST_SKIP() << "needs " << kNeeded << " bytes of free device memory";
+  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq262300:skv80"}, Layout::bshd);
+  problem.run({});
+  const Window window{262300 - 3, 3, 0, 0};
+  const Results got = problem.results(window);
+  const Results exact = problem.reference(window, Precision::exact);
+  const Results rounded = problem.reference(window, Precision::rounded);
+  expect_forward(got, exact, rounded);
+  expect_within("dQ", got.dq, exact.dq, rounded.dq, kGradientFactor);
+}
+
+TEST_F(OffsetTest, KeysBeyondTwoToThe31) {
+  if (memory_is_short(kNeeded)) GTEST_SKIP() << "needs " << kNeeded << " bytes of free device memory";
+  Problem problem({"bf16:d128", "b1:hq64:hkv64:sq5:skv262300"}, Layout::bshd);
+  problem.run({});
+  const Window window{0, 5, 262300 - 3, 3};
+  const Results got = problem.results(window);
+  const Results exact = problem.reference(window, Precision::exact);
+  const Results rounded = problem.reference(window, Precision::rounded);
+  expect_forward(got, exact, rounded);
+  expect_within("dQ", got.dq, exact.dq, rounded.dq, kGradientFactor);
+  expect_within("dK", got.dk, exact.dk, rounded.dk, kGradientFactor);
+  expect_within("dV", got.dv, exact.dv, rounded.dv, kGradientFactor);
+}
+
+}  // namespace
+}  // namespace flashjit::gpu_test

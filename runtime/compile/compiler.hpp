@@ -12,11 +12,12 @@ namespace flashjit::compile {
 /// One loaded NVRTC. Thread-safe; programs are compiled in parallel by calling from several threads.
 class Compiler {
  public:
-  /// Opens libnvrtc.so.13 or .12: FLASHJIT_NVRTC, then the loader's path, then the toolkit's and PyPI's usual places.
-  /// Throws Error(no_compiler) that lists where it looked and what to install.
+  /// Opens libnvrtc.so.13 or .12: FLASHJIT_NVRTC, then the loader's path, then the toolkit's and PyPI's usual
+  /// places. Throws Error(no_compiler) that lists where it looked and what to install.
   static std::shared_ptr<const Compiler> open(const std::string& library = {});
 
-  /// "nvrtc13.0.88"-like: what the key holds of the compiler (major, minor, and the build where NVRTC tells it).
+  /// "nvrtc13.0.88"-like: what the key holds of the compiler (major, minor, and the build where NVRTC tells
+  /// it).
   const std::string& tag() const;
   const std::string& path() const;
   /// The architectures this NVRTC can compile for: {"sm_75", ...}.

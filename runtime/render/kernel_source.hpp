@@ -20,8 +20,8 @@ struct Header {
 struct KernelSource {
   AttentionSpec spec;
   TileConfig config;
-  std::string arch;  ///< "sm_90a"
-  std::string text;  ///< thin: includes, the Problem struct, the entries
+  std::string arch;             ///< "sm_90a"
+  std::string text;             ///< thin: includes, the Problem struct, the entries
   std::vector<Header> headers;  ///< those the text includes, directly or not, sorted by name
   std::vector<plan::Entry> entries;
 };
@@ -40,7 +40,7 @@ struct CompiledKernel {
   std::string cubin;
   std::string log;       ///< NVRTC's and ptxas's, as printed
   std::string compiler;  ///< "nvrtc13.0.88"
-  std::vector<EntryResources> resources;
+  std::vector<EntryResources> resources = {};
   double compile_ms = 0;
 };
 

@@ -1,0 +1,205 @@
+#include "cache/folders.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <system_error>
+
+#include "flashjit/error.hpp"
+#include "support/file.hpp"
+
+namespace flashjit::cache {
+namespace {
+
+namespace fs = std::filesystem;
+
+bool is_digit(char c) { return c >= '0' && c <= '9'; }
+bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
+
+// The names in a folder; none when it is not there.
+std::vector<fs::path> children(const fs::path& folder) {
+  std::vector<fs::path> paths;
+  std::error_code error;
+  for (fs::directory_iterator it(folder, error), end; !error && it != end; it.increment(error)) {
+    paths.push_back(it->path());
+  }
+  std::sort(paths.begin(), paths.end());
+  return paths;
+}
+
+bool is_entry_file(const fs::path& path) {
+  const std::string name = path.filename().string();
+  return name == kSourceFile || name == kCubinFile || name == kMetaFile;
+}
+
+// A record, or what write_file_atomically() left of one when its process died.
+bool is_record_file(const fs::path& path) {
+  return path.extension() == ".json" || path.filename().string().starts_with(".tmp-");
+}
+
+bool is_real_folder(const fs::path& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() == fs::file_type::directory;
+}
+
+// Whether nobody holds a lock on the file or folder; while `action` runs, nobody can take it.
+template <class Action>
+void when_free(const fs::path& path, Action action) {
+  const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
+  if (fd < 0) return;
+  if (::flock(fd, LOCK_EX | LOCK_NB) == 0) action();
+  ::close(fd);
+}
+
+}  // namespace
+
+bool is_arch_name(std::string_view name) {
+  if (!name.starts_with("sm_")) return false;
+  name.remove_prefix(3);
+  if (!name.empty() && is_letter(name.back())) name.remove_suffix(1);
+  return !name.empty() && name.size() <= 4 && std::all_of(name.begin(), name.end(), is_digit);
+}
+
+bool is_key_name(std::string_view name) {
+  constexpr std::size_t kDigits = 32;
+  if (name.size() < kDigits + 2 || name.size() > 200 || name[kDigits] != '-') return false;
+  const std::string_view digest = name.substr(0, kDigits), tag = name.substr(kDigits + 1);
+  return std::all_of(digest.begin(), digest.end(),
+                     [](char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); }) &&
+         std::all_of(tag.begin(), tag.end(), [](char c) { return is_digit(c) || is_letter(c) || c == '.'; });
+}
+
+std::vector<EntryFolder> entry_folders(const fs::path& root) {
+  std::vector<EntryFolder> folders;
+  for (const fs::path& arch : children(root)) {
+    if (!is_arch_name(arch.filename().string()) || !is_real_folder(arch)) continue;
+    for (const fs::path& entry : children(arch)) {
+      const std::string key = entry.filename().string();
+      if (is_key_name(key)) folders.push_back({arch.filename().string(), key, entry});
+    }
+  }
+  return folders;
+}
+
+std::uintmax_t folder_bytes(const fs::path& folder) {
+  std::uintmax_t bytes = 0;
+  for (const fs::path& file : children(folder)) {
+    std::error_code error;
+    const std::uintmax_t size = fs::is_regular_file(file, error) ? fs::file_size(file, error) : 0;
+    if (!error) bytes += size;
+  }
+  return bytes;
+}
+
+std::string make_private_folders(const fs::path& folder) {
+  std::error_code error;
+  if (folder.empty() || fs::is_directory(folder, error)) return {};
+  if (folder.has_parent_path() && folder.parent_path() != folder) {
+    if (std::string cause = make_private_folders(folder.parent_path()); !cause.empty()) return cause;
+  }
+  if (::mkdir(folder.c_str(), 0700) == 0 || fs::is_directory(folder, error)) return {};
+  return fmt::format("cannot make the folder '{}': {}", folder.string(),
+                     std::generic_category().message(errno));
+}
+
+void write_private_file(const fs::path& path, std::string_view bytes) {
+  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
+  bool written = fd >= 0;
+  while (written && !bytes.empty()) {
+    const ssize_t count = ::write(fd, bytes.data(), bytes.size());
+    written = count >= 0 || errno == EINTR;
+    if (count > 0) bytes.remove_prefix(static_cast<std::size_t>(count));
+  }
+  written = written && ::fsync(fd) == 0;
+  const int cause = errno;
+  if (fd >= 0) ::close(fd);
+  if (!written) {
+    throw Error(ErrorCode::io,
+                fmt::format("cannot write '{}': {}", path.string(), std::generic_category().message(cause)));
+  }
+}
+
+TemporaryFolder::TemporaryFolder(const fs::path& parent) : path_(parent / unique_suffix()) {
+  if (std::string cause = make_private_folders(path_); !cause.empty()) throw Error(ErrorCode::io, cause);
+  fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+  if (fd_ >= 0) ::flock(fd_, LOCK_EX | LOCK_NB);
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  fs::remove_all(path_, ignored);
+  if (fd_ >= 0) ::close(fd_);
+}
+
+std::vector<fs::path> remove_leftovers(const fs::path& root) {
+  std::vector<fs::path> removed;
+  for (const fs::path& folder : children(root / kTemporaryFolder)) {
+    when_free(folder, [&] {
+      std::error_code error;
+      if (fs::remove_all(folder, error) > 0 && !error) removed.push_back(folder);
+    });
+  }
+  return removed;
+}
+
+void remove_free_locks(const fs::path& root) {
+  for (const fs::path& file : children(root / kLockFolder)) {
+    if (file.extension() != ".lock") continue;
+    when_free(file, [&] {
+      std::error_code ignored;
+      fs::remove(file, ignored);
+    });
+  }
+}
+
+bool remove_entry(const fs::path& root, const fs::path& entry) {
+  std::error_code error;
+  if (!is_real_folder(entry)) return fs::remove(entry, error);
+  const std::vector<fs::path> files = children(entry);
+  if (!std::all_of(files.begin(), files.end(), is_entry_file)) {
+    for (const fs::path& file : files) {
+      if (is_entry_file(file)) fs::remove(file, error);
+    }
+    return !error;
+  }
+  const fs::path away = root / kTemporaryFolder / unique_suffix();
+  if (!make_private_folders(away.parent_path()).empty()) return false;
+  fs::rename(entry, away, error);
+  if (error) return false;
+  fs::remove_all(away, error);
+  return true;
+}
+
+void remove_records(const fs::path& root) {
+  std::vector<fs::path> folders{root / kTuningFolder};
+  for (std::size_t i = 0; i < folders.size(); ++i) {
+    for (const fs::path& child : children(folders[i])) {
+      std::error_code ignored;
+      if (is_real_folder(child))
+        folders.push_back(child);
+      else if (is_record_file(child))
+        fs::remove(child, ignored);
+    }
+  }
+  std::for_each(folders.rbegin(), folders.rend(), [](const fs::path& folder) {
+    std::error_code ignored;
+    fs::remove(folder, ignored);  // succeeds on empty ones alone
+  });
+}
+
+void remove_empty_folders(const fs::path& root) {
+  std::error_code ignored;  // fs::remove succeeds on empty folders alone
+  for (const fs::path& child : children(root)) {
+    const std::string name = child.filename().string();
+    const bool ours = is_arch_name(name) || name == kTemporaryFolder || name == kLockFolder;
+    if (ours && is_real_folder(child)) fs::remove(child, ignored);
+  }
+  fs::remove(root, ignored);
+}
+
+}  // namespace flashjit::cache

@@ -1,0 +1,70 @@
+// The names of a store's folders, and how they are made and removed.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flashjit::cache {
+
+inline constexpr std::string_view kVersionFolder = "v1";
+inline constexpr std::string_view kTemporaryFolder = "tmp";
+inline constexpr std::string_view kLockFolder = "locks";
+inline constexpr std::string_view kTuningFolder = "tuning";
+inline constexpr std::string_view kSourceFile = "kernel.cu";
+inline constexpr std::string_view kCubinFile = "kernel.cubin";
+inline constexpr std::string_view kMetaFile = "meta.json";
+
+/// "sm_90a": what may name an architecture's folder.
+bool is_arch_name(std::string_view name);
+/// "<32 hexadecimal digits>-<compiler tag>": what may name an entry's folder.
+bool is_key_name(std::string_view name);
+
+/// The folder of one entry: `$dir/v1/<arch>/<key>`.
+struct EntryFolder {
+  std::string arch, key;
+  std::filesystem::path path;
+};
+
+/// Every entry's folder below `root` (= `$dir/v1`), sorted; what does not bear an entry's name is passed
+/// over, and so is an architecture's folder that is a link to somewhere else.
+std::vector<EntryFolder> entry_folders(const std::filesystem::path& root);
+/// Bytes of the regular files in a folder.
+std::uintmax_t folder_bytes(const std::filesystem::path& folder);
+
+/// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
+std::string make_private_folders(const std::filesystem::path& folder);
+
+/// Creates a file that this user alone may read, and waits until the disk has it. Throws Error(io).
+void write_private_file(const std::filesystem::path& path, std::string_view bytes);
+
+/// A folder of its own below `parent`, gone with this object unless it was renamed. Locked while it lives, so
+/// that remove_leftovers() can tell it from one whose process died.
+class TemporaryFolder {
+ public:
+  /// Throws Error(io).
+  explicit TemporaryFolder(const std::filesystem::path& parent);
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  ~TemporaryFolder();
+  const std::filesystem::path& path() const { return path_; }
+
+ private:
+  std::filesystem::path path_;
+  int fd_;
+};
+
+/// Removes the temporary folders that nobody holds; returns their paths.
+std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& root);
+/// Removes the lock files that nobody holds.
+void remove_free_locks(const std::filesystem::path& root);
+/// Removes an entry at once for every reader, by renaming it away first. A folder that holds more than an
+/// entry's files keeps the rest. Returns whether the entry is gone.
+bool remove_entry(const std::filesystem::path& root, const std::filesystem::path& entry);
+/// Removes the tuning records and the folders that this empties.
+void remove_records(const std::filesystem::path& root);
+/// Removes the store's own folders as far as they are empty.
+void remove_empty_folders(const std::filesystem::path& root);
+
+}  // namespace flashjit::cache

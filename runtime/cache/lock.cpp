@@ -1,0 +1,62 @@
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include <cerrno>
+#include <chrono>
+#include <thread>
+#include <utility>
+
+#include "cache/folders.hpp"
+#include "cache/store.hpp"
+
+namespace flashjit::cache {
+namespace {
+
+constexpr auto kPollInterval = std::chrono::milliseconds(5);
+
+// clear() removes lock files: a lock on a file that has no name any more excludes nobody.
+bool still_named(int fd, const std::filesystem::path& path) {
+  struct stat opened {
+  }, named{};
+  return ::fstat(fd, &opened) == 0 && ::stat(path.c_str(), &named) == 0 && opened.st_ino == named.st_ino &&
+         opened.st_dev == named.st_dev;
+}
+
+}  // namespace
+
+Store::Lock& Store::Lock::operator=(Lock&& other) noexcept {
+  std::swap(fd_, other.fd_);
+  return *this;
+}
+
+Store::Lock::~Lock() {
+  if (fd_ < 0) return;
+  ::flock(fd_, LOCK_UN);  // a child forked meanwhile holds the descriptor too
+  ::close(fd_);
+}
+
+Store::Lock Store::lock(const std::string& arch, const std::string& key, double timeout_seconds) const {
+  if (folder_.empty() || access_ == Access::read_only || !is_arch_name(arch) || !is_key_name(key)) return {};
+  const std::filesystem::path folder = folder_ / kVersionFolder / kLockFolder;
+  if (!make_private_folders(folder).empty()) return {};
+  const std::filesystem::path path = folder / fmt::format("{}-{}.lock", arch, key);
+
+  using Clock = std::chrono::steady_clock;
+  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);
+  while (true) {
+    const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
+    if (fd < 0) return {};
+    Lock lock(fd);
+    while (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
+      if (errno != EWOULDBLOCK && errno != EINTR) return {};
+      if (Clock::now() >= deadline) return {};
+      std::this_thread::sleep_for(kPollInterval);
+    }
+    if (still_named(fd, path)) return lock;
+  }
+}
+
+}  // namespace flashjit::cache

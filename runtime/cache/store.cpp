@@ -1,0 +1,290 @@
+#include "cache/store.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <system_error>
+
+#include "cache/digest.hpp"
+#include "cache/folders.hpp"
+#include "cache/meta.hpp"
+#include "flashjit/error.hpp"
+#include "support/file.hpp"
+#include "support/text.hpp"
+
+namespace flashjit::cache {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr std::uintmax_t kMetaLimit = 64u << 20;
+constexpr int kInstallAttempts = 8;
+
+[[noreturn]] void damaged(std::string reason) { throw Error(ErrorCode::io, std::move(reason)); }
+
+// Sizes are looked at before anything is read: a damaged file must not exhaust the memory.
+std::uintmax_t size_of_file(const fs::path& path) {
+  std::error_code error;
+  const std::uintmax_t size = fs::is_regular_file(path, error) ? fs::file_size(path, error) : 0;
+  if (error || size == 0) damaged(fmt::format("{} is missing, empty or no file", path.filename().string()));
+  return size;
+}
+
+Meta read_meta(const fs::path& entry) {
+  if (size_of_file(entry / kMetaFile) > kMetaLimit) damaged("meta.json is larger than any flashjit writes");
+  return parse_meta(read_file(entry / kMetaFile));
+}
+
+std::string read_cubin(const fs::path& entry, const Meta& meta) {
+  if (const std::uintmax_t size = size_of_file(entry / kCubinFile); size != meta.cubin_bytes) {
+    damaged(fmt::format("kernel.cubin has {} bytes, meta.json says {}", size, meta.cubin_bytes));
+  }
+  std::string cubin = read_file(entry / kCubinFile);
+  if (digest_of(cubin) != meta.cubin) damaged("kernel.cubin does not match its digest in meta.json");
+  return cubin;
+}
+
+// An entry that was copied or renamed holds another kernel than its place says.
+void check_place(const fs::path& entry, const Meta& meta) {
+  if (entry.filename() == entry_key(meta.source_digest, meta.compiler) &&
+      entry.parent_path().filename() == meta.arch) {
+    return;
+  }
+  damaged(fmt::format("it holds {} made by {} for {}, which belongs in another folder", quoted(meta.spec),
+                      quoted(meta.compiler), quoted(meta.arch)));
+}
+
+// Throws Error(io) with the reason when the entry cannot be used for the source.
+CompiledKernel read_entry(const fs::path& entry, const KernelSource& source, const std::string& digest) {
+  Meta meta = read_meta(entry);
+  check_place(entry, meta);
+  if (const std::string field = difference(meta, source, digest); !field.empty()) {
+    damaged(fmt::format("its {} differs from what the key stands for", field));
+  }
+  return {.cubin = read_cubin(entry, meta),
+          .log = std::move(meta.log),
+          .compiler = std::move(meta.compiler),
+          .resources = std::move(meta.resources),
+          .compile_ms = meta.compile_ms};
+}
+
+bool is_sound(const fs::path& entry, const KernelSource& source, const std::string& digest) {
+  try {
+    read_entry(entry, source, digest);
+    return true;
+  } catch (const Error&) {
+    return false;
+  }
+}
+
+// Keys of the entries of one source, newest compiler first.
+std::vector<std::string> keys_by_any_compiler(const fs::path& arch_folder, const std::string& digest) {
+  std::vector<std::string> keys;
+  std::error_code error;
+  for (fs::directory_iterator it(arch_folder, error), end; !error && it != end; it.increment(error)) {
+    std::string name = it->path().filename().string();
+    if (name.starts_with(digest) && is_key_name(name)) keys.push_back(std::move(name));
+  }
+  std::sort(keys.begin(), keys.end(), [](const std::string& a, const std::string& b) {
+    return ::strverscmp(a.c_str(), b.c_str()) > 0;
+  });
+  return keys;
+}
+
+// Renames the finished folder to the entry's place. Whoever comes first wins; a damaged entry gives way.
+void install(const fs::path& finished, const fs::path& entry, const fs::path& root,
+             const KernelSource& source, const std::string& digest) {
+  std::error_code error;
+  for (int attempt = 0; attempt < kInstallAttempts; ++attempt) {
+    // Again each time: clear() in another process may remove it meanwhile.
+    if (std::string cause = make_private_folders(entry.parent_path()); !cause.empty())
+      damaged(std::move(cause));
+    fs::rename(finished, entry, error);
+    if (!error || is_sound(entry, source, digest)) return;
+    remove_entry(root, entry);
+  }
+  throw Error(ErrorCode::io,
+              fmt::format("cannot put the entry at '{}': {}", entry.string(), error.message()));
+}
+
+void write_entry(const fs::path& root, const fs::path& entry, const KernelSource& source,
+                 const std::string& digest, const CompiledKernel& kernel) {
+  const TemporaryFolder folder(root / kTemporaryFolder);
+  write_private_file(folder.path() / kSourceFile, source.text);
+  write_private_file(folder.path() / kCubinFile, kernel.cubin);
+  write_private_file(folder.path() / kMetaFile, to_json(make_meta(source, digest, kernel)));
+  sync_folder(folder.path());
+  install(folder.path(), entry, root, source, digest);
+}
+
+EntryInfo describe(const EntryFolder& folder) {
+  EntryInfo info{.arch = folder.arch, .key = folder.key, .bytes = folder_bytes(folder.path)};
+  try {
+    const Meta meta = read_meta(folder.path);
+    info.spec = meta.spec;
+    info.config = meta.config;
+    info.compiler = meta.compiler;
+    check_place(folder.path, meta);
+    read_cubin(folder.path, meta);
+  } catch (const std::exception& error) {
+    info.damage = error.what();
+  }
+  return info;
+}
+
+fs::file_time_type last_used(const fs::path& entry) {
+  std::error_code error;
+  const fs::file_time_type time = fs::last_write_time(entry / kMetaFile, error);
+  return error ? fs::file_time_type::min() : time;
+}
+
+}  // namespace
+
+std::string source_digest(const KernelSource& source, const std::vector<std::string>& options) {
+  std::map<std::string_view, std::string_view> headers;
+  for (const Header& header : source.headers) headers[header.name] = header.text;
+
+  Fields fields;
+  fields.add(source.arch).add(to_string(source.spec)).add(to_string(source.config)).add(source.text);
+  fields.add(static_cast<std::int64_t>(headers.size()));
+  for (const auto& [name, text] : headers) fields.add(name).add(text);
+  fields.add(static_cast<std::int64_t>(source.entries.size()));
+  for (const plan::Entry& entry : source.entries) {
+    fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.shared_bytes);
+  }
+  for (const std::string& option : options) fields.add(option);
+  return fields.digest();
+}
+
+std::string entry_key(const std::string& source_digest, const std::string& compiler_tag) {
+  return source_digest + "-" + compiler_tag;
+}
+
+Store::Store(fs::path folder, Access access, Log log)
+    : folder_(std::move(folder)), access_(access), log_(std::move(log)) {
+  std::error_code error;
+  if (access_ == Access::read_only && !fs::is_directory(folder_ / kVersionFolder, error)) {
+    warn(
+        fmt::format("the pack '{}' is not used: it has no folder {}; check its path, or make it with "
+                    "`flashjit pack`",
+                    folder_.string(), kVersionFolder));
+  }
+}
+
+const fs::path& Store::folder() const { return folder_; }
+
+fs::path Store::root() const { return folder_ / kVersionFolder; }
+
+fs::path Store::records_folder() const { return root() / kTuningFolder; }
+
+void Store::warn(std::string_view line) const {
+  if (log_) log_(line);
+}
+
+std::optional<CompiledKernel> Store::load(const KernelSource& source, const std::string& digest,
+                                          const std::string& compiler_tag) const {
+  if (folder_.empty() || !is_arch_name(source.arch)) return {};
+  const fs::path arch_folder = root() / source.arch;
+  const std::vector<std::string> keys = compiler_tag.empty()
+                                            ? keys_by_any_compiler(arch_folder, digest)
+                                            : std::vector<std::string>{entry_key(digest, compiler_tag)};
+  for (const std::string& key : keys) {
+    const fs::path entry = arch_folder / key;
+    std::error_code error;
+    if (!is_key_name(key) || !fs::exists(entry, error)) continue;
+    try {
+      CompiledKernel kernel = read_entry(entry, source, digest);
+      // The time of use, for prune() alone.
+      if (access_ == Access::read_write)
+        fs::last_write_time(entry / kMetaFile, fs::file_time_type::clock::now(), error);
+      return kernel;
+    } catch (const std::exception& cause) {
+      warn(fmt::format("ignoring the cached kernel '{}': {}; `flashjit cache verify` lists such entries",
+                       entry.string(), cause.what()));
+    }
+  }
+  return {};
+}
+
+bool Store::store(const KernelSource& source, const std::string& digest, const CompiledKernel& kernel) {
+  if (folder_.empty() || access_ == Access::read_only) return false;
+  const std::string key = entry_key(digest, kernel.compiler);
+  const fs::path entry = root() / source.arch / key;
+  try {
+    if (kernel.cubin.empty()) throw Error(ErrorCode::internal, "the kernel has no machine code");
+    if (!is_arch_name(source.arch) || !is_key_name(key)) {
+      throw Error(ErrorCode::internal,
+                  fmt::format("{} and {} cannot name an entry", quoted(source.arch), quoted(key)));
+    }
+    if (!is_sound(entry, source, digest)) write_entry(root(), entry, source, digest, kernel);
+    return true;
+  } catch (const std::exception& cause) {
+    if (!write_failed_->test_and_set()) {
+      warn(fmt::format(
+          "the kernel cache '{}' cannot be written, kernels are kept in memory only: {}; make the "
+          "folder writable or set FLASHJIT_CACHE_DIR",
+          folder_.string(), cause.what()));
+    }
+    return false;
+  }
+}
+
+std::vector<EntryInfo> Store::list() const {
+  std::vector<EntryInfo> entries;
+  for (const EntryFolder& folder : entry_folders(root())) entries.push_back(describe(folder));
+  return entries;
+}
+
+std::vector<EntryInfo> Store::repair() {
+  std::vector<EntryInfo> removed;
+  if (access_ == Access::read_only) return removed;
+  for (const EntryFolder& folder : entry_folders(root())) {
+    EntryInfo info = describe(folder);
+    if (!info.damage.empty() && remove_entry(root(), folder.path)) removed.push_back(std::move(info));
+  }
+  for (const fs::path& leftover : remove_leftovers(root())) {
+    removed.push_back(
+        {.key = leftover.filename().string(), .damage = "left over by a process that did not finish"});
+  }
+  return removed;
+}
+
+std::size_t Store::prune(std::uintmax_t bytes) {
+  if (access_ == Access::read_only) return 0;
+  struct Candidate {
+    fs::file_time_type used;
+    std::uintmax_t bytes;
+    fs::path path;
+  };
+  std::vector<Candidate> candidates;
+  std::uintmax_t total = 0;
+  for (const EntryFolder& folder : entry_folders(root())) {
+    candidates.push_back({last_used(folder.path), folder_bytes(folder.path), folder.path});
+    total += candidates.back().bytes;
+  }
+  std::stable_sort(candidates.begin(), candidates.end(),
+                   [](const Candidate& a, const Candidate& b) { return a.used < b.used; });
+  std::size_t removed = 0;
+  for (const Candidate& candidate : candidates) {
+    if (total <= bytes) break;
+    if (!remove_entry(root(), candidate.path)) continue;
+    total -= candidate.bytes;
+    ++removed;
+  }
+  return removed;
+}
+
+std::size_t Store::clear(bool records) {
+  if (access_ == Access::read_only) return 0;
+  std::size_t removed = 0;
+  for (const EntryFolder& folder : entry_folders(root())) removed += remove_entry(root(), folder.path);
+  remove_leftovers(root());
+  remove_free_locks(root());
+  if (records) remove_records(root());
+  remove_empty_folders(root());
+  return removed;
+}
+
+}  // namespace flashjit::cache

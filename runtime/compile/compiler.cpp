@@ -1,0 +1,300 @@
+#include "compile/compiler.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <nvrtc.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <filesystem>
+#include <string_view>
+
+#include "support/environment.hpp"
+#include "support/text.hpp"
+
+namespace flashjit::compile {
+namespace {
+
+namespace fs = std::filesystem;
+
+constexpr const char* kInstallAdvice =
+    "install NVRTC 12 or 13 (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC to "
+    "its "
+    "libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
+
+/// The functions of NVRTC that flashjit calls.
+struct Api {
+  decltype(&::nvrtcGetErrorString) get_error_string;
+  decltype(&::nvrtcVersion) version;
+  decltype(&::nvrtcGetNumSupportedArchs) get_num_supported_archs;
+  decltype(&::nvrtcGetSupportedArchs) get_supported_archs;
+  decltype(&::nvrtcCreateProgram) create_program;
+  decltype(&::nvrtcDestroyProgram) destroy_program;
+  decltype(&::nvrtcCompileProgram) compile_program;
+  decltype(&::nvrtcGetProgramLogSize) get_log_size;
+  decltype(&::nvrtcGetProgramLog) get_log;
+  decltype(&::nvrtcGetCUBINSize) get_cubin_size;
+  decltype(&::nvrtcGetCUBIN) get_cubin;
+  decltype(&::nvrtcGetPTXSize) get_ptx_size;
+  decltype(&::nvrtcGetPTX) get_ptx;
+};
+
+template <class Function>
+void find_symbol(void* library, const std::string& path, const char* name, Function& function) {
+  function = reinterpret_cast<Function>(::dlsym(library, name));
+  if (!function) {
+    throw Error(ErrorCode::no_compiler,
+                fmt::format("{} has no function {}: it is no NVRTC, or one before 11.2; {}", quoted(path),
+                            name, kInstallAdvice));
+  }
+}
+
+Api load_api(void* library, const std::string& path) {
+  Api api{};
+  find_symbol(library, path, "nvrtcGetErrorString", api.get_error_string);
+  find_symbol(library, path, "nvrtcVersion", api.version);
+  find_symbol(library, path, "nvrtcGetNumSupportedArchs", api.get_num_supported_archs);
+  find_symbol(library, path, "nvrtcGetSupportedArchs", api.get_supported_archs);
+  find_symbol(library, path, "nvrtcCreateProgram", api.create_program);
+  find_symbol(library, path, "nvrtcDestroyProgram", api.destroy_program);
+  find_symbol(library, path, "nvrtcCompileProgram", api.compile_program);
+  find_symbol(library, path, "nvrtcGetProgramLogSize", api.get_log_size);
+  find_symbol(library, path, "nvrtcGetProgramLog", api.get_log);
+  find_symbol(library, path, "nvrtcGetCUBINSize", api.get_cubin_size);
+  find_symbol(library, path, "nvrtcGetCUBIN", api.get_cubin);
+  find_symbol(library, path, "nvrtcGetPTXSize", api.get_ptx_size);
+  find_symbol(library, path, "nvrtcGetPTX", api.get_ptx);
+  return api;
+}
+
+/// Names below a folder: a toolkit's and PyPI's wheels' places, newest first.
+std::vector<std::string> libraries_below(const fs::path& folder) {
+  std::vector<std::string> names;
+  for (const char* place : {"", "lib64", "lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"}) {
+    for (const char* file : {"libnvrtc.so.13", "libnvrtc.so.12"}) {
+      std::error_code error;
+      if (fs::path path = folder / place / file; fs::exists(path, error)) names.push_back(path.string());
+    }
+  }
+  return names;
+}
+
+/// What to hand to dlopen, in order. A given library is the only candidate: another one would surprise.
+std::vector<std::string> candidates(const std::string& given) {
+  std::error_code error;
+  if (fs::is_directory(given, error)) return libraries_below(given);
+  if (!given.empty()) return {given};
+  std::vector<std::string> names{"libnvrtc.so.13", "libnvrtc.so.12"};
+  for (const char* folder :
+       {"/usr/local/cuda", "/opt/cuda", "/usr/lib/cuda", "/usr/local/cuda-13", "/usr/local/cuda-12"}) {
+    for (std::string& name : libraries_below(folder)) names.push_back(std::move(name));
+  }
+  return names;
+}
+
+std::string file_of(void* symbol) {
+  Dl_info info{};
+  return ::dladdr(symbol, &info) != 0 && info.dli_fname ? info.dli_fname : "";
+}
+
+void* open_library(const std::string& given) {
+  std::string causes;
+  for (const std::string& name : candidates(given)) {
+    // Local, so that its LLVM does not meet another one in the process. Never closed: NVRTC leaves threads'
+    // state.
+    if (void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
+    causes += fmt::format("{}{}", causes.empty() ? "" : "; ", ::dlerror());
+  }
+  if (causes.empty()) causes = fmt::format("no libnvrtc.so.13 or .12 in {}", quoted(given));
+  throw Error(ErrorCode::no_compiler, fmt::format("NVRTC cannot be opened ({}); {}", causes, kInstallAdvice));
+}
+
+/// One NVRTC program; destroyed with this object.
+class Program {
+ public:
+  Program(const Api& api, const std::string& text, const std::vector<Header>& headers) : api_(api) {
+    std::vector<const char*> texts, names;
+    for (const Header& header : headers) {
+      texts.push_back(header.text.c_str());
+      names.push_back(header.name.c_str());
+    }
+    const nvrtcResult result = api_.create_program(
+        &program_, text.c_str(), "flashjit.cu", static_cast<int>(headers.size()), texts.data(), names.data());
+    if (result != NVRTC_SUCCESS) {
+      throw Error(ErrorCode::compile_failed,
+                  fmt::format("NVRTC could not create a program: {}; this is usually a lack of memory",
+                              api_.get_error_string(result)));
+    }
+  }
+  Program(const Program&) = delete;
+  Program& operator=(const Program&) = delete;
+  ~Program() { api_.destroy_program(&program_); }
+
+  nvrtcResult compile(const std::vector<std::string>& options) {
+    std::vector<const char*> arguments;
+    arguments.reserve(options.size());
+    for (const std::string& option : options) arguments.push_back(option.c_str());
+    return api_.compile_program(program_, static_cast<int>(arguments.size()), arguments.data());
+  }
+  /// NVRTC counts the closing zero of texts.
+  std::string log() const { return without_zero(fetch(api_.get_log_size, api_.get_log)); }
+  std::string ptx() const { return without_zero(fetch(api_.get_ptx_size, api_.get_ptx)); }
+  std::string cubin() const { return fetch(api_.get_cubin_size, api_.get_cubin); }
+
+ private:
+  template <class GetSize, class Get>
+  std::string fetch(GetSize get_size, Get get) const {
+    std::size_t size = 0;
+    if (get_size(program_, &size) != NVRTC_SUCCESS || size == 0) return {};
+    std::string bytes(size, '\0');
+    return get(program_, bytes.data()) == NVRTC_SUCCESS ? bytes : std::string();
+  }
+  static std::string without_zero(std::string text) {
+    while (!text.empty() && text.back() == '\0') text.pop_back();
+    return text;
+  }
+
+  const Api& api_;
+  nvrtcProgram program_ = nullptr;
+};
+
+std::string first_error_line(const std::string& log) {
+  for (const std::string_view line : split(log, '\n')) {
+    if (line.find("error") != line.npos) return std::string(line);
+  }
+  return log.empty() ? "its log is empty" : std::string(split(log, '\n').front());
+}
+
+/// "13.0.88" from the comment "// Cuda compilation tools, release 13.0, V13.0.88"; nvrtcVersion() has no
+/// build.
+std::string full_version(const Api& api, int major, int minor) {
+  Program empty(api, "", {});
+  empty.compile({});
+  const std::string ptx = empty.ptx();
+  const std::string release = fmt::format("V{}.{}.", major, minor);
+  const std::size_t begin = ptx.find(release);
+  const std::size_t end =
+      ptx.find_first_not_of("0123456789", begin == ptx.npos ? begin : begin + release.size());
+  if (begin == ptx.npos || end == ptx.npos) return fmt::format("{}.{}", major, minor);
+  return ptx.substr(begin + 1, end - begin - 1);
+}
+
+/// 90 of "sm_90a"; 0 when it is no architecture.
+int arch_number(std::string_view arch) {
+  if (!arch.starts_with("sm_")) return 0;
+  arch.remove_prefix(3);
+  if (arch.ends_with('a') || arch.ends_with('f')) arch.remove_suffix(1);
+  int number = 0;
+  const auto result = std::from_chars(arch.data(), arch.data() + arch.size(), number);
+  return result.ec == std::errc() && result.ptr == arch.data() + arch.size() ? number : 0;
+}
+
+}  // namespace
+
+struct Compiler::Impl {
+  Api api{};
+  std::string path, tag;
+  int version = 0;             // 1209 is 12.9
+  std::vector<int> supported;  // 75, 80, ...
+
+  void check_arch(const std::string& arch) const {
+    if (std::find(supported.begin(), supported.end(), arch_number(arch)) != supported.end()) return;
+    throw Error(
+        ErrorCode::compile_failed,
+        fmt::format("{} cannot compile for {}; it can for sm_{}; use another architecture or another NVRTC "
+                    "(FLASHJIT_NVRTC)",
+                    tag, quoted(arch), fmt::join(supported, ", sm_")));
+  }
+
+  // From 12.9 on NVRTC keeps a cache of its own, and answers from it without ptxas's report.
+  std::vector<std::string> with_own_cache_off(std::vector<std::string> options) const {
+    if (version >= 1209) options.push_back("--no-cache");
+    return options;
+  }
+
+  /// Compiles or throws with the log.
+  void compile(Program& program, const KernelSource& source, const std::vector<std::string>& options) const {
+    const nvrtcResult result = program.compile(with_own_cache_off(options));
+    if (result == NVRTC_SUCCESS) return;
+    const std::string log = program.log();
+    throw Error(
+        ErrorCode::compile_failed,
+        fmt::format("{} could not compile {} with {} for {}: {}: {}; the error's detail has the whole log",
+                    tag, to_string(source.spec), to_string(source.config), source.arch,
+                    api.get_error_string(result), first_error_line(log)),
+        log);
+  }
+};
+
+Compiler::Compiler() : impl_(std::make_unique<Impl>()) {}
+Compiler::~Compiler() = default;
+
+std::shared_ptr<const Compiler> Compiler::open(const std::string& library) {
+  const std::string given = library.empty() ? read_environment().nvrtc : library;
+  void* handle = open_library(given);
+  std::shared_ptr<Compiler> compiler(new Compiler);
+  Impl& impl = *compiler->impl_;
+  impl.path = file_of(::dlsym(handle, "nvrtcVersion"));
+  impl.api = load_api(handle, impl.path.empty() ? given : impl.path);
+
+  int major = 0, minor = 0, count = 0;
+  impl.api.version(&major, &minor);
+  impl.version = major * 100 + minor;
+  impl.tag = "nvrtc" + full_version(impl.api, major, minor);
+  impl.api.get_num_supported_archs(&count);
+  impl.supported.resize(static_cast<std::size_t>(count));
+  impl.api.get_supported_archs(impl.supported.data());
+  return compiler;
+}
+
+const std::string& Compiler::tag() const { return impl_->tag; }
+const std::string& Compiler::path() const { return impl_->path; }
+
+std::vector<std::string> Compiler::architectures() const {
+  std::vector<std::string> names;
+  for (const int number : impl_->supported) {
+    names.push_back(fmt::format("sm_{}", number));
+    if (number >= 90) names.push_back(fmt::format("sm_{}a", number));
+  }
+  return names;
+}
+
+CompiledKernel Compiler::compile(const KernelSource& source) const {
+  impl_->check_arch(source.arch);
+  const auto begin = std::chrono::steady_clock::now();
+  Program program(impl_->api, source.text, source.headers);
+  impl_->compile(program, source, compile_options(source.arch));
+  CompiledKernel kernel{.cubin = program.cubin(), .log = program.log(), .compiler = tag()};
+  if (kernel.cubin.empty()) {
+    throw Error(ErrorCode::compile_failed, fmt::format("{} gave no machine code for {}", tag(), source.arch),
+                kernel.log);
+  }
+  kernel.resources = parse_ptxas_log(kernel.log);
+  kernel.compile_ms =
+      std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
+  return kernel;
+}
+
+std::string Compiler::ptx(const KernelSource& source) const {
+  impl_->check_arch(source.arch);
+  Program program(impl_->api, source.text, source.headers);
+  impl_->compile(program, source, compile_options(source.arch));
+  return program.ptx();
+}
+
+std::vector<std::string> compile_options(const std::string& arch) {
+  return {
+      "--gpu-architecture=" + arch,
+      "--std=c++20",
+      // For constexpr functions of layouts, which the host includes too.
+      "-default-device",
+      // Registers, spills and shared memory in the log.
+      "--ptxas-options=-v",
+      // The default changes the limit of the whole process.
+      "--modify-stack-limit=false",
+  };
+}
+
+}  // namespace flashjit::compile

@@ -1,0 +1,126 @@
+#include "render/render.hpp"
+
+#include <algorithm>
+#include <string_view>
+
+#include <fmt/format.h>
+
+#include "expr/programs.hpp"
+
+namespace flashjit::render {
+namespace {
+
+const char* element_name(DType dtype) {
+  switch (dtype) {
+    case DType::fp16:
+      return "fp16";
+    case DType::bf16:
+      return "bf16";
+    case DType::fp32:
+      return "float";
+  }
+  throw Error(ErrorCode::internal,
+              fmt::format("element type {} has no name in CUDA", static_cast<int>(dtype)));
+}
+
+std::string int_constant(std::string_view name, int value) {
+  return fmt::format("  static constexpr int {} = {};\n", name, value);
+}
+
+std::string bool_constant(std::string_view name, bool value) {
+  return fmt::format("  static constexpr bool {} = {};\n", name, value);
+}
+
+// The same names in the same order as ExampleProblem in templates/common/problem.cuh.
+std::string constants(const AttentionSpec& spec, const TileConfig& config, int compute_capability) {
+  return fmt::format("  using Element = {};\n", element_name(spec.dtype)) +
+         int_constant("kArch", compute_capability) + bool_constant("kBackward", spec.pass == Pass::backward) +
+         int_constant("kHeadDim", spec.head_dim) + int_constant("kHeadDimV", spec.v_dim()) +
+         bool_constant("kDropout", spec.dropout) + bool_constant("kKvLengths", spec.kv_lengths) +
+         bool_constant("kBlockMap", spec.has_block_map()) +
+         bool_constant("kDeterministic", spec.deterministic) + int_constant("kBlockQ", spec.block_map.q) +
+         int_constant("kBlockKv", spec.block_map.kv) + bool_constant("kHasScore", !spec.score.empty()) +
+         bool_constant("kHasMask", !spec.mask.empty()) + int_constant("kBr", config.br) +
+         int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
+         int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
+         int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks);
+}
+
+std::string includes(const std::vector<plan::Entry>& entries) {
+  std::vector<std::string> names;
+  for (const plan::Entry& entry : entries) {
+    if (std::find(names.begin(), names.end(), entry.header) == names.end()) names.push_back(entry.header);
+  }
+  std::string text;
+  for (const std::string& name : names) text += fmt::format("#include \"{}\"\n", name);
+  return text;
+}
+
+std::string entry_text(const plan::Entry& entry) {
+  return fmt::format(
+      "\nextern \"C\" __global__ void __launch_bounds__({}, {})\n"
+      "flashjit_{}(const __grid_constant__ flashjit::Params p) {{\n"
+      "  {}<flashjit::Problem>(p);\n"
+      "}}\n",
+      entry.threads, entry.min_blocks, entry.name, entry.function);
+}
+
+// The templates that a text includes, by their names; other includes are NVRTC's to refuse.
+std::vector<std::string> included_templates(std::string_view text) {
+  constexpr std::string_view kPrefix = "#include \"flashjit/";
+  constexpr std::size_t kQuote = std::string_view("#include \"").size();
+  std::vector<std::string> names;
+  for (std::size_t begin = 0; begin < text.size();) {
+    const std::size_t end = std::min(text.find('\n', begin), text.size());
+    std::string_view line = text.substr(begin, end - begin);
+    line.remove_prefix(std::min(line.find_first_not_of(" \t"), line.size()));
+    const std::size_t close = line.starts_with(kPrefix) ? line.find('"', kPrefix.size()) : line.npos;
+    if (close != line.npos) names.emplace_back(line.substr(kQuote, close - kQuote));
+    begin = end + 1;
+  }
+  return names;
+}
+
+void add_headers(std::string_view text, const TemplateSet& templates,
+                 std::map<std::string, std::string>& found) {
+  for (const std::string& name : included_templates(text)) {
+    const std::string& header = templates.get(name);
+    if (found.emplace(name, header).second) add_headers(header, templates, found);
+  }
+}
+
+}  // namespace
+
+KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+                    const TemplateSet& templates) {
+  KernelSource source;
+  source.spec = spec.normalized();
+  source.config = config;
+  source.arch = device.arch;
+  source.entries = plan::traits(config.family).entries(source.spec, config);
+  source.text = fmt::format("// {} {}\n", to_string(source.spec), to_string(config)) +
+                includes(source.entries) + "\nnamespace flashjit {\n\nstruct Problem {\n" +
+                constants(source.spec, config, device.compute_capability) + "\n" +
+                expr::emit_hooks(source.spec.score, source.spec.mask) + "};\n\n}  // namespace flashjit\n";
+  for (const plan::Entry& entry : source.entries) source.text += entry_text(entry);
+
+  std::map<std::string, std::string> headers;
+  add_headers(source.text, templates, headers);
+  for (auto& [name, text] : headers) source.headers.push_back({name, std::move(text)});
+  return source;
+}
+
+}  // namespace flashjit::render
+
+namespace flashjit {
+
+bool spills_in_main_loop(const CompiledKernel& kernel, const std::vector<plan::Entry>& entries) {
+  return std::any_of(kernel.resources.begin(), kernel.resources.end(), [&](const EntryResources& used) {
+    const bool spills = used.spill_stores > 0 || used.spill_loads > 0;
+    return spills && std::any_of(entries.begin(), entries.end(), [&](const plan::Entry& entry) {
+             return entry.hot && entry.name == used.entry;
+           });
+  });
+}
+
+}  // namespace flashjit

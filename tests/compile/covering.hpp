@@ -1,0 +1,80 @@
+// A small set of specs in which every two values of different features occur together at least once.
+#pragma once
+
+#include <array>
+#include <set>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit::testing_support {
+
+using Row = std::vector<std::size_t>;  // the chosen value of each feature
+using Features = std::vector<std::vector<std::string>>;
+
+inline std::set<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>> pairs_of(const Row& row) {
+  std::set<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>> pairs;
+  for (std::size_t i = 0; i < row.size(); ++i) {
+    for (std::size_t j = i + 1; j < row.size(); ++j) pairs.insert({i, row[i], j, row[j]});
+  }
+  return pairs;
+}
+
+/// Every combination, the last feature fastest.
+inline std::vector<Row> product(const Features& features) {
+  std::vector<Row> rows{{}};
+  for (const auto& values : features) {
+    std::vector<Row> longer;
+    for (const Row& row : rows) {
+      for (std::size_t value = 0; value < values.size(); ++value) {
+        longer.push_back(row);
+        longer.back().push_back(value);
+      }
+    }
+    rows = std::move(longer);
+  }
+  return rows;
+}
+
+/// Greedy: always the combination with the most pairs that are not covered yet. Deterministic.
+inline std::vector<Row> pairwise(const Features& features) {
+  const std::vector<Row> all = product(features);
+  auto open = pairs_of(all.front());
+  for (const Row& row : all) open.merge(pairs_of(row));
+  std::vector<Row> chosen;
+  while (!open.empty()) {
+    std::size_t best = 0, best_count = 0;
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      std::size_t count = 0;
+      for (const auto& pair : pairs_of(all[i])) count += open.count(pair);
+      if (count > best_count) best = i, best_count = count;
+    }
+    for (const auto& pair : pairs_of(all[best])) open.erase(pair);
+    chosen.push_back(all[best]);
+  }
+  return chosen;
+}
+
+inline std::vector<AttentionSpec> covering_specs() {
+  const Features features{
+      {"fwd", "bwd"},
+      {":bf16", ":fp16", ":fp32"},
+      {":d128", ":d64", ":d8", ":d40", ":d96", ":d192", ":d256", ":d192x128"},
+      {"", ":causal", ":causal_top_left"},
+      {"", ":dropout"},
+      {"", ":kvlen"},
+      {"", ":map64x64", ":map16x256"},
+      {"", ":det"},
+  };
+  std::vector<AttentionSpec> specs;
+  for (const Row& row : pairwise(features)) {
+    std::string text;
+    for (std::size_t i = 0; i < row.size(); ++i) text += features[i][row[i]];
+    specs.push_back(parse_spec(text).normalized());
+  }
+  return specs;
+}
+
+}  // namespace flashjit::testing_support

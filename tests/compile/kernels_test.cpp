@@ -1,0 +1,140 @@
+// Every family, pass, element type and feature compiles for every architecture, without spills in a main loop
+// and within the device's shared memory and registers. Needs NVRTC and no GPU.
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <atomic>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <tuple>
+#include <utility>
+
+#include "compile/compiler.hpp"
+#include "compile/covering.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+
+namespace flashjit {
+namespace {
+
+const compile::Compiler& compiler() {
+  static const std::shared_ptr<const compile::Compiler> opened = compile::Compiler::open();
+  return *opened;
+}
+
+// The heuristic takes other tiles where the device would be idle.
+AttentionShape shape_of(std::size_t index) {
+  return parse_shape(index % 3 == 2 ? "b1:hq2:hkv1:sq100:skv130" : "b4:hq32:hkv8:sq4096:skv4096");
+}
+
+/// What is wrong with one entry; empty: nothing.
+std::string fault(const plan::Entry& entry, const CompiledKernel& kernel, const DeviceInfo& device) {
+  const auto used = std::find_if(kernel.resources.begin(), kernel.resources.end(),
+                                 [&](const EntryResources& r) { return r.entry == entry.name; });
+  if (used == kernel.resources.end()) return "ptxas reported nothing of it";
+  if (kernel.cubin.find("flashjit_" + entry.name) == std::string::npos) return "the cubin lacks its symbol";
+  if (entry.hot && used->spill_stores + used->spill_loads > 0) {
+    return fmt::format("spills {} + {} bytes at {} registers", used->spill_stores, used->spill_loads,
+                       used->registers);
+  }
+  if (const int bytes = used->static_shared + entry.shared_bytes; bytes > device.shared_per_block) {
+    return fmt::format("{} bytes of shared memory, {} are there", bytes, device.shared_per_block);
+  }
+  if (const int registers = used->registers * entry.threads * entry.min_blocks;
+      registers > device.registers_per_sm) {
+    return fmt::format("{} registers, {} are there", registers, device.registers_per_sm);
+  }
+  return {};
+}
+
+/// What is wrong with one kernel; empty: nothing.
+std::string compile_and_check(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+  const std::string name = fmt::format("{} {} {}", device.arch, to_string(spec), to_string(config));
+  std::string faults;
+  try {
+    const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded());
+    const CompiledKernel kernel = compiler().compile(source);
+    for (const plan::Entry& entry : source.entries) {
+      const std::string what = fault(entry, kernel, device);
+      if (!what.empty()) faults += fmt::format("{} {}: {}\n", name, entry.name, what);
+    }
+    if (kernel.log.find("warning") != std::string::npos) faults += fmt::format("{}: {}\n", name, kernel.log);
+  } catch (const Error& error) {
+    faults += fmt::format("{}: {}\n{}\n", name, error.message(), error.detail());
+  }
+  return faults;
+}
+
+/// One kernel to compile.
+struct Case {
+  AttentionSpec spec;
+  TileConfig config;
+};
+
+/// Every family that can do the spec, with the tiles it would take itself.
+std::vector<Case> cases(const DeviceInfo& device) {
+  std::vector<Case> all;
+  const std::vector<AttentionSpec> specs = testing_support::covering_specs();
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    for (const plan::FamilyTraits& family : plan::families()) {
+      if (!family.supports(specs[i], device)) continue;
+      all.push_back({specs[i], family.heuristic(specs[i], shape_of(i), device)});
+    }
+  }
+  return all;
+}
+
+class Kernels : public testing::TestWithParam<const char*> {};
+
+TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
+  const std::vector<std::string> offered = compiler().architectures();
+  if (std::count(offered.begin(), offered.end(), GetParam()) == 0) {
+    GTEST_SKIP() << compiler().tag() << " does not compile for " << GetParam();
+  }
+  const DeviceInfo device = DeviceInfo::parse(GetParam());
+  const std::vector<Case> all = cases(device);
+
+  std::atomic<std::size_t> next{0};
+  std::mutex mutex;
+  const auto work = [&] {
+    for (std::size_t i = next++; i < all.size(); i = next++) {
+      const std::string faults = compile_and_check(all[i].spec, all[i].config, device);
+      const std::lock_guard lock(mutex);
+      if (!faults.empty()) ADD_FAILURE() << faults;
+    }
+  };
+  std::thread helper(work);
+  work();
+  helper.join();
+}
+
+INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
+                         testing::Values("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
+                         [](const auto& info) { return std::string(info.param); });
+
+TEST(Covering, HoldsEveryPairOnceOrMore) {
+  const std::vector<AttentionSpec> specs = testing_support::covering_specs();
+  std::set<std::pair<Pass, DType>> passes;
+  std::set<std::tuple<DType, int, int>> dims;
+  for (const AttentionSpec& spec : specs) {
+    passes.insert({spec.pass, spec.dtype});
+    dims.insert({spec.dtype, spec.head_dim, spec.v_dim()});
+  }
+  EXPECT_EQ(passes.size(), 6u);
+  EXPECT_EQ(dims.size(), 24u);
+  EXPECT_LE(specs.size(), 40u) << "the compile tests would take too long";
+}
+
+TEST(KernelBytes, MachineCodeIsTheSameEveryTime) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const plan::ExecutionPlan plan =
+      plan::make_plan(parse_spec("fwd:bf16:d64:causal"), shape_of(0), device, {});
+  const auto& templates = render::TemplateSet::embedded();
+  const KernelSource source = render::render(plan.spec, plan.config, device, templates);
+  EXPECT_EQ(compiler().compile(source).cubin, compiler().compile(source).cubin);
+}
+
+}  // namespace
+}  // namespace flashjit

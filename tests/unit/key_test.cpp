@@ -1,0 +1,143 @@
+// The key: everything that can change machine code or launch is in it, and nothing else.
+#include <gtest/gtest.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <functional>
+#include <regex>
+#include <set>
+
+#include "cache/store.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+
+namespace flashjit {
+namespace {
+
+using cache::entry_key;
+using cache::source_digest;
+
+const std::vector<std::string> kOptions{"--gpu-architecture=sm_80", "--std=c++20"};
+
+KernelSource source() {
+  KernelSource s;
+  s.spec = parse_spec("fwd:bf16:d64");
+  s.config = parse_config("simt:br64:bc64:w8");
+  s.arch = "sm_80";
+  s.text = "text";
+  s.headers = {{"flashjit/a.cuh", "one"}, {"flashjit/b.cuh", "two"}};
+  s.entries = {
+      {.name = "forward", .header = "flashjit/a.cuh", .function = "f", .threads = 128, .shared_bytes = 64}};
+  return s;
+}
+
+/// A change of one thing; its name for messages.
+struct Change {
+  const char* name;
+  std::function<void(KernelSource&)> apply;
+};
+
+TEST(Key, ChangesWithEverythingThatMatters) {
+  const std::vector<Change> changes{
+      {"text", [](auto& s) { s.text += ' '; }},
+      {"architecture", [](auto& s) { s.arch = "sm_86"; }},
+      {"header text", [](auto& s) { s.headers[1].text = "twO"; }},
+      {"header name", [](auto& s) { s.headers[1].name = "flashjit/c.cuh"; }},
+      {"one header less", [](auto& s) { s.headers.pop_back(); }},
+      {"where a header ends",
+       [](auto& s) {
+         s.headers = {{"flashjit/a.cuh", "onetwo"}, {"flashjit/b.cuh", ""}};
+       }},
+      {"entry name", [](auto& s) { s.entries[0].name = "backward"; }},
+      {"threads", [](auto& s) { s.entries[0].threads = 256; }},
+      {"min_blocks", [](auto& s) { s.entries[0].min_blocks = 2; }},
+      {"shared bytes", [](auto& s) { s.entries[0].shared_bytes = 128; }},
+      {"one entry more", [](auto& s) { s.entries.push_back(s.entries[0]); }},
+      {"pass", [](auto& s) { s.spec.pass = Pass::backward; }},
+      {"dtype", [](auto& s) { s.spec.dtype = DType::fp16; }},
+      {"head_dim", [](auto& s) { s.spec.head_dim = 72; }},
+      {"head_dim_v", [](auto& s) { s.spec.head_dim_v = 72; }},
+      {"mask", [](auto& s) { s.spec.mask = causal(); }},
+      {"dropout", [](auto& s) { s.spec.dropout = true; }},
+      {"kv_lengths", [](auto& s) { s.spec.kv_lengths = true; }},
+      {"block_map",
+       [](auto& s) {
+         s.spec.block_map = {64, 64};
+       }},
+      {"br", [](auto& s) { s.config.br = 32; }},
+      {"bc", [](auto& s) { s.config.bc = 32; }},
+      {"warps", [](auto& s) { s.config.warps = 4; }},
+      {"stages", [](auto& s) { s.config.stages = 2; }},
+      {"q_in_registers", [](auto& s) { s.config.q_in_registers = true; }},
+      {"d_split", [](auto& s) { s.config.d_split = 2; }},
+      {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
+      {"family", [](auto& s) { s.config.family = Family::sm80; }},
+  };
+  std::set<std::string> digests{source_digest(source(), kOptions)};
+  for (const Change& change : changes) {
+    KernelSource changed = source();
+    change.apply(changed);
+    EXPECT_TRUE(digests.insert(source_digest(changed, kOptions)).second) << change.name;
+  }
+  for (std::vector<std::string> options : {std::vector<std::string>{},
+                                           {kOptions[0]},
+                                           {kOptions[1], kOptions[0]},
+                                           {kOptions[0], kOptions[1], "-lineinfo"},
+                                           {kOptions[0] + kOptions[1]}}) {
+    EXPECT_TRUE(digests.insert(source_digest(source(), options)).second) << options.size();
+  }
+}
+
+TEST(Key, StaysWithEverythingElse) {
+  const std::string expected = source_digest(source(), kOptions);
+  KernelSource turned = source();
+  std::reverse(turned.headers.begin(), turned.headers.end());
+  EXPECT_EQ(source_digest(turned, kOptions), expected) << "order of headers";
+
+  KernelSource hot = source();
+  hot.entries[0].hot = true;
+  EXPECT_EQ(source_digest(hot, kOptions), expected) << "what only the tuner reads";
+
+  ::setenv("FLASHJIT_CACHE_DIR", "/somewhere/else", 1);
+  ::setenv("HOME", "/another/home", 1);
+  EXPECT_EQ(source_digest(source(), kOptions), expected) << "environment";
+  ::unsetenv("FLASHJIT_CACHE_DIR");
+}
+
+// A pinned value: a change of it makes every user compile everything again, so it must be meant.
+TEST(Key, IsTheSameInEveryProcessAndRelease) {
+  EXPECT_EQ(source_digest(source(), kOptions), "685bf33356a4d1908c1a4eadc11c34fa");
+}
+
+TEST(Key, IsReadableAsAFolderName) {
+  const std::string key = entry_key(source_digest(source(), kOptions), "nvrtc13.0.88");
+  EXPECT_TRUE(std::regex_match(key, std::regex("[0-9a-f]{32}-nvrtc13\\.0\\.88"))) << key;
+  EXPECT_NE(key, entry_key(source_digest(source(), kOptions), "nvrtc12.9.86"));
+}
+
+// Rendered sources of every field of the spec and of every configuration have keys of their own.
+TEST(Key, DiffersForEveryRenderedKernel) {
+  std::set<std::string> digests;
+  std::size_t count = 0;
+  const auto add = [&](const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+    const KernelSource s = render::render(spec, config, device, render::TemplateSet::embedded());
+    EXPECT_TRUE(digests.insert(source_digest(s, kOptions)).second) << s.text;
+    ++count;
+  };
+  const DeviceInfo device = DeviceInfo::parse("sm_80");
+  for (const char* text :
+       {"fwd:fp32:d64", "bwd:fp32:d64", "fwd:bf16:d64", "fwd:fp16:d64", "fwd:fp32:d72", "fwd:fp32:d64x72",
+        "fwd:fp32:d64:causal", "fwd:fp32:d64:causal_top_left", "fwd:fp32:d64:dropout", "fwd:fp32:d64:kvlen",
+        "fwd:fp32:d64:map64x64", "fwd:fp32:d64:map64x128", "bwd:fp32:d64:det"}) {
+    add(parse_spec(text), parse_config("simt:br32:bc32:w4"), device);
+  }
+  add(parse_spec("fwd:fp32:d64"), parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_86"));
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64").normalized();
+  for (const TileConfig& config : plan::traits(Family::sm80).search_space(spec, device))
+    add(spec, config, device);
+  EXPECT_GT(count, 30u);
+}
+
+}  // namespace
+}  // namespace flashjit

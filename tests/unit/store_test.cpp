@@ -1,0 +1,646 @@
+// The kernel store: what it keeps comes back as it was or not at all, whatever happens to the files
+// meanwhile.
+#include "cache/store.hpp"
+
+#include <fcntl.h>
+#include <gtest/gtest.h>
+#include <signal.h>
+#include <sys/file.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <thread>
+
+#include "support/file.hpp"
+
+namespace flashjit {
+namespace {
+
+namespace fs = std::filesystem;
+using cache::EntryInfo;
+using cache::Store;
+using Access = Store::Access;
+
+constexpr const char* kTag = "nvrtc13.0.88";
+const std::vector<std::string> kOptions{"-x"};
+
+KernelSource source(const std::string& spec = "fwd:bf16:d64") {
+  KernelSource s;
+  s.spec = parse_spec(spec).normalized();
+  s.config = parse_config("simt:br64:bc64:w8");
+  s.arch = "sm_80";
+  s.text = "// " + spec + "\n";
+  s.headers = {{"flashjit/a.cuh", "one"}};
+  s.entries = {{.name = "forward",
+                .header = "flashjit/a.cuh",
+                .function = "f",
+                .threads = 256,
+                .shared_bytes = 512,
+                .hot = true}};
+  return s;
+}
+
+std::string digest(const KernelSource& s) { return cache::source_digest(s, kOptions); }
+
+CompiledKernel kernel(const std::string& tag = kTag) {
+  CompiledKernel k;
+  k.cubin = std::string(
+      "\x7f"
+      "ELF\0cubin",
+      10);
+  k.log = "ptxas info: \xff is no UTF-8, \" and \n are fine";
+  k.compiler = tag;
+  k.resources = {{.entry = "forward",
+                  .registers = 168,
+                  .spill_stores = 4,
+                  .spill_loads = 8,
+                  .stack = 16,
+                  .static_shared = 32}};
+  k.compile_ms = 123.456;
+  return k;
+}
+
+void poke(const fs::path& path, std::size_t at, char byte) {
+  std::fstream(path, std::ios::binary | std::ios::in | std::ios::out)
+      .seekp(static_cast<std::streamoff>(at))
+      .put(byte);
+}
+
+void write(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+
+class StoreTest : public testing::Test {
+ protected:
+  void SetUp() override { fs::create_directories(folder_); }
+  void TearDown() override {
+    std::error_code ignored;
+    fs::permissions(folder_, fs::perms::owner_all, ignored);
+    fs::remove_all(folder_, ignored);
+  }
+
+  cache::Log log() {
+    return [this](std::string_view line) {
+      const std::lock_guard lock(mutex_);
+      lines_.emplace_back(line);
+    };
+  }
+  Store open(Access access = Access::read_write) { return Store(folder_, access, log()); }
+  fs::path entry(const KernelSource& s, const std::string& tag = kTag) const {
+    return folder_ / "v1" / s.arch / cache::entry_key(digest(s), tag);
+  }
+  static bool keep(Store& store, const KernelSource& s, const CompiledKernel& k = kernel()) {
+    return store.store(s, digest(s), k);
+  }
+  static std::optional<CompiledKernel> find(const Store& store, const KernelSource& s,
+                                            const std::string& tag = kTag) {
+    return store.load(s, digest(s), tag);
+  }
+  std::vector<fs::path> temporaries() const {
+    std::vector<fs::path> all;
+    std::error_code ignored;
+    for (const auto& file : fs::directory_iterator(folder_ / "v1" / "tmp", ignored))
+      all.push_back(file.path());
+    return all;
+  }
+
+  fs::path folder_ = fs::path(testing::TempDir()) / ("store-" + unique_suffix());
+  std::mutex mutex_;
+  std::vector<std::string> lines_;
+};
+
+TEST_F(StoreTest, GivesBackWhatItWasGiven) {
+  Store store = open();
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_TRUE(keep(store, source()));
+  const auto found = find(store, source());
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->cubin, kernel().cubin);
+  EXPECT_EQ(found->compiler, kTag);
+  EXPECT_EQ(found->resources, kernel().resources);
+  EXPECT_EQ(found->compile_ms, kernel().compile_ms);
+  EXPECT_NE(found->log.find("and \n are fine"), std::string::npos);
+  EXPECT_TRUE(lines_.empty()) << lines_.front();
+  EXPECT_TRUE(temporaries().empty());
+}
+
+TEST_F(StoreTest, KeepsTheSourceBesideTheCubin) {
+  Store store = open();
+  keep(store, source());
+  EXPECT_EQ(read_file(entry(source()) / "kernel.cu"), source().text);
+}
+
+TEST_F(StoreTest, IsForThisUserAlone) {
+  const ::mode_t before = ::umask(0);
+  Store store(folder_ / "new" / "deeper", Access::read_write, log());
+  keep(store, source());
+  ::umask(before);
+  std::size_t files = 0;
+  for (const auto& item : fs::recursive_directory_iterator(folder_ / "new")) {
+    const fs::perms mode = item.status().permissions() & fs::perms::all;
+    EXPECT_EQ(mode,
+              item.is_directory() ? fs::perms::owner_all : fs::perms::owner_read | fs::perms::owner_write)
+        << item.path();
+    files += item.is_regular_file();
+  }
+  EXPECT_EQ(files, 3u);
+}
+
+TEST_F(StoreTest, CompilersDoNotMix) {
+  Store store = open();
+  keep(store, source(), kernel("nvrtc12.9.86"));
+  EXPECT_FALSE(find(store, source(), kTag));
+  EXPECT_EQ(find(store, source(), "")->compiler, "nvrtc12.9.86");
+  keep(store, source(), kernel("nvrtc12.10.1"));
+  EXPECT_EQ(find(store, source(), "")->compiler, "nvrtc12.10.1") << "the newest, by number";
+  EXPECT_EQ(find(store, source(), "nvrtc12.9.86")->compiler, "nvrtc12.9.86");
+}
+
+TEST_F(StoreTest, AnyCompilerPassesOverADamagedEntry) {
+  Store store = open();
+  keep(store, source(), kernel("nvrtc12.9.86"));
+  keep(store, source(), kernel("nvrtc13.0.88"));
+  write(entry(source(), "nvrtc13.0.88") / "kernel.cubin", "no longer it");
+  EXPECT_EQ(find(store, source(), "")->compiler, "nvrtc12.9.86");
+  EXPECT_EQ(lines_.size(), 1u);
+}
+
+TEST_F(StoreTest, EveryDamagedByteIsAMissOrHarmless) {
+  Store store = open();
+  keep(store, source());
+  const CompiledKernel expected = *find(store, source());
+  for (const char* name : {"meta.json", "kernel.cubin"}) {
+    const fs::path file = entry(source()) / name;
+    const std::string sound = read_file(file);
+    std::size_t misses = 0;
+    for (std::size_t i = 0; i < sound.size(); ++i) {
+      for (const unsigned char flip : {0x01, 0x20, 0x80, 0xff}) {
+        poke(file, i, static_cast<char>(static_cast<unsigned char>(sound[i]) ^ flip));
+        const auto found = find(store, source());
+        misses += !found;
+        if (!found) continue;
+        ASSERT_EQ(found->cubin, expected.cubin) << name << " byte " << i;
+        ASSERT_EQ(found->resources, expected.resources) << name << " byte " << i;
+        ASSERT_EQ(found->compile_ms, expected.compile_ms) << name << " byte " << i;
+        ASSERT_EQ(found->log, expected.log) << name << " byte " << i;
+      }
+      poke(file, i, sound[i]);
+    }
+    EXPECT_GT(misses, sound.size() * 2) << name;
+    EXPECT_TRUE(find(store, source()));
+  }
+}
+
+TEST_F(StoreTest, EveryTruncationIsAMiss) {
+  Store store = open();
+  keep(store, source());
+  for (const char* name : {"meta.json", "kernel.cubin"}) {
+    const fs::path file = entry(source()) / name;
+    const std::string sound = read_file(file);
+    write(file, sound + "more");
+    EXPECT_FALSE(find(store, source())) << name << " with bytes behind it";
+    // The last byte of meta.json is a line's end, which says nothing.
+    for (std::size_t length = sound.size() - 1; length-- > 0;) {
+      fs::resize_file(file, length);
+      ASSERT_FALSE(find(store, source())) << name << " cut to " << length;
+    }
+    write(file, sound);
+  }
+}
+
+TEST_F(StoreTest, JsonOfTheWrongShapeIsAMiss) {
+  Store store = open();
+  keep(store, source());
+  for (const std::string text : {"[]", "{}", "null", "3", "{\"format\":1}", "{\"format\":2}",
+                                 "{\"format\":\"1\"}", "{\"format\":1,\"digest\":3,\"kernel\":{}}",
+                                 "{\"format\":1e99}", "{\"format\":1,\"digest\":\"\",\"kernel\":[]}"}) {
+    write(entry(source()) / "meta.json", text);
+    EXPECT_FALSE(find(store, source())) << text;
+  }
+  write(entry(source()) / "meta.json", std::string(1 << 20, '['));
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_EQ(lines_.size(), 11u) << "one line for each";
+  for (const std::string& line : lines_) EXPECT_EQ(line.find('\n'), std::string::npos) << line;
+}
+
+TEST_F(StoreTest, MissingAndStrangeFilesAreAMiss) {
+  Store store = open();
+  for (const char* name : {"meta.json", "kernel.cubin"}) {
+    keep(store, source());
+    const fs::path file = entry(source()) / name;
+    fs::remove(file);
+    EXPECT_FALSE(find(store, source())) << name << " is missing";
+    fs::create_directory(file);
+    EXPECT_FALSE(find(store, source())) << name << " is a folder";
+    fs::remove(file);
+    ASSERT_EQ(::mkfifo(file.c_str(), 0600), 0);
+    EXPECT_FALSE(find(store, source())) << name << " is a pipe that nobody writes to";
+    fs::remove(file);
+    ASSERT_EQ(::truncate((entry(source()) / "kernel.cu").c_str(), 0), 0);
+    EXPECT_TRUE(keep(store, source()));
+    EXPECT_TRUE(find(store, source()));
+  }
+}
+
+TEST_F(StoreTest, AHugeFileIsNotRead) {
+  Store store = open();
+  keep(store, source());
+  for (const char* name : {"meta.json", "kernel.cubin"}) {
+    ASSERT_EQ(::truncate((entry(source()) / name).c_str(), off_t{1} << 40),
+              0);  // sparse: a tebibyte of nothing
+    EXPECT_FALSE(find(store, source())) << name;
+  }
+}
+
+TEST_F(StoreTest, StoringReplacesADamagedEntryAndKeepsASoundOne) {
+  Store store = open();
+  keep(store, source());
+  write(entry(source()) / "kernel.cubin", "damaged");
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_TRUE(keep(store, source()));
+  EXPECT_EQ(find(store, source())->cubin, kernel().cubin);
+  EXPECT_TRUE(temporaries().empty());
+
+  CompiledKernel later = kernel();
+  later.compile_ms = 1;
+  EXPECT_TRUE(keep(store, source(), later));
+  EXPECT_EQ(find(store, source())->compile_ms, kernel().compile_ms);
+}
+
+TEST_F(StoreTest, AnEntryInTheWrongPlaceIsAMiss) {
+  Store store = open();
+  keep(store, source("fwd:bf16:d64"));
+  const KernelSource other = source("fwd:bf16:d128");
+  fs::copy(entry(source("fwd:bf16:d64")), entry(other), fs::copy_options::recursive);
+  EXPECT_FALSE(find(store, other));
+  fs::copy(entry(source("fwd:bf16:d64")), entry(source("fwd:bf16:d64"), "nvrtc12.9.86"));
+  EXPECT_FALSE(find(store, source("fwd:bf16:d64"), "nvrtc12.9.86"));
+}
+
+// As if two sources had one digest: the fields decide.
+TEST_F(StoreTest, EqualDigestsOfDifferentSourcesAreAMiss) {
+  Store store = open();
+  const std::string same = digest(source());
+  store.store(source(), same, kernel());
+  std::vector<KernelSource> others(6, source());
+  others[0].spec.dropout = true;
+  others[1].config.br = 32;
+  others[2].text += " ";
+  others[3].headers[0].text = "two";
+  others[4].entries[0].shared_bytes = 1024;
+  others[5].headers[0].name = "flashjit/b.cuh";
+  for (const KernelSource& other : others) EXPECT_FALSE(store.load(other, same, kTag));
+  EXPECT_EQ(lines_.size(), others.size());
+  EXPECT_TRUE(store.load(source(), same, kTag));
+}
+
+TEST_F(StoreTest, AForeignVersionIsNotTouched) {
+  fs::create_directories(folder_ / "v2" / "sm_80" / "something");
+  write(folder_ / "v2" / "sm_80" / "something" / "meta.json", "{}");
+  Store store = open();
+  keep(store, source());
+  EXPECT_EQ(store.list().size(), 1u);
+  store.clear(true);
+  EXPECT_TRUE(fs::exists(folder_ / "v2" / "sm_80" / "something" / "meta.json"));
+}
+
+TEST_F(StoreTest, LinksAreReadButNeverFollowedToRemove) {
+  Store store = open();
+  keep(store, source());
+  const fs::path elsewhere = folder_ / "elsewhere";
+  fs::rename(entry(source()), elsewhere);
+  fs::create_directory_symlink(elsewhere, entry(source()));
+  EXPECT_TRUE(find(store, source())) << "its content is verified like any other";
+
+  write(elsewhere / "kernel.cubin", "damaged");
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_TRUE(keep(store, source())) << "the link gives way";
+  EXPECT_FALSE(fs::is_symlink(entry(source())));
+  EXPECT_TRUE(find(store, source()));
+  EXPECT_EQ(read_file(elsewhere / "kernel.cubin"), "damaged");
+
+  const KernelSource dangling = source("fwd:bf16:d128");
+  fs::create_directory_symlink(folder_ / "nowhere", entry(dangling));
+  EXPECT_FALSE(find(store, dangling));
+  EXPECT_TRUE(keep(store, dangling));
+  EXPECT_TRUE(find(store, dangling));
+
+  fs::create_directory_symlink(elsewhere, entry(source("fwd:bf16:d32")));
+  EXPECT_EQ(store.clear(true), 3u);
+  EXPECT_TRUE(fs::exists(elsewhere / "meta.json"));
+}
+
+TEST_F(StoreTest, ALinkedArchitectureFolderIsLeftAlone) {
+  Store store = open();
+  keep(store, source());
+  fs::rename(folder_ / "v1" / "sm_80", folder_ / "elsewhere");
+  fs::create_directory_symlink(folder_ / "elsewhere", folder_ / "v1" / "sm_80");
+  EXPECT_TRUE(find(store, source()));
+  EXPECT_EQ(store.clear(true), 0u);
+  EXPECT_TRUE(fs::exists(folder_ / "elsewhere" / entry(source()).filename() / "meta.json"));
+}
+
+TEST_F(StoreTest, NamesCannotLeaveTheFolder) {
+  Store store = open();
+  for (const char* tag : {"../../../escaped", "a/b", "", "a b", "nvrtc\n"}) {
+    EXPECT_FALSE(keep(store, source(), kernel(tag))) << tag;
+    EXPECT_FALSE(store.lock("sm_80", cache::entry_key(digest(source()), tag), 0).held()) << tag;
+  }
+  for (const char* arch : {"../escaped", "", "sm_", "sm_80/..", "SM_80", "sm_80ab"}) {
+    KernelSource s = source();
+    s.arch = arch;
+    EXPECT_FALSE(keep(store, s)) << arch;
+    EXPECT_FALSE(find(store, s)) << arch;
+    EXPECT_FALSE(store.lock(arch, cache::entry_key(digest(s), kTag), 0).held()) << arch;
+  }
+  EXPECT_FALSE(store.store(source(), "../../../../escaped", kernel()));
+  for (const auto& item : fs::recursive_directory_iterator(folder_))
+    EXPECT_FALSE(item.is_regular_file()) << item.path();
+}
+
+TEST_F(StoreTest, AKernelWithoutMachineCodeIsNotKept) {
+  Store store = open();
+  CompiledKernel empty = kernel();
+  empty.cubin.clear();
+  EXPECT_FALSE(keep(store, source(), empty));
+  EXPECT_TRUE(store.list().empty());
+}
+
+TEST_F(StoreTest, AFolderThatCannotBeWrittenWarnsOnce) {
+  write(folder_ / "file", "not a folder");
+  Store store(folder_ / "file" / "cache", Access::read_write, log());
+  Store copy = store;
+  for (int i = 0; i < 3; ++i) EXPECT_FALSE(keep(store, source()));
+  EXPECT_FALSE(keep(copy, source()));
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_FALSE(store.lock("sm_80", cache::entry_key(digest(source()), kTag), 5).held());
+  EXPECT_TRUE(store.list().empty());
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("memory only"), std::string::npos) << lines_[0];
+  EXPECT_NE(lines_[0].find("FLASHJIT_CACHE_DIR"), std::string::npos) << lines_[0];
+}
+
+TEST_F(StoreTest, AFolderWithoutWritePermissionStillServesItsEntries) {
+  {
+    Store store = open();
+    keep(store, source());
+  }
+  // Root may write anywhere: a child gives up its rights first.
+  const auto restrict_folders = [&](fs::perms mode) {
+    for (const auto& path : {folder_ / "v1" / "sm_80", folder_ / "v1" / "tmp", folder_ / "v1", folder_})
+      fs::permissions(path, mode);
+  };
+  restrict_folders(fs::perms{0555});
+  fs::permissions(entry(source()), fs::perms{0555});
+  for (const auto& file : fs::directory_iterator(entry(source()))) fs::permissions(file, fs::perms{0444});
+  const pid_t child = ::fork();
+  if (child == 0) {
+    if (::geteuid() == 0 && ::setuid(65534) != 0) ::_exit(10);
+    Store store = open();
+    if (!find(store, source())) ::_exit(1);
+    if (keep(store, source("fwd:bf16:d128"))) ::_exit(2);
+    if (keep(store, source("fwd:bf16:d256"))) ::_exit(3);
+    ::_exit(lines_.size() == 1 ? 0 : 4);
+  }
+  int status = 0;
+  ::waitpid(child, &status, 0);
+  restrict_folders(fs::perms::owner_all);
+  fs::permissions(entry(source()), fs::perms::owner_all);
+  EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+}
+
+TEST_F(StoreTest, AnEmptyPathKeepsNothingAndSaysNothing) {
+  Store store({}, Access::read_write, log());
+  EXPECT_FALSE(keep(store, source()));
+  EXPECT_FALSE(find(store, source()));
+  EXPECT_TRUE(store.list().empty());
+  EXPECT_TRUE(lines_.empty());
+  EXPECT_FALSE(fs::exists("v1"));
+}
+
+TEST_F(StoreTest, APackIsNeverWritten) {
+  {
+    Store store = open();
+    keep(store, source());
+  }
+  const auto used = fs::last_write_time(entry(source()) / "meta.json");
+  Store pack = open(Access::read_only);
+  EXPECT_TRUE(find(pack, source(), ""));
+  EXPECT_EQ(fs::last_write_time(entry(source()) / "meta.json"), used);
+  EXPECT_FALSE(keep(pack, source("fwd:bf16:d128")));
+  EXPECT_EQ(pack.clear(true) + pack.prune(0) + pack.repair().size(), 0u);
+  EXPECT_TRUE(find(pack, source()));
+  EXPECT_TRUE(lines_.empty());
+}
+
+TEST_F(StoreTest, AMissingPackIsSaidOnce) {
+  const Store pack(folder_ / "nowhere", Access::read_only, log());
+  EXPECT_FALSE(find(pack, source()));
+  EXPECT_FALSE(find(pack, source()));
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("nowhere"), std::string::npos);
+}
+
+TEST_F(StoreTest, ListsSoundAndDamagedEntries) {
+  Store store = open();
+  keep(store, source("fwd:bf16:d64"));
+  keep(store, source("fwd:bf16:d128"));
+  write(entry(source("fwd:bf16:d128")) / "kernel.cubin", "cut");
+  fs::create_directories(folder_ / "v1" / "sm_80" / "my notes");
+  write(folder_ / "v1" / "sm_80" / "readme.txt", "mine");
+  const std::vector<EntryInfo> all = store.list();
+  ASSERT_EQ(all.size(), 2u);
+  for (const EntryInfo& info : all) {
+    const bool sound = info.spec == "fwd:bf16:d64";
+    EXPECT_EQ(info.damage.empty(), sound) << info.damage;
+    EXPECT_EQ(info.arch, "sm_80");
+    EXPECT_EQ(info.compiler, kTag);
+    EXPECT_EQ(info.config, "simt:br64:bc64:w8");
+    EXPECT_GT(info.bytes, 100u);
+  }
+}
+
+TEST_F(StoreTest, RepairRemovesDamageAndLeftovers) {
+  Store store = open();
+  keep(store, source("fwd:bf16:d64"));
+  keep(store, source("fwd:bf16:d128"));
+  fs::remove(entry(source("fwd:bf16:d128")) / "meta.json");
+  fs::create_directories(folder_ / "v1" / "tmp" / "dead");
+  write(folder_ / "v1" / "tmp" / "dead" / "kernel.cu", "half");
+  const fs::path alive = folder_ / "v1" / "tmp" / "alive";
+  fs::create_directories(alive);
+  const int held = ::open(alive.c_str(), O_RDONLY | O_DIRECTORY);
+  ASSERT_EQ(::flock(held, LOCK_EX), 0);
+
+  EXPECT_EQ(store.repair().size(), 2u);
+  EXPECT_FALSE(fs::exists(entry(source("fwd:bf16:d128"))));
+  EXPECT_FALSE(fs::exists(folder_ / "v1" / "tmp" / "dead"));
+  EXPECT_TRUE(fs::exists(alive)) << "another process is writing there";
+  EXPECT_TRUE(find(store, source("fwd:bf16:d64")));
+  ::close(held);
+  EXPECT_EQ(store.repair().size(), 1u);
+}
+
+TEST_F(StoreTest, PrunesTheLeastRecentlyUsedFirst) {
+  Store store = open();
+  const std::vector<std::string> specs{"fwd:bf16:d32", "fwd:bf16:d64", "fwd:bf16:d96"};
+  const auto long_ago = fs::file_time_type::clock::now() - std::chrono::hours(100);
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    keep(store, source(specs[i]));
+    fs::last_write_time(entry(source(specs[i])) / "meta.json", long_ago + std::chrono::hours(i));
+  }
+  EXPECT_TRUE(find(store, source(specs[0]))) << "and with that it is the latest used";
+  std::uintmax_t total = 0;
+  for (const EntryInfo& info : store.list()) total += info.bytes;
+
+  EXPECT_EQ(store.prune(total), 0u);
+  EXPECT_EQ(store.prune(total - 1), 1u);
+  EXPECT_FALSE(find(store, source(specs[1])));
+  EXPECT_TRUE(find(store, source(specs[2])));
+  EXPECT_EQ(store.prune(0), 2u);
+  EXPECT_TRUE(store.list().empty());
+  EXPECT_TRUE(temporaries().empty());
+}
+
+TEST_F(StoreTest, ClearLeavesWhatOthersWrote) {
+  Store store = open();
+  keep(store, source("fwd:bf16:d64"));
+  keep(store, source("fwd:bf16:d128"));
+  write(entry(source("fwd:bf16:d128")) / "notes.txt", "mine");
+  write(folder_ / "v1" / "sm_80" / "readme.txt", "mine");
+  write(folder_ / "mine.txt", "mine");
+  fs::create_directories(store.records_folder() / "sm_80");
+  write(store.records_folder() / "sm_80" / "record.json", "{}");
+  write(store.records_folder() / "sm_80" / "notes.txt", "mine");
+
+  EXPECT_EQ(store.clear(false), 2u);
+  EXPECT_TRUE(store.list().size() <= 1);
+  EXPECT_FALSE(find(store, source("fwd:bf16:d128")));
+  EXPECT_TRUE(fs::exists(store.records_folder() / "sm_80" / "record.json"));
+  store.clear(true);
+  EXPECT_FALSE(fs::exists(store.records_folder() / "sm_80" / "record.json"));
+  EXPECT_EQ(read_file(entry(source("fwd:bf16:d128")) / "notes.txt"), "mine");
+  for (const char* name : {"mine.txt", "v1/sm_80/readme.txt", "v1/tuning/sm_80/notes.txt"}) {
+    EXPECT_EQ(read_file(folder_ / name), "mine") << name;
+  }
+}
+
+TEST_F(StoreTest, ClearRemovesAllOfItsOwn) {
+  Store store = open();
+  keep(store, source());
+  { const auto lock = store.lock("sm_80", cache::entry_key(digest(source()), kTag)); }
+  fs::create_directories(store.records_folder());
+  write(store.records_folder() / "record.json", "{}");
+  EXPECT_EQ(store.clear(true), 1u);
+  EXPECT_TRUE(fs::is_empty(folder_));
+}
+
+TEST_F(StoreTest, ManyProcessesMayStoreOneEntry) {
+  constexpr int kProcesses = 6, kRounds = 5;
+  std::vector<pid_t> children;
+  for (int i = 0; i < kProcesses; ++i) {
+    children.push_back(::fork());
+    if (children.back() != 0) continue;
+    Store store = open();
+    for (int round = 0; round < kRounds; ++round) {
+      const KernelSource s = source("fwd:bf16:d" + std::to_string(8 + 8 * round));
+      if (!keep(store, s)) ::_exit(1);
+      const auto found = find(store, s);
+      if (!found || found->cubin != kernel().cubin) ::_exit(2);
+    }
+    ::_exit(lines_.empty() ? 0 : 3);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << status;
+  }
+  Store store = open();
+  const std::vector<EntryInfo> all = store.list();
+  EXPECT_EQ(all.size(), static_cast<std::size_t>(kRounds));
+  for (const EntryInfo& info : all) EXPECT_EQ(info.damage, "");
+  EXPECT_TRUE(temporaries().empty());
+}
+
+// Readers see a whole entry or none while others remove and write it.
+TEST_F(StoreTest, ReadersNeverSeeHalfAnEntry) {
+  std::atomic<bool> done{false};
+  std::thread writer([&] {
+    Store store = open();
+    for (int round = 0; round < 10; ++round) {
+      keep(store, source());
+      std::this_thread::sleep_for(std::chrono::milliseconds(2));
+      store.prune(0);
+    }
+    done = true;
+  });
+  const Store reader = open();
+  std::size_t hits = 0, wrong = 0;
+  while (!done) {
+    const auto found = find(reader, source());
+    hits += found.has_value();
+    wrong += found && found->cubin != kernel().cubin;
+  }
+  writer.join();
+  EXPECT_EQ(wrong, 0u);
+  EXPECT_GT(hits, 0u);
+}
+
+TEST_F(StoreTest, ALockExcludesOthersUntilItsTimeout) {
+  const Store store = open();
+  const std::string key = cache::entry_key(digest(source()), kTag);
+  Store::Lock first = store.lock("sm_80", key);
+  ASSERT_TRUE(first.held());
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_FALSE(store.lock("sm_80", key, 0.1).held());
+  const auto waited = std::chrono::steady_clock::now() - begin;
+  EXPECT_GE(waited, std::chrono::milliseconds(100));
+  EXPECT_LT(waited, std::chrono::seconds(10));
+  EXPECT_TRUE(store.lock("sm_90a", key, 0).held()) << "another entry";
+  first = Store::Lock();
+  EXPECT_TRUE(store.lock("sm_80", key, 0).held());
+}
+
+TEST_F(StoreTest, ALockPassesOnWhenItsHolderIsKilled) {
+  const Store store = open();
+  const std::string key = cache::entry_key(digest(source()), kTag);
+  int ready[2];
+  ASSERT_EQ(::pipe(ready), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const Store::Lock lock = store.lock("sm_80", key);
+    const char held = lock.held() ? 'y' : 'n';
+    if (::write(ready[1], &held, 1) != 1) ::_exit(1);
+    ::pause();
+    ::_exit(0);
+  }
+  char held = 0;
+  ASSERT_EQ(::read(ready[0], &held, 1), 1);
+  EXPECT_EQ(held, 'y');
+  EXPECT_FALSE(store.lock("sm_80", key, 0).held());
+  std::thread killer([child] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    ::kill(child, SIGKILL);
+  });
+  EXPECT_TRUE(store.lock("sm_80", key, 30).held());
+  killer.join();
+  ::waitpid(child, nullptr, 0);
+  ::close(ready[0]);
+  ::close(ready[1]);
+}
+
+TEST_F(StoreTest, ClearLeavesALockThatIsHeld) {
+  Store store = open();
+  const std::string key = cache::entry_key(digest(source()), kTag);
+  const Store::Lock lock = store.lock("sm_80", key);
+  store.clear(true);
+  EXPECT_FALSE(store.lock("sm_80", key, 0).held());
+}
+
+}  // namespace
+}  // namespace flashjit

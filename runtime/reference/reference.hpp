@@ -13,18 +13,22 @@ namespace flashjit::reference {
 struct Problem {
   AttentionSpec spec;
   AttentionShape shape;
-  std::vector<double> q, k, v, dout;        ///< dout: backward only
-  std::optional<double> softmax_scale;      ///< default 1 / sqrt(head_dim)
-  std::vector<std::int32_t> kv_lengths;     ///< [batch] with spec.kv_lengths
-  std::vector<std::uint8_t> block_map;      ///< [map_batch, map_heads, rows, columns] with spec.block_map
+  std::vector<double> q = {}, k = {}, v = {}, dout = {};  ///< dout: backward only
+  std::optional<double> softmax_scale = {};               ///< default 1 / sqrt(head_dim)
+  std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.kv_lengths
+  std::vector<std::uint8_t> block_map = {};  ///< [map_batch, map_heads, rows, columns] with spec.block_map
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;
   std::uint64_t seed = 0, offset = 0;
 };
 
-/// fp64 throughout, or every matrix (S, P, dP, dS and the results) rounded to 16 bits as a straightforward
-/// implementation would: the yardstick of the error limits.
-enum class Precision : std::uint8_t { exact, rounded };
+/// The arithmetic to compute in.
+enum class Precision : std::uint8_t {
+  exact,    ///< fp64 throughout
+  rounded,  ///< products summed in fp32 and every matrix (S, P, dP, dS and the results) rounded to the spec's
+            ///< element type, as a straightforward implementation would: the yardstick of the error limits
+  fused,    ///< as rounded, but S stays in fp32, as in a fused kernel: the yardstick where scores are extreme
+};
 
 struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
@@ -34,10 +38,13 @@ struct Backward {
   std::vector<double> dq, dk, dv;
 };
 
+/// Both throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
+/// than they say.
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
 
-/// The dropout parameters that host and kernels share: a pair stays if its 32 random bits are below keep_below.
+/// The dropout parameters that host and kernels share: a pair stays if its 32 random bits are below
+/// keep_below; 2^32 - 1 keeps all. Throws Error(invalid_argument) when p is outside of [0, 1).
 struct Dropout {
   std::uint32_t keep_below;
   double keep_scale;
@@ -50,12 +57,13 @@ double round_to(DType dtype, double value);
 /// max |a - b|; NaN in either (unless both are equal infinities) gives infinity.
 double max_abs_error(const std::vector<double>& a, const std::vector<double>& b);
 
-/// The project's rule: the error of `got` is at most `factor` times that of the rounded computation plus 1e-5.
+/// The project's rule: the error of `got` is at most `factor` times that of the rounded computation, plus
+/// 1e-5. Throws Error(invalid_argument) when the rounded computation overflows, since it then sets no limit.
 struct Verdict {
   double error, limit;
   bool ok() const { return error <= limit; }
 };
-Verdict judge(const std::vector<double>& got, const std::vector<double>& exact, const std::vector<double>& rounded,
-              double factor);
+Verdict judge(const std::vector<double>& got, const std::vector<double>& exact,
+              const std::vector<double>& rounded, double factor);
 
 }  // namespace flashjit::reference

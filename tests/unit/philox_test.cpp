@@ -1,0 +1,75 @@
+// The generator against the known answers of Random123 (Salmon et al., 2011), and the layout of the dropout
+// mask.
+#include "templates/common/philox.cuh"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <set>
+#include <tuple>
+#include <vector>
+
+namespace flashjit {
+namespace {
+
+using Words = std::array<unsigned, 4>;
+
+Words words_of(const Philox4& value) { return {value.word[0], value.word[1], value.word[2], value.word[3]}; }
+
+TEST(Philox, GivesRandom123sKnownAnswers) {
+  EXPECT_EQ(words_of(philox4x32_10(0, 0, 0, 0, 0, 0)),
+            (Words{0x6627e8d5, 0xe169c58d, 0xbc57ac4c, 0x9b00dbd8}));
+  EXPECT_EQ(words_of(philox4x32_10(~0u, ~0u, ~0u, ~0u, ~0u, ~0u)),
+            (Words{0x408f276d, 0x41c83b0e, 0xa20bc7c6, 0x6d5451fd}));
+  EXPECT_EQ(words_of(philox4x32_10(0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344, 0xa4093822, 0x299f31d0)),
+            (Words{0xd16cfe09, 0x94fdcceb, 0x5001e420, 0x24126ea1}));
+}
+
+TEST(DropoutWords, EveryPairOfAHeadHasAWordOfItsOwn) {
+  std::set<std::tuple<unsigned, unsigned, unsigned, unsigned, int>> places;
+  std::set<unsigned> values;
+  constexpr int kLength = 96;
+  for (int q = 0; q < kLength; ++q) {
+    for (int kv = 0; kv < kLength; ++kv) {
+      const Philox4 words = dropout_words(1, 2, 3, 4, 5, q, kv);
+      const int index = dropout_word_index(q, kv);
+      ASSERT_TRUE(index >= 0 && index < 4);
+      places.emplace(words.word[0], words.word[1], words.word[2], words.word[3], index);
+      values.insert(words.word[index]);
+    }
+  }
+  EXPECT_EQ(places.size(), static_cast<std::size_t>(kLength * kLength));
+  EXPECT_GE(values.size(),
+            static_cast<std::size_t>(kLength * kLength) - 2);  // 0.01 coincidences are expected
+}
+
+TEST(DropoutWords, OneCallServesTheFourPairsOfAnAccumulatorCell) {
+  const int q = 37, kv = 82;
+  const Words words = words_of(dropout_words(9, 8, 7, 6, 5, q, kv));
+  std::set<int> indices;
+  for (int i : {q, q ^ 8}) {
+    for (int j : {kv, kv ^ 8}) {
+      EXPECT_EQ(words_of(dropout_words(9, 8, 7, 6, 5, i, j)), words);
+      indices.insert(dropout_word_index(i, j));
+    }
+  }
+  EXPECT_EQ(indices.size(), 4u);
+}
+
+TEST(DropoutWords, EveryBitOfSeedOffsetAndHeadMatters) {
+  std::set<Words> seen;
+  constexpr int kInputs = 5;
+  for (int input = -1; input < kInputs; ++input) {
+    for (int bit = 0; bit < (input < 0 ? 1 : 32); ++bit) {
+      std::array<unsigned, kInputs> in{11, 22, 33, 44, 55};
+      if (input >= 0) in[input] ^= 1u << bit;
+      seen.insert(words_of(dropout_words(in[0], in[1], in[2], in[3], in[4], 3, 4)));
+    }
+  }
+  // seed_hi and offset_hi share a key word: flipping the same bit of either gives the same stream.
+  EXPECT_EQ(seen.size(), 1u + 4 * 32);
+}
+
+}  // namespace
+}  // namespace flashjit

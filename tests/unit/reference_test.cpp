@@ -1,0 +1,506 @@
+// The oracle itself: against hand-computed cases, the plain formula, finite differences and its own
+// invariants.
+#include "reference/reference.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <random>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "support/small_float.hpp"
+#include "templates/common/philox.cuh"
+
+namespace flashjit::reference {
+namespace {
+
+constexpr double kInfinity = std::numeric_limits<double>::infinity();
+
+std::vector<double> normal_values(std::int64_t count, unsigned seed) {
+  std::mt19937 generator(seed);
+  std::normal_distribution<double> normal;
+  std::vector<double> values(count);
+  for (double& value : values) value = normal(generator);
+  return values;
+}
+
+/// Normal Q, K, V and dO for a spec and shape, rounded to the element type.
+Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, unsigned seed = 1) {
+  const std::int64_t rows_q = shape.batch * shape.heads_q * shape.seqlen_q;
+  const std::int64_t rows_kv = shape.batch * shape.heads_kv * shape.seqlen_kv;
+  Problem problem{.spec = spec, .shape = shape};
+  problem.q = normal_values(rows_q * spec.head_dim, seed);
+  problem.k = normal_values(rows_kv * spec.head_dim, seed + 1);
+  problem.v = normal_values(rows_kv * spec.v_dim(), seed + 2);
+  problem.dout = normal_values(rows_q * spec.v_dim(), seed + 3);
+  for (auto* tensor : {&problem.q, &problem.k, &problem.v, &problem.dout}) {
+    for (double& value : *tensor) value = round_to(spec.dtype, value);
+  }
+  return problem;
+}
+
+/// Every feature at once, small enough for finite differences.
+Problem full_problem() {
+  const AttentionSpec spec{.dtype = DType::fp32,
+                           .head_dim = 8,
+                           .head_dim_v = 16,
+                           .mask = causal(),
+                           .dropout = true,
+                           .kv_lengths = true,
+                           .block_map = {16, 16}};
+  Problem problem = random_problem(spec, {2, 4, 2, 20, 36});
+  problem.softmax_scale = 0.7;
+  problem.kv_lengths = {36, 17};
+  problem.map_heads = 4;
+  problem.block_map = {1, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1};
+  problem.dropout_p = 0.3;
+  problem.seed = 0x123456789abcdef0;
+  problem.offset = 0xfedcba9876543210;
+  return problem;
+}
+
+/// Queries of zero and V the identity: O[q, kv] is the dropped P, whose kept entries are all equal.
+Problem mask_problem(std::int64_t batch, std::int64_t heads, double p, std::uint64_t seed,
+                     std::uint64_t offset) {
+  const std::int64_t length = 64;
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 64, .dropout = true},
+                                   {batch, heads, heads, length, length});
+  std::fill(problem.q.begin(), problem.q.end(), 0.0);
+  for (std::size_t i = 0; i < problem.v.size(); ++i) problem.v[i] = i / length % length == i % length;
+  problem.dropout_p = p;
+  problem.seed = seed;
+  problem.offset = offset;
+  return problem;
+}
+
+std::vector<bool> kept_pairs(const Problem& problem) {
+  const Forward result = forward(problem);
+  std::vector<bool> kept(result.out.size());
+  for (std::size_t i = 0; i < kept.size(); ++i) kept[i] = result.out[i] != 0;
+  return kept;
+}
+
+void expect_refusal(const Problem& problem, const std::string& part) {
+  try {
+    backward(problem);
+    FAIL() << "accepted; a refusal with '" << part << "' was expected";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    EXPECT_NE(error.message().find(part), std::string::npos) << error.message();
+  }
+}
+
+TEST(Reference, OneQueryTwoKeysByHand) {
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8}, {1, 1, 1, 1, 2});
+  problem.softmax_scale = 0.5;
+  problem.q = {2, 0, 0, 0, 0, 0, 0, 0};
+  problem.k = {0, 1, 0, 0, 0, 0, 0, 0, std::log(3.0), 0, 1, 0, 0, 0, 0, 0};  // S = [0, log 3], P = [1/4, 3/4]
+  problem.v = {4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0};
+  problem.dout = {1, 0, 0, 0, 0, 0, 0, 0};  // dP = [4, 0], D = 1, dS = [3/4, -3/4]
+
+  const Forward fwd = forward(problem);
+  EXPECT_LT(max_abs_error(fwd.out, {1, 3, 0, 0, 0, 0, 0, 0}), 1e-14);
+  EXPECT_NEAR(fwd.lse[0], std::log(4.0), 1e-14);
+
+  const Backward bwd = backward(problem);
+  const double dq0 = 0.5 * -0.75 * std::log(3.0);
+  EXPECT_LT(max_abs_error(bwd.dq, {dq0, 0.375, -0.375, 0, 0, 0, 0, 0}), 1e-14);
+  EXPECT_LT(max_abs_error(bwd.dk, {0.75, 0, 0, 0, 0, 0, 0, 0, -0.75, 0, 0, 0, 0, 0, 0, 0}), 1e-14);
+  EXPECT_LT(max_abs_error(bwd.dv, {0.25, 0, 0, 0, 0, 0, 0, 0, 0.75, 0, 0, 0, 0, 0, 0, 0}), 1e-14);
+}
+
+TEST(Reference, CausalAlignmentsByHand) {
+  // All scores equal: O is the mean of the values that a query sees.
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal()}, {1, 1, 1, 2, 4});
+  std::fill(problem.q.begin(), problem.q.end(), 0.0);
+  for (std::size_t i = 0; i < problem.v.size(); ++i) problem.v[i] = static_cast<double>(i / 8);
+  EXPECT_NEAR(forward(problem).out[0], (0 + 1 + 2) / 3.0, 1e-14);
+  EXPECT_NEAR(forward(problem).out[8], (0 + 1 + 2 + 3) / 4.0, 1e-14);
+  EXPECT_NEAR(forward(problem).lse[0], std::log(3.0), 1e-14);
+  problem.spec.mask = causal(CausalAlignment::top_left);
+  EXPECT_NEAR(forward(problem).out[0], 0.0, 1e-14);
+  EXPECT_NEAR(forward(problem).out[8], (0 + 1) / 2.0, 1e-14);
+}
+
+TEST(Reference, AgreesWithThePlainFormula) {
+  const Problem problem = full_problem();
+  const Forward result = forward(problem);
+  const auto [b_count, h_count, hkv_count, sq, skv] = problem.shape;
+  const Dropout dropout = dropout_parameters(problem.dropout_p);
+  for (std::int64_t b = 0; b < b_count; ++b) {
+    for (std::int64_t h = 0; h < h_count; ++h) {
+      for (std::int64_t q = 0; q < sq; ++q) {
+        const std::int64_t row = (b * h_count + h) * sq + q;
+        std::vector<double> out(16, 0.0);
+        double sum = 0;
+        for (std::int64_t kv = 0; kv < skv; ++kv) {
+          if (kv >= problem.kv_lengths[b] || kv > q + skv - sq) continue;
+          if (!problem.block_map[(h * 2 + q / 16) * 3 + kv / 16]) continue;
+          const std::int64_t kv_row = (b * hkv_count + h / 2) * skv + kv;
+          double s = 0;
+          for (int i = 0; i < 8; ++i) s += problem.q[row * 8 + i] * problem.k[kv_row * 8 + i];
+          const double weight = std::exp(0.7 * s);
+          sum += weight;
+          const Philox4 words = dropout_words(0x9abcdef0, 0x12345678, 0x76543210, 0xfedcba98,
+                                              static_cast<unsigned>(b * h_count + h), static_cast<int>(q),
+                                              static_cast<int>(kv));
+          const int index = dropout_word_index(static_cast<int>(q), static_cast<int>(kv));
+          if (words.word[index] >= dropout.keep_below) continue;
+          for (int i = 0; i < 16; ++i) out[i] += weight / 0.7 * problem.v[kv_row * 16 + i];
+        }
+        EXPECT_LT(max_abs_error({result.lse[row]}, {std::log(sum)}), 1e-12);
+        for (int i = 0; i < 16; ++i) ASSERT_NEAR(result.out[row * 16 + i], sum ? out[i] / sum : 0, 1e-12);
+      }
+    }
+  }
+}
+
+TEST(Reference, GradientsAreFiniteDifferences) {
+  Problem problem = full_problem();
+  const Backward gradients = backward(problem);
+  const auto loss = [&problem] {
+    const Forward result = forward(problem);
+    double sum = 0;
+    for (std::size_t i = 0; i < result.out.size(); ++i) sum += result.out[i] * problem.dout[i];
+    return sum;
+  };
+  const auto check = [&](const char* name, std::vector<double>& tensor, const std::vector<double>& gradient) {
+    constexpr double kStep = 1e-5;
+    ASSERT_EQ(tensor.size(), gradient.size());
+    for (std::size_t i = 0; i < tensor.size(); i += tensor.size() / 61) {
+      const double value = tensor[i];
+      tensor[i] = value + kStep;
+      const double above = loss();
+      tensor[i] = value - kStep;
+      const double below = loss();
+      tensor[i] = value;
+      EXPECT_NEAR(gradient[i], (above - below) / (2 * kStep), 1e-7) << name << "[" << i << "]";
+    }
+  };
+  check("dq", problem.q, gradients.dq);
+  check("dk", problem.k, gradients.dk);
+  check("dv", problem.v, gradients.dv);
+}
+
+TEST(Reference, ProbabilitiesOfARowSumToOne) {
+  Problem problem = full_problem();
+  problem.spec.dropout = false;
+  problem.dropout_p = 0;
+  std::fill(problem.v.begin(), problem.v.end(), 1.0);
+  const Forward result = forward(problem);
+  for (std::size_t i = 0; i < result.out.size(); ++i) {
+    const bool masked = result.lse[i / 16] == -kInfinity;
+    ASSERT_NEAR(result.out[i], masked ? 0.0 : 1.0, 1e-14);
+  }
+}
+
+TEST(Reference, RowsThatAttendToNothingAreZero) {
+  Problem problem = random_problem(
+      {.dtype = DType::fp16, .head_dim = 16, .mask = causal(), .kv_lengths = true}, {2, 1, 1, 9, 4});
+  problem.kv_lengths = {4, 0};
+  for (const Precision precision : {Precision::exact, Precision::rounded}) {
+    const Forward fwd = forward(problem, precision);
+    const Backward bwd = backward(problem, precision);
+    for (int row = 0; row < 18; ++row) {
+      const bool masked =
+          row < 5 || row >= 9;  // queries 0 to 4 precede the first key; batch entry 1 has no keys
+      EXPECT_EQ(fwd.lse[row] == -kInfinity, masked) << row;
+      for (int i = 0; i < 16; ++i) {
+        EXPECT_EQ(fwd.out[row * 16 + i] == 0, masked) << row;
+        // Query 5 attends to one key: its P is constantly 1.
+        if (row == 5) continue;
+        EXPECT_EQ(bwd.dq[row * 16 + i] == 0, masked) << row;
+      }
+    }
+    for (std::size_t i = 4 * 16; i < bwd.dk.size(); ++i) EXPECT_TRUE(bwd.dk[i] == 0 && bwd.dv[i] == 0);
+  }
+}
+
+TEST(Reference, NoKeysAndNoQueriesAreAllowed) {
+  const AttentionSpec spec{.dtype = DType::bf16, .head_dim = 8};
+  const Problem no_keys = random_problem(spec, {2, 2, 1, 3, 0});
+  EXPECT_EQ(forward(no_keys).out, std::vector<double>(2 * 2 * 3 * 8, 0.0));
+  EXPECT_EQ(forward(no_keys).lse, std::vector<double>(2 * 2 * 3, -kInfinity));
+  EXPECT_EQ(backward(no_keys).dq, std::vector<double>(2 * 2 * 3 * 8, 0.0));
+  const Problem no_queries = random_problem(spec, {2, 2, 1, 0, 3});
+  EXPECT_TRUE(forward(no_queries).out.empty());
+  EXPECT_EQ(backward(no_queries).dk, std::vector<double>(2 * 3 * 8, 0.0));
+  EXPECT_EQ(backward(no_queries).dv, std::vector<double>(2 * 3 * 8, 0.0));
+  EXPECT_TRUE(forward(random_problem(spec, {0, 0, 0, 3, 3})).lse.empty());
+}
+
+TEST(Reference, GroupedHeadsAreRepeatedHeads) {
+  const AttentionSpec spec{.dtype = DType::fp32, .head_dim = 8, .mask = causal()};
+  const Problem grouped = random_problem(spec, {2, 6, 2, 10, 12});
+  Problem repeated = grouped;
+  repeated.shape.heads_kv = 6;
+  const std::int64_t head_size = 12 * 8;
+  const auto repeat = [&](const std::vector<double>& tensor) {
+    std::vector<double> result;
+    for (std::int64_t head = 0; head < 12; ++head) {
+      const auto from = tensor.begin() + (head / 6 * 2 + head % 6 / 3) * head_size;
+      result.insert(result.end(), from, from + head_size);
+    }
+    return result;
+  };
+  const auto sum = [&](const std::vector<double>& tensor) {
+    std::vector<double> result(4 * head_size, 0.0);
+    for (std::int64_t i = 0; i < 12 * head_size; ++i) {
+      const std::int64_t head = i / head_size;
+      result[(head / 6 * 2 + head % 6 / 3) * head_size + i % head_size] += tensor[i];
+    }
+    return result;
+  };
+  repeated.k = repeat(grouped.k);
+  repeated.v = repeat(grouped.v);
+  EXPECT_EQ(forward(grouped).out, forward(repeated).out);
+  const Backward a = backward(grouped), b = backward(repeated);
+  EXPECT_EQ(a.dq, b.dq);
+  EXPECT_LT(max_abs_error(a.dk, sum(b.dk)), 1e-13);
+  EXPECT_LT(max_abs_error(a.dv, sum(b.dv)), 1e-13);
+}
+
+TEST(Reference, ExtremeScoresStayFinite) {
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8}, {1, 1, 1, 4, 6});
+  problem.softmax_scale = 1e4;
+  const Forward result = forward(problem);
+  for (const double value : result.out) EXPECT_TRUE(std::isfinite(value));
+  for (const double value : result.lse) EXPECT_TRUE(std::isfinite(value));
+}
+
+TEST(Reference, MapThatIsFullChangesNothingAndBroadcasts) {
+  const AttentionSpec dense{.dtype = DType::fp32, .head_dim = 8};
+  AttentionSpec sparse = dense;
+  sparse.block_map = {16, 32};
+  Problem problem = random_problem(dense, {2, 2, 2, 40, 70});
+  const Forward expected = forward(problem);
+  problem.spec = sparse;
+  problem.block_map.assign(3 * 3, 1);
+  EXPECT_EQ(forward(problem).out, expected.out);
+
+  problem.block_map[1] = 0;
+  problem.block_map[5] = 0;
+  const Forward broadcast = forward(problem);
+  EXPECT_NE(broadcast.out, expected.out);
+  const std::vector<std::uint8_t> one = problem.block_map;
+  problem.map_batch = problem.map_heads = 2;
+  for (int copy = 0; copy < 3; ++copy)
+    problem.block_map.insert(problem.block_map.end(), one.begin(), one.end());
+  EXPECT_EQ(forward(problem).out, broadcast.out);
+}
+
+TEST(ReferenceDropout, KeepsTheShareItShould) {
+  for (const double p : {0.1, 0.5, 0.9}) {
+    const Problem problem = mask_problem(2, 4, p, 42, 0);
+    const Forward result = forward(problem);
+    const auto count = static_cast<double>(result.out.size());
+    double kept = 0;
+    for (const double value : result.out) {
+      if (value == 0) continue;
+      ++kept;
+      ASSERT_NEAR(value, 1.0 / 64 / (1 - p), 1e-15);
+    }
+    EXPECT_NEAR(kept / count, 1 - p, 5 * std::sqrt(p * (1 - p) / count)) << "p " << p;
+  }
+  EXPECT_EQ(std::ranges::count(kept_pairs(mask_problem(1, 2, 0.0, 42, 0)), false), 0);
+}
+
+TEST(ReferenceDropout, NeighboursAreUncorrelated) {
+  const std::vector<bool> kept = kept_pairs(mask_problem(2, 4, 0.5, 7, 9));
+  for (const std::size_t distance : {1, 7, 8, 9, 15, 16, 64, 8 * 64, 16 * 64, 64 * 64}) {
+    double equal = 0;
+    const std::size_t pairs = kept.size() - distance;
+    for (std::size_t i = 0; i < pairs; ++i) equal += kept[i] == kept[i + distance];
+    const double count = static_cast<double>(pairs);
+    EXPECT_NEAR(equal / count, 0.5, 5 * 0.5 / std::sqrt(count)) << "distance " << distance;
+  }
+}
+
+TEST(ReferenceDropout, DependsOnSeedOffsetBatchAndHead) {
+  std::set<std::vector<bool>> masks;
+  for (const std::uint64_t seed : {1ull, 2ull, 1ull << 32, 1ull << 63})
+    masks.insert(kept_pairs(mask_problem(1, 1, 0.5, seed, 5)));
+  for (const std::uint64_t offset : {1ull, 2ull, 1ull << 32, 1ull << 63}) {
+    masks.insert(kept_pairs(mask_problem(1, 1, 0.5, 77, offset)));
+  }
+  const std::vector<bool> all = kept_pairs(mask_problem(2, 3, 0.5, 123, 5));
+  for (std::size_t head = 0; head < 6; ++head) {
+    masks.emplace(all.begin() + head * 64 * 64, all.begin() + (head + 1) * 64 * 64);
+  }
+  EXPECT_EQ(masks.size(), 4u + 4 + 6);
+}
+
+TEST(ReferenceDropout, DependsOnNothingElse) {
+  const Problem base = mask_problem(1, 2, 0.5, 5, 6);
+  const std::vector<bool> expected = kept_pairs(base);
+  EXPECT_EQ(kept_pairs(base), expected);
+
+  Problem masked = base;
+  masked.spec.mask = causal();
+  const std::vector<bool> causal_kept = kept_pairs(masked);
+  for (std::size_t i = 0; i < expected.size(); ++i) {
+    const std::size_t q = i / 64 % 64, kv = i % 64;
+    ASSERT_EQ(causal_kept[i], kv <= q && expected[i]);
+  }
+
+  Problem other = base;
+  other.spec.dtype = DType::bf16;
+  other.q = normal_values(static_cast<std::int64_t>(other.q.size()), 3);
+  other.softmax_scale = 0.01;
+  EXPECT_EQ(kept_pairs(other), expected);
+
+  Problem shorter = base;  // its first 32 queries only
+  shorter.shape.seqlen_q = 32;
+  shorter.q.resize(shorter.q.size() / 2);
+  const std::vector<bool> some = kept_pairs(shorter);
+  for (std::size_t i = 0; i < some.size(); ++i)
+    ASSERT_EQ(some[i], expected[i / (32 * 64) * 64 * 64 + i % (32 * 64)]);
+}
+
+TEST(ReferenceDropout, ParametersAreRoundedOnce) {
+  EXPECT_EQ(dropout_parameters(0).keep_below, 0xffffffffu);
+  EXPECT_EQ(dropout_parameters(0).keep_scale, 1.0);
+  EXPECT_EQ(dropout_parameters(0.5).keep_below, 0x80000000u);
+  EXPECT_EQ(dropout_parameters(0.5).keep_scale, 2.0);
+  EXPECT_EQ(dropout_parameters(0.25).keep_below, 0xc0000000u);
+  EXPECT_EQ(dropout_parameters(0x1p-40).keep_below, 0xffffffffu);
+  for (const double p : {-0.1, 1.0, 2.0, std::nan(""), kInfinity})
+    EXPECT_THROW(dropout_parameters(p), Error) << p;
+}
+
+/// Every finite value of a format, ascending and without -0.
+template <class Format>
+std::vector<double> all_values() {
+  std::vector<double> values;
+  for (unsigned bits = 0; bits < 0x10000; ++bits) {
+    const double value = Format::decode(static_cast<std::uint16_t>(bits));
+    if (std::isfinite(value) && bits != 0x8000) values.push_back(value);
+  }
+  std::sort(values.begin(), values.end());
+  return values;
+}
+
+template <class Format>
+void check_rounding(DType dtype, double largest) {
+  for (unsigned bits = 0; bits < 0x10000; ++bits) {
+    const double value = Format::decode(static_cast<std::uint16_t>(bits));
+    if (std::isnan(value)) {
+      EXPECT_TRUE(std::isnan(Format::decode(Format::encode(value))));
+      continue;
+    }
+    ASSERT_EQ(Format::encode(value), bits);
+    ASSERT_EQ(round_to(dtype, value), value);
+  }
+  const std::vector<double> values = all_values<Format>();
+  ASSERT_EQ(values.back(), largest);
+  for (std::size_t i = 0; i + 1 < values.size(); ++i) {
+    const double low = values[i], high = values[i + 1], middle = low + (high - low) / 2;
+    const double even = Format::encode(low) % 2 == 0 ? low : high;
+    ASSERT_EQ(round_to(dtype, middle), even) << middle;
+    ASSERT_EQ(round_to(dtype, std::nextafter(middle, -kInfinity)), low) << middle;
+    ASSERT_EQ(round_to(dtype, std::nextafter(middle, kInfinity)), high) << middle;
+    ASSERT_EQ(Format::decode(Format::encode(middle)), even) << middle;
+  }
+  const double half_step = (values.back() - values[values.size() - 2]) / 2;
+  EXPECT_EQ(round_to(dtype, std::nextafter(largest + half_step, 0)), largest);
+  EXPECT_EQ(round_to(dtype, largest + half_step), kInfinity);
+  EXPECT_EQ(round_to(dtype, -largest - half_step), -kInfinity);
+  EXPECT_EQ(round_to(dtype, 1e300), kInfinity);
+  EXPECT_EQ(round_to(dtype, -kInfinity), -kInfinity);
+  EXPECT_TRUE(std::isnan(round_to(dtype, std::nan(""))));
+  EXPECT_EQ(round_to(dtype, 1e-300), 0.0);
+  EXPECT_TRUE(std::signbit(round_to(dtype, -1e-300)));
+}
+
+TEST(RoundTo, Fp16IsNearestEvenEverywhere) { check_rounding<Fp16>(DType::fp16, 65504); }
+TEST(RoundTo, Bf16IsNearestEvenEverywhere) { check_rounding<Bf16>(DType::bf16, 0x1.fep127); }
+
+TEST(RoundTo, Fp32IsTheConversion) {
+  for (const double value : normal_values(1000, 5))
+    EXPECT_EQ(round_to(DType::fp32, value), static_cast<float>(value));
+}
+
+TEST(Precision, RoundedResultsAreOfTheElementTypeAndNearTheExact) {
+  const struct {
+    DType dtype;
+    double epsilon;
+  } cases[] = {{DType::fp16, 0x1p-11}, {DType::bf16, 0x1p-8}, {DType::fp32, 0x1p-24}};
+  for (const auto& [dtype, epsilon] : cases) {
+    AttentionSpec spec{.dtype = dtype, .head_dim = 32, .mask = causal(), .dropout = true};
+    Problem problem = random_problem(spec, {1, 2, 1, 50, 60});
+    problem.dropout_p = 0.2;
+    const Forward exact = forward(problem), rounded = forward(problem, Precision::rounded);
+    const Backward exact_grad = backward(problem), rounded_grad = backward(problem, Precision::rounded);
+    const auto check = [&](const std::vector<double>& a, const std::vector<double>& b) {
+      EXPECT_GT(max_abs_error(a, b), epsilon / 8) << to_string(dtype);
+      EXPECT_LT(max_abs_error(a, b), epsilon * 64) << to_string(dtype);
+      for (const double value : b) ASSERT_EQ(round_to(dtype, value), value);
+    };
+    check(exact.out, rounded.out);
+    check(exact_grad.dq, rounded_grad.dq);
+    check(exact_grad.dk, rounded_grad.dk);
+    check(exact_grad.dv, rounded_grad.dv);
+  }
+}
+
+TEST(Precision, FusedKeepsScoresThatRoundingDestroys) {
+  Problem problem = random_problem({.dtype = DType::bf16, .head_dim = 16}, {1, 2, 2, 100, 100});
+  problem.softmax_scale = 100;
+  const std::vector<double> exact = forward(problem).out;
+  EXPECT_GT(max_abs_error(forward(problem, Precision::rounded).out, exact), 0.1);
+  EXPECT_LT(max_abs_error(forward(problem, Precision::fused).out, exact), 0.02);
+  for (const double value : forward(problem, Precision::fused).out)
+    ASSERT_EQ(round_to(DType::bf16, value), value);
+}
+
+TEST(Judge, AppliesTheProjectsRule) {
+  const std::vector<double> exact{1, 2, 3}, rounded{1, 2.01, 3};
+  EXPECT_TRUE(judge({1, 2, 3.0199}, exact, rounded, 2).ok());
+  EXPECT_FALSE(judge({1, 2, 3.0201}, exact, rounded, 2).ok());
+  EXPECT_TRUE(judge({1, 2, 3.0201}, exact, rounded, 3).ok());
+  EXPECT_NEAR(judge(exact, exact, rounded, 2).limit, 0.02 + 1e-5, 1e-12);
+  EXPECT_FALSE(judge({1, 2, std::nan("")}, exact, rounded, 2).ok());
+  EXPECT_FALSE(judge({1, 2, kInfinity}, exact, rounded, 2).ok());
+  EXPECT_THROW(judge(exact, exact, {1, std::nan(""), 3}, 2), Error);
+  EXPECT_THROW(judge({1, 2}, exact, rounded, 2), Error);
+}
+
+TEST(MaxAbsError, TreatsOnlyEqualInfinitiesAsEqual) {
+  EXPECT_EQ(max_abs_error({-kInfinity, 1}, {-kInfinity, 1.5}), 0.5);
+  EXPECT_EQ(max_abs_error({-kInfinity}, {kInfinity}), kInfinity);
+  EXPECT_EQ(max_abs_error({std::nan("")}, {std::nan("")}), kInfinity);
+  EXPECT_EQ(max_abs_error({}, {}), 0);
+}
+
+TEST(Reference, RefusesWhatDoesNotFit) {
+  const auto with = [](const std::function<void(Problem&)>& change) {
+    Problem problem = full_problem();
+    change(problem);
+    return problem;
+  };
+  expect_refusal(with([](Problem& p) { p.q.pop_back(); }), "q has 1279 elements");
+  expect_refusal(with([](Problem& p) { p.k.clear(); }), "k has 0 elements");
+  expect_refusal(with([](Problem& p) { p.v.push_back(0); }), "v has");
+  expect_refusal(with([](Problem& p) { p.dout.clear(); }), "dout has 0 elements");
+  expect_refusal(with([](Problem& p) { p.kv_lengths = {1}; }), "kv_lengths has 1");
+  expect_refusal(with([](Problem& p) { p.block_map.pop_back(); }), "block_map has 23");
+  expect_refusal(with([](Problem& p) { p.map_heads = 3; }), "1 or 4");
+  expect_refusal(with([](Problem& p) { p.map_batch = 0; }), "1 or 2");
+  expect_refusal(with([](Problem& p) { p.softmax_scale = 0; }), "softmax_scale is 0");
+  expect_refusal(with([](Problem& p) { p.softmax_scale = std::nan(""); }), "softmax_scale is nan");
+  expect_refusal(with([](Problem& p) { p.dropout_p = 1; }), "dropout_p is 1");
+  expect_refusal(with([](Problem& p) { p.spec.dropout = false; }), "set spec.dropout");
+  expect_refusal(with([](Problem& p) { p.spec.mask = MaskProgram("q > kv"); }), "q > kv");
+  expect_refusal(with([](Problem& p) { p.spec.head_dim = 12; }), "12");
+  expect_refusal(with([](Problem& p) { p.shape.heads_kv = 3; }), "heads");
+  expect_refusal(with([](Problem& p) { p.shape = {2147480000, 2147480000, 1, 2147480000, 1}; }), "overflow");
+}
+
+}  // namespace
+}  // namespace flashjit::reference

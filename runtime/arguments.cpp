@@ -1,0 +1,348 @@
+#include "arguments.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+
+#include "reference/reference.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
+constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr std::uintptr_t kTensorAlignment = 16;
+constexpr std::uintptr_t kWorkspaceAlignment = 256;
+constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
+
+template <class... Parts>
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(fmt::format_string<Parts...> format, Parts&&... parts) {
+  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Parts>(parts)...));
+}
+
+bool aligned(const void* pointer, std::uintptr_t alignment) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
+}
+
+/// The size a dimension must have, and who says so: a tensor's name, or null for the spec.
+struct Size {
+  std::int64_t value;
+  const char* owner;
+};
+using Sizes = std::array<Size, 4>;
+
+enum class Access { read, write };
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_size(const char* name, int dimension, std::int64_t given,
+                                                        Size expected) {
+  if (!expected.owner)
+    refuse("{} has head_dim {}, but the spec says {}: give a tensor of that size or change the spec.", name,
+           given, expected.value);
+  refuse("{} has {} {}, but {} has {}: they must be equal.", name, kDimensions[dimension], given,
+         expected.owner, expected.value);
+}
+
+/// Refuses negative and overflowing strides, and those that are no multiple of 16 bytes.
+void check_strides(const char* name, const ConstTensorView& tensor, int element_size) {
+  std::int64_t extent = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.size[i] <= 1) continue;
+    const std::int64_t stride = tensor.stride[i];
+    if (stride < 0)
+      refuse("{} has stride {} in {}: strides must be 0 or more.", name, stride, kDimensions[i]);
+    std::int64_t span = 0;
+    if (__builtin_mul_overflow(tensor.size[i] - 1, stride, &span) || span > kMaxOffset - extent)
+      refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", name,
+             fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "));
+    extent += span;
+    if (stride % (static_cast<std::int64_t>(kTensorAlignment) / element_size) != 0)
+      refuse(
+          "{} has stride {} in {}: strides must be multiples of {} elements (16 bytes); pad the rows or copy "
+          "the "
+          "tensor.",
+          name, stride, kDimensions[i], static_cast<std::int64_t>(kTensorAlignment) / element_size);
+  }
+  if (tensor.size[3] > 1 && tensor.stride[3] != 1)
+    refuse(
+        "{} has stride {} in head_dim: the last dimension must be contiguous (stride 1); transpose or copy "
+        "the "
+        "tensor.",
+        name, tensor.stride[3]);
+}
+
+/// Refuses views in which two indices name one element, which kernels that write in parallel cannot honour.
+void check_distinct(const char* name, const ConstTensorView& tensor) {
+  std::array<int, 3> order = {2, 1, 0};
+  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
+  if (tensor.stride[order[1]] > tensor.stride[order[2]]) std::swap(order[1], order[2]);
+  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
+  std::int64_t covered =
+      tensor.size[3];  // elements from the first to behind the last of the dimensions before
+  for (const int i : order) {
+    if (tensor.size[i] <= 1) continue;
+    if (tensor.stride[i] < covered)
+      refuse(
+          "{} is written, but its elements overlap: stride {} in {} is less than the {} elements that lie "
+          "between; "
+          "give a tensor of its own.",
+          name, tensor.stride[i], kDimensions[i], covered);
+    covered += (tensor.size[i] - 1) * tensor.stride[i];
+  }
+}
+
+void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
+                  Access access) {
+  bool empty = false;
+  for (int i = 0; i < 4; ++i) {
+    if (tensor.size[i] < 0)
+      refuse("{} has {} {}: sizes must be 0 or more.", name, kDimensions[i], tensor.size[i]);
+    if (tensor.size[i] != sizes[i].value) refuse_size(name, i, tensor.size[i], sizes[i]);
+    empty |= tensor.size[i] == 0;
+  }
+  if (empty) return;
+  if (!tensor.data) refuse("{} is null, but it has elements: give device memory.", name);
+  if (!aligned(tensor.data, kTensorAlignment))
+    refuse("{} is at {}, which is no multiple of 16 bytes: align its memory.", name, tensor.data);
+  check_strides(name, tensor, element_size);
+  if (access == Access::write) check_distinct(name, tensor);
+}
+
+void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment) {
+  if (!aligned(pointer, alignment))
+    refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, pointer, alignment);
+}
+
+std::int64_t blocks_of(std::int64_t length, int block) { return length / block + (length % block != 0); }
+
+void check_block_map(const AttentionSpec& spec, const AttentionShape& shape, const BlockMapView& map) {
+  if (!spec.has_block_map()) {
+    if (map.data)
+      refuse("block_map is given, but the spec has none: set spec.block_map to the size of its blocks.");
+    return;
+  }
+  const std::int64_t rows = blocks_of(shape.seqlen_q, spec.block_map.q);
+  const std::int64_t columns = blocks_of(shape.seqlen_kv, spec.block_map.kv);
+  const bool fits = (map.size[0] == 1 || map.size[0] == shape.batch) &&
+                    (map.size[1] == 1 || map.size[1] == shape.heads_q) && map.size[2] == rows &&
+                    map.size[3] == columns;
+  if (!fits)
+    refuse("block_map has size [{}, {}, {}, {}], but blocks of {} x {} need [1 or {}, 1 or {}, {}, {}].",
+           map.size[0], map.size[1], map.size[2], map.size[3], spec.block_map.q, spec.block_map.kv,
+           shape.batch, shape.heads_q, rows, columns);
+  const bool empty = map.size[0] == 0 || map.size[1] == 0 || rows == 0 || columns == 0;
+  if (!map.data && !empty) refuse("block_map is null, but the spec has one: give device memory.");
+}
+
+void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths) {
+  if (!spec.kv_lengths && lengths) refuse("kv_lengths is given, but the spec has none: set spec.kv_lengths.");
+  if (spec.kv_lengths && !lengths && shape.batch > 0)
+    refuse("kv_lengths is null, but the spec has them: give one length per batch entry in device memory.");
+  check_pointer("kv_lengths", lengths, alignof(std::int32_t));
+}
+
+/// What both passes have beside their tensors.
+template <class Args>
+void check_common(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
+  if (args.softmax_scale && !(std::isfinite(*args.softmax_scale) && *args.softmax_scale > 0))
+    refuse("softmax_scale is {}: it must be finite and greater than 0; leave it out for 1 / sqrt(head_dim).",
+           *args.softmax_scale);
+  if (!(args.dropout_p >= 0 && args.dropout_p < 1))
+    refuse("dropout_p is {}: it must be at least 0 and less than 1.", args.dropout_p);
+  if (!spec.dropout && args.dropout_p > 0)
+    refuse("dropout_p is {}, but the spec has no dropout: set spec.dropout.", args.dropout_p);
+  check_kv_lengths(spec, shape, args.kv_lengths);
+  check_block_map(spec, shape, args.block_map);
+}
+
+/// Sizes of the tensors as q, k and the spec tell them.
+struct Expected {
+  Sizes q, k, v, out;
+};
+
+Expected expected_sizes(const AttentionSpec& spec, const AttentionShape& shape) {
+  const Size batch{shape.batch, "q"}, d{spec.head_dim, nullptr}, dv{spec.v_dim(), nullptr};
+  const Size heads_q{shape.heads_q, "q"}, heads_kv{shape.heads_kv, "k"};
+  const Size queries{shape.seqlen_q, "q"}, keys{shape.seqlen_kv, "k"};
+  return {.q = {batch, heads_q, queries, d},
+          .k = {batch, heads_kv, keys, d},
+          .v = {batch, heads_kv, keys, dv},
+          .out = {batch, heads_q, queries, dv}};
+}
+
+void check_heads(const AttentionShape& shape) {
+  const bool divides = shape.heads_kv == 0 ? shape.heads_q == 0 : shape.heads_q % shape.heads_kv == 0;
+  if (!divides)
+    refuse("q has {} heads and k has {}: the heads of q must be a multiple of those of k.", shape.heads_q,
+           shape.heads_kv);
+}
+
+template <class Args>
+AttentionShape shape_of_any(const Args& args) {
+  return {args.q.size[0], args.q.size[1], args.k.size[1], args.q.size[2], args.k.size[2]};
+}
+
+/// A stride that no index uses is not handed on: callers may have left anything in it.
+TensorParam tensor_param(const ConstTensorView& tensor) {
+  const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
+  return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
+}
+
+void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint64_t seed,
+                 std::uint64_t offset) {
+  const auto dropout = reference::dropout_parameters(spec.dropout ? p : 0.0);
+  params.keep_below = dropout.keep_below;
+  params.keep_scale = static_cast<float>(dropout.keep_scale);
+  params.seed_lo = static_cast<unsigned>(seed);
+  params.seed_hi = static_cast<unsigned>(seed >> 32);
+  params.offset_lo = static_cast<unsigned>(offset);
+  params.offset_hi = static_cast<unsigned>(offset >> 32);
+}
+
+void set_block_map(Params& params, const BlockMapView& map) {
+  params.block_map = map.data;
+  params.map_batch = static_cast<int>(map.size[0]);
+  params.map_heads = static_cast<int>(map.size[1]);
+  params.map_rows = static_cast<int>(map.size[2]);
+  params.map_columns = static_cast<int>(map.size[3]);
+}
+
+void set_workspace(Params& params, const plan::ExecutionPlan& plan, const Workspace& workspace) {
+  const auto part = [&]<class T>(T*& pointer, bool needed, std::size_t offset) {
+    if (needed) pointer = reinterpret_cast<T*>(static_cast<char*>(workspace.data) + offset);
+  };
+  const plan::WorkspaceLayout& at = plan.workspace;
+  part(params.d, plan.needs.row_stats, at.d);
+  part(params.lse_padded, plan.needs.row_stats, at.lse_padded);
+  part(params.dq_accum, plan.needs.dq_accum, at.dq_accum);
+  part(params.tickets, plan.needs.tickets, at.tickets);
+  part(params.lists.count, plan.needs.lists, at.list_count);
+  part(params.lists.entries, plan.needs.lists, at.list_entries);
+  part(params.lists.rank, plan.needs.ranks, at.list_rank);
+}
+
+template <class Args>
+Params common_params(const plan::ExecutionPlan& plan, const Args& args) {
+  const AttentionSpec& spec = plan.spec;
+  const AttentionShape& shape = plan.shape;
+  Params params{};
+  params.q = tensor_param(args.q);
+  params.k = tensor_param(args.k);
+  params.v = tensor_param(args.v);
+  params.o = tensor_param(args.out);
+  params.lse = const_cast<float*>(args.lse);
+  params.kv_lengths = args.kv_lengths;
+  params.batch = static_cast<int>(shape.batch);
+  params.heads_q = static_cast<int>(shape.heads_q);
+  params.heads_kv = static_cast<int>(shape.heads_kv);
+  params.seqlen_q = static_cast<int>(shape.seqlen_q);
+  params.seqlen_kv = static_cast<int>(shape.seqlen_kv);
+  params.seqlen_q_padded = static_cast<int>(plan::padded_seqlen_q(shape));
+  params.softmax_scale =
+      args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
+  set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
+  if (spec.has_block_map()) set_block_map(params, args.block_map);
+  set_workspace(params, plan, args.workspace);
+  return params;
+}
+
+std::vector<NamedPointer> without_nulls(std::initializer_list<NamedPointer> pointers) {
+  std::vector<NamedPointer> kept;
+  std::copy_if(pointers.begin(), pointers.end(), std::back_inserter(kept),
+               [](const NamedPointer& named) { return named.pointer != nullptr; });
+  return kept;
+}
+
+}  // namespace
+
+AttentionShape shape_of(const ForwardArgs& args) { return shape_of_any(args); }
+AttentionShape shape_of(const BackwardArgs& args) { return shape_of_any(args); }
+
+void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
+  const AttentionShape shape = shape_of(args);
+  const Expected sizes = expected_sizes(spec, shape);
+  const int element_size = size_of(spec.dtype);
+  check_tensor("q", args.q, sizes.q, element_size, Access::read);
+  check_tensor("k", args.k, sizes.k, element_size, Access::read);
+  check_tensor("v", args.v, sizes.v, element_size, Access::read);
+  check_tensor("out", args.out, sizes.out, element_size, Access::write);
+  check_pointer("lse", args.lse, alignof(float));
+  check_heads(shape);
+  check_common(spec, shape, args);
+}
+
+void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
+  const AttentionShape shape = shape_of(args);
+  const Expected sizes = expected_sizes(spec, shape);
+  const int element_size = size_of(spec.dtype);
+  check_tensor("q", args.q, sizes.q, element_size, Access::read);
+  check_tensor("k", args.k, sizes.k, element_size, Access::read);
+  check_tensor("v", args.v, sizes.v, element_size, Access::read);
+  check_tensor("out", args.out, sizes.out, element_size, Access::read);
+  check_tensor("dout", args.dout, sizes.out, element_size, Access::read);
+  check_tensor("dq", args.dq, sizes.q, element_size, Access::write);
+  check_tensor("dk", args.dk, sizes.k, element_size, Access::write);
+  check_tensor("dv", args.dv, sizes.v, element_size, Access::write);
+  if (!args.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+    refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
+  check_pointer("lse", args.lse, alignof(float));
+  check_heads(shape);
+  check_common(spec, shape, args);
+}
+
+void check_workspace(const Workspace& workspace, std::size_t needed) {
+  if (needed == 0) return;
+  if (workspace.bytes < needed || !workspace.data)
+    refuse(
+        "The workspace has {} bytes{}, but {} are needed: ask Runtime::workspace_bytes() and give that much.",
+        workspace.bytes, workspace.data ? "" : " at null", needed);
+  check_pointer("workspace", workspace.data, kWorkspaceAlignment);
+}
+
+void check_limits(const AttentionShape& shape) {
+  if (plan::padded_seqlen_q(shape) > kMaxInt)
+    refuse("seqlen_q is {}: at most {} is possible.", shape.seqlen_q, kMaxInt / 128 * 128);
+}
+
+Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
+  return common_params(plan, args);
+}
+
+Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
+  Params params = common_params(plan, args);
+  params.dout = tensor_param(args.dout);
+  params.dq = tensor_param(args.dq);
+  params.dk = tensor_param(args.dk);
+  params.dv = tensor_param(args.dv);
+  return params;
+}
+
+std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
+  return without_nulls({{"q", args.q.data},
+                        {"k", args.k.data},
+                        {"v", args.v.data},
+                        {"out", args.out.data},
+                        {"lse", args.lse},
+                        {"kv_lengths", args.kv_lengths},
+                        {"block_map", args.block_map.data},
+                        {"workspace", args.workspace.data}});
+}
+
+std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {
+  return without_nulls({{"q", args.q.data},
+                        {"k", args.k.data},
+                        {"v", args.v.data},
+                        {"out", args.out.data},
+                        {"lse", args.lse},
+                        {"dout", args.dout.data},
+                        {"dq", args.dq.data},
+                        {"dk", args.dk.data},
+                        {"dv", args.dv.data},
+                        {"kv_lengths", args.kv_lengths},
+                        {"block_map", args.block_map.data},
+                        {"workspace", args.workspace.data}});
+}
+
+}  // namespace flashjit

@@ -1,0 +1,39 @@
+// From a call's arguments to what a kernel is handed, or to the reason why not. No driver, no allocation.
+#pragma once
+
+#include <vector>
+
+#include "flashjit/runtime.hpp"
+#include "plan/plan.hpp"
+#include "templates/common/params.cuh"
+
+namespace flashjit {
+
+/// The sizes that q and k tell; check_arguments() says whether the others agree.
+AttentionShape shape_of(const ForwardArgs& args);
+AttentionShape shape_of(const BackwardArgs& args);
+
+/// Everything that can be checked without a plan or a device. Throws Error(invalid_argument) that names the
+/// argument, what it is, what is allowed and what to do.
+void check_arguments(const AttentionSpec& spec, const ForwardArgs& args);
+void check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
+
+/// Throws Error(invalid_argument) when the workspace is too small or misaligned.
+void check_workspace(const Workspace& workspace, std::size_t needed);
+
+/// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
+void check_limits(const AttentionShape& shape);
+
+/// Of arguments and a workspace that were checked.
+Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args);
+Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
+
+struct NamedPointer {
+  const char* name;
+  const void* pointer;
+};
+/// Every pointer that is not null.
+std::vector<NamedPointer> pointers_of(const ForwardArgs& args);
+std::vector<NamedPointer> pointers_of(const BackwardArgs& args);
+
+}  // namespace flashjit

@@ -1,0 +1,275 @@
+#include <fmt/format.h>
+
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+
+#include "flashjit/flashjit.h"
+#include "flashjit/flashjit.hpp"
+#include "versioned_struct.hpp"
+
+struct flashjit_runtime {
+  flashjit::Runtime runtime;
+};
+
+struct flashjit_spec {
+  flashjit::AttentionSpec forward, backward;
+};
+
+namespace {
+
+using flashjit::Error;
+using flashjit::ErrorCode;
+
+struct LastError {
+  std::string message, detail;
+};
+
+/// Per thread, because C has no other place for a message.
+LastError& last_error() {
+  thread_local LastError error;
+  return error;
+}
+
+flashjit_status keep_error(ErrorCode code, const char* message, const char* detail) noexcept {
+  try {
+    last_error().message = message;
+    last_error().detail = detail;
+  } catch (...) {
+    last_error() = {};  // no memory for the message; the status still tells
+  }
+  return static_cast<flashjit_status>(code);
+}
+
+/// Runs `body`; what it throws becomes a status and the last error.
+template <class Body>
+flashjit_status guarded(Body&& body) noexcept {
+  try {
+    body();
+    return FLASHJIT_OK;
+  } catch (const Error& error) {
+    return keep_error(error.code(), error.message().c_str(), error.detail().c_str());
+  } catch (const std::exception& error) {
+    return keep_error(ErrorCode::internal, error.what(), "");
+  } catch (...) {
+    return keep_error(ErrorCode::internal, "an exception of an unknown type", "");
+  }
+}
+
+template <class T>
+T& required(T* pointer, const char* name, const char* advice) {
+  if (!pointer) throw Error(ErrorCode::invalid_argument, fmt::format("{} is null: {}.", name, advice));
+  return *pointer;
+}
+
+flashjit::Runtime& get(flashjit_runtime* runtime) {
+  return required(runtime, "runtime", "make one with flashjit_runtime_create()").runtime;
+}
+const flashjit_spec& get(const flashjit_spec* spec) {
+  return required(spec, "spec", "make one with flashjit_spec_create()");
+}
+
+const flashjit::AttentionSpec& get(const flashjit_spec* spec, flashjit_pass pass) {
+  if (pass == FLASHJIT_FORWARD) return get(spec).forward;
+  if (pass == FLASHJIT_BACKWARD) return get(spec).backward;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("pass is {}: give FLASHJIT_FORWARD (0) or FLASHJIT_BACKWARD (1).", pass));
+}
+
+flashjit::AttentionShape get(const flashjit_shape* shape) {
+  const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] =
+      required(shape, "shape", "give the sizes of the problem");
+  return {batch, heads_q, heads_kv, seqlen_q, seqlen_kv};
+}
+
+flashjit::TensorView view(const flashjit_tensor& tensor) {
+  return {tensor.data, std::to_array(tensor.size), std::to_array(tensor.stride)};
+}
+
+std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
+
+/// What both structs of arguments have beside their tensors.
+template <class Args, class CArgs>
+void set_common(Args& args, const CArgs& c) {
+  args.softmax_scale = optional(c.softmax_scale);
+  args.kv_lengths = c.kv_lengths;
+  args.block_map = {c.block_map.data, std::to_array(c.block_map.size)};
+  args.dropout_p = c.dropout_p;
+  args.seed = c.seed;
+  args.offset = c.offset;
+  args.workspace = {c.workspace, c.workspace_bytes};
+}
+
+flashjit::ForwardArgs forward_args(const flashjit_forward_args& c) {
+  flashjit::ForwardArgs args{
+      .q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
+  set_common(args, c);
+  return args;
+}
+
+flashjit::BackwardArgs backward_args(const flashjit_backward_args& c) {
+  flashjit::BackwardArgs args{.q = view(c.q),
+                              .k = view(c.k),
+                              .v = view(c.v),
+                              .out = view(c.out),
+                              .lse = c.lse,
+                              .dout = view(c.dout),
+                              .dq = view(c.dq),
+                              .dk = view(c.dk),
+                              .dv = view(c.dv)};
+  set_common(args, c);
+  return args;
+}
+
+std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
+  switch (jit) {
+    case FLASHJIT_JIT_DEFAULT:
+      return std::nullopt;
+    case FLASHJIT_JIT_ON:
+      return flashjit::JitMode::on;
+    case FLASHJIT_JIT_OFF:
+      return flashjit::JitMode::off;
+  }
+  throw Error(
+      ErrorCode::invalid_argument,
+      fmt::format("jit is {}: give FLASHJIT_JIT_DEFAULT (0), FLASHJIT_JIT_ON (1) or FLASHJIT_JIT_OFF (2).",
+                  jit));
+}
+
+flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
+  flashjit::RuntimeOptions options;
+  if (!given) return options;
+  const auto c = flashjit::read_struct("flashjit_options", given);
+  if (c.cache_dir) options.cache_dir = c.cache_dir;
+  if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
+  for (std::size_t i = 0; i < c.pack_count; ++i)
+    options.packs.emplace_back(&required(c.packs[i], "a path in packs", "give a folder"));
+  options.jit = jit_mode(c.jit);
+  if (c.template_dir) options.template_dir = c.template_dir;
+  if (c.log)
+    options.log = [log = c.log, user = c.log_user](std::string_view line) {
+      log(user, std::string(line).c_str());
+    };
+  return options;
+}
+
+template <ErrorCode code, flashjit_status status>
+constexpr bool kSame = static_cast<flashjit_status>(code) == status;
+static_assert(kSame<ErrorCode::invalid_argument, FLASHJIT_INVALID_ARGUMENT> &&
+              kSame<ErrorCode::unsupported, FLASHJIT_UNSUPPORTED> &&
+              kSame<ErrorCode::no_driver, FLASHJIT_NO_DRIVER> &&
+              kSame<ErrorCode::no_device, FLASHJIT_NO_DEVICE> &&
+              kSame<ErrorCode::no_compiler, FLASHJIT_NO_COMPILER> &&
+              kSame<ErrorCode::compile_failed, FLASHJIT_COMPILE_FAILED> &&
+              kSame<ErrorCode::kernel_missing, FLASHJIT_KERNEL_MISSING> &&
+              kSame<ErrorCode::io, FLASHJIT_IO> && kSame<ErrorCode::cuda, FLASHJIT_CUDA> &&
+              kSame<ErrorCode::internal, FLASHJIT_INTERNAL>);
+
+}  // namespace
+
+extern "C" {
+
+const char* flashjit_version(void) noexcept { return FLASHJIT_VERSION; }
+
+const char* flashjit_status_name(flashjit_status status) noexcept {
+  switch (status) {
+    case FLASHJIT_OK:
+      return "ok";
+    case FLASHJIT_INVALID_ARGUMENT:
+      return "invalid_argument";
+    case FLASHJIT_UNSUPPORTED:
+      return "unsupported";
+    case FLASHJIT_NO_DRIVER:
+      return "no_driver";
+    case FLASHJIT_NO_DEVICE:
+      return "no_device";
+    case FLASHJIT_NO_COMPILER:
+      return "no_compiler";
+    case FLASHJIT_COMPILE_FAILED:
+      return "compile_failed";
+    case FLASHJIT_KERNEL_MISSING:
+      return "kernel_missing";
+    case FLASHJIT_IO:
+      return "io";
+    case FLASHJIT_CUDA:
+      return "cuda";
+    case FLASHJIT_INTERNAL:
+      return "internal";
+    default:
+      return "unknown";
+  }
+}
+
+const char* flashjit_last_error_message(void) noexcept { return last_error().message.c_str(); }
+const char* flashjit_last_error_detail(void) noexcept { return last_error().detail.c_str(); }
+
+flashjit_status flashjit_runtime_create(const flashjit_options* options,
+                                        flashjit_runtime** runtime) noexcept {
+  return guarded([&] {
+    flashjit_runtime*& created = required(runtime, "runtime", "give the address of a flashjit_runtime*");
+    created = nullptr;
+    created = new flashjit_runtime{flashjit::Runtime(runtime_options(options))};
+  });
+}
+
+void flashjit_runtime_destroy(flashjit_runtime* runtime) noexcept { delete runtime; }
+
+flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noexcept {
+  return guarded([&] {
+    flashjit_spec*& created = required(spec, "spec", "give the address of a flashjit_spec*");
+    created = nullptr;
+    flashjit::AttentionSpec parsed =
+        flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""));
+    parsed.validate();
+    flashjit::AttentionSpec backward = parsed;
+    parsed.pass = flashjit::Pass::forward;
+    backward.pass = flashjit::Pass::backward;
+    created = new flashjit_spec{std::move(parsed), std::move(backward)};
+  });
+}
+
+void flashjit_spec_destroy(flashjit_spec* spec) noexcept { delete spec; }
+
+flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                 const flashjit_forward_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] {
+    const auto known = flashjit::read_struct("flashjit_forward_args", args);
+    get(runtime).forward(get(spec).forward, forward_args(known), stream);
+  });
+}
+
+flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                  const flashjit_backward_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] {
+    const auto known = flashjit::read_struct("flashjit_backward_args", args);
+    get(runtime).backward(get(spec).backward, backward_args(known), stream);
+  });
+}
+
+flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
+                                 const flashjit_shape* shape, const char* config) noexcept {
+  return guarded([&] {
+    const auto given = config ? std::optional(flashjit::parse_config(config)) : std::nullopt;
+    get(runtime).prepare(get(spec, pass), get(shape), given);
+  });
+}
+
+flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
+                                         const flashjit_spec* spec, const flashjit_shape* shape,
+                                         size_t* bytes) noexcept {
+  return guarded([&] {
+    size_t& needed = required(bytes, "bytes", "give the address of a size_t");
+    needed = get(runtime).workspace_bytes(get(spec, pass), get(shape));
+  });
+}
+
+flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
+                                  const flashjit_shape* shape) noexcept {
+  return guarded([&] {
+    const flashjit::Support support = get(runtime).supports(get(spec, pass), get(shape));
+    if (!support) throw Error(ErrorCode::unsupported, support.reason);
+  });
+}
+
+}  // extern "C"

@@ -1,0 +1,75 @@
+// What the table of prepared operations is searched by on every call: made without building a string.
+#pragma once
+
+#define XXH_INLINE_ALL
+#include <xxhash.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit {
+
+/// Spec, shape and device of a call, as a view of the caller's spec.
+struct CallKeyView {
+  std::array<std::int64_t, 9> numbers;
+  std::string_view score, mask;
+
+  CallKeyView(std::array<std::int64_t, 9> numbers_, std::string_view score_, std::string_view mask_)
+      : numbers(numbers_), score(score_), mask(mask_) {}
+  CallKeyView(const AttentionSpec& spec, Pass pass, const AttentionShape& shape, int device)
+      : numbers{flags(spec, pass),
+                two(spec.head_dim, spec.v_dim()),
+                two(spec.block_map.q, spec.block_map.kv),
+                shape.batch,
+                shape.heads_q,
+                shape.heads_kv,
+                shape.seqlen_q,
+                shape.seqlen_kv,
+                device},
+        score(spec.score.text()),
+        mask(spec.mask.text()) {}
+
+  bool operator==(const CallKeyView&) const = default;
+
+ private:
+  static std::int64_t flags(const AttentionSpec& spec, Pass pass) {
+    const bool deterministic = spec.deterministic && pass == Pass::backward;
+    return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
+           static_cast<std::int64_t>(spec.dropout) << 16 | static_cast<std::int64_t>(spec.kv_lengths) << 17 |
+           static_cast<std::int64_t>(deterministic) << 18;
+  }
+  static std::int64_t two(int high, int low) {
+    return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |
+                                     static_cast<std::uint32_t>(low));
+  }
+};
+
+/// The same, owning its text: what the table keeps.
+struct CallKey {
+  explicit CallKey(const CallKeyView& view) : numbers(view.numbers), score(view.score), mask(view.mask) {}
+  operator CallKeyView() const { return {numbers, score, mask}; }
+
+  std::array<std::int64_t, 9> numbers;
+  std::string score, mask;
+};
+
+struct CallKeyHash {
+  using is_transparent = void;
+  std::size_t operator()(const CallKeyView& key) const {
+    std::uint64_t hash = XXH3_64bits(key.numbers.data(), sizeof key.numbers);
+    if (!key.mask.empty()) hash = XXH3_64bits_withSeed(key.mask.data(), key.mask.size(), hash);
+    if (!key.score.empty()) hash = XXH3_64bits_withSeed(key.score.data(), key.score.size(), ~hash);
+    return hash;
+  }
+};
+
+struct CallKeyEqual {
+  using is_transparent = void;
+  bool operator()(const CallKeyView& a, const CallKeyView& b) const { return a == b; }
+};
+
+}  // namespace flashjit

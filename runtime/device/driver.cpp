@@ -1,0 +1,93 @@
+#include "device/driver.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+
+namespace flashjit::device {
+namespace {
+
+constexpr int kOldestVersion = 12000;
+constexpr const char* kDefaultLibrary = "libcuda.so.1";
+
+[[noreturn]] void too_old(const std::string& path, const std::string& found) {
+  throw Error(
+      ErrorCode::no_driver,
+      fmt::format(
+          "The CUDA driver in {} is too old: {}; flashjit needs CUDA 12.0 or newer. Install an NVIDIA "
+          "driver of version 525.60 or newer.",
+          path, found));
+}
+
+void* open_library(const std::string& path) {
+  if (void* handle = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL)) return handle;
+  const char* reason = dlerror();
+  throw Error(
+      ErrorCode::no_driver,
+      fmt::format(
+          "The CUDA driver could not be opened: {}. It comes with the NVIDIA driver (525.60 or newer) "
+          "and needs an NVIDIA GPU; install it, or set FLASHJIT_LIBCUDA to the path of libcuda.so.1.",
+          reason ? reason : path));
+}
+
+void initialise(const Driver& driver) {
+  const CUresult result = driver.init(0);
+  if (result == CUDA_SUCCESS) return;
+  if (result == CUDA_ERROR_NO_DEVICE)
+    throw Error(ErrorCode::no_device, fmt::format("The CUDA driver in {} finds no GPU: check nvidia-smi and "
+                                                  "CUDA_VISIBLE_DEVICES.",
+                                                  driver.path));
+  throw Error(
+      ErrorCode::no_driver,
+      fmt::format("The CUDA driver in {} does not start: {}. Check nvidia-smi; after an update of the driver "
+                  "the machine may need a restart.",
+                  driver.path, driver.describe(result)));
+}
+
+}  // namespace
+
+std::shared_ptr<const Driver> Driver::open(const std::string& library) {
+  auto driver = std::make_shared<Driver>();
+  driver->path = library.empty() ? kDefaultLibrary : library;
+  // Never closed: the driver keeps threads and exit handlers of its own.
+  void* handle = open_library(driver->path);
+
+  const auto get_proc_address =
+      reinterpret_cast<decltype(&::cuGetProcAddress_v2)>(dlsym(handle, "cuGetProcAddress_v2"));
+  if (!get_proc_address) too_old(driver->path, "it has no cuGetProcAddress_v2");
+
+  // The version is that of the declarations used, so that a newer driver does not hand out a newer signature.
+  const auto resolve = [&](const char* symbol) {
+    void* address = nullptr;
+    CUdriverProcAddressQueryResult found{};
+    const CUresult result =
+        get_proc_address(symbol, &address, kOldestVersion, CU_GET_PROC_ADDRESS_DEFAULT, &found);
+    if (result != CUDA_SUCCESS || !address) too_old(driver->path, fmt::format("it has no {}", symbol));
+    return address;
+  };
+#define FLASHJIT_RESOLVE(member, symbol) \
+  driver->member = reinterpret_cast<decltype(driver->member)>(resolve(#symbol));
+  FLASHJIT_DRIVER_FUNCTIONS(FLASHJIT_RESOLVE)
+#undef FLASHJIT_RESOLVE
+
+  driver->check(driver->driver_get_version(&driver->version), "cuDriverGetVersion");
+  if (driver->version < kOldestVersion)
+    too_old(driver->path,
+            fmt::format("it speaks CUDA {}.{}", driver->version / 1000, driver->version % 1000 / 10));
+  initialise(*driver);
+  return driver;
+}
+
+std::string Driver::describe(CUresult result) const {
+  const char* name = nullptr;
+  const char* text = nullptr;
+  if (get_error_name(result, &name) != CUDA_SUCCESS || !name)
+    return fmt::format("CUDA error {}", static_cast<int>(result));
+  if (get_error_string(result, &text) != CUDA_SUCCESS || !text) return name;
+  return fmt::format("{} ({})", name, text);
+}
+
+void Driver::fail(CUresult result, std::string_view what) const {
+  throw Error(ErrorCode::cuda, fmt::format("{} failed: {}.", what, describe(result)));
+}
+
+}  // namespace flashjit::device

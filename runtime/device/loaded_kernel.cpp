@@ -1,0 +1,45 @@
+#include "device/loaded_kernel.hpp"
+
+#include <fmt/format.h>
+
+namespace flashjit::device {
+
+LoadedKernel::LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
+                           std::vector<plan::Entry> entries)
+    : driver_(std::move(driver)), entries_(std::move(entries)) {
+  driver_->check(
+      driver_->library_load_data(&library_, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+      "cuLibraryLoadData");
+  for (const plan::Entry& entry : entries_) {
+    CUkernel kernel = nullptr;
+    const CUresult result =
+        driver_->library_get_kernel(&kernel, library_, ("flashjit_" + entry.name).c_str());
+    if (result != CUDA_SUCCESS) {
+      driver_->library_unload(library_);
+      driver_->check(result, fmt::format("cuLibraryGetKernel of flashjit_{}", entry.name));
+    }
+    kernels_.push_back(kernel);
+  }
+}
+
+LoadedKernel::~LoadedKernel() {
+  // At process exit the driver may be gone first and says so with an error; nothing is left to unload then.
+  driver_->library_unload(library_);
+}
+
+void LoadedKernel::make_ready(CUdevice device) const {
+  for (std::size_t i = 0; i < entries_.size(); ++i) {
+    driver_->check(driver_->kernel_set_attribute(CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES,
+                                                 entries_[i].shared_bytes, kernels_[i], device),
+                   fmt::format("Allowing flashjit_{} {} bytes of shared memory", entries_[i].name,
+                               entries_[i].shared_bytes));
+    CUfunction function = nullptr;
+    driver_->check(driver_->kernel_get_function(&function, kernels_[i]), "cuKernelGetFunction");
+    // Asking for an attribute makes a lazily loading driver load the function.
+    int registers = 0;
+    driver_->check(driver_->func_get_attribute(&registers, CU_FUNC_ATTRIBUTE_NUM_REGS, function),
+                   "cuFuncGetAttribute");
+  }
+}
+
+}  // namespace flashjit::device

@@ -1,0 +1,55 @@
+// A cubin in the driver: its entries as kernels that launch in whatever context is current.
+#pragma once
+
+#include <memory>
+#include <vector>
+
+#include "device/driver.hpp"
+#include "render/kernel_source.hpp"
+
+namespace flashjit::device {
+
+/// Owns one CUlibrary, which belongs to no context. It unloads with its last owner: a graph that captured one
+/// of its kernels must not outlive it.
+class LoadedKernel {
+ public:
+  /// Throws Error(cuda) when the driver refuses the cubin or lacks an entry.
+  LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
+               std::vector<plan::Entry> entries);
+  ~LoadedKernel();
+  LoadedKernel(const LoadedKernel&) = delete;
+  LoadedKernel& operator=(const LoadedKernel&) = delete;
+
+  /// In the order of the family's entries.
+  const std::vector<plan::Entry>& entries() const { return entries_; }
+  CUkernel kernel(std::size_t entry) const { return kernels_[entry]; }
+
+  /// Allows each entry its shared memory on `device`, the current context's, and has the driver load the code
+  /// now, so that no later launch does, not even inside a graph capture. Throws Error(cuda).
+  void make_ready(CUdevice device) const;
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  std::vector<plan::Entry> entries_;
+  CUlibrary library_ = nullptr;
+  std::vector<CUkernel> kernels_;
+};
+
+/// One launch on `stream` with `params` by value. Throws Error(cuda).
+template <class Params>
+void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes,
+            CUstream stream, Params& params) {
+  CUlaunchConfig config{};
+  config.gridDimX = blocks;
+  config.gridDimY = config.gridDimZ = 1;
+  config.blockDimX = threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = shared_bytes;
+  config.hStream = stream;
+  void* arguments[] = {&params};
+  // The driver takes a CUkernel in a CUfunction's place and finds the current context's function itself.
+  driver.check(driver.launch_kernel_ex(&config, reinterpret_cast<CUfunction>(kernel), arguments, nullptr),
+               "cuLaunchKernelEx");
+}
+
+}  // namespace flashjit::device

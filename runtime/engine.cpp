@@ -1,0 +1,249 @@
+#include "engine.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "arguments.hpp"
+
+namespace flashjit {
+namespace {
+
+/// Shapes that a process calls again and again are few; one that never repeats a shape must not grow for
+/// ever.
+constexpr std::size_t kOperationLimit = 4096;
+
+AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
+  spec.pass = pass;
+  return spec;
+}
+
+std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
+  return fmt::format("{} {}", to_string(spec.normalized()), to_string(shape));
+}
+
+bool has_work(const plan::ExecutionPlan& plan) {
+  return std::ranges::any_of(plan.launches, [](const plan::Launch& launch) { return launch.blocks > 0; });
+}
+
+/// Refuses memory that kernels in the current context cannot reach.
+void check_reachable(const device::Driver& driver, CUdevice device, const NamedPointer& named) {
+  const auto address = reinterpret_cast<CUdeviceptr>(named.pointer);
+  unsigned memory_type = 0;
+  if (driver.pointer_get_attribute(&memory_type, CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address) != CUDA_SUCCESS) {
+    int pageable = 0;
+    driver.device_get_attribute(&pageable, CU_DEVICE_ATTRIBUTE_PAGEABLE_MEMORY_ACCESS, device);
+    if (pageable) return;
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} is at {}, which is no memory that CUDA knows: give device memory.",
+                            named.name, named.pointer));
+  }
+  int owner = device;
+  driver.pointer_get_attribute(&owner, CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address);
+  if (memory_type != CU_MEMORYTYPE_DEVICE || owner == device) return;
+  CUdeviceptr seen_here = 0;
+  if (driver.pointer_get_attribute(&seen_here, CU_POINTER_ATTRIBUTE_DEVICE_POINTER, address) == CUDA_SUCCESS)
+    return;
+  throw Error(
+      ErrorCode::no_device,
+      fmt::format("{} is memory of device {}, but the current context is on device {}: make a context of the "
+                  "tensors' device current.",
+                  named.name, owner, device));
+}
+
+}  // namespace
+
+Engine::Engine(Settings settings, std::shared_ptr<const device::Driver> driver)
+    : settings_(std::move(settings)), driver_(std::move(driver)), library_(settings_) {}
+
+void Engine::forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream) {
+  run(spec, Pass::forward, args, stream);
+}
+
+void Engine::backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream) {
+  run(spec, Pass::backward, args, stream);
+}
+
+template <class Args>
+void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream) {
+  check_arguments(spec, args);
+  const device::Driver& driver = *this->driver();
+  const CUdevice device = device::current_device(driver);
+  const AttentionShape shape = shape_of(args);
+  OperationPtr operation = find(CallKeyView(spec, pass, shape, device));
+  if (!operation) operation = add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
+  check_workspace(args.workspace, operation->plan.workspace.bytes);
+  if (!operation->pointers_checked.load(std::memory_order_relaxed)) {
+    check_pointers(args, device);
+    operation->pointers_checked.store(true, std::memory_order_relaxed);
+  }
+  Params params = make_params(operation->plan, args);
+  for (const Operation::Step& step : operation->steps)
+    device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, params);
+}
+
+template <class Args>
+void Engine::check_pointers(const Args& args, CUdevice device) {
+  for (const NamedPointer& named : pointers_of(args)) check_reachable(*driver(), device, named);
+}
+
+KernelReport Engine::prepare(const AttentionSpec& spec, const AttentionShape& shape,
+                             const std::optional<TileConfig>& config) {
+  const CUdevice device = device::current_device(*driver());
+  const OperationPtr operation = add(spec, shape, device, config, false);
+  KernelReport report{.spec = operation->plan.spec,
+                      .config = operation->plan.config,
+                      .config_source = operation->plan.config_source};
+  if (!operation->kernel) return report;
+  const ReadyKernel& kernel = *operation->kernel;
+  report.key = kernel.key;
+  report.entries = kernel.entries;
+  if (operation->made) {
+    report.origin = kernel.origin;
+    report.render_ms = kernel.render_ms;
+    report.compile_ms = kernel.compile_ms;
+    report.load_ms = kernel.load_ms;
+  }
+  return report;
+}
+
+std::size_t Engine::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+  const CUdevice device = device::current_device(*driver());
+  if (const OperationPtr operation = find(CallKeyView(spec, spec.pass, shape, device)))
+    return operation->plan.workspace.bytes;
+  return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape)).workspace.bytes;
+}
+
+Support Engine::supports(const AttentionSpec& spec, const AttentionShape& shape) {
+  const CUdevice device = device::current_device(*driver());
+  try {
+    plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape));
+    return Support::yes();
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::unsupported && error.code() != ErrorCode::invalid_argument) throw;
+    return Support::no(error.message());
+  }
+}
+
+DeviceInfo Engine::device() { return devices_.info(*driver(), device::current_device(*driver())); }
+
+Engine::OperationPtr Engine::find(const CallKeyView& key) const {
+  const std::shared_lock lock(mutex_);
+  const auto found = operations_.find(key);
+  return found == operations_.end() ? nullptr : found->second;
+}
+
+Engine::OperationPtr Engine::add(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device,
+                                 const std::optional<TileConfig>& config, bool capturing) {
+  std::uint64_t generation = 0;
+  {
+    const std::shared_lock lock(mutex_);
+    generation = generation_;
+  }
+  const DeviceInfo& info = devices_.info(*driver(), device);
+  const std::optional<TileConfig> wanted = config ? config : remembered(spec, shape);
+  OperationPtr operation = build(plan(spec, shape, info, wanted), info, device, capturing);
+  keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
+  return operation;
+}
+
+void Engine::keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,
+                  const std::optional<TileConfig>& config) {
+  const plan::ExecutionPlan& plan = operation->plan;
+  const std::string given = config ? given_key(plan.spec, plan.shape) : "";
+  const std::unique_lock lock(mutex_);
+  if (config) {
+    given_.insert_or_assign(given, *config);
+    ++generation_;
+    // Other devices' operations of this spec and shape are stale, too; making one anew costs microseconds.
+    operations_.clear();
+  } else if (generation != generation_) {
+    return;
+  }
+  if (operations_.size() >= kOperationLimit) operations_.clear();
+  operations_.insert_or_assign(CallKey(key), std::move(operation));
+}
+
+std::optional<TileConfig> Engine::remembered(const AttentionSpec& spec, const AttentionShape& shape) const {
+  const std::shared_lock lock(mutex_);
+  if (given_.empty()) return {};
+  const auto found = given_.find(given_key(spec, shape));
+  return found == given_.end() ? std::nullopt : std::optional(found->second);
+}
+
+plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape& shape,
+                                 const DeviceInfo& info, const std::optional<TileConfig>& config) {
+  spec.validate();
+  shape.validate();
+  check_limits(shape);
+  return plan::make_plan(spec, shape, info, library_.records(), config);
+}
+
+std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan& first,
+                                                      const DeviceInfo& info) {
+  std::vector<plan::ExecutionPlan> plans = {first};
+  if (first.config_source == "given") return plans;
+  for (const plan::FamilyTraits& family : plan::families()) {
+    if (!family.supports(first.spec, info)) continue;
+    const TileConfig config = family.heuristic(first.spec, first.shape, info);
+    if (config == first.config || !family.admits(first.spec, config, info)) continue;
+    plans.push_back(plan::make_plan(first.spec, first.shape, info, library_.records(), config));
+    plans.back().config_source = "heuristic";
+  }
+  return plans;
+}
+
+Engine::OperationPtr Engine::build(plan::ExecutionPlan first, const DeviceInfo& info, CUdevice device,
+                                   bool capturing) {
+  std::vector<plan::ExecutionPlan> plans = alternatives(first, info);
+  for (std::size_t i = 0;; ++i) {
+    try {
+      return load(plans[i], info, device, capturing);
+    } catch (const Error& error) {
+      if (error.code() != ErrorCode::compile_failed || i + 1 == plans.size()) throw;
+      settings_.log(fmt::format("{} does not work: {} Trying {}.", to_string(plans[i].config),
+                                error.message(), to_string(plans[i + 1].config)));
+    }
+  }
+}
+
+Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device,
+                                  bool capturing) {
+  auto operation = std::make_shared<Operation>();
+  operation->plan = std::move(plan);
+  const plan::ExecutionPlan& planned = operation->plan;
+  if (!has_work(planned)) return operation;
+  // Loading a module while a stream captures would spoil the capture.
+  if (capturing && !library_.holds(planned.spec, planned.config, info))
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} with {} is not loaded yet and the stream is capturing a graph: call "
+                            "Runtime::prepare() before the capture begins.",
+                            to_string(planned.spec), to_string(planned.shape)));
+  auto [kernel, made] = library_.get(planned.spec, planned.config, info, driver());
+  kernel->loaded->make_ready(device);
+  operation->kernel = std::move(kernel);
+  operation->made = made;
+  for (const plan::Launch& launch : planned.launches) {
+    if (launch.blocks == 0) continue;
+    const plan::Entry& entry = planned.entries[launch.entry];
+    operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
+                                static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
+                                static_cast<unsigned>(entry.shared_bytes)});
+  }
+  return operation;
+}
+
+const std::shared_ptr<const device::Driver>& Engine::driver() {
+  std::call_once(driver_once_, [&] {
+    if (!driver_) driver_ = device::Driver::open(settings_.libcuda);
+  });
+  return driver_;
+}
+
+bool Engine::is_capturing(Stream stream) {
+  CUstreamCaptureStatus status = CU_STREAM_CAPTURE_STATUS_NONE;
+  return driver()->stream_is_capturing(stream, &status) == CUDA_SUCCESS &&
+         status == CU_STREAM_CAPTURE_STATUS_ACTIVE;
+}
+
+}  // namespace flashjit

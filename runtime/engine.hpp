@@ -1,0 +1,89 @@
+// What a Runtime does: from a call to its launches.
+#pragma once
+
+#include <atomic>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <shared_mutex>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "call_key.hpp"
+#include "device/device_info.hpp"
+#include "device/driver.hpp"
+#include "flashjit/runtime.hpp"
+#include "kernel_library.hpp"
+#include "plan/plan.hpp"
+#include "settings.hpp"
+
+namespace flashjit {
+
+class Engine {
+ public:
+  /// `driver` stands in for the one that settings name, which is opened when first needed.
+  explicit Engine(Settings settings, std::shared_ptr<const device::Driver> driver = {});
+
+  void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
+  void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+  KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
+                       const std::optional<TileConfig>& config);
+  std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+  Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+  DeviceInfo device();
+
+ private:
+  /// A spec and shape on a device, ready to launch.
+  struct Operation {
+    struct Step {
+      CUkernel kernel;
+      unsigned blocks, threads, shared_bytes;
+    };
+    plan::ExecutionPlan plan;
+    std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
+    std::vector<Step> steps;
+    bool made = false;                                   ///< the kernel was not in memory before
+    mutable std::atomic<bool> pointers_checked = false;  ///< the driver was asked about one call's pointers
+  };
+  using OperationPtr = std::shared_ptr<const Operation>;
+  using OperationTable = std::unordered_map<CallKey, OperationPtr, CallKeyHash, CallKeyEqual>;
+
+  template <class Args>
+  void run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
+  template <class Args>
+  void check_pointers(const Args& args, CUdevice device);
+
+  OperationPtr find(const CallKeyView& key) const;
+  /// Makes the operation and keeps it. `config` is remembered for the spec and shape once it is known to
+  /// work.
+  OperationPtr add(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device,
+                   const std::optional<TileConfig>& config, bool capturing);
+  void keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,
+            const std::optional<TileConfig>& config);
+  std::optional<TileConfig> remembered(const AttentionSpec& spec, const AttentionShape& shape) const;
+
+  plan::ExecutionPlan plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
+                           const std::optional<TileConfig>& config);
+  /// The plan itself, then the heuristics of the families that can do it otherwise.
+  std::vector<plan::ExecutionPlan> alternatives(const plan::ExecutionPlan& plan, const DeviceInfo& info);
+  OperationPtr build(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
+  OperationPtr load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
+
+  const std::shared_ptr<const device::Driver>& driver();
+  bool is_capturing(Stream stream);
+
+  const Settings settings_;
+  std::once_flag driver_once_;
+  std::shared_ptr<const device::Driver> driver_;
+  device::DeviceTable devices_;
+  KernelLibrary library_;
+
+  mutable std::shared_mutex mutex_;  // guards what follows
+  OperationTable operations_;
+  std::map<std::string, TileConfig> given_;  // "<spec> <shape>"
+  std::uint64_t generation_ = 0;  // of given_: what was planned before a change is not kept after it
+};
+
+}  // namespace flashjit

@@ -1,0 +1,214 @@
+#include "kernel_library.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+
+namespace flashjit {
+namespace {
+
+/// Registers are given out in units of 8 a thread.
+constexpr int kRegisterUnit = 8;
+
+class Stopwatch {
+ public:
+  double ms() const {
+    return std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - start_).count();
+  }
+
+ private:
+  std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
+};
+
+std::string memory_key(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) {
+  return fmt::format("{} {} {}", to_string(spec), to_string(config), info.arch);
+}
+
+std::string pack_command(const KernelSource& source) {
+  return fmt::format("flashjit pack --spec {} --config {} --arch {} --out FOLDER", to_string(source.spec),
+                     to_string(source.config), source.arch);
+}
+
+EntryReport report_of(const plan::Entry& entry, const CompiledKernel& kernel) {
+  EntryReport report{.entry = entry.name, .shared_bytes = entry.shared_bytes, .threads = entry.threads};
+  for (const EntryResources& used : kernel.resources) {
+    if (used.entry != entry.name) continue;
+    report.registers = used.registers;
+    report.spill_bytes = used.spill_stores + used.spill_loads;
+    report.shared_bytes += used.static_shared;
+  }
+  return report;
+}
+
+std::vector<EntryReport> reports_of(const KernelSource& source, const CompiledKernel& kernel) {
+  std::vector<EntryReport> reports;
+  for (const plan::Entry& entry : source.entries) reports.push_back(report_of(entry, kernel));
+  return reports;
+}
+
+/// What the planner foresees by formula, checked against what ptxas made of it.
+void check_fits(const KernelSource& source, const std::vector<EntryReport>& entries, const DeviceInfo& info) {
+  for (const EntryReport& entry : entries) {
+    const std::int64_t unit = (entry.registers + kRegisterUnit - 1) / kRegisterUnit * kRegisterUnit;
+    const bool fits =
+        entry.shared_bytes <= info.shared_per_block && unit * entry.threads <= info.registers_per_sm;
+    if (fits) continue;
+    throw Error(
+        ErrorCode::compile_failed,
+        fmt::format(
+            "{} with {} does not fit {}: {} needs {} bytes of shared memory of {} and {} threads of {} "
+            "registers of {} in all. Give a smaller tile.",
+            to_string(source.spec), to_string(source.config), info.arch, entry.entry, entry.shared_bytes,
+            info.shared_per_block, entry.threads, entry.registers, info.registers_per_sm));
+  }
+}
+
+}  // namespace
+
+struct KernelLibrary::Request {
+  const DeviceInfo& info;
+  const std::shared_ptr<const device::Driver>& driver;
+  KernelSource source;
+  std::string digest;
+  double render_ms;
+};
+
+KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
+  for (const std::string& pack : settings.packs)
+    packs_.emplace_back(pack, cache::Store::Access::read_only, settings.log);
+  if (!settings.cache_dir.empty())
+    cache_.emplace(settings.cache_dir, cache::Store::Access::read_write, settings.log);
+}
+
+KernelLibrary::Result KernelLibrary::get(const AttentionSpec& spec, const TileConfig& config,
+                                         const DeviceInfo& info,
+                                         const std::shared_ptr<const device::Driver>& driver) {
+  return kernels_.get(memory_key(spec, config, info), [&] {
+    const Stopwatch stopwatch;
+    Request request{info, driver, render::render(spec, config, info, templates()), {}, 0};
+    request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
+    request.render_ms = stopwatch.ms();
+    return make(request);
+  });
+}
+
+bool KernelLibrary::holds(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) const {
+  return kernels_.holds(memory_key(spec, config, info));
+}
+
+KernelLibrary::Ready KernelLibrary::make(const Request& request) {
+  if (Ready ready = from_stores(request)) return ready;
+  const std::string missing =
+      fmt::format("No pack and no cache holds the kernel {} with {} for {}", to_string(request.source.spec),
+                  to_string(request.source.config), request.source.arch);
+  const std::string remedy =
+      fmt::format("make it with `{}` and name that folder in FLASHJIT_PACKS", pack_command(request.source));
+  if (!settings_.jit)
+    throw Error(
+        ErrorCode::kernel_missing,
+        fmt::format("{}, and compiling is switched off: {}, or set FLASHJIT_JIT=on.", missing, remedy));
+  try {
+    return compile(request, *compiler());
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::no_compiler) throw;
+    throw Error(ErrorCode::no_compiler, fmt::format("{}, and it cannot be compiled here: {} Or {}.", missing,
+                                                    error.message(), remedy));
+  }
+}
+
+KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
+  // By any compiler: the digest tells the source, and to ask NVRTC for its version would take longer than all
+  // the rest.
+  for (const cache::Store& pack : packs_) {
+    if (const auto kernel = pack.load(request.source, request.digest, ""))
+      if (Ready ready = try_load(request, *kernel, KernelOrigin::pack)) return ready;
+  }
+  return from_cache(request, "");
+}
+
+KernelLibrary::Ready KernelLibrary::from_cache(const Request& request, const std::string& compiler_tag) {
+  if (!cache_) return nullptr;
+  const auto kernel = cache_->load(request.source, request.digest, compiler_tag);
+  return kernel ? try_load(request, *kernel, KernelOrigin::disk) : nullptr;
+}
+
+KernelLibrary::Ready KernelLibrary::compile(const Request& request, const compile::Compiler& compiler) {
+  cache::Store::Lock lock;
+  if (cache_) {
+    lock = cache_->lock(request.source.arch, cache::entry_key(request.digest, compiler.tag()));
+    // Another process may have compiled it meanwhile; or another compiler's was found and the driver refused
+    // it.
+    if (Ready ready = from_cache(request, compiler.tag())) return ready;
+  }
+  const CompiledKernel kernel = compiler.compile(request.source);
+  settings_.log(fmt::format("compiled {} for {} in {:.0f} ms; `flashjit pack` or a kept cache avoids this",
+                            to_string(request.source.spec), request.source.arch, kernel.compile_ms));
+  if (spills_in_main_loop(kernel, request.source.entries))
+    settings_.log(
+        fmt::format("{} with {} spills registers on {}; `flashjit tune` finds a configuration that does not",
+                    to_string(request.source.spec), to_string(request.source.config), request.source.arch));
+  if (cache_) cache_->store(request.source, request.digest, kernel);
+  return load(request, kernel, KernelOrigin::compiled);
+}
+
+KernelLibrary::Ready KernelLibrary::load(const Request& request, const CompiledKernel& kernel,
+                                         KernelOrigin origin) {
+  auto ready = std::make_shared<ReadyKernel>();
+  ready->key = cache::entry_key(request.digest, kernel.compiler);
+  ready->origin = origin;
+  ready->render_ms = request.render_ms;
+  ready->compile_ms = origin == KernelOrigin::compiled ? kernel.compile_ms : 0;
+  ready->entries = reports_of(request.source, kernel);
+  check_fits(request.source, ready->entries, request.info);
+  const Stopwatch stopwatch;
+  ready->loaded =
+      std::make_unique<device::LoadedKernel>(request.driver, kernel.cubin, request.source.entries);
+  ready->load_ms = stopwatch.ms();
+  if (settings_.verbose)
+    settings_.log(fmt::format("loaded {} with {} for {} ({}) in {:.2f} ms", to_string(request.source.spec),
+                              to_string(request.source.config), request.source.arch, to_string(origin),
+                              ready->load_ms));
+  return ready;
+}
+
+/// A stored kernel that the driver refuses, such as one of a newer CUDA, is no reason to give up.
+KernelLibrary::Ready KernelLibrary::try_load(const Request& request, const CompiledKernel& kernel,
+                                             KernelOrigin origin) {
+  try {
+    return load(request, kernel, origin);
+  } catch (const Error& error) {
+    if (error.code() != ErrorCode::cuda) throw;
+    settings_.log(fmt::format("ignoring the kernel {} from the {}: {}",
+                              cache::entry_key(request.digest, kernel.compiler),
+                              origin == KernelOrigin::pack ? "pack" : "disk cache", error.message()));
+    return nullptr;
+  }
+}
+
+const render::TemplateSet& KernelLibrary::templates() {
+  if (settings_.template_dir.empty()) return render::TemplateSet::embedded();
+  std::call_once(templates_once_,
+                 [&] { own_templates_ = render::TemplateSet::from_folder(settings_.template_dir); });
+  return *own_templates_;
+}
+
+const plan::TuningRecords& KernelLibrary::records() {
+  std::call_once(records_once_, [&] {
+    plan::TuningRecords found;
+    std::vector<std::string> warnings;
+    for (const cache::Store& pack : packs_) found.load(pack.records_folder(), &warnings);
+    if (cache_) found.load(cache_->records_folder(), &warnings);
+    for (const std::string& warning : warnings) settings_.log(warning);
+    records_ = std::move(found);
+  });
+  return records_;
+}
+
+std::shared_ptr<const compile::Compiler> KernelLibrary::compiler() {
+  const std::lock_guard lock(compiler_mutex_);
+  if (!compiler_) compiler_ = compile::Compiler::open(settings_.nvrtc);
+  return compiler_;
+}
+
+}  // namespace flashjit

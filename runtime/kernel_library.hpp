@@ -1,0 +1,74 @@
+// Compiled kernels by spec, configuration and architecture: memory, then packs, then the disk cache, then
+// NVRTC.
+#pragma once
+
+#include <deque>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "cache/store.hpp"
+#include "compile/compiler.hpp"
+#include "device/loaded_kernel.hpp"
+#include "flashjit/runtime.hpp"
+#include "plan/records.hpp"
+#include "render/render.hpp"
+#include "settings.hpp"
+#include "single_flight.hpp"
+
+namespace flashjit {
+
+/// A kernel in the driver, and how it came there.
+struct ReadyKernel {
+  std::string key;
+  KernelOrigin origin;  ///< of its first use
+  double render_ms = 0, compile_ms = 0, load_ms = 0;
+  std::vector<EntryReport> entries;
+  std::unique_ptr<const device::LoadedKernel> loaded;
+};
+
+/// Keeps every kernel until it is destroyed, because a captured graph may hold it. Safe from many threads:
+/// each kernel is made once, others wait for it.
+class KernelLibrary {
+ public:
+  explicit KernelLibrary(const Settings& settings);
+
+  using Result = SingleFlight<std::shared_ptr<const ReadyKernel>>::Result;
+  /// Throws Error(compile_failed) also when the kernel was compiled and does not fit the device;
+  /// Error(kernel_missing) or Error(no_compiler) when it is nowhere and cannot be compiled.
+  Result get(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info,
+             const std::shared_ptr<const device::Driver>& driver);
+
+  /// Whether get() would find it in memory.
+  bool holds(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) const;
+
+  /// The tuning records of packs and cache, in that order; read once, at the first call.
+  const plan::TuningRecords& records();
+
+ private:
+  using Ready = std::shared_ptr<const ReadyKernel>;
+  struct Request;
+  Ready make(const Request& request);
+  Ready from_stores(const Request& request);
+  Ready from_cache(const Request& request, const std::string& compiler_tag);
+  Ready compile(const Request& request, const compile::Compiler& compiler);
+  Ready load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
+  Ready try_load(const Request& request, const CompiledKernel& kernel, KernelOrigin origin);
+  const render::TemplateSet& templates();
+  /// Opens NVRTC at the first call, which takes milliseconds. Throws Error(no_compiler).
+  std::shared_ptr<const compile::Compiler> compiler();
+
+  const Settings& settings_;
+  std::deque<cache::Store> packs_;
+  std::optional<cache::Store> cache_;
+  std::once_flag templates_once_, records_once_;
+  std::optional<render::TemplateSet> own_templates_;
+  plan::TuningRecords records_;
+  std::mutex compiler_mutex_;
+  std::shared_ptr<const compile::Compiler> compiler_;
+  SingleFlight<Ready> kernels_;
+};
+
+}  // namespace flashjit

@@ -1,0 +1,54 @@
+#include "flashjit/runtime.hpp"
+
+#include "engine.hpp"
+
+namespace flashjit {
+
+struct Runtime::Impl : Engine {
+  using Engine::Engine;
+};
+
+Runtime::Runtime(RuntimeOptions options)
+    : impl_(std::make_unique<Impl>(resolve_settings(options, read_environment()))) {}
+Runtime::~Runtime() = default;
+Runtime::Runtime(Runtime&&) noexcept = default;
+Runtime& Runtime::operator=(Runtime&&) noexcept = default;
+
+void Runtime::forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream) {
+  impl_->forward(spec, args, stream);
+}
+
+void Runtime::backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream) {
+  impl_->backward(spec, args, stream);
+}
+
+KernelReport Runtime::prepare(const AttentionSpec& spec, const AttentionShape& shape,
+                              const std::optional<TileConfig>& config) {
+  return impl_->prepare(spec, shape, config);
+}
+
+std::size_t Runtime::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+  return impl_->workspace_bytes(spec, shape);
+}
+
+Support Runtime::supports(const AttentionSpec& spec, const AttentionShape& shape) {
+  return impl_->supports(spec, shape);
+}
+
+DeviceInfo Runtime::device() { return impl_->device(); }
+
+std::string to_string(KernelOrigin origin) {
+  switch (origin) {
+    case KernelOrigin::memory:
+      return "memory";
+    case KernelOrigin::pack:
+      return "pack";
+    case KernelOrigin::disk:
+      return "disk";
+    case KernelOrigin::compiled:
+      return "compiled";
+  }
+  throw Error(ErrorCode::internal, "a KernelOrigin without a name");
+}
+
+}  // namespace flashjit

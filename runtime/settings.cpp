@@ -1,0 +1,43 @@
+#include "settings.hpp"
+
+#include <fmt/format.h>
+
+#include <cstdio>
+#include <memory>
+#include <mutex>
+
+namespace flashjit {
+namespace {
+
+/// Lines from several threads do not mix.
+Log one_at_a_time(Log log) {
+  auto mutex = std::make_shared<std::mutex>();
+  return [mutex, log = std::move(log)](std::string_view line) {
+    const std::lock_guard lock(*mutex);
+    log(line);
+  };
+}
+
+Log choose_log(const RuntimeOptions& options, const Environment& environment) {
+  if (options.log) return one_at_a_time(options.log);
+  if (environment.quiet) return [](std::string_view) {};
+  return one_at_a_time([](std::string_view line) { fmt::print(stderr, "flashjit: {}\n", line); });
+}
+
+}  // namespace
+
+Settings resolve_settings(const RuntimeOptions& options, const Environment& environment) {
+  Settings settings;
+  settings.cache_dir = options.cache_dir.value_or(environment.cache_dir);
+  settings.packs = options.packs;
+  settings.packs.insert(settings.packs.end(), environment.packs.begin(), environment.packs.end());
+  settings.jit = options.jit ? *options.jit == JitMode::on : environment.jit;
+  settings.template_dir = options.template_dir.value_or(environment.template_dir);
+  settings.nvrtc = environment.nvrtc;
+  settings.libcuda = environment.libcuda;
+  settings.verbose = environment.verbose;
+  settings.log = choose_log(options, environment);
+  return settings;
+}
+
+}  // namespace flashjit

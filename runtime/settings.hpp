@@ -1,0 +1,28 @@
+// What a Runtime goes by: its options, and the environment where an option says nothing.
+#pragma once
+
+#include <functional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flashjit/runtime.hpp"
+#include "support/environment.hpp"
+
+namespace flashjit {
+
+using Log = std::function<void(std::string_view)>;
+
+struct Settings {
+  std::string cache_dir;           ///< "": nothing is kept on disk
+  std::vector<std::string> packs;  ///< searched first to last
+  bool jit = true;
+  std::string template_dir;    ///< "": the embedded templates
+  std::string nvrtc, libcuda;  ///< "": the usual places
+  bool verbose = false;        ///< also log what came from packs and caches
+  Log log;                     ///< never empty; one line at a time, from one thread at a time
+};
+
+Settings resolve_settings(const RuntimeOptions& options, const Environment& environment);
+
+}  // namespace flashjit

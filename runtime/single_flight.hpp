@@ -1,0 +1,61 @@
+// One maker a key: who asks while another makes waits for that one's result.
+#pragma once
+
+#include <chrono>
+#include <future>
+#include <map>
+#include <mutex>
+#include <string>
+
+namespace flashjit {
+
+/// Values by key, each made once and kept. Safe from many threads; different keys are made in parallel.
+template <class Value>
+class SingleFlight {
+ public:
+  struct Result {
+    Value value;
+    bool made;  ///< by this call
+  };
+
+  /// The value of `key`, else that of `make()`. What make() throws reaches everyone who waits for it and is
+  /// not kept: the next call tries again. make() must not ask for its own key.
+  template <class Make>
+  Result get(const std::string& key, Make&& make) {
+    std::promise<Value> promise;
+    std::unique_lock lock(mutex_);
+    const auto [flight, first] = flights_.try_emplace(key);
+    if (!first) {
+      const std::shared_future<Value> other = flight->second;
+      lock.unlock();
+      return {other.get(), false};
+    }
+    flight->second = promise.get_future().share();
+    lock.unlock();
+    try {
+      Value value = make();
+      promise.set_value(value);
+      return {std::move(value), true};
+    } catch (...) {
+      lock.lock();
+      flights_.erase(key);
+      lock.unlock();
+      promise.set_exception(std::current_exception());
+      throw;
+    }
+  }
+
+  /// Whether the value is there already; does not wait.
+  bool holds(const std::string& key) const {
+    const std::lock_guard lock(mutex_);
+    const auto flight = flights_.find(key);
+    return flight != flights_.end() &&
+           flight->second.wait_for(std::chrono::seconds(0)) == std::future_status::ready;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<std::string, std::shared_future<Value>> flights_;
+};
+
+}  // namespace flashjit

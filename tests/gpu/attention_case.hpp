@@ -1,0 +1,591 @@
+// One attention problem on the GPU against the reference: its tensors, its launches and its limits; and how a
+// small set of problems is chosen that meets every pair of features.
+#pragma once
+
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <array>
+#include <atomic>
+#include <cctype>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <filesystem>
+#include <memory>
+#include <optional>
+#include <ostream>
+#include <random>
+#include <string>
+#include <string_view>
+#include <system_error>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "gpu/gpu_support.hpp"
+#include "plan/family.hpp"
+#include "reference/reference.hpp"
+#include "support/file.hpp"
+
+namespace flashjit::gpu_test {
+
+enum class Layout : std::uint8_t {
+  bhsd,
+  bshd,
+  packed,  ///< Q, K, V, and dQ, dK, dV, in one tensor each
+  padded,  ///< rows with a gap between them, which nobody may read or write
+};
+
+struct AttentionCase {
+  AttentionSpec spec;  ///< both passes are run, whatever its pass
+  AttentionShape shape;
+  Family family = Family::simt;
+  Layout layout = Layout::bhsd;
+  std::optional<float> softmax_scale = {};
+  double dropout_p = 0;
+  double score_size = 1;  ///< how much larger S is than that of normal data
+  std::int64_t map_batch = 1, map_heads = 1;
+  double map_density = 0.4;
+  unsigned seed = 0;
+};
+
+/// A name that GoogleTest allows: "bf16_d64_causal_b2_hq2_hkv1_sq64_skv65_sm80_bhsd_7".
+inline std::string name_of(const AttentionCase& test) {
+  constexpr std::array kLayouts = {"bhsd", "bshd", "packed", "padded"};
+  AttentionSpec backward = test.spec;  // which tells whether it is deterministic
+  backward.pass = Pass::backward;
+  std::string name = fmt::format("{}_{}_{}_{}", to_string(backward).substr(4), to_string(test.shape),
+                                 to_string(test.family), kLayouts[static_cast<int>(test.layout)]);
+  if (test.softmax_scale) name += "_scaled";
+  if (test.dropout_p > 0) name += fmt::format("_p{}", static_cast<int>(100 * test.dropout_p));
+  if (test.score_size > 100) name += "_extreme";
+  name += fmt::format("_{}", test.seed);
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return !std::isalnum(c); }, '_');
+  return name;
+}
+
+/// What GoogleTest prints of a case.
+inline void PrintTo(const AttentionCase& test, std::ostream* out) { *out << name_of(test); }
+
+/// Device memory that begins as NaN and has a guard behind it.
+class GuardedMemory {
+ public:
+  explicit GuardedMemory(std::size_t bytes) : buffer_(poisoned(bytes + kGuard)), bytes_(bytes) {}
+
+  void* data() const { return buffer_.data(); }
+  std::size_t bytes() const { return bytes_; }
+  std::vector<std::uint8_t> download() const { return device::download<std::uint8_t>(buffer_); }
+  void upload(const std::vector<std::uint8_t>& image) { buffer_.upload(image.data(), image.size()); }
+  void poison() { buffer_.fill(0xff); }
+
+ private:
+  static constexpr std::size_t kGuard = 1024;
+  device::DeviceBuffer buffer_;
+  std::size_t bytes_;
+};
+
+/// A tensor in device memory, which it may share with others.
+struct Tensor {
+  std::shared_ptr<GuardedMemory> memory;
+  TensorView view;
+  DType dtype;
+
+  std::size_t row_bytes() const { return view.size[3] * size_of(dtype); }
+
+  /// Calls use(position of the row's first byte in the memory) in the order [batch, heads, length].
+  template <class Use>
+  void for_each_row(Use use) const {
+    const std::int64_t start = static_cast<const char*>(view.data) - static_cast<const char*>(memory->data());
+    for (std::int64_t b = 0; b < view.size[0]; ++b) {
+      for (std::int64_t h = 0; h < view.size[1]; ++h) {
+        for (std::int64_t s = 0; s < view.size[2]; ++s) {
+          use(start + (b * view.stride[0] + h * view.stride[1] + s * view.stride[2]) * size_of(dtype));
+        }
+      }
+    }
+  }
+  void put(const std::vector<double>& values) {
+    const std::vector<std::uint8_t> bytes = encode(dtype, values);
+    std::vector<std::uint8_t> image = memory->download();
+    auto from = bytes.begin();
+    for_each_row([&](std::int64_t to) {
+      std::copy_n(from, row_bytes(), image.begin() + to);
+      from += static_cast<std::ptrdiff_t>(row_bytes());
+    });
+    memory->upload(image);
+  }
+  std::vector<double> get() const {
+    const std::vector<std::uint8_t> image = memory->download();
+    std::vector<std::uint8_t> bytes;
+    for_each_row([&](std::int64_t from) {
+      bytes.insert(bytes.end(), image.begin() + from,
+                   image.begin() + from + static_cast<std::ptrdiff_t>(row_bytes()));
+    });
+    return decode(dtype, bytes);
+  }
+};
+
+/// Whether every byte that belongs to none of the tensors, which share one memory or have one each, is as
+/// poisoned.
+inline bool gaps_untouched(const std::vector<Tensor>& tensors) {
+  return std::ranges::all_of(tensors, [&](const Tensor& one) {
+    std::vector<std::uint8_t> image = one.memory->download();
+    for (const Tensor& other : tensors) {
+      if (other.memory != one.memory) continue;
+      other.for_each_row([&](std::int64_t at) { std::fill_n(image.begin() + at, other.row_bytes(), 0xff); });
+    }
+    return std::ranges::all_of(image, [](std::uint8_t byte) { return byte == 0xff; });
+  });
+}
+
+using Size = std::array<std::int64_t, 4>;  ///< batch, heads, length, dim
+
+inline Tensor make_tensor(Layout layout, DType dtype, const Size& size) {
+  const auto [b, h, s, d] = size;
+  const std::int64_t row = layout == Layout::padded ? d + 8 : d;
+  Tensor tensor{std::make_shared<GuardedMemory>(b * h * s * row * size_of(dtype)), {}, dtype};
+  void* data = tensor.memory->data();
+  if (layout == Layout::bhsd) tensor.view = TensorView::bhsd(data, b, h, s, d);
+  if (layout == Layout::bshd || layout == Layout::packed) tensor.view = TensorView::bshd(data, b, s, h, d);
+  if (layout == Layout::padded) tensor.view = {data, size, {h * s * row, s * row, row, 1}};
+  return tensor;
+}
+
+/// Q, K and V, or their gradients.
+inline std::vector<Tensor> make_qkv(Layout layout, DType dtype, const std::array<Size, 3>& sizes) {
+  std::vector<Tensor> tensors;
+  if (layout != Layout::packed) {
+    for (const Size& size : sizes) tensors.push_back(make_tensor(layout, dtype, size));
+    return tensors;
+  }
+  const auto [b, h, s, d] = sizes[0];
+  const auto memory = std::make_shared<GuardedMemory>(3 * b * h * s * d * size_of(dtype));
+  for (int part = 0; part < 3; ++part) {
+    tensors.push_back(
+        {memory, TensorView::packed_qkv(memory->data(), b, s, h, d, part, size_of(dtype)), dtype});
+  }
+  return tensors;
+}
+
+inline std::vector<double> normal_values(std::int64_t count, DType dtype, double size,
+                                         std::mt19937& generator) {
+  std::normal_distribution<double> normal(0, size);
+  std::vector<double> values(count);
+  for (double& value : values) value = reference::round_to(dtype, normal(generator));
+  return values;
+}
+
+/// A map with blocks on at random, its second row and last column empty.
+inline std::vector<std::uint8_t> random_map(std::int64_t maps, std::int64_t rows, std::int64_t columns,
+                                            double density, std::mt19937& generator) {
+  std::bernoulli_distribution on(density);
+  std::vector<std::uint8_t> map(maps * rows * columns);
+  for (std::size_t i = 0; i < map.size(); ++i) {
+    const std::int64_t row = static_cast<std::int64_t>(i) / columns % rows,
+                       column = static_cast<std::int64_t>(i) % columns;
+    const bool empty = density < 1 && ((row == 1 && rows > 1) || (column == columns - 1 && columns > 1));
+    map[i] = !empty && on(generator) ? 1 : 0;
+  }
+  return map;
+}
+
+inline reference::Problem make_problem(const AttentionCase& test) {
+  const AttentionSpec& spec = test.spec;
+  const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
+  std::mt19937 generator(1000 + test.seed);
+  const auto normal = [&](std::int64_t heads, std::int64_t length, int dim, double size) {
+    return normal_values(batch * heads * length * dim, spec.dtype, size, generator);
+  };
+  reference::Problem problem{.spec = spec, .shape = test.shape};
+  // Shared between Q and K, so that dQ and dK stay within fp16.
+  const double size = std::sqrt(test.score_size);
+  problem.q = normal(heads_q, seqlen_q, spec.head_dim, size);
+  problem.k = normal(heads_kv, seqlen_kv, spec.head_dim, size);
+  problem.v = normal(heads_kv, seqlen_kv, spec.v_dim(), 1);
+  problem.dout = normal(heads_q, seqlen_q, spec.v_dim(), 1);
+  if (test.softmax_scale) problem.softmax_scale = *test.softmax_scale;
+  if (spec.kv_lengths) {
+    // One entry without keys, and one with all of them, where there are so many.
+    std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(seqlen_kv));
+    for (std::int64_t b = 0; b < batch; ++b) problem.kv_lengths.push_back(b == 1 ? 0 : length(generator));
+    if (batch > 2) problem.kv_lengths[2] = static_cast<std::int32_t>(seqlen_kv);
+  }
+  if (spec.has_block_map()) {
+    const std::int64_t rows = (seqlen_q + spec.block_map.q - 1) / spec.block_map.q;
+    const std::int64_t columns = (seqlen_kv + spec.block_map.kv - 1) / spec.block_map.kv;
+    problem.map_batch = test.map_batch;
+    problem.map_heads = test.map_heads;
+    problem.block_map =
+        random_map(test.map_batch * test.map_heads, rows, columns, test.map_density, generator);
+  }
+  problem.dropout_p = test.dropout_p;
+  problem.seed = 0x0123456789abcdefull + test.seed;
+  problem.offset = 0xfedcba9876543210ull - test.seed;
+  return problem;
+}
+
+inline AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
+  spec.pass = pass;
+  return spec.normalized();
+}
+
+inline double largest_finite(const std::vector<double>& values) {
+  double largest = 0;
+  for (const double value : values) {
+    if (std::isfinite(value)) largest = std::max(largest, std::fabs(value));
+  }
+  return largest;
+}
+
+/// A case's problem, its tensors on the GPU and what the reference makes of it.
+class AttentionRun {
+ public:
+  explicit AttentionRun(const AttentionCase& test) : AttentionRun(test, make_problem(test)) {}
+
+  AttentionRun(const AttentionCase& test, reference::Problem given)
+      : test_(test),
+        problem_(std::move(given)),
+        exact_(reference::forward(problem_)),
+        rounded_(reference::forward(problem_, yardstick())),
+        exact_grad_(reference::backward(problem_)),
+        rounded_grad_(reference::backward(problem_, yardstick())),
+        inputs_(make_qkv(test.layout, test.spec.dtype, sizes())),
+        grads_(make_qkv(test.layout, test.spec.dtype, sizes())),
+        out_(make_tensor(test.layout, test.spec.dtype, out_size())),
+        dout_(make_tensor(test.layout, test.spec.dtype, out_size())),
+        lse_(exact_.lse.size() * sizeof(float)),
+        kv_lengths_(to_device(problem_.kv_lengths)),
+        block_map_(to_device(problem_.block_map)) {
+    inputs_[0].put(problem_.q);
+    inputs_[1].put(problem_.k);
+    inputs_[2].put(problem_.v);
+    dout_.put(problem_.dout);
+  }
+
+  const reference::Problem& problem() const { return problem_; }
+
+  /// Launches the forward pass into poisoned outputs and compares O and LSE.
+  void check_forward(Runtime& runtime, const TileConfig& config) {
+    SCOPED_TRACE("forward with " + to_string(config));
+    launch_forward(runtime, config, static_cast<float*>(lse_.data()));
+    expect_within_limit("out", out_.get(), exact_.out, rounded_.out, 2);
+    EXPECT_TRUE(gaps_untouched({out_})) << "memory beside O was written";
+    check_lse();
+  }
+
+  /// Launches without an LSE; O must have the same bits as with it. check_forward() must have run.
+  void check_forward_without_lse(Runtime& runtime, const TileConfig& config) {
+    SCOPED_TRACE("forward without LSE");
+    const std::vector<double> expected = out_.get();
+    launch_forward(runtime, config, nullptr);
+    EXPECT_EQ(out_.get(), expected);
+  }
+
+  /// Launches the backward pass on what check_forward() left, and compares dQ, dK and dV.
+  void check_backward(Runtime& runtime, const TileConfig& config) {
+    SCOPED_TRACE("backward with " + to_string(config));
+    launch_backward(runtime, config);
+    expect_within_limit("dq", grads_[0].get(), exact_grad_.dq, rounded_grad_.dq, 3);
+    expect_within_limit("dk", grads_[1].get(), exact_grad_.dk, rounded_grad_.dk, 3);
+    expect_within_limit("dv", grads_[2].get(), exact_grad_.dv, rounded_grad_.dv, 3);
+    EXPECT_TRUE(gaps_untouched(grads_)) << "memory beside dQ, dK and dV was written";
+    if (test_.spec.deterministic) check_same_bits_again(runtime, config);
+  }
+
+ private:
+  std::array<Size, 3> sizes() const {
+    const auto [b, hq, hkv, sq, skv] = test_.shape;
+    const std::int64_t d = test_.spec.head_dim, dv = test_.spec.v_dim();
+    return {{{b, hq, sq, d}, {b, hkv, skv, d}, {b, hkv, skv, dv}}};
+  }
+  Size out_size() const {
+    return {test_.shape.batch, test_.shape.heads_q, test_.shape.seqlen_q, test_.spec.v_dim()};
+  }
+  /// Extreme scores rounded to 16 bits would set no limit worth the name.
+  reference::Precision yardstick() const {
+    return test_.score_size > 100 ? reference::Precision::fused : reference::Precision::rounded;
+  }
+  /// Compares by the project's rule and notes error and limit among the test's properties. Scores and LSE are
+  /// fp32, so that every kernel's P is off by a few units in the last place of the largest of them.
+  void expect_within_limit(const char* name, const std::vector<double>& got, const std::vector<double>& exact,
+                           const std::vector<double>& rounded, double factor) const {
+    const auto [error, limit] = reference::judge(got, exact, rounded, factor);
+    const double allowed = limit + 4 * 0x1p-24 * largest_finite(exact_.lse) * largest_finite(exact);
+    testing::Test::RecordProperty(name, fmt::format("error {:.3g}, limit {:.3g}", error, allowed));
+    EXPECT_LE(error, allowed) << name;
+  }
+
+  const std::int32_t* kv_lengths() const { return static_cast<const std::int32_t*>(kv_lengths_.data()); }
+  BlockMapView block_map() const {
+    if (!test_.spec.has_block_map()) return {};
+    const BlockSize block = test_.spec.block_map;
+    return {static_cast<const std::uint8_t*>(block_map_.data()),
+            {problem_.map_batch, problem_.map_heads, (test_.shape.seqlen_q + block.q - 1) / block.q,
+             (test_.shape.seqlen_kv + block.kv - 1) / block.kv}};
+  }
+
+  /// A poisoned workspace of exactly the size that the runtime asks for.
+  GuardedMemory workspace(Runtime& runtime, const AttentionSpec& spec) const {
+    return GuardedMemory(runtime.workspace_bytes(spec, test_.shape));
+  }
+  static void expect_guard_intact(const GuardedMemory& memory, const char* name) {
+    const std::vector<std::uint8_t> image = memory.download();
+    EXPECT_TRUE(std::all_of(image.begin() + static_cast<std::ptrdiff_t>(memory.bytes()), image.end(),
+                            [](std::uint8_t byte) { return byte == 0xff; }))
+        << "memory behind the " << name << " was written";
+  }
+
+  void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
+    const AttentionSpec spec = with_pass(test_.spec, Pass::forward);
+    runtime.prepare(spec, test_.shape, config);
+    const GuardedMemory work = workspace(runtime, spec);
+    out_.memory->poison();
+    if (lse) lse_.poison();
+    runtime.forward(spec,
+                    {.q = inputs_[0].view,
+                     .k = inputs_[1].view,
+                     .v = inputs_[2].view,
+                     .out = out_.view,
+                     .lse = lse,
+                     .softmax_scale = test_.softmax_scale,
+                     .kv_lengths = kv_lengths(),
+                     .block_map = block_map(),
+                     .dropout_p = problem_.dropout_p,
+                     .seed = problem_.seed,
+                     .offset = problem_.offset,
+                     .workspace = {work.data(), work.bytes()}},
+                    nullptr);
+    gpu().context->synchronize();
+    expect_guard_intact(work, "workspace");
+  }
+
+  void launch_backward(Runtime& runtime, const TileConfig& config) {
+    const AttentionSpec spec = with_pass(test_.spec, Pass::backward);
+    runtime.prepare(spec, test_.shape, config);
+    const GuardedMemory work = workspace(runtime, spec);
+    for (Tensor& grad : grads_) grad.memory->poison();
+    runtime.backward(spec,
+                     {.q = inputs_[0].view,
+                      .k = inputs_[1].view,
+                      .v = inputs_[2].view,
+                      .out = out_.view,
+                      .lse = static_cast<const float*>(lse_.data()),
+                      .dout = dout_.view,
+                      .dq = grads_[0].view,
+                      .dk = grads_[1].view,
+                      .dv = grads_[2].view,
+                      .softmax_scale = test_.softmax_scale,
+                      .kv_lengths = kv_lengths(),
+                      .block_map = block_map(),
+                      .dropout_p = problem_.dropout_p,
+                      .seed = problem_.seed,
+                      .offset = problem_.offset,
+                      .workspace = {work.data(), work.bytes()}},
+                     nullptr);
+    gpu().context->synchronize();
+    expect_guard_intact(work, "workspace");
+  }
+
+  void check_lse() const {
+    std::vector<std::uint8_t> image = lse_.download();
+    image.resize(lse_.bytes());
+    const std::vector<double> lse = decode(DType::fp32, image);
+    EXPECT_LE(reference::max_abs_error(lse, exact_.lse), 1e-3 + 1e-6 * largest_finite(exact_.lse)) << "LSE";
+    expect_guard_intact(lse_, "LSE");
+  }
+
+  void check_same_bits_again(Runtime& runtime, const TileConfig& config) {
+    std::vector<std::vector<std::uint8_t>> first;
+    for (const Tensor& grad : grads_) first.push_back(grad.memory->download());
+    launch_backward(runtime, config);
+    for (std::size_t i = 0; i < grads_.size(); ++i) {
+      EXPECT_EQ(grads_[i].memory->download() == first[i], true)
+          << "gradient " << i << " differs in a second run";
+    }
+  }
+
+  AttentionCase test_;
+  reference::Problem problem_;
+  reference::Forward exact_, rounded_;
+  reference::Backward exact_grad_, rounded_grad_;
+  std::vector<Tensor> inputs_, grads_;
+  Tensor out_, dout_;
+  GuardedMemory lse_;
+  device::DeviceBuffer kv_lengths_, block_map_;
+};
+
+/// One kernel to have ready.
+struct Wanted {
+  AttentionSpec spec;
+  AttentionShape shape;
+  TileConfig config;
+};
+
+/// Compiles on all processors. What cannot be compiled is left to the test that needs it, which then says
+/// why.
+inline void prepare_all(Runtime& runtime, const std::vector<Wanted>& kernels) {
+  std::atomic<std::size_t> next{0};
+  const auto work = [&] {
+    gpu().context->make_current();
+    for (std::size_t i = next++; i < kernels.size(); i = next++) {
+      try {
+        runtime.prepare(kernels[i].spec, kernels[i].shape, kernels[i].config);
+      } catch (const Error&) {
+      }
+    }
+  };
+  std::vector<std::jthread> threads;
+  for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
+}
+
+inline Support supports(Family family, const AttentionSpec& spec) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const Support support = plan::traits(family).supports(with_pass(spec, pass), gpu().info);
+    if (!support) return support;
+  }
+  return Support::yes();
+}
+
+inline TileConfig heuristic(Family family, const AttentionSpec& spec, const AttentionShape& shape,
+                            Pass pass) {
+  return plan::traits(family).heuristic(with_pass(spec, pass), shape, gpu().info);
+}
+
+/// Both passes of each case with its family's heuristic configuration.
+inline std::vector<Wanted> kernels_of(const std::vector<AttentionCase>& cases) {
+  std::vector<Wanted> kernels;
+  for (const AttentionCase& test : cases) {
+    if (!supports(test.family, test.spec)) continue;
+    for (const Pass pass : {Pass::forward, Pass::backward}) {
+      kernels.push_back(
+          {with_pass(test.spec, pass), test.shape, heuristic(test.family, test.spec, test.shape, pass)});
+    }
+  }
+  return kernels;
+}
+
+/// A runtime with a cache of its own, gone with it.
+class TemporaryRuntime {
+ public:
+  TemporaryRuntime()
+      : runtime_(RuntimeOptions{.cache_dir = folder_.string(), .log = [](std::string_view) {}}) {}
+  ~TemporaryRuntime() {
+    std::error_code ignored;
+    std::filesystem::remove_all(folder_, ignored);
+  }
+  TemporaryRuntime(const TemporaryRuntime&) = delete;
+  TemporaryRuntime& operator=(const TemporaryRuntime&) = delete;
+
+  Runtime& get() { return runtime_; }
+
+ private:
+  std::filesystem::path folder_ =
+      std::filesystem::temp_directory_path() / ("flashjit-gpu-test-" + unique_suffix());
+  Runtime runtime_;
+};
+
+/// Runs cases; the kernels of those that the filter selects are compiled together first.
+class CaseTest : public GpuTestWith<AttentionCase> {
+ protected:
+  static void prepare_selected(const std::vector<AttentionCase>& cases) {
+    if (!gpu().context) return;
+    shared_ = std::make_unique<TemporaryRuntime>();
+    prepare_all(shared_->get(), kernels_of(selected(cases)));
+  }
+  static void TearDownTestSuite() { shared_.reset(); }
+
+  static void run_case(const AttentionCase& test) {
+    const Support support = supports(test.family, test.spec);
+    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
+    AttentionRun run(test);
+    run.check_forward(shared_->get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+    run.check_backward(shared_->get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+  }
+
+ private:
+  static std::vector<AttentionCase> selected(const std::vector<AttentionCase>& cases) {
+    const testing::TestSuite& suite = *testing::UnitTest::GetInstance()->current_test_suite();
+    std::vector<AttentionCase> result;
+    for (const AttentionCase& test : cases) {
+      for (int i = 0; i < suite.total_test_count(); ++i) {
+        const testing::TestInfo& info = *suite.GetTestInfo(i);
+        if (info.should_run() && std::string_view(info.name()).ends_with(fmt::format("/{}", name_of(test))))
+          result.push_back(test);
+      }
+    }
+    return result;
+  }
+
+  inline static std::unique_ptr<TemporaryRuntime> shared_;
+};
+
+/// Runs both passes of a problem with every configuration of the family's search space.
+inline void check_every_configuration(const AttentionCase& test) {
+  const Support support = supports(test.family, test.spec);
+  if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
+  TemporaryRuntime runtime;
+  AttentionRun run(test);
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const AttentionSpec spec = with_pass(test.spec, pass);
+    const std::vector<TileConfig> configs = plan::traits(test.family).search_space(spec, gpu().info);
+    EXPECT_FALSE(configs.empty()) << to_string(spec);
+    std::vector<Wanted> kernels;
+    for (const TileConfig& config : configs) kernels.push_back({spec, test.shape, config});
+    prepare_all(runtime.get(), kernels);
+    for (const TileConfig& config : configs) {
+      if (pass == Pass::forward) run.check_forward(runtime.get(), config);
+      if (pass == Pass::backward) run.check_backward(runtime.get(), config);
+    }
+  }
+}
+
+/// Picks one level of every factor, as often as it takes that every pair of levels of two factors occurs
+/// together. Greedy and deterministic; `levels` says how many levels each factor has.
+template <std::size_t kFactors>
+std::vector<std::array<int, kFactors>> covering_choices(const std::array<int, kFactors>& levels) {
+  using Choice = std::array<int, kFactors>;
+  struct Pair {
+    std::size_t factor_a, factor_b;
+    int a, b;
+  };
+  std::mt19937 generator(1);
+  std::vector<Pair> missing;
+  for (std::size_t f = 0; f < kFactors; ++f) {
+    for (std::size_t g = f + 1; g < kFactors; ++g) {
+      for (int a = 0; a < levels[f]; ++a) {
+        for (int b = 0; b < levels[g]; ++b) missing.push_back({f, g, a, b});
+      }
+    }
+  }
+  const auto covers = [](const Choice& choice, const Pair& pair) {
+    return choice[pair.factor_a] == pair.a && choice[pair.factor_b] == pair.b;
+  };
+  std::vector<Choice> choices;
+  while (!missing.empty()) {
+    Choice best{};
+    std::ptrdiff_t best_count = 0;
+    for (int attempt = 0; attempt < 40; ++attempt) {
+      Choice choice;
+      for (std::size_t f = 0; f < kFactors; ++f) choice[f] = static_cast<int>(generator() % levels[f]);
+      const Pair& pair = missing[generator() % missing.size()];  // so that every choice makes progress
+      choice[pair.factor_a] = pair.a;
+      choice[pair.factor_b] = pair.b;
+      const auto count =
+          std::ranges::count_if(missing, [&](const Pair& other) { return covers(choice, other); });
+      if (count > best_count) {
+        best = choice;
+        best_count = count;
+      }
+    }
+    std::erase_if(missing, [&](const Pair& pair) { return covers(best, pair); });
+    choices.push_back(best);
+  }
+  return choices;
+}
+
+}  // namespace flashjit::gpu_test

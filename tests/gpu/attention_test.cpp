@@ -1,0 +1,185 @@
+// Dense attention, forward and backward, against the fp64 reference: every pair of features occurs in some
+// case. Shapes too large for the CPU are in large_test.cpp, against the naive GPU kernel.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "gpu/attention_case.hpp"
+
+namespace flashjit::gpu_test {
+namespace {
+
+constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
+constexpr std::array kFamilies = {Family::sm80, Family::simt};
+constexpr std::array<std::array<int, 2>, 14> kHeadDims = {{{8, 8},
+                                                           {16, 16},
+                                                           {24, 24},
+                                                           {40, 40},
+                                                           {64, 64},
+                                                           {72, 72},
+                                                           {96, 96},
+                                                           {128, 128},
+                                                           {160, 160},
+                                                           {192, 192},
+                                                           {256, 256},
+                                                           {64, 32},
+                                                           {192, 128},
+                                                           {32, 64}}};
+const std::array<MaskProgram, 3> kMasks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
+constexpr std::array<std::array<int, 2>, 20> kLengths = {
+    {{1, 1},     {1, 128},   {1, 333},   {7, 7},     {7, 200},   {64, 64},   {64, 1},
+     {65, 64},   {64, 65},   {127, 129}, {128, 128}, {129, 127}, {128, 333}, {200, 65},
+     {200, 200}, {333, 129}, {333, 333}, {0, 64},    {64, 0},    {333, 7}}};
+constexpr std::array<std::array<int, 3>, 5> kBatchAndHeads = {
+    {{1, 1, 1}, {3, 2, 2}, {2, 8, 1}, {2, 4, 2}, {1, 6, 3}}};  // batch, heads_q, heads_kv
+constexpr std::array kDropout = {0.0, 0.1, 0.6};
+constexpr std::array kLayouts = {Layout::bhsd, Layout::bshd, Layout::packed, Layout::padded};
+constexpr std::array kScoreSizes = {1.0, 3e3};  // normal data has scores up to about 4: 1e4
+
+/// Turns what cannot be, fp32 on tensor cores and packed tensors of unlike sizes, into what is nearest.
+void make_possible(AttentionCase& test) {
+  if (test.spec.dtype == DType::fp32) test.family = Family::simt;
+  if (test.layout == Layout::packed) {
+    test.spec.head_dim_v = test.spec.head_dim;
+    test.shape.heads_kv = test.shape.heads_q;
+    test.shape.seqlen_kv = test.shape.seqlen_q;
+  }
+}
+
+std::vector<AttentionCase> make_cases() {
+  std::vector<AttentionCase> cases;
+  const auto choices = covering_choices<12>({3, 2, 14, 3, 20, 5, 3, 4, 2, 2, 2, 2});
+  for (const auto& [dtype, family, dims, mask, lengths, heads, dropout, layout, size, kv_lengths, det,
+                    scale] : choices) {
+    AttentionCase test;
+    test.spec = {.dtype = kDTypes[dtype],
+                 .head_dim = kHeadDims[dims][0],
+                 .head_dim_v = kHeadDims[dims][1],
+                 .mask = kMasks[mask],
+                 .dropout = kDropout[dropout] > 0,
+                 .kv_lengths = kv_lengths == 1,
+                 .deterministic = det == 1};
+    const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
+    test.shape = {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]};
+    test.family = kFamilies[family];
+    test.layout = kLayouts[layout];
+    if (scale == 1) test.softmax_scale = 0.21f;
+    test.dropout_p = kDropout[dropout];
+    test.score_size = kScoreSizes[size];
+    test.seed = static_cast<unsigned>(cases.size());
+    make_possible(test);
+    cases.push_back(test);
+  }
+  return cases;
+}
+
+const std::vector<AttentionCase>& all_cases() {
+  static const std::vector<AttentionCase> cases = make_cases();
+  return cases;
+}
+
+class Attention : public CaseTest {
+ protected:
+  static void SetUpTestSuite() { prepare_selected(all_cases()); }
+};
+
+TEST_P(Attention, MatchesTheReference) { run_case(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+/// A few specs that stress different parts of a tile, at a shape that is no multiple of any.
+std::vector<AttentionCase> sweep_cases() {
+  const AttentionShape shape{2, 2, 1, 333, 200};
+  return {
+      {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal()},
+       .shape = shape,
+       .family = Family::sm80},
+      {.spec = {.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
+       .shape = shape,
+       .family = Family::sm80,
+       .dropout_p = 0.3},
+      {.spec = {.dtype = DType::bf16,
+                .head_dim = 192,
+                .head_dim_v = 128,
+                .mask = causal(),
+                .deterministic = true},
+       .shape = shape,
+       .family = Family::sm80},
+      {.spec = {.dtype = DType::bf16, .head_dim = 256, .mask = causal()},
+       .shape = shape,
+       .family = Family::sm80},
+      {.spec = {.dtype = DType::fp16, .head_dim = 40}, .shape = shape, .family = Family::sm80},
+      {.spec =
+           {.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
+       .shape = shape,
+       .family = Family::simt,
+       .dropout_p = 0.3},
+      {.spec = {.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true},
+       .shape = shape,
+       .family = Family::simt},
+  };
+}
+
+class EveryConfiguration : public GpuTestWith<AttentionCase> {};
+
+TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+class AttentionArguments : public GpuTestWith<Family> {
+ protected:
+  void check(AttentionCase test, reference::Problem problem, bool without_lse = false) {
+    test.family = GetParam();
+    const Support support = supports(test.family, test.spec);
+    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    TemporaryRuntime runtime;
+    AttentionRun run(test, std::move(problem));
+    const TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
+    run.check_forward(runtime.get(), config);
+    run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+    if (without_lse) run.check_forward_without_lse(runtime.get(), config);
+  }
+};
+
+TEST_P(AttentionArguments, LseMayBeNull) {
+  const AttentionCase test{.spec = {.dtype = DType::fp16, .head_dim = 64, .mask = causal()},
+                           .shape = {1, 2, 2, 65, 129}};
+  check(test, make_problem(test), true);
+}
+
+TEST_P(AttentionArguments, KvLengthsAreClampedToTheKeys) {
+  const AttentionCase test{
+      .spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .kv_lengths = true},
+      .shape = {4, 2, 1, 65, 130}};
+  reference::Problem problem = make_problem(test);
+  problem.kv_lengths = {-5, 1000, 130, 1};
+  check(test, std::move(problem));
+}
+
+TEST_P(AttentionArguments, NothingToDoIsDone) {
+  for (const AttentionShape& shape :
+       {AttentionShape{0, 2, 2, 64, 64}, AttentionShape{2, 0, 0, 64, 64}, AttentionShape{2, 2, 1, 0, 0}}) {
+    SCOPED_TRACE(to_string(shape));
+    const AttentionCase test{.spec = {.dtype = DType::fp16, .head_dim = 64}, .shape = shape};
+    check(test, make_problem(test));
+  }
+}
+
+TEST_P(AttentionArguments, AllScoresEqual) {
+  const AttentionCase test{.spec = {.dtype = DType::fp16, .head_dim = 32, .mask = causal()},
+                           .shape = {1, 2, 2, 100, 150}};
+  reference::Problem problem = make_problem(test);
+  std::fill(problem.q.begin(), problem.q.end(), 0.0);
+  check(test, std::move(problem));
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, AttentionArguments, testing::ValuesIn(kFamilies),
+                         [](const auto& test) { return to_string(test.param); });
+
+}  // namespace
+}  // namespace flashjit::gpu_test

@@ -1,0 +1,154 @@
+// Block-sparse attention, forward and backward, against the fp64 reference: block sizes that fit no tile,
+// empty rows and columns, maps that broadcast.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "flashjit/patterns.hpp"
+#include "gpu/attention_case.hpp"
+
+namespace flashjit::gpu_test {
+namespace {
+
+constexpr std::array kDTypes = {DType::bf16, DType::fp16, DType::fp32};
+constexpr std::array kFamilies = {Family::sm80, Family::simt};
+constexpr std::array kHeadDims = {32, 64, 128};
+const std::array<MaskProgram, 3> kMasks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
+constexpr std::array<BlockSize, 10> kBlocks = {{{16, 16},
+                                                {16, 256},
+                                                {32, 64},
+                                                {48, 80},
+                                                {64, 64},
+                                                {64, 128},
+                                                {128, 128},
+                                                {144, 112},
+                                                {256, 16},
+                                                {256, 256}}};
+constexpr std::array<std::array<int, 2>, 6> kLengths = {
+    {{1, 130}, {65, 64}, {200, 333}, {333, 200}, {400, 512}, {129, 129}}};
+constexpr std::array kDropout = {0.0, 0.2};
+
+std::vector<AttentionCase> make_cases() {
+  std::vector<AttentionCase> cases;
+  const auto choices = covering_choices<12>({10, 6, 3, 2, 3, 3, 2, 2, 2, 2, 2, 3});
+  for (const auto& [block, lengths, dtype, family, dim, mask, dropout, kv_lengths, det, per_batch, per_head,
+                    density] : choices) {
+    AttentionCase test;
+    test.spec = {.dtype = kDTypes[dtype],
+                 .head_dim = kHeadDims[dim],
+                 .mask = kMasks[mask],
+                 .dropout = kDropout[dropout] > 0,
+                 .kv_lengths = kv_lengths == 1,
+                 .block_map = kBlocks[block],
+                 .deterministic = det == 1};
+    test.shape = {2, 4, 2, kLengths[lengths][0], kLengths[lengths][1]};
+    test.family = test.spec.dtype == DType::fp32 ? Family::simt : kFamilies[family];
+    test.dropout_p = kDropout[dropout];
+    test.map_batch = per_batch ? 2 : 1;
+    test.map_heads = per_head ? 4 : 1;
+    test.map_density = std::array{0.15, 0.5, 0.9}[density];
+    test.seed = static_cast<unsigned>(cases.size());
+    cases.push_back(test);
+  }
+  return cases;
+}
+
+const std::vector<AttentionCase>& all_cases() {
+  static const std::vector<AttentionCase> cases = make_cases();
+  return cases;
+}
+
+class BlockSparse : public CaseTest {
+ protected:
+  static void SetUpTestSuite() { prepare_selected(all_cases()); }
+};
+
+TEST_P(BlockSparse, MatchesTheReference) { run_case(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Pairs, BlockSparse, testing::ValuesIn(all_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+std::vector<AttentionCase> sweep_cases() {
+  const AttentionShape shape{1, 2, 1, 333, 400};
+  return {
+      {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .block_map = {48, 80}},
+       .shape = shape,
+       .family = Family::sm80,
+       .map_heads = 2},
+      {.spec = {.dtype = DType::fp16, .head_dim = 128, .block_map = {16, 16}, .deterministic = true},
+       .shape = shape,
+       .family = Family::sm80},
+      {.spec = {.dtype = DType::fp32, .head_dim = 64, .block_map = {144, 112}},
+       .shape = shape,
+       .family = Family::simt},
+  };
+}
+
+class BlockSparseEveryConfiguration : public GpuTestWith<AttentionCase> {};
+
+TEST_P(BlockSparseEveryConfiguration, GivesTheSameResult) { check_every_configuration(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(SearchSpace, BlockSparseEveryConfiguration, testing::ValuesIn(sweep_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+/// Maps that are worth a name of their own, in both families.
+class BlockSparseMaps : public GpuTestWith<Family> {
+ protected:
+  static AttentionCase test_with(BlockSize block, bool deterministic = false) {
+    return {
+        .spec = {.dtype = DType::bf16, .head_dim = 64, .block_map = block, .deterministic = deterministic},
+        .shape = {1, 2, 2, 300, 280},
+        .family = GetParam()};
+  }
+  static void check(const AttentionCase& test, std::vector<std::uint8_t> map) {
+    const Support support = supports(test.family, test.spec);
+    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    reference::Problem problem = make_problem(test);
+    problem.block_map = std::move(map);
+    TemporaryRuntime runtime;
+    AttentionRun run(test, std::move(problem));
+    run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+    run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+  }
+  static void check(BlockSize block, const BlockPattern& pattern) { check(test_with(block), pattern.blocks); }
+};
+
+TEST_P(BlockSparseMaps, AnEmptyMapGivesZeros) { check({32, 32}, empty_pattern(300, 280, {32, 32})); }
+
+TEST_P(BlockSparseMaps, AnEmptyMapGivesZerosDeterministically) {
+  check(test_with({32, 32}, true), empty_pattern(300, 280, {32, 32}).blocks);
+}
+
+TEST_P(BlockSparseMaps, AFullMapIsDense) {
+  BlockPattern full = empty_pattern(300, 280, {64, 32});
+  std::fill(full.blocks.begin(), full.blocks.end(), std::uint8_t{1});
+  check({64, 32}, full);
+}
+
+TEST_P(BlockSparseMaps, AnyNonzeroByteAttends) {
+  BlockPattern pattern = butterfly(5, 5);
+  for (std::size_t i = 0; i < pattern.blocks.size(); ++i)
+    pattern.blocks[i] *= static_cast<std::uint8_t>(1 + 51 * (i % 6));
+  check({64, 64}, pattern);
+}
+
+TEST_P(BlockSparseMaps, OneBlockAttends) {
+  BlockPattern pattern = empty_pattern(300, 280, {16, 16});
+  pattern.blocks.back() = 1;
+  check({16, 16}, pattern);
+}
+
+TEST_P(BlockSparseMaps, Butterfly) { check({32, 32}, butterfly(10, 9)); }
+TEST_P(BlockSparseMaps, LocalWindow) { check({16, 16}, local_window(19, 18, 1)); }
+TEST_P(BlockSparseMaps, Strided) { check({32, 16}, strided(10, 18, 3)); }
+TEST_P(BlockSparseMaps, LocalGlobal) { check({32, 32}, local_global(10, 9, 1, 1)); }
+TEST_P(BlockSparseMaps, BigBird) { check({16, 32}, big_bird(19, 9, 1, 1, 2, 5)); }
+
+INSTANTIATE_TEST_SUITE_P(Families, BlockSparseMaps, testing::ValuesIn(kFamilies),
+                         [](const auto& test) { return to_string(test.param); });
+
+}  // namespace
+}  // namespace flashjit::gpu_test

@@ -1,0 +1,253 @@
+// The C interface where no driver is: what it accepts, refuses and says.
+#include <gtest/gtest.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <string>
+#include <thread>
+
+#include "flashjit/flashjit.h"
+#include "flashjit/flashjit.hpp"
+#include "versioned_struct.hpp"
+
+namespace {
+
+struct Deleter {
+  void operator()(flashjit_runtime* runtime) const { flashjit_runtime_destroy(runtime); }
+  void operator()(flashjit_spec* spec) const { flashjit_spec_destroy(spec); }
+};
+using RuntimePtr = std::unique_ptr<flashjit_runtime, Deleter>;
+using SpecPtr = std::unique_ptr<flashjit_spec, Deleter>;
+
+std::string last_message() { return flashjit_last_error_message(); }
+
+#define EXPECT_MESSAGE(part) EXPECT_NE(last_message().find(part), std::string::npos) << last_message()
+
+/// Keeps nothing on disk and finds no driver, whatever the machine has.
+class CAbi : public testing::Test {
+ protected:
+  void SetUp() override { setenv("FLASHJIT_LIBCUDA", "/nonexistent/libcuda.so.1", 1); }
+  void TearDown() override { unsetenv("FLASHJIT_LIBCUDA"); }
+
+  static RuntimePtr runtime() {
+    flashjit_options options{};
+    options.struct_size = sizeof options;
+    options.cache_dir = "";
+    flashjit_runtime* made = nullptr;
+    EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_OK) << last_message();
+    return RuntimePtr(made);
+  }
+  static SpecPtr spec(const char* text = "bf16:d64:causal") {
+    flashjit_spec* made = nullptr;
+    EXPECT_EQ(flashjit_spec_create(text, &made), FLASHJIT_OK) << last_message();
+    return SpecPtr(made);
+  }
+  static flashjit_tensor tensor(std::uintptr_t address) {
+    return {reinterpret_cast<void*>(address), {1, 2, 128, 64}, {2 * 128 * 64, 128 * 64, 64, 1}};
+  }
+  static flashjit_forward_args forward_args() {
+    flashjit_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = tensor(0x10000);
+    args.k = tensor(0x20000);
+    args.v = tensor(0x30000);
+    args.out = tensor(0x40000);
+    return args;
+  }
+  static flashjit_backward_args backward_args() {
+    const flashjit_forward_args f = forward_args();
+    flashjit_backward_args args{};
+    args.struct_size = sizeof args;
+    args.q = f.q;
+    args.k = f.k;
+    args.v = f.v;
+    args.out = f.out;
+    args.lse = reinterpret_cast<float*>(0x50000);
+    args.dout = f.out;
+    args.dq = tensor(0x60000);
+    args.dk = tensor(0x70000);
+    args.dv = tensor(0x80000);
+    return args;
+  }
+  static constexpr flashjit_shape kShape{1, 2, 2, 128, 128};
+};
+
+TEST_F(CAbi, VersionAndStatusNames) {
+  EXPECT_STREQ(flashjit_version(), FLASHJIT_VERSION);
+  EXPECT_STREQ(flashjit_status_name(FLASHJIT_OK), "ok");
+  for (int code = FLASHJIT_INVALID_ARGUMENT; code <= FLASHJIT_INTERNAL; ++code)
+    EXPECT_EQ(flashjit_status_name(code), to_string(static_cast<flashjit::ErrorCode>(code)));
+  EXPECT_STREQ(flashjit_status_name(-1), "unknown");
+}
+
+TEST_F(CAbi, DefaultOptionsNeedNeitherDriverNorStruct) {
+  flashjit_runtime* made = nullptr;
+  ASSERT_EQ(flashjit_runtime_create(nullptr, &made), FLASHJIT_OK) << last_message();
+  EXPECT_NE(made, nullptr);
+  flashjit_runtime_destroy(made);
+  flashjit_runtime_destroy(nullptr);
+  flashjit_spec_destroy(nullptr);
+}
+
+TEST_F(CAbi, WithoutADriverEveryCallThatNeedsItSaysSo) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  const auto forward = forward_args();
+  const auto backward = backward_args();
+  std::size_t bytes = 0;
+  for (const flashjit_status status :
+       {flashjit_forward(r.get(), s.get(), &forward, nullptr),
+        flashjit_backward(r.get(), s.get(), &backward, nullptr),
+        flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
+        flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, s.get(), &kShape, &bytes),
+        flashjit_supports(r.get(), FLASHJIT_FORWARD, s.get(), &kShape)}) {
+    EXPECT_EQ(status, FLASHJIT_NO_DRIVER) << last_message();
+    EXPECT_MESSAGE("/nonexistent/libcuda.so.1");
+    EXPECT_MESSAGE("FLASHJIT_LIBCUDA");
+  }
+}
+
+TEST_F(CAbi, ALibraryThatIsNoDriverIsRefused) {
+  setenv("FLASHJIT_LIBCUDA", "libm.so.6", 1);
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  EXPECT_EQ(flashjit_supports(r.get(), FLASHJIT_FORWARD, s.get(), &kShape), FLASHJIT_NO_DRIVER);
+  EXPECT_MESSAGE("libm.so.6 is too old");
+}
+
+TEST_F(CAbi, NullHandlesAreRefusedNotFollowed) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  const auto args = forward_args();
+  EXPECT_EQ(flashjit_forward(nullptr, s.get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("runtime is null");
+  EXPECT_EQ(flashjit_forward(r.get(), nullptr, &args, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("spec is null");
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("flashjit_forward_args is null");
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), nullptr, nullptr),
+            FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("shape is null");
+  EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
+            FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("bytes is null");
+  EXPECT_EQ(flashjit_runtime_create(nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_spec_create("bf16:d64", nullptr), FLASHJIT_INVALID_ARGUMENT);
+  flashjit_spec* made = nullptr;
+  EXPECT_EQ(flashjit_spec_create(nullptr, &made), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("text is null");
+}
+
+TEST_F(CAbi, SpecsAreChecked) {
+  for (const char* bad : {"", "bf17:d64", "bf16:d60", "bf16:d512", "bf16:d64:sliding", "bf16:d64:map30x64"}) {
+    flashjit_spec* made = reinterpret_cast<flashjit_spec*>(1);
+    EXPECT_EQ(flashjit_spec_create(bad, &made), FLASHJIT_INVALID_ARGUMENT) << bad;
+    EXPECT_EQ(made, nullptr) << bad;
+    EXPECT_FALSE(last_message().empty()) << bad;
+  }
+}
+
+TEST_F(CAbi, ArgumentsAreCheckedBeforeTheDriverIsOpened) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto forward = forward_args();
+  forward.k.size[0] = 5;
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("k has batch 5");
+  const float scale = -1;
+  forward = forward_args();
+  forward.softmax_scale = &scale;
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("softmax_scale is -1");
+  auto backward = backward_args();
+  backward.dq.data = nullptr;
+  EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("dq is null");
+}
+
+TEST_F(CAbi, EnumsAreChecked) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  EXPECT_EQ(flashjit_supports(r.get(), 2, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("pass is 2");
+  flashjit_options options{};
+  options.struct_size = sizeof options;
+  options.jit = 7;
+  flashjit_runtime* made = nullptr;
+  EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("jit is 7");
+  EXPECT_EQ(made, nullptr);
+}
+
+TEST_F(CAbi, ConfigurationsAreRead) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br1x"),
+            FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br128:bc64:w4:s2"),
+            FLASHJIT_NO_DRIVER);
+}
+
+TEST_F(CAbi, StructSizes) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto args = forward_args();
+  for (const std::size_t size : {std::size_t{0}, sizeof args - 8, sizeof args + 8}) {
+    args.struct_size = size;
+    EXPECT_EQ(flashjit_forward(r.get(), s.get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT) << size;
+    EXPECT_MESSAGE("struct_size is " + std::to_string(size));
+  }
+  EXPECT_MESSAGE("newer");
+}
+
+struct Grown {
+  std::size_t struct_size;
+  int first, second;
+  int added_later, added_too;
+};
+
+TEST_F(CAbi, FormerSizesAreReadAndTheRestIsZero) {
+  constexpr std::size_t kFormer = offsetof(Grown, added_later);
+  Grown given{kFormer, 1, 2, 3, 4};
+  const Grown read = flashjit::read_struct("grown", &given, {kFormer});
+  EXPECT_EQ(read.first, 1);
+  EXPECT_EQ(read.second, 2);
+  EXPECT_EQ(read.added_later, 0);
+  EXPECT_EQ(read.added_too, 0);
+  given.struct_size = sizeof(Grown);
+  EXPECT_EQ(flashjit::read_struct("grown", &given, {kFormer}).added_too, 4);
+  given.struct_size = kFormer + 4;
+  EXPECT_THROW(flashjit::read_struct("grown", &given, {kFormer}), flashjit::Error);
+}
+
+TEST_F(CAbi, TheLastErrorIsTheThreadsOwn) {
+  flashjit_spec* made = nullptr;
+  ASSERT_EQ(flashjit_spec_create("nonsense", &made), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("nonsense");
+  std::thread([] {
+    EXPECT_STREQ(flashjit_last_error_message(), "");
+    EXPECT_STREQ(flashjit_last_error_detail(), "");
+  }).join();
+  EXPECT_MESSAGE("nonsense");
+}
+
+TEST_F(CAbi, PacksArePassedOnAndTheLogIsTheCallers) {
+  std::string log;
+  const char* packs[] = {"/nonexistent/pack"};
+  flashjit_options options{};
+  options.struct_size = sizeof options;
+  options.cache_dir = "";
+  options.packs = packs;
+  options.pack_count = 1;
+  options.log = [](void* user, const char* line) { *static_cast<std::string*>(user) += line; };
+  options.log_user = &log;
+  flashjit_runtime* made = nullptr;
+  ASSERT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_OK) << last_message();
+  flashjit_runtime_destroy(made);
+  EXPECT_NE(log.find("/nonexistent/pack"), log.npos) << log;
+  options.packs = nullptr;
+  EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("packs is null");
+}
+
+}  // namespace

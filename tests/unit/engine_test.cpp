@@ -1,0 +1,454 @@
+// The runtime from call to launch, over a driver that only remembers. Kernels come from a pack that the test
+// makes of bytes no GPU would take, or from nowhere: nothing here compiles.
+#include "engine.hpp"
+
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <thread>
+
+#include "fake_driver.hpp"
+#include "plan/records.hpp"
+#include "support/file.hpp"
+
+namespace flashjit {
+namespace {
+
+namespace fs = std::filesystem;
+using test::FakeDriver;
+
+constexpr const char* kCompiler = "nvrtc1.2.3";
+const AttentionSpec kSpec{.dtype = DType::bf16, .head_dim = 64};
+const AttentionShape kShape{2, 4, 2, 100, 70};
+
+template <class T = void>
+T* address(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+ForwardArgs forward_args(const AttentionShape& s = kShape, std::int64_t d = 64) {
+  return {.q = ConstTensorView::bhsd(address(0x1000000), s.batch, s.heads_q, s.seqlen_q, d),
+          .k = ConstTensorView::bhsd(address(0x2000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .v = ConstTensorView::bhsd(address(0x3000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .out = TensorView::bhsd(address(0x4000000), s.batch, s.heads_q, s.seqlen_q, d)};
+}
+
+BackwardArgs backward_args(const AttentionShape& s = kShape, std::int64_t d = 64) {
+  const ForwardArgs f = forward_args(s, d);
+  return {.q = f.q,
+          .k = f.k,
+          .v = f.v,
+          .out = f.out,
+          .lse = address<float>(0x5000000),
+          .dout = f.out,
+          .dq = TensorView::bhsd(address(0x6000000), s.batch, s.heads_q, s.seqlen_q, d),
+          .dk = TensorView::bhsd(address(0x7000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .dv = TensorView::bhsd(address(0x8000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .workspace = {address(0x9000000), std::size_t{1} << 40}};
+}
+
+class EngineTest : public testing::Test {
+ protected:
+  EngineTest() : folder_(fs::temp_directory_path() / ("flashjit-engine-" + unique_suffix())) {
+    fs::create_directories(folder_);
+    fake().reset();
+  }
+  ~EngineTest() override { fs::remove_all(folder_); }
+
+  static FakeDriver& fake() { return FakeDriver::state(); }
+  fs::path pack() const { return folder_ / "pack"; }
+
+  /// Never compiles: what the pack lacks is missing.
+  Settings settings() {
+    Settings settings;
+    settings.packs = {pack().string()};
+    settings.jit = false;
+    settings.log = [this](std::string_view line) {
+      const std::lock_guard lock(log_mutex_);
+      log_ += std::string(line) + "\n";
+    };
+    return settings;
+  }
+  std::unique_ptr<Engine> engine(Settings settings) {
+    return std::make_unique<Engine>(std::move(settings), FakeDriver::driver());
+  }
+  std::unique_ptr<Engine> engine() { return engine(settings()); }
+
+  static DeviceInfo device_info() { return device::query_device(*FakeDriver::driver(), 0); }
+
+  static plan::ExecutionPlan plan_of(const AttentionSpec& spec, const AttentionShape& shape,
+                                     const std::optional<TileConfig>& config = {}) {
+    return plan::make_plan(spec, shape, device_info(), {}, config);
+  }
+
+  /// Puts a kernel of the spec into a store, with the resources of one entry as ptxas would report them.
+  static void add_kernel(const fs::path& folder, const AttentionSpec& spec, const TileConfig& config,
+                         int registers = 64, const std::string& compiler = kCompiler) {
+    const KernelSource source = render::render(spec, config, device_info(), render::TemplateSet::embedded());
+    CompiledKernel kernel{.cubin = "not really", .log = "", .compiler = compiler, .resources = {}};
+    for (const plan::Entry& entry : source.entries)
+      kernel.resources.push_back({.entry = entry.name, .registers = registers});
+    cache::Store store(folder, cache::Store::Access::read_write);
+    ASSERT_TRUE(
+        store.store(source, cache::source_digest(source, compile::compile_options(source.arch)), kernel));
+  }
+  void add_to_pack(const AttentionSpec& spec, const AttentionShape& shape = kShape, int registers = 64) {
+    add_kernel(pack(), spec, plan_of(spec, shape).config, registers);
+  }
+
+  template <class Call>
+  static Error error_of(Call&& call) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error;
+    }
+    ADD_FAILURE() << "nothing was thrown";
+    return Error(ErrorCode::internal, "");
+  }
+
+  fs::path folder_;
+  std::mutex log_mutex_;
+  std::string log_;
+};
+
+AttentionSpec backward_spec() {
+  AttentionSpec spec = kSpec;
+  spec.pass = Pass::backward;
+  return spec;
+}
+
+#define EXPECT_CONTAINS(text, part) EXPECT_NE(std::string(text).find(part), std::string::npos) << text
+
+TEST_F(EngineTest, ForwardLaunchesThePlan) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  CUstream stream = reinterpret_cast<CUstream>(0x42);
+  runtime->forward(kSpec, forward_args(), stream);
+  runtime->forward(kSpec, forward_args(), stream);
+
+  const plan::ExecutionPlan plan = plan_of(kSpec, kShape);
+  ASSERT_EQ(fake().launches.size(), 2 * plan.launches.size());
+  const FakeDriver::Launch& launch = fake().launches[0];
+  EXPECT_EQ(launch.blocks, plan.launches[0].blocks);
+  EXPECT_EQ(launch.threads, static_cast<unsigned>(plan.entries[0].threads));
+  EXPECT_EQ(launch.shared_bytes, static_cast<unsigned>(plan.entries[0].shared_bytes));
+  EXPECT_EQ(launch.stream, stream);
+  EXPECT_EQ(launch.params.q.data, address(0x1000000));
+  EXPECT_EQ(fake().libraries_loaded, 1);
+  EXPECT_EQ(fake().functions_touched, static_cast<int>(plan.entries.size()));
+}
+
+TEST_F(EngineTest, BackwardLaunchesThePlanInOrder) {
+  add_to_pack(backward_spec());
+  const auto runtime = engine();
+  runtime->backward(kSpec, backward_args(), nullptr);  // the caller's spec may leave the pass
+  const plan::ExecutionPlan plan = plan_of(backward_spec(), kShape);
+  ASSERT_EQ(fake().launches.size(), plan.launches.size());
+  for (std::size_t i = 0; i < plan.launches.size(); ++i)
+    EXPECT_EQ(fake().launches[i].threads,
+              static_cast<unsigned>(plan.entries[plan.launches[i].entry].threads));
+}
+
+TEST_F(EngineTest, ShapesShareAKernelAndPointersAreAskedForOncePerShape) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  const int asked = fake().pointers_asked;
+  EXPECT_GT(asked, 0);
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_EQ(fake().pointers_asked, asked);
+  runtime->forward(kSpec, forward_args({2, 4, 4, 90, 60}), nullptr);
+  EXPECT_EQ(fake().libraries_loaded, 1);
+}
+
+TEST_F(EngineTest, BadArgumentsLaunchNothing) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  ForwardArgs args = forward_args();
+  args.v.size[2] = 71;
+  EXPECT_EQ(error_of([&] { runtime->forward(kSpec, args, nullptr); }).code(), ErrorCode::invalid_argument);
+  AttentionSpec odd = kSpec;
+  odd.head_dim = 60;
+  EXPECT_EQ(error_of([&] { runtime->forward(odd, forward_args(kShape, 60), nullptr); }).code(),
+            ErrorCode::invalid_argument);
+  EXPECT_TRUE(fake().launches.empty());
+}
+
+TEST_F(EngineTest, AWorkspaceThatIsTooSmallIsRefusedWithTheBytesThatAreNeeded) {
+  add_to_pack(backward_spec());
+  const auto runtime = engine();
+  const std::size_t needed = runtime->workspace_bytes(backward_spec(), kShape);
+  ASSERT_GT(needed, 0u);
+  BackwardArgs args = backward_args();
+  args.workspace.bytes = needed - 1;
+  EXPECT_CONTAINS(error_of([&] { runtime->backward(kSpec, args, nullptr); }).message(),
+                  std::to_string(needed));
+  EXPECT_TRUE(fake().launches.empty());
+  args.workspace.bytes = needed;
+  runtime->backward(kSpec, args, nullptr);
+  EXPECT_FALSE(fake().launches.empty());
+  EXPECT_EQ(runtime->workspace_bytes(backward_spec(), kShape), needed);
+}
+
+TEST_F(EngineTest, NoContextIsAnErrorThatSaysWhatToDo) {
+  const auto runtime = engine();
+  fake().has_context = false;
+  for (const Error& error :
+       {error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); }),
+        error_of([&] { runtime->prepare(kSpec, kShape, {}); }),
+        error_of([&] { runtime->workspace_bytes(kSpec, kShape); }), error_of([&] { runtime->device(); })}) {
+    EXPECT_EQ(error.code(), ErrorCode::no_device);
+    EXPECT_CONTAINS(error.message(), "cuCtxSetCurrent");
+  }
+}
+
+TEST_F(EngineTest, AMissingKernelNamesItselfAndTheCommandThatPacksIt) {
+  const auto runtime = engine();
+  const Error error = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });
+  EXPECT_EQ(error.code(), ErrorCode::kernel_missing);
+  const std::string config = to_string(plan_of(kSpec, kShape).config);
+  EXPECT_CONTAINS(error.message(),
+                  "flashjit pack --spec fwd:bf16:d64 --config " + config + " --arch sm_90a --out");
+  EXPECT_TRUE(fake().launches.empty());
+}
+
+TEST_F(EngineTest, WithoutNvrtcThePackStillServesAndTheRestSaysWhatIsMissing) {
+  add_to_pack(kSpec);
+  Settings without = settings();
+  without.jit = true;
+  without.nvrtc = (folder_ / "no-such-nvrtc.so").string();
+  const auto runtime = engine(without);
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_FALSE(fake().launches.empty());
+  const Error error = error_of([&] { runtime->backward(kSpec, backward_args(), nullptr); });
+  EXPECT_EQ(error.code(), ErrorCode::no_compiler);
+  EXPECT_CONTAINS(error.message(), "flashjit pack --spec bwd:bf16:d64");
+  EXPECT_CONTAINS(error.message(), "no-such-nvrtc.so");
+}
+
+TEST_F(EngineTest, TheDiskCacheServesWithoutCompilingAndDamageIsAMiss) {
+  Settings cached = settings();
+  cached.packs.clear();
+  cached.cache_dir = (folder_ / "cache").string();
+  add_kernel(cached.cache_dir, kSpec, plan_of(kSpec, kShape).config);
+  EXPECT_EQ(engine(cached)->prepare(kSpec, kShape, {}).origin, KernelOrigin::disk);
+
+  for (const auto& entry : fs::recursive_directory_iterator(cached.cache_dir))
+    if (entry.path().extension() == ".cubin") std::ofstream(entry.path(), std::ios::trunc) << "damaged";
+  EXPECT_EQ(error_of([&] { engine(cached)->prepare(kSpec, kShape, {}); }).code(), ErrorCode::kernel_missing);
+  EXPECT_CONTAINS(log_, "ignoring");
+}
+
+TEST_F(EngineTest, ThePackComesBeforeTheCache) {
+  Settings both = settings();
+  both.cache_dir = (folder_ / "cache").string();
+  add_to_pack(kSpec);
+  add_kernel(both.cache_dir, kSpec, plan_of(kSpec, kShape).config);
+  EXPECT_EQ(engine(both)->prepare(kSpec, kShape, {}).origin, KernelOrigin::pack);
+}
+
+TEST_F(EngineTest, AKernelThatTheDriverRefusesIsPassedOver) {
+  add_to_pack(kSpec);
+  fake().load_result = CUDA_ERROR_NO_BINARY_FOR_GPU;
+  const Error error = error_of([&] { engine()->prepare(kSpec, kShape, {}); });
+  EXPECT_EQ(error.code(), ErrorCode::kernel_missing);
+  EXPECT_CONTAINS(log_, "from the pack: cuLibraryLoadData failed");
+}
+
+TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
+  const TileConfig first = plan_of(kSpec, kShape).config;
+  ASSERT_EQ(first.family, Family::sm80);
+  const TileConfig last = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  add_kernel(pack(), kSpec, first, 4000);
+  add_kernel(pack(), kSpec, last);
+  const KernelReport report = engine()->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.config, last);
+  EXPECT_EQ(report.config_source, "heuristic");
+  EXPECT_CONTAINS(log_, to_string(first) + " does not work");
+  // A configuration that was asked for is not exchanged.
+  EXPECT_EQ(error_of([&] { engine()->prepare(kSpec, kShape, first); }).code(), ErrorCode::compile_failed);
+}
+
+TEST_F(EngineTest, PrepareReportsOriginOnceThenMemory) {
+  add_to_pack(kSpec, kShape, 77);
+  const auto runtime = engine();
+  const KernelReport first = runtime->prepare(kSpec, kShape, {});
+  EXPECT_EQ(first.origin, KernelOrigin::pack);
+  EXPECT_EQ(first.config_source, "heuristic");
+  EXPECT_EQ(to_string(first.spec), "fwd:bf16:d64");
+  EXPECT_TRUE(first.key.ends_with(kCompiler)) << first.key;
+  ASSERT_FALSE(first.entries.empty());
+  EXPECT_EQ(first.entries[0].registers, 77);
+  EXPECT_GT(first.render_ms, 0);
+  const KernelReport second = runtime->prepare(kSpec, kShape, {});
+  EXPECT_EQ(second.origin, KernelOrigin::memory);
+  EXPECT_EQ(second.render_ms, 0);
+  EXPECT_EQ(second.key, first.key);
+}
+
+TEST_F(EngineTest, AGivenConfigurationIsRememberedForItsShapeAlone) {
+  const TileConfig planned = plan_of(kSpec, kShape).config;
+  const TileConfig given = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  add_kernel(pack(), kSpec, planned);
+  add_kernel(pack(), kSpec, given);
+  const auto runtime = engine();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, given).config, given);
+  fake().launches.clear();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_EQ(fake().launches[0].blocks, plan_of(kSpec, kShape, given).launches[0].blocks);
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config_source, "given");
+  EXPECT_EQ(runtime->prepare(kSpec, {2, 4, 2, 101, 70}, {}).config_source, "heuristic");
+
+  TileConfig impossible = given;
+  impossible.br = 7;
+  EXPECT_EQ(error_of([&] { runtime->prepare(kSpec, kShape, impossible); }).code(),
+            ErrorCode::invalid_argument);
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config, given);
+}
+
+TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
+  const TileConfig tuned = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  add_kernel(pack(), kSpec, tuned);
+  plan::TuningRecord record;
+  record.spec = kSpec.normalized();
+  record.shape = kShape;
+  record.arch = "sm_90a";
+  record.best = tuned;
+  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+  fs::create_directories(records);
+  plan::write_record(records, record);
+  const KernelReport report = engine()->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.config, tuned);
+  EXPECT_EQ(report.config_source, "tuned");
+}
+
+TEST_F(EngineTest, CaptureNeedsPrepare) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  fake().capturing = true;
+  const Error error = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });
+  EXPECT_CONTAINS(error.message(), "prepare()");
+  EXPECT_EQ(fake().libraries_loaded, 0);
+  fake().capturing = false;
+  runtime->prepare(kSpec, kShape, {});
+  fake().capturing = true;
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_FALSE(fake().launches.empty());
+}
+
+TEST_F(EngineTest, EachDeviceIsMadeReady) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  fake().device = fake().owner_of_pointers = 1;
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_EQ(fake().libraries_loaded, 1);
+  EXPECT_EQ(fake().opt_ins[0], fake().opt_ins[1]);
+  EXPECT_GT(fake().opt_ins[1], 0);
+}
+
+TEST_F(EngineTest, MemoryThatTheDeviceCannotReachIsRefused) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  fake().unknown_pointers_below = 0x1000001;
+  const Error host = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });
+  EXPECT_CONTAINS(host.message(), "q is at 0x1000000");
+  fake().unknown_pointers_below = 0;
+  fake().owner_of_pointers = 3;
+  const Error other = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });
+  EXPECT_EQ(other.code(), ErrorCode::no_device);
+  EXPECT_CONTAINS(other.message(), "device 3");
+  EXPECT_TRUE(fake().launches.empty());
+}
+
+TEST_F(EngineTest, NothingToDoNeedsNoKernel) {
+  const auto runtime = engine();
+  runtime->forward(kSpec, forward_args({0, 4, 2, 100, 70}), nullptr);
+  runtime->forward(kSpec, forward_args({2, 4, 2, 0, 70}), nullptr);
+  EXPECT_TRUE(fake().launches.empty());
+  EXPECT_TRUE(runtime->prepare(kSpec, {0, 4, 2, 100, 70}, {}).key.empty());
+}
+
+TEST_F(EngineTest, SupportsSaysWhyNot) {
+  const auto runtime = engine();
+  EXPECT_TRUE(runtime->supports(kSpec, kShape));
+  AttentionSpec wide = kSpec;
+  wide.head_dim = 512;
+  const Support refused = runtime->supports(wide, kShape);
+  EXPECT_FALSE(refused);
+  EXPECT_CONTAINS(refused.reason, "512");
+  EXPECT_FALSE(runtime->supports(kSpec, {1, 3, 2, 8, 8}));
+}
+
+TEST_F(EngineTest, KernelsStayUntilTheEngineGoes) {
+  add_to_pack(kSpec);
+  auto runtime = engine();
+  runtime->prepare(kSpec, kShape, {});
+  EXPECT_EQ(fake().libraries_unloaded, 0);
+  runtime.reset();
+  EXPECT_EQ(fake().libraries_unloaded, 1);
+}
+
+TEST_F(EngineTest, MoreShapesThanAreKeptStillWork) {
+  add_to_pack(kSpec, {1, 1, 1, 1, 1});
+  const auto runtime = engine();
+  const TileConfig config = plan_of(kSpec, {1, 1, 1, 1, 1}).config;
+  int calls = 0;
+  for (std::int64_t keys = 1; keys <= 5000; ++keys) {
+    const AttentionShape shape{1, 1, 1, 1, keys};
+    if (plan_of(kSpec, shape).config != config) continue;
+    runtime->forward(kSpec, forward_args(shape), nullptr);
+    ++calls;
+  }
+  EXPECT_GT(calls, 4096);
+  EXPECT_EQ(static_cast<int>(fake().launches.size()), calls);
+  EXPECT_EQ(fake().libraries_loaded, 1);
+}
+
+TEST_F(EngineTest, ManyThreadsLoadOneKernel) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  std::vector<std::thread> threads;
+  for (int i = 0; i < 8; ++i)
+    threads.emplace_back([&] {
+      for (int call = 0; call < 50; ++call) runtime->forward(kSpec, forward_args(), nullptr);
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(fake().libraries_loaded, 1);
+  EXPECT_EQ(fake().launches.size(), 400 * plan_of(kSpec, kShape).launches.size());
+}
+
+TEST(CallKey, TellsProblemsApart) {
+  const auto key = [](const char* spec, const char* shape, int device = 0) {
+    static std::vector<std::unique_ptr<AttentionSpec>> specs;  // views need their spec
+    specs.push_back(std::make_unique<AttentionSpec>(parse_spec(spec)));
+    return CallKeyView(*specs.back(), specs.back()->pass, parse_shape(shape), device);
+  };
+  const char* shape = "b2:hq4:hkv2:sq100:skv70";
+  std::vector<CallKeyView> keys;
+  for (const char* spec :
+       {"fwd:bf16:d64", "bwd:bf16:d64", "fwd:fp16:d64", "fwd:bf16:d72", "fwd:bf16:d64x32",
+        "fwd:bf16:d64:causal", "fwd:bf16:d64:causal_top_left", "fwd:bf16:d64:dropout", "fwd:bf16:d64:kvlen",
+        "fwd:bf16:d64:map32x64", "fwd:bf16:d64:map64x32", "bwd:bf16:d64:det"})
+    keys.push_back(key(spec, shape));
+  keys.push_back(key("fwd:bf16:d64", "b4:hq4:hkv2:sq100:skv70"));
+  keys.push_back(key("fwd:bf16:d64", "b2:hq4:hkv4:sq100:skv70"));
+  keys.push_back(key("fwd:bf16:d64", "b2:hq4:hkv2:sq70:skv100"));
+  keys.push_back(key("fwd:bf16:d64", shape, 1));
+  const CallKeyHash hash;
+  for (std::size_t i = 0; i < keys.size(); ++i)
+    for (std::size_t j = 0; j < keys.size(); ++j) {
+      EXPECT_EQ(keys[i] == keys[j], i == j) << i << " " << j;
+      EXPECT_EQ(hash(keys[i]) == hash(keys[j]), i == j) << i << " " << j;
+    }
+  const CallKey owned(keys[5]);
+  EXPECT_TRUE(CallKeyEqual{}(owned, keys[5]));
+  EXPECT_EQ(hash(owned), hash(keys[5]));
+  EXPECT_TRUE(key("fwd:bf16:d64", shape) == key("fwd:bf16:d64x64", shape));
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,185 @@
+// A driver for tests without a GPU: it remembers what it was asked and launches nothing.
+#pragma once
+
+#include <atomic>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "device/driver.hpp"
+#include "templates/common/params.cuh"
+
+namespace flashjit::test {
+
+/// What a fake driver has and what it was asked. The driver's functions carry no context, so this is one a
+/// process; reset() begins a test.
+struct FakeDriver {
+  struct Launch {
+    unsigned blocks, threads, shared_bytes;
+    CUstream stream;
+    Params params;
+  };
+
+  std::mutex mutex;
+  bool has_context = true;
+  bool capturing = false;
+  int device = 0;
+  int compute_capability = 90;
+  CUresult load_result = CUDA_SUCCESS;
+  std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
+  int owner_of_pointers = 0;
+  std::vector<Launch> launches;
+  int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
+  std::map<int, int> opt_ins;  ///< calls of cuKernelSetAttribute by device
+
+  static FakeDriver& state() {
+    static FakeDriver fake;
+    return fake;
+  }
+
+  void reset() {
+    const std::lock_guard lock(mutex);
+    has_context = true;
+    capturing = false;
+    device = 0;
+    compute_capability = 90;
+    load_result = CUDA_SUCCESS;
+    unknown_pointers_below = 0;
+    owner_of_pointers = 0;
+    launches.clear();
+    libraries_loaded = libraries_unloaded = functions_touched = pointers_asked = 0;
+    opt_ins.clear();
+  }
+
+  static std::shared_ptr<const device::Driver> driver() {
+    auto fake = std::make_shared<device::Driver>();
+    fake->version = 13000;
+    fake->path = "fake";
+    set_errors(*fake);
+    set_device(*fake);
+    set_library(*fake);
+    return fake;
+  }
+
+ private:
+  static void set_errors(device::Driver& d) {
+    d.get_error_name = [](CUresult, const char** name) {
+      *name = "CUDA_ERROR_FAKE";
+      return CUDA_SUCCESS;
+    };
+    d.get_error_string = [](CUresult, const char** text) {
+      *text = "as the test asked";
+      return CUDA_SUCCESS;
+    };
+  }
+
+  static void set_device(device::Driver& d) {
+    d.ctx_get_device = [](CUdevice* device) {
+      *device = state().device;
+      return state().has_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
+    };
+    d.device_get_name = [](char* name, int size, CUdevice) {
+      std::strncpy(name, "Fake GPU", size);
+      return CUDA_SUCCESS;
+    };
+    d.device_get_attribute = [](int* value, CUdevice_attribute attribute, CUdevice) {
+      switch (attribute) {
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR:
+          *value = state().compute_capability / 10;
+          break;
+        case CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MINOR:
+          *value = state().compute_capability % 10;
+          break;
+        case CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT:
+          *value = 132;
+          break;
+        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_BLOCK_OPTIN:
+          *value = 232448;
+          break;
+        case CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR:
+          *value = 233472;
+          break;
+        case CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR:
+          *value = 65536;
+          break;
+        case CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE:
+          *value = 50 << 20;
+          break;
+        default:
+          *value = 0;
+      }
+      return CUDA_SUCCESS;
+    };
+    d.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
+      *status = state().capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+      return CUDA_SUCCESS;
+    };
+    d.pointer_get_attribute = [](void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      ++fake.pointers_asked;
+      if (pointer < fake.unknown_pointers_below) return CUDA_ERROR_INVALID_VALUE;
+      switch (attribute) {
+        case CU_POINTER_ATTRIBUTE_MEMORY_TYPE:
+          *static_cast<unsigned*>(value) = CU_MEMORYTYPE_DEVICE;
+          break;
+        case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
+          *static_cast<int*>(value) = fake.owner_of_pointers;
+          break;
+        default:
+          return CUDA_ERROR_INVALID_VALUE;  // nothing of another device is reachable
+      }
+      return CUDA_SUCCESS;
+    };
+  }
+
+  static void set_library(device::Driver& d) {
+    d.library_load_data = [](CUlibrary* library, const void*, CUjit_option*, void**, unsigned,
+                             CUlibraryOption*, void**, unsigned) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      if (fake.load_result == CUDA_SUCCESS) ++fake.libraries_loaded;
+      *library = nullptr;
+      return fake.load_result;
+    };
+    d.library_unload = [](CUlibrary) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      ++fake.libraries_unloaded;
+      return CUDA_SUCCESS;
+    };
+    d.library_get_kernel = [](CUkernel* kernel, CUlibrary, const char*) {
+      *kernel = nullptr;
+      return CUDA_SUCCESS;
+    };
+    d.kernel_set_attribute = [](CUfunction_attribute, int, CUkernel, CUdevice device) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      ++fake.opt_ins[device];
+      return CUDA_SUCCESS;
+    };
+    d.kernel_get_function = [](CUfunction* function, CUkernel) {
+      *function = nullptr;
+      return CUDA_SUCCESS;
+    };
+    d.func_get_attribute = [](int* value, CUfunction_attribute, CUfunction) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      ++fake.functions_touched;
+      *value = 1;
+      return CUDA_SUCCESS;
+    };
+    d.launch_kernel_ex = [](const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
+                               *static_cast<const Params*>(parameters[0])});
+      return CUDA_SUCCESS;
+    };
+  }
+};
+
+}  // namespace flashjit::test

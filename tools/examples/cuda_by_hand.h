@@ -1,0 +1,50 @@
+/* libcuda opened by hand, for the examples: they link and start where there is no driver. A program of yours
+ * would use the CUDA runtime, PyTorch or whatever else it has its device memory from. */
+#ifndef FLASHJIT_EXAMPLES_CUDA_BY_HAND_H
+#define FLASHJIT_EXAMPLES_CUDA_BY_HAND_H
+
+#include <cuda.h>
+#include <dlfcn.h>
+#include <stddef.h>
+#include <string.h>
+
+typedef struct {
+  CUresult (*init)(unsigned);
+  CUresult (*retain)(CUcontext*, CUdevice);
+  CUresult (*set_current)(CUcontext);
+  CUresult (*synchronize)(void);
+  CUresult (*alloc)(CUdeviceptr*, size_t);
+  CUresult (*fill)(CUdeviceptr, unsigned short, size_t);
+  CUresult (*download)(void*, CUdeviceptr, size_t);
+} cuda_functions;
+
+static inline void look_up(void* library, const char* name, void* target) {
+  void* address = dlsym(library, name);
+  memcpy(target, &address, sizeof address);
+}
+
+/* Makes device 0's primary context current. Returns 0 when there is no GPU. */
+static inline int open_cuda(cuda_functions* cuda) {
+  void* library = dlopen("libcuda.so.1", RTLD_NOW);
+  CUcontext context;
+  if (!library) return 0;
+  look_up(library, "cuInit", &cuda->init);
+  look_up(library, "cuDevicePrimaryCtxRetain", &cuda->retain);
+  look_up(library, "cuCtxSetCurrent", &cuda->set_current);
+  look_up(library, "cuCtxSynchronize", &cuda->synchronize);
+  look_up(library, "cuMemAlloc_v2", &cuda->alloc);
+  look_up(library, "cuMemsetD16_v2", &cuda->fill);
+  look_up(library, "cuMemcpyDtoH_v2", &cuda->download);
+  return cuda->init(0) == CUDA_SUCCESS && cuda->retain(&context, 0) == CUDA_SUCCESS &&
+         cuda->set_current(context) == CUDA_SUCCESS;
+}
+
+/* Device memory of `count` 16-bit elements, every one `bits`; null when there is no room. */
+static inline void* make_filled(const cuda_functions* cuda, unsigned short bits, size_t count) {
+  CUdeviceptr address = 0;
+  if (cuda->alloc(&address, count * 2) != CUDA_SUCCESS) return NULL;
+  if (cuda->fill(address, bits, count) != CUDA_SUCCESS) return NULL;
+  return (void*)(size_t)address;
+}
+
+#endif

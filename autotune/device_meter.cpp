@@ -1,0 +1,381 @@
+#include "autotune/device_meter.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <deque>
+#include <future>
+#include <map>
+#include <mutex>
+#include <random>
+
+#include "compile/compiler.hpp"
+#include "device/device_info.hpp"
+#include "plan/plan.hpp"
+#include "support/environment.hpp"
+#include "support/small_float.hpp"
+#include "support/text.hpp"
+
+namespace flashjit::autotune {
+namespace {
+
+using device::DeviceBuffer;
+
+constexpr std::size_t kPatternElements = std::size_t{1} << 20;
+constexpr std::size_t kPatternStep =
+    7919;  // elements from one tensor's start in the pattern to the next one's
+constexpr std::size_t kMostSets = 64;
+constexpr double kMemoryShare = 0.8;  // of the free memory, for inputs
+constexpr auto kWarmUp = std::chrono::milliseconds(10);
+constexpr std::size_t kLaunchesInQueue = 32;  // far below where the driver's queue would block the host
+constexpr auto kLongestHold = std::chrono::milliseconds(20);  // a queue takes well under 1 ms to fill
+
+/// Keeps a stream from starting until everything to be timed is queued, so that events next to a short kernel
+/// do not time the host. Opens by itself after kLongestHold: loading a kernel on another thread may wait for
+/// the device while it holds a lock that queueing needs.
+class Gate {
+ public:
+  Gate(const device::Driver& driver, CUstream stream) : driver_(driver), stream_(stream) {
+    driver_.check(driver_.launch_host_func(stream_, wait, &opened_), "cuLaunchHostFunc");
+  }
+  ~Gate() {
+    open_.set_value();
+    driver_.stream_synchronize(stream_);  // the driver reads opened_ until then
+  }
+  Gate(const Gate&) = delete;
+  Gate& operator=(const Gate&) = delete;
+
+ private:
+  static void CUDA_CB wait(void* opened) {
+    static_cast<std::shared_future<void>*>(opened)->wait_for(kLongestHold);
+  }
+
+  const device::Driver& driver_;
+  CUstream stream_;
+  std::promise<void> open_;
+  std::shared_future<void> opened_ = open_.get_future().share();
+};
+
+/// Normally distributed elements of the type, a little more than kPatternElements of them.
+std::vector<char> random_pattern(DType dtype) {
+  const std::size_t count = kPatternElements + 16 * kPatternStep;
+  std::vector<char> bytes(count * size_of(dtype));
+  std::mt19937 generator(42);
+  std::normal_distribution<float> normal;
+  for (std::size_t i = 0; i < count; ++i) {
+    const float value = normal(generator);
+    const std::uint16_t half = dtype == DType::bf16 ? Bf16::encode(value) : Fp16::encode(value);
+    const void* element = dtype == DType::fp32 ? static_cast<const void*>(&value) : &half;
+    std::memcpy(&bytes[i * size_of(dtype)], element, size_of(dtype));
+  }
+  return bytes;
+}
+
+/// The sizes of a problem's tensors, in bytes.
+struct Sizes {
+  std::size_t q, k, v, o, lse;
+
+  explicit Sizes(const Problem& p) {
+    const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = p.shape;
+    const auto bytes = [&](std::int64_t heads, std::int64_t length, int dim) {
+      return static_cast<std::size_t>(batch * heads * length) * dim * size_of(p.spec.dtype);
+    };
+    q = bytes(heads_q, seqlen_q, p.spec.head_dim);
+    k = bytes(heads_kv, seqlen_kv, p.spec.head_dim);
+    v = bytes(heads_kv, seqlen_kv, p.spec.v_dim());
+    o = bytes(heads_q, seqlen_q, p.spec.v_dim());
+    lse = static_cast<std::size_t>(batch * heads_q * seqlen_q) * sizeof(float);
+  }
+  std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + lse; }
+};
+
+/// One call's tensors.
+struct TensorSet {
+  DeviceBuffer q, k, v, out, lse, dout, dq, dk, dv;
+};
+
+RuntimeOptions candidate_options() {
+  return {
+      .cache_dir = "", .packs = {}, .jit = JitMode::on, .template_dir = {}, .log = [](std::string_view) {}};
+}
+
+/// The tensors of a problem, in enough sets that a launch does not find its input in the L2 cache.
+class Inputs {
+ public:
+  Inputs(const device::PrimaryContext& context, const DeviceInfo& device, const Problem& problem,
+         double density, CUstream stream)
+      : driver_(context.driver()), problem_(problem), sizes_(problem), stream_(stream) {
+    const bool backward = problem_.spec.pass == Pass::backward;
+    const std::vector<char> pattern = random_pattern(problem_.spec.dtype);
+    const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
+    for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, backward));
+    if (problem_.spec.kv_lengths) {
+      kv_lengths_ = device::upload(
+          driver_, std::vector<std::int32_t>(static_cast<std::size_t>(problem_.shape.batch),
+                                             static_cast<std::int32_t>(problem_.shape.seqlen_kv)));
+    }
+    map_ = plausible_map(problem_.spec, problem_.shape, density);
+    map_blocks_ = device::upload(driver_, map_.blocks);
+    context.synchronize();  // uploads are on another stream than the launches
+    if (backward) run_forward(device);
+  }
+
+  const Problem& problem() const { return problem_; }
+  std::size_t sets() const { return sets_.size(); }
+
+  void ensure_workspace(std::size_t bytes) {
+    if (bytes > workspace_.bytes()) workspace_ = DeviceBuffer(driver_, bytes);
+  }
+
+  void launch(Runtime& runtime, std::size_t set) {
+    if (problem_.spec.pass == Pass::forward) {
+      runtime.forward(problem_.spec, forward_args(sets_[set]), stream_);
+    } else {
+      runtime.backward(problem_.spec, backward_args(sets_[set]), stream_);
+    }
+  }
+
+ private:
+  std::size_t set_count(std::size_t set_bytes, std::size_t l2_bytes) const {
+    std::size_t free = 0, total = 0;
+    driver_->check(driver_->mem_get_info(&free, &total), "cuMemGetInfo");
+    const auto usable = static_cast<std::size_t>(kMemoryShare * static_cast<double>(free));
+    if (set_bytes > usable) {
+      throw Error(
+          ErrorCode::unsupported,
+          fmt::format("{} at {} needs {} MiB for one set of tensors and {} MiB of device memory are free; "
+                      "choose a smaller shape or free memory",
+                      to_string(problem_.spec), to_string(problem_.shape), set_bytes >> 20, free >> 20));
+    }
+    if (set_bytes == 0) return 1;
+    return std::clamp<std::size_t>(std::min(2 * l2_bytes / set_bytes + 1, usable / set_bytes), 1, kMostSets);
+  }
+
+  TensorSet make_set(const std::vector<char>& pattern, bool backward) const {
+    int tensor = 0;
+    const auto random = [&](std::size_t bytes) {
+      DeviceBuffer buffer(driver_, bytes);
+      fill(buffer, pattern, tensor++);
+      return buffer;
+    };
+    TensorSet set{random(sizes_.q),
+                  random(sizes_.k),
+                  random(sizes_.v),
+                  DeviceBuffer(driver_, sizes_.o),
+                  DeviceBuffer(driver_, sizes_.lse),
+                  {},
+                  {},
+                  {},
+                  {}};
+    if (backward) {
+      set.dout = random(sizes_.o);
+      set.dq = DeviceBuffer(driver_, sizes_.q);
+      set.dk = DeviceBuffer(driver_, sizes_.k);
+      set.dv = DeviceBuffer(driver_, sizes_.v);
+    }
+    return set;
+  }
+
+  /// Uploads the pattern once and lets the device repeat it.
+  void fill(DeviceBuffer& buffer, const std::vector<char>& pattern, int tensor) const {
+    const std::size_t element = size_of(problem_.spec.dtype);
+    const std::size_t period = std::min(buffer.bytes(), kPatternElements * element);
+    buffer.upload(pattern.data() + tensor * kPatternStep * element, period);
+    for (std::size_t done = period; done < buffer.bytes();) {
+      const std::size_t bytes = std::min(done, buffer.bytes() - done);
+      // On the default stream: in order with the upload, which may still be on its way.
+      driver_->check(driver_->memcpy_dtod_async(buffer.address() + done, buffer.address(), bytes, nullptr),
+                     "cuMemcpyDtoDAsync");
+      done += bytes;
+    }
+  }
+
+  /// The backward pass needs O and LSE that belong to its inputs.
+  void run_forward(const DeviceInfo& device) {
+    AttentionSpec spec = problem_.spec;
+    spec.pass = Pass::forward;
+    spec = spec.normalized();
+    Runtime runtime(candidate_options());
+    const plan::ExecutionPlan plan = plan::make_plan(spec, problem_.shape, device, {});
+    ensure_workspace(plan.workspace.bytes);
+    runtime.prepare(spec, problem_.shape, plan.config);
+    for (const TensorSet& set : sets_) runtime.forward(spec, forward_args(set), stream_);
+    driver_->check(driver_->stream_synchronize(stream_), "the forward pass before a backward pass");
+  }
+
+  TensorView rows_of_q(const DeviceBuffer& buffer, int dim) const {
+    const AttentionShape& s = problem_.shape;
+    return TensorView::bhsd(buffer.data(), s.batch, s.heads_q, s.seqlen_q, dim);
+  }
+  TensorView rows_of_kv(const DeviceBuffer& buffer, int dim) const {
+    const AttentionShape& s = problem_.shape;
+    return TensorView::bhsd(buffer.data(), s.batch, s.heads_kv, s.seqlen_kv, dim);
+  }
+
+  /// What both passes take alike.
+  template <class Args>
+  Args common_args(const TensorSet& set) const {
+    const AttentionSpec& spec = problem_.spec;
+    Args args;
+    args.q = rows_of_q(set.q, spec.head_dim);
+    args.k = rows_of_kv(set.k, spec.head_dim);
+    args.v = rows_of_kv(set.v, spec.v_dim());
+    args.out = rows_of_q(set.out, spec.v_dim());
+    args.lse = static_cast<float*>(set.lse.data());
+    args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());
+    if (spec.has_block_map()) {
+      args.block_map = {static_cast<const std::uint8_t*>(map_blocks_.data()),
+                        {1, 1, map_.rows, map_.columns}};
+    }
+    if (spec.dropout) args.dropout_p = kDefaultDropout;
+    args.workspace = {workspace_.data(), workspace_.bytes()};
+    return args;
+  }
+  ForwardArgs forward_args(const TensorSet& set) const { return common_args<ForwardArgs>(set); }
+  BackwardArgs backward_args(const TensorSet& set) const {
+    BackwardArgs args = common_args<BackwardArgs>(set);
+    args.dout = rows_of_q(set.dout, problem_.spec.v_dim());
+    args.dq = rows_of_q(set.dq, problem_.spec.head_dim);
+    args.dk = rows_of_kv(set.dk, problem_.spec.head_dim);
+    args.dv = rows_of_kv(set.dv, problem_.spec.v_dim());
+    return args;
+  }
+
+  std::shared_ptr<const device::Driver> driver_;
+  Problem problem_;
+  Sizes sizes_;
+  CUstream stream_;
+  std::vector<TensorSet> sets_;
+  DeviceBuffer kv_lengths_, map_blocks_, workspace_;
+  BlockPattern map_;
+};
+
+struct EventPair {
+  device::Event start, stop;
+  explicit EventPair(const std::shared_ptr<const device::Driver>& driver) : start(driver), stop(driver) {}
+};
+
+}  // namespace
+
+Setting read_setting(const device::PrimaryContext& context) {
+  const device::Driver& driver = *context.driver();
+  return {device::query_device(driver, context.device()), cuda_version_text(driver.version),
+          compile::Compiler::open(read_environment().nvrtc)->tag(), std::string(library_version())};
+}
+
+struct DeviceMeter::Impl {
+  const device::PrimaryContext& context;
+  const device::Driver& driver;
+  DeviceInfo device;
+  double map_density;
+  device::StreamOwner stream;
+  std::deque<EventPair> events;
+  std::optional<Inputs> inputs;
+
+  // One Runtime a candidate: a Runtime holds one configuration a problem.
+  std::mutex mutex;
+  AttentionSpec spec;
+  std::map<std::string, std::shared_ptr<Runtime>> runtimes;  // by the configuration's text
+
+  Impl(const device::PrimaryContext& c, double density)
+      : context(c),
+        driver(*c.driver()),
+        device(device::query_device(driver, c.device())),
+        map_density(density),
+        stream(c.driver()) {
+    for (std::size_t i = 0; i < kLaunchesInQueue; ++i) events.emplace_back(c.driver());
+  }
+
+  /// The candidate's Runtime, made when it is not there. Those of another spec go: a suite may be long.
+  std::shared_ptr<Runtime> runtime(const Problem& problem, const TileConfig& config) {
+    const std::lock_guard lock(mutex);
+    if (spec != problem.spec) {
+      runtimes.clear();
+      spec = problem.spec;
+    }
+    std::shared_ptr<Runtime>& slot = runtimes[to_string(config)];
+    if (!slot) slot = std::make_shared<Runtime>(candidate_options());
+    return slot;
+  }
+
+  Inputs& inputs_of(const Problem& problem) {
+    if (!inputs || inputs->problem() != problem) {
+      inputs.reset();  // before the next is made: both may not fit
+      inputs.emplace(context, device, problem, map_density, stream.get());
+    }
+    return *inputs;
+  }
+
+  /// Code is loaded, clocks are up, and every candidate has run once.
+  void warm_up(Inputs& input, const std::vector<std::shared_ptr<Runtime>>& runtimes_in_turn) {
+    const auto start = std::chrono::steady_clock::now();
+    std::size_t set = 0;
+    do {
+      for (const auto& runtime : runtimes_in_turn) input.launch(*runtime, set++ % input.sets());
+      stream.synchronize();
+    } while (std::chrono::steady_clock::now() - start < kWarmUp);
+  }
+
+  /// Queues launches `from` to `to` of the series behind a gate and appends their times to their candidate's.
+  void time_batch(Inputs& input, const std::vector<std::shared_ptr<Runtime>>& runtimes_in_turn,
+                  std::size_t from, std::size_t to, std::vector<std::vector<double>>& ms) {
+    {
+      const Gate gate(driver, stream.get());
+      for (std::size_t i = from; i < to; ++i) {
+        const EventPair& event = events[i - from];
+        event.start.record(stream.get());
+        input.launch(*runtimes_in_turn[i % runtimes_in_turn.size()], i % input.sets());
+        event.stop.record(stream.get());
+      }
+    }
+    stream.synchronize();
+    for (std::size_t i = from; i < to; ++i) {
+      ms[i % runtimes_in_turn.size()].push_back(events[i - from].stop.ms_since(events[i - from].start));
+    }
+  }
+
+  std::vector<double> measure(const Problem& problem, std::span<const TileConfig> configs, int repeats) {
+    Inputs& input = inputs_of(problem);
+    std::vector<std::shared_ptr<Runtime>> in_turn;
+    for (const TileConfig& config : configs) {
+      input.ensure_workspace(
+          plan::make_plan(problem.spec, problem.shape, device, {}, config).workspace.bytes);
+      in_turn.push_back(runtime(problem, config));
+    }
+    warm_up(input, in_turn);
+    std::vector<std::vector<double>> ms(configs.size());
+    const std::size_t launches = configs.size() * static_cast<std::size_t>(std::max(repeats, 1));
+    for (std::size_t i = 0; i < launches; i += kLaunchesInQueue) {
+      time_batch(input, in_turn, i, std::min(i + kLaunchesInQueue, launches), ms);
+    }
+    std::vector<double> medians;
+    for (std::vector<double>& times : ms) medians.push_back(median(std::move(times)));
+    return medians;
+  }
+};
+
+DeviceMeter::DeviceMeter(const device::PrimaryContext& context, double map_density)
+    : impl_(std::make_unique<Impl>(context, map_density)) {}
+DeviceMeter::~DeviceMeter() = default;
+
+KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& config) {
+  impl_->context.make_current();
+  return impl_->runtime(problem, config)->prepare(problem.spec, problem.shape, config);
+}
+
+std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
+                                           int repeats) {
+  impl_->context.make_current();
+  try {
+    return impl_->measure(problem, configs, repeats);
+  } catch (const Error& error) {
+    // A refused launch is the candidate's fault; a context that no longer answers is everyone's.
+    const bool sound = impl_->driver.ctx_synchronize() == CUDA_SUCCESS;
+    if (error.code() != ErrorCode::cuda || !sound) throw;
+    throw Error(ErrorCode::unsupported, error.message(), error.detail());
+  }
+}
+
+}  // namespace flashjit::autotune

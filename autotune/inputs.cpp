@@ -1,0 +1,76 @@
+#include "autotune/inputs.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "flashjit/error.hpp"
+
+namespace flashjit::autotune {
+namespace {
+
+/// Keys that the mask leaves to query q: a prefix of them, for every mask there is.
+std::int64_t visible_keys(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t q) {
+  if (spec.mask.empty()) return shape.seqlen_kv;
+  const bool bottom_right = spec.mask == causal(CausalAlignment::bottom_right);
+  const std::int64_t shift = bottom_right ? shape.seqlen_kv - shape.seqlen_q : 0;
+  return std::clamp<std::int64_t>(q + shift + 1, 0, shape.seqlen_kv);
+}
+
+std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t q, std::int64_t visible) {
+  std::int64_t keys = 0;
+  for (std::int64_t column = 0; column * block.kv < visible; ++column) {
+    if (map.at(q / block.q, column)) keys += std::min<std::int64_t>(block.kv, visible - column * block.kv);
+  }
+  return keys;
+}
+
+}  // namespace
+
+BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shape, double density) {
+  if (!(density > 0 && density <= 1)) {
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format("map density {} is not above 0 and at most 1; give the share of blocks that attend",
+                    density));
+  }
+  if (!spec.has_block_map()) return {};
+  BlockPattern map = empty_pattern(shape.seqlen_q, shape.seqlen_kv, spec.block_map);
+  const auto width = std::max<std::int64_t>(1, std::llround(density * static_cast<double>(map.columns)));
+  for (std::int64_t row = 0; row < map.rows; ++row) {
+    const std::int64_t diagonal = row * map.columns / map.rows;
+    const std::int64_t end = spec.mask.empty() ? diagonal + (width + 1) / 2 : diagonal + 1;
+    const std::int64_t last = std::clamp(end, std::min(width, map.columns), map.columns);
+    for (std::int64_t column = std::max<std::int64_t>(last - width, 0); column < last; ++column) {
+      map.blocks[row * map.columns + column] = 1;
+    }
+  }
+  return map;
+}
+
+Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+  double pairs = 0;
+  for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
+    const std::int64_t visible = visible_keys(spec, shape, q);
+    pairs +=
+        static_cast<double>(spec.has_block_map() ? keys_by_map(map, spec.block_map, q, visible) : visible);
+  }
+  pairs *= static_cast<double>(shape.batch * shape.heads_q);
+
+  const bool backward = spec.pass == Pass::backward;
+  const double d = spec.head_dim, dv = spec.v_dim();
+  const double multiply_adds = backward ? 3 * d + 2 * dv : d + dv;  // S, dQ, dK and dP, dV; S and O
+  const double q_rows = static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
+  const double kv_rows = static_cast<double>(shape.batch * shape.heads_kv * shape.seqlen_kv);
+  const double tensors = (q_rows + kv_rows) * (d + dv) * size_of(spec.dtype);
+  return {pairs, 2 * pairs * multiply_adds, tensors * (backward ? 2 : 1) + q_rows * 4};
+}
+
+double median(std::vector<double> values) {
+  std::sort(values.begin(), values.end());
+  const std::size_t middle = values.size() / 2;
+  return values.size() % 2 ? values[middle] : (values[middle - 1] + values[middle]) / 2;
+}
+
+}  // namespace flashjit::autotune

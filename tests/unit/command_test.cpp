@@ -1,0 +1,284 @@
+// The `flashjit` command from outside: help, exit codes, files in and out. Kernels are tests/compile's.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "reference/reference.hpp"
+#include "run_command.hpp"
+#include "support/npy.hpp"
+
+namespace flashjit {
+namespace {
+
+using testing::CommandResult;
+using testing::TemporaryDirectory;
+
+::testing::AssertionResult contains(const std::string& text, const std::string& part) {
+  if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
+  return ::testing::AssertionFailure() << "no '" << part << "' in:\n" << text;
+}
+
+class Command : public ::testing::Test {
+ protected:
+  CommandResult run(const std::string& arguments, const std::string& environment = "") const {
+    return testing::run_command(folder_, arguments, environment);
+  }
+  std::string file(const std::string& name) const { return folder_.file(name); }
+
+  /// Values between -1 and 1 that differ from tensor to tensor; all are multiples of 1/64, which bf16 holds.
+  void write_tensor(const std::string& name, std::vector<std::int64_t> shape, int salt,
+                    npy::Type type = npy::Type::float32) const {
+    std::int64_t count = 1;
+    for (std::int64_t size : shape) count *= size;
+    std::vector<double> values;
+    for (std::int64_t i = 0; i < count; ++i)
+      values.push_back(static_cast<double>((i * 37 + salt * 11) % 128 - 64) / 64);
+    npy::write(file(name), npy::from_doubles(type, std::move(shape), values));
+  }
+  void write_inputs() const {
+    write_tensor("q.npy", {1, 2, 5, 16}, 1);
+    write_tensor("k.npy", {1, 2, 7, 16}, 2);
+    write_tensor("v.npy", {1, 2, 7, 16}, 3);
+    write_tensor("dout.npy", {1, 2, 5, 16}, 4);
+  }
+  std::string inputs() const {
+    return fmt::format("--q {} --k {} --v {}", file("q.npy"), file("k.npy"), file("v.npy"));
+  }
+  std::vector<double> result(const std::string& name) const {
+    return npy::to_doubles(npy::read(file("results/" + name)));
+  }
+
+  TemporaryDirectory folder_;
+};
+
+TEST_F(Command, HelpOfEverySubcommandShowsAnExample) {
+  EXPECT_EQ(run("--help").code, 0);
+  for (const char* name : {"run", "verify", "tune", "bench", "pack", "cache", "cache list", "cache show",
+                           "cache verify", "cache prune", "cache clear", "inspect", "doctor", "job"}) {
+    const CommandResult help = run(fmt::format("{} --help", name));
+    EXPECT_EQ(help.code, 0) << name;
+    EXPECT_TRUE(contains(help.out, "Example:")) << name;
+    EXPECT_TRUE(contains(help.out, fmt::format("flashjit {}", name))) << name;
+    if (std::string(name) == "cache") continue;  // its parts have it
+    EXPECT_TRUE(contains(help.out, "--json")) << name;
+  }
+}
+
+TEST_F(Command, VersionIsTheLibrarys) { EXPECT_EQ(run("--version").out, "flashjit " FLASHJIT_VERSION "\n"); }
+
+TEST_F(Command, BadUsageExitsWith2AndSaysWhy) {
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {"", "subcommand"},
+      {"fly", "fly"},
+      {"run --spec bf16:d16", "--q"},
+      {"verify --spec bf16:d16:sideways --shape b1:hq1:hkv1:sq8:skv8", "sideways"},
+      {"verify --spec bf16:d16 --shape b1:hq3:hkv2:sq8:skv8", "heads"},
+      {"pack --arch sm_80 --out pack", "--spec"},
+      {"pack --spec bf16:d16 --arch sm_12 --out pack", "sm_12"},
+      {"pack --suite no-such-suite --arch sm_80 --out pack", "no-such-suite"},
+      {"pack --spec bf16:d13 --arch sm_80 --out pack", "13"},
+      {"inspect", "--spec"},
+      {"inspect --spec bf16:d16 --key 00", "--key"},
+      {"inspect --key 00", "00"},
+      {"cache prune --max-size lots", "lots"},
+      {"cache prune --max-size 99999999999G", "99999999999G"},
+      {"cache clear", "--yes"},
+      {"cache list --dir /no/such/folder", "/no/such/folder"},
+      {"cache show 00", "00"},
+      {"job --data /no/such/folder", "/no/such/folder"},
+  };
+  for (const auto& [arguments, named] : cases) {
+    const CommandResult result = run(arguments);
+    EXPECT_EQ(result.code, 2) << arguments << '\n' << result.err;
+    EXPECT_TRUE(contains(result.err, named)) << arguments;
+  }
+}
+
+TEST_F(Command, UsageErrorsAreJsonToo) {
+  const CommandResult result = run("pack --json");
+  EXPECT_EQ(result.code, 2);
+  EXPECT_EQ(result.json()["error"]["code"], "invalid_argument");
+}
+
+TEST_F(Command, ErrorsAreJsonToo) {
+  const CommandResult result = run("inspect --spec bf16:d13 --json");
+  EXPECT_EQ(result.code, 2);
+  EXPECT_EQ(result.json()["error"]["code"], "invalid_argument");
+  EXPECT_TRUE(contains(result.json()["error"]["message"].get<std::string>(), "13"));
+}
+
+TEST_F(Command, WithoutADriverTheGpuCommandsExitWith3) {
+  write_inputs();
+  for (const std::string& arguments : {std::string("verify --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8"),
+                                       "run --spec bf16:d16 " + inputs() + " --out-dir " + file("results"),
+                                       std::string("tune --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8"),
+                                       std::string("bench --spec bf16:d16 --shape b1:hq1:hkv1:sq8:skv8")}) {
+    const CommandResult result = run(arguments);
+    EXPECT_EQ(result.code, 3) << arguments << '\n' << result.err;
+    EXPECT_TRUE(contains(result.err, "/no/libcuda.so")) << arguments;
+  }
+}
+
+TEST_F(Command, DoctorSaysThatNothingCanRunAndWhatToDo) {
+  const CommandResult result = run("doctor --json", "FLASHJIT_CACHEDIR=typo");
+  EXPECT_EQ(result.code, 3);
+  const nlohmann::json report = result.json();
+  EXPECT_FALSE(report["kernels_can_run"].get<bool>());
+  EXPECT_FALSE(report["reason"].get<std::string>().empty());
+  bool typo_seen = false;
+  for (const auto& finding : report["findings"])
+    if (finding["subject"] == "FLASHJIT_CACHEDIR") {
+      typo_seen = true;
+      EXPECT_TRUE(contains(finding["text"].get<std::string>(), "no such variable"));
+    }
+  EXPECT_TRUE(typo_seen);
+}
+
+TEST_F(Command, DoctorRefusesAWrongVariable) {
+  const CommandResult result = run("doctor", "FLASHJIT_JIT=maybe");
+  EXPECT_EQ(result.code, 2);
+  EXPECT_TRUE(contains(result.err, "maybe"));
+}
+
+/// Real input: the quickstart's first layer.
+TEST_F(Command, RunTakesTheShippedLayers) {
+  const std::string layer = FLASHJIT_SOURCE_DIR "/tests/data/layer0_";
+  const CommandResult done = run(fmt::format(
+      "run --cpu --spec bf16:d32 --q {0}q.npy --k {0}k.npy --v {0}v.npy --dout {0}dout.npy --out-dir {1}",
+      layer, file("results")));
+  ASSERT_EQ(done.code, 0) << done.err;
+  const npy::Array q = npy::read(layer + "q.npy");
+  EXPECT_EQ(npy::read(file("results/dq.npy")).shape, q.shape);
+  EXPECT_EQ(npy::read(file("results/out.npy")).shape, q.shape);
+  for (const char* name : {"out.npy", "lse.npy", "dq.npy", "dk.npy", "dv.npy"})
+    for (double value : result(name)) ASSERT_TRUE(std::isfinite(value)) << name;
+}
+
+TEST_F(Command, RunOnTheCpuGivesTheReferencesResults) {
+  write_inputs();
+  const CommandResult run_result = run("run --cpu --json --spec bf16:d16:causal " + inputs() + " --dout " +
+                                       file("dout.npy") + " --out-dir " + file("results"));
+  ASSERT_EQ(run_result.code, 0) << run_result.err;
+  EXPECT_EQ(run_result.json()["files"].size(), 5u);
+  EXPECT_EQ(run_result.json()["shape"], "b1:hq2:hkv2:sq5:skv7");
+
+  reference::Problem problem;
+  problem.spec = parse_spec("bwd:bf16:d16:causal");
+  problem.shape = {1, 2, 2, 5, 7};
+  problem.q = npy::to_doubles(npy::read(file("q.npy")));
+  problem.k = npy::to_doubles(npy::read(file("k.npy")));
+  problem.v = npy::to_doubles(npy::read(file("v.npy")));
+  problem.dout = npy::to_doubles(npy::read(file("dout.npy")));
+  const reference::Forward forward = reference::forward(problem);
+  const reference::Backward backward = reference::backward(problem);
+  EXPECT_LT(reference::max_abs_error(result("out.npy"), forward.out), 1e-6);
+  EXPECT_LT(reference::max_abs_error(result("lse.npy"), forward.lse), 1e-6);
+  EXPECT_LT(reference::max_abs_error(result("dq.npy"), backward.dq), 1e-6);
+  EXPECT_LT(reference::max_abs_error(result("dk.npy"), backward.dk), 1e-6);
+  EXPECT_LT(reference::max_abs_error(result("dv.npy"), backward.dv), 1e-6);
+  EXPECT_EQ(npy::read(file("results/out.npy")).shape, (std::vector<std::int64_t>{1, 2, 5, 16}));
+}
+
+/// [1, heads, length, 16] as [1, length, heads, 16].
+std::vector<double> lengths_first(const std::vector<double>& values, std::int64_t heads,
+                                  std::int64_t length) {
+  std::vector<double> swapped;
+  for (std::int64_t s = 0; s < length; ++s)
+    for (std::int64_t h = 0; h < heads; ++h)
+      for (std::int64_t d = 0; d < 16; ++d)
+        swapped.push_back(values[static_cast<std::size_t>((h * length + s) * 16 + d)]);
+  return swapped;
+}
+
+TEST_F(Command, LayoutsAgree) {
+  write_inputs();
+  ASSERT_EQ(run("run --cpu --spec bf16:d16 " + inputs() + " --out-dir " + file("results")).code, 0);
+  const std::vector<double> bhsd = result("out.npy");
+  for (const auto& [name, length] :
+       {std::pair<const char*, std::int64_t>{"q.npy", 5}, {"k.npy", 7}, {"v.npy", 7}}) {
+    const std::vector<double> values = lengths_first(npy::to_doubles(npy::read(file(name))), 2, length);
+    npy::write(file(name), npy::from_doubles(npy::Type::float32, {1, length, 2, 16}, values));
+  }
+  ASSERT_EQ(
+      run("run --cpu --force --layout bshd --spec bf16:d16 " + inputs() + " --out-dir " + file("results"))
+          .code,
+      0);
+  EXPECT_EQ(npy::read(file("results/out.npy")).shape, (std::vector<std::int64_t>{1, 5, 2, 16}));
+  EXPECT_EQ(result("out.npy"), lengths_first(bhsd, 2, 5));
+}
+
+TEST_F(Command, RunKeepsFilesUnlessForced) {
+  write_inputs();
+  const std::string arguments = "run --cpu --spec bf16:d16 " + inputs() + " --out-dir " + file("results");
+  ASSERT_EQ(run(arguments).code, 0);
+  write_file_atomically(file("results/lse.npy"), "mine");
+  const CommandResult refused = run(arguments);
+  EXPECT_EQ(refused.code, 2);
+  EXPECT_TRUE(contains(refused.err, "--force"));
+  EXPECT_EQ(read_file(file("results/lse.npy")), "mine");
+  EXPECT_EQ(run(arguments + " --force").code, 0);
+  EXPECT_EQ(result("lse.npy").size(), 10u);
+}
+
+TEST_F(Command, RunRefusesWhatDoesNotFit) {
+  write_inputs();
+  write_tensor("short.npy", {1, 2, 6, 16}, 3);
+  write_tensor("flat.npy", {7, 16}, 3);
+  write_tensor("bytes.npy", {1, 2, 7, 16}, 3, npy::Type::int32);
+  write_tensor("lengths.npy", {1}, 100, npy::Type::int32);
+  npy::write(file("long_lengths.npy"), npy::from_doubles(npy::Type::int32, {1}, {8}));
+  npy::write(file("map.npy"), npy::from_doubles(npy::Type::uint8, {1, 2}, {1, 1}));
+  const std::string whole = read_file(file("v.npy"));
+  write_file_atomically(file("truncated.npy"), whole.substr(0, whole.size() - 1));
+  write_file_atomically(file("text.npy"), "no numbers here");
+  const std::string qk = fmt::format("--q {} --k {}", file("q.npy"), file("k.npy"));
+  const auto with_v = [&](const char* name) {
+    return fmt::format("--spec bf16:d16 {} --v {}", qk, file(name));
+  };
+  const std::vector<std::pair<std::string, std::string>> cases{
+      {with_v("short.npy"), "length 6"},
+      {with_v("flat.npy"), "four dimensions"},
+      {with_v("bytes.npy"), "int32"},
+      {with_v("truncated.npy"), "truncated.npy"},
+      {with_v("text.npy"), "text.npy"},
+      {with_v("missing.npy"), "missing.npy"},
+      {"--spec bf16:d24 " + inputs(), "head dimension 16"},
+      {"--spec bwd:bf16:d16 " + inputs(), "--dout"},
+      {"--spec fwd:bf16:d16 --dout " + file("dout.npy") + " " + inputs(), "--dout"},
+      {"--spec bf16:d16:kvlen " + inputs(), "kvlen"},
+      {"--spec bf16:d16 --kv-lengths " + file("lengths.npy") + " " + inputs(), "kvlen"},
+      {"--spec bf16:d16:kvlen --kv-lengths " + file("long_lengths.npy") + " " + inputs(), "8"},
+      {"--spec bf16:d16:map16x16 " + inputs(), "block map"},
+      {"--spec bf16:d16:map16x16 --block-map " + file("map.npy") + " " + inputs(), "block columns 2"},
+      {"--spec bf16:d16 --dropout-p 0.5 " + inputs(), "dropout"},
+      {"--spec bf16:d16:dropout --dropout-p 1 " + inputs(), "dropout probability 1"},
+      {"--spec bf16:d16 --scale 0 " + inputs(), "scale 0"},
+      {"--spec bf16:d16 --scale nan " + inputs(), "scale nan"},
+      {"--spec bf16:d16 --layout sbhd " + inputs(), "sbhd"},
+  };
+  for (const auto& [arguments, named] : cases) {
+    const CommandResult refused = run("run --cpu --out-dir " + file("results") + " " + arguments);
+    EXPECT_EQ(refused.code, 2) << arguments << '\n' << refused.err;
+    EXPECT_TRUE(contains(refused.err, named)) << arguments;
+    EXPECT_FALSE(std::filesystem::exists(file("results/out.npy"))) << arguments;
+  }
+}
+
+TEST_F(Command, EmptyCacheIsListedAndVerified) {
+  EXPECT_EQ(run("cache list --json").json()["entries"].size(), 0u);
+  EXPECT_EQ(run("cache verify").code, 0);
+  EXPECT_EQ(run("cache prune --max-size 1G").code, 0);
+  EXPECT_EQ(run("cache clear --yes").code, 0);
+}
+
+TEST_F(Command, InspectShowsTheSourceWithoutACompiler) {
+  const CommandResult result = run("inspect --spec fwd:bf16:d64:causal --arch sm_80 --source");
+  EXPECT_EQ(result.code, 0) << result.err;
+  EXPECT_TRUE(contains(result.out, "flashjit_forward"));
+  EXPECT_TRUE(contains(result.out, "struct Problem"));
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,282 @@
+#include "attention.hpp"
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include <array>
+#include <cmath>
+#include <random>
+
+#include "support/npy.hpp"
+
+namespace flashjit::command {
+
+using reference::Precision;
+
+Results reference_results(const reference::Problem& problem, Precision precision) {
+  reference::Forward forward = reference::forward(problem, precision);
+  Results results{std::move(forward.out), std::move(forward.lse), {}, {}, {}};
+  if (problem.spec.pass == Pass::forward) return results;
+  reference::Backward backward = reference::backward(problem, precision);
+  results.dq = std::move(backward.dq);
+  results.dk = std::move(backward.dk);
+  results.dv = std::move(backward.dv);
+  return results;
+}
+
+std::vector<Comparison> compare(const Results& got, const Results& exact, const Results& rounded,
+                                const AttentionSpec& spec) {
+  constexpr double kLseLimit = 1e-3;
+  std::vector<Comparison> comparisons;
+  const auto judge = [&](const char* output, auto member, double factor) {
+    const reference::Verdict verdict = reference::judge(got.*member, exact.*member, rounded.*member, factor);
+    comparisons.push_back({output, verdict.error, verdict.limit});
+  };
+  judge("out", &Results::out, 2);
+  comparisons.push_back({"lse", reference::max_abs_error(got.lse, exact.lse), kLseLimit});
+  if (spec.pass == Pass::forward) return comparisons;
+  judge("dq", &Results::dq, 3);
+  judge("dk", &Results::dk, 3);
+  judge("dv", &Results::dv, 3);
+  return comparisons;
+}
+
+bool all_ok(const std::vector<Comparison>& comparisons) {
+  for (const Comparison& comparison : comparisons)
+    if (!comparison.ok()) return false;
+  return true;
+}
+
+Json to_json(const Comparison& comparison) {
+  // JSON has no infinity: an error that is none is null.
+  const Json error = std::isfinite(comparison.error) ? Json(comparison.error) : Json(nullptr);
+  return {
+      {"output", comparison.output}, {"error", error}, {"limit", comparison.limit}, {"ok", comparison.ok()}};
+}
+
+namespace {
+
+std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_64& random) {
+  std::normal_distribution<double> normal;
+  std::vector<double> values(static_cast<std::size_t>(count));
+  for (double& value : values) value = reference::round_to(dtype, normal(random));
+  return values;
+}
+
+std::int64_t blocks_of(std::int64_t length, int block) { return (length + block - 1) / block; }
+
+}  // namespace
+
+reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape,
+                                  std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  reference::Problem problem;
+  problem.spec = spec;
+  problem.shape = shape;
+  const std::int64_t queries = shape.batch * shape.heads_q * shape.seqlen_q;
+  const std::int64_t keys = shape.batch * shape.heads_kv * shape.seqlen_kv;
+  problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
+  problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
+  problem.v = normal_values(keys * spec.v_dim(), spec.dtype, random);
+  if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
+  if (spec.kv_lengths) {
+    std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
+    for (std::int64_t b = 0; b < shape.batch; ++b) problem.kv_lengths.push_back(length(random));
+  }
+  if (spec.has_block_map()) {
+    problem.map_batch = shape.batch;
+    problem.map_heads = shape.heads_q;
+    const std::int64_t cells = shape.batch * shape.heads_q * blocks_of(shape.seqlen_q, spec.block_map.q) *
+                               blocks_of(shape.seqlen_kv, spec.block_map.kv);
+    std::bernoulli_distribution attends(0.5);
+    for (std::int64_t i = 0; i < cells; ++i) problem.block_map.push_back(attends(random));
+  }
+  if (spec.dropout) {
+    problem.dropout_p = 0.2;
+    problem.seed = random();
+    problem.offset = random();
+  }
+  return problem;
+}
+
+namespace {
+
+using Shape = std::vector<std::int64_t>;
+
+std::string describe(const Shape& shape) { return fmt::format("[{}]", fmt::join(shape, ", ")); }
+
+/// Values and sizes (batch, heads, length, dim) of one tensor.
+struct Tensor {
+  std::vector<double> values;
+  std::array<std::int64_t, 4> size{};
+};
+
+Tensor read_tensor(const std::string& path, Layout layout, DType dtype) {
+  const npy::Array array = npy::read(path);
+  const bool real = array.type == npy::Type::float16 || array.type == npy::Type::float32 ||
+                    array.type == npy::Type::float64;
+  if (array.shape.size() != 4 || !real)
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format("'{}' holds {} {}; a tensor is float16 or float32 with four dimensions, {}", path,
+                    npy::to_string(array.type), describe(array.shape),
+                    layout == Layout::bhsd ? "[batch, heads, length, dim]" : "[batch, length, heads, dim]"));
+  Tensor tensor{npy::to_doubles(array), {array.shape[0], array.shape[1], array.shape[2], array.shape[3]}};
+  if (layout == Layout::bshd) {
+    tensor.values = swap_heads_and_length(tensor.values, array.shape);
+    std::swap(tensor.size[1], tensor.size[2]);
+  }
+  for (double& value : tensor.values) value = reference::round_to(dtype, value);
+  return tensor;
+}
+
+void check_size(const std::string& path, const char* dimension, std::int64_t got, std::int64_t wanted,
+                const std::string& because) {
+  if (got == wanted) return;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("'{}' has {} {}; it must be {}, {}", path, dimension, got, wanted, because));
+}
+
+std::vector<std::int32_t> read_lengths(const std::string& path) {
+  const npy::Array array = npy::read(path);
+  if (array.type != npy::Type::int32 || array.shape.size() != 1)
+    throw Error(ErrorCode::invalid_argument, fmt::format("'{}' holds {} {}; lengths are int32 [batch]", path,
+                                                         npy::to_string(array.type), describe(array.shape)));
+  std::vector<std::int32_t> lengths;
+  for (double value : npy::to_doubles(array)) lengths.push_back(static_cast<std::int32_t>(value));
+  return lengths;
+}
+
+/// uint8 [rows, columns], or [batch or 1, heads or 1, rows, columns].
+void read_map(const std::string& path, reference::Problem& problem) {
+  const npy::Array array = npy::read(path);
+  Shape shape = array.shape;
+  if (shape.size() == 2) shape.insert(shape.begin(), {1, 1});
+  if (array.type != npy::Type::uint8 || shape.size() != 4)
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format(
+            "'{}' holds {} {}; a block map is uint8 [batch or 1, heads or 1, block rows, block columns]",
+            path, npy::to_string(array.type), describe(array.shape)));
+  const BlockSize block = problem.spec.block_map;
+  if (block.q > 0 && block.kv > 0) {
+    const std::string because = fmt::format("the blocks of {} queries by {} keys that cover {}", block.q,
+                                            block.kv, to_string(problem.shape));
+    check_size(path, "block rows", shape[2], blocks_of(problem.shape.seqlen_q, block.q), because);
+    check_size(path, "block columns", shape[3], blocks_of(problem.shape.seqlen_kv, block.kv), because);
+  }
+  problem.map_batch = shape[0];
+  problem.map_heads = shape[1];
+  for (std::byte cell : array.bytes) problem.block_map.push_back(static_cast<std::uint8_t>(cell));
+}
+
+}  // namespace
+
+reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout) {
+  Tensor q = read_tensor(files.q, layout, spec.dtype);
+  Tensor k = read_tensor(files.k, layout, spec.dtype);
+  Tensor v = read_tensor(files.v, layout, spec.dtype);
+  reference::Problem problem;
+  problem.spec = spec;
+  problem.spec.pass = files.dout.empty() ? Pass::forward : Pass::backward;
+  problem.shape = {q.size[0], q.size[1], k.size[1], q.size[2], k.size[2]};
+  problem.shape.validate();
+
+  const std::string from_spec = "as the spec says";
+  const std::string like_q = fmt::format("as in '{}'", files.q);
+  const std::string like_k = fmt::format("as in '{}'", files.k);
+  check_size(files.q, "head dimension", q.size[3], spec.head_dim, from_spec);
+  check_size(files.k, "head dimension", k.size[3], spec.head_dim, from_spec);
+  check_size(files.v, "head dimension", v.size[3], spec.v_dim(), from_spec);
+  check_size(files.k, "batch", k.size[0], q.size[0], like_q);
+  check_size(files.v, "batch", v.size[0], q.size[0], like_q);
+  check_size(files.v, "heads", v.size[1], k.size[1], like_k);
+  check_size(files.v, "length", v.size[2], k.size[2], like_k);
+  problem.q = std::move(q.values);
+  problem.k = std::move(k.values);
+  problem.v = std::move(v.values);
+
+  if (!files.dout.empty()) {
+    Tensor dout = read_tensor(files.dout, layout, spec.dtype);
+    check_size(files.dout, "batch", dout.size[0], q.size[0], like_q);
+    check_size(files.dout, "heads", dout.size[1], q.size[1], like_q);
+    check_size(files.dout, "length", dout.size[2], q.size[2], like_q);
+    check_size(files.dout, "head dimension", dout.size[3], spec.v_dim(), from_spec);
+    problem.dout = std::move(dout.values);
+  }
+  if (!files.kv_lengths.empty()) problem.kv_lengths = read_lengths(files.kv_lengths);
+  if (!files.block_map.empty()) read_map(files.block_map, problem);
+  return problem;
+}
+
+namespace {
+
+void refuse(const std::string& message) { throw Error(ErrorCode::invalid_argument, message); }
+
+void check_lengths(const reference::Problem& problem) {
+  const auto& lengths = problem.kv_lengths;
+  if (!problem.spec.kv_lengths) {
+    if (!lengths.empty())
+      refuse("lengths are given, but the spec has no \"kvlen\"; add it or leave the lengths out");
+    return;
+  }
+  if (static_cast<std::int64_t>(lengths.size()) != problem.shape.batch)
+    refuse(
+        fmt::format("the spec says \"kvlen\" and {} lengths are given; it needs one for each of the {} batch "
+                    "entries (--kv-lengths)",
+                    lengths.size(), problem.shape.batch));
+  for (std::int32_t length : lengths)
+    if (length < 0 || length > problem.shape.seqlen_kv)
+      refuse(fmt::format("{} is no length of keys; allowed are 0 to {}", length, problem.shape.seqlen_kv));
+}
+
+void check_map(const reference::Problem& problem) {
+  if (!problem.spec.has_block_map()) {
+    if (!problem.block_map.empty())
+      refuse("a block map is given, but the spec has none; add \"map64x64\" or the like");
+    return;
+  }
+  const std::int64_t cells = problem.map_batch * problem.map_heads *
+                             blocks_of(problem.shape.seqlen_q, problem.spec.block_map.q) *
+                             blocks_of(problem.shape.seqlen_kv, problem.spec.block_map.kv);
+  if (static_cast<std::int64_t>(problem.block_map.size()) != cells)
+    refuse(fmt::format("the spec has a block map of {} cells and {} are given (--block-map)", cells,
+                       problem.block_map.size()));
+  if (problem.map_batch != 1 && problem.map_batch != problem.shape.batch)
+    refuse(fmt::format("the block map has batch {}; allowed are 1 and {}", problem.map_batch,
+                       problem.shape.batch));
+  if (problem.map_heads != 1 && problem.map_heads != problem.shape.heads_q)
+    refuse(fmt::format("the block map has {} heads; allowed are 1 and {}", problem.map_heads,
+                       problem.shape.heads_q));
+}
+
+}  // namespace
+
+void check_problem(const reference::Problem& problem) {
+  const auto& scale = problem.softmax_scale;
+  if (scale && !(std::isfinite(*scale) && *scale > 0))
+    refuse(fmt::format("the softmax scale {} is not allowed; give a finite number above 0", *scale));
+  if (!(problem.dropout_p >= 0 && problem.dropout_p < 1))
+    refuse(fmt::format("the dropout probability {} is not allowed; give 0 or more and less than 1",
+                       problem.dropout_p));
+  if (problem.dropout_p > 0 && !problem.spec.dropout)
+    refuse(
+        "a dropout probability is given, but the spec has no \"dropout\"; add it or leave the probability "
+        "out");
+  check_lengths(problem);
+  check_map(problem);
+}
+
+std::vector<double> swap_heads_and_length(const std::vector<double>& values,
+                                          const std::vector<std::int64_t>& shape) {
+  const std::int64_t b = shape[0], x = shape[1], y = shape[2], d = shape[3];
+  std::vector<double> swapped(values.size());
+  for (std::int64_t i = 0; i < b; ++i)
+    for (std::int64_t j = 0; j < x; ++j)
+      for (std::int64_t l = 0; l < y; ++l)
+        std::copy_n(values.begin() + ((i * x + j) * y + l) * d, d,
+                    swapped.begin() + ((i * y + l) * x + j) * d);
+  return swapped;
+}
+
+}  // namespace flashjit::command

@@ -1,0 +1,66 @@
+// Attention problems on the host as the command handles them: made from files or at random, computed by the
+// CPU reference, compared by the project's rule.
+#pragma once
+
+#include <cstdint>
+#include <filesystem>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "command.hpp"
+#include "flashjit/spec.hpp"
+#include "reference/reference.hpp"
+
+namespace flashjit::command {
+
+/// What a problem computes to, in fp64, contiguous: out [b, hq, sq, dv], lse [b, hq, sq], gradients like
+/// their tensors. Gradients are empty where the backward pass was not asked for.
+struct Results {
+  std::vector<double> out, lse, dq, dk, dv;
+};
+
+/// The CPU reference's results; the gradients too when problem.spec.pass is backward.
+Results reference_results(const reference::Problem& problem,
+                          reference::Precision precision = reference::Precision::exact);
+
+/// One output against the reference.
+struct Comparison {
+  std::string output;  ///< "out", "lse", "dq", ...
+  double error = 0, limit = 0;
+
+  bool ok() const { return error <= limit; }
+};
+
+/// Compares each output of the spec's pass (backward: the forward's too): out within 2 and gradients within 3
+/// times the error of a straightforward computation in the spec's type, lse within 1e-3.
+std::vector<Comparison> compare(const Results& got, const Results& exact, const Results& rounded,
+                                const AttentionSpec& spec);
+bool all_ok(const std::vector<Comparison>& comparisons);
+Json to_json(const Comparison& comparison);
+
+/// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map and dropout as the spec wants
+/// them.
+reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, std::uint64_t seed);
+
+/// Memory order of the tensors in .npy files: [batch, heads, length, dim] or [batch, length, heads, dim].
+enum class Layout : std::uint8_t { bhsd, bshd };
+
+/// Where a problem's inputs lie; empty paths where the spec wants none.
+struct InputFiles {
+  std::string q, k, v, dout, kv_lengths, block_map;
+};
+
+/// Reads Q, K, V and, where given, dO, lengths and map; rounds to the spec's type; checks every size against
+/// the spec. Throws Error(io) for a bad file, Error(invalid_argument) for files that do not fit together.
+reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout);
+
+/// Throws Error(invalid_argument) for a scale, dropout, lengths or map that the spec does not have or that
+/// are out of range: what Runtime checks on the GPU, for the CPU.
+void check_problem(const reference::Problem& problem);
+
+/// Swaps heads and length of [b, x, y, d]: the values of `shape` (b, x, y, d) come back as (b, y, x, d).
+std::vector<double> swap_heads_and_length(const std::vector<double>& values,
+                                          const std::vector<std::int64_t>& shape);
+
+}  // namespace flashjit::command

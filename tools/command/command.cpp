@@ -1,0 +1,244 @@
+#include "command.hpp"
+
+#include <fmt/format.h>
+#include <signal.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <charconv>
+#include <chrono>
+#include <csignal>
+#include <cstdio>
+#include <fstream>
+
+namespace flashjit::command {
+
+int exit_code(ErrorCode code) {
+  switch (code) {
+    case ErrorCode::invalid_argument:
+    case ErrorCode::unsupported:
+    case ErrorCode::io:
+      return kBadInput;
+    case ErrorCode::no_driver:
+    case ErrorCode::no_device:
+    case ErrorCode::no_compiler:
+    case ErrorCode::kernel_missing:
+      return kLacking;
+    case ErrorCode::compile_failed:
+    case ErrorCode::cuda:
+    case ErrorCode::internal:
+      break;
+  }
+  return kFailed;
+}
+
+CLI::App* add_subcommand(CLI::App& parent, Context& context, const std::string& name,
+                         const std::string& description, const std::string& example,
+                         std::function<int()> action) {
+  CLI::App* app = parent.add_subcommand(name, description);
+  app->add_flag("--json", context.json, "Print one JSON document instead of a table");
+  app->footer("Example:\n  " + example);
+  app->callback([&context, action = std::move(action)] { context.action = action; });
+  return app;
+}
+
+namespace {
+
+// A signal handler reaches nothing but an object of static storage.
+volatile std::sig_atomic_t interrupt_seen = 0;
+
+void on_interrupt(int) { interrupt_seen = 1; }
+
+bool watch_interrupt() {
+  struct sigaction action = {};
+  action.sa_handler = on_interrupt;
+  action.sa_flags = static_cast<int>(SA_RESETHAND);  // a second Ctrl-C ends the process
+  return sigaction(SIGINT, &action, nullptr) == 0;
+}
+
+}  // namespace
+
+bool interrupted() {
+  static const bool watching = watch_interrupt();
+  return watching && interrupt_seen != 0;
+}
+
+void print_json(const Json& document) {
+  fmt::print("{}\n", document.dump(2, ' ', false, Json::error_handler_t::replace));
+}
+
+void warn(std::string_view message) { fmt::print(stderr, "flashjit: {}\n", message); }
+
+Table::Table(std::vector<std::string> header) { rows_.push_back(std::move(header)); }
+
+void Table::add(std::vector<std::string> row) {
+  row.resize(rows_.front().size());
+  rows_.push_back(std::move(row));
+}
+
+namespace {
+
+bool looks_numeric(const std::string& cell) {
+  return cell.empty() || cell == "-" || cell == "inf" ||
+         std::isdigit(static_cast<unsigned char>(cell.front()));
+}
+
+}  // namespace
+
+std::string Table::text() const {
+  const std::size_t columns = rows_.front().size();
+  std::vector<std::size_t> width(columns, 0);
+  std::vector<bool> numeric(columns, rows_.size() > 1);
+  for (std::size_t r = 0; r < rows_.size(); ++r) {
+    for (std::size_t c = 0; c < columns; ++c) {
+      width[c] = std::max(width[c], rows_[r][c].size());
+      if (r > 0 && !looks_numeric(rows_[r][c])) numeric[c] = false;
+    }
+  }
+  std::string text;
+  for (const auto& row : rows_) {
+    std::string line;
+    for (std::size_t c = 0; c < columns; ++c) {
+      const std::string gap = c + 1 < columns ? "  " : "";
+      line += numeric[c] ? fmt::format("{:>{}}{}", row[c], width[c], gap)
+                         : fmt::format("{:<{}}{}", row[c], width[c], gap);
+    }
+    text += line.substr(0, line.find_last_not_of(' ') + 1) + '\n';
+  }
+  return text;
+}
+
+void Table::print() const { fmt::print("{}", text()); }
+
+double seconds_now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+Progress::Progress(std::string what, std::size_t total)
+    : what_(std::move(what)), total_(total), terminal_(isatty(STDERR_FILENO) != 0), start_(seconds_now()) {}
+
+Progress::~Progress() {
+  if (terminal_ && done_ > 0) std::fputc('\n', stderr);
+}
+
+void Progress::step(std::string_view item) {
+  ++done_;
+  if (!terminal_) {
+    fmt::print(stderr, "{} {}/{}: {}\n", what_, done_, total_, item);
+    return;
+  }
+  constexpr std::size_t kBar = 24;
+  const std::size_t filled = total_ ? std::min(kBar, kBar * done_ / total_) : kBar;
+  const double left = (seconds_now() - start_) / static_cast<double>(done_) *
+                      static_cast<double>(total_ > done_ ? total_ - done_ : 0);
+  fmt::print(stderr, "\r\033[K{} [{}{}] {}/{}, {:.0f} s left: {}", what_, std::string(filled, '#'),
+             std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60));
+  std::fflush(stderr);
+}
+
+bool names_pass(std::string_view spec_text) {
+  const std::string_view first = spec_text.substr(0, spec_text.find(':'));
+  return first == "fwd" || first == "bwd";
+}
+
+std::vector<AttentionSpec> parse_passes(std::string_view spec_text) {
+  AttentionSpec spec = parse_spec(spec_text);
+  spec.validate();
+  if (names_pass(spec_text)) return {spec.normalized()};
+  AttentionSpec backward = spec;
+  backward.pass = Pass::backward;
+  spec.pass = Pass::forward;
+  return {spec.normalized(), backward.normalized()};
+}
+
+std::vector<Problem> read_suite(const std::filesystem::path& path) {
+  std::ifstream file(path);
+  if (!file)
+    throw Error(ErrorCode::io,
+                fmt::format("cannot read the suite file '{}'; give a text file with \"spec [shape]\" "
+                            "on each line",
+                            path.string()));
+  std::vector<Problem> problems;
+  std::string line;
+  for (int number = 1; std::getline(file, line); ++number) {
+    std::istringstream words(line.substr(0, line.find('#')));
+    std::string spec, shape, extra;
+    words >> spec >> shape >> extra;
+    if (spec.empty()) continue;
+    try {
+      if (!extra.empty())
+        throw Error(ErrorCode::invalid_argument,
+                    fmt::format("'{}' is left over; a line holds a spec and, if wanted, a shape", extra));
+      std::optional<AttentionShape> sizes;
+      if (!shape.empty()) {
+        sizes = parse_shape(shape);
+        sizes->validate();
+      }
+      for (const AttentionSpec& pass : parse_passes(spec)) problems.push_back({pass, sizes});
+    } catch (const Error& error) {
+      throw Error(error.code(), fmt::format("{}:{}: {}", path.string(), number, error.message()),
+                  error.detail());
+    }
+  }
+  if (file.bad()) throw Error(ErrorCode::io, fmt::format("cannot read the suite file '{}'", path.string()));
+  if (problems.empty())
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("the suite file '{}' holds no spec; write one a line, such as "
+                            "\"bf16:d128:causal b1:hq16:hkv16:sq4096:skv4096\"",
+                            path.string()));
+  return problems;
+}
+
+std::uintmax_t parse_bytes(std::string_view text) {
+  const auto refuse = [&] {
+    return Error(
+        ErrorCode::invalid_argument,
+        fmt::format("'{}' is no size; give a number of bytes, with k, M or G for powers of 1024: 512M",
+                    text));
+  };
+  std::uintmax_t value = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (problem != std::errc() || end == text.data()) throw refuse();
+  std::string_view unit(end, static_cast<std::size_t>(text.data() + text.size() - end));
+  if (unit.size() > 1 && (unit.substr(1) == "B" || unit.substr(1) == "iB")) unit = unit.substr(0, 1);
+  int shift = 0;
+  if (unit == "k" || unit == "K")
+    shift = 10;
+  else if (unit == "m" || unit == "M")
+    shift = 20;
+  else if (unit == "g" || unit == "G")
+    shift = 30;
+  else if (!unit.empty())
+    throw refuse();
+  if (value > (UINTMAX_MAX >> shift)) throw refuse();
+  return value << shift;
+}
+
+std::string format_bytes(std::uintmax_t bytes) {
+  if (bytes < 1024) return fmt::format("{} B", bytes);
+  double value = static_cast<double>(bytes) / 1024;
+  for (const char* unit : {"KiB", "MiB"}) {
+    if (value < 1024) return fmt::format("{:.1f} {}", value, unit);
+    value /= 1024;
+  }
+  return fmt::format("{:.1f} GiB", value);
+}
+
+std::string format_ms(double ms) {
+  if (ms >= 100) return fmt::format("{:.0f}", ms);
+  if (ms >= 10) return fmt::format("{:.1f}", ms);
+  return fmt::format("{:.3f}", ms);
+}
+
+std::map<std::string, std::string> variables_with_prefix(std::string_view prefix) {
+  std::map<std::string, std::string> found;
+  for (char** variable = environ; variable && *variable; ++variable) {
+    const std::string_view text = *variable;
+    const std::size_t equals = text.find('=');
+    if (equals != std::string_view::npos && text.starts_with(prefix))
+      found.emplace(text.substr(0, equals), text.substr(equals + 1));
+  }
+  return found;
+}
+
+}  // namespace flashjit::command

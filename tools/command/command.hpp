@@ -1,0 +1,126 @@
+// What the subcommands of `flashjit` share: how they are added, how they print, what they exit with.
+//
+// A subcommand is one file with one function `void add_<name>(CLI::App& app, Context& context)`: it declares
+// its options and leaves its work in context.action. main.cpp parses, runs the action, and turns errors into
+// exit codes.
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <cstdint>
+#include <filesystem>
+#include <functional>
+#include <map>
+#include <nlohmann/json.hpp>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flashjit/error.hpp"
+#include "flashjit/spec.hpp"
+
+namespace flashjit::command {
+
+using Json = nlohmann::ordered_json;
+
+/// Exit codes of the process.
+inline constexpr int kOk = 0;
+inline constexpr int kCheckFailed = 1;  ///< a comparison or verification said no
+inline constexpr int kBadInput = 2;     ///< usage, values or files
+inline constexpr int kLacking = 3;      ///< no driver, no GPU, no NVRTC, or a kernel that may not be compiled
+inline constexpr int kFailed = 4;       ///< the driver, a compile or flashjit itself failed
+inline constexpr int kInterrupted = 130;
+
+int exit_code(ErrorCode code);
+
+/// What main and the subcommand that was chosen tell each other.
+struct Context {
+  bool json = false;            ///< --json: one JSON document on stdout and nothing else there
+  std::function<int()> action;  ///< the chosen subcommand's work; returns the exit code
+};
+
+/// A subcommand with --help (ending in `example`) and --json; `action` becomes context.action when it is
+/// chosen.
+CLI::App* add_subcommand(CLI::App& parent, Context& context, const std::string& name,
+                         const std::string& description, const std::string& example,
+                         std::function<int()> action);
+
+// One a file; main.cpp calls them in the order of the help.
+void add_run(CLI::App& app, Context& context);
+void add_verify(CLI::App& app, Context& context);
+void add_tune(CLI::App& app, Context& context);
+void add_bench(CLI::App& app, Context& context);
+void add_pack(CLI::App& app, Context& context);
+void add_cache(CLI::App& app, Context& context);
+void add_inspect(CLI::App& app, Context& context);
+void add_doctor(CLI::App& app, Context& context);
+void add_job(CLI::App& app, Context& context);
+
+/// Whether Ctrl-C was pressed since the first question. Until then, and at the second Ctrl-C, it ends the
+/// process: long work that can keep what it has asks between steps and returns kInterrupted.
+bool interrupted();
+
+/// One JSON document on stdout.
+void print_json(const Json& document);
+/// A line on stderr: "flashjit: <message>".
+void warn(std::string_view message);
+
+/// Rows of text under a header, printed with aligned columns; columns of numbers are aligned to the right.
+class Table {
+ public:
+  explicit Table(std::vector<std::string> header);
+  void add(std::vector<std::string> row);
+  std::string text() const;
+  void print() const;  ///< on stdout
+
+ private:
+  std::vector<std::vector<std::string>> rows_;  // the first is the header
+};
+
+/// Progress on stderr: a bar with the time left on a terminal, one line a step elsewhere. Not for several
+/// threads at once: the caller holds its own lock.
+class Progress {
+ public:
+  Progress(std::string what, std::size_t total);
+  ~Progress();  ///< ends the bar's line
+  Progress(const Progress&) = delete;
+  Progress& operator=(const Progress&) = delete;
+  void step(std::string_view item);  ///< one item is done
+
+ private:
+  std::string what_;
+  std::size_t total_, done_ = 0;
+  bool terminal_;
+  double start_;
+};
+
+/// A spec and, where the command needs or has one, a shape.
+struct Problem {
+  AttentionSpec spec;
+  std::optional<AttentionShape> shape;
+};
+
+/// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.
+bool names_pass(std::string_view spec_text);
+/// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
+/// normalized.
+std::vector<AttentionSpec> parse_passes(std::string_view spec_text);
+/// A suite file: "spec [shape]" a line, '#' begins a comment. Both passes where a line names none.
+/// Throws Error(io) or Error(invalid_argument) with the file's name and line.
+std::vector<Problem> read_suite(const std::filesystem::path& path);
+
+/// "1G", "512M", "64k", "1000": bytes, in powers of 1024.
+std::uintmax_t parse_bytes(std::string_view text);
+/// "1.5 MiB".
+std::string format_bytes(std::uintmax_t bytes);
+/// "12.3": three significant digits, for tables.
+std::string format_ms(double ms);
+
+/// Seconds of a monotonic clock.
+double seconds_now();
+
+/// The variables of this process's environment whose names begin with `prefix`, for diagnosis: what flashjit
+/// obeys is read by support/environment.
+std::map<std::string, std::string> variables_with_prefix(std::string_view prefix);
+
+}  // namespace flashjit::command

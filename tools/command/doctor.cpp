@@ -1,0 +1,222 @@
+// flashjit doctor: what flashjit finds on this machine, what is missing, and what to do about it.
+#include <fmt/format.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <memory>
+
+#include "build.hpp"
+#include "disassembler.hpp"
+#include "gpu.hpp"
+#include "support/environment.hpp"
+#include "support/file.hpp"
+#include "support/text.hpp"
+
+namespace flashjit::command {
+namespace {
+
+enum class State : std::uint8_t { good, note, missing };
+
+std::string to_string(State state) {
+  return state == State::good ? "ok" : state == State::note ? "note" : "missing";
+}
+
+/// One thing looked at. A text that is no "ok" says what to do.
+struct Finding {
+  std::string subject;
+  State state;
+  std::string text;
+};
+
+/// What the findings amount to: which architectures can be run and how kernels for them come about.
+struct Examination {
+  std::vector<Finding> findings;
+  std::vector<DeviceInfo> devices;
+  std::vector<std::string> compiles;  ///< architectures; empty without NVRTC or with FLASHJIT_JIT=off
+  std::vector<std::string> stored;    ///< architectures of kernels in packs and cache
+
+  void add(std::string subject, State state, std::string text) {
+    findings.push_back({std::move(subject), state, std::move(text)});
+  }
+};
+
+constexpr int kOldestComputeCapability = 75;
+
+void examine_driver(Examination& found) {
+  try {
+    const std::shared_ptr<const device::Driver> driver = chosen_driver();
+    found.add("driver", State::good,
+              fmt::format("{}, CUDA {}", driver->path, cuda_version_text(driver->version)));
+    int count = 0;
+    driver->check(driver->device_get_count(&count), "cuDeviceGetCount");
+    for (int ordinal = 0; ordinal < count; ++ordinal) {
+      CUdevice device = 0;
+      std::size_t memory = 0;
+      driver->check(driver->device_get(&device, ordinal), "cuDeviceGet");
+      driver->check(driver->device_total_mem(&memory, device), "cuDeviceTotalMem");
+      const DeviceInfo info = device::query_device(*driver, device);
+      const std::string text = fmt::format("{}, {}, {}, {} multiprocessors", info.name, info.arch,
+                                           format_bytes(memory), info.multiprocessors);
+      const bool able = info.compute_capability >= kOldestComputeCapability;
+      found.add(fmt::format("device {}", ordinal), able ? State::good : State::missing,
+                able ? text : text + ": too old, kernels need compute capability 7.5 or newer");
+      if (able) found.devices.push_back(info);
+    }
+    if (count == 0)
+      found.add("device", State::missing, "the driver finds no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES");
+  } catch (const Error& error) {
+    found.add(error.code() == ErrorCode::no_device ? "device" : "driver", State::missing, error.message());
+  }
+}
+
+void examine_compiler(Examination& found) {
+  try {
+    const std::shared_ptr<const compile::Compiler> compiler = chosen_compiler();
+    const std::vector<std::string> architectures = compiler->architectures();
+    found.add(
+        "NVRTC", State::good,
+        fmt::format("{}, {}, for {}", compiler->path(), compiler->tag(), fmt::join(architectures, " ")));
+    if (read_environment().jit)
+      found.compiles = architectures;
+    else
+      found.add("JIT", State::note,
+                "FLASHJIT_JIT=off: only packs and the cache are used; set it to on to compile");
+  } catch (const Error& error) {
+    found.add("NVRTC", State::missing, error.message());
+  }
+}
+
+void examine_templates(Examination& found) {
+  const std::string folder = read_environment().template_dir;
+  try {
+    const std::size_t count = chosen_templates().all().size();
+    found.add("templates", folder.empty() ? State::good : State::note,
+              folder.empty() ? fmt::format("{}, embedded", count)
+                             : fmt::format("{}, from '{}' by FLASHJIT_TEMPLATE_DIR", count, folder));
+  } catch (const Error& error) {
+    found.add("templates", State::missing, error.message());
+  }
+}
+
+/// Sound and damaged kernels of a folder, in words; remembers the architectures of the sound ones.
+std::string count_kernels(Examination& found, const std::filesystem::path& folder) {
+  std::size_t sound = 0, damaged = 0;
+  std::uintmax_t bytes = 0;
+  for (const cache::EntryInfo& entry : cache::Store(folder, cache::Store::Access::read_only).list()) {
+    bytes += entry.bytes;
+    if (!entry.damage.empty()) {
+      ++damaged;
+      continue;
+    }
+    ++sound;
+    if (std::find(found.stored.begin(), found.stored.end(), entry.arch) == found.stored.end())
+      found.stored.push_back(entry.arch);
+  }
+  std::string text = fmt::format("'{}', {} kernels, {}", folder.string(), sound, format_bytes(bytes));
+  if (damaged > 0)
+    text += fmt::format("; {} damaged ones are not used: `flashjit cache verify --repair --dir '{}'`",
+                        damaged, folder.string());
+  return text;
+}
+
+/// Whether files can be made there, by making one.
+bool writable(const std::filesystem::path& folder) {
+  std::error_code problem;
+  const bool made = std::filesystem::create_directories(folder, problem);
+  const std::filesystem::path probe = folder / fmt::format(".doctor-{}", unique_suffix());
+  try {
+    write_file_atomically(probe, "");
+  } catch (const Error&) {
+    return false;
+  }
+  std::filesystem::remove(probe, problem);
+  if (made) std::filesystem::remove(folder, problem);  // a doctor leaves nothing behind
+  return true;
+}
+
+void examine_folders(Examination& found) {
+  const Environment environment = read_environment();
+  if (environment.cache_dir.empty())
+    found.add("cache", State::note,
+              "no folder: HOME is not set; kernels are compiled in every process until "
+              "FLASHJIT_CACHE_DIR is set");
+  else if (!writable(environment.cache_dir))
+    found.add("cache", State::note,
+              count_kernels(found, environment.cache_dir) +
+                  "; it cannot be written, so new kernels are kept in memory only: set "
+                  "FLASHJIT_CACHE_DIR to a folder of yours");
+  else
+    found.add("cache", State::good, count_kernels(found, environment.cache_dir) + ", can be written");
+  for (const std::string& pack : environment.packs) {
+    std::error_code problem;
+    const bool there = std::filesystem::is_directory(pack, problem);
+    found.add(
+        "pack", there ? State::good : State::missing,
+        there ? count_kernels(found, pack) : fmt::format("'{}' is no folder; correct FLASHJIT_PACKS", pack));
+  }
+}
+
+void examine_variables(Examination& found) {
+  const auto known = environment_variables();
+  for (const auto& [name, value] : variables_with_prefix("FLASHJIT_")) {
+    const bool read =
+        std::any_of(known.begin(), known.end(), [&](const auto& variable) { return variable.name == name; });
+    found.add(
+        name, State::note,
+        read ? flashjit::quoted(value) : flashjit::quoted(value) + ", but flashjit reads no such variable");
+  }
+}
+
+/// Empty when kernels can run here, else why not.
+std::string why_not(const Examination& found) {
+  if (found.devices.empty())
+    return "there is no usable GPU; without one flashjit packs, inspects and runs the CPU reference";
+  for (const DeviceInfo& device : found.devices)
+    for (const auto* architectures : {&found.compiles, &found.stored})
+      if (std::find(architectures->begin(), architectures->end(), device.arch) != architectures->end())
+        return {};
+  return fmt::format(
+      "nothing compiles for {} and no pack or cache holds a kernel for it; install NVRTC or set "
+      "FLASHJIT_PACKS",
+      found.devices.front().arch);
+}
+
+int doctor(bool json) {
+  Examination found;
+  examine_driver(found);
+  examine_compiler(found);
+  examine_templates(found);
+  examine_folders(found);
+  const std::optional<std::string> disassembler = find_disassembler();
+  found.add("disassembler", disassembler ? State::good : State::note,
+            disassembler ? *disassembler : "none; `flashjit inspect --sass` needs cuobjdump or nvdisasm");
+  examine_variables(found);
+
+  const std::string reason = why_not(found);
+  if (json) {
+    Json findings = Json::array();
+    for (const Finding& finding : found.findings)
+      findings.push_back(
+          {{"subject", finding.subject}, {"state", to_string(finding.state)}, {"text", finding.text}});
+    print_json({{"version", library_version()},
+                {"kernels_can_run", reason.empty()},
+                {"reason", reason},
+                {"findings", std::move(findings)}});
+  } else {
+    fmt::print("flashjit {}\n", library_version());
+    for (const Finding& finding : found.findings)
+      fmt::print("  {:<8} {:<14} {}\n", to_string(finding.state), finding.subject, finding.text);
+    fmt::print("{}\n", reason.empty() ? "Kernels can run here." : "Kernels cannot run here: " + reason + ".");
+  }
+  return reason.empty() ? kOk : kLacking;
+}
+
+}  // namespace
+
+void add_doctor(CLI::App& app, Context& context) {
+  add_subcommand(app, context, "doctor",
+                 "Say what is here, what is missing and what to do; exit code 0 when kernels can run, else 3",
+                 "flashjit doctor --json", [&context] { return doctor(context.json); });
+}
+
+}  // namespace flashjit::command

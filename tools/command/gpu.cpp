@@ -1,0 +1,178 @@
+#include "gpu.hpp"
+
+#include <array>
+#include <cstring>
+
+#include "support/environment.hpp"
+#include "support/small_float.hpp"
+
+namespace flashjit::command {
+
+using device::DeviceBuffer;
+using DriverHandle = std::shared_ptr<const device::Driver>;
+
+DriverHandle chosen_driver() { return device::Driver::open(read_environment().libcuda); }
+
+namespace {
+
+constexpr std::uint8_t kPoison = 0xff;  // every byte so: NaN in all element types
+
+template <class Element, class Encode>
+std::vector<std::byte> encode_as(const std::vector<double>& values, Encode encode) {
+  std::vector<std::byte> bytes(values.size() * sizeof(Element));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    const Element element = encode(values[i]);
+    std::memcpy(bytes.data() + i * sizeof(Element), &element, sizeof(Element));
+  }
+  return bytes;
+}
+
+template <class Element, class Decode>
+std::vector<double> decode_as(const std::vector<std::byte>& bytes, Decode decode) {
+  std::vector<double> values(bytes.size() / sizeof(Element));
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    Element element;
+    std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
+    values[i] = decode(element);
+  }
+  return values;
+}
+
+std::vector<std::byte> encode(DType dtype, const std::vector<double>& values) {
+  if (dtype == DType::fp16) return encode_as<std::uint16_t>(values, Fp16::encode);
+  if (dtype == DType::bf16) return encode_as<std::uint16_t>(values, Bf16::encode);
+  return encode_as<float>(values, [](double value) { return static_cast<float>(value); });
+}
+
+std::vector<double> decode(DType dtype, const std::vector<std::byte>& bytes) {
+  if (dtype == DType::fp16) return decode_as<std::uint16_t>(bytes, Fp16::decode);
+  if (dtype == DType::bf16) return decode_as<std::uint16_t>(bytes, Bf16::decode);
+  return decode_as<float>(bytes, [](float value) { return static_cast<double>(value); });
+}
+
+/// A contiguous tensor [batch, heads, length, dim] in device memory: NaN, or the given values.
+class DeviceTensor {
+ public:
+  using Size = std::array<std::int64_t, 4>;
+
+  DeviceTensor(const DriverHandle& driver, DType dtype, Size size)
+      : dtype_(dtype),
+        size_(size),
+        buffer_(driver, static_cast<std::size_t>(size[0] * size[1] * size[2] * size[3] * size_of(dtype))) {
+    buffer_.fill(kPoison);
+  }
+  DeviceTensor(const DriverHandle& driver, DType dtype, Size size, const std::vector<double>& values)
+      : DeviceTensor(driver, dtype, size) {
+    const std::vector<std::byte> bytes = encode(dtype, values);
+    buffer_.upload(bytes.data(), bytes.size());
+  }
+
+  TensorView view() const { return TensorView::bhsd(buffer_.data(), size_[0], size_[1], size_[2], size_[3]); }
+  float* floats() const { return static_cast<float*>(buffer_.data()); }
+  std::vector<double> values() const { return decode(dtype_, device::download<std::byte>(buffer_)); }
+
+ private:
+  DType dtype_;
+  Size size_;
+  DeviceBuffer buffer_;
+};
+
+Workspace workspace_of(const DeviceBuffer& buffer) { return {buffer.data(), buffer.bytes()}; }
+
+DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const AttentionSpec& spec,
+                            const AttentionShape& shape) {
+  DeviceBuffer buffer(driver, runtime.workspace_bytes(spec, shape));
+  buffer.fill(kPoison);
+  return buffer;
+}
+
+/// What both passes are told beside their tensors.
+template <class Args>
+void set_common(Args& args, const reference::Problem& problem, const DeviceBuffer& lengths,
+                const DeviceBuffer& map) {
+  if (problem.softmax_scale) args.softmax_scale = static_cast<float>(*problem.softmax_scale);
+  args.kv_lengths = static_cast<const std::int32_t*>(lengths.data());
+  if (const BlockSize block = problem.spec.block_map; problem.spec.has_block_map()) {
+    const auto blocks = [](std::int64_t length, int size) { return (length + size - 1) / size; };
+    args.block_map = {static_cast<const std::uint8_t*>(map.data()),
+                      {problem.map_batch, problem.map_heads, blocks(problem.shape.seqlen_q, block.q),
+                       blocks(problem.shape.seqlen_kv, block.kv)}};
+  }
+  args.dropout_p = problem.dropout_p;
+  args.seed = problem.seed;
+  args.offset = problem.offset;
+}
+
+/// Milliseconds that the stream spends on what `work` puts there.
+template <class Work>
+double timed(const DriverHandle& driver, const device::StreamOwner& stream, Work work) {
+  const device::Event start(driver), end(driver);
+  start.record(stream.get());
+  work();
+  end.record(stream.get());
+  stream.synchronize();
+  return end.ms_since(start);
+}
+
+}  // namespace
+
+RuntimeOptions runtime_options() {
+  RuntimeOptions options;
+  options.log = warn;
+  return options;
+}
+
+Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem,
+                   LaunchTimes* times) {
+  const DriverHandle& driver = gpu.driver();
+  const auto& [b, hq, hkv, sq, skv] = problem.shape;
+  const DType dtype = problem.spec.dtype;
+  const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();
+  const bool backward = problem.spec.pass == Pass::backward;
+
+  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q),
+      k(driver, dtype, {b, hkv, skv, d}, problem.k), v(driver, dtype, {b, hkv, skv, dv}, problem.v);
+  const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {b, hq, sq, 1});
+  const DeviceBuffer lengths = device::upload(driver, problem.kv_lengths);
+  const DeviceBuffer map = device::upload(driver, problem.block_map);
+  const device::StreamOwner stream(driver);
+  LaunchTimes spent;
+
+  AttentionSpec spec = problem.spec;
+  spec.pass = Pass::forward;
+  const DeviceBuffer forward_space = make_workspace(runtime, driver, spec, problem.shape);
+  ForwardArgs args{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .lse = lse.floats()};
+  args.workspace = workspace_of(forward_space);
+  set_common(args, problem, lengths, map);
+  gpu.synchronize();  // the copies and fills are on another stream
+  spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
+  Results results{out.values(), lse.values(), {}, {}, {}};
+
+  if (backward) {
+    spec.pass = Pass::backward;
+    const DeviceTensor dout(driver, dtype, {b, hq, sq, dv}, problem.dout);
+    const DeviceTensor dq(driver, dtype, {b, hq, sq, d}), dk(driver, dtype, {b, hkv, skv, d}),
+        dv_tensor(driver, dtype, {b, hkv, skv, dv});
+    const DeviceBuffer backward_space = make_workspace(runtime, driver, spec, problem.shape);
+    BackwardArgs gradients{.q = q.view(),
+                           .k = k.view(),
+                           .v = v.view(),
+                           .out = out.view(),
+                           .lse = lse.floats(),
+                           .dout = dout.view(),
+                           .dq = dq.view(),
+                           .dk = dk.view(),
+                           .dv = dv_tensor.view()};
+    gradients.workspace = workspace_of(backward_space);
+    set_common(gradients, problem, lengths, map);
+    gpu.synchronize();
+    spent.backward = timed(driver, stream, [&] { runtime.backward(spec, gradients, stream.get()); });
+    results.dq = dq.values();
+    results.dk = dk.values();
+    results.dv = dv_tensor.values();
+  }
+  if (times) *times = spent;
+  return results;
+}
+
+}  // namespace flashjit::command

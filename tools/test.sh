@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Sets up, builds everything and runs every test. GPU tests skip themselves where there is no GPU. The last line is
+# "N passed, N failed, N skipped"; the exit code is 0 only if nothing failed.
+source "$(dirname "${BASH_SOURCE[0]}")/setup.sh"
+
+configure
+say "building everything"
+cmake --build "$build"
+
+# The tests keep their kernels to themselves: a user's cache neither helps them nor is touched.
+export FLASHJIT_CACHE_DIR=$build/test-cache
+rm -rf "$FLASHJIT_CACHE_DIR"
+
+say "testing; the whole output is in $build/tests.log"
+status=0
+ctest --test-dir "$build" --verbose 2>&1 | tee "$build/tests.log" || status=$?
+awk -v status="$status" -f "$root/tools/count_tests.awk" "$build/tests.log"

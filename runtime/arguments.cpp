@@ -248,6 +248,12 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args) {
   return params;
 }
 
+/// The view's memory; null where no element of it is ever touched.
+template <class View>
+const void* memory_of(const View& view) {
+  return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
+}
+
 std::vector<NamedPointer> without_nulls(std::initializer_list<NamedPointer> pointers) {
   std::vector<NamedPointer> kept;
   std::copy_if(pointers.begin(), pointers.end(), std::back_inserter(kept),
@@ -320,10 +326,10 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
-  return without_nulls({{"q", args.q.data},
-                        {"k", args.k.data},
-                        {"v", args.v.data},
-                        {"out", args.out.data},
+  return without_nulls({{"q", memory_of(args.q)},
+                        {"k", memory_of(args.k)},
+                        {"v", memory_of(args.v)},
+                        {"out", memory_of(args.out)},
                         {"lse", args.lse},
                         {"kv_lengths", args.kv_lengths},
                         {"block_map", args.block_map.data},
@@ -331,15 +337,15 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {
-  return without_nulls({{"q", args.q.data},
-                        {"k", args.k.data},
-                        {"v", args.v.data},
-                        {"out", args.out.data},
+  return without_nulls({{"q", memory_of(args.q)},
+                        {"k", memory_of(args.k)},
+                        {"v", memory_of(args.v)},
+                        {"out", memory_of(args.out)},
                         {"lse", args.lse},
-                        {"dout", args.dout.data},
-                        {"dq", args.dq.data},
-                        {"dk", args.dk.data},
-                        {"dv", args.dv.data},
+                        {"dout", memory_of(args.dout)},
+                        {"dq", memory_of(args.dq)},
+                        {"dk", memory_of(args.dk)},
+                        {"dv", memory_of(args.dv)},
                         {"kv_lengths", args.kv_lengths},
                         {"block_map", args.block_map.data},
                         {"workspace", args.workspace.data}});

@@ -44,7 +44,7 @@ namespace flashjit::device {
   X(stream_is_capturing, cuStreamIsCapturing)              \
   X(stream_begin_capture, cuStreamBeginCapture)            \
   X(stream_end_capture, cuStreamEndCapture)                \
-  X(graph_instantiate, cuGraphInstantiate)                 \
+  X(graph_instantiate, cuGraphInstantiateWithFlags)        \
   X(graph_launch, cuGraphLaunch)                           \
   X(graph_exec_destroy, cuGraphExecDestroy)                \
   X(graph_destroy, cuGraphDestroy)                         \

@@ -33,8 +33,7 @@ int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
-  if (spec.dtype == DType::fp32)
-    return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
+  if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
@@ -46,13 +45,10 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
   if (Support s = supports(spec, device); !s) return s;
   const bool forward = spec.pass == Pass::forward;
   const auto one_of = [](int value, auto... allowed) { return ((value == allowed) || ...); };
-  if (!one_of(c.warps, 1, 2, 4, 8))
-    return Support::no(fmt::format("warps is 1, 2, 4 or 8, not {}", c.warps));
+  if (!one_of(c.warps, 1, 2, 4, 8)) return Support::no(fmt::format("warps is 1, 2, 4 or 8, not {}", c.warps));
   if (c.br < 16 || c.br > 256 || c.br % 16 != 0 || c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
-    return Support::no(
-        fmt::format("Br and Bc are multiples of 16 up to 256, not {} and {}", c.br, c.bc));
-  if (c.stages < 1 || c.stages > 4)
-    return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
+    return Support::no(fmt::format("Br and Bc are multiples of 16 up to 256, not {} and {}", c.br, c.bc));
+  if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.min_blocks < 1 || c.min_blocks > 8)
     return Support::no(fmt::format("occ is 1 to 8, not {}", c.min_blocks));
   if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
@@ -70,8 +66,8 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
                                    device.arch, device.shared_per_block));
   const int limit = std::min(255, device.registers_per_sm / (c.warps * 32 * c.min_blocks));
   if (const int registers = accumulator_registers(spec, c); registers > limit - 30)
-    return Support::no(fmt::format("{} keeps {} values a thread, {} registers are too few",
-                                   to_string(c), registers, limit));
+    return Support::no(
+        fmt::format("{} keeps {} values a thread, {} registers are too few", to_string(c), registers, limit));
   return Support::yes();
 }
 
@@ -85,32 +81,50 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
           .d_split = d_split};
 }
 
-/// Good tiles, best first, by the wider head dimension; the last of each fits every device.
-std::vector<TileConfig> preferences(const AttentionSpec& spec) {
+/// Good tiles, best first, by the wider head dimension; the last of each fits every device. For Blackwell
+/// ptxas keeps more in registers, so that the largest tiles would spill there.
+std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool large = device.compute_capability < 100;
+  std::vector<TileConfig> choices;
   if (spec.pass == Pass::forward) {
-    if (d <= 64) return {config(128, 80, 4, 1, true), config(64, 64, 4, 1)};
-    if (d <= 128) return {config(128, 48, 4, 1), config(64, 32, 4, 1)};
-    return {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
+    if (d <= 64) {
+      choices = {config(128, 64, 4, 1, true), config(64, 64, 4, 1)};
+      if (large) choices.insert(choices.begin(), config(128, 80, 4, 1, true));
+    } else if (d <= 128) {
+      choices = {config(128, 32, 4, 1), config(64, 32, 4, 1)};
+      if (large) choices.insert(choices.begin(), config(128, 48, 4, 1));
+    } else {
+      choices = {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
+    }
+  } else if (d <= 64) {
+    choices = {config(32, 64, 4, 1)};
+    if (large) choices.insert(choices.begin(), config(32, 128, 4, 1));
+  } else if (d <= 128) {
+    choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
+  } else {
+    choices = {config(32, 64, 8, 1, false, 2), config(16, 64, 8, 1, false, 2)};
+    if (large) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
   }
-  if (d <= 64) return {config(32, 128, 4, 1), config(32, 64, 4, 1)};
-  if (d <= 128) return {config(64, 128, 8, 1), config(32, 64, 4, 1)};
-  return {config(64, 64, 8, 1, false, 2), config(32, 32, 4, 1, false, 2)};
+  return choices;
 }
 
+/// The first good tile that gives every multiprocessor a block, else the one with the most blocks.
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  const std::vector<TileConfig> choices = preferences(spec);
-  for (const TileConfig& c : choices) {
+  const bool forward = spec.pass == Pass::forward;
+  TileConfig best;
+  std::int64_t most = -1;
+  for (const TileConfig& c : preferences(spec, device)) {
     if (!admits(spec, c, device)) continue;
-    // A grid that leaves most of the device idle: smaller tiles put more blocks to work.
-    const bool forward = spec.pass == Pass::forward;
     const std::int64_t blocks = shape.batch * (forward ? shape.heads_q * tiles(shape.seqlen_q, c.br)
                                                        : shape.heads_kv * tiles(shape.seqlen_kv, c.bc));
-    if (blocks >= device.multiprocessors || &c == &choices.back()) return c;
-    const TileConfig& small = choices.back();
-    return admits(spec, small, device) ? small : c;
+    if (blocks > most) {
+      best = c;
+      most = blocks;
+    }
+    if (blocks >= device.multiprocessors) break;
   }
-  return choices.back();
+  return best;
 }
 
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
@@ -121,7 +135,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   };
   constexpr std::array kForwardRows{64, 128, 192};
   constexpr std::array kForwardColumns{32, 48, 64, 80, 96, 128};
-  constexpr std::array kBackwardRows{32, 64, 128};
+  constexpr std::array kBackwardRows{16, 32, 64, 128};
   constexpr std::array kBackwardColumns{32, 64, 96, 128};
   for (const int warps : {4, 8})
     for (const int stages : {1, 2, 3}) {

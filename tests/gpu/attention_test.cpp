@@ -47,6 +47,9 @@ void make_possible(AttentionCase& test) {
     test.shape.heads_kv = test.shape.heads_q;
     test.shape.seqlen_kv = test.shape.seqlen_q;
   }
+  // The rounding error of a handful of scores is luck, that of a hundred a yardstick: tiny problems come in
+  // batches.
+  if (test.shape.seqlen_q * test.shape.seqlen_kv < 100) test.shape.batch = 16;
 }
 
 std::vector<AttentionCase> make_cases() {

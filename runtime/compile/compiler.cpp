@@ -111,6 +111,13 @@ void* open_library(const std::string& given) {
   throw Error(ErrorCode::no_compiler, fmt::format("NVRTC cannot be opened ({}); {}", causes, kInstallAdvice));
 }
 
+/// NVRTC opens its built-in functions by their bare file name, which the loader does not look for beside it,
+/// but finds when they are loaded already. Where they are not beside it, its own search has to do.
+void open_builtins(const std::string& library, int major, int minor) {
+  const std::string name = fmt::format("libnvrtc-builtins.so.{}.{}", major, minor);
+  ::dlopen((fs::path(library).parent_path() / name).c_str(), RTLD_NOW | RTLD_LOCAL);
+}
+
 /// One NVRTC program; destroyed with this object.
 class Program {
  public:
@@ -241,6 +248,7 @@ std::shared_ptr<const Compiler> Compiler::open(const std::string& library) {
 
   int major = 0, minor = 0, count = 0;
   impl.api.version(&major, &minor);
+  open_builtins(impl.path, major, minor);
   impl.version = major * 100 + minor;
   impl.tag = "nvrtc" + full_version(impl.api, major, minor);
   impl.api.get_num_supported_archs(&count);

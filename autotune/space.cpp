@@ -12,6 +12,7 @@ namespace flashjit::autotune {
 namespace {
 
 constexpr double kSharedBytesPerClock = 128;  // a multiprocessor
+constexpr double kGroupMacsPerClock = 2048;   // wgmma, 16 bit
 constexpr double kTensorMacsPerClock = 1024;  // mma.sync, 16 bit
 constexpr double kPlainMacsPerClock = 128;    // fused multiply-adds
 constexpr double kExponentialsPerClock = 16;
@@ -20,6 +21,7 @@ constexpr double kClocksPerTile = 300;
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
 constexpr int kReservedSharedBytes = 1024;       // the driver's, each thread block
 constexpr double kWarpsThatHideLatency = 8;
+constexpr int kGroupWarps = 4;  // warps that read operands together with wgmma
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
@@ -36,6 +38,16 @@ int blocks_per_multiprocessor(const plan::Entry& entry, const DeviceInfo& device
   return std::max(1, std::min(by_shared, by_threads));
 }
 
+double macs_per_clock(Family family) {
+  if (family == Family::simt) return kPlainMacsPerClock;
+  return family == Family::sm90 ? kGroupMacsPerClock : kTensorMacsPerClock;
+}
+
+/// Warps, or warp groups, each of which reads the whole streamed tile.
+int readers(const TileConfig& config) {
+  return std::max(1, config.family == Family::sm90 ? config.warps / kGroupWarps : config.warps);
+}
+
 /// Clocks of one multiprocessor for one pair (q, kv): multiply-adds, fragments re-read from shared memory,
 /// softmax, dQ's way to global memory, and what every tile costs whatever its size.
 double clocks_per_pair(const AttentionSpec& spec, const TileConfig& config) {
@@ -43,16 +55,16 @@ double clocks_per_pair(const AttentionSpec& spec, const TileConfig& config) {
   const double dims = spec.head_dim + spec.v_dim();
   // Warps that share columns of dK and dV each compute S and dP.
   const double products = backward ? (2.0 * config.d_split + 3.0) / 2.0 : 1.0;
-  const double macs_per_clock = config.family == Family::simt ? kPlainMacsPerClock : kTensorMacsPerClock;
-  // Every warp reads the whole streamed tile and keeps its own rows of the other one.
+  // Every reader keeps its own rows of the tile that does not stream.
   const double stationary = backward ? config.bc : config.br;
   const double streamed = backward ? config.br : config.bc;
-  const double rows_per_warp = stationary * config.d_split / std::max(config.warps, 1);
+  const double rows_per_reader = stationary * config.d_split / readers(config);
   const double reread = config.q_in_registers ? 0.0 : spec.head_dim / streamed;
-  const double bytes = size_of(spec.dtype) * products * (dims / std::max(rows_per_warp, 1.0) + reread);
+  const double bytes = size_of(spec.dtype) * products * (dims / std::max(rows_per_reader, 1.0) + reread);
   const double dq_bytes = backward ? 4.0 * spec.head_dim / config.bc : 0.0;
-  return products * dims / macs_per_clock + bytes / kSharedBytesPerClock + dq_bytes / kAtomicBytesPerClock +
-         1.0 / kExponentialsPerClock + kClocksPerTile / (static_cast<double>(config.br) * config.bc);
+  return products * dims / macs_per_clock(config.family) + bytes / kSharedBytesPerClock +
+         dq_bytes / kAtomicBytesPerClock + 1.0 / kExponentialsPerClock +
+         kClocksPerTile / (static_cast<double>(config.br) * config.bc);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, const DeviceInfo& device,

@@ -3,8 +3,10 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 
 #include "arguments.hpp"
+#include "device/tensor_maps.hpp"
 
 namespace flashjit {
 namespace {
@@ -24,6 +26,18 @@ std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
 
 bool has_work(const plan::ExecutionPlan& plan) {
   return std::ranges::any_of(plan.launches, [](const plan::Launch& launch) { return launch.blocks > 0; });
+}
+
+/// Zeros where the plan's kernels take none.
+template <class Args>
+device::TensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
+                               const Args& args) {
+  if (!plan.tensor_boxes) return {};
+  if constexpr (requires { args.dout; })
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v,
+                                    args.dout);
+  else
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v);
 }
 
 /// Refuses memory that kernels in the current context cannot reach.
@@ -77,9 +91,12 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
     check_pointers(args, device);
     operation->pointers_checked.store(true, std::memory_order_relaxed);
   }
+  if (operation->steps.empty()) return;
   Params params = make_params(operation->plan, args);
+  device::TensorMaps maps = tensor_maps(driver, operation->plan, args);
+  std::array<void*, 2> parameters{&params, &maps};
   for (const Operation::Step& step : operation->steps)
-    device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, params);
+    device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
 }
 
 template <class Args>

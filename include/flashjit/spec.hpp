@@ -67,7 +67,7 @@ struct TileConfig {
   Family family = Family::simt;
   int br = 0;                  ///< rows of Q in a tile
   int bc = 0;                  ///< rows of K and V in a tile
-  int warps = 0;
+  int warps = 0;               ///< that compute; sm90 has four more, which load
   int stages = 1;              ///< buffers of the operands that stream through shared memory
   bool q_in_registers = false; ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
   int d_split = 1;             ///< sm80 backward: warps that share one tile's columns of dK and dV (1 or 2)

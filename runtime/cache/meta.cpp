@@ -13,7 +13,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kFormat = 1;
+constexpr int kFormat = 2;
 
 // A compiler's log may hold any bytes: those that are no UTF-8 are replaced.
 std::string dump(const Json& json, int indent) {
@@ -21,9 +21,9 @@ std::string dump(const Json& json, int indent) {
 }
 
 Json entry_json(const plan::Entry& entry) {
-  return {{"name", entry.name},       {"header", entry.header},         {"function", entry.function},
-          {"threads", entry.threads}, {"min_blocks", entry.min_blocks}, {"shared_bytes", entry.shared_bytes},
-          {"hot", entry.hot}};
+  return {{"name", entry.name},       {"header", entry.header},          {"function", entry.function},
+          {"threads", entry.threads}, {"min_blocks", entry.min_blocks},  {"shared_bytes", entry.shared_bytes},
+          {"hot", entry.hot},         {"tensor_maps", entry.tensor_maps}};
 }
 
 Json resources_json(const EntryResources& used) {
@@ -53,7 +53,8 @@ plan::Entry parse_entry(const Json& json) {
           .threads = int_field(json, "threads"),
           .min_blocks = int_field(json, "min_blocks"),
           .shared_bytes = int_field(json, "shared_bytes"),
-          .hot = json.at("hot").get<bool>()};
+          .hot = json.at("hot").get<bool>(),
+          .tensor_maps = json.at("tensor_maps").get<bool>()};
 }
 
 EntryResources parse_resources(const Json& json) {

@@ -153,6 +153,7 @@ std::string source_digest(const KernelSource& source, const std::vector<std::str
   fields.add(static_cast<std::int64_t>(source.entries.size()));
   for (const plan::Entry& entry : source.entries) {
     fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.shared_bytes);
+    fields.add(entry.tensor_maps);
   }
   for (const std::string& option : options) fields.add(option);
   return fields.digest();

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <memory>
+#include <span>
 #include <vector>
 
 #include "device/driver.hpp"
@@ -35,10 +36,10 @@ class LoadedKernel {
   std::vector<CUkernel> kernels_;
 };
 
-/// One launch on `stream` with `params` by value. Throws Error(cuda).
-template <class Params>
-void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsigned threads, unsigned shared_bytes,
-            CUstream stream, Params& params) {
+/// One launch on `stream`. `parameters` are the addresses of the kernel's parameters, which are copied; more
+/// than it takes do no harm. Throws Error(cuda).
+inline void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsigned threads,
+                   unsigned shared_bytes, CUstream stream, std::span<void*> parameters) {
   CUlaunchConfig config{};
   config.gridDimX = blocks;
   config.gridDimY = config.gridDimZ = 1;
@@ -46,10 +47,10 @@ void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsigned thr
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = shared_bytes;
   config.hStream = stream;
-  void* arguments[] = {&params};
   // The driver takes a CUkernel in a CUfunction's place and finds the current context's function itself.
-  driver.check(driver.launch_kernel_ex(&config, reinterpret_cast<CUfunction>(kernel), arguments, nullptr),
-               "cuLaunchKernelEx");
+  driver.check(
+      driver.launch_kernel_ex(&config, reinterpret_cast<CUfunction>(kernel), parameters.data(), nullptr),
+      "cuLaunchKernelEx");
 }
 
 }  // namespace flashjit::device

@@ -3,7 +3,7 @@
 namespace flashjit::plan {
 
 std::span<const FamilyTraits> families() {
-  static const std::array<FamilyTraits, 2> kFamilies{sm80_traits(), simt_traits()};
+  static const std::array<FamilyTraits, 3> kFamilies{sm90_traits(), sm80_traits(), simt_traits()};
   return kFamilies;
 }
 

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <optional>
 #include <span>
 #include <string>
 #include <vector>
@@ -19,8 +20,9 @@ struct Entry {
   std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
   int threads = 0;
   int min_blocks = 1;
-  int shared_bytes = 0;  ///< dynamic shared memory
-  bool hot = false;      ///< holds the main loop: spills disqualify the configuration
+  int shared_bytes = 0;      ///< dynamic shared memory
+  bool hot = false;          ///< holds the main loop: spills disqualify the configuration
+  bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
 
   bool operator==(const Entry&) const = default;
 };
@@ -46,6 +48,13 @@ struct WorkspaceNeeds {
   bool operator==(const WorkspaceNeeds&) const = default;
 };
 
+/// Rows of Q, and of K and V, that the TMA unit copies at a time.
+struct TensorBoxes {
+  int q_rows = 0, kv_rows = 0;
+
+  bool operator==(const TensorBoxes&) const = default;
+};
+
 /// A family is a table of pure functions: no state, no device.
 struct FamilyTraits {
   Family family;
@@ -62,12 +71,15 @@ struct FamilyTraits {
   /// What one call launches, in order.
   std::vector<Launch> (*launches)(const AttentionSpec&, const AttentionShape&, const TileConfig&);
   WorkspaceNeeds (*workspace)(const AttentionSpec&, const AttentionShape&, const TileConfig&);
+  /// The boxes of the tensor maps; nothing where no entry takes them.
+  std::optional<TensorBoxes> (*tensor_boxes)(const AttentionSpec&, const TileConfig&);
 };
 
 /// All families, in order of preference.
 std::span<const FamilyTraits> families();
 const FamilyTraits& traits(Family family);
 
+const FamilyTraits& sm90_traits();
 const FamilyTraits& sm80_traits();
 const FamilyTraits& simt_traits();
 

@@ -96,6 +96,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.launches = family.launches(plan.spec, shape, plan.config);
   plan.needs = family.workspace(plan.spec, shape, plan.config);
   plan.workspace = workspace_layout(plan.needs, plan.spec, shape);
+  plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
   require_launchable(plan);
   return plan;
 }

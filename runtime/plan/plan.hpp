@@ -13,7 +13,7 @@ namespace flashjit::plan {
 
 /// Everything about a call that does not depend on its pointers.
 struct ExecutionPlan {
-  AttentionSpec spec;    ///< normalized
+  AttentionSpec spec;  ///< normalized
   AttentionShape shape;
   TileConfig config;
   std::string config_source;  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
@@ -21,6 +21,7 @@ struct ExecutionPlan {
   std::vector<Launch> launches;
   WorkspaceNeeds needs;
   WorkspaceLayout workspace;
+  std::optional<TensorBoxes> tensor_boxes;
 };
 
 /// The first family that can do the spec, or the reasons of all of them.

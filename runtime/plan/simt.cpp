@@ -4,7 +4,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "plan/family.hpp"
+#include "plan/tiles.hpp"
 #include "plan/workspace.hpp"
 #include "templates/simt/layout.cuh"
 
@@ -14,8 +14,6 @@ namespace {
 constexpr int kOldestCapability = 75;
 constexpr int kPreprocessThreads = 128;
 constexpr int kPreprocessRows = 128;
-
-std::int64_t tiles(std::int64_t length, int tile) { return (length + tile - 1) / tile; }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
@@ -131,11 +129,13 @@ WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape&, const
   return {.row_stats = spec.pass == Pass::backward};
 }
 
+std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
+
 }  // namespace
 
 const FamilyTraits& simt_traits() {
-  static const FamilyTraits kTraits{Family::simt, supports, admits,   heuristic,
-                                    search_space, entries,  launches, workspace};
+  static const FamilyTraits kTraits{Family::simt, supports, admits,    heuristic,   search_space,
+                                    entries,      launches, workspace, tensor_boxes};
   return kTraits;
 }
 

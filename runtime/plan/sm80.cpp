@@ -4,16 +4,11 @@
 #include <algorithm>
 #include <array>
 
-#include "plan/family.hpp"
-#include "plan/workspace.hpp"
+#include "plan/tensor_core.hpp"
 #include "templates/sm80/layout.cuh"
 
 namespace flashjit::plan {
 namespace {
-
-constexpr int kAuxiliaryThreads = 128;
-
-std::int64_t tiles(std::int64_t length, int tile) { return (length + tile - 1) / tile; }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
@@ -109,22 +104,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
   return choices;
 }
 
-/// The first good tile that gives every multiprocessor a block, else the one with the most blocks.
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  const bool forward = spec.pass == Pass::forward;
-  TileConfig best;
-  std::int64_t most = -1;
-  for (const TileConfig& c : preferences(spec, device)) {
-    if (!admits(spec, c, device)) continue;
-    const std::int64_t blocks = shape.batch * (forward ? shape.heads_q * tiles(shape.seqlen_q, c.br)
-                                                       : shape.heads_kv * tiles(shape.seqlen_kv, c.bc));
-    if (blocks > most) {
-      best = c;
-      most = blocks;
-    }
-    if (blocks >= device.multiprocessors) break;
-  }
-  return best;
+  return first_that_fills(preferences(spec, device), sm80_traits(), spec, shape, device);
 }
 
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
@@ -153,62 +134,20 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   return found;
 }
 
-Entry auxiliary(const std::string& name, int threads) {
-  return {.name = name,
-          .header = fmt::format("flashjit/auxiliary/{}.cuh", name),
-          .function = "flashjit::auxiliary::" + name,
-          .threads = threads};
-}
-
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
-  const bool forward = spec.pass == Pass::forward;
-  const std::string name = to_string(spec.pass) == "fwd" ? "forward" : "backward";
-  std::vector<Entry> all;
-  if (!forward) all.push_back(auxiliary("preprocess", kAuxiliaryThreads));
-  if (spec.has_block_map()) all.push_back(auxiliary("block_lists", kAuxiliaryThreads));
-  all.push_back({.name = name,
-                 .header = fmt::format("flashjit/sm80/{}.cuh", name),
-                 .function = "flashjit::sm80::" + name,
-                 .threads = c.warps * 32,
-                 .min_blocks = c.min_blocks,
-                 .shared_bytes = shared_bytes(spec, c),
-                 .hot = true});
-  if (!forward) all.push_back(auxiliary("convert_dq", kAuxiliaryThreads));
-  return all;
+  Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
+  main.min_blocks = c.min_blocks;
+  return with_auxiliaries(spec, main);
 }
 
-std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
-  const std::int64_t q_tiles = tiles(shape.seqlen_q, c.br), kv_tiles = tiles(shape.seqlen_kv, c.bc);
-  const bool forward = spec.pass == Pass::forward;
-  const std::int64_t rows = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
-  std::vector<std::int64_t> blocks;
-  if (!forward) blocks.push_back(rows);
-  if (spec.has_block_map()) blocks.push_back(shape.batch * shape.heads_q * (forward ? q_tiles : kv_tiles));
-  blocks.push_back(shape.batch * (forward ? shape.heads_q * q_tiles : shape.heads_kv * kv_tiles));
-  if (!forward) blocks.push_back(rows);
-  std::vector<Launch> all;
-  for (std::size_t entry = 0; entry < blocks.size(); ++entry) all.push_back({entry, blocks[entry]});
-  return all;
-}
-
-WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
-  const bool backward = spec.pass == Pass::backward;
-  const std::int64_t q_tiles = tiles(shape.seqlen_q, c.br), kv_tiles = tiles(shape.seqlen_kv, c.bc);
-  return {.row_stats = backward,
-          .dq_accum = backward,
-          .tickets = backward && spec.deterministic,
-          .lists = spec.has_block_map(),
-          .ranks = backward && spec.deterministic && spec.has_block_map(),
-          .list_rows = backward ? kv_tiles : q_tiles,
-          .list_columns = backward ? q_tiles : kv_tiles,
-          .q_tiles = q_tiles};
-}
+std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
 
 }  // namespace
 
 const FamilyTraits& sm80_traits() {
-  static constexpr FamilyTraits kTraits{Family::sm80, supports, admits,   heuristic,
-                                        search_space, entries,  launches, workspace};
+  static constexpr FamilyTraits kTraits{
+      Family::sm80,          supports,    admits, heuristic, search_space, entries, tensor_core_launches,
+      tensor_core_workspace, tensor_boxes};
   return kTraits;
 }
 

@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "expr/programs.hpp"
+#include "render/wgmma.hpp"
 
 namespace flashjit::render {
 namespace {
@@ -57,12 +58,13 @@ std::string includes(const std::vector<plan::Entry>& entries) {
 }
 
 std::string entry_text(const plan::Entry& entry) {
+  const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
   return fmt::format(
       "\nextern \"C\" __global__ void __launch_bounds__({}, {})\n"
-      "flashjit_{}(const __grid_constant__ flashjit::Params p) {{\n"
-      "  {}<flashjit::Problem>(p);\n"
+      "flashjit_{}(const __grid_constant__ flashjit::Params p{}) {{\n"
+      "  {}<flashjit::Problem>(p{});\n"
       "}}\n",
-      entry.threads, entry.min_blocks, entry.name, entry.function);
+      entry.threads, entry.min_blocks, entry.name, maps, entry.function, entry.tensor_maps ? ", maps" : "");
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.
@@ -101,7 +103,9 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
   source.text = fmt::format("// {} {}\n", to_string(source.spec), to_string(config)) +
                 includes(source.entries) + "\nnamespace flashjit {\n\nstruct Problem {\n" +
                 constants(source.spec, config, device.compute_capability) + "\n" +
-                expr::emit_hooks(source.spec.score, source.spec.mask) + "};\n\n}  // namespace flashjit\n";
+                expr::emit_hooks(source.spec.score, source.spec.mask) +
+                (config.family == Family::sm90 ? "\n" + wgmma_functions(source.spec, config) : "") +
+                "};\n\n}  // namespace flashjit\n";
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry);
 
   std::map<std::string, std::string> headers;

@@ -17,7 +17,8 @@ using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
 constexpr Names<Pass, 2> kPasses{{{Pass::forward, "fwd"}, {Pass::backward, "bwd"}}};
 constexpr Names<DType, 3> kDTypes{{{DType::fp16, "fp16"}, {DType::bf16, "bf16"}, {DType::fp32, "fp32"}}};
-constexpr Names<Family, 2> kFamilies{{{Family::sm80, "sm80"}, {Family::simt, "simt"}}};
+constexpr Names<Family, 3> kFamilies{
+    {{Family::sm90, "sm90"}, {Family::sm80, "sm80"}, {Family::simt, "simt"}}};
 
 template <class Value, std::size_t kCount>
 std::string name_of(const Names<Value, kCount>& names, Value value) {

@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout mask made
-// of it. Host and device include this file: the reference and every kernel see the same mask.
+// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout mask
+// made of it. Host and device include this file: the reference and every kernel see the same mask.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,5 +1,5 @@
-// What a rendered source tells the templates. A kernel source is one include of a family's template, one struct
-// like the one below with this problem's constants and generated hooks, and its extern "C" entries.
+// What a rendered source tells the templates. A kernel source is one include of a family's template, one
+// struct like the one below with this problem's constants and generated hooks, and its extern "C" entries.
 #pragma once
 
 #include "flashjit/common/causal.cuh"
@@ -27,8 +27,8 @@ __device__ __forceinline__ int max(int a, int b) { return a > b ? a : b; }
 
 /// The shape of a generated problem; an editor sees it, NVRTC never instantiates it.
 struct ExampleProblem {
-  using Element = bf16;                      // fp16, bf16 or float
-  static constexpr int kArch = 80;           // compute capability compiled for
+  using Element = bf16;             // fp16, bf16 or float
+  static constexpr int kArch = 80;  // compute capability compiled for
   static constexpr bool kBackward = false;
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
@@ -36,11 +36,11 @@ struct ExampleProblem {
   static constexpr bool kKvLengths = false;
   static constexpr bool kBlockMap = false;
   static constexpr bool kDeterministic = false;
-  static constexpr int kBlockQ = 0;          // of the block map
+  static constexpr int kBlockQ = 0;  // of the block map
   static constexpr int kBlockKv = 0;
-  static constexpr bool kHasScore = false;   // false: score() is the identity
-  static constexpr bool kHasMask = false;    // false: mask() is always true
-  static constexpr int kBr = 128;            // the TileConfig
+  static constexpr bool kHasScore = false;  // false: score() is the identity
+  static constexpr bool kHasMask = false;   // false: mask() is always true
+  static constexpr int kBr = 128;           // the TileConfig
   static constexpr int kBc = 64;
   static constexpr int kWarps = 4;
   static constexpr int kStages = 1;
@@ -54,15 +54,16 @@ struct ExampleProblem {
     return s;
   }
   /// d score / d s at the same place, from the score before the program.
-  static __device__ __forceinline__ float score_grad(const Params&, float /*s*/, int /*b*/, int /*h*/, int /*q*/,
-                                                     int /*kv*/) {
+  static __device__ __forceinline__ float score_grad(const Params&, float /*s*/, int /*b*/, int /*h*/,
+                                                     int /*q*/, int /*kv*/) {
     return 1.0f;
   }
   /// Whether the pair attends. Lengths, padding and block maps are not its business.
   static __device__ __forceinline__ bool mask(const Params&, int /*b*/, int /*h*/, int /*q*/, int /*kv*/) {
     return true;
   }
-  /// What mask() says over the tile [q.begin, q.end) x [kv.begin, kv.end). Never empty or full when it is not.
+  /// What mask() says over the tile [q.begin, q.end) x [kv.begin, kv.end). Never empty or full when it is
+  /// not.
   static __device__ __forceinline__ TileClass classify_tile(const Params&, int /*b*/, int /*h*/, Range /*q*/,
                                                             Range /*kv*/) {
     return TileClass::full;

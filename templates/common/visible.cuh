@@ -1,5 +1,5 @@
-// Which pairs of a tile attend: the block map and the mask program together. Ragged ends and key padding are the
-// caller's, who knows the tile's limits.
+// Which pairs of a tile attend: the block map and the mask program together. Ragged ends and key padding are
+// the caller's, who knows the tile's limits.
 #pragma once
 
 #include "flashjit/common/problem.cuh"

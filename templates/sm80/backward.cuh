@@ -10,52 +10,6 @@
 
 namespace flashjit::sm80 {
 
-/// With ordered additions the last KV tile comes first: under a causal mask it has the fewest Q tiles, and
-/// then nobody waits. The lists of a block map rank their tiles the other way round.
-template <class P>
-constexpr bool kLastFirst = P::kDeterministic && !P::kBlockMap;
-
-/// The Q tiles of one query head that a KV tile meets, ascending: a contiguous range, or the list of a block
-/// map.
-template <class P>
-struct QTiles {
-  int first = 0, count = 0;
-  const int* list = nullptr;
-  const int* rank = nullptr;
-
-  __device__ QTiles(const Params& p, int b, int h, int kv_tile, Range kv) {
-    if constexpr (P::kBlockMap) {
-      const int rows = (p.seqlen_kv + P::kBc - 1) / P::kBc, columns = (p.seqlen_q + P::kBr - 1) / P::kBr;
-      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
-      const long long row = (mb * p.map_heads + mh) * rows + kv_tile;
-      list = p.lists.entries + row * columns;
-      if constexpr (P::kDeterministic) rank = p.lists.rank + row * columns;
-      count = p.lists.count[row];
-    } else {
-      const Range bounds = P::q_bounds(p, b, h, kv);
-      first = bounds.begin / P::kBr;
-      count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
-    }
-  }
-  /// The tile at a place, as the compute loop wants to know it.
-  __device__ StagedTile at(const Params& p, int b, int h, int index, int kv_tile, Range kv) const {
-    const int tile = P::kBlockMap ? list[index] >> 1 : first + index;
-    const Range q{tile * P::kBr, min(tile * P::kBr + P::kBr, p.seqlen_q)};
-    StagedTile staged{h, tile, 1, 0};
-    if constexpr (P::kBlockMap) {
-      staged.full = list[index] & 1;
-    } else if constexpr (P::kHasMask) {
-      staged.full = P::classify_tile(p, b, h, q, kv) == TileClass::full;
-    }
-    if constexpr (P::kBlockMap && P::kDeterministic) staged.turn = rank[index];
-    if constexpr (kLastFirst<P>) {
-      const int end = min(P::kv_bounds(p, b, h, q).end, kv_length<P>(p, b));
-      staged.turn = (end - 1) / P::kBc - kv_tile;
-    }
-    return staged;
-  }
-};
-
 /// How the warps share the Br x head_dim tile of dQ: `rows` of them along Br, the rest along head_dim, such
 /// that the operands read from shared memory are fewest.
 template <class P>
@@ -68,21 +22,6 @@ constexpr int dq_warp_rows() {
     if (traffic < least) least = traffic, best = rows;
   }
   return best;
-}
-
-/// Adds four neighbouring floats of the dQ accumulator.
-template <class P>
-__device__ __forceinline__ void add_to_dq(float* at, float x0, float x1, float x2, float x3) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x0), "f"(x1),
-               "f"(x2), "f"(x3)
-               : "memory");
-#else
-  atomicAdd(at, x0);
-  atomicAdd(at + 1, x1);
-  atomicAdd(at + 2, x2);
-  atomicAdd(at + 3, x3);
-#endif
 }
 
 /// C += A B with A from registers and B's rows along the summed dimension. The warp owns kUnits n16 units of
@@ -127,16 +66,7 @@ __device__ void backward(const Params& p) {
   const unsigned base = shared_address(shared);
 
   const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-  unsigned work = blockIdx.x;
-  if constexpr (P::kDeterministic) {
-    // Work is numbered as it starts: whoever waits for its turn waits for a block that already runs.
-    // Without queries nobody waits, and nobody has cleared the counter.
-    int* next = reinterpret_cast<int*>(shared);
-    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : static_cast<int>(blockIdx.x);
-    __syncthreads();
-    work = static_cast<unsigned>(*next);
-    __syncthreads();
-  }
+  const unsigned work = next_work<P>(p, shared);
   const int place = static_cast<int>(work % kv_tiles);
   const int kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
   const int h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
@@ -364,8 +294,8 @@ __device__ void backward(const Params& p) {
                     lane % 4 * 4;
         const float(&left)[4] = dq[mt][2 * unit];
         const float(&right)[4] = dq[mt][2 * unit + 1];
-        add_to_dq<P>(at, left[0], left[1], right[0], right[1]);
-        add_to_dq<P>(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+        auxiliary::add_to_dq(at, left[0], left[1], right[0], right[1]);
+        auxiliary::add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
       }
     if constexpr (P::kDeterministic) {
       __threadfence();

@@ -3,46 +3,10 @@
 #pragma once
 
 #include "flashjit/common/philox.cuh"
-#include "flashjit/common/visible.cuh"
+#include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
-
-/// The KV tiles that one Q tile visits, in order: a contiguous range, or the list of a block map.
-template <class P>
-struct KvTiles {
-  const int* list = nullptr;
-  int first = 0, count = 0;
-
-  __device__ KvTiles(const Params& p, int b, int h, int q_tile, Range q, int kv_limit) {
-    if constexpr (P::kBlockMap) {
-      const int rows = (p.seqlen_q + P::kBr - 1) / P::kBr, columns = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
-      const long long row = (mb * p.map_heads + mh) * rows + q_tile;
-      list = p.lists.entries + row * columns;
-      count = p.lists.count[row];
-      // Tiles of padding alone stand at the end of the ascending list.
-      if constexpr (P::kKvLengths)
-        while (count > 0 && (list[count - 1] >> 1) * P::kBc >= kv_limit) --count;
-    } else {
-      const Range bounds = P::kv_bounds(p, b, h, q);
-      const int end = min(bounds.end, kv_limit);
-      first = bounds.begin / P::kBc;
-      count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
-    }
-  }
-  __device__ int tile(int i) const {
-    if constexpr (P::kBlockMap) return list[i] >> 1;
-    return first + i;
-  }
-  /// Whether block map and mask let every pair of the tile attend.
-  __device__ bool full(const Params& p, int b, int h, Range q, int i) const {
-    if constexpr (P::kBlockMap) return list[i] & 1;
-    if constexpr (!P::kHasMask) return true;
-    const int kv = tile(i) * P::kBc;
-    return P::classify_tile(p, b, h, q, {kv, kv + P::kBc}) == TileClass::full;
-  }
-};
 
 /// Adds A B^T (A in `a` tile or registers; B's rows are the columns of the result) over kDim / 16 steps.
 template <class Element, int kDim, int kUnroll, int kMt, int kNt, class LoadA>

@@ -9,6 +9,7 @@ constexpr int larger(int a, int b) { return a > b ? a : b; }
 /// Elements from one row of a tile to the next: an odd number of 16-byte chunks, so that the eight rows of an
 /// ldmatrix phase fall into different banks without a swizzle, and every offset is an immediate.
 constexpr int pitch(int columns) { return round_up(columns, 16) + 8; }
+constexpr int kStagedTileBytes = 16;  ///< common/tile_walk.cuh
 constexpr int tile_bytes(int rows, int columns) { return rows * pitch(columns) * 2; }
 
 /// Q (and at the end O), then `stages` tiles of K, then of V.
@@ -19,14 +20,6 @@ struct ForwardLayout {
   constexpr int k() const { return tile_bytes(br, larger(head_dim, head_dim_v)); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
   constexpr int bytes() const { return v() + stages * tile_bytes(bc, head_dim_v); }
-};
-
-/// What the loader says of the Q tile in a stage, for the warps that compute on it.
-struct StagedTile {
-  int head;  ///< query head; -1: there are no more tiles
-  int tile;
-  int full;  ///< block map and mask program let every pair attend
-  int turn;  ///< how many KV tiles add to this Q tile's dQ first, when additions are ordered
 };
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
@@ -42,7 +35,7 @@ struct BackwardLayout {
   constexpr int lse() const { return ds() + tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
-  constexpr int bytes() const { return staged() + stages * static_cast<int>(sizeof(StagedTile)); }
+  constexpr int bytes() const { return staged() + stages * kStagedTileBytes; }
 };
 
 }  // namespace flashjit::sm80

@@ -72,10 +72,4 @@ __device__ __forceinline__ void store_tile(unsigned short* to, long long stride,
   }
 }
 
-/// The row of `tensor` for batch b, head h and position s.
-__device__ __forceinline__ unsigned short* row_pointer(const TensorParam& tensor, int b, int h, long long s) {
-  return static_cast<unsigned short*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h +
-         s * tensor.stride_s;
-}
-
 }  // namespace flashjit::sm80

@@ -57,17 +57,11 @@ inline std::vector<Row> pairwise(const Features& features) {
   return chosen;
 }
 
-inline std::vector<AttentionSpec> covering_specs() {
-  const Features features{
-      {"fwd", "bwd"},
-      {":bf16", ":fp16", ":fp32"},
-      {":d128", ":d64", ":d8", ":d40", ":d96", ":d192", ":d256", ":d192x128"},
-      {"", ":causal", ":causal_top_left"},
-      {"", ":dropout"},
-      {"", ":kvlen"},
-      {"", ":map64x64", ":map16x256"},
-      {"", ":det"},
-  };
+inline const std::vector<std::string> kHeadDims{":d128", ":d64",  ":d8",   ":d40",
+                                                ":d96",  ":d192", ":d256", ":d192x128"};
+inline const std::vector<std::string> kMasks{"", ":causal", ":causal_top_left"};
+
+inline std::vector<AttentionSpec> specs_covering(const Features& features) {
   std::vector<AttentionSpec> specs;
   for (const Row& row : pairwise(features)) {
     std::string text;
@@ -75,6 +69,24 @@ inline std::vector<AttentionSpec> covering_specs() {
     specs.push_back(parse_spec(text).normalized());
   }
   return specs;
+}
+
+inline std::vector<AttentionSpec> covering_specs() {
+  return specs_covering({
+      {"fwd", "bwd"},
+      {":bf16", ":fp16", ":fp32"},
+      kHeadDims,
+      kMasks,
+      {"", ":dropout"},
+      {"", ":kvlen"},
+      {"", ":map64x64", ":map16x256"},
+      {"", ":det"},
+  });
+}
+
+/// What a family can do that has no options: most of covering_specs() is beyond it.
+inline std::vector<AttentionSpec> covering_plain_specs() {
+  return specs_covering({{"fwd"}, {":bf16", ":fp16"}, kHeadDims, kMasks});
 }
 
 }  // namespace flashjit::testing_support

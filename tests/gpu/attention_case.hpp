@@ -441,20 +441,33 @@ inline void prepare_all(Runtime& runtime, const std::vector<Wanted>& kernels) {
   for (unsigned i = 0; i < std::max(1u, std::thread::hardware_concurrency()); ++i) threads.emplace_back(work);
 }
 
-inline Support supports(Family family, const AttentionSpec& spec) {
+/// The family or, where it cannot do the pass of the spec, the next that can.
+inline const plan::FamilyTraits& able_family(Family family, const AttentionSpec& spec) {
+  const auto all = plan::families();
+  const auto wanted = std::ranges::find(all, family, &plan::FamilyTraits::family);
+  const auto able = std::find_if(wanted, all.end(), [&](const plan::FamilyTraits& candidate) {
+    return candidate.supports(spec, gpu().info).ok;
+  });
+  return able == all.end() ? *wanted : *able;
+}
+
+/// Whether both passes can be done by the family or one after it.
+inline Support supports(Family family, const AttentionSpec& given) {
   for (const Pass pass : {Pass::forward, Pass::backward}) {
-    const Support support = plan::traits(family).supports(with_pass(spec, pass), gpu().info);
+    const AttentionSpec spec = with_pass(given, pass);
+    const Support support = able_family(family, spec).supports(spec, gpu().info);
     if (!support) return support;
   }
   return Support::yes();
 }
 
-inline TileConfig heuristic(Family family, const AttentionSpec& spec, const AttentionShape& shape,
+inline TileConfig heuristic(Family family, const AttentionSpec& given, const AttentionShape& shape,
                             Pass pass) {
-  return plan::traits(family).heuristic(with_pass(spec, pass), shape, gpu().info);
+  const AttentionSpec spec = with_pass(given, pass);
+  return able_family(family, spec).heuristic(spec, shape, gpu().info);
 }
 
-/// Both passes of each case with its family's heuristic configuration.
+/// Both passes of each case with the heuristic configurations of its family or one after it.
 inline std::vector<Wanted> kernels_of(const std::vector<AttentionCase>& cases) {
   std::vector<Wanted> kernels;
   for (const AttentionCase& test : cases) {
@@ -523,16 +536,19 @@ class CaseTest : public GpuTestWith<AttentionCase> {
   inline static std::unique_ptr<TemporaryRuntime> shared_;
 };
 
-/// Runs both passes of a problem with every configuration of the family's search space.
+/// Runs a problem with every configuration of the family's search space, in each pass that the family has.
 inline void check_every_configuration(const AttentionCase& test) {
-  const Support support = supports(test.family, test.spec);
-  if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  const plan::FamilyTraits& family = plan::traits(test.family);
+  const auto supports = [&](Pass pass) { return family.supports(with_pass(test.spec, pass), gpu().info); };
+  if (const Support support = supports(Pass::forward); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
   TemporaryRuntime runtime;
   AttentionRun run(test);
   for (const Pass pass : {Pass::forward, Pass::backward}) {
+    if (!supports(pass)) continue;
     const AttentionSpec spec = with_pass(test.spec, pass);
-    const std::vector<TileConfig> configs = plan::traits(test.family).search_space(spec, gpu().info);
+    const std::vector<TileConfig> configs = family.search_space(spec, gpu().info);
     EXPECT_FALSE(configs.empty()) << to_string(spec);
     std::vector<Wanted> kernels;
     for (const TileConfig& config : configs) kernels.push_back({spec, test.shape, config});

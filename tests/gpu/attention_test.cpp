@@ -13,7 +13,7 @@ namespace flashjit::gpu_test {
 namespace {
 
 constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
-constexpr std::array kFamilies = {Family::sm80, Family::simt};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
 constexpr std::array<std::array<int, 2>, 14> kHeadDims = {{{8, 8},
                                                            {16, 16},
                                                            {24, 24},
@@ -39,7 +39,8 @@ constexpr std::array kDropout = {0.0, 0.1, 0.6};
 constexpr std::array kLayouts = {Layout::bhsd, Layout::bshd, Layout::packed, Layout::padded};
 constexpr std::array kScoreSizes = {1.0, 3e3};  // normal data has scores up to about 4: 1e4
 
-/// Turns what cannot be, fp32 on tensor cores and packed tensors of unlike sizes, into what is nearest.
+/// Turns what cannot be, such as fp32 on tensor cores and packed tensors of unlike sizes, into what is
+/// nearest.
 void make_possible(AttentionCase& test) {
   if (test.spec.dtype == DType::fp32) test.family = Family::simt;
   if (test.layout == Layout::packed) {
@@ -54,7 +55,7 @@ void make_possible(AttentionCase& test) {
 
 std::vector<AttentionCase> make_cases() {
   std::vector<AttentionCase> cases;
-  const auto choices = covering_choices<12>({3, 2, 14, 3, 20, 5, 3, 4, 2, 2, 2, 2});
+  const auto choices = covering_choices<12>({3, 3, 14, 3, 20, 5, 3, 4, 2, 2, 2, 2});
   for (const auto& [dtype, family, dims, mask, lengths, heads, dropout, layout, size, kv_lengths, det,
                     scale] : choices) {
     AttentionCase test;
@@ -98,6 +99,23 @@ INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
 std::vector<AttentionCase> sweep_cases() {
   const AttentionShape shape{2, 2, 1, 333, 200};
   return {
+      {.spec = {.dtype = DType::bf16, .head_dim = 128, .mask = causal()},
+       .shape = shape,
+       .family = Family::sm90},
+      {.spec = {.dtype = DType::fp16, .head_dim = 64}, .shape = shape, .family = Family::sm90},
+      {.spec = {.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128},
+       .shape = shape,
+       .family = Family::sm90},
+      {.spec = {.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40},
+       .shape = shape,
+       .family = Family::sm90},
+      {.spec = {.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
+       .shape = shape,
+       .family = Family::sm90,
+       .dropout_p = 0.3},
+      {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true},
+       .shape = shape,
+       .family = Family::sm90},
       {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal()},
        .shape = shape,
        .family = Family::sm80},

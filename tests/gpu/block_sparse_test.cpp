@@ -14,7 +14,7 @@ namespace flashjit::gpu_test {
 namespace {
 
 constexpr std::array kDTypes = {DType::bf16, DType::fp16, DType::fp32};
-constexpr std::array kFamilies = {Family::sm80, Family::simt};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
 constexpr std::array kHeadDims = {32, 64, 128};
 const std::array<MaskProgram, 3> kMasks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
 constexpr std::array<BlockSize, 10> kBlocks = {{{16, 16},

@@ -2,6 +2,7 @@
 // templates/auxiliary/reference.cuh; and those, at small sizes, against the CPU.
 #include <fmt/format.h>
 
+#include <array>
 #include <optional>
 
 #include "arguments.hpp"
@@ -89,8 +90,9 @@ class ReferenceKernels {
   template <class Params>
   void launch(ReferenceEntry entry, std::int64_t blocks, Params params) const {
     if (blocks == 0) return;
+    std::array<void*, 1> parameters{&params};
     device::launch(*gpu().driver(), kernels_.kernel(entry), static_cast<unsigned>(blocks), kReferenceThreads,
-                   0, nullptr, params);
+                   0, nullptr, parameters);
     gpu().context->synchronize();
   }
 
@@ -420,6 +422,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{.spec = "bf16:d128:causal:map128x64", .shape = "b1:hq4:hkv2:sq4133:skv4097", .map_heads = 4},
         Case{.spec = "fp16:d64:map48x80:det", .shape = "b2:hq2:hkv1:sq2999:skv4097", .map_batch = 2},
         Case{.spec = "bf16:d128:dropout:kvlen", .shape = "b3:hq2:hkv2:sq2049:skv2047", .dropout_p = 0.2},
+        Case{"bf16:d192x128:causal", "b1:hq16:hkv4:sq4133:skv4229"},
         Case{"fp32:d64:causal", "b1:hq2:hkv1:sq2049:skv2177"},
         Case{"bf16:d256:causal_top_left", "b1:hq2:hkv1:sq2177:skv2049"},
         Case{.spec = "bf16:d192x128:causal:dropout:kvlen:map64x64",

@@ -178,6 +178,18 @@ TEST(Space, CostIsFinitePositiveAndPrefersTensorCores) {
   EXPECT_LT(best_sm80, best_simt);
 }
 
+TEST(Space, CostPrefersWarpGroupsOnHopper) {
+  const Problem large{parse_spec("fwd:bf16:d128:causal"), parse_shape("b2:hq16:hkv16:sq4096:skv4096")};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const auto best = [&](Family family) {
+    double least = INFINITY;
+    for (const TileConfig& config : candidates(large, device, {family}))
+      least = std::min(least, expected_cost(large, config, device));
+    return least;
+  };
+  EXPECT_LT(best(Family::sm90), best(Family::sm80));
+}
+
 TEST(Space, CostOfEmptyShapesIsNotNegativeOrNaN) {
   Problem empty = problem();
   empty.shape.seqlen_q = 0;

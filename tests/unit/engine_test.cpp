@@ -259,8 +259,8 @@ TEST_F(EngineTest, AKernelThatTheDriverRefusesIsPassedOver) {
 
 TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
   const TileConfig first = plan_of(kSpec, kShape).config;
-  ASSERT_EQ(first.family, Family::sm80);
-  const TileConfig last = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  ASSERT_EQ(first.family, Family::sm90);
+  const TileConfig last = plan::traits(Family::sm80).heuristic(kSpec.normalized(), kShape, device_info());
   add_kernel(pack(), kSpec, first, 4000);
   add_kernel(pack(), kSpec, last);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
@@ -269,6 +269,89 @@ TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
   EXPECT_CONTAINS(log_, to_string(first) + " does not work");
   // A configuration that was asked for is not exchanged.
   EXPECT_EQ(error_of([&] { engine()->prepare(kSpec, kShape, first); }).code(), ErrorCode::compile_failed);
+}
+
+TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
+  AttentionSpec spec = kSpec;
+  spec.head_dim_v = 40;
+  add_to_pack(spec);
+  ForwardArgs args = forward_args();
+  args.k = ConstTensorView::bshd(address(0x2000000), 2, 70, 2, 64);
+  args.v = ConstTensorView::bhsd(address(0x3000000), 2, 2, 70, 40);
+  args.out = TensorView::bhsd(address(0x4000000), 2, 4, 100, 40);
+  engine()->forward(spec, args, nullptr);
+
+  const plan::ExecutionPlan plan = plan_of(spec, kShape);
+  ASSERT_TRUE(plan.tensor_boxes);
+  ASSERT_EQ(fake().launches.size(), 1u);
+  const device::TensorMaps& maps = fake().launches[0].maps;
+  ASSERT_EQ(fake().encoded.size(), 3u);
+  using Sizes = std::vector<std::uint64_t>;
+  using Box = std::vector<std::uint32_t>;
+  const auto check = [&](const CUtensorMap& map, const void* data, const Sizes& sizes, const Sizes& strides,
+                         int rows) {
+    const FakeDriver::EncodedMap& encoded = fake().encoded.at(map.opaque[0] - 1);
+    EXPECT_EQ(encoded.data, data);
+    EXPECT_EQ(encoded.type, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16);
+    EXPECT_EQ(encoded.sizes, sizes);
+    EXPECT_EQ(encoded.strides, strides);
+    EXPECT_EQ(encoded.box, (Box{64, static_cast<std::uint32_t>(rows), 1, 1}));
+    EXPECT_EQ(encoded.element_strides, (Box{1, 1, 1, 1}));
+    EXPECT_EQ(encoded.interleave, CU_TENSOR_MAP_INTERLEAVE_NONE);
+    EXPECT_EQ(encoded.swizzle, CU_TENSOR_MAP_SWIZZLE_128B);
+    EXPECT_EQ(encoded.promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
+    EXPECT_EQ(encoded.fill, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  };
+  check(maps.q, address(0x1000000), {64, 100, 4, 2}, {128, 12800, 51200}, plan.config.br);
+  check(maps.k, address(0x2000000), {64, 70, 2, 2}, {256, 128, 17920}, plan.config.bc);
+  check(maps.v, address(0x3000000), {40, 70, 2, 2}, {80, 5600, 11200}, plan.config.bc);
+}
+
+TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
+  const AttentionShape shape{1, 1, 1, 1, 70};
+  AttentionSpec spec = kSpec;
+  spec.dtype = DType::fp16;
+  add_to_pack(spec, shape);
+  ForwardArgs args = forward_args(shape);
+  args.q.stride = {-3, 0, 7, 1};
+  engine()->forward(spec, args, nullptr);
+  ASSERT_EQ(fake().encoded.size(), 3u);
+  EXPECT_EQ(fake().encoded[0].strides, (std::vector<std::uint64_t>{16, 16, 16}));
+  EXPECT_EQ(fake().encoded[1].strides, (std::vector<std::uint64_t>{128, 16, 16}));
+  EXPECT_EQ(fake().encoded[0].type, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
+}
+
+TEST_F(EngineTest, EmptyTensorsHaveNoTensorMap) {
+  const AttentionShape shape{2, 4, 2, 100, 0};
+  add_to_pack(kSpec, shape);
+  ForwardArgs args = forward_args(shape);
+  args.k.data = args.v.data = nullptr;
+  engine()->forward(kSpec, args, nullptr);
+  ASSERT_EQ(fake().launches.size(), 1u);
+  EXPECT_EQ(fake().encoded.size(), 1u);
+  EXPECT_EQ(fake().launches[0].maps.q.opaque[0], 1u);
+  for (const CUtensorMap& map : {fake().launches[0].maps.k, fake().launches[0].maps.v})
+    for (const std::uint64_t word : map.opaque) EXPECT_EQ(word, 0u);
+}
+
+TEST_F(EngineTest, TheBackwardPassEncodesDoutToo) {
+  add_to_pack(backward_spec());
+  engine()->backward(kSpec, backward_args(), nullptr);
+  EXPECT_FALSE(fake().launches.empty());
+  EXPECT_EQ(fake().encoded.size(), 4u);
+}
+
+TEST_F(EngineTest, StridesThatTheTmaUnitRefusesAreNamedWithTheRemedy) {
+  add_to_pack(kSpec);
+  fake().encode_result = CUDA_ERROR_INVALID_VALUE;
+  ForwardArgs args = forward_args();
+  args.q.stride = {0, 6400, 64, 1};
+  const Error error = error_of([&] { engine()->forward(kSpec, args, nullptr); });
+  EXPECT_EQ(error.code(), ErrorCode::unsupported);
+  for (const char* part : {"cannot read q", "[2, 4, 100, 64]", "[0, 6400, 64, 1]", "CUDA_ERROR_FAKE",
+                           "multiples of 16 bytes", "not zero", "prepare()", "sm80"})
+    EXPECT_CONTAINS(error.message(), part);
+  EXPECT_TRUE(fake().launches.empty());
 }
 
 TEST_F(EngineTest, PrepareReportsOriginOnceThenMemory) {

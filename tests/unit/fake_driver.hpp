@@ -9,7 +9,7 @@
 #include <string>
 #include <vector>
 
-#include "device/driver.hpp"
+#include "device/tensor_maps.hpp"
 #include "templates/common/params.cuh"
 
 namespace flashjit::test {
@@ -21,6 +21,18 @@ struct FakeDriver {
     unsigned blocks, threads, shared_bytes;
     CUstream stream;
     Params params;
+    device::TensorMaps maps;  ///< the second parameter, which the Runtime always hands over
+  };
+  /// What a tensor map was made of. The map itself holds the place in the list, counted from 1.
+  struct EncodedMap {
+    CUtensorMapDataType type;
+    const void* data;
+    std::vector<std::uint64_t> sizes, strides;  ///< elements, bytes
+    std::vector<std::uint32_t> box, element_strides;
+    CUtensorMapInterleave interleave;
+    CUtensorMapSwizzle swizzle;
+    CUtensorMapL2promotion promotion;
+    CUtensorMapFloatOOBfill fill;
   };
 
   std::mutex mutex;
@@ -31,7 +43,9 @@ struct FakeDriver {
   CUresult load_result = CUDA_SUCCESS;
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
   int owner_of_pointers = 0;
+  CUresult encode_result = CUDA_SUCCESS;
   std::vector<Launch> launches;
+  std::vector<EncodedMap> encoded;
   int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
   std::map<int, int> opt_ins;  ///< calls of cuKernelSetAttribute by device
 
@@ -49,7 +63,9 @@ struct FakeDriver {
     load_result = CUDA_SUCCESS;
     unknown_pointers_below = 0;
     owner_of_pointers = 0;
+    encode_result = CUDA_SUCCESS;
     launches.clear();
+    encoded.clear();
     libraries_loaded = libraries_unloaded = functions_touched = pointers_asked = 0;
     opt_ins.clear();
   }
@@ -61,6 +77,7 @@ struct FakeDriver {
     set_errors(*fake);
     set_device(*fake);
     set_library(*fake);
+    set_launch(*fake);
     return fake;
   }
 
@@ -172,11 +189,36 @@ struct FakeDriver {
       *value = 1;
       return CUDA_SUCCESS;
     };
+  }
+
+  static void set_launch(device::Driver& d) {
+    d.tensor_map_encode_tiled = [](CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                                   const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box,
+                                   const cuuint32_t* element_strides, CUtensorMapInterleave interleave,
+                                   CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion,
+                                   CUtensorMapFloatOOBfill fill) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      if (fake.encode_result != CUDA_SUCCESS) return fake.encode_result;
+      fake.encoded.push_back({type,
+                              data,
+                              {sizes, sizes + rank},
+                              {strides, strides + rank - 1},
+                              {box, box + rank},
+                              {element_strides, element_strides + rank},
+                              interleave,
+                              swizzle,
+                              promotion,
+                              fill});
+      map->opaque[0] = fake.encoded.size();
+      return CUDA_SUCCESS;
+    };
     d.launch_kernel_ex = [](const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
-                               *static_cast<const Params*>(parameters[0])});
+                               *static_cast<const Params*>(parameters[0]),
+                               *static_cast<const device::TensorMaps*>(parameters[1])});
       return CUDA_SUCCESS;
     };
   }

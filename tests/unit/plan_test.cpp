@@ -47,9 +47,10 @@ TileConfig other_config(const AttentionSpec& spec, const AttentionShape& shape) 
 }
 
 TEST(Families, BestFirst) {
-  ASSERT_EQ(families().size(), 2u);
-  EXPECT_EQ(families()[0].family, Family::sm80);
-  EXPECT_EQ(families()[1].family, Family::simt);
+  ASSERT_EQ(families().size(), 3u);
+  EXPECT_EQ(families()[0].family, Family::sm90);
+  EXPECT_EQ(families()[1].family, Family::sm80);
+  EXPECT_EQ(families()[2].family, Family::simt);
   for (const FamilyTraits& family : families()) EXPECT_EQ(traits(family.family).family, family.family);
 }
 
@@ -61,8 +62,11 @@ TEST(Plan, TheFirstAbleFamilyDoesIt) {
   const auto family = [](const char* spec, const char* arch) {
     return make_plan(parse_spec(spec), kShape, DeviceInfo::parse(arch), {}).config.family;
   };
+  EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_90a"), Family::sm90);
+  EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_90"), Family::sm80);
+  EXPECT_EQ(family("bwd:bf16:d256:causal", "sm_90a"), Family::sm80);
   EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_80"), Family::sm80);
-  EXPECT_EQ(family("bwd:fp16:d64", "sm_90a"), Family::sm80);
+  EXPECT_EQ(family("bwd:fp16:d64", "sm_90a"), Family::sm90);
   EXPECT_EQ(family("fwd:fp32:d128", "sm_80"), Family::simt);
   EXPECT_EQ(family("fwd:bf16:d128", "sm_75"), Family::simt);
 }
@@ -84,6 +88,7 @@ TEST(Plan, HoldsWhatTheFamilySays) {
     for (const Launch& launch : plan.launches) EXPECT_LT(launch.entry, plan.entries.size());
     EXPECT_EQ(plan.needs, family.workspace(spec, kShape, plan.config));
     EXPECT_EQ(plan.workspace, workspace_layout(plan.needs, spec, kShape));
+    EXPECT_EQ(plan.tensor_boxes, family.tensor_boxes(spec, plan.config));
   }
 }
 
@@ -168,6 +173,7 @@ TEST(Plan, ADeviceThatIsTooOldGetsEveryFamilysReason) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d64");
   const std::string message = failure(ErrorCode::unsupported, [&] { make_plan(spec, kShape, old, {}); });
   expect_in("no kernel family can do fwd:bf16:d64 on sm_70", message);
+  expect_in("sm90: ", message);
   expect_in("sm80: ", message);
   expect_in("simt: ", message);
   const Support support = supports(spec, old);

@@ -157,7 +157,7 @@ TEST(Templates, AnEditInAFolderReachesTheSource) {
 }
 
 TEST(Templates, HeadersOfTheHostMustBeTheBuiltOnes) {
-  for (const char* file : {"common/params.cuh", "simt/layout.cuh", "sm80/layout.cuh"}) {
+  for (const char* file : {"common/params.cuh", "simt/layout.cuh", "sm80/layout.cuh", "sm90/layout.cuh"}) {
     TemplateCopy copy;
     copy.append(file, "// edited\n");
     try {

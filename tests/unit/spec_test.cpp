@@ -60,10 +60,10 @@ class Random {
   }
 
   TileConfig config() {
-    return {coin() ? Family::sm80 : Family::simt, static_cast<int>(from_to(1, 1024)),
-            static_cast<int>(from_to(1, 1024)),   static_cast<int>(from_to(1, 32)),
-            static_cast<int>(from_to(1, 16)),     coin(),
-            static_cast<int>(from_to(1, 2)),      static_cast<int>(from_to(1, 32))};
+    return {static_cast<Family>(from_to(0, 2)), static_cast<int>(from_to(1, 1024)),
+            static_cast<int>(from_to(1, 1024)), static_cast<int>(from_to(1, 32)),
+            static_cast<int>(from_to(1, 16)),   coin(),
+            static_cast<int>(from_to(1, 2)),    static_cast<int>(from_to(1, 32))};
   }
 
  private:
@@ -76,7 +76,8 @@ TEST(Types, NamesGoBothWays) {
   for (const Pass pass : {Pass::forward, Pass::backward}) EXPECT_EQ(parse_pass(to_string(pass)), pass);
   for (const DType type : {DType::fp16, DType::bf16, DType::fp32})
     EXPECT_EQ(parse_dtype(to_string(type)), type);
-  for (const Family family : {Family::sm80, Family::simt}) EXPECT_EQ(parse_family(to_string(family)), family);
+  for (const Family family : {Family::sm90, Family::sm80, Family::simt})
+    EXPECT_EQ(parse_family(to_string(family)), family);
   EXPECT_EQ(to_string(Pass::backward), "bwd");
   EXPECT_EQ(to_string(DType::bf16), "bf16");
   EXPECT_EQ(to_string(Family::simt), "simt");
@@ -86,7 +87,8 @@ TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
   EXPECT_EQ(refusal([] { parse_pass("forward"); }), "the pass is 'forward'; it must be one of: fwd, bwd");
   EXPECT_EQ(refusal([] { parse_dtype("fp8"); }),
             "the element type is 'fp8'; it must be one of: fp16, bf16, fp32");
-  EXPECT_EQ(refusal([] { parse_family(""); }), "the kernel family is ''; it must be one of: sm80, simt");
+  EXPECT_EQ(refusal([] { parse_family(""); }),
+            "the kernel family is ''; it must be one of: sm90, sm80, simt");
 }
 
 TEST(Types, ErrorCodesHaveNames) {
@@ -286,8 +288,8 @@ TEST(Config, ParseRefusesWithTheOffendingText) {
   const auto refused = [](const std::string& text, const std::vector<std::string>& parts) {
     expect_refused([&] { parse_config(text); }, parts);
   };
-  refused("", {"the tile configuration ''", "sm80, simt"});
-  refused("sm99:br1:bc1:w1", {"wrong field 'sm99'", "sm80, simt"});
+  refused("", {"the tile configuration ''", "sm90, sm80, simt"});
+  refused("sm99:br1:bc1:w1", {"wrong field 'sm99'", "sm90, sm80, simt"});
   refused("sm80", {"ends before 'br' and a number", "write <family>:br<rows>"});
   refused("sm80:bc64:br64:w4", {"has 'bc64' where 'br' and a number should stand"});
   refused("sm80:br0:bc64:w4", {"wrong field 'br0'", "from 1 to 1024"});

@@ -3,6 +3,7 @@
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <filesystem>
@@ -14,6 +15,7 @@
 #include "device/device_info.hpp"
 #include "device/loaded_kernel.hpp"
 #include "device/resources.hpp"
+#include "device/tensor_maps.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
 #include "plan/plan.hpp"
@@ -82,14 +84,19 @@ class Bench {
 };
 
 void bare_launch(benchmark::State& state, const Bench& bench) {
-  Params params = make_params(bench.plan(), bench.args());
+  const ForwardArgs args = bench.args();
+  Params params = make_params(bench.plan(), args);
+  device::TensorMaps maps{};
+  if (const auto& boxes = bench.plan().tensor_boxes)
+    maps = device::make_tensor_maps(bench.driver(), *boxes, bench.plan().spec.dtype, args.q, args.k, args.v);
+  std::array<void*, 2> parameters{&params, &maps};
   int launched = 0;
   for (auto _ : state) {
     for (const plan::Launch& launch : bench.plan().launches) {
       const plan::Entry& entry = bench.plan().entries[launch.entry];
       device::launch(bench.driver(), bench.kernel().kernel(launch.entry),
                      static_cast<unsigned>(launch.blocks), entry.threads, entry.shared_bytes, bench.stream(),
-                     params);
+                     parameters);
     }
     bench.after_launch(state, launched);
   }

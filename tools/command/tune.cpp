@@ -249,7 +249,7 @@ void add_tune(CLI::App& app, Context& context) {
       ->check(CLI::NonNegativeNumber);
   command
       ->add_option("--families", options->families,
-                   "Kernel families to try: sm80,simt. Default: all that can")
+                   "Kernel families to try: sm90,sm80,simt. Default: all that can")
       ->delimiter(',');
   command->add_option("--max-candidates", options->max_candidates,
                       "Candidates a problem, the most promising first. Default: all");

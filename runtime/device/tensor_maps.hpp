@@ -1,0 +1,22 @@
+// What kernels that copy tiles through the TMA unit are told about their tensors.
+#pragma once
+
+#include "device/driver.hpp"
+#include "flashjit/tensor.hpp"
+#include "plan/family.hpp"
+
+namespace flashjit::device {
+
+/// A kernel's second parameter, as declared in templates/sm90/hopper.cuh.
+struct TensorMaps {
+  CUtensorMap q, k, v, dout;
+};
+static_assert(sizeof(TensorMaps) == 4 * 128 && alignof(TensorMaps) >= 64);
+
+/// The maps of one call's tensors; a tensor without elements, or none at all, leaves its map zeroed: no
+/// kernel reads it. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
+TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
+                            const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
+                            const ConstTensorView& dout = {});
+
+}  // namespace flashjit::device

@@ -1,0 +1,143 @@
+// Family sm90: wgmma and the TMA unit. Device side in templates/sm90.
+#include <fmt/format.h>
+
+#include <algorithm>
+
+#include "plan/tensor_core.hpp"
+#include "templates/sm90/layout.cuh"
+
+namespace flashjit::plan {
+namespace {
+
+constexpr int kGroupWarps = 4, kGroupRows = 64;  // of a warp group, which computes together
+constexpr int kProducerThreads = 128;
+
+bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
+
+int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+  if (is_forward(spec)) return sm90::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+  return sm90::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+}
+
+/// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.
+int kept_values(const AttentionSpec& spec, const TileConfig& c) {
+  if (is_forward(spec)) return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4;
+  const int d = sm90::slices(spec.head_dim) + sm90::slices(spec.v_dim());
+  return d * sm90::kSliceColumns / 2 + c.br + c.br / 4;
+}
+
+/// Three groups have 160 registers a thread, fewer have 240.
+int kept_limit(const TileConfig& c) { return c.warps == 3 * kGroupWarps ? 128 : 216; }
+
+Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
+  if (device.arch != "sm_90a")
+    return Support::no(fmt::format("needs wgmma and the TMA unit of sm_90a, the device is {}", device.arch));
+  if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
+  if (is_forward(spec)) return Support::yes();
+  // dK and dV fill the registers: what takes more would spill.
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  if (d > 128) return Support::no(fmt::format("its backward pass has head dimensions up to 128, not {}", d));
+  if (d > 64 && spec.dropout && spec.deterministic)
+    return Support::no("above head dimension 64 its backward pass has no dropout together with det");
+  if (d > 64 && spec.has_block_map() && !spec.mask.empty())
+    return Support::no("above head dimension 64 its backward pass has no block map together with a mask");
+  return Support::yes();
+}
+
+Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
+  if (is_forward(spec)) {
+    if (c.warps != 4 && c.warps != 8 && c.warps != 12)
+      return Support::no(fmt::format("warps is 4, 8 or 12, not {}", c.warps));
+    if (const int rows = c.warps / kGroupWarps * kGroupRows; c.br != rows)
+      return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
+    if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
+      return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
+  } else if (c.warps != 8 || c.bc != 128 || (c.br != 64 && c.br != 128)) {
+    return Support::no(
+        fmt::format("the backward pass has 8 warps, Bc 128 and Br 64 or 128, not {}", to_string(c)));
+  }
+  if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
+  if (c.q_in_registers || c.d_split != 1 || c.min_blocks != 1)
+    return Support::no(fmt::format("qreg, split and occ are not for this family, {} has one", to_string(c)));
+  return Support::yes();
+}
+
+Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+  if (c.family != Family::sm90) return Support::no("the configuration is of another family");
+  if (Support able = supports(spec, device); !able) return able;
+  if (Support tile = check_tile(spec, c); !tile) return tile;
+  if (const int bytes = shared_bytes(spec, c); bytes > device.shared_per_block)
+    return Support::no(fmt::format("{} needs {} bytes of shared memory, {} has {}", to_string(c), bytes,
+                                   device.arch, device.shared_per_block));
+  if (const int values = kept_values(spec, c); values > kept_limit(c))
+    return Support::no(
+        fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(c)));
+  return Support::yes();
+}
+
+TileConfig config(int br, int bc, int warps, int stages) {
+  return {.family = Family::sm90, .br = br, .bc = bc, .warps = warps, .stages = stages};
+}
+
+/// The forward pass's: a warp group computes 64 rows.
+TileConfig forward_config(int warps, int bc, int stages) {
+  return config(warps / kGroupWarps * kGroupRows, bc, warps, stages);
+}
+
+/// Good tiles, best first, by the wider head dimension; all are admitted.
+std::vector<TileConfig> preferences(const AttentionSpec& spec) {
+  if (!is_forward(spec)) return {config(64, 128, 8, 2)};
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  std::vector<TileConfig> choices;
+  if (d <= 128) {
+    choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
+    // A third warp group leaves each too few registers to look at a block map.
+    if (d <= 64 && !spec.has_block_map()) choices.insert(choices.begin(), forward_config(12, 128, 2));
+  } else if (d <= 192) {
+    choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
+  } else {
+    choices = {forward_config(8, 80, 2), forward_config(4, 80, 2)};
+  }
+  return choices;
+}
+
+TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  return first_that_fills(preferences(spec), sm90_traits(), spec, shape, device);
+}
+
+std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
+  std::vector<TileConfig> found;
+  const auto consider = [&](const TileConfig& c) {
+    if (admits(spec, c, device)) found.push_back(c);
+  };
+  if (!is_forward(spec)) {
+    for (const int br : {64, 128})
+      for (const int stages : {1, 2, 3}) consider(config(br, 128, 8, stages));
+    return found;
+  }
+  for (const int warps : {4, 8, 12})
+    for (int bc = 64; bc <= 224; bc += 16)
+      for (const int stages : {2, 3}) consider(forward_config(warps, bc, stages));
+  return found;
+}
+
+std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
+  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
+  main.tensor_maps = true;
+  return with_auxiliaries(spec, main);
+}
+
+std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& c) {
+  return TensorBoxes{c.br, c.bc};
+}
+
+}  // namespace
+
+const FamilyTraits& sm90_traits() {
+  static constexpr FamilyTraits kTraits{
+      Family::sm90,          supports,    admits, heuristic, search_space, entries, tensor_core_launches,
+      tensor_core_workspace, tensor_boxes};
+  return kTraits;
+}
+
+}  // namespace flashjit::plan

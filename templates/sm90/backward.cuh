@@ -1,0 +1,342 @@
+// Backward pass for Hopper: one thread block a KV tile, one warp group loads Q tiles through the TMA unit,
+// two compute with wgmma, each 64 rows of the KV tile. S and dP are computed transposed, so that P^T and dS^T
+// feed dV and dK from registers; dS goes through shared memory for dQ, which is added up in fp32 in global
+// memory.
+#pragma once
+
+#include "flashjit/auxiliary/dq_layout.cuh"
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm90/fragment.cuh"
+
+namespace flashjit::sm90 {
+
+template <class P>
+struct BackwardTile {
+  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static constexpr int kGroups = 2;
+  static constexpr int kThreads = (kGroups + 1) * 128;
+  static constexpr int kDim = slices(P::kHeadDim) * kSliceColumns;  // columns in shared memory
+  static constexpr int kDimV = slices(P::kHeadDimV) * kSliceColumns;
+  static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
+  static constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim),
+                       kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
+  // dQ is 64 rows a warp group where there are 128, else half of the columns.
+  static constexpr bool kSplitRows = P::kBr == 128;
+  static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
+  static_assert(P::kBc == kGroups * 64 && (P::kBr == 64 || P::kBr == 128), "two warp groups of 64 rows");
+
+  unsigned base;  ///< of shared memory, aligned
+  int b, h_kv, kv_tile, kv_begin;
+  int kv_limit;  ///< keys of this batch entry
+  Range kv;
+
+  __device__ unsigned k() const { return base + kLayout.k(); }
+  __device__ unsigned v() const { return base + kLayout.v(); }
+  __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
+  __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
+  __device__ unsigned ds(int buffer) const {
+    return base + kLayout.ds() + buffer * tile_bytes(P::kBc, P::kBr);
+  }
+  __device__ unsigned kv_full() const { return base + kLayout.barriers(); }
+  __device__ unsigned q_full(int slot) const { return kv_full() + (1 + slot * 4) * 8; }
+  __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
+  __device__ unsigned dout_full(int slot) const { return q_full(slot) + 16; }
+  __device__ unsigned dout_empty(int slot) const { return q_full(slot) + 24; }
+};
+
+template <class P>
+__device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile, const TensorMaps& maps,
+                                        char* aligned) {
+  using Tile = BackwardTile<P>;
+  StagedTile* staged = reinterpret_cast<StagedTile*>(aligned + Tile::kLayout.staged());
+  barrier_expect(tile.kv_full(), Tile::kLayout.q());
+  load_tile<P::kBc, P::kHeadDim>(tile.k(), maps.k, tile.kv_full(), tile.kv_begin, tile.h_kv, tile.b);
+  load_tile<P::kBc, P::kHeadDimV>(tile.v(), maps.v, tile.kv_full(), tile.kv_begin, tile.h_kv, tile.b);
+  const int group_size = p.heads_q / p.heads_kv;
+  int slot = 0, phase = 1;
+  const auto next_slot = [&] {
+    if (++slot == P::kStages) slot = 0, phase ^= 1;
+  };
+  const int end_head = tile.kv_begin < tile.kv_limit ? (tile.h_kv + 1) * group_size : 0;
+  for (int h = tile.h_kv * group_size; h < end_head; ++h) {
+    const QTiles<P> tiles(p, tile.b, h, tile.kv_tile, tile.kv);
+    for (int i = 0; i < tiles.count; ++i) {
+      const StagedTile next = tiles.at(p, tile.b, h, i, tile.kv_tile, tile.kv);
+      const int q_begin = next.tile * P::kBr;
+      const long long row = (static_cast<long long>(tile.b) * p.heads_q + h) * p.seqlen_q_padded + q_begin;
+      barrier_wait(tile.q_empty(slot), phase);
+      staged[slot] = next;
+      barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
+      load_tile<P::kBr, P::kHeadDim>(tile.q(slot), maps.q, tile.q_full(slot), q_begin, h, tile.b);
+      load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_padded + row, P::kBr * 4,
+                tile.q_full(slot));
+      barrier_wait(tile.dout_empty(slot), phase);
+      barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
+      load_tile<P::kBr, P::kHeadDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_begin, h, tile.b);
+      load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
+                tile.dout_full(slot));
+      next_slot();
+    }
+  }
+  barrier_wait(tile.q_empty(slot), phase);
+  staged[slot].head = -1;
+  barrier_arrive(tile.q_full(slot));
+}
+
+/// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO.
+template <class P, int kColumns, int kCount>
+__device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned left, unsigned right) {
+  const unsigned long long a = tile_descriptor(left, 0), b = tile_descriptor(right, 0);
+  pin(c);
+  multiply_fence();
+#pragma unroll
+  for (int step = 0; step < (kColumns + 15) / 16; ++step)
+    P::multiply_scores(c, a + ((step / 4 * BackwardTile<P>::kKvSlice + step % 4 * 32) >> 4),
+                       b + ((step / 4 * BackwardTile<P>::kQSlice + step % 4 * 32) >> 4), step > 0);
+  multiply_commit();
+  pin(c);
+}
+
+template <class P>
+__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group,
+                                        char* aligned) {
+  using Element = typename P::Element;
+  using Tile = BackwardTile<P>;
+  constexpr int kS = P::kBr / 2, kSteps = P::kBr / 16;
+  constexpr int kConsumerThreads = Tile::kGroups * 128;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+  const int kv_row = group * 64 + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
+  const StagedTile* staged = reinterpret_cast<const StagedTile*>(aligned + Tile::kLayout.staged());
+  const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
+  const auto release = [&](unsigned barrier) {
+    if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+  };
+
+  float dk[Tile::kDim / 2] = {}, dv[Tile::kDimV / 2] = {};
+  barrier_wait(tile.kv_full(), 0);
+  if (P::kKvLengths && tile.kv_begin + P::kBc > tile.kv_limit) {
+    // What stands behind the last key may be anything, and zero times anything is not zero.
+    clear_rows<P::kBc, P::kHeadDim>(aligned + Tile::kLayout.k(), max(tile.kv_limit - tile.kv_begin, 0));
+    clear_rows<P::kBc, P::kHeadDimV>(aligned + Tile::kLayout.v(), max(tile.kv_limit - tile.kv_begin, 0));
+    publish_to_async_proxy();
+    named_barrier_sync(2 + group, 128);
+  }
+  int slot = 0, phase = 0, buffer = 0;
+  for (;; buffer ^= 1) {
+    barrier_wait(tile.q_full(slot), phase);
+    const StagedTile now = staged[slot];
+    if (now.head < 0) break;
+    const int h = now.head, q_begin = now.tile * P::kBr;
+    const float* lse = reinterpret_cast<const float*>(aligned + Tile::kLayout.lse()) + slot * P::kBr;
+    const float* row_d = reinterpret_cast<const float*>(aligned + Tile::kLayout.d()) + slot * P::kBr;
+    const auto at_q = [&](int n) { return q_begin + n / 4 * 8 + lane % 4 * 2 + n % 2; };
+    const auto at_kv = [&](int n) { return tile.kv_begin + kv_row + n / 2 % 2 * 8; };
+
+    float s[kS], dp[kS];
+    start_transposed<P, P::kHeadDim>(s, tile.k() + group * 64 * kRowBytes, tile.q(slot));
+    barrier_wait(tile.dout_full(slot), phase);
+    start_transposed<P, P::kHeadDimV>(dp, tile.v() + group * 64 * kRowBytes, tile.dout(slot));
+    [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
+    if constexpr (P::kDropout)
+      dropped_values<kS, true>(dropped, p, tile.b * p.heads_q + h, at_kv(0), at_q(0));
+    multiply_wait<1>();
+    pin(s);
+    [[maybe_unused]] float slope[P::kHasScore ? kS : 1];
+    if constexpr (P::kHasScore) {
+#pragma unroll
+      for (int n = 0; n < kS; ++n) {
+        const float scaled = __fmul_rn(s[n], p.softmax_scale);
+        slope[n] = P::score_grad(p, scaled, tile.b, h, at_q(n), at_kv(n));
+        s[n] = P::score(p, scaled, tile.b, h, at_q(n), at_kv(n));
+      }
+    }
+    if (!now.full || tile.kv_begin + P::kBc > tile.kv_limit) {
+      // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and
+      // a warp's sixteen keys lie in one.
+      unsigned blocks = ~0u;
+      if constexpr (P::kBlockMap) {
+        const unsigned char* column = block_map_row<P>(p, tile.b, h, 0) +
+                                      min(tile.kv_begin + kv_row - lane / 4, p.seqlen_kv - 1) / P::kBlockKv;
+        blocks = 0;
+#pragma unroll 1
+        for (int group_of_8 = 0; group_of_8 < kS / 4; ++group_of_8) {
+          const int q = min(q_begin + group_of_8 * 8, p.seqlen_q - 1);
+          blocks |= (column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] ? 1u : 0u) << group_of_8;
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kS; n += 4) {
+        const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          if (!block || at_kv(n + e) >= tile.kv_limit || !P::mask(p, tile.b, h, at_q(n + e), at_kv(n + e)))
+            s[n + e] = -infinity();
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kS; n += 4) {
+      const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 2 + lane % 4 * 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[n + e] = exp2_approx((natural(s[n + e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
+    }
+    // P is never negative: its sign says that dropout drops the pair.
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (int n = 0; n < kS; ++n)
+        if (dropped[n / 32] >> (n % 32) & 1u) s[n] = -s[n];
+    }
+    unsigned probability[kSteps][4];
+    as_left_operand<Element>(probability, s);
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (auto& step : probability)
+#pragma unroll
+        for (unsigned& pair : step) pair = without_negatives(pair);
+    }
+    multiply_wait<0>();
+    pin(dp);
+
+    const unsigned long long dout = tile_descriptor(tile.dout(slot), Tile::kQSlice);
+    pin(dv);
+    multiply_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
+    multiply_commit();
+
+#pragma unroll
+    for (int n = 0; n < kS; n += 4) {
+      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (P::kDropout) dp[n + e] = signbit(s[n + e]) ? 0.0f : dp[n + e] * p.keep_scale;
+        dp[n + e] = fabsf(s[n + e]) * (dp[n + e] - (e % 2 ? d.y : d.x));
+        if constexpr (P::kHasScore) dp[n + e] *= slope[n + e];
+      }
+    }
+    unsigned gradient[kSteps][4];
+    as_left_operand<Element>(gradient, dp);
+    // dS^T goes to shared memory as [KV row][query], in two buffers: who writes one knows that the other is
+    // read.
+    char* ds = aligned + (tile.ds(buffer) - tile.base);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+        *reinterpret_cast<unsigned*>(ds + chunk_offset<P::kBc>(kv_row + r % 2 * 8, step * 2 + r / 2) +
+                                     lane % 4 * 4) = gradient[step][r];
+    publish_to_async_proxy();
+    named_barrier_sync(1, kConsumerThreads);
+
+    float dq[Tile::kDqColumns / 2];
+    const unsigned long long left =
+        tile_descriptor(tile.ds(buffer) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
+    constexpr int kColumnBytes = Tile::kDqColumns * 2;
+    const unsigned right_offset =
+        Tile::kSplitRows ? 0 : group * (kColumnBytes == kRowBytes ? Tile::kKvSlice : kColumnBytes);
+    const unsigned long long right = tile_descriptor(tile.k() + right_offset, Tile::kKvSlice);
+    const unsigned long long q = tile_descriptor(tile.q(slot), Tile::kQSlice);
+    pin(dq);
+    multiply_fence();
+#pragma unroll
+    for (int step = 0; step < P::kBc / 16; ++step)
+      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
+    multiply_commit();
+    pin(dq);
+    pin(dk);
+    multiply_fence();
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step)
+      P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
+    multiply_commit();
+    multiply_wait<1>();
+    pin(dq);
+    pin(dv);
+    release(tile.dout_empty(slot));
+
+    const long long head_row = static_cast<long long>(tile.b) * p.heads_q + h;
+    [[maybe_unused]] int* turn = nullptr;
+    if constexpr (P::kDeterministic) {
+      turn = p.tickets + 1 + head_row * ((p.seqlen_q + P::kBr - 1) / P::kBr) + now.tile;
+      if (threadIdx.x % 128 == 0) {
+        while (*static_cast<volatile int*>(turn) != now.turn) __nanosleep(64);
+        __threadfence();
+      }
+      named_barrier_sync(2 + group, 128);
+    }
+    constexpr int kUnits = (P::kHeadDim + 15) / 16;
+    const int first_unit = Tile::kSplitRows ? 0 : group * (Tile::kDqColumns / 16);
+    const int q_row = (Tile::kSplitRows ? group * 64 : 0) + warp * 16 + lane / 4;
+    float* accumulator =
+        p.dq_accum + (head_row * p.seqlen_q_padded + q_begin + q_row) * (kUnits * 16) + lane % 4 * 4;
+#pragma unroll
+    for (int unit = 0; unit < Tile::kDqColumns / 16; ++unit) {
+      if (kUnits * 16 != Tile::kDim && first_unit + unit >= kUnits) break;
+      float* at = accumulator + (first_unit + unit) * 16;
+      const float* c = dq + unit * 8;
+      auxiliary::add_to_dq(at, c[0], c[1], c[4], c[5]);
+      auxiliary::add_to_dq(at + 8 * kUnits * 16, c[2], c[3], c[6], c[7]);
+    }
+    if constexpr (P::kDeterministic) {
+      __threadfence();
+      named_barrier_sync(1, kConsumerThreads);
+      if (group == 0 && threadIdx.x % 128 == 0) atomicAdd(turn, 1);
+    }
+    multiply_wait<0>();
+    pin(dk);
+    release(tile.q_empty(slot));
+    if (++slot == P::kStages) slot = 0, phase ^= 1;
+  }
+
+  named_barrier_sync(1, kConsumerThreads);  // K and V are read no more: dK and dV take their place
+  const int first = group * 64 + warp * 16;
+  const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
+  store_rows<Element, P::kBc, P::kHeadDim>(aligned + Tile::kLayout.k(), first, dk, p.softmax_scale,
+                                           p.softmax_scale, row_pointer(p.dk, tile.b, tile.h_kv, 0),
+                                           p.dk.stride_s, tile.kv_begin, p.seqlen_kv);
+  store_rows<Element, P::kBc, P::kHeadDimV>(aligned + Tile::kLayout.v(), first, dv, v_scale, v_scale,
+                                            row_pointer(p.dv, tile.b, tile.h_kv, 0), p.dv.stride_s,
+                                            tile.kv_begin, p.seqlen_kv);
+}
+
+template <class P>
+__device__ void backward(const Params& p, const TensorMaps& maps) {
+  using Tile = BackwardTile<P>;
+  extern __shared__ __align__(128) char shared[];
+  Tile tile;
+  tile.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
+  char* aligned = shared + (tile.base - shared_address(shared));
+  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+  const unsigned work = next_work<P>(p, shared);
+  const int place = static_cast<int>(work % kv_tiles);
+  tile.kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
+  tile.h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
+  tile.b = static_cast<int>(work / kv_tiles / p.heads_kv);
+  tile.kv_begin = tile.kv_tile * P::kBc;
+  tile.kv_limit = kv_length<P>(p, tile.b);
+  tile.kv = {tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
+
+  if (threadIdx.x == 0) {
+    barrier_init(tile.kv_full(), 1);
+    for (int slot = 0; slot < P::kStages; ++slot) {
+      barrier_init(tile.q_full(slot), 1);
+      barrier_init(tile.dout_full(slot), 1);
+      barrier_init(tile.q_empty(slot), Tile::kGroups);
+      barrier_init(tile.dout_empty(slot), Tile::kGroups);
+    }
+    barrier_init_fence();
+  }
+  __syncthreads();
+
+  const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
+  if (group == 0) {
+    lower_register_limit<24>();
+    if (threadIdx.x == 0) produce(p, tile, maps, aligned);
+  } else {
+    raise_register_limit<240>();
+    consume(p, tile, group - 1, aligned);
+  }
+}
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,90 @@
+// Accumulators of wgmma as operands and as results. A thread of a warp group holds, of each eight columns,
+// two in row lane / 4 and two in row lane / 4 + 8 of its warp's sixteen rows: the layout of mma.m16n8
+// repeated.
+#pragma once
+
+#include "flashjit/common/philox.cuh"
+#include "flashjit/common/visible.cuh"
+#include "flashjit/sm90/hopper.cuh"
+
+namespace flashjit::sm90 {
+
+/// Packs an accumulator as the left operand, in registers, of the next product: 16 columns a step.
+template <class Element, int kSteps>
+__device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const float (&c)[kSteps * 8]) {
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) a[step][r] = pack<Element>(c[step * 8 + r * 2], c[step * 8 + r * 2 + 1]);
+}
+
+/// Bit n: whether dropout drops value n of an accumulator of S, or of S^T when kTransposed. `row` and
+/// `column` are those of the thread's first value. A loop that is not unrolled: random numbers need
+/// registers, and code.
+template <int kCount, bool kTransposed>
+__device__ __forceinline__ void dropped_values(unsigned (&bits)[(kCount + 31) / 32], const Params& p,
+                                               int batch_head, int row, int column) {
+#pragma unroll
+  for (int word = 0; word < (kCount + 31) / 32; ++word) {
+    bits[word] = 0;
+#pragma unroll 1
+    for (int n = 0; n < (kCount - word * 32 < 32 ? kCount - word * 32 : 32); n += n % 2 ? 7 : 1) {
+      const int at = column + word * 64 + n / 8 * 16 + n % 8;
+      const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head,
+                                           kTransposed ? at : row, kTransposed ? row : at);
+#pragma unroll
+      for (int w = 0; w < 4; ++w) {
+        const int value = n + (kTransposed ? w / 2 * 4 + w % 2 * 2 : w % 2 * 4 + w / 2 * 2);
+        bits[word] |= (keeps(p, random.word[w]) ? 0u : 1u) << value;
+      }
+    }
+  }
+}
+
+/// Where a chunk of eight columns of a row lies in a tile of kRows rows, when ordinary code writes it:
+/// swizzled as the TMA unit would, so that wgmma can read it and no two rows of eight share a bank.
+template <int kRows>
+__device__ __forceinline__ int chunk_offset(int row, int chunk) {
+  return chunk / 8 * kRows * kRowBytes + row * kRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
+}
+
+/// Writes zeros over rows [first, kRows) of a tile, by the 128 threads of a warp group. Several groups may do
+/// the same.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void clear_rows(char* tile, int first) {
+  for (int slice = 0; slice < slices(kColumns); ++slice) {
+    char* rows = tile + slice * kRows * kRowBytes;
+    for (int at = first * kRowBytes + static_cast<int>(threadIdx.x) % 128 * 16; at < kRows * kRowBytes;
+         at += 128 * 16)
+      *reinterpret_cast<uint4*>(rows + at) = uint4{0, 0, 0, 0};
+  }
+}
+
+/// Stores a warp's sixteen rows of an accumulator, scaled by row halves, to global memory through its own
+/// rows of a tile in shared memory. `first` is the warp's first row in the tile, `begin` the tile's first row
+/// in the tensor.
+template <class Element, int kRows, int kColumns, int kCount>
+__device__ __forceinline__ void store_rows(char* tile, int first, const float (&c)[kCount], float scale0,
+                                           float scale1, unsigned short* to, long long stride, int begin,
+                                           int end) {
+  constexpr int kChunks = kColumns / 8;
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; ++chunk)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float scale = half ? scale1 : scale0;
+      *reinterpret_cast<unsigned*>(tile + chunk_offset<kRows>(first + lane / 4 + half * 8, chunk) +
+                                   lane % 4 * 4) =
+          pack<Element>(c[chunk * 4 + half * 2] * scale, c[chunk * 4 + half * 2 + 1] * scale);
+    }
+  __syncwarp();
+  for (int index = lane; index < 16 * kChunks; index += 32) {
+    const int row = first + index / kChunks, chunk = index % kChunks;
+    if (begin + row < end)
+      *reinterpret_cast<uint4*>(to + (begin + row) * stride + chunk * 8) =
+          *reinterpret_cast<const uint4*>(tile + chunk_offset<kRows>(row, chunk));
+  }
+}
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,121 @@
+// Hopper's own instructions, one wrapper each: mbarriers, bulk tensor copies, warp-group matrix products.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/sm90/layout.cuh"
+
+namespace flashjit {
+
+/// The driver's CUtensorMap, opaque.
+struct alignas(64) TensorMap {
+  unsigned long long words[16];
+};
+
+/// The tensors that a kernel reads through the TMA unit; dout in the backward pass only.
+struct TensorMaps {
+  TensorMap q, k, v, dout;
+};
+
+namespace sm90 {
+
+__device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void barrier_arrive(unsigned barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+/// Arrives and tells how many bytes of bulk copies the phase waits for.
+__device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n"
+      "}\n" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+/// Makes initialised barriers visible to the TMA unit.
+__device__ __forceinline__ void barrier_init_fence() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+/// Copies the box at (column, row, head, batch) to shared memory; completes on `barrier`.
+__device__ __forceinline__ void load_box(unsigned to, const TensorMap& map, unsigned barrier, int column,
+                                         int row, int head, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+
+/// Copies `bytes` (a multiple of 16) from global to shared memory; completes on `barrier`.
+__device__ __forceinline__ void load_line(unsigned to, const void* from, int bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+/// Makes this thread's ordinary writes to shared memory visible to wgmma and the TMA unit.
+__device__ __forceinline__ void publish_to_async_proxy() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void lower_register_limit() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <int kRegisters>
+__device__ __forceinline__ void raise_register_limit() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+/// Named barriers among some warp groups of the block; 0 is __syncthreads().
+__device__ __forceinline__ void named_barrier_sync(int name, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void multiply_commit() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int kPending>
+__device__ __forceinline__ void multiply_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+/// Keeps the compiler from moving reads and writes of an accumulator across an asynchronous product.
+template <int kCount>
+__device__ __forceinline__ void pin(float (&values)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
+}
+
+/// Copies a tile, slice by slice.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int row,
+                                          int head, int batch) {
+  for (int slice = 0; slice < slices(kColumns); ++slice)
+    load_box(to + slice * kRows * kRowBytes, map, barrier, slice * kSliceColumns, row, head, batch);
+}
+
+/// Descriptor of a 128-byte-swizzled tile whose rows are the M or N dimension of the product, or the summed
+/// one. `slice_bytes`: from one slice of 64 columns to the next; read where rows are summed.
+__device__ __forceinline__ unsigned long long tile_descriptor(unsigned address, int slice_bytes) {
+  constexpr unsigned long long kSwizzle128 = 1ull << 62;
+  constexpr unsigned long long kEightRows = static_cast<unsigned long long>(8 * kRowBytes >> 4) << 32;
+  return kSwizzle128 | kEightRows | static_cast<unsigned long long>(slice_bytes >> 4) << 16 |
+         (address & 0x3ffff) >> 4;
+}
+
+}  // namespace sm90
+}  // namespace flashjit

@@ -1,0 +1,183 @@
+// Family sm90 without a GPU: what it refuses and why, its tiles, and the text that is rendered for it alone.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "plan/plan.hpp"
+#include "render/render.hpp"
+#include "render/wgmma.hpp"
+#include "templates/sm90/layout.cuh"
+
+namespace flashjit::plan {
+namespace {
+
+const DeviceInfo kH100 = DeviceInfo::parse("sm_90a");
+const AttentionShape kLarge = parse_shape("b4:hq32:hkv8:sq4096:skv4096");
+const AttentionShape kSmall = parse_shape("b1:hq2:hkv1:sq100:skv130");
+
+const FamilyTraits& family() { return sm90_traits(); }
+
+std::string refusal(const std::string& spec, const DeviceInfo& device = kH100) {
+  return family().supports(parse_spec(spec), device).reason;
+}
+
+std::string refusal_of_config(const std::string& config, const std::string& spec = "fwd:bf16:d64") {
+  return family().admits(parse_spec(spec), parse_config(config), kH100).reason;
+}
+
+void expect_in(const std::string& part, const std::string& text) {
+  EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
+}
+
+TEST(Sm90, DoesMostOnHopper) {
+  for (const char* spec : {"fwd:bf16:d128", "fwd:fp16:d8:causal", "fwd:bf16:d256:causal_top_left",
+                           "fwd:fp16:d192x128", "fwd:bf16:d72x40", "fwd:bf16:d256:causal:dropout:kvlen:map64x64",
+                           "bwd:bf16:d128:causal", "bwd:fp16:d72x40:dropout:kvlen",
+                           "bwd:bf16:d64:causal:dropout:kvlen:map64x64:det"})
+    EXPECT_EQ(refusal(spec), "") << spec;
+}
+
+TEST(Sm90, RefusesTheRestWithItsReason) {
+  expect_in("fp32", refusal("fwd:fp32:d128"));
+  expect_in("up to 128, not 136", refusal("bwd:bf16:d128x136"));
+  expect_in("dropout together with det", refusal("bwd:bf16:d72:dropout:det"));
+  expect_in("block map together with a mask", refusal("bwd:bf16:d64x72:causal:map64x64"));
+  for (const char* arch : {"sm_80", "sm_90", "sm_100a", "sm_120"}) {
+    const std::string reason = refusal("fwd:bf16:d128", DeviceInfo::parse(arch));
+    expect_in("sm_90a", reason);
+    expect_in(std::string("the device is ") + arch, reason);
+  }
+}
+
+TEST(Sm90, TilesAreRowsOfWarpGroups) {
+  EXPECT_EQ(refusal_of_config("sm90:br192:bc128:w12:s2"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc16:w4"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc240:w4:s2"), "");
+  expect_in("12 warps compute 192 rows, Br is 128", refusal_of_config("sm90:br128:bc64:w12:s2"));
+  expect_in("warps is 4, 8 or 12, not 16", refusal_of_config("sm90:br256:bc64:w16:s2"));
+  expect_in("not 264", refusal_of_config("sm90:br64:bc264:w4:s2"));
+  expect_in("not 72", refusal_of_config("sm90:br64:bc72:w4:s2"));
+  expect_in("stages is 1 to 4, not 5", refusal_of_config("sm90:br64:bc64:w4:s5"));
+  for (const char* option : {":qreg", ":split2", ":occ2"})
+    expect_in("not for this family", refusal_of_config(std::string("sm90:br64:bc64:w4") + option));
+  expect_in("another family", refusal_of_config("sm80:br64:bc64:w4"));
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");
+  expect_in("8 warps, Bc 128 and Br 64 or 128", refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"));
+}
+
+TEST(Sm90, TilesFitSharedMemory) {
+  expect_in("bytes of shared memory", refusal_of_config("sm90:br128:bc96:w8:s2", "fwd:bf16:d256"));
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc80:w8:s2", "fwd:bf16:d256"), "");
+}
+
+TEST(Sm90, TilesFitRegisters) {
+  // Bc/2 + head_dim_v/2 + Bc/4.
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc192:w8", "fwd:bf16:d128"), "");
+  expect_in("keeps 220 values a thread, 216 fit", refusal_of_config("sm90:br128:bc208:w8", "fwd:bf16:d128"));
+  EXPECT_EQ(refusal_of_config("sm90:br192:bc128:w12", "fwd:bf16:d64"), "");
+  expect_in("keeps 132 values a thread, 128 fit", refusal_of_config("sm90:br192:bc128:w12", "fwd:bf16:d72"));
+}
+
+TEST(Sm90, TheHeuristicIsAdmittedForEveryHeadDimension) {
+  for (int d = 8; d <= 256; d += 8) {
+    for (int dv = 8; dv <= 256; dv += 8) {
+      const AttentionSpec spec{.head_dim = d, .head_dim_v = dv};
+      for (const AttentionShape& shape : {kLarge, kSmall}) {
+        const TileConfig config = family().heuristic(spec, shape, kH100);
+        const Support admitted = family().admits(spec, config, kH100);
+        ASSERT_TRUE(admitted) << to_string(spec) << " " << admitted.reason;
+      }
+      ASSERT_FALSE(family().search_space(spec, kH100).empty()) << to_string(spec);
+    }
+  }
+}
+
+TEST(Sm90, TheHeuristicFillsTheDevice) {
+  const auto chosen = [](const char* spec, const AttentionShape& shape) {
+    return to_string(family().heuristic(parse_spec(spec), shape, kH100));
+  };
+  EXPECT_EQ(chosen("fwd:bf16:d64", kLarge), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128", kLarge), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d192x128", kLarge), "sm90:br128:bc112:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d256", kLarge), "sm90:br128:bc80:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
+}
+
+TEST(Sm90, PlansOneKernelWithTensorMaps) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
+  const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
+  ASSERT_EQ(to_string(plan.config), "sm90:br128:bc128:w8:s2");
+  const int bytes = sm90::ForwardLayout{128, 128, 128, 128, 2}.bytes();
+  const Entry expected{.name = "forward",
+                       .header = "flashjit/sm90/forward.cuh",
+                       .function = "flashjit::sm90::forward",
+                       .threads = 8 * 32 + 128,
+                       .shared_bytes = bytes,
+                       .hot = true,
+                       .tensor_maps = true};
+  EXPECT_EQ(plan.entries, std::vector<Entry>{expected});
+  EXPECT_EQ(plan.launches, (std::vector<Launch>{{0, 2 * 16 * 9}}));
+  EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{128, 128}));
+  EXPECT_EQ(plan.workspace.bytes, 0u);
+}
+
+TEST(Sm90, OtherFamiliesHaveNoTensorMaps) {
+  for (const FamilyTraits* other : {&sm80_traits(), &simt_traits()}) {
+    const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+    const TileConfig config = other->heuristic(spec, kLarge, kH100);
+    EXPECT_FALSE(other->tensor_boxes(spec, config));
+    for (const Entry& entry : other->entries(spec, config)) EXPECT_FALSE(entry.tensor_maps);
+  }
+}
+
+KernelSource rendered(const std::string& spec, const std::string& config) {
+  return render::render(parse_spec(spec), parse_config(config), kH100, render::TemplateSet::embedded());
+}
+
+TEST(Sm90Render, TheKernelTakesTensorMaps) {
+  const std::string text = rendered("fwd:bf16:d128", "sm90:br128:bc128:w8:s2").text;
+  expect_in(
+      "__launch_bounds__(384, 1)\n"
+      "flashjit_forward(const __grid_constant__ flashjit::Params p, "
+      "const __grid_constant__ flashjit::TensorMaps maps) {\n"
+      "  flashjit::sm90::forward<flashjit::Problem>(p, maps);\n",
+      text);
+  expect_in(render::wgmma_functions(parse_spec("fwd:bf16:d128"), parse_config("sm90:br128:bc128:w8:s2")),
+            text);
+  EXPECT_EQ(rendered("fwd:bf16:d128", "sm80:br128:bc64:w4").text.find("wgmma"), std::string::npos);
+}
+
+TEST(Sm90Render, ProductsAreOneInstructionOfTheirWidth) {
+  EXPECT_EQ(render::wgmma_functions(parse_spec("fwd:fp16:d64x8"), parse_config("sm90:br64:bc16:w4")),
+            R"(  static __device__ __forceinline__ void multiply_scores(float (&c)[8], unsigned long long a, unsigned long long b,
+                                              int accumulate) {
+    asm volatile(
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %10, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n"
+        "}\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
+        : "l"(a), "l"(b), "r"(accumulate));
+  }
+  static __device__ __forceinline__ void multiply_output(float (&c)[4], const unsigned (&a)[4],
+                                              unsigned long long b) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 1;\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+  }
+)");
+}
+
+TEST(Sm90Render, ProductsFollowElementTypeAndWidths) {
+  const std::string text =
+      render::wgmma_functions(parse_spec("fwd:bf16:d192x128"), parse_config("sm90:br128:bc112:w8:s2"));
+  expect_in("m64n112k16.f32.bf16.bf16", text);
+  expect_in("m64n128k16.f32.bf16.bf16", text);
+  expect_in("float (&c)[56]", text);
+  expect_in("float (&c)[64]", text);
+}
+
+}  // namespace
+}  // namespace flashjit::plan

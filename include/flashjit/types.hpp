@@ -22,7 +22,7 @@ enum class DType : std::uint8_t { fp16, bf16, fp32 };
 
 /// Kernel families, best first where several can do a problem. A family names the instructions it needs.
 enum class Family : std::uint8_t {
-  sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16; forward only so far
+  sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16
   sm80,  ///< mma.sync, ldmatrix, cp.async: sm_80 and newer, fp16 and bf16
   simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; the one that can always do it
 };

@@ -1,12 +1,13 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
-Dense: bf16, head dims 64 and 128, 4k and 16k, causal and full; 16k tokens in all, hidden size 2048. Sparse: a block map
-of 128-blocks, 12.5% of every row, against flashjit's own dense time. Results are checked before they are timed. Launches
-of all peers take turns, each between two CUDA events, and the median counts.
+Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
+as it chooses itself, and its portable family sm80. Sparse: a block map of 128-blocks, 12.5% of every row, against
+flashjit's own dense time. Results are checked before they are timed. Launches of all peers take turns, each between two
+CUDA events, and the median counts.
 
-    python3 tools/bench/compare_sm80.py --lib build/libflashjit.so --csv dense.csv
+    python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
-Ratios are speeds: fa2_ms / flashjit_ms, and for the sparse table sparse_ms / dense_ms (a share of the time).
+Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table sparse_ms / dense_ms (a share of the time).
 Exit code: 0 when every point of flashjit ran and was right, 1 when one was not, 3 when there is no GPU or PyTorch.
 """
 import argparse
@@ -23,15 +24,20 @@ try:
     import torch.nn.functional as F
     from torch.nn.attention import SDPBackend, sdpa_kernel
 except ImportError as error:
-    print(f"compare_sm80: PyTorch is needed: {error}", file=sys.stderr)
+    print(f"compare: PyTorch is needed: {error}", file=sys.stderr)
     sys.exit(3)
 
 TOKENS, HIDDEN = 16384, 2048
 BLOCK, DENSITY = 128, 0.125
 PASSES = {"fwd": 0, "bwd": 1}
+# What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
+SM80_TILES = {("fwd", 64): "sm80:br128:bc80:w4:qreg", ("fwd", 128): "sm80:br128:bc48:w4",
+              ("fwd", 256): "sm80:br128:bc64:w8", ("bwd", 64): "sm80:br32:bc128:w4",
+              ("bwd", 128): "sm80:br64:bc128:w8", ("bwd", 256): "sm80:br64:bc64:w8:split2"}
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 
 # Two right results differ by the rounding of bf16, in the tensor as a whole and in its worst element.
+OURS = {"flashjit", "sm80"}
 NORM_LIMIT = {"out": 0.01, "dq": 0.02, "dk": 0.02, "dv": 0.02}
 WORST_LIMIT = 0.05  # of the largest magnitude
 
@@ -107,9 +113,10 @@ class FlashJit:
         self.call("flashjit_spec_create", text.encode(), ctypes.byref(handle))
         return handle
 
-    def workspace(self, pass_name, spec, shape):
-        """Compiles and loads the kernel, and lends it memory."""
-        self.call("flashjit_prepare", self.runtime, PASSES[pass_name], spec, ctypes.byref(shape), None)
+    def workspace(self, pass_name, spec, shape, config):
+        """Compiles and loads the kernel, of the configuration if one is given, and lends it memory."""
+        self.call("flashjit_prepare", self.runtime, PASSES[pass_name], spec, ctypes.byref(shape),
+                  config.encode() if config else None)
         size = ctypes.c_size_t()
         self.call("flashjit_workspace_bytes", self.runtime, PASSES[pass_name], spec, ctypes.byref(shape),
                   ctypes.byref(size))
@@ -127,14 +134,15 @@ def stream():
 class Ours:
     """One problem for flashjit: its outputs, its workspaces, and the calls."""
 
-    def __init__(self, jit, spec_text, q, k, v, dout, block_map=None):
+    def __init__(self, jit, spec_text, q, k, v, dout, block_map=None, tiles=None):
         b, h, s, _ = q.shape
         self.jit, self.spec, self.inputs = jit, jit.spec(spec_text), (q, k, v, dout, block_map)
         shape = Shape(b, h, k.shape[1], s, k.shape[2])
         poisoned = lambda like: torch.full_like(like, float("nan"))
         self.out, self.dq, self.dk, self.dv = poisoned(dout), poisoned(q), poisoned(k), poisoned(v)
         self.lse = torch.full((b, h, s), float("nan"), device="cuda", dtype=torch.float32)
-        self.spaces = {name: jit.workspace(name, self.spec, shape) for name in PASSES}
+        dim = q.shape[3]
+        self.spaces = {name: jit.workspace(name, self.spec, shape, tiles and tiles[name, dim]) for name in PASSES}
         tensors = {"q": view(q), "k": view(k), "v": view(v), "out": view(self.out)}
         self.forward_args = self._args(ForwardArgs, "fwd", tensors)
         gradients = {"dout": view(dout), "dq": view(self.dq), "dk": view(self.dk), "dv": view(self.dv)}
@@ -255,13 +263,15 @@ def teraflops(batch, heads, length, dim, causal, pass_name, ms):
     return operations * (2.5 if pass_name == "bwd" else 1.0) / ms / 1e9
 
 
-def dense_point(jit, report, dim, length, causal, rounds):
+def dense_point(jit, portable, report, dim, length, causal, rounds):
     batch, heads = TOKENS // length, HIDDEN // dim
     label = f"bf16 d{dim} {'causal' if causal else 'full'} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
+    spec = f"bf16:d{dim}" + (":causal" if causal else "")
     people = {}
     for name, make in {
-        "flashjit": lambda: Ours(jit, f"bf16:d{dim}" + (":causal" if causal else ""), q, k, v, dout),
+        "flashjit": lambda: Ours(jit, spec, q, k, v, dout),
+        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=SM80_TILES),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal),
     }.items():
@@ -272,22 +282,25 @@ def dense_point(jit, report, dim, length, causal, rounds):
             torch.cuda.synchronize()
         except Exception as error:  # a peer that cannot is left out, the rest goes on
             people.pop(name, None)
-            (report.failure if name == "flashjit" else print)(f"{label}: {name} does not run: {reason(error)}")
+            (report.failure if name in OURS else print)(f"{label}: {name} does not run: {reason(error)}")
     reference = people.get("fa2") or people.get("cudnn")
-    if "flashjit" in people and reference is not None:
-        for text in differences(people["flashjit"].results(), reference.results()):
-            report.failure(f"{label}: {text}")
-    elif "flashjit" in people:
-        report.failure(f"{label}: no peer to check against")
+    for name in people.keys() & OURS:
+        if reference is None:
+            report.failure(f"{label}: no peer to check {name} against")
+            continue
+        for text in differences(people[name].results(), reference.results()):
+            report.failure(f"{label}: {name}: {text}")
     for pass_name in PASSES:
         method = "forward" if pass_name == "fwd" else "backward"
         ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()}, rounds)
-        ratio = ms["fa2"] / ms["flashjit"] if {"fa2", "flashjit"} <= ms.keys() else ""
+        ratio = lambda ours, peer: ms[peer] / ms[ours] if {ours, peer} <= ms.keys() else ""
         report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, causal=int(causal), batch=batch, heads=heads,
-                   seqlen=length, **{f"{name}_ms": x for name, x in ms.items()}, ratio_fa2=ratio)
-        rates = "  ".join(f"{name} {x:8.3f} ms {teraflops(batch, heads, length, dim, causal, pass_name, x):6.1f} TFLOP/s"
+                   seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
+                   ratio_cudnn=ratio("flashjit", "cudnn"), ratio_fa2=ratio("flashjit", "fa2"),
+                   sm80_ratio_fa2=ratio("sm80", "fa2"))
+        rates = "  ".join(f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
                           for name, x in ms.items())
-        print(f"{pass_name} {label:34} {rates}" + (f"  of fa2 {ratio:.3f}" if ratio else ""), flush=True)
+        print(f"{pass_name} {label:34} TFLOP/s: {rates}", flush=True)
 
 
 def window_map(length):
@@ -362,28 +375,31 @@ def main():
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
-        print("compare_sm80: PyTorch finds no GPU", file=sys.stderr)
+        print("compare: PyTorch finds no GPU", file=sys.stderr)
         return 3
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the primary context current, which flashjit then uses
 
-    jit = FlashJit(arguments.lib)
+    jit, portable = FlashJit(arguments.lib), FlashJit(arguments.lib)
     constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
     print(f"{constants['device']}, flashjit {jit.lib.flashjit_version().decode()} ({constants['commit']}), "
           f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
-    lengths, rounds = ((4096,), 7) if arguments.quick else ((4096, 16384), 25)
+    lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
     start, kind = list(constants), ["pass", "dtype", "head_dim"]
     sizes = ["batch", "heads", "seqlen"]
     sparse_csv = "_sparse".join(os.path.splitext(arguments.csv)) if arguments.csv else None
-    dense = Report(arguments.csv, start + kind + ["causal"] + sizes + ["flashjit_ms", "fa2_ms", "cudnn_ms", "ratio_fa2"],
+    dense = Report(arguments.csv, start + kind + ["causal"] + sizes + ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2",
+                                                            "sm80_ratio_fa2"],
                    constants)
     sparse = Report(sparse_csv, start + kind + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio"], constants)
-    for dim in (64, 128):
+    for dim in (64, 128, 256):
         for length in lengths:
             for causal in (False, True):
-                guarded(dense, f"d{dim} s{length} causal={causal}", dense_point, jit, dense, dim, length, causal, rounds)
-            guarded(sparse, f"d{dim} s{length} sparse", sparse_point, jit, sparse, dim, length, rounds)
+                guarded(dense, f"d{dim} s{length} causal={causal}", dense_point, jit, portable, dense, dim, length,
+                        causal, rounds)
+            if dim <= 128 and length >= 4096:
+                guarded(sparse, f"d{dim} s{length} sparse", sparse_point, jit, sparse, dim, length, rounds)
     failures = dense.failures + sparse.failures
     print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))
     return 1 if failures else 0

@@ -37,10 +37,9 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   // dK and dV fill the registers: what takes more would spill.
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (d > 128) return Support::no(fmt::format("its backward pass has head dimensions up to 128, not {}", d));
-  if (d > 64 && spec.dropout && spec.deterministic)
-    return Support::no("above head dimension 64 its backward pass has no dropout together with det");
-  if (d > 64 && spec.has_block_map() && !spec.mask.empty())
-    return Support::no("above head dimension 64 its backward pass has no block map together with a mask");
+  if (d > 64 && spec.dropout && (spec.kv_lengths || spec.has_block_map()))
+    return Support::no(
+        "above head dimension 64 its backward pass has no dropout together with kvlen or a block map");
   return Support::yes();
 }
 
@@ -91,8 +90,9 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
-    // A third warp group leaves each too few registers to look at a block map.
-    if (d <= 64 && !spec.has_block_map()) choices.insert(choices.begin(), forward_config(12, 128, 2));
+    // A third warp group leaves each too few registers for a block map and dropout at once.
+    if (d <= 64 && !(spec.has_block_map() && spec.dropout))
+      choices.insert(choices.begin(), forward_config(12, 128, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
   } else {

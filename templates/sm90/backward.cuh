@@ -108,8 +108,10 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   const int kv_row = group * 64 + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
   const StagedTile* staged = reinterpret_cast<const StagedTile*>(aligned + Tile::kLayout.staged());
   const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
+  // One arrival a warp, when all of its lanes have read.
   const auto release = [&](unsigned barrier) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
   };
 
   float dk[Tile::kDim / 2] = {}, dv[Tile::kDimV / 2] = {};
@@ -157,12 +159,10 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
       if constexpr (P::kBlockMap) {
         const unsigned char* column = block_map_row<P>(p, tile.b, h, 0) +
                                       min(tile.kv_begin + kv_row - lane / 4, p.seqlen_kv - 1) / P::kBlockKv;
-        blocks = 0;
-#pragma unroll 1
-        for (int group_of_8 = 0; group_of_8 < kS / 4; ++group_of_8) {
-          const int q = min(q_begin + group_of_8 * 8, p.seqlen_q - 1);
-          blocks |= (column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] ? 1u : 0u) << group_of_8;
-        }
+        // Lane i asks for the i-th eight queries.
+        const int q = min(q_begin + lane % (kS / 4) * 8, p.seqlen_q - 1);
+        blocks =
+            __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
       }
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
@@ -304,26 +304,28 @@ template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
   extern __shared__ __align__(128) char shared[];
-  Tile tile;
-  tile.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
-  char* aligned = shared + (tile.base - shared_address(shared));
-  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+  __shared__ Tile tile;  // read where needed, instead of kept in registers
+  char* aligned = shared + (kAlignment - shared_address(shared) % kAlignment) % kAlignment;
   const unsigned work = next_work<P>(p, shared);
-  const int place = static_cast<int>(work % kv_tiles);
-  tile.kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
-  tile.h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
-  tile.b = static_cast<int>(work / kv_tiles / p.heads_kv);
-  tile.kv_begin = tile.kv_tile * P::kBc;
-  tile.kv_limit = kv_length<P>(p, tile.b);
-  tile.kv = {tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
+  if (threadIdx.x == 0) {
+    const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+    const int place = static_cast<int>(work % kv_tiles);
+    tile.base = shared_address(aligned);
+    tile.kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
+    tile.h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
+    tile.b = static_cast<int>(work / kv_tiles / p.heads_kv);
+    tile.kv_begin = tile.kv_tile * P::kBc;
+    tile.kv_limit = kv_length<P>(p, tile.b);
+    tile.kv = {tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
+  }
 
   if (threadIdx.x == 0) {
     barrier_init(tile.kv_full(), 1);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
-      barrier_init(tile.q_empty(slot), Tile::kGroups);
-      barrier_init(tile.dout_empty(slot), Tile::kGroups);
+      barrier_init(tile.q_empty(slot), Tile::kGroups * 4);
+      barrier_init(tile.dout_empty(slot), Tile::kGroups * 4);
     }
     barrier_init_fence();
   }

@@ -114,8 +114,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
     multiply_commit();
     pin(o);
   };
+  // One arrival a warp, when all of its lanes have read.
   const auto release = [&](unsigned barrier) {
-    if (threadIdx.x % 128 == 0) barrier_arrive(barrier);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
   };
   // Scores to exponentials; returns what O and the sums so far are multiplied with.
   const auto softmax = [&](int i, float(&rescale)[2]) {
@@ -268,8 +270,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.k_full(slot), 1);
       barrier_init(tile.v_full(slot), 1);
-      barrier_init(tile.k_empty(slot), Tile::kGroups);
-      barrier_init(tile.v_empty(slot), Tile::kGroups);
+      barrier_init(tile.k_empty(slot), Tile::kGroups * 4);
+      barrier_init(tile.v_empty(slot), Tile::kGroups * 4);
     }
     barrier_init_fence();
   }

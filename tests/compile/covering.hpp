@@ -86,7 +86,11 @@ inline std::vector<AttentionSpec> covering_specs() {
 
 /// What a family can do that has no options: most of covering_specs() is beyond it.
 inline std::vector<AttentionSpec> covering_plain_specs() {
-  return specs_covering({{"fwd"}, {":bf16", ":fp16"}, kHeadDims, kMasks});
+  return specs_covering({{"fwd", "bwd"},
+                         {":bf16", ":fp16"},
+                         kHeadDims,
+                         kMasks,
+                         {"", ":dropout", ":kvlen", ":map128x128", ":det", ":kvlen:map32x32:det"}});
 }
 
 }  // namespace flashjit::testing_support

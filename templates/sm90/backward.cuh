@@ -108,11 +108,9 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   const int kv_row = group * 64 + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
   const StagedTile* staged = reinterpret_cast<const StagedTile*>(aligned + Tile::kLayout.staged());
   const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
-  // One arrival a warp, when all of its lanes have read.
-  const auto release = [&](unsigned barrier) {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
-  };
+  // Every thread says for itself that it has read LSE, D and what the stage holds; wgmma's reads are the
+  // group's.
+  const auto release = [&](unsigned barrier) { barrier_arrive(barrier); };
 
   float dk[Tile::kDim / 2] = {}, dv[Tile::kDimV / 2] = {};
   barrier_wait(tile.kv_full(), 0);
@@ -324,8 +322,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
-      barrier_init(tile.q_empty(slot), Tile::kGroups * 4);
-      barrier_init(tile.dout_empty(slot), Tile::kGroups * 4);
+      barrier_init(tile.q_empty(slot), Tile::kGroups * 128);
+      barrier_init(tile.dout_empty(slot), Tile::kGroups * 128);
     }
     barrier_init_fence();
   }

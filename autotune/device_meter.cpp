@@ -78,15 +78,15 @@ struct Sizes {
   std::size_t q, k, v, o, lse;
 
   explicit Sizes(const Problem& p) {
-    const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = p.shape;
+    const AttentionShape& shape = p.shape;
     const auto bytes = [&](std::int64_t heads, std::int64_t length, int dim) {
-      return static_cast<std::size_t>(batch * heads * length) * dim * size_of(p.spec.dtype);
+      return static_cast<std::size_t>(shape.batch * heads * length) * dim * size_of(p.spec.dtype);
     };
-    q = bytes(heads_q, seqlen_q, p.spec.head_dim);
-    k = bytes(heads_kv, seqlen_kv, p.spec.head_dim);
-    v = bytes(heads_kv, seqlen_kv, p.spec.v_dim());
-    o = bytes(heads_q, seqlen_q, p.spec.v_dim());
-    lse = static_cast<std::size_t>(batch * heads_q * seqlen_q) * sizeof(float);
+    q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim);
+    k = bytes(shape.heads_kv, shape.seqlen_kv, p.spec.head_dim);
+    v = bytes(shape.heads_kv, shape.seqlen_kv, p.spec.v_dim());
+    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim());
+    lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
   std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + lse; }
 };

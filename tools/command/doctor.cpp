@@ -159,8 +159,7 @@ void examine_folders(Examination& found) {
 void examine_variables(Examination& found) {
   const auto known = environment_variables();
   for (const auto& [name, value] : variables_with_prefix("FLASHJIT_")) {
-    const bool read =
-        std::any_of(known.begin(), known.end(), [&](const auto& variable) { return variable.name == name; });
+    const bool read = std::ranges::find(known, name, &EnvironmentVariable::name) != known.end();
     found.add(
         name, State::note,
         read ? flashjit::quoted(value) : flashjit::quoted(value) + ", but flashjit reads no such variable");

@@ -27,14 +27,14 @@ struct BlockSize {
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
   DType dtype = DType::bf16;
-  int head_dim = 0;           ///< of Q and K: a multiple of 8 from 8 to 256
-  int head_dim_v = 0;         ///< of V and O: the same range; 0 means head_dim
+  int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 256
+  int head_dim_v = 0;  ///< of V and O: the same range; 0 means head_dim
   ScoreProgram score = {};
   MaskProgram mask = {};
-  bool dropout = false;       ///< whether a dropout probability is applied (its value is given at the call)
-  bool kv_lengths = false;    ///< key padding: one length per batch entry is given at the call
-  BlockSize block_map = {};   ///< whether a block map is given at the call, and the size of its blocks
-  bool deterministic = false; ///< backward only: the same bits on every run
+  bool dropout = false;        ///< whether a dropout probability is applied (its value is given at the call)
+  bool kv_lengths = false;     ///< key padding: one length per batch entry is given at the call
+  BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
+  bool deterministic = false;  ///< backward only: the same bits on every run
 
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
@@ -48,14 +48,14 @@ struct AttentionSpec {
 /// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096".
 struct AttentionShape {
   std::int64_t batch = 0;
-  std::int64_t heads_q = 0;   ///< a multiple of heads_kv; query head h reads KV head h / (heads_q / heads_kv)
+  std::int64_t heads_q = 0;  ///< a multiple of heads_kv; query head h reads KV head h / (heads_q / heads_kv)
   std::int64_t heads_kv = 0;
   std::int64_t seqlen_q = 0;
   std::int64_t seqlen_kv = 0;
 
-  /// Throws Error(invalid_argument) on negative sizes, on head counts that do not divide, on heads or a batch beyond
-  /// 2^31 - 1 and on lengths beyond 2^31 - 1024 (kernels count in 32 bits, and their last tile reaches past the end).
-  /// Sizes of zero are legal.
+  /// Throws Error(invalid_argument) on negative sizes, on head counts that do not divide, on heads or a batch
+  /// beyond 2^31 - 1 and on lengths beyond 2^31 - 1024 (kernels count in 32 bits, and their last tile reaches
+  /// past the end). Sizes of zero are legal.
   FLASHJIT_API void validate() const;
   bool operator==(const AttentionShape&) const = default;
 };
@@ -65,13 +65,13 @@ struct AttentionShape {
 /// As text: "sm80:br128:bc64:w4:s2:qreg:occ2". Br counts queries and Bc keys in both passes.
 struct TileConfig {
   Family family = Family::simt;
-  int br = 0;                  ///< rows of Q in a tile
-  int bc = 0;                  ///< rows of K and V in a tile
-  int warps = 0;               ///< that compute; sm90 has four more, which load
-  int stages = 1;              ///< buffers of the operands that stream through shared memory
-  bool q_in_registers = false; ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
-  int d_split = 1;             ///< sm80 backward: warps that share one tile's columns of dK and dV (1 or 2)
-  int min_blocks = 1;          ///< thread blocks a multiprocessor should hold: bounds the registers a thread
+  int br = 0;                   ///< rows of Q in a tile
+  int bc = 0;                   ///< rows of K and V in a tile
+  int warps = 0;                ///< that compute; sm90 has four more, which load
+  int stages = 1;               ///< buffers of the operands that stream through shared memory
+  bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
+  int d_split = 1;              ///< sm80 backward: warps that share one tile's columns of dK and dV (1 or 2)
+  int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread
 
   bool operator==(const TileConfig&) const = default;
 };
@@ -82,8 +82,8 @@ struct DeviceInfo {
   std::string arch;            ///< what NVRTC compiles for: "sm_80", "sm_90a", ...
   int compute_capability = 0;  ///< 80, 90, ...
   int multiprocessors = 0;
-  int shared_per_block = 0;    ///< bytes, the opt-in limit of one thread block
-  int shared_per_sm = 0;       ///< bytes
+  int shared_per_block = 0;  ///< bytes, the opt-in limit of one thread block
+  int shared_per_sm = 0;     ///< bytes
   int registers_per_sm = 0;
   std::int64_t l2_bytes = 0;
 
@@ -98,8 +98,9 @@ FLASHJIT_API std::string to_string(const AttentionShape& shape);
 FLASHJIT_API std::string to_string(const TileConfig& config);
 FLASHJIT_API std::string to_string(const DeviceInfo& device);  ///< its arch
 
-/// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what may stand there.
-/// A spec's pass may be left out (then forward), its options may stand in any order, and "map64" means "map64x64".
+/// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what may stand
+/// there. A spec's pass may be left out (then forward), its options may stand in any order, and "map64" means
+/// "map64x64".
 FLASHJIT_API AttentionSpec parse_spec(std::string_view text);
 FLASHJIT_API AttentionShape parse_shape(std::string_view text);
 FLASHJIT_API TileConfig parse_config(std::string_view text);

@@ -26,9 +26,10 @@ struct BasicTensorView {
   static BasicTensorView bshd(Void* data, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t d) {
     return {data, {b, h, s, d}, {s * h * d, d, h * d, 1}};
   }
-  /// Part `index` (0: Q, 1: K, 2: V) of a packed tensor [batch, length, 3, heads, dim]. `data` is the whole one.
-  static BasicTensorView packed_qkv(Void* data, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t d,
-                                    int index, std::size_t element_size) {
+  /// Part `index` (0: Q, 1: K, 2: V) of a packed tensor [batch, length, 3, heads, dim]. `data` is the whole
+  /// one.
+  static BasicTensorView packed_qkv(Void* data, std::int64_t b, std::int64_t s, std::int64_t h,
+                                    std::int64_t d, int index, std::size_t element_size) {
     using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
     return {static_cast<Byte*>(data) + index * h * d * static_cast<std::int64_t>(element_size),
             {b, h, s, d},
@@ -36,9 +37,7 @@ struct BasicTensorView {
   }
 
   /// A view to write through can be read through.
-  operator BasicTensorView<const void>() const
-    requires(!std::is_const_v<Void>)
-  {
+  operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
     return {data, size, stride};
   }
 };
@@ -55,7 +54,7 @@ struct BlockMapView {
 
 /// Device memory lent for one call.
 struct Workspace {
-  void* data = nullptr;   ///< 256-byte aligned
+  void* data = nullptr;  ///< 256-byte aligned
   std::size_t bytes = 0;
 };
 

@@ -18,6 +18,7 @@ Support check(const ScoreProgram& score);
 std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask);
 
 /// The same meaning on the host, for the reference.
-bool attends(const MaskProgram& mask, std::int64_t q, std::int64_t kv, std::int64_t seqlen_q, std::int64_t seqlen_kv);
+bool attends(const MaskProgram& mask, std::int64_t q, std::int64_t kv, std::int64_t seqlen_q,
+             std::int64_t seqlen_kv);
 
 }  // namespace flashjit::expr

@@ -18,13 +18,14 @@ struct EnvironmentVariable {
 std::span<const EnvironmentVariable> environment_variables();
 
 struct Environment {
-  std::string cache_dir;               ///< FLASHJIT_CACHE_DIR, else $XDG_CACHE_HOME/flashjit, else ~/.cache/flashjit; "" when none can be told
-  std::vector<std::string> packs;      ///< FLASHJIT_PACKS, separated by ':'
-  bool jit = true;                     ///< FLASHJIT_JIT: on or off
-  std::string template_dir;            ///< FLASHJIT_TEMPLATE_DIR
-  std::string nvrtc;                   ///< FLASHJIT_NVRTC: path of libnvrtc
-  std::string libcuda;                 ///< FLASHJIT_LIBCUDA: path of libcuda
-  bool verbose = false;                ///< FLASHJIT_LOG: quiet, info (default) or debug
+  std::string cache_dir;  ///< FLASHJIT_CACHE_DIR, else $XDG_CACHE_HOME/flashjit, else ~/.cache/flashjit; ""
+                          ///< when none can be told
+  std::vector<std::string> packs;  ///< FLASHJIT_PACKS, separated by ':'
+  bool jit = true;                 ///< FLASHJIT_JIT: on or off
+  std::string template_dir;        ///< FLASHJIT_TEMPLATE_DIR
+  std::string nvrtc;               ///< FLASHJIT_NVRTC: path of libnvrtc
+  std::string libcuda;             ///< FLASHJIT_LIBCUDA: path of libcuda
+  bool verbose = false;            ///< FLASHJIT_LOG: quiet, info (default) or debug
   bool quiet = false;
 };
 

@@ -248,6 +248,15 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args) {
   return params;
 }
 
+/// The tensors of both passes; O is written by one and read by the other.
+template <class Args>
+void check_qkv_and_out(const Args& args, const Expected& sizes, int element_size, Access out) {
+  check_tensor("q", args.q, sizes.q, element_size, Access::read);
+  check_tensor("k", args.k, sizes.k, element_size, Access::read);
+  check_tensor("v", args.v, sizes.v, element_size, Access::read);
+  check_tensor("out", args.out, sizes.out, element_size, out);
+}
+
 /// The view's memory; null where no element of it is ever touched.
 template <class View>
 const void* memory_of(const View& view) {
@@ -270,10 +279,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   const AttentionShape shape = shape_of(args);
   const Expected sizes = expected_sizes(spec, shape);
   const int element_size = size_of(spec.dtype);
-  check_tensor("q", args.q, sizes.q, element_size, Access::read);
-  check_tensor("k", args.k, sizes.k, element_size, Access::read);
-  check_tensor("v", args.v, sizes.v, element_size, Access::read);
-  check_tensor("out", args.out, sizes.out, element_size, Access::write);
+  check_qkv_and_out(args, sizes, element_size, Access::write);
   check_pointer("lse", args.lse, alignof(float));
   check_heads(shape);
   check_common(spec, shape, args);
@@ -283,10 +289,7 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   const AttentionShape shape = shape_of(args);
   const Expected sizes = expected_sizes(spec, shape);
   const int element_size = size_of(spec.dtype);
-  check_tensor("q", args.q, sizes.q, element_size, Access::read);
-  check_tensor("k", args.k, sizes.k, element_size, Access::read);
-  check_tensor("v", args.v, sizes.v, element_size, Access::read);
-  check_tensor("out", args.out, sizes.out, element_size, Access::read);
+  check_qkv_and_out(args, sizes, element_size, Access::read);
   check_tensor("dout", args.dout, sizes.out, element_size, Access::read);
   check_tensor("dq", args.dq, sizes.q, element_size, Access::write);
   check_tensor("dk", args.dk, sizes.k, element_size, Access::write);

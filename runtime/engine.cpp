@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <iterator>
 
 #include "arguments.hpp"
 #include "device/tensor_maps.hpp"
@@ -196,15 +197,15 @@ plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape
   return plan::make_plan(spec, shape, info, library_.records(), config);
 }
 
-std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan& first,
+std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan& failed,
                                                       const DeviceInfo& info) {
-  std::vector<plan::ExecutionPlan> plans = {first};
-  if (first.config_source == "given") return plans;
+  std::vector<plan::ExecutionPlan> plans;
+  if (failed.config_source == "given") return plans;
   for (const plan::FamilyTraits& family : plan::families()) {
-    if (!family.supports(first.spec, info)) continue;
-    const TileConfig config = family.heuristic(first.spec, first.shape, info);
-    if (config == first.config || !family.admits(first.spec, config, info)) continue;
-    plans.push_back(plan::make_plan(first.spec, first.shape, info, library_.records(), config));
+    if (!family.supports(failed.spec, info)) continue;
+    const TileConfig config = family.heuristic(failed.spec, failed.shape, info);
+    if (config == failed.config || !family.admits(failed.spec, config, info)) continue;
+    plans.push_back(plan::make_plan(failed.spec, failed.shape, info, library_.records(), config));
     plans.back().config_source = "heuristic";
   }
   return plans;
@@ -212,12 +213,14 @@ std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan&
 
 Engine::OperationPtr Engine::build(plan::ExecutionPlan first, const DeviceInfo& info, CUdevice device,
                                    bool capturing) {
-  std::vector<plan::ExecutionPlan> plans = alternatives(first, info);
+  std::vector<plan::ExecutionPlan> plans = {std::move(first)};
   for (std::size_t i = 0;; ++i) {
     try {
       return load(plans[i], info, device, capturing);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::compile_failed || i + 1 == plans.size()) throw;
+      if (error.code() != ErrorCode::compile_failed) throw;
+      if (i == 0) std::ranges::move(alternatives(plans[0], info), std::back_inserter(plans));
+      if (i + 1 == plans.size()) throw;
       settings_.log(fmt::format("{} does not work: {} Trying {}.", to_string(plans[i].config),
                                 error.message(), to_string(plans[i + 1].config)));
     }

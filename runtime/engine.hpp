@@ -66,8 +66,9 @@ class Engine {
 
   plan::ExecutionPlan plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
                            const std::optional<TileConfig>& config);
-  /// The plan itself, then the heuristics of the families that can do it otherwise.
-  std::vector<plan::ExecutionPlan> alternatives(const plan::ExecutionPlan& plan, const DeviceInfo& info);
+  /// The heuristics of the families that can do otherwise what the plan failed to; none for a given
+  /// configuration.
+  std::vector<plan::ExecutionPlan> alternatives(const plan::ExecutionPlan& failed, const DeviceInfo& info);
   OperationPtr build(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
   OperationPtr load(plan::ExecutionPlan plan, const DeviceInfo& info, CUdevice device, bool capturing);
 

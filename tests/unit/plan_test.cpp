@@ -6,27 +6,13 @@
 #include <functional>
 
 #include "plan/workspace.hpp"
+#include "unit/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {
 
 const DeviceInfo kA100 = DeviceInfo::parse("sm_80");
 const AttentionShape kShape{2, 8, 4, 1000, 1500};
-
-std::string failure(ErrorCode code, const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.message();
-    return error.message();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return {};
-}
-
-void expect_in(const std::string& part, const std::string& message) {
-  EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
-}
 
 TuningRecord record(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& best) {
   TuningRecord out;

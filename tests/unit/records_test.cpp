@@ -17,6 +17,7 @@
 
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "unit/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {
@@ -39,21 +40,6 @@ class TemporaryFolder : public testing::Test {
 };
 using File = TemporaryFolder;
 using RecordFile = TemporaryFolder;
-
-std::string failure(ErrorCode code, const std::function<void()>& action) {
-  try {
-    action();
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), code) << error.message();
-    return error.message();
-  }
-  ADD_FAILURE() << "nothing was refused";
-  return {};
-}
-
-void expect_in(const std::string& part, const std::string& message) {
-  EXPECT_NE(message.find(part), std::string::npos) << part << " in: " << message;
-}
 
 TuningRecord example() {
   TuningRecord record;

@@ -7,6 +7,7 @@
 #include "render/render.hpp"
 #include "render/wgmma.hpp"
 #include "templates/sm90/layout.cuh"
+#include "unit/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {
@@ -23,10 +24,6 @@ std::string refusal(const std::string& spec, const DeviceInfo& device = kH100) {
 
 std::string refusal_of_config(const std::string& config, const std::string& spec = "fwd:bf16:d64") {
   return family().admits(parse_spec(spec), parse_config(config), kH100).reason;
-}
-
-void expect_in(const std::string& part, const std::string& text) {
-  EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
 }
 
 TEST(Sm90, DoesMostOnHopper) {

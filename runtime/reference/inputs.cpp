@@ -149,12 +149,13 @@ std::vector<Captured> plausible_captures(const AttentionSpec& spec, const Attent
   return captures;
 }
 
-std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::uint64_t seed) {
+std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::int64_t empty,
+                                         std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::uniform_int_distribution<std::int64_t> length(0, longest);
   std::vector<std::int32_t> offsets{0};
   for (std::int64_t i = 0; i < batch; ++i) {
-    const std::int64_t rows = i == 0 ? longest : i == 1 ? 0 : length(random);
+    const std::int64_t any = length(random), rows = i == empty ? 0 : i == 0 ? longest : any;
     offsets.push_back(static_cast<std::int32_t>(offsets.back() + rows));
   }
   return offsets;

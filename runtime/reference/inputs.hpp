@@ -24,8 +24,9 @@ std::vector<Captured> plausible_captures(const AttentionSpec& spec, const Attent
                                          std::uint64_t seed);
 
 /// Where `batch` sequences of up to `longest` rows begin and end, [batch + 1]: the first has `longest` rows,
-/// the second none, the others any number.
-std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::uint64_t seed);
+/// number `empty` none, the others any number.
+std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::int64_t empty,
+                                         std::uint64_t seed);
 
 /// A sink for each of `heads`, of the size of scores.
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed);

@@ -92,8 +92,8 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   std::int64_t queries = shape.batch * shape.heads_q * shape.seqlen_q;
   std::int64_t keys = shape.batch * shape.heads_kv * shape.seqlen_kv;
   if (spec.varlen) {
-    problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, random());
-    problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, random());
+    problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, 1, random());
+    problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
     queries = shape.heads_q * problem.cu_seqlens_q.back();
     keys = shape.heads_kv * problem.cu_seqlens_kv.back();
   }

@@ -4,7 +4,9 @@
 #include <array>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
+#include <numeric>
 #include <random>
 
 #include "expr/declarations.hpp"
@@ -41,12 +43,20 @@ std::vector<std::byte> encode_integers(const std::vector<double>& values) {
 
 bool is_integer(ElementType type) { return type >= ElementType::int32 && type <= ElementType::uint8; }
 
-/// Sizes of a tensor of the rank, outermost first; its reads are clamped, so any would do.
+constexpr std::int64_t kMostElements = std::int64_t{1} << 24;
+
+std::int64_t product(const std::vector<std::int64_t>& sizes) {
+  return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies());
+}
+
+/// Sizes of a tensor of the rank, outermost first; its reads are clamped, so any would do, and a size of 1
+/// repeats the tensor.
 std::vector<std::int64_t> sizes_of(const expr::Declaration& d, const AttentionShape& shape) {
   const std::array all{shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_kv};
   std::vector<std::int64_t> sizes(all.end() - d.rank, all.end());
   if (d.rank == 1) sizes[0] = *std::max_element(all.begin() + 1, all.end());
   for (std::int64_t& size : sizes) size = std::max<std::int64_t>(size, 1);
+  for (int i = 0; i + 2 < d.rank && product(sizes) > kMostElements; ++i) sizes[i] = 1;
   return sizes;
 }
 
@@ -132,17 +142,20 @@ std::vector<std::byte> encode(ElementType type, const std::vector<double>& value
 
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed) {
-  std::mt19937_64 random(seed);
   std::vector<Captured> captures;
   for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
+    // A name's value does not depend on what else is declared.
+    std::vector<std::uint32_t> material(d.name.begin(), d.name.end());
+    material.insert(material.end(),
+                    {static_cast<std::uint32_t>(seed), static_cast<std::uint32_t>(seed >> 32)});
+    std::seed_seq sequence(material.begin(), material.end());
+    std::mt19937_64 random(sequence);
     Captured made{.name = d.name};
     if (d.is_scalar()) {
       made.values = {scalar_value(d, shape, random)};
     } else {
       made.size = sizes_of(d, shape);
-      std::int64_t count = 1;
-      for (const std::int64_t size : made.size) count *= size;
-      made.values = tensor_values(d, count, random);
+      made.values = tensor_values(d, product(made.size), random);
     }
     captures.push_back(std::move(made));
   }

@@ -19,7 +19,7 @@ std::vector<std::byte> encode(ElementType type, const std::vector<double>& value
 
 /// A value for each name that the spec's programs declare, drawn from `seed`: floats are normal, integer
 /// vectors are numbers of documents, scalars small and positive. A tensor's sizes are those of the positions
-/// that the programs read it at, where they say so plainly.
+/// that the programs read it at, where they say so plainly; large ones are made for one batch entry and head.
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed);
 

@@ -153,10 +153,25 @@ constexpr Value select(Truth condition, Value a, Value b) {
   return condition.can_be_true ? join(a, b) : b;
 }
 
-/// Of the difference of two sides that do not wrap, within [low, high].
-constexpr Truth at_most_zero(long long low, long long high) { return {low <= 0, high > 0}; }
-constexpr Truth zero(long long low, long long high) {
-  return {low <= 0 && high >= 0, low != 0 || high != 0};
+/// q_factor * q + kv_factor * kv + rest; not wrapped.
+constexpr Interval affine(long long q_factor, Interval q, long long kv_factor, Interval kv, long long rest) {
+  const Interval by_q = {q_factor * (q_factor < 0 ? q.high : q.low),
+                         q_factor * (q_factor < 0 ? q.low : q.high)};
+  const Interval by_kv = {kv_factor * (kv_factor < 0 ? kv.high : kv.low),
+                          kv_factor * (kv_factor < 0 ? kv.low : kv.high)};
+  return {by_q.low + by_kv.low + rest, by_q.high + by_kv.high + rest};
+}
+constexpr Interval wrapped(Interval a) { return wrapped(a.low, a.high); }
+constexpr bool fits(Interval a) { return fits_int(a.low) && fits_int(a.high); }
+
+/// Of the difference of two sides that do not wrap.
+constexpr Truth at_most_zero(Interval difference) { return {difference.low <= 0, difference.high > 0}; }
+constexpr Truth is_zero(Interval difference) {
+  return {difference.contains(0), difference.low != 0 || difference.high != 0};
+}
+/// Sides that may wrap say nothing.
+constexpr Truth if_fits(Interval left, Interval right, Truth truth) {
+  return fits(left) && fits(right) ? truth : any_truth();
 }
 
 constexpr TileClass class_of(Truth attends) {
@@ -167,10 +182,27 @@ constexpr TileClass class_of(Truth attends) {
 /// The positions in a range that is not empty.
 constexpr Interval interval_of(Range range) { return {range.begin, range.end - 1LL}; }
 
-/// The part of [begin, end) within [0, length).
-constexpr Range within(long long begin, long long end, int length) {
-  const long long first = lesser(greater(begin, 0), length);
-  return {static_cast<int>(first), static_cast<int>(lesser(greater(end, first), length))};
-}
+/// The positions of one kind that a condition leaves, narrowed by one condition after the other.
+struct Bounds {
+  long long begin, end;  ///< at first 0 and a length
+
+  /// Keeps the x with factor * x + rest <= 0 for some rest from `low` on.
+  constexpr void keep_at_most_zero(long long factor, long long low) {
+    if (factor > 0) end = lesser(end, floor_divide(-low, factor) + 1);
+    if (factor < 0) begin = greater(begin, ceil_divide(low, -factor));
+    if (factor == 0 && low > 0) end = begin;
+  }
+  constexpr void keep_zero(long long factor, Interval rest) {
+    keep_at_most_zero(factor, rest.low);
+    keep_at_most_zero(-factor, -rest.high);
+  }
+  constexpr void keep_if(bool condition) {
+    if (!condition) end = begin;
+  }
+  constexpr Range range() const {
+    const long long last = greater(end, 0);
+    return {static_cast<int>(lesser(begin, last)), static_cast<int>(last)};
+  }
+};
 
 }  // namespace flashjit

@@ -7,11 +7,12 @@
 //   spec.score = parse("50.0 * tanh(score / 50.0)");
 #pragma once
 
+#include <concepts>
 #include <cstdint>
-#include <initializer_list>
 #include <memory>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "flashjit/types.hpp"
@@ -64,10 +65,10 @@ enum class Op : std::uint8_t {
   tanh,
   sigmoid,
   sin,
-  cos,  // float
-  to_float,
-  to_int,
-  to_bool
+  cos,       // float
+  to_float,  // of int or bool
+  to_int,    // of float or bool
+  to_bool    // of int or float
 };
 
 /// A scalar or a captured tensor that a program declares; given by name at the call.
@@ -84,7 +85,7 @@ struct Declaration {
 struct Node;
 using NodePtr = std::shared_ptr<const Node>;
 
-/// One node of a program's tree; immutable, checked when made.
+/// One node of a program's tree; immutable, checked when made. Literals are finite.
 struct Node {
   Op op = Op::literal;
   Type type = Type::real;
@@ -94,46 +95,55 @@ struct Node {
   float real = 0;                ///< literal of type real
   Name name = Name::score;       ///< of Op::name
   Declaration declaration = {};  ///< of Op::scalar and Op::read
+  int depth = 1;                 ///< nodes on the longest way down, this one included
+  int size = 1;                  ///< nodes of the tree, one reached in two ways counted twice
 };
 
 /// A typed expression: a cheap value. Operators and functions check their operands' types and throw
 /// Error(invalid_argument) that names the operation, what it got and what it takes. int becomes float where a
-/// float stands beside it.
+/// float stands beside it. A conversion to the type that its operand has is that operand.
 class FLASHJIT_API Expr {
  public:
-  Expr(bool value);
-  Expr(std::int32_t value);
-  Expr(float value);
-  Expr(double value);  ///< rounded to fp32
+  Expr(std::same_as<bool> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<std::int32_t> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<float> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<double> auto value) : Expr(literal(static_cast<float>(value))) {}  ///< rounded to fp32
   explicit Expr(NodePtr node) : node_(std::move(node)) {}
 
   Type type() const { return node_->type; }
   const Node& node() const { return *node_; }
   const NodePtr& pointer() const { return node_; }
-  /// The same tree.
-  FLASHJIT_API friend bool same(const Expr& a, const Expr& b);
 
  private:
+  static NodePtr literal(bool value);
+  static NodePtr literal(std::int32_t value);
+  static NodePtr literal(float value);
+
   NodePtr node_;
 };
 
+/// Whether both are the same tree.
+FLASHJIT_API bool same(const Expr& a, const Expr& b);
+
 /// A name as a constant of the language, such as q.
-struct NameConstant {
+struct FLASHJIT_API NameConstant {
   Name name;
   operator Expr() const;
 };
 inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{Name::h_kv}, q{Name::q},
     kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
 
-/// A captured tensor: slopes[h], bias(b, h, q, kv).
+/// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
+/// into the tensor. Integer types read as int (int64 saturates), bool as bool, float types as float.
 class FLASHJIT_API Tensor {
  public:
   Tensor(std::string name, ElementType element, int rank);
+  /// The same, whose gradient is wanted; float types only.
   Tensor with_grad() const;
   Expr operator[](const Expr& index) const;
   template <class... Indices>
   Expr operator()(const Indices&... indices) const {
-    return read({Expr(indices)...});
+    return read(std::vector<Expr>{Expr(indices)...});
   }
   Expr read(std::vector<Expr> indices) const;
 

@@ -96,7 +96,7 @@ std::string Code::affine_int(const Affine& form) {
 std::string Code::comparison(int place) {
   const Comparison compared = *affine_comparison(graph_, place);
   const long long factor = compared.difference.kv;
-  if (!compared.fits || std::llabs(factor) != 1) {
+  if (!compared.fits || std::llabs(factor) != 1 || compared.difference.q == 0) {
     const std::string left = affine_int(compared.left), right = affine_int(compared.right);
     return operation_text(graph_.node(place), {left.empty() ? "0" : left, right.empty() ? "0" : right},
                           style_);
@@ -105,9 +105,7 @@ std::string Code::comparison(int place) {
   bound.kv = 0;
   std::string text = affine_int(bound);
   if (!always_fits(graph_, bound)) {
-    const std::string of_q =
-        bound.q == 0 ? "" : fmt::format("{}LL * q.at + ", bound.q);
-    text = fmt::format("flashjit::saturate_int({}{})", of_q, head_.rest(bound.rest));
+    text = fmt::format("flashjit::saturate_int({}LL * q.at + {})", bound.q, head_.rest(bound.rest));
   }
   return fmt::format("kv.at {} {}", symbol(compared.relation, factor == -1), text.empty() ? "0" : text);
 }

@@ -1,0 +1,57 @@
+// A spec's score and mask programs on the CPU, with the captures that they read.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <string>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit::reference {
+
+/// A value for a name that the programs declare: a contiguous tensor, or a scalar, which has no sizes and one
+/// value. Values are already rounded to the declared type.
+struct Captured {
+  std::string name;
+  std::vector<std::int64_t> size = {};
+  std::vector<double> values = {};
+};
+
+/// A pair as programs see it: q, kv and the lengths are those of its own sequence.
+struct Point {
+  std::int64_t b, h, h_kv, q, kv, seqlen_q, seqlen_kv;
+};
+
+/// One gradient for each capture, contiguous; empty where none is wanted.
+using CaptureGrads = std::vector<std::vector<double>>;
+
+class Programs {
+ public:
+  /// `captures` must outlive this. Throws Error(invalid_argument) when a program is not sound, a declared
+  /// name has no value, a name is not declared, or a value has another rank or size than it says.
+  Programs(const AttentionSpec& spec, const std::vector<Captured>& captures);
+
+  bool has_score() const { return !score_.empty(); }
+  bool has_grads() const;  ///< some capture wants one
+
+  bool attends(const Point& point) const;
+  /// What becomes of `s` = softmax_scale * (Q K^T) at a pair that attends.
+  double score(const Point& point, double s) const;
+  /// d score / d s there.
+  double score_grad(const Point& point, double s) const;
+
+  CaptureGrads zero_grads() const;
+  /// Calls add(capture, element, gradient) for each read of a capture that wants a gradient; `ds` is the
+  /// pair's d loss / d score.
+  using AddGrad = std::function<void(std::size_t, std::int64_t, double)>;
+  void add_grads(const Point& point, double s, double ds, const AddGrad& add) const;
+
+ private:
+  ScoreProgram score_;
+  MaskProgram mask_;
+  const std::vector<Captured>& captures_;
+  std::vector<bool> wants_grad_;  ///< of each capture
+};
+
+}  // namespace flashjit::reference

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "flashjit/common/capture.cuh"
-#include "flashjit/common/causal.cuh"
 #include "flashjit/common/interval.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/program_math.cuh"

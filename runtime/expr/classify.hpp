@@ -16,7 +16,7 @@ namespace flashjit::expr {
 ///   Interval read_int(bool by_q, int i), Truth read_bool(...) the bounds of MaskAnalysis' reads
 ///   Interval wrapped(Affine)                                  of an affine int
 ///   Truth compare(Comparison)                                 of an affine comparison
-///   Interval int_operation(node, vector<Interval>), Truth compare_ints(op, Interval, Interval)
+///   Interval int_operation(op, vector<Interval>), Truth compare_ints(op, Interval, Interval)
 ///   Truth bool_operation(op, vector<Truth>)
 ///   Interval select(Truth, Interval, Interval), Truth select(Truth, Truth, Truth)
 ///   Interval to_int(Truth), Truth to_bool(Interval), Interval any_int(), Truth any_truth()

@@ -48,7 +48,7 @@ std::string HeadCode::uniform(int place) {
     const std::string text = value(place);
     body_ += fmt::format("    head.{} = {};\n", known->second, text);
   }
-  return "head." + known->second;
+  return fmt::format("head.{}", known->second);
 }
 
 std::string HeadCode::value(int place) {
@@ -86,14 +86,14 @@ std::string HeadCode::term_sum(const Rest& rest) {
 
 std::string HeadCode::rest(const Rest& rest) {
   if (rest.terms.empty()) return fmt::format("{}LL", rest.constant);
-  if (rest.terms[0].factor < 0) return "-" + this->rest(rest * -1);
+  if (rest.terms[0].factor < 0) return fmt::format("-{}", this->rest(rest * -1));
   const auto [known, is_new] = rests_.try_emplace(rest, fmt::format("r{}", rests_.size()));
   if (is_new) {
     members_ += fmt::format("    long long {};\n", known->second);
     const std::string text = term_sum(rest);
     body_ += fmt::format("    head.{} = {};\n", known->second, text);
   }
-  return "head." + known->second;
+  return fmt::format("head.{}", known->second);
 }
 
 std::string HeadCode::rest_float(const Rest& rest) {
@@ -104,7 +104,7 @@ std::string HeadCode::rest_float(const Rest& rest) {
     const std::string text = term_sum(rest);
     body_ += fmt::format("    head.{} = static_cast<float>({});\n", known->second, text);
   }
-  return "head." + known->second;
+  return fmt::format("head.{}", known->second);
 }
 
 }  // namespace flashjit::expr

@@ -190,14 +190,14 @@ struct Bounds {
   constexpr void keep_at_most_zero(long long factor, long long low) {
     if (factor > 0) end = lesser(end, floor_divide(-low, factor) + 1);
     if (factor < 0) begin = greater(begin, ceil_divide(low, -factor));
-    if (factor == 0 && low > 0) end = begin;
+    if (factor == 0 && low > 0) end = 0;
   }
   constexpr void keep_zero(long long factor, Interval rest) {
     keep_at_most_zero(factor, rest.low);
     keep_at_most_zero(-factor, -rest.high);
   }
   constexpr void keep_if(bool condition) {
-    if (!condition) end = begin;
+    if (!condition) end = 0;
   }
   constexpr Range range() const {
     const long long last = greater(end, 0);

@@ -156,27 +156,29 @@ class BoundsText {
   std::string lines_;
 };
 
+/// The intervals of positions that lines compute with, if they do.
+std::string positions(const std::string& lines, std::string_view q, std::string_view kv) {
+  if (lines.find("flashjit::affine(") == std::string::npos) return {};
+  return fmt::format("    const flashjit::Interval q = {}, kv = {};\n", q, kv);
+}
+
 }  // namespace
 
 std::string classify_tile_body(HeadCode& head, const MaskAnalysis& mask) {
   TileText text(head);
   const std::string root = TileWalk<TileText>(head.graph(), mask, text).truth(mask.root());
-  return "    const flashjit::Interval q = flashjit::interval_of(q_range), kv = "
-         "flashjit::interval_of(kv_range);\n" +
+  return positions(text.lines(), "flashjit::interval_of(q_range)", "flashjit::interval_of(kv_range)") +
          text.lines() + fmt::format("    return flashjit::class_of({});\n", root);
 }
 
 std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, bool of_keys) {
   const std::string length = of_keys ? "head.seqlen_kv" : "head.seqlen_q";
-  if (mask.listed()) return fmt::format("    return {{0, {}}};\n", length);
   BoundsText text(head);
-  narrow_bounds(head.graph(), mask, of_keys, text);
+  if (!mask.listed()) narrow_bounds(head.graph(), mask, of_keys, text);
   if (text.lines().empty()) return fmt::format("    return {{0, {}}};\n", length);
-  const std::string_view range = of_keys ? "q_range" : "kv_range";
-  const std::string given = fmt::format("flashjit::interval_of({})", range);
   const std::string all = fmt::format("{{0, {} - 1LL}}", length);
-  return fmt::format("    const flashjit::Interval q = {}, kv = {};\n", of_keys ? given : all,
-                     of_keys ? all : given) +
+  return (of_keys ? positions(text.lines(), "flashjit::interval_of(q_range)", all)
+                  : positions(text.lines(), all, "flashjit::interval_of(kv_range)")) +
          fmt::format("    flashjit::Bounds bounds = {{0, {}}};\n", length) + text.lines() +
          "    return bounds.range();\n";
 }

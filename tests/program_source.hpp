@@ -1,0 +1,40 @@
+// Programs' hooks in a kernel that calls each of them, without any attention around.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <string>
+#include <vector>
+
+#include "expr/emit.hpp"
+#include "program_params.cuh"
+#include "render/render.hpp"
+#include "support/file.hpp"
+
+namespace flashjit::testing_support {
+
+constexpr int kProgramThreads = 128;
+
+/// One entry for each of the programs, in their order; `element` is the Problem's.
+inline KernelSource program_source(const std::vector<expr::Trees>& programs, const std::string& arch,
+                                   const std::string& element) {
+  KernelSource source;
+  source.arch = arch;
+  source.text = "#include \"program_kernel.cuh\"\n";
+  for (std::size_t i = 0; i < programs.size(); ++i) {
+    source.text += fmt::format(
+        "\nstruct Program{0} {{\n  using Element = {1};\n{2}}};\n"
+        "extern \"C\" __global__ void __launch_bounds__({3}) flashjit_program{0}(\n"
+        "    const __grid_constant__ flashjit::testing_support::ProgramParams p) {{\n"
+        "  flashjit::testing_support::evaluate<Program{0}>(p);\n}}\n",
+        i, element, emit_hooks(programs[i]), kProgramThreads);
+    source.entries.push_back(
+        {.name = fmt::format("program{}", i), .header = "", .function = "", .threads = kProgramThreads});
+  }
+  for (const auto& [name, text] : render::TemplateSet::embedded().all()) source.headers.push_back({name, text});
+  for (const char* name : {"program_kernel.cuh", "program_params.cuh"})
+    source.headers.push_back({name, read_file(std::string(FLASHJIT_SOURCE_DIR "/tests/") + name)});
+  return source;
+}
+
+}  // namespace flashjit::testing_support

@@ -187,7 +187,8 @@ class TameProgram {
         case 2:
           return read(pick(2) ? "bias" : "slopes");
         case 3:
-          return to_float(integer(1)) * Expr(0.125);
+          // Small, as sines and sums of large floats are all rounding error.
+          return (pick(2) ? to_float(name_of() - name_of() + pick(3)) : to_float(integer(1) % 64)) * 0.125;
         default:
           return Expr(expr::score);
       }

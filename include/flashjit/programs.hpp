@@ -1,43 +1,61 @@
-// Score and mask programs: what is done to a score before the softmax, and which pairs (q, kv) attend.
+// Score and mask programs: what is done to a score before the softmax, and which pairs (q, kv) attend. The
+// language is that of flashjit/expr.hpp.
 #pragma once
 
+#include <cstdint>
 #include <string>
-#include <utility>
+#include <string_view>
 
+#include "flashjit/expr.hpp"
 #include "flashjit/types.hpp"
 
 namespace flashjit {
 
 /// Which pairs (q, kv) attend to each other, as canonical text that is part of the kernel's key.
 ///
-/// The empty program masks nothing. Known programs: "causal" and "causal_top_left".
-class MaskProgram {
+/// A bool expression without `score`: "kv <= q + window" or spec.mask = q >= kv && q - kv < 1024. The empty
+/// program, which "true" and blank text are too, masks nothing. "causal" and "causal_top_left" are names of
+/// two masks.
+class FLASHJIT_API MaskProgram {
  public:
   MaskProgram() = default;
-  explicit MaskProgram(std::string text) : text_(std::move(text)) {}
+  /// Throws Error(invalid_argument) when it is no expression, is not bool, reads score, wants a gradient, or
+  /// declares more than 8 tensors or 8 scalars.
+  explicit MaskProgram(std::string_view text);
+  MaskProgram(const expr::Expr& mask);
 
   const std::string& text() const { return text_; }
   bool empty() const { return text_.empty(); }
-  bool operator==(const MaskProgram&) const = default;
+  /// Null when empty.
+  const expr::NodePtr& tree() const { return tree_; }
+  friend bool operator==(const MaskProgram& a, const MaskProgram& b) { return a.text_ == b.text_; }
 
  private:
   std::string text_;
+  expr::NodePtr tree_;
 };
 
 /// What is done to softmax_scale * (Q K^T) before the softmax, as canonical text.
 ///
-/// The empty program is the identity, and the only one known so far.
-class ScoreProgram {
+/// A float expression (an int becomes float): "50.0 * tanh(score / 50.0)". The empty program, which "score"
+/// and blank text are too, is the identity.
+class FLASHJIT_API ScoreProgram {
  public:
   ScoreProgram() = default;
-  explicit ScoreProgram(std::string text) : text_(std::move(text)) {}
+  /// Throws Error(invalid_argument) when it is no expression, is bool, or declares more than 8 tensors or 8
+  /// scalars.
+  explicit ScoreProgram(std::string_view text);
+  ScoreProgram(const expr::Expr& score);
 
   const std::string& text() const { return text_; }
   bool empty() const { return text_.empty(); }
-  bool operator==(const ScoreProgram&) const = default;
+  /// Null when empty.
+  const expr::NodePtr& tree() const { return tree_; }
+  friend bool operator==(const ScoreProgram& a, const ScoreProgram& b) { return a.text_ == b.text_; }
 
  private:
   std::string text_;
+  expr::NodePtr tree_;
 };
 
 /// Where the diagonal of a causal mask ends when seqlen_q and seqlen_kv differ.
@@ -46,9 +64,8 @@ enum class CausalAlignment : std::uint8_t {
   top_left,      ///< the first query sees the first key only: q >= kv
 };
 
-/// A causal mask. The lengths are those of the AttentionShape; key padding masks further, it does not shift.
-inline MaskProgram causal(CausalAlignment alignment = CausalAlignment::bottom_right) {
-  return MaskProgram(alignment == CausalAlignment::bottom_right ? "causal" : "causal_top_left");
-}
+/// A causal mask. The lengths are those of the AttentionShape (with varlen, of the sequence); key padding
+/// masks further, it does not shift.
+FLASHJIT_API const MaskProgram& causal(CausalAlignment alignment = CausalAlignment::bottom_right);
 
 }  // namespace flashjit

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "expr/fold.hpp"
 #include "expr/nodes.hpp"
 
 namespace flashjit::expr {
@@ -60,6 +61,13 @@ Comparison negated(const Comparison& comparison) {
       break;
   }
   return result;
+}
+
+bool is_listed(const MaskProgram& mask) {
+  if (mask.empty()) return false;
+  Graph graph;
+  const int root = graph.add(fold(mask.tree()));
+  return MaskAnalysis(graph, root).listed();
 }
 
 MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(root) {

@@ -7,6 +7,7 @@
 
 #include "expr/affine.hpp"
 #include "expr/graph.hpp"
+#include "flashjit/programs.hpp"
 
 namespace flashjit::expr {
 
@@ -63,6 +64,9 @@ class MaskAnalysis {
   std::vector<int> q_reads_, kv_reads_;
   bool listed_ = false, evaluate_ = false;
 };
+
+/// Whether the kernels visit the mask's tiles by lists rather than within bounds.
+bool is_listed(const MaskProgram& mask);
 
 /// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison);

@@ -89,7 +89,7 @@ std::string Code::affine_int(const Affine& form) {
   } else if (const auto constant = static_cast<std::int32_t>(form.rest.constant); constant != 0) {
     add(1, literal_text(constant));
   }
-  return text;
+  return text.empty() ? "0" : text;
 }
 
 /// Where the key stands alone, it is compared with a bound that a whole row shares.
@@ -97,9 +97,7 @@ std::string Code::comparison(int place) {
   const Comparison compared = *affine_comparison(graph_, place);
   const long long factor = compared.difference.kv;
   if (!compared.fits || std::llabs(factor) != 1 || compared.difference.q == 0) {
-    const std::string left = affine_int(compared.left), right = affine_int(compared.right);
-    return operation_text(graph_.node(place), {left.empty() ? "0" : left, right.empty() ? "0" : right},
-                          style_);
+    return operation_text(graph_.node(place), {affine_int(compared.left), affine_int(compared.right)}, style_);
   }
   Affine bound = compared.difference * (factor == 1 ? -1 : 1);
   bound.kv = 0;
@@ -107,7 +105,7 @@ std::string Code::comparison(int place) {
   if (!always_fits(graph_, bound)) {
     text = fmt::format("flashjit::saturate_int({}LL * q.at + {})", bound.q, head_.rest(bound.rest));
   }
-  return fmt::format("kv.at {} {}", symbol(compared.relation, factor == -1), text.empty() ? "0" : text);
+  return fmt::format("kv.at {} {}", symbol(compared.relation, factor == -1), text);
 }
 
 /// Whether the operation is to_float of what is affine in positions, and may be computed with their floats.

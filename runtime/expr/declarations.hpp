@@ -12,11 +12,15 @@ namespace flashjit::expr {
 /// As in the language: "slopes: fp32 1d", "bias: bf16 4d grad", "window: int".
 std::string to_string(const Declaration& declaration);
 
+constexpr int kMaxDeclaredTensors = 8, kMaxDeclaredScalars = 8;
+
 /// The score's declarations, then those of the mask that it has not; a tensor's place among the tensors is
-/// its place in Params::captures, a scalar's among the scalars that in Params::scalars.
+/// its place in Params::captures, a scalar's among the scalars that in Params::scalars. Throws
+/// Error(invalid_argument) when both declare one name as different things, or too much in all.
 std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgram& mask);
 
-/// Whether the kernels visit the mask's tiles by lists rather than by bounds.
-bool is_listed(const MaskProgram& mask);
+/// The program's expression; null when the program is empty.
+inline NodePtr tree(const ScoreProgram& score) { return score.tree(); }
+inline NodePtr tree(const MaskProgram& mask) { return mask.tree(); }
 
 }  // namespace flashjit::expr

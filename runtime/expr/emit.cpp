@@ -7,7 +7,9 @@
 
 #include "expr/analyze.hpp"
 #include "expr/code.hpp"
+#include "expr/declarations.hpp"
 #include "expr/derive.hpp"
+#include "expr/fold.hpp"
 #include "expr/nodes.hpp"
 #include "expr/ops.hpp"
 #include "expr/tile_code.hpp"
@@ -152,6 +154,15 @@ class Hooks {
 
 }  // namespace
 
-std::string emit_hooks(const Trees& programs) { return Hooks(programs).text(); }
+std::string emit_hooks(const Trees& programs) {
+  Trees folded = programs;
+  for (NodePtr* tree : {&folded.score, &folded.mask})
+    if (*tree) *tree = fold(*tree);
+  return Hooks(folded).text();
+}
+
+std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask) {
+  return emit_hooks({score.tree(), mask.tree(), declarations(score, mask)});
+}
 
 }  // namespace flashjit::expr

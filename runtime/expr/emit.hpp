@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "flashjit/expr.hpp"
+#include "flashjit/programs.hpp"
 
 namespace flashjit::expr {
 
@@ -17,5 +18,6 @@ struct Trees {
 /// The constants and static member functions that templates/common/problem.cuh says are generated. Every name
 /// of the templates is qualified, so that a Problem may stand anywhere; it must have an Element.
 std::string emit_hooks(const Trees& programs);
+std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask);
 
 }  // namespace flashjit::expr

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "expr/analyze.hpp"
 #include "expr/declarations.hpp"
 
 namespace flashjit::plan {

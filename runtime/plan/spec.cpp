@@ -12,7 +12,7 @@
 #include <utility>
 #include <vector>
 
-#include "expr/programs.hpp"
+#include "expr/declarations.hpp"
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
 
@@ -44,7 +44,7 @@ void require_count(std::string_view field, std::int64_t value, std::int64_t max)
 class FieldReader {
  public:
   FieldReader(std::string_view what, std::string_view text, std::string_view allowed)
-      : what_(what), text_(text), allowed_(allowed), fields_(split(text, ':')) {}
+      : what_(what), text_(text), allowed_(allowed), fields_(fields_of(text)) {}
 
   bool done() const { return next_ == fields_.size(); }
   std::string_view peek() const { return done() ? std::string_view() : fields_[next_]; }
@@ -99,6 +99,16 @@ class FieldReader {
     return in_field(field, [&] { return std::array{number(parts.front()), number(parts.back())}; });
   }
 
+  /// The text in braces of a field such as "mask{kv <= q}", which may stand once.
+  std::optional<std::string_view> program(std::string_view field, std::string_view name) {
+    if (!field.starts_with(name) || !field.substr(name.size()).starts_with('{')) return {};
+    once(field, name);
+    if (!field.ends_with('}'))
+      refuse("the {} {} has the field {}, whose '{{' has no '}}' at its end; {}", what_, quoted(text_),
+             quoted(field), allowed_);
+    return field.substr(name.size() + 1, field.size() - name.size() - 2);
+  }
+
   /// Notes an option that may stand once, in whatever spelling.
   void once(std::string_view field, std::string_view name) {
     if (std::find(seen_.begin(), seen_.end(), name) != seen_.end()) {
@@ -127,6 +137,18 @@ class FieldReader {
   }
 
  private:
+  /// The pieces between the ':' that stand outside of braces.
+  static std::vector<std::string_view> fields_of(std::string_view text) {
+    std::vector<std::string_view> fields;
+    for (std::size_t begin = 0, at = 0;; ++at) {
+      if (at < text.size() && text[at] == '{') at = std::min(text.find('}', at), text.size());
+      if (at < text.size() && text[at] != ':') continue;
+      fields.push_back(text.substr(begin, at - begin));
+      if (at >= text.size()) return fields;
+      begin = at + 1;
+    }
+  }
+
   /// A prefix ends where the letters end: "s" does not begin "split2".
   static bool begins(std::string_view field, std::string_view prefix) {
     if (!field.starts_with(prefix)) return false;
@@ -146,14 +168,19 @@ class FieldReader {
 };
 
 constexpr std::string_view kSpecAllowed =
-    "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, causal or "
-    "causal_top_left, "
-    "dropout, kvlen, map<queries>x<keys>, det, varlen, sinks";
+    "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, score{<program>}, a "
+    "mask "
+    "(causal or causal_top_left or mask{<program>}), dropout, kvlen, map<queries>x<keys>, det, varlen, sinks";
 constexpr std::string_view kShapeAllowed =
     "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
 constexpr std::string_view kConfigAllowed =
     "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
     "occ<blocks>";
+
+/// Those masks stand in a spec by their names.
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
+}
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   if (reader.flag(field, "dropout")) {
@@ -168,9 +195,13 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     spec.sinks = true;
   } else if (const auto blocks = reader.pair(field, "map")) {
     spec.block_map = {(*blocks)[0], (*blocks)[1]};
-  } else if (MaskProgram mask{std::string(field)}; !mask.empty() && expr::check(mask)) {
+  } else if (field == "causal" || field == "causal_top_left") {
     reader.once(field, "mask");
-    spec.mask = std::move(mask);
+    spec.mask = MaskProgram(field);
+  } else if (const auto score = reader.program(field, "score")) {
+    spec.score = reader.in_field(field, [&] { return ScoreProgram(*score); });
+  } else if (const auto mask = reader.program(field, "mask")) {
+    spec.mask = reader.in_field(field, [&] { return MaskProgram(*mask); });
   } else {
     reader.unknown(field);
   }
@@ -221,8 +252,7 @@ void AttentionSpec::validate() const {
   parse_dtype(to_string(dtype));
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
   if (head_dim_v != 0) require_multiple("head_dim_v", head_dim_v, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
-  if (const Support known = expr::check(score); !known) refuse("{}", known.reason);
-  if (const Support known = expr::check(mask); !known) refuse("{}", known.reason);
+  expr::declarations(score, mask);  // refuses what they disagree on
   if (varlen && kv_lengths) {
     refuse(
         "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
@@ -252,8 +282,12 @@ std::string to_string(const AttentionSpec& given) {
     fmt::format_to(std::back_inserter(out), format, std::forward<Args>(args)...);
   };
   if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
-  if (!spec.score.empty()) append(":{}", spec.score.text());
-  if (!spec.mask.empty()) append(":{}", spec.mask.text());
+  if (!spec.score.empty()) append(":score{{{}}}", spec.score.text());
+  if (is_causal(spec.mask)) {
+    append(":{}", spec.mask.text());
+  } else if (!spec.mask.empty()) {
+    append(":mask{{{}}}", spec.mask.text());
+  }
   if (spec.dropout) append(":dropout");
   if (spec.kv_lengths) append(":kvlen");
   if (spec.has_block_map()) append(":map{}x{}", spec.block_map.q, spec.block_map.kv);

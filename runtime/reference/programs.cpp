@@ -5,7 +5,8 @@
 #include <algorithm>
 
 #include "expr/declarations.hpp"
-#include "expr/programs.hpp"
+#include "expr/derive.hpp"
+#include "expr/nodes.hpp"
 #include "flashjit/error.hpp"
 
 namespace flashjit::reference {
@@ -26,14 +27,32 @@ void check(const Captured& captured, const expr::Declaration& declared) {
                        captured.name, captured.values.size(), elements));
 }
 
+std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
+  std::vector<expr::Bound> bound;
+  for (const Captured& captured : captures) bound.push_back({captured.name, captured.size, captured.values});
+  return bound;
+}
+
+expr::Point as_program_sees(const Point& point, double s) {
+  const auto number = [](std::int64_t value) { return static_cast<std::int32_t>(value); };
+  return {.b = number(point.b),
+          .h = number(point.h),
+          .h_kv = number(point.h_kv),
+          .q = number(point.q),
+          .kv = number(point.kv),
+          .seqlen_q = number(point.seqlen_q),
+          .seqlen_kv = number(point.seqlen_kv),
+          .score = s};
+}
+
 }  // namespace
 
 Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captures)
-    : score_(spec.score), mask_(spec.mask), captures_(captures), wants_grad_(captures.size()) {
-  for (const Support& support : {expr::check(score_), expr::check(mask_)}) {
-    if (!support) refuse(support.reason);
-  }
-  const std::vector<expr::Declaration> declared = expr::declarations(score_, mask_);
+    : captures_(captures),
+      wants_grad_(captures.size()),
+      mask_(bound(captures), expr::Floats::rounded),
+      score_(bound(captures), expr::Floats::exact) {
+  const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
   for (const expr::Declaration& d : declared) {
     const auto found = std::ranges::find(captures, d.name, &Captured::name);
     if (found == captures.end()) refuse(fmt::format("no value is given for '{}'", expr::to_string(d)));
@@ -44,18 +63,38 @@ Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captu
     if (std::ranges::find(declared, captured.name, &expr::Declaration::name) == declared.end())
       refuse(fmt::format("a value is given for '{}', which the programs do not declare", captured.name));
   }
+  if (!spec.mask.empty()) mask_root_ = mask_.add(spec.mask.tree());
+  if (!spec.score.empty()) add_score(spec.score.tree());
+}
+
+void Programs::add_score(const expr::NodePtr& program) {
+  score_root_ = score_.add(program);
+  score_grad_ = score_.add(derivative(program, make_name(expr::Name::score)));
+  for (const expr::NodePtr& read : reads_with_grad(program))
+    reads_.push_back({score_.add(read), score_.add(derivative(program, read))});
 }
 
 bool Programs::has_grads() const { return std::ranges::count(wants_grad_, true) > 0; }
 
 bool Programs::attends(const Point& point) const {
-  return expr::attends(mask_, point.q, point.kv, point.seqlen_q, point.seqlen_kv);
+  return mask_root_ < 0 || mask_.run(as_program_sees(point, 0))[mask_root_].integer;
 }
 
-// Until programs can be evaluated, a score program is the identity: branch expr fills these in.
-double Programs::score(const Point&, double s) const { return s; }
-double Programs::score_grad(const Point&, double) const { return 1; }
-void Programs::add_grads(const Point&, double, double, const AddGrad&) const {}
+double Programs::score(const Point& point, double s) const {
+  return has_score() ? score_.run(as_program_sees(point, s))[score_root_].real : s;
+}
+
+double Programs::score_grad(const Point& point, double s) const {
+  return has_score() ? score_.run(as_program_sees(point, s))[score_grad_].real : 1;
+}
+
+void Programs::add_grads(const Point& point, double s, double ds, const AddGrad& add) const {
+  const std::vector<expr::Value> values = score_.run(as_program_sees(point, s));
+  for (const auto& [read, derivative] : reads_) {
+    const expr::Evaluation::Element element = score_.element(read, values);
+    add(element.capture, element.index, ds * values[derivative].real);
+  }
+}
 
 CaptureGrads Programs::zero_grads() const {
   CaptureGrads grads(captures_.size());

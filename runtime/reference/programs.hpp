@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "expr/evaluate.hpp"
 #include "flashjit/spec.hpp"
 
 namespace flashjit::reference {
@@ -32,7 +33,7 @@ class Programs {
   /// name has no value, a name is not declared, or a value has another rank or size than it says.
   Programs(const AttentionSpec& spec, const std::vector<Captured>& captures);
 
-  bool has_score() const { return !score_.empty(); }
+  bool has_score() const { return score_root_ >= 0; }
   bool has_grads() const;  ///< some capture wants one
 
   bool attends(const Point& point) const;
@@ -48,10 +49,17 @@ class Programs {
   void add_grads(const Point& point, double s, double ds, const AddGrad& add) const;
 
  private:
-  ScoreProgram score_;
-  MaskProgram mask_;
+  /// The places of a read and of d score / d read among the values of score_.
+  struct Read {
+    int read, derivative;
+  };
+  void add_score(const expr::NodePtr& program);
+
   const std::vector<Captured>& captures_;
   std::vector<bool> wants_grad_;  ///< of each capture
+  expr::Evaluation mask_, score_;
+  int mask_root_ = -1, score_root_ = -1, score_grad_ = -1;  ///< -1: all pairs; the identity
+  std::vector<Read> reads_;
 };
 
 }  // namespace flashjit::reference

@@ -5,7 +5,7 @@
 
 #include <fmt/format.h>
 
-#include "expr/programs.hpp"
+#include "expr/emit.hpp"
 #include "render/wgmma.hpp"
 
 namespace flashjit::render {

@@ -650,7 +650,7 @@ TEST(Reference, RefusesWhatDoesNotFit) {
   expect_refusal(with([](Problem& p) { p.softmax_scale = std::nan(""); }), "softmax_scale is nan");
   expect_refusal(with([](Problem& p) { p.dropout_p = 1; }), "dropout_p is 1");
   expect_refusal(with([](Problem& p) { p.spec.dropout = false; }), "set spec.dropout");
-  expect_refusal(with([](Problem& p) { p.spec.mask = MaskProgram("q > kv"); }), "q > kv");
+  expect_refusal(with([](Problem& p) { p.spec.mask = MaskProgram("w: int; q > w"); }), "w: int");
   expect_refusal(with([](Problem& p) { p.spec.head_dim = 12; }), "12");
   expect_refusal(with([](Problem& p) { p.shape.heads_kv = 3; }), "heads");
   expect_refusal(with([](Problem& p) { p.spec.sinks = true; }), "sinks has 0");

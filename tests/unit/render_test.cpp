@@ -127,13 +127,6 @@ TEST(Render, TakesTheHeadersThatAreIncludedAndNoOthers) {
   EXPECT_FALSE(has("flashjit/simt/backward.cuh"));
 }
 
-TEST(Render, RefusesAProgramThatNobodyKnows) {
-  AttentionSpec spec = parse_spec("fwd:fp32:d64");
-  spec.mask = MaskProgram("nonsense");
-  const TileConfig config = parse_config("simt:br64:bc64:w8");
-  EXPECT_THROW(render::render(spec, config, DeviceInfo::parse("sm_80"), TemplateSet::embedded()), Error);
-}
-
 TEST(Templates, EmbeddedAreTheFilesByteForByte) {
   const TemplateSet folder = TemplateSet::from_folder(fs::path(FLASHJIT_SOURCE_DIR) / "templates");
   EXPECT_EQ(TemplateSet::embedded().all(), folder.all());

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "flashjit/error.hpp"
+#include "random_program.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -45,6 +46,9 @@ class Random {
     spec.head_dim = static_cast<int>(8 * from_to(1, 32));
     if (coin()) spec.head_dim_v = static_cast<int>(8 * from_to(1, 32));
     if (coin()) spec.mask = causal(coin() ? CausalAlignment::bottom_right : CausalAlignment::top_left);
+    testing_support::RandomProgram programs(engine_(), {.depth = 3});
+    if (coin()) spec.score = programs.score_program();
+    if (coin()) spec.mask = programs.mask_program();
     spec.dropout = coin();
     spec.kv_lengths = coin();
     if (coin())
@@ -153,6 +157,23 @@ TEST(Spec, TextForms) {
   EXPECT_EQ(parse_spec(to_string(everything)), everything);
 }
 
+TEST(Spec, ProgramsStandInBraces) {
+  AttentionSpec spec{.head_dim = 64, .dropout = true};
+  spec.score = expr::score + expr::tensor("slopes", ElementType::fp32, 1)[expr::h];
+  spec.mask = expr::q >= expr::kv && expr::q - expr::kv < 1024;
+  const std::string text =
+      "fwd:bf16:d64:score{slopes: fp32 1d; score + slopes[h]}:mask{q >= kv && q - kv < 1024}:dropout";
+  EXPECT_EQ(to_string(spec), text);
+  EXPECT_EQ(parse_spec(text), spec.normalized());
+  EXPECT_EQ(parse_spec("bf16:d64:dropout:mask{ (q>=kv)&&q-kv<1024 }:score{slopes:fp32 1d;score+slopes[h]}"),
+            spec.normalized());
+  // The spellings of no program, and of those with a name.
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:score{score}:mask{true}")), "fwd:bf16:d64");
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:score{}:mask{ }")), "fwd:bf16:d64");
+  EXPECT_EQ(to_string(parse_spec("bf16:d64:mask{kv <= q}")), "fwd:bf16:d64:causal_top_left");
+  EXPECT_EQ(parse_spec("bf16:d64:mask{causal}").mask, causal());
+}
+
 TEST(Spec, EqualProblemsHaveOneSpelling) {
   const AttentionSpec plain{.head_dim = 64}, spelled{.head_dim = 64, .head_dim_v = 64, .deterministic = true};
   EXPECT_EQ(plain.normalized(), spelled.normalized());
@@ -201,6 +222,16 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64:", {"unknown field ''"});
   refused("bf16:d64:casual", {"unknown field 'casual'", "causal or causal_top_left"});
   refused("bf16:d64:causal:causal_top_left", {"says twice what 'causal_top_left' says"});
+  refused("bf16:d64:mask{q < kv}:causal", {"says twice what 'causal' says"});
+  refused("bf16:d64:score{score}:score{q}", {"says twice what 'score{q}' says"});
+  refused("bf16:d64:mask{q < kv", {"the field 'mask{q < kv', whose '{' has no '}' at its end"});
+  refused("bf16:d64:mask{q < kv}x", {"whose '{' has no '}' at its end"});
+  refused("bf16:d64:mask", {"unknown field 'mask'", "mask{<program>}"});
+  refused("bf16:d64:masks{q < kv}", {"unknown field 'masks{q < kv}'"});
+  refused("bf16:d64:mask{q}", {"wrong field 'mask{q}'", "a mask program is bool", "not int: 'q'"});
+  refused("bf16:d64:mask{q < score}", {"a mask program reads score"});
+  refused("bf16:d64:score{n: int; m}", {"wrong field 'score{n: int; m}'", "unknown name 'm'", "^"});
+  refused("bf16:d64:score{t: fp32 1d; score + t[h]}:mask{t: int; q < t}", {"is out of range", "'t: int'"});
   refused("bf16:d64:dropout:dropout", {"says twice what 'dropout' says"});
   refused("bf16:d64:kvlen:kvlen", {"says twice what 'kvlen' says"});
   refused("bwd:bf16:d64:det:det", {"says twice what 'det' says"});
@@ -222,8 +253,10 @@ TEST(Spec, ValidateNamesTheField) {
   refused({.head_dim = 264}, {"head_dim is 264"});
   refused({.head_dim = -8}, {"head_dim is -8"});
   refused({.head_dim = 64, .head_dim_v = 20}, {"head_dim_v is 20"});
-  refused({.head_dim = 64, .score = ScoreProgram("tanh")}, {"score program is 'tanh'"});
-  refused({.head_dim = 64, .mask = MaskProgram("window")}, {"mask program is 'window'", "'causal'"});
+  refused({.head_dim = 64,
+           .score = ScoreProgram("t: fp32 1d; score + t[h]"),
+           .mask = MaskProgram("t: int; q < t")},
+          {"the score program declares 't: fp32 1d', but the mask program 't: int'"});
   refused({.head_dim = 64, .block_map = {0, 64}}, {"block_map.q is 0"});
   refused({.head_dim = 64, .block_map = {64, 0}}, {"block_map.kv is 0"});
   refused({.head_dim = 64, .block_map = {272, 64}}, {"block_map.q is 272"});

@@ -1,0 +1,188 @@
+#include "expr/fold.hpp"
+
+#include <algorithm>
+#include <cmath>
+#include <optional>
+#include <unordered_map>
+
+#include "expr/literals.hpp"
+#include "expr/ops.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+using Folded = std::optional<Expr>;  // nothing: stays as it is
+
+bool is_literal(const Expr& x) { return x.node().op == Op::literal; }
+bool is(const Expr& x, bool value) {
+  return is_literal(x) && x.type() == Type::boolean && x.node().boolean == value;
+}
+bool is(const Expr& x, std::int32_t value) {
+  return is_literal(x) && x.type() == Type::integer && x.node().integer == value;
+}
+/// Signs of zeros count.
+bool is(const Expr& x, float value) {
+  return is_literal(x) && x.type() == Type::real && x.node().real == value &&
+         std::signbit(x.node().real) == std::signbit(value);
+}
+
+/// Kernels may flush subnormal numbers to zero, and literals are finite.
+bool is_plain(float value) { return std::isnormal(value) || value == 0; }
+
+/// One operation on a literal.
+Folded of_literal(Op op, const Expr& x) {
+  const Node& a = x.node();
+  const bool integer = a.type == Type::integer, real = a.type == Type::real;
+  if (real && !is_plain(a.real)) return {};
+  switch (op) {
+    case Op::negate:
+      return integer ? Expr(wrap(-std::int64_t{a.integer})) : Expr(-a.real);
+    case Op::abs:
+      return integer ? Expr(wrap(std::abs(std::int64_t{a.integer}))) : Expr(std::fabs(a.real));
+    case Op::complement:
+      return Expr(~a.integer);
+    case Op::logical_not:
+      return Expr(!a.boolean);
+    case Op::floor:
+      return Expr(std::floor(a.real));
+    case Op::to_float:
+      return Expr(integer ? static_cast<float>(a.integer) : a.boolean ? 1.0f : 0.0f);
+    case Op::to_int:
+      return Expr(real ? saturate(a.real) : std::int32_t{a.boolean});
+    case Op::to_bool:
+      return Expr(real ? a.real != 0 : a.integer != 0);
+    default:
+      return {};  // exp to cos: as exact as the machine that computes them
+  }
+}
+
+Folded of_floats(Op op, float x, float y) {
+  if (!is_plain(x) || !is_plain(y)) return {};
+  if (info(op).gives == Gives::boolean) return Expr(compare(op, x, y));
+  float value = 0;
+  switch (op) {
+    case Op::add:
+      value = x + y;
+      break;
+    case Op::subtract:
+      value = x - y;
+      break;
+    case Op::multiply:
+      value = x * y;
+      break;
+    case Op::divide:
+      value = x / y;
+      break;
+    case Op::min:
+    case Op::max:
+      if (x == y) return {};  // of two zeros, either may come
+      value = (op == Op::min) == (x < y) ? x : y;
+      break;
+    default:
+      return {};
+  }
+  // A product or a quotient may be zero because it is too small.
+  const bool vanished = value == 0 && (op == Op::multiply || op == Op::divide) && x != 0;
+  return is_plain(value) && !vanished ? Folded(value) : Folded();
+}
+
+/// One operation on two literals of one type.
+Folded of_literals(Op op, const Node& a, const Node& b) {
+  switch (a.type) {
+    case Type::boolean:
+      if (op == Op::logical_and) return Expr(a.boolean && b.boolean);
+      if (op == Op::logical_or) return Expr(a.boolean || b.boolean);
+      return Expr(compare(op, a.boolean, b.boolean));
+    case Type::integer:
+      if (info(op).gives == Gives::boolean) return Expr(compare(op, a.integer, b.integer));
+      return Expr(compute(op, a.integer, b.integer));
+    case Type::real:
+      break;
+  }
+  return of_floats(op, a.real, b.real);
+}
+
+/// x + 0, 0 + x and the like, where x is not a literal.
+Folded without_effect(Op op, const Expr& a, const Expr& b) {
+  switch (op) {
+    case Op::add:
+      if (is(a, 0) || is(a, -0.0f)) return b;
+      if (is(b, 0) || is(b, -0.0f)) return a;
+      return {};
+    case Op::subtract:
+      return is(b, 0) || is(b, 0.0f) ? Folded(a) : Folded();
+    case Op::multiply:
+      if (is(a, 1) || is(a, 1.0f) || is(b, 0)) return b;
+      if (is(b, 1) || is(b, 1.0f) || is(a, 0)) return a;
+      return {};
+    case Op::divide:
+      if (is(b, 1) || is(b, 1.0f)) return a;
+      if (is(b, 0)) return b;
+      return is(a, 0) ? Folded(a) : Folded();
+    case Op::modulo:
+      if (is(b, 1) || is(b, -1) || is(b, 0)) return Expr(0);
+      return is(a, 0) ? Folded(a) : Folded();
+    case Op::shift_left:
+    case Op::shift_right:
+      return is(b, 0) || is(a, 0) ? Folded(a) : Folded();
+    case Op::bit_and:
+      if (is(a, 0) || is(b, -1)) return a;
+      return is(b, 0) || is(a, -1) ? Folded(b) : Folded();
+    case Op::bit_or:
+      if (is(a, -1) || is(b, 0)) return a;
+      return is(b, -1) || is(a, 0) ? Folded(b) : Folded();
+    case Op::bit_xor:
+      if (is(a, 0)) return b;
+      return is(b, 0) ? Folded(a) : Folded();
+    case Op::logical_and:
+      if (is(a, false) || is(b, true)) return a;
+      return is(b, false) || is(a, true) ? Folded(b) : Folded();
+    case Op::logical_or:
+      if (is(a, true) || is(b, false)) return a;
+      return is(b, true) || is(a, false) ? Folded(b) : Folded();
+    default:
+      return {};
+  }
+}
+
+/// The operation on operands that are folded.
+Folded fold_once(Op op, const std::vector<Expr>& args) {
+  if (op == Op::select) return is_literal(args[0]) ? Folded(args[is(args[0], true) ? 1 : 2]) : Folded();
+  if (args.size() == 1) {
+    if (is_literal(args[0])) return of_literal(op, args[0]);
+    const bool undone = op == Op::negate || op == Op::complement || op == Op::logical_not;
+    return undone && args[0].node().op == op ? Folded(Expr(args[0].node().args[0])) : Folded();
+  }
+  if (is_literal(args[0]) && is_literal(args[1])) return of_literals(op, args[0].node(), args[1].node());
+  return without_effect(op, args[0], args[1]);
+}
+
+class Folder {
+ public:
+  NodePtr fold(const NodePtr& tree) {
+    if (tree->args.empty()) return tree;
+    if (const auto known = known_.find(tree.get()); known != known_.end()) return known->second;
+    return known_[tree.get()] = fold_new(tree);
+  }
+
+ private:
+  NodePtr fold_new(const NodePtr& tree) {
+    std::vector<Expr> args;
+    bool changed = false;
+    for (const NodePtr& arg : tree->args) {
+      args.emplace_back(fold(arg));
+      changed |= args.back().pointer() != arg;
+    }
+    if (tree->op == Op::read) return changed ? read(tree->declaration, std::move(args)).pointer() : tree;
+    if (const Folded folded = fold_once(tree->op, args)) return folded->pointer();
+    return changed ? apply(tree->op, std::move(args)).pointer() : tree;
+  }
+
+  std::unordered_map<const Node*, NodePtr> known_;  // subtrees may be shared
+};
+
+}  // namespace
+
+NodePtr fold(const NodePtr& tree) { return Folder().fold(tree); }
+
+}  // namespace flashjit::expr

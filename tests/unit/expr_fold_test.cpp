@@ -1,0 +1,104 @@
+// Folding: what becomes smaller, and what must not.
+#include <gtest/gtest.h>
+
+#include "expr/fold.hpp"
+#include "expr/ops.hpp"
+#include "random_program.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+std::string folded(std::string_view text) { return to_string(Expr(fold(parse(text).pointer()))); }
+
+TEST(ExprFold, IntsWrapAndZeroDividesToZero) {
+  EXPECT_EQ(folded("2147483647 + 1"), "-2147483648");
+  EXPECT_EQ(folded("-2147483648 - 1"), "2147483647");
+  EXPECT_EQ(folded("65536 * 65536"), "0");
+  EXPECT_EQ(folded("-(-2147483648)"), "-2147483648");
+  EXPECT_EQ(folded("abs(-2147483648)"), "-2147483648");
+  EXPECT_EQ(folded("-2147483648 / -1"), "-2147483648");
+  EXPECT_EQ(folded("-2147483648 % -1"), "0");
+  EXPECT_EQ(folded("7 / 0"), "0");
+  EXPECT_EQ(folded("7 % 0"), "0");
+  EXPECT_EQ(folded("-7 / 2"), "-3");
+  EXPECT_EQ(folded("-7 % 2"), "-1");
+  EXPECT_EQ(folded("1 << 33"), "2");
+  EXPECT_EQ(folded("1 << -1"), "-2147483648");
+  EXPECT_EQ(folded("-8 >> 1"), "-4");
+  EXPECT_EQ(folded("6 & 3 | 8 ^ 1"), "11");
+  EXPECT_EQ(folded("max(min(3, 4), 1)"), "3");
+  EXPECT_EQ(folded("~5"), "-6");
+}
+
+TEST(ExprFold, FloatsAreThoseOfFp32) {
+  EXPECT_EQ(folded("0.1 + 0.2"), "0.3");
+  EXPECT_EQ(folded("16777216.0 + 1.0"), "16777216.0");
+  EXPECT_EQ(folded("1.0 / 3.0"), "0.33333334");
+  EXPECT_EQ(folded("score * to_float(2)"), "score * 2.0");
+  EXPECT_EQ(folded("to_float(16777217)"), "16777216.0");
+  EXPECT_EQ(folded("to_int(1e10)"), "2147483647");
+  EXPECT_EQ(folded("to_int(-1.9)"), "-1");
+  EXPECT_EQ(folded("floor(-1.5)"), "-2.0");
+  EXPECT_EQ(folded("abs(-1.5)"), "1.5");
+  EXPECT_EQ(folded("min(1.0, -2.0)"), "-2.0");
+  EXPECT_EQ(folded("to_float(true) + to_float(false)"), "1.0");
+}
+
+TEST(ExprFold, WhatWouldNotBeFiniteOrNormalStays) {
+  for (const char* text : {"1e+38 * 10.0", "1.0 / 0.0", "1e-30 * 1e-30", "1e-45 + 1e-45", "exp(1.0)",
+                           "sqrt(2.0)", "min(0.0, -0.0)", "0.0 / 0.0"}) {
+    EXPECT_EQ(folded(text), text);
+  }
+}
+
+TEST(ExprFold, WhatHasNoEffectGoes) {
+  for (const char* text :
+       {"q + 0", "0 + q", "q - 0", "q * 1", "1 * q", "q / 1", "q << 0", "q >> 0", "q | 0", "q ^ 0", "q & -1",
+        "-(-q)", "~~q", "select(true, q, kv)", "false ? kv : q", "to_int(score) * 0 + q", "q + (3 - 3)"}) {
+    EXPECT_EQ(folded(text), "q") << text;
+  }
+  for (const char* text :
+       {"score * 1.0", "score * 1", "score / 1.0", "score - 0.0", "score + -0.0", "-(-score)"})
+    EXPECT_EQ(folded(text), "score") << text;
+  for (const char* text : {"true && q < b", "q < b && true", "q < b || false", "!!(q < b)"})
+    EXPECT_EQ(folded(text), "q < b") << text;
+  EXPECT_EQ(folded("q < b && false"), "false");
+  EXPECT_EQ(folded("true || q < b"), "true");
+  EXPECT_EQ(folded("q % 1"), "0");
+  EXPECT_EQ(folded("q / 0"), "0");
+}
+
+TEST(ExprFold, WhatMayHaveAnEffectStays) {
+  // -0.0 + 0.0 is 0.0; infinity and NaN times zero are no zero; sums of floats depend on their order.
+  for (const char* text : {"score + 0.0", "0.0 - score", "score * 0.0", "0.0 / score", "score + 1.0 + 2.0",
+                           "score - score", "q + 1 - 1"}) {
+    EXPECT_EQ(folded(text), text);
+  }
+}
+
+TEST(ExprFold, ATreeThatDoesNotFoldIsTheSame) {
+  const Expr program = parse("t: fp32 1d; score + t[q] * to_float(kv)");
+  EXPECT_EQ(fold(program.pointer()), program.pointer());
+  EXPECT_EQ(folded("t: fp32 1d; score + t[q + 0]"), "t: fp32 1d; score + t[q]");
+}
+
+TEST(ExprFold, SharedTreesFoldOnce) {
+  Expr twice = q;
+  for (int i = 0; i < 18; ++i) twice = twice + twice;
+  EXPECT_EQ(fold((twice * 1).pointer()), twice.pointer());
+}
+
+TEST(ExprFold, RandomProgramsKeepTheirTypesShrinkAndSettle) {
+  for (std::uint64_t seed = 0; seed < 3000; ++seed) {
+    testing_support::RandomProgram random(seed, {.depth = 5});
+    for (const Expr& program : {random.score_program(), random.mask_program()}) {
+      const NodePtr once = fold(program.pointer());
+      ASSERT_EQ(once->type, program.type());
+      ASSERT_LE(once->size, program.node().size);
+      ASSERT_EQ(fold(once), once) << to_string(Expr(once));
+    }
+  }
+}
+
+}  // namespace
+}  // namespace flashjit::expr

@@ -15,8 +15,8 @@ __device__ Range range_of(int tile, int size, int length) {
 
 /// Bounds of what the mask reads over a range.
 template <class P>
-__device__ void find_reads(const Params& p, const typename P::Head& head, Range q, Range kv, Interval* q_reads,
-                           Interval* kv_reads) {
+__device__ void find_reads(const Params& p, const typename P::Head& head, Range q, Range kv,
+                           Interval* q_reads, Interval* kv_reads) {
   for (int i = 0; i < P::kQReads; ++i) {
     q_reads[i] = {2147483647LL, -2147483648LL};
     for (int at = q.begin; at < q.end; ++at) {
@@ -37,7 +37,8 @@ template <class P>
 __device__ void evaluate(const ProgramParams& t) {
   const Params& p = t.base;
   const typename P::Head head = P::head(p, t.b, t.h, p.seqlen_q, p.seqlen_kv);
-  const int rows = (p.seqlen_q + t.tile_q - 1) / t.tile_q, columns = (p.seqlen_kv + t.tile_kv - 1) / t.tile_kv;
+  const int rows = (p.seqlen_q + t.tile_q - 1) / t.tile_q,
+            columns = (p.seqlen_kv + t.tile_kv - 1) / t.tile_kv;
   for (int i = threadIdx.x; i < p.seqlen_q * p.seqlen_kv; i += blockDim.x) {
     const Position q = position_of(i / p.seqlen_kv), kv = position_of(i % p.seqlen_kv);
     t.score[i] = P::score(p, head, t.dot[i], q, kv);
@@ -46,7 +47,8 @@ __device__ void evaluate(const ProgramParams& t) {
     P::add_capture_grads(p, head, 1.0f, t.dot[i], q, kv);
   }
   for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
-    const Range q = range_of(i / columns, t.tile_q, p.seqlen_q), kv = range_of(i % columns, t.tile_kv, p.seqlen_kv);
+    const Range q = range_of(i / columns, t.tile_q, p.seqlen_q),
+                kv = range_of(i % columns, t.tile_kv, p.seqlen_kv);
     Interval q_reads[P::kQReads + 1], kv_reads[P::kKvReads + 1];
     find_reads<P>(p, head, q, kv, q_reads, kv_reads);
     t.tile_class[i] = static_cast<int>(P::classify_tile(p, head, q, kv, q_reads, kv_reads));

@@ -31,7 +31,8 @@ inline KernelSource program_source(const std::vector<expr::Trees>& programs, con
     source.entries.push_back(
         {.name = fmt::format("program{}", i), .header = "", .function = "", .threads = kProgramThreads});
   }
-  for (const auto& [name, text] : render::TemplateSet::embedded().all()) source.headers.push_back({name, text});
+  for (const auto& [name, text] : render::TemplateSet::embedded().all())
+    source.headers.push_back({name, text});
   for (const char* name : {"program_kernel.cuh", "program_params.cuh"})
     source.headers.push_back({name, read_file(std::string(FLASHJIT_SOURCE_DIR "/tests/") + name)});
   return source;

@@ -43,10 +43,10 @@ inline void fill(std::vector<Given>& all, unsigned seed) {
       const int small = static_cast<int>(random() % 7) - (type == ElementType::uint8 ? 0 : 2);
       const double real = static_cast<double>(static_cast<int>(random() % 801) - 400) / 128.0;
       const bool is_real = expr::read_type(type) == expr::Type::real;
-      given.values.push_back(is_real                             ? Bf16::round(real)
-                             : type == ElementType::boolean      ? random() % 2
+      given.values.push_back(is_real                            ? Bf16::round(real)
+                             : type == ElementType::boolean     ? random() % 2
                              : type == ElementType::int64 && !i ? 1e12
-                                                                 : small);
+                                                                : small);
     }
   }
 }
@@ -54,9 +54,8 @@ inline void fill(std::vector<Given>& all, unsigned seed) {
 /// What tame programs may read: one of each element type, of several ranks.
 inline std::vector<Given> tame_captures(unsigned seed) {
   std::vector<Given> all;
-  const auto add = [&](const char* name, ElementType type, std::vector<std::int64_t> size, bool grad = false) {
-    all.push_back(given(name, type, std::move(size), {}, grad));
-  };
+  const auto add = [&](const char* name, ElementType type, std::vector<std::int64_t> size,
+                       bool grad = false) { all.push_back(given(name, type, std::move(size), {}, grad)); };
   add("doc", ElementType::int32, {2, 9});
   add("limit", ElementType::int16, {3});
   add("kind", ElementType::int8, {8});
@@ -140,8 +139,8 @@ class TameProgram {
         return integer(depth - 1) * integer_literal();
       case 4:
       case 5: {
-        constexpr Op kRare[] = {Op::multiply,  Op::divide, Op::modulo, Op::shift_left, Op::shift_right,
-                                Op::bit_and, Op::bit_or, Op::bit_xor, Op::min,        Op::max};
+        constexpr Op kRare[] = {Op::multiply, Op::divide, Op::modulo,  Op::shift_left, Op::shift_right,
+                                Op::bit_and,  Op::bit_or, Op::bit_xor, Op::min,        Op::max};
         return apply(any_of(kRare), {integer(depth - 1), integer(depth - 1)});
       }
       case 6:
@@ -153,7 +152,7 @@ class TameProgram {
 
   Expr boolean(int depth) {
     using namespace expr;
-    constexpr Op kCompare[] = {Op::less,          Op::less_equal, Op::greater, Op::greater_equal,
+    constexpr Op kCompare[] = {Op::less,          Op::less_equal, Op::greater,  Op::greater_equal,
                                Op::greater_equal, Op::equal,      Op::not_equal};
     if (depth == 0) return pick(8) ? apply(any_of(kCompare), {integer(0), integer(0)}) : read("open");
     switch (pick(9)) {

@@ -68,8 +68,8 @@ std::optional<Affine> of_operation(const Graph& graph, int place) {
     const std::optional<Affine> a = affine_form(graph, args[0]);
     return a ? std::optional(*a * -1) : std::nullopt;
   }
-  const bool linear = node.op == Op::add || node.op == Op::subtract || node.op == Op::multiply ||
-                      node.op == Op::shift_left;
+  const bool linear =
+      node.op == Op::add || node.op == Op::subtract || node.op == Op::multiply || node.op == Op::shift_left;
   if (!linear) return std::nullopt;
   const std::optional<Affine> a = affine_form(graph, args[0]), b = affine_form(graph, args[1]);
   if (!a || !b) return std::nullopt;
@@ -120,12 +120,8 @@ Rest operator*(const Rest& a, long long factor) {
   std::erase_if(result.terms, [](const Term& term) { return term.factor == 0; });
   return result;
 }
-Affine operator*(const Affine& a, long long factor) {
-  return {a.q * factor, a.kv * factor, a.rest * factor};
-}
-Affine operator+(const Affine& a, const Affine& b) {
-  return {a.q + b.q, a.kv + b.kv, sum(a.rest, b.rest)};
-}
+Affine operator*(const Affine& a, long long factor) { return {a.q * factor, a.kv * factor, a.rest * factor}; }
+Affine operator+(const Affine& a, const Affine& b) { return {a.q + b.q, a.kv + b.kv, sum(a.rest, b.rest)}; }
 Affine operator-(const Affine& a, const Affine& b) { return a + b * -1; }
 
 std::optional<Affine> affine_form(const Graph& graph, int place) {

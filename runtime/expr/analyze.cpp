@@ -97,7 +97,7 @@ void MaskAnalysis::find_conjuncts(int place, bool negated) {
     for (const int arg : args) find_conjuncts(arg, negated);
     return;
   }
-  conjuncts_.push_back({place, negated});
+  if (!is_boolean(graph_.node(place), !negated)) conjuncts_.push_back({place, negated});
 }
 
 void MaskAnalysis::find_comparisons() {

@@ -42,7 +42,8 @@ std::string Code::value(int place) {
   if (is_name(*node, Name::q)) return "q.at";
   if (is_name(*node, Name::kv)) return "kv.at";
   if (const auto found = known_.find(place); found != known_.end()) return found->second;
-  const std::string text = is_name(*node, Name::score) ? "__fmul_rn(dot, p.softmax_scale)" : expression(place);
+  const std::string text =
+      is_name(*node, Name::score) ? "__fmul_rn(dot, p.softmax_scale)" : expression(place);
   return known_[place] = line(type_text(node->type), text);
 }
 
@@ -97,7 +98,8 @@ std::string Code::comparison(int place) {
   const Comparison compared = *affine_comparison(graph_, place);
   const long long factor = compared.difference.kv;
   if (!compared.fits || std::llabs(factor) != 1 || compared.difference.q == 0) {
-    return operation_text(graph_.node(place), {affine_int(compared.left), affine_int(compared.right)}, style_);
+    return operation_text(graph_.node(place), {affine_int(compared.left), affine_int(compared.right)},
+                          style_);
   }
   Affine bound = compared.difference * (factor == 1 ? -1 : 1);
   bound.kv = 0;
@@ -123,14 +125,14 @@ std::pair<std::string, std::string> Code::affine_float(const Affine& form) {
   const auto add = [&](long long factor, std::string_view name) {
     if (factor == 0) return;
     const long long size = std::llabs(factor);
-    const std::string scale =
-        size == 1 ? "" : literal_text(static_cast<float>(size)) + " * ";
+    const std::string scale = size == 1 ? "" : literal_text(static_cast<float>(size)) + " * ";
     bases.emplace_back(factor < 0, fmt::format("{}{}.base", scale, name));
     offsets.emplace_back(factor < 0, fmt::format("{}{}.offset", scale, name));
   };
   add(form.kv, "kv");
   add(form.q, "q");
-  if (!form.rest.terms.empty() || form.rest.constant != 0) bases.emplace_back(false, head_.rest_float(form.rest));
+  if (!form.rest.terms.empty() || form.rest.constant != 0)
+    bases.emplace_back(false, head_.rest_float(form.rest));
   return {signed_sum(bases), signed_sum(offsets)};
 }
 

@@ -4,8 +4,8 @@
 #include <optional>
 #include <utility>
 
-#include "expr/nodes.hpp"
 #include "expr/graph.hpp"
+#include "expr/nodes.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -38,9 +38,7 @@ NodePtr choice(const NodePtr& condition, const NodePtr& a, const NodePtr& b) {
   if (a == b || (is_literal(*a) && is_literal(*b) && a->real == b->real)) return a;
   return make_node(Op::select, Type::real, {condition, a, b});
 }
-NodePtr compared(Op op, const NodePtr& a, const NodePtr& b) {
-  return make_node(op, Type::boolean, {a, b});
-}
+NodePtr compared(Op op, const NodePtr& a, const NodePtr& b) { return make_node(op, Type::boolean, {a, b}); }
 NodePtr call(Op op, const NodePtr& a) { return make_node(op, Type::real, {a}); }
 
 class Derivative {

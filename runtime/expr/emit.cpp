@@ -75,8 +75,8 @@ class Hooks {
     const unsigned uses = graph_.uses(mask_root_);
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
-           constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) + constant("kListed", mask_.listed()) +
-           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
+           constant("kListed", mask_.listed()) + constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
            constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
@@ -85,7 +85,8 @@ class Hooks {
   std::string head() const {
     return "  struct Head {\n    int b, h, h_kv, seqlen_q, seqlen_kv;\n" + head_.members() +
            "  };\n"
-           "  static __device__ __forceinline__ Head head(const flashjit::Params& p, int b, int h, int seqlen_q,\n"
+           "  static __device__ __forceinline__ Head head(const flashjit::Params& p, int b, int h, int "
+           "seqlen_q,\n"
            "                                              int seqlen_kv) {\n"
            "    Head head = {b, h, h / (p.heads_q / p.heads_kv), seqlen_q, seqlen_kv};\n" +
            head_.body() + "    return head;\n  }\n\n";

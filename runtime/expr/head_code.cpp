@@ -21,7 +21,8 @@ std::string name_text(Name name) {
     case Name::seqlen_kv:
       return "head.seqlen_kv";
     default:
-      throw Error(ErrorCode::internal, "a name that differs from pair to pair was taken for one that does not");
+      throw Error(ErrorCode::internal,
+                  "a name that differs from pair to pair was taken for one that does not");
   }
 }
 

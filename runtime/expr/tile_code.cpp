@@ -99,7 +99,9 @@ class TileText {
       return interval(fmt::format("flashjit::{}({}, {})", op == Op::min ? "min" : "max", args[0], args[1]));
     return interval(operation(op, args));
   }
-  std::string bool_operation(Op op, const std::vector<std::string>& args) { return truth(operation(op, args)); }
+  std::string bool_operation(Op op, const std::vector<std::string>& args) {
+    return truth(operation(op, args));
+  }
   std::string compare_ints(Op op, const std::string& a, const std::string& b) {
     return truth(operation(op, {a, b}));
   }
@@ -140,10 +142,10 @@ class BoundsText {
     lines_ += fmt::format("    bounds.keep_if({}{});\n", negated ? "!" : "", head_.uniform(place));
   }
   void keep(const Comparison& c, long long factor, const Affine& others) {
-    const std::string condition =
-        c.fits ? ""
-               : fmt::format("if (flashjit::fits({}) && flashjit::fits({}))\n      ",
-                             affine_text(head_, c.left), affine_text(head_, c.right));
+    const std::string condition = c.fits
+                                      ? ""
+                                      : fmt::format("if (flashjit::fits({}) && flashjit::fits({}))\n      ",
+                                                    affine_text(head_, c.left), affine_text(head_, c.right));
     const std::string rest = affine_text(head_, others);
     lines_ += fmt::format("    {}", condition);
     lines_ += c.relation == Relation::zero

@@ -38,9 +38,7 @@ constexpr int saturate_int(long long value) {
 }
 
 /// Quotients rounded down and up, for a positive divisor.
-constexpr long long floor_divide(long long a, long long b) {
-  return a >= 0 ? a / b : -((-a + b - 1) / b);
-}
+constexpr long long floor_divide(long long a, long long b) { return a >= 0 ? a / b : -((-a + b - 1) / b); }
 constexpr long long ceil_divide(long long a, long long b) { return -floor_divide(-a, b); }
 
 }  // namespace flashjit

@@ -35,10 +35,10 @@ struct ExampleProblem {
   static constexpr int kMinBlocks = 1;
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.
-  static constexpr bool kHasScore = false;   // false: score() is the identity
-  static constexpr bool kHasMask = false;    // false: mask() is always true
-  static constexpr bool kScoreGrad = false;  // false: score_grad() is 1
-  static constexpr bool kListed = false;     // the mask's tiles are visited by lists, not within bounds
+  static constexpr bool kHasScore = false;       // false: score() is the identity
+  static constexpr bool kHasMask = false;        // false: mask() is always true
+  static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
+  static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
                                                  // evaluated pair by pair when lists are made
   static constexpr bool kMaskUsesBatch = false;  // the mask depends on b

@@ -130,8 +130,8 @@ double by_differences(Function f) {
   const auto central = [&](double step) { return (f(step) - f(-step)) / (2 * step); };
   const double fine = central(1e-5), coarse = central(2e-5), one_sided = (f(1e-5) - f(0)) / 1e-5;
   const double size = 1 + std::fabs(fine);
-  const bool smooth = std::fabs(fine - coarse) < 1e-6 * size &&
-                      std::fabs(fine - one_sided) < 1e-3 * std::fabs(fine) + 2e-5;
+  const bool smooth =
+      std::fabs(fine - coarse) < 1e-6 * size && std::fabs(fine - one_sided) < 1e-3 * std::fabs(fine) + 2e-5;
   return smooth ? fine : NAN;
 }
 

@@ -265,7 +265,8 @@ void for_all_tiles(const char* text, const std::vector<Given>& given, Check chec
   for (int sq = 1; sq <= 7; ++sq) {
     for (int skv = 1; skv <= 7; ++skv) {
       for (int q0 = 0; q0 < sq; ++q0) {
-        for (int q1 = q0 + 1; q1 <= sq; ++q1) check(mask, Point{.seqlen_q = sq, .seqlen_kv = skv}, Range{q0, q1});
+        for (int q1 = q0 + 1; q1 <= sq; ++q1)
+          check(mask, Point{.seqlen_q = sq, .seqlen_kv = skv}, Range{q0, q1});
       }
     }
   }

@@ -1,0 +1,115 @@
+// The text of generated hooks: what they say of themselves, and that common programs come out short.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+
+#include "expr/analyze.hpp"
+#include "expr/emit.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+std::string hooks(std::string_view score, std::string_view mask) {
+  return emit_hooks(ScoreProgram(score), MaskProgram(mask));
+}
+
+/// What stands between the braces of a static member function.
+std::string body(const std::string& hooks, std::string_view name) {
+  const std::size_t at = hooks.find(" " + std::string(name) + "(");
+  if (at == std::string::npos) return {};
+  const std::size_t begin = hooks.find("{\n", at) + 2;
+  return hooks.substr(begin, hooks.find("\n  }", begin) - begin);
+}
+
+bool says(const std::string& text, std::string_view what) { return text.find(what) != std::string::npos; }
+
+TEST(Emit, HooksAreThoseOfTheContract) {
+  for (const char* mask :
+       {"", "causal", "causal_top_left", "(q ^ kv) % 3 == 0", "d: int32 1d; d[q] == d[kv]"}) {
+    for (const char* score : {"", "score * 2.0", "t: fp32 1d grad; score + t[q]"}) {
+      const std::string text = hooks(score, mask);
+      for (const char* name :
+           {"Head head(", "float score(", "float score_grad(", "void add_capture_grads(", "bool mask(",
+            "flashjit::TileClass classify_tile(", "flashjit::Range kv_bounds(", "flashjit::Range q_bounds(",
+            "int q_read(", "int kv_read("}) {
+        const std::size_t at = text.find(name);
+        ASSERT_NE(at, std::string::npos) << name << " is missing in\n" << text;
+        EXPECT_EQ(text.find(name, at + 1), std::string::npos) << name << " is there twice in\n" << text;
+      }
+      EXPECT_EQ(std::count(text.begin(), text.end(), '{'), std::count(text.begin(), text.end(), '}'));
+    }
+  }
+}
+
+TEST(Emit, NoProgramsAreSaidToBeNone) {
+  const std::string text = hooks("", "");
+  EXPECT_TRUE(says(text, "kHasScore = false;"));
+  EXPECT_TRUE(says(text, "kHasMask = false;"));
+  EXPECT_TRUE(says(text, "kScoreGrad = false;"));
+  EXPECT_TRUE(says(text, "kListed = false;"));
+  EXPECT_EQ(body(text, "mask"), "    return true;");
+  EXPECT_EQ(body(text, "kv_bounds"), "    return {0, head.seqlen_kv};");
+}
+
+TEST(Emit, ConstantsTellWhatMasksDependOn) {
+  const std::string by_batch = hooks("", "n: int32 1d; kv < n[b]"), by_head = hooks("", "kv < q + h_kv");
+  EXPECT_TRUE(says(by_batch, "kMaskUsesBatch = true;") && says(by_batch, "kMaskUsesHead = false;"));
+  EXPECT_TRUE(says(by_head, "kMaskUsesBatch = false;") && says(by_head, "kMaskUsesHead = true;"));
+  const std::string documents = hooks("", "doc: int32 2d; kv <= q && doc[b, q] == doc[b, kv]");
+  EXPECT_TRUE(says(documents, "kListed = true;") && says(documents, "kEvaluateTiles = false;"));
+  EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
+}
+
+TEST(Emit, ListedIsWhatPlansAssume) {
+  for (const char* mask :
+       {"", "causal", "w: int; q - kv < w", "q / 2 == kv / 2", "q < 3 || kv < 3", "kv % 1 == 0"})
+    EXPECT_EQ(says(hooks("", mask), "kListed = true;"), is_listed(MaskProgram(mask))) << mask;
+}
+
+TEST(Emit, CausalIsOneComparisonAPair) {
+  EXPECT_EQ(
+      body(hooks("", "causal"), "mask"),
+      "    const bool v0 = kv.at <= flashjit::wrap_add(q.at, static_cast<int>(head.r0));\n    return v0;");
+  EXPECT_EQ(body(hooks("", "causal_top_left"), "mask"), "    const bool v0 = kv.at <= q.at;\n    return v0;");
+}
+
+TEST(Emit, WindowsAreComparedWithABoundOfTheRow) {
+  EXPECT_TRUE(says(body(hooks("", "q - kv < 1024"), "mask"), "kv.at >= flashjit::wrap_add(q.at, (-1023))"));
+  EXPECT_TRUE(says(body(hooks("", "w: int; q - kv < w"), "mask"), "kv.at >= flashjit::saturate_int("));
+}
+
+TEST(Emit, AlibiIsTwoInstructionsAPair) {
+  const std::string text = hooks("slopes: fp32 1d; score + slopes[h] * to_float(kv - q)", "");
+  EXPECT_EQ(body(text, "score"),
+            "    const float v0 = __fmaf_rn(head.u0, kv.offset - q.offset, head.u0 * (kv.base - q.base));\n"
+            "    return __fmaf_rn(dot, p.softmax_scale, v0);");
+  EXPECT_TRUE(says(text, "kScoreGrad = false;"));
+}
+
+TEST(Emit, IntsThatMayWrapAreConvertedOneByOne) {
+  const std::string text = hooks("w: int; score + to_float(kv - q + w)", "");
+  EXPECT_TRUE(says(body(text, "score"), "static_cast<float>(v0)"));
+}
+
+TEST(Emit, SoftcapDividesOnceAHead) {
+  const std::string text = hooks("cap: float; cap * tanh(score / cap)", "");
+  EXPECT_FALSE(says(body(text, "score"), "divide")) << text;
+  EXPECT_TRUE(says(text, "head.u0 = "));
+}
+
+TEST(Emit, GradientsOfCapturesNameTheirPlace) {
+  const std::string text =
+      hooks("s: fp32 1d; bias: bf16 2d grad; score * s[h] + bias[q, kv] * 2.0 + bias[kv, q]", "");
+  EXPECT_TRUE(says(text, "kCaptureGrads = 2;"));
+  EXPECT_EQ(body(text, "add_capture_grads"),
+            "    flashjit::add_to_capture_grad(p.captures[1], ds * 2.0f, q.at, kv.at);\n"
+            "    flashjit::add_to_capture_grad(p.captures[1], ds, kv.at, q.at);");
+}
+
+TEST(Emit, ProgramsStandAsComments) {
+  EXPECT_TRUE(says(hooks("score * 2.0", "q < kv"), "// score: score * 2.0\n"));
+  EXPECT_TRUE(says(hooks("score * 2.0", "q < kv"), "// mask: q < kv\n"));
+}
+
+}  // namespace
+}  // namespace flashjit::expr

@@ -7,9 +7,9 @@
 #include <string>
 #include <vector>
 
+#include "expr/analyze.hpp"
 #include "expr/derive.hpp"
 #include "expr/emit.hpp"
-#include "expr/fold.hpp"
 #include "expr/ops.hpp"
 #include "host_tiles.hpp"
 #include "program_params.cuh"
@@ -78,7 +78,7 @@ struct ProgramErrors {
 
 inline void check_masks(const ProgramCase& test, const ProgramResults& got) {
   const HostTiles written(test.trees.mask, bounds_of(test.given));
-  const HostTiles mask(expr::fold(test.trees.mask), bounds_of(test.given));
+  const HostTiles mask(expr::prepared_mask(test.trees.mask), bounds_of(test.given));
   expr::Point point = test.head();
   for (int i = 0; i < test.pairs(); ++i) {
     point.q = i / test.seqlen_kv, point.kv = i % test.seqlen_kv;

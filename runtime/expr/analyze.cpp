@@ -11,6 +11,40 @@ namespace {
 bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
 bool is_connective(Op op) { return op == Op::logical_not || op == Op::logical_and || op == Op::logical_or; }
 
+/// Whether an int is affine in positions, and neither it nor its negative wraps anywhere.
+bool is_affine_both_ways(const NodePtr& value) {
+  Graph graph;
+  const int place = graph.add(value);
+  const std::optional<Affine> form = affine_form(graph, place);
+  return form && graph.uses_positions(place) && always_fits(graph, *form) && always_fits(graph, *form * -1);
+}
+
+/// abs(x) compared with a bound, as a condition of x and -x; null where it is none.
+NodePtr bound_of_size(const Node& node) {
+  if (!is_comparison(node.op) || node.op == Op::equal || node.op == Op::not_equal) return nullptr;
+  const bool on_the_left = node.args[0]->op == Op::abs;
+  const Node& size = *node.args[on_the_left ? 0 : 1];
+  if (size.op != Op::abs || size.type != Type::integer || !is_affine_both_ways(size.args[0])) return nullptr;
+  const NodePtr x = size.args[0], bound = node.args[on_the_left ? 1 : 0];
+  const bool or_equal = node.op == Op::less_equal || node.op == Op::greater_equal;
+  const bool below = on_the_left == (node.op == Op::less || node.op == Op::less_equal);
+  // abs(x) > b is not abs(x) <= b.
+  const Op op = or_equal == below ? Op::less_equal : Op::less;
+  const NodePtr negative = make_node(Op::negate, Type::integer, {x});
+  const NodePtr within =
+      make_node(Op::logical_and, Type::boolean,
+                {make_node(op, Type::boolean, {x, bound}), make_node(op, Type::boolean, {negative, bound})});
+  return below ? within : make_node(Op::logical_not, Type::boolean, {within});
+}
+
+NodePtr without_abs(const NodePtr& mask) {
+  if (const NodePtr bound = bound_of_size(*mask)) return bound;
+  if (!is_connective(mask->op)) return mask;
+  std::vector<NodePtr> args;
+  for (const NodePtr& arg : mask->args) args.push_back(without_abs(arg));
+  return args == mask->args ? mask : make_node(mask->op, mask->type, std::move(args));
+}
+
 /// a - b + 1 <= 0 is a < b.
 Affine plus_one(Affine form) {
   form.rest.constant += 1;
@@ -63,10 +97,12 @@ Comparison negated(const Comparison& comparison) {
   return result;
 }
 
+NodePtr prepared_mask(const NodePtr& mask) { return without_abs(fold(mask)); }
+
 bool is_listed(const MaskProgram& mask) {
   if (mask.empty()) return false;
   Graph graph;
-  const int root = graph.add(fold(mask.tree()));
+  const int root = graph.add(prepared_mask(mask.tree()));
   return MaskAnalysis(graph, root).listed();
 }
 

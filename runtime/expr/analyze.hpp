@@ -65,6 +65,10 @@ class MaskAnalysis {
   bool listed_ = false, evaluate_ = false;
 };
 
+/// A mask's tree as it is analysed and emitted: folded, and with bounds on both sides in place of bounds on
+/// the size of what is affine.
+NodePtr prepared_mask(const NodePtr& mask);
+
 /// Whether the kernels visit the mask's tiles by lists rather than within bounds.
 bool is_listed(const MaskProgram& mask);
 

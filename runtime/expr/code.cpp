@@ -138,25 +138,28 @@ std::pair<std::string, std::string> Code::affine_float(const Affine& form) {
 
 std::string Code::product(int place) {
   const std::vector<int> args = graph_[place].args;
-  for (const auto& [factor, other] : {std::pair(args[0], args[1]), std::pair(args[1], args[0])}) {
-    if (!has_float_positions(other) || !graph_.uniform(factor)) continue;
-    const std::string text = value(factor);
-    const auto [bases, offsets] = affine_float(*affine_form(graph_, graph_[other].args[0]));
-    return fmt::format("__fmaf_rn({}, {}, {} * ({}))", text, offsets, text, bases);
-  }
+  if (graph_.uniform(args[1])) return by_uniform(args[0], args[1]);
+  if (graph_.uniform(args[0])) return by_uniform(args[1], args[0]);
   return fmt::format("{} * {}", value(args[0]), value(args[1]));
+}
+
+/// The value at `place` times one that all pairs share.
+std::string Code::by_uniform(int place, int factor) {
+  if (is_name(graph_.node(place), Name::score)) return fmt::format("dot * {}", head_.scaled(factor));
+  const std::string text = value(factor);
+  if (!has_float_positions(place)) return fmt::format("{} * {}", value(place), text);
+  const auto [bases, offsets] = affine_float(*affine_form(graph_, graph_[place].args[0]));
+  return fmt::format("__fmaf_rn({}, {}, {} * ({}))", text, offsets, text, bases);
 }
 
 /// A division by what all pairs share is a multiplication.
 std::string Code::quotient(int place) {
   const std::vector<int> args = graph_[place].args;
-  const Node& divisor = graph_.node(args[1]);
-  if (is_literal(divisor) && std::isnormal(1 / divisor.real))
-    return fmt::format("{} * {}", value(args[0]), literal_text(1 / divisor.real));
-  if (graph_.uniform(args[1]) && !is_literal(divisor)) {
-    const int inverse = graph_.add(make_node(Op::divide, Type::real, {make_real(1), graph_[args[1]].node}));
-    return fmt::format("{} * {}", value(args[0]), value(inverse));
-  }
+  const NodePtr divisor = graph_[args[1]].node;
+  if (is_literal(*divisor) && std::isnormal(1 / divisor->real))
+    return by_uniform(args[0], graph_.add(make_real(1 / divisor->real)));
+  if (graph_.uniform(args[1]) && !is_literal(*divisor))
+    return by_uniform(args[0], graph_.add(make_node(Op::divide, Type::real, {make_real(1), divisor})));
   return fmt::format("flashjit::Math<Element>::divide({}, {})", value(args[0]), value(args[1]));
 }
 

@@ -25,6 +25,8 @@ class HeadCode {
   /// Text of what all pairs of a head share. A Rest is a long long, or a float.
   std::string uniform(int place);
   std::string rest(const Rest& rest);
+  /// softmax_scale times a float.
+  std::string scaled(int place);
   std::string rest_float(const Rest& rest);
 
   std::string members() const { return members_; }
@@ -37,7 +39,7 @@ class HeadCode {
   Graph& graph_;
   std::map<std::string, int> slots_;
   std::map<int, std::string> values_;  // within head()
-  std::map<int, std::string> known_;
+  std::map<int, std::string> known_, scaled_;
   std::map<Rest, std::string> rests_, rest_floats_;
   std::string members_, body_;
 };
@@ -70,6 +72,7 @@ class Code {
   bool has_float_positions(int place) const;
   std::string product(int place);
   std::string quotient(int place);
+  std::string by_uniform(int place, int factor);
   std::string scaled_sum(int place);
 
   HeadCode& head_;

@@ -156,10 +156,10 @@ class Hooks {
 }  // namespace
 
 std::string emit_hooks(const Trees& programs) {
-  Trees folded = programs;
-  for (NodePtr* tree : {&folded.score, &folded.mask})
-    if (*tree) *tree = fold(*tree);
-  return Hooks(folded).text();
+  Trees prepared = programs;
+  if (prepared.score) prepared.score = fold(prepared.score);
+  if (prepared.mask) prepared.mask = prepared_mask(prepared.mask);
+  return Hooks(prepared).text();
 }
 
 std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask) {

@@ -97,6 +97,16 @@ std::string HeadCode::rest(const Rest& rest) {
   return fmt::format("head.{}", known->second);
 }
 
+std::string HeadCode::scaled(int place) {
+  const auto [known, is_new] = scaled_.try_emplace(place, fmt::format("s{}", scaled_.size()));
+  if (is_new) {
+    members_ += fmt::format("    float {};\n", known->second);
+    const std::string text = value(place);
+    body_ += fmt::format("    head.{} = __fmul_rn(p.softmax_scale, {});\n", known->second, text);
+  }
+  return fmt::format("head.{}", known->second);
+}
+
 std::string HeadCode::rest_float(const Rest& rest) {
   if (rest.terms.empty()) return literal_text(static_cast<float>(rest.constant));
   const auto [known, is_new] = rest_floats_.try_emplace(rest, fmt::format("f{}", rest_floats_.size()));

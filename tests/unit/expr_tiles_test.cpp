@@ -153,7 +153,7 @@ void check_tiles(const HostTiles& mask, Point head, std::mt19937& random, int co
 }
 
 Checked check_mask(const NodePtr& root, const std::vector<Given>& given, unsigned seed) {
-  const HostTiles mask(root, bounds_of(given));
+  const HostTiles mask(prepared_mask(root), bounds_of(given));
   std::mt19937 random(seed);
   Checked checked;
   const int lengths[][2] = {{9, 7}, {5, 12}, {1, 6}};
@@ -234,6 +234,9 @@ TEST(Tiles, VerdictsOnWhatPeopleWrite) {
       {"w: int; kv <= q && q - kv < w", false, false, 0, 0},
       {"kv <= q && kv != q && b != 1", false, false, 0, 0},
       {"!(kv > q || q - kv > 100)", false, false, 0, 0},
+      {"abs(q - kv) <= 8 && !(9 < abs(kv - q))", false, false, 0, 0},
+      {"w: int; w >= abs(q + seqlen_kv - seqlen_q - kv)", false, false, 0, 0},
+      {"abs(q - kv) > 8", true, false, 0, 0},
       {"prefix: int32 1d; kv < prefix[b]", false, false, 0, 0},
       {"prefix: int32 1d; kv <= q || kv < prefix[b]", true, false, 0, 0},
       {"q < 4 || kv < 4 || abs(q - kv) < 8", true, false, 0, 0},
@@ -249,7 +252,7 @@ TEST(Tiles, VerdictsOnWhatPeopleWrite) {
   };
   for (const Verdict& v : verdicts) {
     Graph graph;
-    const int root = graph.add(parse(v.mask).pointer());
+    const int root = graph.add(prepared_mask(parse(v.mask).pointer()));
     const MaskAnalysis mask(graph, root);
     EXPECT_EQ(mask.listed(), v.listed) << v.mask;
     EXPECT_EQ(mask.evaluate_tiles(), v.evaluated) << v.mask;
@@ -261,7 +264,7 @@ TEST(Tiles, VerdictsOnWhatPeopleWrite) {
 /// Calls check(tiles, head, q range, kv range) for small shapes and all of their tiles.
 template <class Check>
 void for_all_tiles(const char* text, const std::vector<Given>& given, Check check) {
-  const HostTiles mask(parse(text).pointer(), bounds_of(given));
+  const HostTiles mask(prepared_mask(parse(text).pointer()), bounds_of(given));
   for (int sq = 1; sq <= 7; ++sq) {
     for (int skv = 1; skv <= 7; ++skv) {
       for (int q0 = 0; q0 < sq; ++q0) {
@@ -317,6 +320,8 @@ TEST(Tiles, OneSideIsExact) {
   expect_exact("w: int; q >= w", given);
   expect_exact("q == kv");
   expect_exact("2 * kv <= q + 1");
+  expect_exact("w: int; abs(q - kv) < w", given);
+  expect_exact("2 >= abs(q + seqlen_kv - seqlen_q - kv)");
 }
 
 TEST(Tiles, CausalHoldsAtTheLongestLengths) {

@@ -86,10 +86,13 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
   if (spec.pass == Pass::forward)
     return from_shared("multiply_scores", {dtype, config.bc}, "0, 0") +
            from_registers("multiply_output", {dtype, spec.v_dim()});
-  // As BackwardTile in templates/sm90/backward.cuh: dQ is split by rows among the warp groups, else by
-  // columns.
-  const int d = sm90::slices(spec.head_dim) * sm90::kSliceColumns;
-  const int dv = sm90::slices(spec.v_dim()) * sm90::kSliceColumns;
+  // As BackwardTile in templates/sm90/backward.cuh has it.
+  const int d = sm90::backward_columns(spec.head_dim), dv = sm90::backward_columns(spec.v_dim());
+  if (sm90::is_wide(spec.head_dim, spec.v_dim()))
+    return from_shared("multiply_scores", {dtype, config.br / 2}, "0, 0") +
+           from_shared("multiply_dv", {dtype, dv / 2}, "0, 1") +
+           from_shared("multiply_dk", {dtype, d / 2}, "0, 1") +
+           from_shared("multiply_dq", {dtype, d / 2}, "1, 1");
   return from_shared("multiply_scores", {dtype, config.br}, "0, 0") +
          from_registers("multiply_dv", {dtype, dv}) + from_registers("multiply_dk", {dtype, d}) +
          from_shared("multiply_dq", {dtype, config.br == 128 ? d : d / 2}, "1, 1");

@@ -1,12 +1,14 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <cstddef>
 #include <optional>
 #include <string>
 #include <string_view>
 
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "reference_call.hpp"
 #include "versioned_struct.hpp"
 
 struct flashjit_runtime {
@@ -140,13 +142,14 @@ std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   flashjit::RuntimeOptions options;
   if (!given) return options;
-  const auto c = flashjit::read_struct("flashjit_options", given);
+  const auto c = flashjit::read_struct("flashjit_options", given, {offsetof(flashjit_options, nvrtc)});
   if (c.cache_dir) options.cache_dir = c.cache_dir;
   if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
   for (std::size_t i = 0; i < c.pack_count; ++i)
     options.packs.emplace_back(&required(c.packs[i], "a path in packs", "give a folder"));
   options.jit = jit_mode(c.jit);
   if (c.template_dir) options.template_dir = c.template_dir;
+  if (c.nvrtc) options.nvrtc = c.nvrtc;
   if (c.log)
     options.log = [log = c.log, user = c.log_user](std::string_view line) {
       log(user, std::string(line).c_str());
@@ -269,6 +272,22 @@ flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
   return guarded([&] {
     const flashjit::Support support = get(runtime).supports(get(spec, pass), get(shape));
     if (!support) throw Error(ErrorCode::unsupported, support.reason);
+  });
+}
+
+flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
+                                           const flashjit_forward_args* args) noexcept {
+  return guarded([&] {
+    const auto known = flashjit::read_struct("flashjit_forward_args", args);
+    flashjit::reference_forward(get(spec).forward, forward_args(known));
+  });
+}
+
+flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
+                                            const flashjit_backward_args* args) noexcept {
+  return guarded([&] {
+    const auto known = flashjit::read_struct("flashjit_backward_args", args);
+    flashjit::reference_backward(get(spec).backward, backward_args(known));
   });
 }
 

@@ -60,7 +60,9 @@ struct RuntimeOptions {
                                               ///< ~/.cache/flashjit; "" keeps nothing on disk
   std::vector<std::string> packs = {};  ///< searched first to last before the cache; then FLASHJIT_PACKS
   std::optional<JitMode> jit = {};      ///< default FLASHJIT_JIT, else on
-  std::optional<std::string> template_dir = {};    ///< read templates from here instead of the embedded ones
+  std::optional<std::string> template_dir = {};  ///< read templates from here instead of the embedded ones
+  std::optional<std::string> nvrtc = {};  ///< libnvrtc or the folder that holds it; default FLASHJIT_NVRTC,
+                                          ///< else the usual places
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 

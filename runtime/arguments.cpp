@@ -1,13 +1,14 @@
 #include "arguments.hpp"
 
-#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
+#include "captures.hpp"
 #include "reference/reference.hpp"
+#include "refuse.hpp"
 
 namespace flashjit {
 namespace {
@@ -17,11 +18,6 @@ constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr std::uintptr_t kTensorAlignment = 16;
 constexpr std::uintptr_t kWorkspaceAlignment = 256;
 constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
-
-template <class... Parts>
-[[noreturn, gnu::cold, gnu::noinline]] void refuse(fmt::format_string<Parts...> format, Parts&&... parts) {
-  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Parts>(parts)...));
-}
 
 bool aligned(const void* pointer, std::uintptr_t alignment) {
   return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
@@ -143,6 +139,61 @@ void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, co
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
 }
 
+/// The packed rows of Q or of K, and what is told about the sequences in them.
+struct Packed {
+  const char *tensor, *offsets, *longest;  ///< names
+  const std::array<std::int64_t, 4>& size;
+  const std::int32_t* cu_seqlens;
+  std::int64_t max_seqlen;
+};
+
+void check_packed(const Packed& packed, std::int64_t batch_size) {
+  const std::int64_t rows = packed.size[2];
+  if (packed.size[0] != 1)
+    refuse("{} has batch {}, but the spec has varlen: pack the sequences into [1, heads, rows, head_dim].",
+           packed.tensor, packed.size[0]);
+  if (!packed.cu_seqlens && batch_size > 0)
+    refuse("{} is null, but the spec has varlen: give int32 [batch_size + 1] in device memory.",
+           packed.offsets);
+  check_pointer(packed.offsets, packed.cu_seqlens, alignof(std::int32_t));
+  if (rows > kMaxInt)
+    refuse("{} has {} rows: packed sequences have at most 2^31 - 1 together.", packed.tensor, rows);
+  if (packed.max_seqlen < 0 || packed.max_seqlen > kMaxInt)
+    refuse("{} is {}: give the length of the longest sequence, 0 to 2^31 - 1.", packed.longest,
+           packed.max_seqlen);
+  if (packed.max_seqlen == 0 && rows > 0 && batch_size > 0)
+    refuse("{} is 0, but {} has {} rows: give the length of the longest sequence.", packed.longest,
+           packed.tensor, rows);
+}
+
+template <class Args>
+void check_varlen(const AttentionSpec& spec, const Args& args) {
+  if (!spec.varlen) {
+    if (args.cu_seqlens_q || args.cu_seqlens_kv)
+      refuse("{} is given, but the spec has no varlen: set spec.varlen.",
+             args.cu_seqlens_q ? "cu_seqlens_q" : "cu_seqlens_kv");
+    if (args.batch_size != 0 || args.max_seqlen_q != 0 || args.max_seqlen_kv != 0)
+      refuse(
+          "batch_size {}, max_seqlen_q {} and max_seqlen_kv {} are given, but the spec has no varlen: set "
+          "spec.varlen or leave them 0.",
+          args.batch_size, args.max_seqlen_q, args.max_seqlen_kv);
+    return;
+  }
+  if (args.batch_size < 0 || args.batch_size > kMaxInt)
+    refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
+  check_packed({"q", "cu_seqlens_q", "max_seqlen_q", args.q.size, args.cu_seqlens_q, args.max_seqlen_q},
+               args.batch_size);
+  check_packed({"k", "cu_seqlens_kv", "max_seqlen_kv", args.k.size, args.cu_seqlens_kv, args.max_seqlen_kv},
+               args.batch_size);
+}
+
+void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const float* sinks) {
+  if (!spec.sinks && sinks) refuse("sinks is given, but the spec has none: set spec.sinks.");
+  if (spec.sinks && !sinks && shape.heads_q > 0)
+    refuse("sinks is null, but the spec has them: give one float per head of q in device memory.");
+  check_pointer("sinks", sinks, alignof(float));
+}
+
 /// What both passes have beside their tensors.
 template <class Args>
 void check_common(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
@@ -155,6 +206,13 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
     refuse("dropout_p is {}, but the spec has no dropout: set spec.dropout.", args.dropout_p);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
+  check_sinks(spec, shape, args.sinks);
+}
+
+/// The sizes of q and k, packed or not.
+template <class Args>
+AttentionShape stored_shape(const Args& args) {
+  return {args.q.size[0], args.q.size[1], args.k.size[1], args.q.size[2], args.k.size[2]};
 }
 
 /// Sizes of the tensors as q, k and the spec tell them.
@@ -180,8 +238,13 @@ void check_heads(const AttentionShape& shape) {
 }
 
 template <class Args>
-AttentionShape shape_of_any(const Args& args) {
-  return {args.q.size[0], args.q.size[1], args.k.size[1], args.q.size[2], args.k.size[2]};
+AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
+  AttentionShape shape = stored_shape(args);
+  if (!spec.varlen) return shape;
+  shape.batch = args.batch_size;
+  shape.seqlen_q = args.max_seqlen_q;
+  shape.seqlen_kv = args.max_seqlen_kv;
+  return shape;
 }
 
 /// A stride that no index uses is not handed on: callers may have left anything in it.
@@ -224,7 +287,7 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, const Worksp
 }
 
 template <class Args>
-Params common_params(const plan::ExecutionPlan& plan, const Args& args) {
+Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
   const AttentionSpec& spec = plan.spec;
   const AttentionShape& shape = plan.shape;
   Params params{};
@@ -245,6 +308,10 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args) {
   set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
   if (spec.has_block_map()) set_block_map(params, args.block_map);
   set_workspace(params, plan, args.workspace);
+  set_captures(params, plan.declarations, args.captures, pass);
+  params.cu_seqlens_q = args.cu_seqlens_q;
+  params.cu_seqlens_kv = args.cu_seqlens_kv;
+  params.sinks = args.sinks;
   return params;
 }
 
@@ -263,21 +330,39 @@ const void* memory_of(const View& view) {
   return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
 }
 
-std::vector<NamedPointer> without_nulls(std::initializer_list<NamedPointer> pointers) {
-  std::vector<NamedPointer> kept;
-  std::copy_if(pointers.begin(), pointers.end(), std::back_inserter(kept),
-               [](const NamedPointer& named) { return named.pointer != nullptr; });
-  return kept;
+/// What both passes have, and what one has beside it, without nulls.
+template <class Args>
+std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<NamedPointer> more) {
+  std::vector<NamedPointer> pointers{{"q", memory_of(args.q)},
+                                     {"k", memory_of(args.k)},
+                                     {"v", memory_of(args.v)},
+                                     {"out", memory_of(args.out)},
+                                     {"lse", args.lse},
+                                     {"kv_lengths", args.kv_lengths},
+                                     {"block_map", args.block_map.data},
+                                     {"cu_seqlens_q", args.cu_seqlens_q},
+                                     {"cu_seqlens_kv", args.cu_seqlens_kv},
+                                     {"sinks", args.sinks},
+                                     {"workspace", args.workspace.data}};
+  pointers.insert(pointers.end(), more);
+  for (const Capture& capture : args.captures) pointers.push_back({capture.name, capture.data});
+  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
+  return pointers;
 }
 
 }  // namespace
 
-AttentionShape shape_of(const ForwardArgs& args) { return shape_of_any(args); }
-AttentionShape shape_of(const BackwardArgs& args) { return shape_of_any(args); }
+AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args) {
+  return shape_of_any(spec, args);
+}
+AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
+  return shape_of_any(spec, args);
+}
 
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
-  const AttentionShape shape = shape_of(args);
-  const Expected sizes = expected_sizes(spec, shape);
+  check_varlen(spec, args);
+  const AttentionShape shape = shape_of(spec, args);
+  const Expected sizes = expected_sizes(spec, stored_shape(args));
   const int element_size = size_of(spec.dtype);
   check_qkv_and_out(args, sizes, element_size, Access::write);
   check_pointer("lse", args.lse, alignof(float));
@@ -286,8 +371,9 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
-  const AttentionShape shape = shape_of(args);
-  const Expected sizes = expected_sizes(spec, shape);
+  check_varlen(spec, args);
+  const AttentionShape shape = shape_of(spec, args);
+  const Expected sizes = expected_sizes(spec, stored_shape(args));
   const int element_size = size_of(spec.dtype);
   check_qkv_and_out(args, sizes, element_size, Access::read);
   check_tensor("dout", args.dout, sizes.out, element_size, Access::read);
@@ -296,6 +382,8 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   check_tensor("dv", args.dv, sizes.v, element_size, Access::write);
   if (!args.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
+  if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
+  check_pointer("dsinks", args.dsinks, alignof(float));
   check_pointer("lse", args.lse, alignof(float));
   check_heads(shape);
   check_common(spec, shape, args);
@@ -316,42 +404,30 @@ void check_limits(const AttentionShape& shape) {
 }
 
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
-  return common_params(plan, args);
+  return common_params(plan, args, Pass::forward);
 }
 
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
-  Params params = common_params(plan, args);
+  Params params = common_params(plan, args, Pass::backward);
   params.dout = tensor_param(args.dout);
   params.dq = tensor_param(args.dq);
   params.dk = tensor_param(args.dk);
   params.dv = tensor_param(args.dv);
+  params.dsinks = args.dsinks;
   return params;
 }
 
-std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
-  return without_nulls({{"q", memory_of(args.q)},
-                        {"k", memory_of(args.k)},
-                        {"v", memory_of(args.v)},
-                        {"out", memory_of(args.out)},
-                        {"lse", args.lse},
-                        {"kv_lengths", args.kv_lengths},
-                        {"block_map", args.block_map.data},
-                        {"workspace", args.workspace.data}});
-}
+std::vector<NamedPointer> pointers_of(const ForwardArgs& args) { return pointers_with(args, {}); }
 
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {
-  return without_nulls({{"q", memory_of(args.q)},
-                        {"k", memory_of(args.k)},
-                        {"v", memory_of(args.v)},
-                        {"out", memory_of(args.out)},
-                        {"lse", args.lse},
-                        {"dout", memory_of(args.dout)},
-                        {"dq", memory_of(args.dq)},
-                        {"dk", memory_of(args.dk)},
-                        {"dv", memory_of(args.dv)},
-                        {"kv_lengths", args.kv_lengths},
-                        {"block_map", args.block_map.data},
-                        {"workspace", args.workspace.data}});
+  std::vector<NamedPointer> pointers = pointers_with(args, {{"dout", memory_of(args.dout)},
+                                                            {"dq", memory_of(args.dq)},
+                                                            {"dk", memory_of(args.dk)},
+                                                            {"dv", memory_of(args.dv)},
+                                                            {"dsinks", args.dsinks}});
+  for (const Capture& capture : args.captures)
+    if (capture.grad) pointers.push_back({capture.name, capture.grad});
+  return pointers;
 }
 
 }  // namespace flashjit

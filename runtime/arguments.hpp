@@ -1,6 +1,7 @@
 // From a call's arguments to what a kernel is handed, or to the reason why not. No driver, no allocation.
 #pragma once
 
+#include <string_view>
 #include <vector>
 
 #include "flashjit/runtime.hpp"
@@ -9,12 +10,13 @@
 
 namespace flashjit {
 
-/// The sizes that q and k tell; check_arguments() says whether the others agree.
-AttentionShape shape_of(const ForwardArgs& args);
-AttentionShape shape_of(const BackwardArgs& args);
+/// The sizes that q and k tell, with spec.varlen those of the batch and its longest sequences;
+/// check_arguments() says whether the others agree.
+AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args);
+AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args);
 
-/// Everything that can be checked without a plan or a device. Throws Error(invalid_argument) that names the
-/// argument, what it is, what is allowed and what to do.
+/// Everything that can be checked without a plan or a device, but for the captures: see captures.hpp. Throws
+/// Error(invalid_argument) that names the argument, what it is, what is allowed and what to do.
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args);
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
 
@@ -24,12 +26,12 @@ void check_workspace(const Workspace& workspace, std::size_t needed);
 /// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
 void check_limits(const AttentionShape& shape);
 
-/// Of arguments and a workspace that were checked.
+/// Of arguments, captures and a workspace that were checked.
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args);
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
 
 struct NamedPointer {
-  const char* name;
+  std::string_view name;
   const void* pointer;
 };
 /// Every pointer that is not null.

@@ -3,12 +3,14 @@
 #include <array>
 #include <cstddef>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
 #include "reference_call.hpp"
+#include "templates/common/params.cuh"
 #include "versioned_struct.hpp"
 
 struct flashjit_runtime {
@@ -91,9 +93,47 @@ flashjit::TensorView view(const flashjit_tensor& tensor) {
 
 std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
 
+static_assert(FLASHJIT_MAX_CAPTURES == flashjit::kMaxCaptures + flashjit::kMaxScalars);
+static_assert(FLASHJIT_ELEMENT_BOOL == 1 + static_cast<int>(flashjit::ElementType::boolean));
+
+flashjit::Capture capture(const flashjit_capture& c) {
+  using flashjit::ElementType;
+  if (c.type < FLASHJIT_ELEMENT_UNTOLD || c.type > FLASHJIT_ELEMENT_BOOL)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("the type of the capture {} is {}: give FLASHJIT_ELEMENT_UNTOLD (0) to "
+                            "FLASHJIT_ELEMENT_BOOL (9).",
+                            c.name, c.type));
+  flashjit::Capture made{.name = c.name,
+                         .data = c.data,
+                         .grad = c.grad,
+                         .rank = c.rank,
+                         .size = std::to_array(c.size),
+                         .stride = std::to_array(c.stride),
+                         .scalar = c.scalar};
+  if (c.type != FLASHJIT_ELEMENT_UNTOLD) made.type = static_cast<ElementType>(c.type - 1);
+  return made;
+}
+
+/// Room for one call's captures, whose span the arguments hold.
+using Captures = std::array<flashjit::Capture, FLASHJIT_MAX_CAPTURES>;
+
+template <class CArgs>
+std::span<const flashjit::Capture> captures(const CArgs& c, Captures& room) {
+  if (c.capture_count > room.size())
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("capture_count is {}: programs declare at most {} tensors and {} scalars.",
+                            c.capture_count, flashjit::kMaxCaptures, flashjit::kMaxScalars));
+  if (c.capture_count > 0) required(c.captures, "captures", "give capture_count of them");
+  for (std::size_t i = 0; i < c.capture_count; ++i) {
+    required(c.captures[i].name, "the name of a capture", "give the name that the program declares");
+    room[i] = capture(c.captures[i]);
+  }
+  return {room.data(), c.capture_count};
+}
+
 /// What both structs of arguments have beside their tensors.
 template <class Args, class CArgs>
-void set_common(Args& args, const CArgs& c) {
+void set_common(Args& args, const CArgs& c, Captures& room) {
   args.softmax_scale = optional(c.softmax_scale);
   args.kv_lengths = c.kv_lengths;
   args.block_map = {c.block_map.data, std::to_array(c.block_map.size)};
@@ -101,16 +141,23 @@ void set_common(Args& args, const CArgs& c) {
   args.seed = c.seed;
   args.offset = c.offset;
   args.workspace = {c.workspace, c.workspace_bytes};
+  args.captures = captures(c, room);
+  args.cu_seqlens_q = c.cu_seqlens_q;
+  args.cu_seqlens_kv = c.cu_seqlens_kv;
+  args.batch_size = c.batch_size;
+  args.max_seqlen_q = c.max_seqlen_q;
+  args.max_seqlen_kv = c.max_seqlen_kv;
+  args.sinks = c.sinks;
 }
 
-flashjit::ForwardArgs forward_args(const flashjit_forward_args& c) {
+flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
   flashjit::ForwardArgs args{
       .q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
-  set_common(args, c);
+  set_common(args, c, room);
   return args;
 }
 
-flashjit::BackwardArgs backward_args(const flashjit_backward_args& c) {
+flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& room) {
   flashjit::BackwardArgs args{.q = view(c.q),
                               .k = view(c.k),
                               .v = view(c.v),
@@ -120,7 +167,8 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c) {
                               .dq = view(c.dq),
                               .dk = view(c.dk),
                               .dv = view(c.dv)};
-  set_common(args, c);
+  set_common(args, c, room);
+  args.dsinks = c.dsinks;
   return args;
 }
 
@@ -237,16 +285,20 @@ void flashjit_spec_destroy(flashjit_spec* spec) noexcept { delete spec; }
 flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                  const flashjit_forward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
-    const auto known = flashjit::read_struct("flashjit_forward_args", args);
-    get(runtime).forward(get(spec).forward, forward_args(known), stream);
+    const auto known =
+        flashjit::read_struct("flashjit_forward_args", args, {offsetof(flashjit_forward_args, captures)});
+    Captures room;
+    get(runtime).forward(get(spec).forward, forward_args(known, room), stream);
   });
 }
 
 flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                   const flashjit_backward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
-    const auto known = flashjit::read_struct("flashjit_backward_args", args);
-    get(runtime).backward(get(spec).backward, backward_args(known), stream);
+    const auto known =
+        flashjit::read_struct("flashjit_backward_args", args, {offsetof(flashjit_backward_args, captures)});
+    Captures room;
+    get(runtime).backward(get(spec).backward, backward_args(known, room), stream);
   });
 }
 
@@ -278,16 +330,20 @@ flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
 flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
                                            const flashjit_forward_args* args) noexcept {
   return guarded([&] {
-    const auto known = flashjit::read_struct("flashjit_forward_args", args);
-    flashjit::reference_forward(get(spec).forward, forward_args(known));
+    const auto known =
+        flashjit::read_struct("flashjit_forward_args", args, {offsetof(flashjit_forward_args, captures)});
+    Captures room;
+    flashjit::reference_forward(get(spec).forward, forward_args(known, room));
   });
 }
 
 flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
                                             const flashjit_backward_args* args) noexcept {
   return guarded([&] {
-    const auto known = flashjit::read_struct("flashjit_backward_args", args);
-    flashjit::reference_backward(get(spec).backward, backward_args(known));
+    const auto known =
+        flashjit::read_struct("flashjit_backward_args", args, {offsetof(flashjit_backward_args, captures)});
+    Captures room;
+    flashjit::reference_backward(get(spec).backward, backward_args(known, room));
   });
 }
 

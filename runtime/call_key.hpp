@@ -40,7 +40,8 @@ struct CallKeyView {
     const bool deterministic = spec.deterministic && pass == Pass::backward;
     return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
            static_cast<std::int64_t>(spec.dropout) << 16 | static_cast<std::int64_t>(spec.kv_lengths) << 17 |
-           static_cast<std::int64_t>(deterministic) << 18;
+           static_cast<std::int64_t>(deterministic) << 18 | static_cast<std::int64_t>(spec.varlen) << 19 |
+           static_cast<std::int64_t>(spec.sinks) << 20;
   }
   static std::int64_t two(int high, int low) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |

@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "arguments.hpp"
+#include "captures.hpp"
 #include "device/tensor_maps.hpp"
 
 namespace flashjit {
@@ -84,9 +85,14 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   check_arguments(spec, args);
   const device::Driver& driver = *this->driver();
   const CUdevice device = device::current_device(driver);
-  const AttentionShape shape = shape_of(args);
+  const AttentionShape shape = shape_of(spec, args);
   OperationPtr operation = find(CallKeyView(spec, pass, shape, device));
-  if (!operation) operation = add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
+  if (operation) {
+    check_captures(operation->plan.declarations, args.captures, pass);
+  } else {
+    check_captures(expr::declarations(spec.score, spec.mask), args.captures, pass);
+    operation = add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
+  }
   check_workspace(args.workspace, operation->plan.workspace.bytes);
   if (!operation->pointers_checked.load(std::memory_order_relaxed)) {
     check_pointers(args, device);

@@ -89,18 +89,58 @@ typedef struct flashjit_block_map {
   int64_t size[4];
 } flashjit_block_map;
 
+/* What a captured tensor holds, where the caller knows it. */
+typedef int32_t flashjit_element_type;
+enum {
+  FLASHJIT_ELEMENT_UNTOLD = 0, /* not checked against the program */
+  FLASHJIT_ELEMENT_FP32 = 1,
+  FLASHJIT_ELEMENT_FP16 = 2,
+  FLASHJIT_ELEMENT_BF16 = 3,
+  FLASHJIT_ELEMENT_INT32 = 4,
+  FLASHJIT_ELEMENT_INT64 = 5,
+  FLASHJIT_ELEMENT_INT16 = 6,
+  FLASHJIT_ELEMENT_INT8 = 7,
+  FLASHJIT_ELEMENT_UINT8 = 8,
+  FLASHJIT_ELEMENT_BOOL = 9
+};
+
+/* A value for a name that the score or the mask program declares: a scalar, or a tensor on the device. */
+typedef struct flashjit_capture {
+  const char* name;
+  const void* data; /* of a tensor, aligned to its element; null for a scalar */
+  float* grad;  /* backward, where the program declares "grad": fp32 on the device, contiguous, the tensor's
+                   sizes. The gradient is added to what is there: zero it first */
+  int32_t rank; /* of a tensor, 1 to 4; 0: a scalar */
+  flashjit_element_type type;
+  int64_t size[4];   /* the first `rank` count; each at least 1 */
+  int64_t stride[4]; /* in elements, 0 or more */
+  double scalar;     /* for an int an integer */
+} flashjit_capture;
+
+/* A call gives at most this many: 8 tensors and 8 scalars. */
+enum { FLASHJIT_MAX_CAPTURES = 16 };
+
+/* With "varlen" in the spec, sequences of unlike lengths are packed: q [1, heads, rows, dim] and so on, where
+ * sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and those of cu_seqlens_kv of K
+ * and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or more) are then the shape's
+ * batch and lengths; without "varlen" all of them are 0 or null. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /* read only */
   flashjit_tensor out;
-  float* lse;                   /* [batch, heads_q, seqlen_q] contiguous; null: not wanted */
-  const float* softmax_scale;   /* on the host; null: 1 / sqrt(head_dim) */
-  const int32_t* kv_lengths;    /* [batch] on the device, with "kvlen" in the spec */
-  flashjit_block_map block_map; /* with "map..." in the spec */
-  double dropout_p;             /* in [0, 1), with "dropout" in the spec */
-  uint64_t seed, offset;        /* of the dropout mask */
-  void* workspace;              /* 256-byte aligned device memory */
-  size_t workspace_bytes;       /* at least what flashjit_workspace_bytes() says */
+  float* lse;                       /* [batch, heads_q, seqlen_q] contiguous; null: not wanted */
+  const float* softmax_scale;       /* on the host; null: 1 / sqrt(head_dim) */
+  const int32_t* kv_lengths;        /* [batch] on the device, with "kvlen" in the spec */
+  flashjit_block_map block_map;     /* with "map..." in the spec */
+  double dropout_p;                 /* in [0, 1), with "dropout" in the spec */
+  uint64_t seed, offset;            /* of the dropout mask */
+  void* workspace;                  /* 256-byte aligned device memory */
+  size_t workspace_bytes;           /* at least what flashjit_workspace_bytes() says */
+  const flashjit_capture* captures; /* one for each name that the spec's programs declare, in any order */
+  size_t capture_count;
+  const int32_t *cu_seqlens_q, *cu_seqlens_kv; /* [batch_size + 1] on the device, with "varlen" in the spec */
+  const float* sinks;                          /* [heads_q] on the device, with "sinks" in the spec */
+  int64_t batch_size, max_seqlen_q, max_seqlen_kv;
 } flashjit_forward_args;
 
 typedef struct flashjit_backward_args {
@@ -116,6 +156,12 @@ typedef struct flashjit_backward_args {
   uint64_t seed, offset;
   void* workspace;
   size_t workspace_bytes;
+  const flashjit_capture* captures;
+  size_t capture_count;
+  const int32_t *cu_seqlens_q, *cu_seqlens_kv;
+  const float* sinks;
+  float* dsinks; /* [heads_q], added to: zero it first; null: not wanted */
+  int64_t batch_size, max_seqlen_q, max_seqlen_kv;
 } flashjit_backward_args;
 
 /* "0.1.0" */

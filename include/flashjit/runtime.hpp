@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -21,6 +22,14 @@ using Stream = CUstream_st*;
 
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
 /// out [b, hq, sq, dv].
+///
+/// With spec.varlen, b sequences of unlike lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d] and
+/// so on, where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and
+/// cu_seqlens_kv[i] to cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv take the
+/// place of b, sq and skv (also for a block map, whose blocks count within each sequence, and for
+/// workspace_bytes() and prepare()); a maximum may be larger than the longest sequence, never smaller. Rows
+/// of LSE past a sequence's end are not written, nor rows of the tensors that belong to no sequence. Programs
+/// count q and kv within their sequence and see its own lengths.
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;
@@ -32,7 +41,15 @@ struct ForwardArgs {
   double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout
   std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
-  Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
+  Workspace workspace = {};                ///< at least Runtime::workspace_bytes(spec, shape)
+  std::span<const Capture> captures = {};  ///< a value for each name that the spec's programs declare, in any
+                                           ///< order; Capture::grad is not looked at
+  const std::int32_t* cu_seqlens_q =
+      nullptr;  ///< [batch_size + 1] on the device, from 0 up, with spec.varlen
+  const std::int32_t* cu_seqlens_kv = nullptr;       ///< the same of K and V
+  std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
+  std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
+  const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's
@@ -49,6 +66,13 @@ struct BackwardArgs {
   std::uint64_t seed = 0;
   std::uint64_t offset = 0;
   Workspace workspace = {};
+  std::span<const Capture> captures = {};
+  const std::int32_t* cu_seqlens_q = nullptr;
+  const std::int32_t* cu_seqlens_kv = nullptr;
+  std::int64_t batch_size = 0;
+  std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
+  const float* sinks = nullptr;
+  float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
 };
 
 /// Whether a kernel that no pack and no cache holds may be compiled.

@@ -23,7 +23,9 @@ struct BlockSize {
 /// What is computed. Everything here is compiled into the kernel; what is not here is given at the call.
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
-/// As text: "fwd:bf16:d128:causal", "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det".
+/// With sinks the softmax of a row has one logit more, that of its head, without a value: LSE includes it,
+/// and a row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
+/// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks".
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
   DType dtype = DType::bf16;
@@ -35,6 +37,8 @@ struct AttentionSpec {
   bool kv_lengths = false;     ///< key padding: one length per batch entry is given at the call
   BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
+  bool varlen = false;  ///< sequences of unlike lengths, packed one behind the other; not with kv_lengths
+  bool sinks = false;   ///< one more logit a query head in the softmax, which attends to no value
 
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
@@ -45,7 +49,8 @@ struct AttentionSpec {
   bool operator==(const AttentionSpec&) const = default;
 };
 
-/// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096".
+/// Sizes known at the call. As text: "b2:hq32:hkv8:sq4096:skv4096". With spec.varlen the batch is the number
+/// of sequences, and the lengths are those of the longest.
 struct AttentionShape {
   std::int64_t batch = 0;
   std::int64_t heads_q = 0;  ///< a multiple of heads_kv; query head h reads KV head h / (heads_q / heads_kv)

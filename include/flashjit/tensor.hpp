@@ -4,7 +4,12 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <initializer_list>
+#include <optional>
+#include <string_view>
 #include <type_traits>
+
+#include "flashjit/types.hpp"
 
 namespace flashjit {
 
@@ -50,6 +55,44 @@ using ConstTensorView = BasicTensorView<const void>;
 struct BlockMapView {
   const std::uint8_t* data = nullptr;
   std::array<std::int64_t, 4> size{};  ///< batch or 1, heads or 1, block rows, block columns
+};
+
+/// A value for a name that the score or the mask program declares: a tensor in device memory or a scalar.
+/// Names and memory are the caller's and must live as long as the call; nothing is copied.
+struct Capture {
+  std::string_view name;
+  const void* data = nullptr;  ///< of a tensor, aligned to its element
+  float* grad = nullptr;  ///< backward, where the program declares "grad": fp32, contiguous, the tensor's
+                          ///< sizes. The gradient is ADDED to what is there: zero it first
+  int rank = 0;                        ///< of a tensor, 1 to 4; 0: a scalar
+  std::array<std::int64_t, 4> size{};  ///< the first `rank` count; each at least 1
+  std::array<std::int64_t, 4>
+      stride{};       ///< in elements, 0 or more; 0 repeats the tensor along that dimension
+  double scalar = 0;  ///< an int must be given as an integer from -2^31 to 2^31 - 1
+  std::optional<ElementType> type = {};  ///< what `data` holds, where known: then it is checked
+
+  /// A contiguous tensor, the last dimension fastest.
+  static Capture tensor(std::string_view name, const void* data, std::initializer_list<std::int64_t> sizes,
+                        float* grad = nullptr) {
+    Capture made{.name = name, .data = data, .grad = grad, .rank = static_cast<int>(sizes.size())};
+    constexpr std::int64_t kTooFar = std::int64_t{1} << 62;  // is refused at the call, as are five dimensions
+    std::int64_t stride = 1;
+    for (int i = made.rank; i-- > 0;) {
+      const std::int64_t size = sizes.begin()[i];
+      if (i < 4) made.size[i] = size, made.stride[i] = stride;
+      if (size > 0) stride = stride > kTooFar / size ? kTooFar : stride * size;
+    }
+    return made;
+  }
+  /// A tensor with any strides, in elements; as many as sizes.
+  static Capture strided(std::string_view name, const void* data, std::initializer_list<std::int64_t> sizes,
+                         std::initializer_list<std::int64_t> strides, float* grad = nullptr) {
+    Capture made = tensor(name, data, sizes, grad);
+    made.stride = {};
+    for (std::size_t i = 0; i < strides.size() && i < 4; ++i) made.stride[i] = strides.begin()[i];
+    return made;
+  }
+  static Capture number(std::string_view name, double value) { return {.name = name, .scalar = value}; }
 };
 
 /// Device memory lent for one call.

@@ -20,6 +20,9 @@ enum class Pass : std::uint8_t { forward, backward };
 /// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation.
 enum class DType : std::uint8_t { fp16, bf16, fp32 };
 
+/// Element type of a captured tensor. Programs read integers as int and booleans as bool.
+enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
+
 /// Kernel families, best first where several can do a problem. A family names the instructions it needs.
 enum class Family : std::uint8_t {
   sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16
@@ -27,9 +30,10 @@ enum class Family : std::uint8_t {
   simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; the one that can always do it
 };
 
-FLASHJIT_API std::string to_string(Pass pass);      // "fwd", "bwd"
-FLASHJIT_API std::string to_string(DType dtype);    // "fp16", "bf16", "fp32"
-FLASHJIT_API std::string to_string(Family family);  // "sm90", "sm80", "simt"
+FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd"
+FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32"
+FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
+FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"
 
 FLASHJIT_API Pass parse_pass(std::string_view text);
 FLASHJIT_API DType parse_dtype(std::string_view text);
@@ -37,5 +41,9 @@ FLASHJIT_API Family parse_family(std::string_view text);
 
 /// Bytes of one element.
 constexpr int size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+constexpr int size_of(ElementType type) {
+  constexpr int kBytes[] = {4, 2, 2, 4, 8, 2, 1, 1, 1};
+  return kBytes[static_cast<int>(type)];
+}
 
 }  // namespace flashjit

@@ -1,6 +1,17 @@
 #include "plan/family.hpp"
 
+#include <algorithm>
+
+#include "expr/declarations.hpp"
+
 namespace flashjit::plan {
+
+bool has_tile_lists(const AttentionSpec& spec) { return spec.has_block_map() || expr::is_listed(spec.mask); }
+
+bool has_capture_grads(const AttentionSpec& spec) {
+  return spec.pass == Pass::backward &&
+         std::ranges::any_of(expr::declarations(spec.score, spec.mask), &expr::Declaration::wants_grad);
+}
 
 std::span<const FamilyTraits> families() {
   static const std::array<FamilyTraits, 3> kFamilies{sm90_traits(), sm80_traits(), simt_traits()};

@@ -48,6 +48,16 @@ struct WorkspaceNeeds {
   bool operator==(const WorkspaceNeeds&) const = default;
 };
 
+/// Whether the spec's kernels walk lists of tiles: those of a block map, or of a mask without bounds.
+bool has_tile_lists(const AttentionSpec& spec);
+
+/// Whether the pass gives gradients to captured tensors.
+bool has_capture_grads(const AttentionSpec& spec);
+
+/// Why a deterministic pass cannot have them.
+inline constexpr const char* kUnorderedGrads =
+    "gradients of captured tensors are added up in any order, the spec says det";
+
 /// Rows of Q, and of K and V, that the TMA unit copies at a time.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0;

@@ -97,6 +97,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.needs = family.workspace(plan.spec, shape, plan.config);
   plan.workspace = workspace_layout(plan.needs, plan.spec, shape);
   plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
+  plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);
   return plan;
 }

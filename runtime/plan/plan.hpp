@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "expr/declarations.hpp"
 #include "plan/family.hpp"
 #include "plan/records.hpp"
 #include "plan/workspace.hpp"
@@ -22,6 +23,7 @@ struct ExecutionPlan {
   WorkspaceNeeds needs;
   WorkspaceLayout workspace;
   std::optional<TensorBoxes> tensor_boxes;
+  std::vector<expr::Declaration> declarations;  ///< of the spec's programs
 };
 
 /// The first family that can do the spec, or the reasons of all of them.

@@ -55,6 +55,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
+  if (spec.deterministic && has_capture_grads(spec)) return Support::no(kUnorderedGrads);
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,

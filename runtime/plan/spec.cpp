@@ -148,7 +148,7 @@ class FieldReader {
 constexpr std::string_view kSpecAllowed =
     "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, causal or "
     "causal_top_left, "
-    "dropout, kvlen, map<queries>x<keys>, det";
+    "dropout, kvlen, map<queries>x<keys>, det, varlen, sinks";
 constexpr std::string_view kShapeAllowed =
     "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
 constexpr std::string_view kConfigAllowed =
@@ -162,6 +162,10 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     spec.kv_lengths = true;
   } else if (reader.flag(field, "det")) {
     spec.deterministic = true;
+  } else if (reader.flag(field, "varlen")) {
+    spec.varlen = true;
+  } else if (reader.flag(field, "sinks")) {
+    spec.sinks = true;
   } else if (const auto blocks = reader.pair(field, "map")) {
     spec.block_map = {(*blocks)[0], (*blocks)[1]};
   } else if (MaskProgram mask{std::string(field)}; !mask.empty() && expr::check(mask)) {
@@ -219,6 +223,11 @@ void AttentionSpec::validate() const {
   if (head_dim_v != 0) require_multiple("head_dim_v", head_dim_v, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
   if (const Support known = expr::check(score); !known) refuse("{}", known.reason);
   if (const Support known = expr::check(mask); !known) refuse("{}", known.reason);
+  if (varlen && kv_lengths) {
+    refuse(
+        "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
+        "so leave kv_lengths out");
+  }
   if (block_map != BlockSize{}) {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
     require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);
@@ -249,6 +258,8 @@ std::string to_string(const AttentionSpec& given) {
   if (spec.kv_lengths) append(":kvlen");
   if (spec.has_block_map()) append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
   if (spec.deterministic) append(":det");
+  if (spec.varlen) append(":varlen");
+  if (spec.sinks) append(":sinks");
   return out;
 }
 

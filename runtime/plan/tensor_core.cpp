@@ -32,7 +32,7 @@ std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const Entry& main
   const bool backward = spec.pass == Pass::backward;
   std::vector<Entry> all;
   if (backward) all.push_back(auxiliary("preprocess"));
-  if (spec.has_block_map()) all.push_back(auxiliary("block_lists"));
+  if (has_tile_lists(spec)) all.push_back(auxiliary("block_lists"));
   all.push_back(main);
   if (backward) all.push_back(auxiliary("convert_dq"));
   return all;
@@ -45,7 +45,7 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
   const std::int64_t rows = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
   std::vector<std::int64_t> blocks;
   if (backward) blocks.push_back(rows);
-  if (spec.has_block_map()) blocks.push_back(shape.batch * shape.heads_q * (backward ? kv_tiles : q_tiles));
+  if (has_tile_lists(spec)) blocks.push_back(shape.batch * shape.heads_q * (backward ? kv_tiles : q_tiles));
   blocks.push_back(shape.batch * (backward ? shape.heads_kv * kv_tiles : shape.heads_q * q_tiles));
   if (backward) blocks.push_back(rows);
   std::vector<Launch> all;
@@ -55,13 +55,13 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
 
 WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionShape& shape,
                                      const TileConfig& config) {
-  const bool backward = spec.pass == Pass::backward;
+  const bool backward = spec.pass == Pass::backward, lists = has_tile_lists(spec);
   const std::int64_t q_tiles = tiles(shape.seqlen_q, config.br), kv_tiles = tiles(shape.seqlen_kv, config.bc);
   return {.row_stats = backward,
           .dq_accum = backward,
           .tickets = backward && spec.deterministic,
-          .lists = spec.has_block_map(),
-          .ranks = backward && spec.deterministic && spec.has_block_map(),
+          .lists = lists,
+          .ranks = backward && spec.deterministic && lists,
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
           .q_tiles = q_tiles};

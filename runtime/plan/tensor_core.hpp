@@ -9,8 +9,8 @@ namespace flashjit::plan {
 /// The main kernel of a family: templates/<family>/{forward, backward}.cuh.
 Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shared_bytes);
 
-/// The main kernel among those that a call launches with it: row sums before a backward pass, lists of a
-/// block map, dQ's conversion after it.
+/// The main kernel among those that a call launches with it: row sums before a backward pass, lists of tiles
+/// where there are some, dQ's conversion after it.
 std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const Entry& main);
 
 /// The launches of with_auxiliaries(): a block a Q tile forward, a KV tile backward.

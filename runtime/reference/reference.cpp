@@ -9,9 +9,10 @@
 #include <future>
 #include <initializer_list>
 #include <limits>
+#include <mutex>
+#include <numeric>
 #include <thread>
 
-#include "expr/programs.hpp"
 #include "flashjit/error.hpp"
 #include "support/small_float.hpp"
 #include "templates/common/philox.cuh"
@@ -20,6 +21,7 @@ namespace flashjit::reference {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 [[noreturn]] void refuse(std::string message) {
   throw Error(ErrorCode::invalid_argument, std::move(message));
@@ -116,11 +118,33 @@ void check_size(const char* what, std::size_t given, std::int64_t wanted) {
   }
 }
 
+/// One sequence's rows among all of a tensor's.
+struct Rows {
+  std::int64_t begin, count;
+};
+
+/// How many rows a head's packed sequences have; checks what says so.
+std::int64_t packed_rows(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t batch,
+                         std::int64_t longest) {
+  check_size(name, offsets.size(), batch + 1);
+  if (offsets.front() != 0) refuse(fmt::format("{} begins with {}; it must begin with 0", name, offsets[0]));
+  for (std::int64_t b = 0; b < batch; ++b) {
+    const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
+    if (length < 0 || length > longest) {
+      refuse(fmt::format("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name,
+                         b, length, longest));
+    }
+  }
+  return offsets.back();
+}
+
 /// A checked problem with everything that is derived from it.
 struct Context {
   const Problem& problem;
   AttentionSpec spec;  ///< normalized
   AttentionShape shape;
+  Programs programs;
+  std::int64_t packed_q = 0, packed_kv = 0;  ///< rows of a head, with spec.varlen
   double scale;
   Dropout dropout;
   std::int64_t map_rows = 0, map_columns = 0;
@@ -130,25 +154,55 @@ struct Context {
   std::int64_t tasks() const { return shape.batch * shape.heads_q; }
   std::int64_t batch_of(std::int64_t task) const { return task / shape.heads_q; }
   std::int64_t head_of(std::int64_t task) const { return task % shape.heads_q; }
-  /// Place of the head's K and V among [batch, heads_kv].
-  std::int64_t kv_of(std::int64_t task) const {
-    return batch_of(task) * shape.heads_kv + head_of(task) / (shape.heads_q / shape.heads_kv);
+  std::int64_t kv_head_of(std::int64_t task) const {
+    return head_of(task) / (shape.heads_q / shape.heads_kv);
   }
+  Rows q_rows(std::int64_t task) const {
+    if (!spec.varlen) return {task * shape.seqlen_q, shape.seqlen_q};
+    return packed(problem.cu_seqlens_q, batch_of(task), head_of(task) * packed_q);
+  }
+  Rows kv_rows(std::int64_t task) const {
+    const std::int64_t b = batch_of(task), h = kv_head_of(task);
+    if (!spec.varlen) return {(b * shape.heads_kv + h) * shape.seqlen_kv, shape.seqlen_kv};
+    return packed(problem.cu_seqlens_kv, b, h * packed_kv);
+  }
+  /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
+  std::int64_t q_count() const { return count_rows(shape.heads_q, packed_q, shape.seqlen_q); }
+  std::int64_t kv_count() const { return count_rows(shape.heads_kv, packed_kv, shape.seqlen_kv); }
 
-  bool attends(std::int64_t b, std::int64_t h, std::int64_t q, std::int64_t kv) const;
+  Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
+    return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, kv_rows(task).count};
+  }
+  /// The head's sink; -inf, which adds nothing, without sinks.
+  double sink(std::int64_t task) const { return spec.sinks ? problem.sinks[head_of(task)] : -kInfinity; }
+  bool attends(const Point& point) const;
   /// What dropout multiplies the pair's probability with: 0 or 1 / (1 - p).
   double dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const;
+
+ private:
+  static Rows packed(const std::vector<std::int32_t>& offsets, std::int64_t b, std::int64_t head_begin) {
+    return {head_begin + offsets[b], offsets[b + 1] - offsets[b]};
+  }
+  std::int64_t count_rows(std::int64_t heads, std::int64_t packed_length, std::int64_t length) const {
+    return spec.varlen ? heads * packed_length : count({shape.batch, heads, length});
+  }
 };
 
-Context::Context(const Problem& given) : problem(given), spec(given.spec.normalized()), shape(given.shape) {
+Context::Context(const Problem& given)
+    : problem(given),
+      spec(given.spec.normalized()),
+      shape(given.shape),
+      programs(given.spec, given.captures) {
   spec.validate();
   shape.validate();
-  for (const Support& support : {expr::check(spec.score), expr::check(spec.mask)}) {
-    if (!support) refuse(support.reason);
+  if (spec.varlen) {
+    packed_q = packed_rows("cu_seqlens_q", given.cu_seqlens_q, shape.batch, shape.seqlen_q);
+    packed_kv = packed_rows("cu_seqlens_kv", given.cu_seqlens_kv, shape.batch, shape.seqlen_kv);
   }
-  check_size("q", given.q.size(), count({shape.batch, shape.heads_q, shape.seqlen_q, spec.head_dim}));
-  check_size("k", given.k.size(), count({shape.batch, shape.heads_kv, shape.seqlen_kv, spec.head_dim}));
-  check_size("v", given.v.size(), count({shape.batch, shape.heads_kv, shape.seqlen_kv, spec.v_dim()}));
+  check_size("q", given.q.size(), count({q_count(), spec.head_dim}));
+  check_size("k", given.k.size(), count({kv_count(), spec.head_dim}));
+  check_size("v", given.v.size(), count({kv_count(), spec.v_dim()}));
+  if (spec.sinks) check_size("sinks", given.sinks.size(), shape.heads_q);
   if (spec.kv_lengths) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
   if (spec.has_block_map()) {
     const bool broadcasts = (given.map_batch == 1 || given.map_batch == shape.batch) &&
@@ -173,15 +227,15 @@ Context::Context(const Problem& given) : problem(given), spec(given.spec.normali
   dropout = dropout_parameters(given.dropout_p);
 }
 
-bool Context::attends(std::int64_t b, std::int64_t h, std::int64_t q, std::int64_t kv) const {
-  if (spec.kv_lengths && kv >= problem.kv_lengths[b]) return false;
+bool Context::attends(const Point& at) const {
+  if (spec.kv_lengths && at.kv >= problem.kv_lengths[at.b]) return false;
   if (spec.has_block_map()) {
     const std::int64_t map =
-        (problem.map_batch == 1 ? 0 : b) * problem.map_heads + (problem.map_heads == 1 ? 0 : h);
-    const std::int64_t row = map * map_rows + q / spec.block_map.q;
-    if (!problem.block_map[row * map_columns + kv / spec.block_map.kv]) return false;
+        (problem.map_batch == 1 ? 0 : at.b) * problem.map_heads + (problem.map_heads == 1 ? 0 : at.h);
+    const std::int64_t row = map * map_rows + at.q / spec.block_map.q;
+    if (!problem.block_map[row * map_columns + at.kv / spec.block_map.kv]) return false;
   }
-  return expr::attends(spec.mask, q, kv, shape.seqlen_q, shape.seqlen_kv);
+  return programs.attends(at);
 }
 
 double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const {
@@ -194,15 +248,15 @@ double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t k
   return words.word[dropout_word_index(i, j)] < dropout.keep_below ? dropout.keep_scale : 0.0;
 }
 
-/// Matrix `index` of a tensor [..., rows, columns].
-Matrix slice(const std::vector<double>& tensor, std::int64_t index, std::int64_t rows, std::int64_t columns) {
-  Matrix result(rows, columns);
-  std::copy_n(tensor.begin() + index * rows * columns, rows * columns, result.values.begin());
+/// Some rows of a tensor [..., columns].
+Matrix slice(const std::vector<double>& tensor, Rows rows, std::int64_t columns) {
+  Matrix result(rows.count, columns);
+  std::copy_n(tensor.begin() + rows.begin * columns, rows.count * columns, result.values.begin());
   return result;
 }
 
-void put(const Matrix& from, std::vector<double>& tensor, std::int64_t index) {
-  std::copy(from.values.begin(), from.values.end(), tensor.begin() + index * from.rows * from.columns);
+void put(const Matrix& from, std::vector<double>& tensor, Rows rows) {
+  std::copy(from.values.begin(), from.values.end(), tensor.begin() + rows.begin * from.columns);
 }
 
 /// One head's Q, K, V.
@@ -210,27 +264,30 @@ struct Head {
   Matrix q, k, v;
 
   Head(const Context& context, std::int64_t task)
-      : q(slice(context.problem.q, task, context.shape.seqlen_q, context.spec.head_dim)),
-        k(slice(context.problem.k, context.kv_of(task), context.shape.seqlen_kv, context.spec.head_dim)),
-        v(slice(context.problem.v, context.kv_of(task), context.shape.seqlen_kv, context.spec.v_dim())) {}
+      : q(slice(context.problem.q, context.q_rows(task), context.spec.head_dim)),
+        k(slice(context.problem.k, context.kv_rows(task), context.spec.head_dim)),
+        v(slice(context.problem.v, context.kv_rows(task), context.spec.v_dim())) {}
 };
 
 /// One head's forward pass, with what the backward pass uses again.
 struct HeadForward {
+  Matrix s;        ///< what the score program is given
   Matrix p;        ///< after the softmax, before dropout
   Matrix dropped;  ///< what dropout multiplies P with
   Matrix out;
   std::vector<double> lse;
 };
 
-/// Replaces a row of scores by its softmax and returns its LSE. A row of -inf becomes zeros.
-double softmax(double* row, std::int64_t columns) {
-  const double largest = columns ? *std::max_element(row, row + columns) : -kInfinity;
+/// Replaces a row of scores by its softmax, in which `sink` is one more score, and returns its LSE. A row of
+/// -inf becomes zeros.
+double softmax(double* row, std::int64_t columns, double sink) {
+  const double largest =
+      std::accumulate(row, row + columns, sink, [](double a, double b) { return std::max(a, b); });
   if (largest == -kInfinity) {
     std::fill_n(row, columns, 0.0);
     return -kInfinity;
   }
-  double sum = 0;
+  double sum = std::exp(sink - largest);
   for (std::int64_t j = 0; j < columns; ++j) sum += row[j] = std::exp(row[j] - largest);
   for (std::int64_t j = 0; j < columns; ++j) row[j] /= sum;
   return largest + std::log(sum);
@@ -238,32 +295,51 @@ double softmax(double* row, std::int64_t columns) {
 
 HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
                          std::int64_t task) {
-  const std::int64_t b = context.batch_of(task), h = context.head_of(task);
   Matrix s = arithmetic.product(head.q, transpose(head.k));
-  Matrix dropped(s.rows, s.columns);
+  Matrix p(s.rows, s.columns), dropped(s.rows, s.columns);
   std::vector<double> lse(s.rows);
   for (std::int64_t i = 0; i < s.rows; ++i) {
     for (std::int64_t j = 0; j < s.columns; ++j) {
-      const bool attends = context.attends(b, h, i, j);
-      s[i][j] = attends ? arithmetic.rounded_score(context.scale * s[i][j]) : -kInfinity;
+      const Point at = context.point(task, i, j);
+      s[i][j] = arithmetic.rounded_score(context.scale * s[i][j]);
+      const bool attends = context.attends(at);
+      p[i][j] = !attends                       ? -kInfinity
+                : context.programs.has_score() ? arithmetic.rounded_score(context.programs.score(at, s[i][j]))
+                                               : s[i][j];
       dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
     }
-    lse[i] = softmax(s[i], s.columns);
+    lse[i] = softmax(p[i], p.columns, context.sink(task));
   }
-  Matrix p = std::move(s);
   arithmetic.round(p);
   Matrix kept = p;
   for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= dropped.values[i];
   arithmetic.round(kept);
   Matrix out = arithmetic.product(kept, head.v);
   arithmetic.round(out);
-  return {std::move(p), std::move(dropped), std::move(out), std::move(lse)};
+  return {std::move(s), std::move(p), std::move(dropped), std::move(out), std::move(lse)};
 }
 
-/// One head's gradients; dk and dv are its share of its group's.
+/// One head's gradients; all but dq are its share of a sum over heads.
 struct HeadBackward {
   Matrix dq, dk, dv;
+  double dsink = 0;
+  CaptureGrads captures = {};
 };
+
+/// From d loss / d (scores after the program) to those before it, and what that gives to the captures.
+void through_score_program(const Context& context, const Arithmetic& arithmetic, const HeadForward& fwd,
+                           std::int64_t task, Matrix& ds, CaptureGrads& captures) {
+  if (!context.programs.has_score()) return;
+  captures = context.programs.zero_grads();
+  for (std::int64_t i = 0; i < ds.rows; ++i) {
+    for (std::int64_t j = 0; j < ds.columns; ++j) {
+      const Point at = context.point(task, i, j);
+      if (!context.attends(at)) continue;  // the program may mean nothing there
+      if (context.programs.has_grads()) context.programs.add_grads(at, fwd.s[i][j], ds[i][j], captures);
+      ds[i][j] = arithmetic.rounded(ds[i][j] * context.programs.score_grad(at, fwd.s[i][j]));
+    }
+  }
+}
 
 HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
                            const Matrix& dout, std::int64_t task) {
@@ -272,6 +348,9 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
   for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
   arithmetic.round(kept);
 
+  const double sink = context.sink(task);
+  double dsink = 0;
+  CaptureGrads captures;
   Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     double d = 0;
@@ -280,23 +359,25 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
       const double dp = arithmetic.rounded(arithmetic.rounded(ds[i][j]) * fwd.dropped[i][j]);
       ds[i][j] = arithmetic.rounded(fwd.p[i][j] * (dp - d));
     }
+    if (sink != -kInfinity) dsink -= arithmetic.rounded(arithmetic.rounded(std::exp(sink - fwd.lse[i])) * d);
   }
+  through_score_program(context, arithmetic, fwd, task, ds, captures);
   HeadBackward result{arithmetic.product(ds, head.k), arithmetic.product(transpose(ds), head.q),
-                      arithmetic.product(transpose(kept), dout)};
+                      arithmetic.product(transpose(kept), dout), dsink, std::move(captures)};
   for (double& value : result.dq.values) value *= context.scale;
   for (double& value : result.dk.values) value *= context.scale;
   arithmetic.round(result.dq);
   return result;
 }
 
-/// Sums the query heads of each group and rounds once: [batch, heads_kv, ...] from one matrix a query head.
+/// Sums the query heads of each group and rounds once: rows of K or V from one matrix a query head.
 std::vector<double> sum_groups(const Context& context, const Arithmetic& arithmetic,
                                const std::vector<HeadBackward>& heads, Matrix HeadBackward::*part,
                                std::size_t size) {
   std::vector<double> sum(size, 0.0);
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
     const std::vector<double>& values = (heads[task].*part).values;
-    double* to = sum.data() + context.kv_of(task) * static_cast<std::int64_t>(values.size());
+    double* to = sum.data() + context.kv_rows(task).begin * (heads[task].*part).columns;
     for (std::size_t i = 0; i < values.size(); ++i) to[i] += values[i];
   }
   for (double& value : sum) value = arithmetic.rounded(value);
@@ -308,12 +389,11 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
-  if (problem.q.empty()) return {};
-  const std::int64_t rows = context.tasks() * context.shape.seqlen_q;
-  Forward result{std::vector<double>(rows * context.spec.v_dim()), std::vector<double>(rows)};
+  Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
+                 std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN)};
   parallel_for(context.tasks(), [&](std::int64_t task) {
     const HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
-    put(head.out, result.out, task);
+    put(head.out, result.out, context.q_rows(task));
     std::copy(head.lse.begin(), head.lse.end(), result.lse.begin() + task * context.shape.seqlen_q);
   });
   return result;
@@ -323,19 +403,37 @@ Backward backward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
   const std::int64_t dim_v = context.spec.v_dim();
-  check_size("dout", problem.dout.size(), count({context.tasks(), context.shape.seqlen_q, dim_v}));
-  if (problem.q.empty()) {
-    return {{}, std::vector<double>(problem.k.size(), 0.0), std::vector<double>(problem.v.size(), 0.0)};
-  }
+  check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
+  Backward result{std::vector<double>(problem.q.size()), {}, {}, {}, context.programs.zero_grads()};
+  if (context.spec.sinks) result.dsinks.resize(context.shape.heads_q);
   std::vector<HeadBackward> heads(context.tasks(), {Matrix(0, 0), Matrix(0, 0), Matrix(0, 0)});
+  std::mutex captures_mutex;  // a head's share may be large: none is kept
   parallel_for(context.tasks(), [&](std::int64_t task) {
-    const Matrix dout = slice(problem.dout, task, context.shape.seqlen_q, dim_v);
+    const Matrix dout = slice(problem.dout, context.q_rows(task), dim_v);
     heads[task] = backward_head(context, arithmetic, Head(context, task), dout, task);
+    const CaptureGrads captures = std::move(heads[task].captures);
+    const std::lock_guard lock(captures_mutex);
+    for (std::size_t i = 0; i < captures.size(); ++i)
+      std::ranges::transform(captures[i], result.captures[i], result.captures[i].begin(), std::plus());
   });
-  std::vector<double> dq(problem.q.size());
-  for (std::int64_t task = 0; task < context.tasks(); ++task) put(heads[task].dq, dq, task);
-  return {std::move(dq), sum_groups(context, arithmetic, heads, &HeadBackward::dk, problem.k.size()),
-          sum_groups(context, arithmetic, heads, &HeadBackward::dv, problem.v.size())};
+  for (std::int64_t task = 0; task < context.tasks(); ++task) {
+    put(heads[task].dq, result.dq, context.q_rows(task));
+    if (context.spec.sinks) result.dsinks[context.head_of(task)] += heads[task].dsink;
+  }
+  result.dk = sum_groups(context, arithmetic, heads, &HeadBackward::dk, problem.k.size());
+  result.dv = sum_groups(context, arithmetic, heads, &HeadBackward::dv, problem.v.size());
+  return result;
+}
+
+std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values) {
+  if (!problem.spec.varlen) return values;
+  const Context context(problem);
+  std::vector<double> rows;
+  for (std::int64_t task = 0; task < context.tasks(); ++task) {
+    const auto first = values.begin() + task * context.shape.seqlen_q;
+    rows.insert(rows.end(), first, first + context.q_rows(task).count);
+  }
+  return rows;
 }
 
 Dropout dropout_parameters(double p) {

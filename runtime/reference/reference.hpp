@@ -6,10 +6,12 @@
 #include <vector>
 
 #include "flashjit/spec.hpp"
+#include "reference/programs.hpp"
 
 namespace flashjit::reference {
 
 /// Inputs in fp64, contiguous [batch, heads, length, dim]; values already rounded to the spec's element type.
+/// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs.
 struct Problem {
   AttentionSpec spec;
   AttentionShape shape;
@@ -20,6 +22,10 @@ struct Problem {
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;
   std::uint64_t seed = 0, offset = 0;
+  std::vector<std::int32_t> cu_seqlens_q = {},
+                            cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows
+  std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
+  std::vector<Captured> captures = {};           ///< one for each name that the spec's programs declare
 };
 
 /// The arithmetic to compute in.
@@ -32,16 +38,22 @@ enum class Precision : std::uint8_t {
 
 struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
-  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing
+  std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing, NaN past a
+                            ///< packed sequence's end
 };
 struct Backward {
   std::vector<double> dq, dk, dv;
+  std::vector<double> dsinks = {};  ///< [heads_q] with spec.sinks
+  CaptureGrads captures = {};       ///< of each of Problem::captures
 };
 
 /// Both throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
 /// than they say.
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
+
+/// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
+std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);
 
 /// The dropout parameters that host and kernels share: a pair stays if its 32 random bits are below
 /// keep_below; 2^32 - 1 keeps all. Throws Error(invalid_argument) when p is outside of [0, 1).

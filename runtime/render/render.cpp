@@ -38,6 +38,7 @@ std::string constants(const AttentionSpec& spec, const TileConfig& config, int c
          int_constant("kArch", compute_capability) + bool_constant("kBackward", spec.pass == Pass::backward) +
          int_constant("kHeadDim", spec.head_dim) + int_constant("kHeadDimV", spec.v_dim()) +
          bool_constant("kDropout", spec.dropout) + bool_constant("kKvLengths", spec.kv_lengths) +
+         bool_constant("kVarlen", spec.varlen) + bool_constant("kSinks", spec.sinks) +
          bool_constant("kBlockMap", spec.has_block_map()) +
          bool_constant("kDeterministic", spec.deterministic) + int_constant("kBlockQ", spec.block_map.q) +
          int_constant("kBlockKv", spec.block_map.kv) + bool_constant("kHasScore", !spec.score.empty()) +

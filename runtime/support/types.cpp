@@ -17,6 +17,15 @@ using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
 constexpr Names<Pass, 2> kPasses{{{Pass::forward, "fwd"}, {Pass::backward, "bwd"}}};
 constexpr Names<DType, 3> kDTypes{{{DType::fp16, "fp16"}, {DType::bf16, "bf16"}, {DType::fp32, "fp32"}}};
+constexpr Names<ElementType, 9> kElementTypes{{{ElementType::fp32, "fp32"},
+                                               {ElementType::fp16, "fp16"},
+                                               {ElementType::bf16, "bf16"},
+                                               {ElementType::int32, "int32"},
+                                               {ElementType::int64, "int64"},
+                                               {ElementType::int16, "int16"},
+                                               {ElementType::int8, "int8"},
+                                               {ElementType::uint8, "uint8"},
+                                               {ElementType::boolean, "bool"}}};
 constexpr Names<Family, 3> kFamilies{
     {{Family::sm90, "sm90"}, {Family::sm80, "sm80"}, {Family::simt, "simt"}}};
 
@@ -43,6 +52,7 @@ Value value_of(const Names<Value, kCount>& names, std::string_view what, std::st
 
 std::string to_string(Pass pass) { return name_of(kPasses, pass); }
 std::string to_string(DType dtype) { return name_of(kDTypes, dtype); }
+std::string to_string(ElementType type) { return name_of(kElementTypes, type); }
 std::string to_string(Family family) { return name_of(kFamilies, family); }
 
 Pass parse_pass(std::string_view text) { return value_of(kPasses, "the pass", text); }

@@ -18,6 +18,16 @@ struct BlockListParam {
   int* rank;  ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
 };
 
+constexpr int kMaxCaptures = 8, kMaxScalars = 8;
+
+/// A captured tensor; unused dimensions have size 1 and stride 0.
+struct CaptureParam {
+  const void* data;
+  float* grad;
+  long long stride[4];  ///< in elements
+  int size[4];
+};
+
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
@@ -36,6 +46,12 @@ struct Params {
   float keep_scale;     ///< 1 / (1 - p)
   unsigned keep_below;  ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
+  CaptureParam captures[kMaxCaptures];
+  unsigned scalars[kMaxScalars];  ///< bits of an int or a float
+  const int* cu_seqlens_q;        ///< varlen: [batch + 1]
+  const int* cu_seqlens_kv;
+  const float* sinks;  ///< [heads_q]
+  float* dsinks;
 };
 
 }  // namespace flashjit

@@ -34,6 +34,8 @@ struct ExampleProblem {
   static constexpr int kHeadDimV = 128;
   static constexpr bool kDropout = false;
   static constexpr bool kKvLengths = false;
+  static constexpr bool kVarlen = false;
+  static constexpr bool kSinks = false;
   static constexpr bool kBlockMap = false;
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map

@@ -224,6 +224,7 @@ class Problem {
     plan::ExecutionPlan plan;
     plan.spec = spec;
     plan.shape = shape;
+    plan.declarations = expr::declarations(spec.score, spec.mask);
     const ReferenceParams params{.base = make_params(plan, backward_args),
                                  .q_begin = static_cast<int>(window.q_begin),
                                  .q_count = static_cast<int>(window.q_count),

@@ -6,7 +6,9 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
+#include "captures.hpp"
 #include "reference/reference.hpp"
 
 namespace flashjit {
@@ -81,8 +83,8 @@ std::string backward_refusal(Change&& change) {
 TEST(Arguments, SoundOnesPass) {
   EXPECT_EQ(forward_refusal([](auto&, auto&) {}), "accepted");
   EXPECT_EQ(backward_refusal([](auto&, auto&) {}), "accepted");
-  EXPECT_EQ(shape_of(forward_args()), (AttentionShape{kBatch, kHeadsQ, kHeadsKv, kQueries, kKeys}));
-  EXPECT_EQ(shape_of(backward_args()), (AttentionShape{kBatch, kHeadsQ, kHeadsKv, kQueries, kKeys}));
+  EXPECT_EQ(shape_of(spec(), forward_args()), (AttentionShape{kBatch, kHeadsQ, kHeadsKv, kQueries, kKeys}));
+  EXPECT_EQ(shape_of(spec(), backward_args()), (AttentionShape{kBatch, kHeadsQ, kHeadsKv, kQueries, kKeys}));
 }
 
 TEST(Arguments, OtherMemoryLayoutsPass) {
@@ -256,12 +258,95 @@ TEST(Arguments, BlockMap) {
       "block_map is given", "spec.block_map");
 }
 
-TEST(Arguments, WorkspaceIsLargeEnoughAndAligned) {
-  EXPECT_EQ(refusal([] { check_workspace({}, 0); }), "accepted");
-  EXPECT_EQ(refusal([] { check_workspace({address(0x100), 512}, 512); }), "accepted");
-  EXPECT_SAYS(refusal([] { check_workspace({address(0x100), 511}, 512); }), "511 bytes", "512 are needed");
-  EXPECT_SAYS(refusal([] { check_workspace({nullptr, 512}, 512); }), "null", "512 are needed");
-  EXPECT_SAYS(refusal([] { check_workspace({address(0x180), 512}, 512); }), "workspace is at 0x180", "256");
+/// Three sequences of up to 60 queries and 30 keys, packed.
+template <class Args>
+void pack(AttentionSpec& s, Args& args) {
+  s.varlen = true;
+  args.q = ConstTensorView::bhsd(args.q.data, 1, kHeadsQ, kQueries, kDim);
+  args.k = ConstTensorView::bhsd(args.k.data, 1, kHeadsKv, kKeys, kDim);
+  args.v = ConstTensorView::bhsd(args.v.data, 1, kHeadsKv, kKeys, kDim);
+  args.out.size[0] = 1;
+  args.cu_seqlens_q = address<const std::int32_t>(0xa0000);
+  args.cu_seqlens_kv = address<const std::int32_t>(0xb0000);
+  args.batch_size = 3;
+  args.max_seqlen_q = 60;
+  args.max_seqlen_kv = 30;
+}
+
+TEST(Arguments, PackedSequences) {
+  const auto with = [](auto change) {
+    return forward_refusal([&](auto& s, auto& args) {
+      pack(s, args);
+      change(s, args);
+    });
+  };
+  EXPECT_EQ(with([](auto&, auto&) {}), "accepted");
+  EXPECT_EQ(backward_refusal([](auto& s, auto& args) {
+              pack(s, args);
+              for (auto* size : {&args.dout.size, &args.dq.size, &args.dk.size, &args.dv.size})
+                (*size)[0] = 1;
+            }),
+            "accepted");
+  AttentionSpec s = spec();
+  ForwardArgs args = forward_args();
+  pack(s, args);
+  EXPECT_EQ(shape_of(s, args), (AttentionShape{3, kHeadsQ, kHeadsKv, 60, 30}));
+  // A longest sequence that is only a bound is fine.
+  EXPECT_EQ(with([](auto&, auto& args) { args.max_seqlen_q = 1000; }), "accepted");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.q.size[0] = 2; }), "q has batch 2", "varlen",
+              "[1, heads, rows, head_dim]");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.k.size[0] = 3; }), "k has batch 3", "varlen");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.v.size[2] = 71; }), "v has length 71", "k has 70");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_q = nullptr; }), "cu_seqlens_q is null",
+              "int32 [batch_size + 1]");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = nullptr; }), "cu_seqlens_kv is null");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0xb0002); }),
+              "cu_seqlens_kv is at 0xb0002", "4 bytes");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.batch_size = -1; }), "batch_size is -1", "sequences");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_q = 0; }), "max_seqlen_q is 0", "q has 100 rows",
+              "longest");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_kv = -5; }), "max_seqlen_kv is -5");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_kv = std::int64_t{1} << 40; }),
+              "max_seqlen_kv is 1099511627776");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.q.size[2] = args.out.size[2] = std::int64_t{1} << 31; }),
+              "q has 2147483648 rows");
+  // Block maps count within each sequence.
+  const auto with_map = [&](std::array<std::int64_t, 4> size) {
+    return with([&](auto& s, auto& args) {
+      s.block_map = {32, 16};
+      args.block_map = {address<const std::uint8_t>(0x777), size};
+    });
+  };
+  EXPECT_EQ(with_map({3, kHeadsQ, 2, 2}), "accepted");
+  EXPECT_SAYS(with_map({1, 1, 4, 5}), "[1 or 3, 1 or 4, 2, 2]");
+}
+
+TEST(Arguments, WhatIsOnlyForPackedSequences) {
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.cu_seqlens_q = address<std::int32_t>(0x100); }),
+              "cu_seqlens_q is given", "spec.varlen");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x100); }),
+              "cu_seqlens_kv is given", "spec.varlen");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.max_seqlen_kv = 70; }), "max_seqlen_kv 70",
+              "spec.varlen");
+}
+
+TEST(Arguments, Sinks) {
+  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.sinks = true; }), "sinks is null", "one float per head");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.sinks = address<float>(0x100); }),
+              "sinks is given", "spec.sinks");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dsinks = address<float>(0x100); }),
+              "dsinks is given", "spec.sinks");
+  const auto with = [](std::uintptr_t sinks, std::uintptr_t dsinks) {
+    return backward_refusal([&](auto& s, auto& args) {
+      s.sinks = true;
+      args.sinks = address<float>(sinks);
+      args.dsinks = address<float>(dsinks);
+    });
+  };
+  EXPECT_EQ(with(0x100, 0x200), "accepted");
+  EXPECT_EQ(with(0x100, 0), "accepted");  // not wanted
+  EXPECT_SAYS(with(0x101, 0x200), "sinks is at 0x101");
+  EXPECT_SAYS(with(0x100, 0x202), "dsinks is at 0x202");
 }
 
 plan::ExecutionPlan plan_of(const AttentionSpec& s, const AttentionShape& shape) {
@@ -269,6 +354,148 @@ plan::ExecutionPlan plan_of(const AttentionSpec& s, const AttentionShape& shape)
   plan.spec = s;
   plan.shape = shape;
   return plan;
+}
+
+using expr::Declaration;
+
+const std::vector<Declaration> kDeclared = {
+    {.name = "slopes", .type = ElementType::fp32, .rank = 1},
+    {.name = "window", .type = ElementType::int32},
+    {.name = "bias", .type = ElementType::bf16, .rank = 4, .wants_grad = true},
+    {.name = "cap", .type = ElementType::fp32}};
+
+std::vector<Capture> captures() {
+  return {Capture::number("cap", 30.5),
+          Capture::tensor("bias", address(0xc0000), {1, kHeadsQ, kQueries, kKeys}, address<float>(0xd0000)),
+          Capture::tensor("slopes", address(0xe0000), {kHeadsQ}), Capture::number("window", -7)};
+}
+
+/// The message that changed captures get in the backward pass.
+template <class Change>
+std::string capture_refusal(Change&& change, Pass pass = Pass::backward) {
+  std::vector<Capture> given = captures();
+  change(given);
+  return refusal([&] { check_captures(kDeclared, given, pass); });
+}
+
+TEST(Captures, SoundOnesPassInAnyOrder) {
+  EXPECT_EQ(capture_refusal([](auto&) {}), "accepted");
+  EXPECT_EQ(capture_refusal([](auto&) {}, Pass::forward), "accepted");
+  EXPECT_EQ(capture_refusal([](auto& c) { std::swap(c[0], c[3]); }), "accepted");
+  EXPECT_EQ(refusal([] { check_captures({}, {}, Pass::forward); }), "accepted");
+  // The forward pass gives no gradients and asks for none.
+  EXPECT_EQ(capture_refusal([](auto& c) { c[1].grad = nullptr; }, Pass::forward), "accepted");
+}
+
+TEST(Captures, NamesAreThoseThatAreDeclared) {
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].name = "slope"; }), "declare 'slopes: fp32 1d'",
+              "it names cap, bias, slope, window");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c.clear(); }), "'slopes: fp32 1d'", "it names nothing");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c.push_back(Capture::number("offset", 1)); }), "gives 'offset'",
+              "they declare slopes: fp32 1d, window: int, bias: bf16 4d grad, cap: float");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c.push_back(c[0]); }), "gives 'cap' twice");
+  EXPECT_SAYS(refusal([] { check_captures({}, captures(), Pass::forward); }), "gives 'cap'",
+              "declare no names");
+}
+
+TEST(Captures, ScalarsAndTensorsAreToldApart) {
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2] = Capture::number("slopes", 0.5); }),
+              "slopes is given as the number 0.5", "'slopes: fp32 1d'", "Capture::tensor()");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[3] = Capture::tensor("window", address(0x100), {1}); }),
+              "window is given as a tensor", "'window: int'", "Capture::number()");
+}
+
+TEST(Captures, ScalarsFitTheirType) {
+  for (const double bad : {0.5, 3e9, -3e9, double{NAN}, double{INFINITY}})
+    EXPECT_SAYS(capture_refusal([&](auto& c) { c[3].scalar = bad; }), "window is", "'window: int'",
+                "integer from -2^31 to 2^31 - 1");
+  for (const double good : {0.0, -2147483648.0, 2147483647.0})
+    EXPECT_EQ(capture_refusal([&](auto& c) { c[3].scalar = good; }), "accepted");
+  for (const double bad : {1e300, double{NAN}})
+    EXPECT_SAYS(capture_refusal([&](auto& c) { c[0].scalar = bad; }), "cap is", "'cap: float'");
+  EXPECT_EQ(capture_refusal([](auto& c) { c[0].scalar = -INFINITY; }), "accepted");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[0].grad = address<float>(0x100); }), "cap has a grad",
+              "scalar");
+}
+
+TEST(Captures, TensorsHaveTheDeclaredRankAndType) {
+  EXPECT_SAYS(capture_refusal([](auto& c) {
+                c[2] = Capture::tensor("slopes", address(0x100), {2, 4});
+              }),
+              "slopes is given with 2 dimensions", "'slopes: fp32 1d'", "give 1");
+  EXPECT_SAYS(capture_refusal([](auto& c) {
+                c[1] = Capture::tensor("bias", address(0x100), {1, 1, 1, 1, 1}, address<float>(0x200));
+              }),
+              "bias is given with 5 dimensions");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].rank = -1; }), "slopes is given with -1 dimensions");
+  EXPECT_EQ(capture_refusal([](auto& c) { c[2].type = ElementType::fp32; }), "accepted");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].type = ElementType::fp16; }), "slopes holds fp16",
+              "'slopes: fp32 1d'");
+}
+
+TEST(Captures, TensorsHaveElementsThatExist) {
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[1].size[2] = 0; }), "bias has size 0 in dimension 2",
+              "[1, 4, 0, 70]", "1 to 2^31 - 1");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].size[0] = std::int64_t{1} << 31; }),
+              "slopes has size 2147483648 in dimension 0");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].size[0] = -3; }), "slopes has size -3");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[1].stride[3] = -1; }), "bias has stride -1 in dimension 3");
+  EXPECT_EQ(capture_refusal([](auto& c) { c[1].stride = {-1, 0, 0, 1}; }), "accepted");  // broadcasts
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[1].stride[1] = std::int64_t{1} << 62; }),
+              "bias reaches beyond 2^62 elements");
+  EXPECT_SAYS(capture_refusal([](auto& c) {
+                constexpr std::int64_t kHuge = std::numeric_limits<std::int32_t>::max();
+                c[1] = Capture::tensor("bias", address(0x100), {kHuge, kHuge, kHuge, kHuge});
+              }),
+              "bias reaches beyond 2^62 elements");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].data = nullptr; }), "slopes is null", "device memory");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[2].data = address(0x102); }), "slopes is at 0x102", "4 bytes");
+  EXPECT_EQ(capture_refusal([](auto& c) { c[1].data = address(0x102); }), "accepted");  // of two bytes
+}
+
+TEST(Captures, GradientsAreGivenWhereTheyAreWanted) {
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[1].grad = nullptr; }), "bias has no grad",
+              "'bias: bf16 4d grad'", "zeroed");
+  for (const Pass pass : {Pass::forward, Pass::backward})
+    EXPECT_SAYS(capture_refusal([](auto& c) { c[2].grad = address<float>(0x100); }, pass),
+                "slopes has a grad", "'slopes: fp32 1d grad'");
+  EXPECT_SAYS(capture_refusal([](auto& c) { c[1].grad = address<float>(0x102); }),
+              "the grad of bias is at 0x102");
+}
+
+TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
+  BackwardArgs args = backward_args();
+  const std::vector<Capture> given = captures();
+  args.captures = given;
+  plan::ExecutionPlan plan = plan_of(spec(), shape_of(spec(), args));
+  plan.declarations = kDeclared;
+  const Params p = make_params(plan, args);
+  EXPECT_EQ(p.captures[0].data, address(0xe0000));
+  EXPECT_EQ(p.captures[0].grad, nullptr);
+  EXPECT_EQ(p.captures[0].size[0], kHeadsQ);
+  EXPECT_EQ(p.captures[0].stride[0], 1);
+  EXPECT_EQ(p.captures[0].size[3], 1);
+  EXPECT_EQ(p.captures[0].stride[3], 0);
+  EXPECT_EQ(p.captures[1].data, address(0xc0000));
+  EXPECT_EQ(p.captures[1].grad, address<float>(0xd0000));
+  EXPECT_EQ(p.captures[1].size[2], kQueries);
+  EXPECT_EQ(p.captures[1].stride[0], 0);  // of one element: means nothing
+  EXPECT_EQ(p.captures[1].stride[1], kQueries * kKeys);
+  EXPECT_EQ(p.captures[2].data, nullptr);
+  EXPECT_EQ(static_cast<int>(p.scalars[0]), -7);
+  EXPECT_EQ(p.scalars[1], 0x41f40000u);  // 30.5f
+
+  ForwardArgs forward = forward_args();
+  forward.captures = given;
+  EXPECT_EQ(make_params(plan, forward).captures[1].grad, nullptr);
+}
+
+TEST(Arguments, WorkspaceIsLargeEnoughAndAligned) {
+  EXPECT_EQ(refusal([] { check_workspace({}, 0); }), "accepted");
+  EXPECT_EQ(refusal([] { check_workspace({address(0x100), 512}, 512); }), "accepted");
+  EXPECT_SAYS(refusal([] { check_workspace({address(0x100), 511}, 512); }), "511 bytes", "512 are needed");
+  EXPECT_SAYS(refusal([] { check_workspace({nullptr, 512}, 512); }), "null", "512 are needed");
+  EXPECT_SAYS(refusal([] { check_workspace({address(0x180), 512}, 512); }), "workspace is at 0x180", "256");
 }
 
 TEST(Arguments, ParamsCarryWhatWasGiven) {
@@ -283,7 +510,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.kv_lengths = address<std::int32_t>(0xa0000);
   args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
-  plan::ExecutionPlan plan = plan_of(s, shape_of(args));
+  plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
   plan.needs = {.row_stats = true, .dq_accum = true, .tickets = true, .lists = true, .ranks = false};
   plan.workspace = {.d = 0,
                     .lse_padded = 256,
@@ -335,7 +562,7 @@ TEST(Arguments, ParamsWithoutFeaturesAreNeutral) {
   args.q.size[0] = args.k.size[0] = args.v.size[0] = args.out.size[0] = 1;
   args.q.stride[0] = 12345;  // of one batch: means nothing
   args.softmax_scale = 0.3f;
-  const Params p = make_params(plan_of(spec(), shape_of(args)), args);
+  const Params p = make_params(plan_of(spec(), shape_of(spec(), args)), args);
   EXPECT_EQ(p.q.stride_b, 0);
   EXPECT_EQ(p.softmax_scale, 0.3f);
   EXPECT_EQ(p.keep_below, 0xffffffffu);
@@ -352,6 +579,14 @@ TEST(Arguments, PointersLeaveOutNulls) {
   for (const NamedPointer& named : pointers_of(args)) names += std::string(named.name) + " ";
   EXPECT_EQ(names, "q k v out ");
   EXPECT_EQ(pointers_of(backward_args()).size(), 9u);
+
+  BackwardArgs backward = backward_args();
+  const std::vector<Capture> given = captures();
+  backward.captures = given;
+  backward.sinks = backward.dsinks = address<float>(0x100);
+  backward.cu_seqlens_q = backward.cu_seqlens_kv = address<const std::int32_t>(0x200);
+  // Beside the nine: two tensors, one gradient, both offsets, sinks and their gradient.
+  EXPECT_EQ(pointers_of(backward).size(), 9u + 3 + 2 + 2);
 }
 
 }  // namespace

@@ -200,6 +200,59 @@ TEST_F(CAbi, StructSizes) {
   EXPECT_MESSAGE("newer");
 }
 
+TEST_F(CAbi, StructsOfProgramsThatKnewNoCapturesAreRead) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto forward = forward_args();
+  forward.struct_size = offsetof(flashjit_forward_args, captures);
+  forward.capture_count = 100;  // not part of what the caller knows
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+  auto backward = backward_args();
+  backward.struct_size = offsetof(flashjit_backward_args, captures);
+  backward.dsinks = reinterpret_cast<float*>(0x100);
+  EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
+TEST_F(CAbi, CapturesAreChecked) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto args = forward_args();
+  const auto says = [&](const std::string& part) {
+    EXPECT_EQ(flashjit_forward(r.get(), s.get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT) << part;
+    EXPECT_MESSAGE(part);
+  };
+  args.capture_count = 1;
+  says("captures is null");
+  flashjit_capture capture{};
+  args.captures = &capture;
+  says("the name of a capture is null");
+  capture.name = "window";
+  capture.type = 10;
+  says("the type of the capture window is 10");
+  args.capture_count = FLASHJIT_MAX_CAPTURES + 1;
+  says("capture_count is 17");
+}
+
+TEST_F(CAbi, SinksAndPackedSequencesArePassedOn) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec("bf16:d64:varlen:sinks");
+  auto args = forward_args();
+  const auto says = [&](const std::string& part) {
+    EXPECT_EQ(flashjit_forward(r.get(), s.get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT) << part;
+    EXPECT_MESSAGE(part);
+  };
+  args.batch_size = 3;
+  says("cu_seqlens_q is null");
+  args.cu_seqlens_q = args.cu_seqlens_kv = reinterpret_cast<std::int32_t*>(0x100);
+  says("max_seqlen_q is 0");
+  args.max_seqlen_q = 100;
+  says("max_seqlen_kv is 0");
+  args.max_seqlen_kv = 100;
+  says("sinks is null");
+  args.sinks = reinterpret_cast<float*>(0x100);
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &args, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
 struct Grown {
   std::size_t struct_size;
   int first, second;

@@ -321,6 +321,48 @@ TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
   EXPECT_EQ(fake().encoded[0].type, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
 }
 
+TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTheGrid) {
+  AttentionSpec spec = kSpec;
+  spec.varlen = true;
+  const AttentionShape longest{3, 4, 2, 100, 70};
+  add_to_pack(spec, longest);
+  ForwardArgs args = forward_args({1, 4, 2, 230, 90});
+  args.cu_seqlens_q = address<const std::int32_t>(0xa000000);
+  args.cu_seqlens_kv = address<const std::int32_t>(0xb000000);
+  args.batch_size = 3;
+  args.max_seqlen_q = 100;
+  args.max_seqlen_kv = 70;
+  engine()->forward(spec, args, nullptr);
+  ASSERT_EQ(fake().launches.size(), 1u);
+  EXPECT_EQ(fake().launches[0].blocks, plan_of(spec, longest).launches[0].blocks);
+  EXPECT_EQ(fake().launches[0].params.batch, 3);
+  EXPECT_EQ(fake().launches[0].params.seqlen_q, 100);
+  EXPECT_EQ(fake().launches[0].params.q.stride_b, 0);
+  EXPECT_EQ(fake().launches[0].params.cu_seqlens_q, args.cu_seqlens_q);
+  ASSERT_EQ(fake().encoded.size(), 3u);
+  EXPECT_EQ(fake().encoded[0].sizes, (std::vector<std::uint64_t>{64, 230, 4, 1}));
+  EXPECT_EQ(fake().encoded[1].sizes, (std::vector<std::uint64_t>{64, 90, 2, 1}));
+
+  // Without rows there is nothing to do.
+  args = forward_args({1, 4, 2, 0, 0});
+  args.cu_seqlens_q = args.cu_seqlens_kv = address<const std::int32_t>(0xa000000);
+  args.batch_size = 3;
+  fake().launches.clear();
+  engine()->forward(spec, args, nullptr);
+  EXPECT_TRUE(fake().launches.empty());
+}
+
+TEST_F(EngineTest, CapturesThatTheProgramsDoNotDeclareAreRefusedBeforeAnythingIsMade) {
+  const auto runtime = engine();
+  ForwardArgs args = forward_args();
+  const Capture window = Capture::number("window", 5);
+  args.captures = {&window, 1};
+  const Error error = error_of([&] { runtime->forward(kSpec, args, nullptr); });
+  EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+  EXPECT_CONTAINS(error.message(), "'window', but the spec's programs declare no names");
+  EXPECT_EQ(fake().libraries_loaded, 0);
+}
+
 TEST_F(EngineTest, EmptyTensorsHaveNoTensorMap) {
   const AttentionShape shape{2, 4, 2, 100, 0};
   add_to_pack(kSpec, shape);
@@ -515,7 +557,8 @@ TEST(CallKey, TellsProblemsApart) {
   for (const char* spec :
        {"fwd:bf16:d64", "bwd:bf16:d64", "fwd:fp16:d64", "fwd:bf16:d72", "fwd:bf16:d64x32",
         "fwd:bf16:d64:causal", "fwd:bf16:d64:causal_top_left", "fwd:bf16:d64:dropout", "fwd:bf16:d64:kvlen",
-        "fwd:bf16:d64:map32x64", "fwd:bf16:d64:map64x32", "bwd:bf16:d64:det"})
+        "fwd:bf16:d64:map32x64", "fwd:bf16:d64:map64x32", "bwd:bf16:d64:det", "fwd:bf16:d64:varlen",
+        "fwd:bf16:d64:sinks", "fwd:bf16:d64:varlen:sinks"})
     keys.push_back(key(spec, shape));
   keys.push_back(key("fwd:bf16:d64", "b4:hq4:hkv2:sq100:skv70"));
   keys.push_back(key("fwd:bf16:d64", "b2:hq4:hkv4:sq100:skv70"));

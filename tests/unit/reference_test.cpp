@@ -79,6 +79,54 @@ Problem mask_problem(std::int64_t batch, std::int64_t heads, double p, std::uint
   return problem;
 }
 
+/// Sequences of unlike lengths, one without queries and one without keys, with sinks.
+Problem packed_problem() {
+  const AttentionSpec spec{.dtype = DType::fp32,
+                           .head_dim = 8,
+                           .head_dim_v = 16,
+                           .mask = causal(),
+                           .block_map = {16, 16},
+                           .varlen = true,
+                           .sinks = true};
+  // Rows for all: the packed tensors have the same heads.
+  Problem problem = random_problem(spec, {1, 4, 2, 52, 77}, 5);
+  problem.shape = {4, 4, 2, 30, 40};
+  problem.cu_seqlens_q = {0, 15, 15, 22, 52};
+  problem.cu_seqlens_kv = {0, 20, 37, 37, 77};
+  problem.map_batch = 4;
+  problem.block_map = {1, 0, 1, 1, 1, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1, 0, 1};
+  problem.sinks = {0.5, -1, 3, -kInfinity};
+  return problem;
+}
+
+/// Sequence `b` of a packed problem by itself.
+Problem sequence_of(const Problem& packed, std::int64_t b) {
+  const auto rows_of = [](const std::vector<double>& tensor, const std::vector<std::int32_t>& offsets,
+                          std::int64_t b, std::int64_t heads) {
+    const std::int64_t row = static_cast<std::int64_t>(tensor.size()) / (heads * offsets.back());
+    std::vector<double> rows;
+    for (std::int64_t h = 0; h < heads; ++h) {
+      const auto head = tensor.begin() + h * offsets.back() * row;
+      rows.insert(rows.end(), head + offsets[b] * row, head + offsets[b + 1] * row);
+    }
+    return rows;
+  };
+  Problem one{.spec = packed.spec, .shape = packed.shape};
+  one.spec.varlen = false;
+  one.shape.batch = 1;
+  one.shape.seqlen_q = packed.cu_seqlens_q[b + 1] - packed.cu_seqlens_q[b];
+  one.shape.seqlen_kv = packed.cu_seqlens_kv[b + 1] - packed.cu_seqlens_kv[b];
+  one.q = rows_of(packed.q, packed.cu_seqlens_q, b, 4);
+  one.dout = rows_of(packed.dout, packed.cu_seqlens_q, b, 4);
+  one.k = rows_of(packed.k, packed.cu_seqlens_kv, b, 2);
+  one.v = rows_of(packed.v, packed.cu_seqlens_kv, b, 2);
+  one.sinks = packed.sinks;
+  for (std::int64_t row = 0; row * 16 < one.shape.seqlen_q; ++row)
+    for (std::int64_t column = 0; column * 16 < one.shape.seqlen_kv; ++column)
+      one.block_map.push_back(packed.block_map[(b * 2 + row) * 3 + column]);
+  return one;
+}
+
 std::vector<bool> kept_pairs(const Problem& problem) {
   const Forward result = forward(problem);
   std::vector<bool> kept(result.out.size());
@@ -295,6 +343,112 @@ TEST(Reference, MapThatIsFullChangesNothingAndBroadcasts) {
   EXPECT_EQ(forward(problem).out, broadcast.out);
 }
 
+TEST(Reference, PackedSequencesAreThoseSequencesByThemselves) {
+  const Problem packed = packed_problem();
+  const Forward fwd = forward(packed);
+  const Backward bwd = backward(packed);
+  std::vector<double> dsinks(4, 0.0);
+  for (std::int64_t b = 0; b < 4; ++b) {
+    SCOPED_TRACE(b);
+    const Problem one = sequence_of(packed, b);
+    const Forward fwd_one = forward(one);
+    const Backward bwd_one = backward(one);
+    const auto check = [&](const std::vector<double>& all, const std::vector<double>& part,
+                           const std::vector<std::int32_t>& offsets, std::int64_t heads, std::int64_t dim) {
+      const std::int64_t length = offsets[b + 1] - offsets[b];
+      ASSERT_EQ(part.size(), static_cast<std::size_t>(heads * length * dim));
+      for (std::int64_t h = 0; h < heads; ++h)
+        for (std::int64_t i = 0; i < length * dim; ++i)
+          ASSERT_EQ(all[(h * offsets.back() + offsets[b]) * dim + i], part[h * length * dim + i]);
+    };
+    check(fwd.out, fwd_one.out, packed.cu_seqlens_q, 4, 16);
+    check(bwd.dq, bwd_one.dq, packed.cu_seqlens_q, 4, 8);
+    check(bwd.dk, bwd_one.dk, packed.cu_seqlens_kv, 2, 8);
+    check(bwd.dv, bwd_one.dv, packed.cu_seqlens_kv, 2, 16);
+    const std::int64_t length = one.shape.seqlen_q;
+    for (std::int64_t h = 0; h < 4; ++h) {
+      dsinks[h] += bwd_one.dsinks[h];
+      for (std::int64_t i = 0; i < packed.shape.seqlen_q; ++i) {
+        const double lse = fwd.lse[(b * 4 + h) * packed.shape.seqlen_q + i];
+        if (i < length)
+          ASSERT_EQ(lse, fwd_one.lse[h * length + i]);
+        else
+          ASSERT_TRUE(std::isnan(lse));
+      }
+    }
+  }
+  EXPECT_LT(max_abs_error(bwd.dsinks, dsinks), 1e-14);
+  EXPECT_EQ(existing_rows(packed, fwd.lse).size(), 4u * 52);
+  EXPECT_EQ(max_abs_error(existing_rows(packed, fwd.lse), existing_rows(packed, fwd.lse)), 0);
+}
+
+TEST(Reference, ASinkByHand) {
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .sinks = true}, {1, 1, 1, 1, 2});
+  problem.softmax_scale = 0.5;
+  problem.q = {2, 0, 0, 0, 0, 0, 0, 0};
+  problem.k = {0, 1, 0, 0, 0, 0, 0, 0, std::log(3.0), 0, 1, 0, 0, 0, 0, 0};
+  problem.v = {4, 0, 0, 0, 0, 0, 0, 0, 0, 4, 0, 0, 0, 0, 0, 0};
+  problem.dout = {1, 0, 0, 0, 0, 0, 0, 0};
+  problem.sinks = {std::log(4.0)};  // the weights are 1, 3 and 4: P = [1/8, 3/8], D = 1/2
+  const Forward fwd = forward(problem);
+  EXPECT_LT(max_abs_error(fwd.out, {0.5, 1.5, 0, 0, 0, 0, 0, 0}), 1e-14);
+  EXPECT_NEAR(fwd.lse[0], std::log(8.0), 1e-14);
+  const Backward bwd = backward(problem);
+  EXPECT_NEAR(bwd.dsinks[0], -0.5 * 0.5, 1e-14);
+  EXPECT_LT(max_abs_error(bwd.dv, {0.125, 0, 0, 0, 0, 0, 0, 0, 0.375, 0, 0, 0, 0, 0, 0, 0}), 1e-14);
+}
+
+TEST(Reference, RowsThatAttendToNothingHaveTheirSinkAsLse) {
+  Problem problem =
+      random_problem({.dtype = DType::bf16, .head_dim = 8, .mask = causal(), .sinks = true}, {2, 2, 1, 9, 4});
+  problem.sinks = {-2.5, -kInfinity};
+  for (const Precision precision : {Precision::exact, Precision::rounded}) {
+    const Forward fwd = forward(problem, precision);
+    const Backward bwd = backward(problem, precision);
+    for (int row = 0; row < 36; ++row) {
+      if (row % 9 >= 5) continue;  // sees a key
+      EXPECT_EQ(fwd.lse[row], problem.sinks[row / 9 % 2]) << row;
+      for (int i = 0; i < 8; ++i) {
+        EXPECT_EQ(fwd.out[row * 8 + i], 0) << row;
+        EXPECT_EQ(bwd.dq[row * 8 + i], 0) << row;
+      }
+    }
+    EXPECT_NE(bwd.dsinks[0], 0);
+    EXPECT_EQ(bwd.dsinks[1], 0);
+  }
+}
+
+TEST(Reference, GradientsOfPackedSequencesAndSinksAreFiniteDifferences) {
+  Problem problem = packed_problem();
+  problem.spec.dropout = true;
+  problem.dropout_p = 0.2;
+  const Backward gradients = backward(problem);
+  const auto loss = [&problem] {
+    const Forward result = forward(problem);
+    double sum = 0;
+    for (std::size_t i = 0; i < result.out.size(); ++i) sum += result.out[i] * problem.dout[i];
+    return sum;
+  };
+  const auto check = [&](const char* name, std::vector<double>& tensor, const std::vector<double>& gradient) {
+    constexpr double kStep = 1e-5;
+    ASSERT_EQ(tensor.size(), gradient.size());
+    for (std::size_t i = 0; i < tensor.size(); i += 1 + tensor.size() / 61) {
+      const double value = tensor[i];
+      if (!std::isfinite(value)) continue;
+      tensor[i] = value + kStep;
+      const double above = loss();
+      tensor[i] = value - kStep;
+      const double below = loss();
+      tensor[i] = value;
+      EXPECT_NEAR(gradient[i], (above - below) / (2 * kStep), 1e-7) << name << "[" << i << "]";
+    }
+  };
+  check("dq", problem.q, gradients.dq);
+  check("dk", problem.k, gradients.dk);
+  check("dv", problem.v, gradients.dv);
+  check("dsinks", problem.sinks, gradients.dsinks);
+}
+
 TEST(ReferenceDropout, KeepsTheShareItShould) {
   for (const double p : {0.1, 0.5, 0.9}) {
     const Problem problem = mask_problem(2, 4, p, 42, 0);
@@ -499,6 +653,18 @@ TEST(Reference, RefusesWhatDoesNotFit) {
   expect_refusal(with([](Problem& p) { p.spec.mask = MaskProgram("q > kv"); }), "q > kv");
   expect_refusal(with([](Problem& p) { p.spec.head_dim = 12; }), "12");
   expect_refusal(with([](Problem& p) { p.shape.heads_kv = 3; }), "heads");
+  expect_refusal(with([](Problem& p) { p.spec.sinks = true; }), "sinks has 0");
+  expect_refusal(with([](Problem& p) { p.captures = {{.name = "x", .values = {1}}}; }), "'x'");
+  const auto packed_with = [](const std::function<void(Problem&)>& change) {
+    Problem problem = packed_problem();
+    change(problem);
+    return problem;
+  };
+  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_q.pop_back(); }), "cu_seqlens_q has 4");
+  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_q[0] = 1; }), "begins with 1");
+  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_kv[1] = 60; }), "sequence 0 the length 60");
+  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_kv[2] = 10; }), "sequence 1 the length -10");
+  expect_refusal(packed_with([](Problem& p) { p.q.pop_back(); }), "q has");
   expect_refusal(with([](Problem& p) { p.shape = {2147480000, 2147480000, 1, 2147480000, 1}; }), "overflow");
 }
 

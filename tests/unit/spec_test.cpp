@@ -50,6 +50,8 @@ class Random {
     if (coin())
       spec.block_map = {static_cast<int>(16 * from_to(1, 16)), static_cast<int>(16 * from_to(1, 16))};
     spec.deterministic = coin();
+    spec.varlen = !spec.kv_lengths && coin();
+    spec.sinks = coin();
     return spec;
   }
 
@@ -141,6 +143,8 @@ TEST(Spec, TextForms) {
                                  .block_map = {128, 64},
                                  .deterministic = true};
   EXPECT_EQ(to_string(everything), "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det");
+  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 64, .mask = causal(), .varlen = true, .sinks = true}),
+            "fwd:bf16:d64:causal:varlen:sinks");
   EXPECT_EQ(parse_spec(to_string(everything)), everything);
 }
 
@@ -195,6 +199,9 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64:dropout:dropout", {"says twice what 'dropout' says"});
   refused("bf16:d64:kvlen:kvlen", {"says twice what 'kvlen' says"});
   refused("bwd:bf16:d64:det:det", {"says twice what 'det' says"});
+  refused("bf16:d64:varlen:varlen", {"says twice what 'varlen' says"});
+  refused("bf16:d64:sink", {"unknown field 'sink'", "varlen, sinks"});
+  refused("bf16:d64:varlen:kvlen", {"varlen and kv_lengths are both set", "leave kv_lengths out"});
   refused("bf16:d64:map64x64:map32x32", {"says twice what 'map32x32' says"});
   refused("bf16:d64:map64x", {"wrong field 'map64x'"});
   refused("bf16:d64:map8x64", {"block_map.q is 8", "a multiple of 16 from 16 to 256"});

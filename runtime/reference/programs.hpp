@@ -1,0 +1,54 @@
+// A spec's score and mask programs on the CPU, with the captures that they read.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit::reference {
+
+/// A value for a name that the programs declare: a contiguous tensor, or a scalar, which has no sizes and one
+/// value. Values are already rounded to the declared type.
+struct Captured {
+  std::string name;
+  std::vector<std::int64_t> size = {};
+  std::vector<double> values = {};
+};
+
+/// A pair as programs see it: q, kv and the lengths are those of its own sequence.
+struct Point {
+  std::int64_t b, h, h_kv, q, kv, seqlen_q, seqlen_kv;
+};
+
+/// One gradient for each capture, contiguous; empty where none is wanted.
+using CaptureGrads = std::vector<std::vector<double>>;
+
+class Programs {
+ public:
+  /// `captures` must outlive this. Throws Error(invalid_argument) when a program is not sound, a declared
+  /// name has no value, a name is not declared, or a value has another rank or size than it says.
+  Programs(const AttentionSpec& spec, const std::vector<Captured>& captures);
+
+  bool has_score() const { return !score_.empty(); }
+  bool has_grads() const;  ///< some capture wants one
+
+  bool attends(const Point& point) const;
+  /// What becomes of `s` = softmax_scale * (Q K^T) at a pair that attends.
+  double score(const Point& point, double s) const;
+  /// d score / d s there.
+  double score_grad(const Point& point, double s) const;
+
+  CaptureGrads zero_grads() const;
+  /// Adds what the pair, whose d loss / d score is `ds`, gives to the captures.
+  void add_grads(const Point& point, double s, double ds, CaptureGrads& grads) const;
+
+ private:
+  ScoreProgram score_;
+  MaskProgram mask_;
+  const std::vector<Captured>& captures_;
+  std::vector<bool> wants_grad_;  ///< of each capture
+};
+
+}  // namespace flashjit::reference

@@ -1,0 +1,17 @@
+// How the checks of a call say no.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <utility>
+
+#include "flashjit/error.hpp"
+
+namespace flashjit {
+
+template <class... Parts>
+[[noreturn, gnu::cold, gnu::noinline]] void refuse(fmt::format_string<Parts...> format, Parts&&... parts) {
+  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Parts>(parts)...));
+}
+
+}  // namespace flashjit

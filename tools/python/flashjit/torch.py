@@ -16,8 +16,9 @@ from torch.autograd.function import once_differentiable
 
 from . import _library
 from ._library import BackwardArgs, Capture, ForwardArgs, library, runtime, spec_handle
-from .errors import InvalidArgument, NoDevice, Unsupported, WrongType
-from .programs import _EMPTY, Form, Program, is_real, is_scalar, program_of
+from .errors import InvalidArgument, Unsupported, WrongType
+from ._tracing import is_real, is_scalar
+from .programs import EMPTY, Program, program_of, trace_unlocked
 
 __all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "prepare", "register_with_transformers"]
 
@@ -145,7 +146,7 @@ class _Plan:
     def _make_captures(self, values: tuple[Any, ...]) -> None:
         self.captures = (Capture * len(values))()
         self.tensor_places, self.scalar_places, self.grad_places = [], [], []
-        in_grad = {line.partition(":")[0].strip() for line in _declared_with_grad(self.problem.options)}
+        with_grad = _names_with_grad(self.problem.options)
         for i, (name, value) in enumerate(zip(self.problem.names, values)):
             capture = self.captures[i]
             capture.name = name.encode()
@@ -153,7 +154,7 @@ class _Plan:
                 self.scalar_places.append(i)
                 continue
             self.tensor_places.append(i)
-            if name in in_grad:
+            if name in with_grad:
                 self.grad_places.append(i)
             sizes, strides = (tuple(value.shape), value.stride()) if value.dim() else ((1,), (1,))
             capture.rank, capture.type = len(sizes), _library.ELEMENT_TYPES[_ELEMENTS[value.dtype]]
@@ -310,11 +311,10 @@ def _takes(tensor: Tensor) -> bool:
             and all(stride >= 0 and stride % align == 0 for stride in tensor.stride()[:-1]))
 
 
-def _declared_with_grad(options: str) -> list[str]:
-    at = options.find(":score{")
-    if at < 0:
-        return []
-    return [line for line in options[at + len(":score{"):].partition("}")[0].split(";") if line.rstrip().endswith(" grad")]
+def _names_with_grad(options: str) -> set[str]:
+    """The captured tensors that a score program declares with "grad"."""
+    score = options.partition(":score{")[2].partition("}")[0]
+    return {line.partition(":")[0].strip() for line in score.split(";") if line.rstrip().endswith(" grad")}
 
 
 def _plan(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> _Plan:
@@ -457,13 +457,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
             if not isinstance(value, Tensor):
                 raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
                                 "arrays.")
-    program, fixed, values = _EMPTY, _NOTHING, ()
+    program, fixed, values = EMPTY, _NOTHING, ()
     block = None
     if block_mask is not None:
         block_map, mask_mod = _block_map(block_mask, mask_mod)
         block = block_map.block
     if score_mod is not None or mask_mod is not None or captures:
-        program = program_of(score_mod, mask_mod, captures)
+        program = (trace_unlocked if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
+                   else program_of)(score_mod, mask_mod, captures)
         values = (*program.tensors, *program.scalars)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None:
@@ -598,7 +599,7 @@ def _cached_options(key: tuple[Any, ...]) -> str:
 
 def _check_deterministic(problem: Problem) -> None:
     """Gradients of captured tensors are summed by atomic additions, whose order changes."""
-    if not _declared_with_grad(problem.options):
+    if not _names_with_grad(problem.options):
         return
     text = ("gradients of captured tensors are summed in changing order, so they are not deterministic: detach() the "
             "captured tensors, or switch torch.use_deterministic_algorithms() off")
@@ -724,7 +725,7 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
     sinks, captures, names, options = arguments[4], arguments[6], arguments[8], arguments[9]
     if sinks is not None:
         grads.append(torch.empty(sinks.shape, dtype=torch.float32, device=q.device))
-    with_grad = {line.partition(":")[0].strip() for line in _declared_with_grad(options)}
+    with_grad = _names_with_grad(options)
     grads += [torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in zip(names, captures) if name in with_grad]
     return grads
 
@@ -732,7 +733,6 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
     tensors = [*arguments[:5], arguments[5]]
-    ctx.count = len(arguments[6])
     ctx.save_for_backward(q, k, v, *output, *tensors, *arguments[6])
     ctx.rest = arguments[7:]
     ctx.set_materialize_grads(False)
@@ -741,15 +741,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
 def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     fixed, rng, captures = tensors[:5], tensors[5], list(tensors[6:])
-    nothing = (None,) * (8 + 1)
+    numbers, names, options, *_ = ctx.rest
+    rest = ([None] * len(numbers), [None] * len(names), *[None] * (len(ctx.rest) - 2))
     if dout is None:
-        return (*nothing, [None] * ctx.count, *[None] * len(ctx.rest))
+        return (*[None] * 9, [None] * len(captures), *rest)
     dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, captures, *ctx.rest)
     dsinks = others.pop(0) if fixed[4] is not None else None
-    names, options = ctx.rest[1], ctx.rest[2]
-    with_grad = {line.partition(":")[0].strip() for line in _declared_with_grad(options)}
+    with_grad = _names_with_grad(options)
     dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
-    return dq, dk, dv, None, None, None, None, dsinks, None, dcaptures, *[None] * len(ctx.rest)
+    return dq, dk, dv, None, None, None, None, dsinks, None, dcaptures, *rest
 
 
 torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)

@@ -164,8 +164,8 @@ class Handle:
         self.address = made.value
         self._destroy = getattr(library(), destroy)
 
-    def __del__(self) -> None:
-        if getattr(self, "address", None) and not sys.is_finalizing():  # at exit nobody knows what still runs
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
+        if getattr(self, "address", None) and not is_finalizing():  # at exit nobody knows what still runs
             self._destroy(self.address)
 
 

@@ -24,7 +24,7 @@ def _literal(value: Any) -> "Value":
         return Value(str(value) if value >= 0 else f"(-{-value})", "int", at_least_zero=value >= 0)
     if isinstance(value, float):
         return Value(_float_text(value), "float")
-    if is_tensor(value) and _tracers:
+    if (is_tensor(value) or isinstance(value, PartialRead)) and _tracers:
         return _tracers[-1].value_of(value)
     raise WrongType(f"a program cannot use a {type(value).__name__} ({value!r}): use numbers, the function's arguments, "
                     "and captured tensors indexed by them.")
@@ -175,7 +175,16 @@ class Value:
 
     __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = _no_number
 
-    # Methods of tensors.
+    # What tensors have.
+    @property
+    def device(self) -> Any:
+        return None
+
+    @property
+    def dtype(self) -> Any:
+        torch = sys.modules["torch"]
+        return {"float": torch.float32, "int": torch.int32, "bool": torch.bool}[self.type]
+
     def __getattr__(self, name: str) -> Any:
         function = _FUNCTIONS.get(name)
         if function is None or name.startswith("__"):

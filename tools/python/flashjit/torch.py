@@ -341,6 +341,10 @@ def _signature(value: Any) -> Any:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+    for name, tensor in (("k", k), ("v", v), *zip(Fixed._fields, fixed)):
+        if tensor is not None and tensor.device != q.device:
+            raise InvalidArgument(f"q is on {q.device} and {name} on {tensor.device}: move them to one device, such as "
+                                  f"{name}.to(q.device).")
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if tensor.dim() != 4:
             raise InvalidArgument(f"{name} is {_describe(tensor)}: it needs four dimensions, [batch, heads, length, "
@@ -358,10 +362,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
             raise InvalidArgument(f"{name} has stride {tensor.stride(3)} in its last dimension, which must be 1: call "
                                   f"{name}.contiguous().")
         _check_memory(name, tensor)
-    for name, tensor in (("k", k), ("v", v), *zip(Fixed._fields, fixed)):
-        if tensor is not None and tensor.device != q.device:
-            raise InvalidArgument(f"q is on {q.device} and {name} on {tensor.device}: move them to one device, such as "
-                                  f"{name}.to(q.device).")
     if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
                               "must have the head_dim of q, and v the heads and the length of k.")

@@ -873,8 +873,11 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: 
             runtime().prepare(spec, shape, backward=which, config=config)
 
 
-def register_with_transformers(name: str = "flashjit") -> str:
-    """Makes flashjit an attention implementation of Hugging Face transformers: model.set_attn_implementation("flashjit"),
-    or from_pretrained(..., attn_implementation="flashjit"). Returns the name."""
+def register_with_transformers(name: str = "jit_attention") -> str:
+    """Makes flashjit an attention implementation of Hugging Face transformers (4.53 or newer), under a name for
+    model.set_attn_implementation(name) and from_pretrained(..., attn_implementation=name). Returns the name.
+
+    name: must not contain "flash", which transformers takes for a package of FlashAttention.
+    """
     from ._transformers import register
     return register(name)

@@ -64,7 +64,7 @@ struct Capture {
   const void* data = nullptr;  ///< of a tensor, aligned to its element
   float* grad = nullptr;  ///< backward, where the program declares "grad": fp32, contiguous, the tensor's
                           ///< sizes. The gradient is ADDED to what is there: zero it first
-  int rank = 0;                        ///< of a tensor, 1 to 4; 0: a scalar
+  int rank = 0;           ///< of a tensor, 1 to 4; 0: a scalar
   std::array<std::int64_t, 4> size{};  ///< the first `rank` count; each at least 1
   std::array<std::int64_t, 4>
       stride{};       ///< in elements, 0 or more; 0 repeats the tensor along that dimension

@@ -13,7 +13,9 @@
 
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
+#include "device_captures.hpp"
 #include "plan/plan.hpp"
+#include "reference/inputs.hpp"
 #include "support/environment.hpp"
 #include "support/small_float.hpp"
 #include "support/text.hpp"
@@ -27,6 +29,7 @@ constexpr std::size_t kPatternElements = std::size_t{1} << 20;
 constexpr std::size_t kPatternStep =
     7919;  // elements from one tensor's start in the pattern to the next one's
 constexpr std::size_t kMostSets = 64;
+constexpr std::uint64_t kSeed = 1;    // of sinks and captures
 constexpr double kMemoryShare = 0.8;  // of the free memory, for inputs
 constexpr auto kWarmUp = std::chrono::milliseconds(10);
 constexpr std::size_t kLaunchesInQueue = 32;  // far below where the driver's queue would block the host
@@ -118,6 +121,18 @@ class Inputs {
     }
     map_ = plausible_map(problem_.spec, problem_.shape, density);
     map_blocks_ = device::upload(driver_, map_.blocks);
+    if (problem_.spec.varlen) {
+      cu_seqlens_q_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_q));
+      cu_seqlens_kv_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_kv));
+    }
+    if (problem_.spec.sinks) {
+      const std::vector<double> sinks = reference::random_sinks(problem_.shape.heads_q, kSeed);
+      sinks_ = device::upload(driver_, std::vector<float>(sinks.begin(), sinks.end()));
+      dsinks_ = DeviceBuffer(driver_, sinks_.bytes());
+      dsinks_.fill(0);
+    }
+    captures_ = DeviceCaptures(driver_, problem_.spec,
+                               reference::plausible_captures(problem_.spec, problem_.shape, kSeed));
     context.synchronize();  // uploads are on another stream than the launches
     if (backward) run_forward(device);
   }
@@ -205,13 +220,24 @@ class Inputs {
     driver_->check(driver_->stream_synchronize(stream_), "the forward pass before a backward pass");
   }
 
+  /// With varlen every sequence has the full length.
+  std::vector<std::int32_t> equal_offsets(std::int64_t length) const {
+    std::vector<std::int32_t> offsets;
+    for (std::int64_t b = 0; b <= problem_.shape.batch; ++b)
+      offsets.push_back(static_cast<std::int32_t>(b * length));
+    return offsets;
+  }
+
+  TensorView rows(const DeviceBuffer& buffer, std::int64_t heads, std::int64_t length, int dim) const {
+    const std::int64_t batch = problem_.shape.batch;
+    if (problem_.spec.varlen) return TensorView::bhsd(buffer.data(), 1, heads, batch * length, dim);
+    return TensorView::bhsd(buffer.data(), batch, heads, length, dim);
+  }
   TensorView rows_of_q(const DeviceBuffer& buffer, int dim) const {
-    const AttentionShape& s = problem_.shape;
-    return TensorView::bhsd(buffer.data(), s.batch, s.heads_q, s.seqlen_q, dim);
+    return rows(buffer, problem_.shape.heads_q, problem_.shape.seqlen_q, dim);
   }
   TensorView rows_of_kv(const DeviceBuffer& buffer, int dim) const {
-    const AttentionShape& s = problem_.shape;
-    return TensorView::bhsd(buffer.data(), s.batch, s.heads_kv, s.seqlen_kv, dim);
+    return rows(buffer, problem_.shape.heads_kv, problem_.shape.seqlen_kv, dim);
   }
 
   /// What both passes take alike.
@@ -231,6 +257,15 @@ class Inputs {
     }
     if (spec.dropout) args.dropout_p = kDefaultDropout;
     args.workspace = {workspace_.data(), workspace_.bytes()};
+    args.captures = captures_.view();
+    args.sinks = static_cast<const float*>(sinks_.data());
+    if (spec.varlen) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
+      args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+      args.batch_size = problem_.shape.batch;
+      args.max_seqlen_q = problem_.shape.seqlen_q;
+      args.max_seqlen_kv = problem_.shape.seqlen_kv;
+    }
     return args;
   }
   ForwardArgs forward_args(const TensorSet& set) const { return common_args<ForwardArgs>(set); }
@@ -240,6 +275,7 @@ class Inputs {
     args.dq = rows_of_q(set.dq, problem_.spec.head_dim);
     args.dk = rows_of_kv(set.dk, problem_.spec.head_dim);
     args.dv = rows_of_kv(set.dv, problem_.spec.v_dim());
+    args.dsinks = static_cast<float*>(dsinks_.data());
     return args;
   }
 
@@ -248,7 +284,8 @@ class Inputs {
   Sizes sizes_;
   CUstream stream_;
   std::vector<TensorSet> sets_;
-  DeviceBuffer kv_lengths_, map_blocks_, workspace_;
+  DeviceBuffer kv_lengths_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
+  DeviceCaptures captures_;
   BlockPattern map_;
 };
 

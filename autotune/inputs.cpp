@@ -6,11 +6,19 @@
 #include <cmath>
 
 #include "flashjit/error.hpp"
+#include "reference/inputs.hpp"
 
 namespace flashjit::autotune {
 namespace {
 
-/// Keys that the mask leaves to query q: a prefix of them, for every mask there is.
+constexpr std::int64_t kSampledRows = 256;
+constexpr std::uint64_t kSeed = 1;  // of captures, as the tuner measures with
+
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
+}
+
+/// Keys that no mask or a causal one leaves to query q: a prefix of them.
 std::int64_t visible_keys(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t q) {
   if (spec.mask.empty()) return shape.seqlen_kv;
   const bool bottom_right = spec.mask == causal(CausalAlignment::bottom_right);
@@ -24,6 +32,44 @@ std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t 
     if (map.at(q / block.q, column)) keys += std::min<std::int64_t>(block.kv, visible - column * block.kv);
   }
   return keys;
+}
+
+/// Pairs of all batches and heads; of rows that are alike in each.
+double prefix_pairs(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+  double pairs = 0;
+  for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
+    const std::int64_t visible = visible_keys(spec, shape, q);
+    pairs +=
+        static_cast<double>(spec.has_block_map() ? keys_by_map(map, spec.block_map, q, visible) : visible);
+  }
+  return pairs * static_cast<double>(shape.batch * shape.heads_q);
+}
+
+/// The same of any mask, with plausible captures: estimated from some rows where there are many.
+double sampled_pairs(AttentionSpec spec, const AttentionShape& shape, const BlockPattern& map) {
+  constexpr double kGoldenRatio = 0.6180339887498949;
+  spec.score = {};
+  const auto captures = reference::plausible_captures(spec, shape, kSeed);
+  const reference::Programs programs(spec, captures);
+  const std::int64_t rows = shape.batch * shape.heads_q * shape.seqlen_q;
+  const std::int64_t samples = std::min(rows, kSampledRows);
+  double pairs = 0;
+  for (std::int64_t i = 0; i < samples; ++i) {
+    // All rows, or multiples of the golden ratio, which spread evenly and in step with no mask.
+    const double share = static_cast<double>(i) * kGoldenRatio;
+    const std::int64_t row =
+        samples == rows ? i
+                        : static_cast<std::int64_t>((share - std::floor(share)) * static_cast<double>(rows));
+    const std::int64_t q = row % shape.seqlen_q;
+    const std::int64_t head = row / shape.seqlen_q, h = head % shape.heads_q, b = head / shape.heads_q;
+    for (std::int64_t kv = 0; kv < shape.seqlen_kv; ++kv) {
+      if (spec.has_block_map() && !map.at(q / spec.block_map.q, kv / spec.block_map.kv)) continue;
+      const reference::Point point{
+          b, h, h / (shape.heads_q / shape.heads_kv), q, kv, shape.seqlen_q, shape.seqlen_kv};
+      if (programs.attends(point)) pairs += 1;
+    }
+  }
+  return samples > 0 ? pairs * static_cast<double>(rows) / static_cast<double>(samples) : 0;
 }
 
 }  // namespace
@@ -50,14 +96,8 @@ BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shap
 }
 
 Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
-  double pairs = 0;
-  for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
-    const std::int64_t visible = visible_keys(spec, shape, q);
-    pairs +=
-        static_cast<double>(spec.has_block_map() ? keys_by_map(map, spec.block_map, q, visible) : visible);
-  }
-  pairs *= static_cast<double>(shape.batch * shape.heads_q);
-
+  const bool prefix = spec.mask.empty() || is_causal(spec.mask);
+  const double pairs = prefix ? prefix_pairs(spec, shape, map) : sampled_pairs(spec, shape, map);
   const bool backward = spec.pass == Pass::backward;
   const double d = spec.head_dim, dv = spec.v_dim();
   const double multiply_adds = backward ? 3 * d + 2 * dv : d + dv;  // S, dQ, dK and dP, dV; S and O

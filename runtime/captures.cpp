@@ -26,7 +26,9 @@ std::string list(std::span<const Declaration> declared) {
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
-const Capture* find(std::span<const Capture> given, std::string_view name) {
+/// `likely` is where the name stands when the captures come in the order of the declarations.
+const Capture* find(std::span<const Capture> given, std::string_view name, std::size_t likely) {
+  if (likely < given.size() && given[likely].name == name) return &given[likely];
   const auto found = std::ranges::find(given, name, &Capture::name);
   return found == given.end() ? nullptr : &*found;
 }
@@ -50,7 +52,7 @@ const Capture* find(std::span<const Capture> given, std::string_view name) {
       refuse("captures gives '{}', which the spec's programs do not declare; they declare {}.", name,
              list(declared));
     }
-    if (find(given.first(i), name)) refuse("captures gives '{}' twice: give it once.", name);
+    if (find(given.first(i), name, 0)) refuse("captures gives '{}' twice: give it once.", name);
   }
   throw Error(ErrorCode::internal, "captures has one value too many, but none is");
 }
@@ -144,8 +146,9 @@ unsigned bits_of(const Declaration& d, double value) {
 }  // namespace
 
 void check_captures(std::span<const Declaration> declared, std::span<const Capture> given, Pass pass) {
-  for (const Declaration& d : declared) {
-    const Capture* capture = find(given, d.name);
+  for (std::size_t i = 0; i < declared.size(); ++i) {
+    const Declaration& d = declared[i];
+    const Capture* capture = find(given, d.name, i);
     if (!capture) refuse_missing(d, given);
     if (d.is_scalar())
       check_scalar(d, *capture);
@@ -158,8 +161,9 @@ void check_captures(std::span<const Declaration> declared, std::span<const Captu
 void set_captures(Params& params, std::span<const Declaration> declared, std::span<const Capture> given,
                   Pass pass) {
   int tensors = 0, scalars = 0;
-  for (const Declaration& d : declared) {
-    const Capture& capture = *find(given, d.name);
+  for (std::size_t i = 0; i < declared.size(); ++i) {
+    const Declaration& d = declared[i];
+    const Capture& capture = *find(given, d.name, i);
     if (d.is_scalar())
       params.scalars[scalars++] = bits_of(d, capture.scalar);
     else

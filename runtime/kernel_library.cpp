@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <chrono>
 
+#include "support/text.hpp"
+
 namespace flashjit {
 namespace {
 
@@ -26,8 +28,8 @@ std::string memory_key(const AttentionSpec& spec, const TileConfig& config, cons
 }
 
 std::string pack_command(const KernelSource& source) {
-  return fmt::format("flashjit pack --spec {} --config {} --arch {} --out FOLDER", to_string(source.spec),
-                     to_string(source.config), source.arch);
+  return fmt::format("flashjit pack --spec {} --config {} --arch {} --out FOLDER",
+                     shell_word(to_string(source.spec)), to_string(source.config), source.arch);
 }
 
 EntryReport report_of(const plan::Entry& entry, const CompiledKernel& kernel) {

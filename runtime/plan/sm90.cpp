@@ -38,9 +38,8 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   // dK and dV fill the registers: what takes more would spill.
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (d > 128) return Support::no(fmt::format("its backward pass has head dimensions up to 128, not {}", d));
-  if (d > 64 && spec.dropout && (spec.kv_lengths || spec.has_block_map()))
-    return Support::no(
-        "above head dimension 64 its backward pass has no dropout together with kvlen or a block map");
+  if (d > 64 && spec.dropout && spec.has_block_map())
+    return Support::no("above head dimension 64 its backward pass has no dropout together with a block map");
   return Support::yes();
 }
 

@@ -55,7 +55,7 @@ bool Programs::attends(const Point& point) const {
 // Until programs can be evaluated, a score program is the identity: branch expr fills these in.
 double Programs::score(const Point&, double s) const { return s; }
 double Programs::score_grad(const Point&, double) const { return 1; }
-void Programs::add_grads(const Point&, double, double, CaptureGrads&) const {}
+void Programs::add_grads(const Point&, double, double, const AddGrad&) const {}
 
 CaptureGrads Programs::zero_grads() const {
   CaptureGrads grads(captures_.size());

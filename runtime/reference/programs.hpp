@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -41,8 +42,10 @@ class Programs {
   double score_grad(const Point& point, double s) const;
 
   CaptureGrads zero_grads() const;
-  /// Adds what the pair, whose d loss / d score is `ds`, gives to the captures.
-  void add_grads(const Point& point, double s, double ds, CaptureGrads& grads) const;
+  /// Calls add(capture, element, gradient) for each read of a capture that wants a gradient; `ds` is the
+  /// pair's d loss / d score.
+  using AddGrad = std::function<void(std::size_t, std::int64_t, double)>;
+  void add_grads(const Point& point, double s, double ds, const AddGrad& add) const;
 
  private:
   ScoreProgram score_;

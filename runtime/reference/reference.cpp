@@ -74,6 +74,9 @@ struct Arithmetic {
   double rounded_score(double value) const {
     return precision == Precision::fused ? static_cast<float>(value) : rounded(value);
   }
+  double sum(double a, double b) const {
+    return precision == Precision::exact ? a + b : static_cast<float>(a + b);
+  }
   void round(Matrix& a) const {
     if (precision != Precision::exact) {
       for (double& value : a.values) value = round_to(dtype, value);
@@ -331,11 +334,14 @@ void through_score_program(const Context& context, const Arithmetic& arithmetic,
                            std::int64_t task, Matrix& ds, CaptureGrads& captures) {
   if (!context.programs.has_score()) return;
   captures = context.programs.zero_grads();
+  const auto add = [&](std::size_t capture, std::int64_t element, double value) {
+    captures[capture][element] = arithmetic.sum(captures[capture][element], value);
+  };
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     for (std::int64_t j = 0; j < ds.columns; ++j) {
       const Point at = context.point(task, i, j);
       if (!context.attends(at)) continue;  // the program may mean nothing there
-      if (context.programs.has_grads()) context.programs.add_grads(at, fwd.s[i][j], ds[i][j], captures);
+      if (context.programs.has_grads()) context.programs.add_grads(at, fwd.s[i][j], ds[i][j], add);
       ds[i][j] = arithmetic.rounded(ds[i][j] * context.programs.score_grad(at, fwd.s[i][j]));
     }
   }
@@ -359,7 +365,10 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
       const double dp = arithmetic.rounded(arithmetic.rounded(ds[i][j]) * fwd.dropped[i][j]);
       ds[i][j] = arithmetic.rounded(fwd.p[i][j] * (dp - d));
     }
-    if (sink != -kInfinity) dsink -= arithmetic.rounded(arithmetic.rounded(std::exp(sink - fwd.lse[i])) * d);
+    if (sink != -kInfinity) {
+      const double p = arithmetic.rounded(std::exp(sink - fwd.lse[i]));
+      dsink = arithmetic.sum(dsink, -arithmetic.rounded(p * d));
+    }
   }
   through_score_program(context, arithmetic, fwd, task, ds, captures);
   HeadBackward result{arithmetic.product(ds, head.k), arithmetic.product(transpose(ds), head.q),
@@ -414,11 +423,15 @@ Backward backward(const Problem& problem, Precision precision) {
     const CaptureGrads captures = std::move(heads[task].captures);
     const std::lock_guard lock(captures_mutex);
     for (std::size_t i = 0; i < captures.size(); ++i)
-      std::ranges::transform(captures[i], result.captures[i], result.captures[i].begin(), std::plus());
+      for (std::size_t j = 0; j < captures[i].size(); ++j)
+        result.captures[i][j] = arithmetic.sum(result.captures[i][j], captures[i][j]);
   });
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
     put(heads[task].dq, result.dq, context.q_rows(task));
-    if (context.spec.sinks) result.dsinks[context.head_of(task)] += heads[task].dsink;
+    if (context.spec.sinks) {
+      double& dsink = result.dsinks[context.head_of(task)];
+      dsink = arithmetic.sum(dsink, heads[task].dsink);
+    }
   }
   result.dk = sum_groups(context, arithmetic, heads, &HeadBackward::dk, problem.k.size());
   result.dv = sum_groups(context, arithmetic, heads, &HeadBackward::dv, problem.v.size());

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <cctype>
 #include <charconv>
 
 #include "flashjit/error.hpp"
@@ -25,6 +27,11 @@ std::string quoted(std::string_view text) {
     out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
   }
   return out + (text.size() > kLongest ? "...'" : "'");
+}
+
+std::string shell_word(std::string_view text) {
+  const auto plain = [](unsigned char c) { return std::isalnum(c) != 0 || c == ':' || c == '_' || c == '.'; };
+  return std::all_of(text.begin(), text.end(), plain) ? std::string(text) : fmt::format("'{}'", text);
 }
 
 std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_t min, std::int64_t max) {

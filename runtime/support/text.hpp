@@ -16,6 +16,10 @@ std::string quoted(std::string_view text);
 /// Without this overload, a call with a std::string would find std::quoted.
 inline std::string quoted(const std::string& text) { return quoted(std::string_view(text)); }
 
+/// The text as one word of a shell's command line: as it is, or in quotes where the shell would read it
+/// otherwise. It holds no quote itself.
+std::string shell_word(std::string_view text);
+
 /// A decimal integer that fills `text`. Throws Error(invalid_argument) that says what `what` was given and
 /// that `min` to `max` is allowed.
 std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_t min, std::int64_t max);

@@ -9,12 +9,24 @@
 
 namespace flashjit::auxiliary {
 
+/// First row of a sequence among the packed ones, and how many it has.
+struct SequenceRows {
+  int begin, count;
+};
+
+template <class P>
+__device__ SequenceRows rows_of_sequence(const int* cu_seqlens, int b, int length) {
+  if constexpr (P::kVarlen) return {cu_seqlens[b], cu_seqlens[b + 1] - cu_seqlens[b]};
+  return {0, length};
+}
+
 /// One query's place, and shared memory for its row of Q, dO and O and for a slice of its row of P and dS.
 template <class P>
 struct ReferenceRow {
   const Params& p;
   int b, h, q;
   long long row;  ///< among [batch, heads_q, q_count]
+  SequenceRows queries, keys;
   double *query, *dout, *out, *probs, *grads, *reduced;
 
   __device__ explicit ReferenceRow(const ReferenceParams& r) : p(r.base) {
@@ -23,6 +35,8 @@ struct ReferenceRow {
     q = r.q_begin + static_cast<int>(row % r.q_count);
     h = static_cast<int>(row / r.q_count % p.heads_q);
     b = static_cast<int>(row / r.q_count / p.heads_q);
+    queries = rows_of_sequence<P>(p.cu_seqlens_q, b, p.seqlen_q);
+    keys = rows_of_sequence<P>(p.cu_seqlens_kv, b, p.seqlen_kv);
     query = shared;
     dout = query + P::kHeadDim;
     out = dout + P::kHeadDimV;
@@ -32,14 +46,28 @@ struct ReferenceRow {
   }
 
   __device__ int kv_head() const { return h / (p.heads_q / p.heads_kv); }
-  __device__ int length() const { return kv_length<P>(p, b); }
-};
+  __device__ bool exists() const { return q < queries.count; }
+  /// Keys that are no padding.
+  __device__ int length() const {
+    if constexpr (P::kKvLengths) return min(max(p.kv_lengths[b], 0), keys.count);
+    return keys.count;
+  }
 
-template <class Element>
-__device__ __forceinline__ const Element* row_of(const TensorParam& tensor, int b, int h, int row) {
-  return static_cast<const Element*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h +
-         row * tensor.stride_s;
-}
+  using Element = typename P::Element;
+  /// The query's row of a tensor like Q.
+  __device__ const Element* own(const TensorParam& tensor) const { return at(tensor, h, queries.begin + q); }
+  /// A key's row of K or V.
+  __device__ const Element* key(const TensorParam& tensor, int kv) const {
+    return at(tensor, kv_head(), keys.begin + kv);
+  }
+
+ private:
+  __device__ const Element* at(const TensorParam& tensor, int head, long long place) const {
+    // The stride of the one batch entry of packed sequences is zero.
+    return static_cast<const Element*>(tensor.data) + b * tensor.stride_b + head * tensor.stride_h +
+           place * tensor.stride_s;
+  }
+};
 
 /// `Real` is the arithmetic: double computes exactly; float also rounds every matrix to the element type, as
 /// a straightforward implementation does.
@@ -58,15 +86,30 @@ __device__ double dot(const double* a, const Element* b, int size) {
 
 __device__ __forceinline__ double negative_infinity() { return -static_cast<double>(infinity()); }
 
+/// softmax_scale * (Q K^T) of one key.
+template <class P, class Real>
+__device__ double reference_product(const ReferenceRow<P>& r, int kv) {
+  using Element = typename P::Element;
+  return rounded<Element, Real>(dot<Element, Real>(r.query, r.key(r.p.k, kv), P::kHeadDim) *
+                                r.p.softmax_scale);
+}
+
 /// The score of one key; -inf where the pair does not attend.
 template <class P, class Real>
 __device__ double reference_score(const ReferenceRow<P>& r, int kv) {
   using Element = typename P::Element;
   if (!pair_attends<P>(r.p, r.b, r.h, r.q, kv)) return negative_infinity();
-  const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), kv);
-  double s = dot<Element, Real>(r.query, key, P::kHeadDim) * r.p.softmax_scale;
-  if constexpr (P::kHasScore) s = P::score(r.p, static_cast<float>(s), r.b, r.h, r.q, kv);
-  return rounded<Element, Real>(s);
+  const double s = reference_product<P, Real>(r, kv);
+  if constexpr (P::kHasScore)
+    return rounded<Element, Real>(P::score(r.p, static_cast<float>(s), r.b, r.h, r.q, kv));
+  return s;
+}
+
+/// What joins the softmax beside the keys; -inf: nothing.
+template <class P>
+__device__ double reference_sink(const ReferenceRow<P>& r) {
+  if constexpr (P::kSinks) return r.p.sinks[r.h];
+  return negative_infinity();
 }
 
 template <class P>
@@ -96,21 +139,20 @@ __device__ double reduce(const ReferenceRow<P>& r, double value, Combine combine
 
 template <class P, class Real>
 __device__ Softmax reference_softmax(const ReferenceRow<P>& r) {
-  double max = negative_infinity(), sum = 0.0;
+  const double sink = reference_sink<P>(r);
+  double max = sink, sum = 0.0;
   for (int kv = threadIdx.x; kv < r.length(); kv += kReferenceThreads)
     max = fmax(max, reference_score<P, Real>(r, kv));
   max = reduce(r, max, [](double x, double y) { return fmax(x, y); });
   if (max == negative_infinity()) return {max, 0.0};
   for (int kv = threadIdx.x; kv < r.length(); kv += kReferenceThreads)
     sum += exp(reference_score<P, Real>(r, kv) - max);
-  return {max, reduce(r, sum, [](double x, double y) { return x + y; })};
+  return {max, reduce(r, sum, [](double x, double y) { return x + y; }) + exp(sink - max)};
 }
 
 template <class P>
 __device__ void load_row(const ReferenceRow<P>& r, double* to, const TensorParam& from, int size) {
-  using Element = typename P::Element;
-  for (int d = threadIdx.x; d < size; d += kReferenceThreads)
-    to[d] = to_float(row_of<Element>(from, r.b, r.h, r.q)[d]);
+  for (int d = threadIdx.x; d < size; d += kReferenceThreads) to[d] = to_float(r.own(from)[d]);
   __syncthreads();
 }
 
@@ -130,7 +172,7 @@ __device__ void reference_output(const ReferenceRow<P>& r, const Softmax& softma
     for (int d = threadIdx.x; d < P::kHeadDimV; d += kReferenceThreads) {
       Real sum = static_cast<Real>(r.out[d]);
       for (int i = 0; i < min(kReferenceThreads, r.length() - first); ++i) {
-        const Real value = to_float(row_of<Element>(r.p.v, r.b, r.kv_head(), first + i)[d]);
+        const Real value = to_float(r.key(r.p.v, first + i)[d]);
         sum += static_cast<Real>(r.probs[i]) * value;
       }
       r.out[d] = sum;
@@ -145,6 +187,7 @@ __device__ void reference_output(const ReferenceRow<P>& r, const Softmax& softma
 template <class P, class Real>
 __device__ void reference_forward(const ReferenceParams& params) {
   const ReferenceRow<P> r(params);
+  if (!r.exists()) return;
   load_row(r, r.query, r.p.q, P::kHeadDim);
   const Softmax softmax = reference_softmax<P, Real>(r);
   reference_output<P, Real>(r, softmax);
@@ -161,17 +204,17 @@ __device__ void reference_pair(const ReferenceRow<P>& r, const Softmax& softmax,
   const double score = reference_score<P, Real>(r, kv);
   const double prob = rounded<Element, Real>(softmax.prob(score));
   const double dropout = reference_dropout<P>(r, kv);
-  const double product =
-      dot<Element, Real>(r.dout, row_of<Element>(r.p.v, r.b, r.kv_head(), kv), P::kHeadDimV);
+  const double product = dot<Element, Real>(r.dout, r.key(r.p.v, kv), P::kHeadDimV);
   const double dp = rounded<Element, Real>(rounded<Element, Real>(product) * dropout);
-  double slope = 1.0;
+  double grad = prob == 0.0 ? 0.0 : rounded<Element, Real>(prob * (dp - d));
   if constexpr (P::kHasScore) {
-    const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), kv);
-    const double before = dot<Element, Real>(r.query, key, P::kHeadDim) * r.p.softmax_scale;
-    slope = P::score_grad(r.p, static_cast<float>(before), r.b, r.h, r.q, kv);
+    if (grad != 0.0) {
+      const float before = static_cast<float>(reference_product<P, Real>(r, kv));
+      grad = rounded<Element, Real>(grad * P::score_grad(r.p, before, r.b, r.h, r.q, kv));
+    }
   }
   r.probs[threadIdx.x] = rounded<Element, Real>(prob * dropout);
-  r.grads[threadIdx.x] = prob == 0.0 ? 0.0 : rounded<Element, Real>(prob * (dp - d) * slope);
+  r.grads[threadIdx.x] = grad;
 }
 
 /// What a row adds to dK and dV, for one of the keys that are wanted.
@@ -195,12 +238,17 @@ template <class P, class Real>
 __device__ void reference_backward(const ReferenceParams& params) {
   using Element = typename P::Element;
   const ReferenceRow<P> r(params);
+  if (!r.exists()) return;
   load_row(r, r.query, r.p.q, P::kHeadDim);
   load_row(r, r.dout, r.p.dout, P::kHeadDimV);
   const Softmax softmax = reference_softmax<P, Real>(r);
   reference_output<P, Real>(r, softmax);
   double row_d = 0.0;
   for (int d = 0; d < P::kHeadDimV; ++d) row_d += r.dout[d] * r.out[d];
+  if (P::kSinks && threadIdx.x == 0 && !softmax.nothing()) {
+    const double prob = rounded<Element, Real>(softmax.prob(reference_sink<P>(r)));
+    atomicAdd(params.dsinks + r.h, -rounded<Element, Real>(prob * row_d));
+  }
 
   const double scale = r.p.softmax_scale;
   double dq[(P::kHeadDim + kReferenceThreads - 1) / kReferenceThreads] = {};
@@ -212,7 +260,7 @@ __device__ void reference_backward(const ReferenceParams& params) {
     for (int i = 0; i < min(kReferenceThreads, r.length() - first); ++i) {
       const double prob = r.probs[i], grad = r.grads[i] * scale;
       if (prob == 0.0 && grad == 0.0) continue;
-      const Element* key = row_of<Element>(r.p.k, r.b, r.kv_head(), first + i);
+      const Element* key = r.key(r.p.k, first + i);
       for (int d = threadIdx.x; d < P::kHeadDim; d += kReferenceThreads) {
         dq[d / kReferenceThreads] += grad * to_float(key[d]);
       }

@@ -11,8 +11,8 @@ namespace flashjit::auxiliary {
 
 constexpr int kReferenceThreads = 128;
 
-/// Inputs as for the real kernels, in `base`; its outputs are not touched. Results are contiguous, as
-/// doubles.
+/// Inputs as for the real kernels, in `base`; of its outputs only the captures' gradients are added to.
+/// Results are contiguous, as doubles, and not packed: rows past a sequence's end are zero.
 struct ReferenceParams {
   Params base;
   int q_begin, q_count;    ///< the queries to compute: what other queries get and add is left out
@@ -22,6 +22,7 @@ struct ReferenceParams {
   double* dq;              ///< [batch, heads_q, q_count, head_dim]
   double* dk;              ///< [batch, heads_kv, kv_count, head_dim]: added to
   double* dv;              ///< [batch, heads_kv, kv_count, head_dim_v]: added to
+  double* dsinks;          ///< [heads_q]: added to
 };
 
 /// A tensor to fill with values of mean 0 and variance 1, a different one for each seed.

@@ -23,13 +23,17 @@ struct BackwardTile {
   // dQ is 64 rows a warp group where there are 128, else half of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
   static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
+  struct Place {
+    int b, h_kv, kv_tile;
+    int kv_length;  ///< keys of this batch entry
+  };
   static_assert(P::kBc == kGroups * 64 && (P::kBr == 64 || P::kBr == 128), "two warp groups of 64 rows");
 
-  unsigned base;  ///< of shared memory, aligned
-  int b, h_kv, kv_tile, kv_begin;
-  int kv_limit;  ///< keys of this batch entry
-  Range kv;
+  unsigned base;  ///< of shared memory, shared
+  int kv_begin;
+  const Place* place;  ///< in shared memory, since registers are short and it is seldom read
 
+  __device__ int kv_limit(const Params& p) const { return P::kKvLengths ? place->kv_length : p.seqlen_kv; }
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
@@ -46,33 +50,35 @@ struct BackwardTile {
 
 template <class P>
 __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile, const TensorMaps& maps,
-                                        char* aligned) {
+                                        char* shared) {
   using Tile = BackwardTile<P>;
-  StagedTile* staged = reinterpret_cast<StagedTile*>(aligned + Tile::kLayout.staged());
+  const auto place = *tile.place;
+  const Range kv{tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
+  StagedTile* staged = reinterpret_cast<StagedTile*>(shared + Tile::kLayout.staged());
   barrier_expect(tile.kv_full(), Tile::kLayout.q());
-  load_tile<P::kBc, P::kHeadDim>(tile.k(), maps.k, tile.kv_full(), tile.kv_begin, tile.h_kv, tile.b);
-  load_tile<P::kBc, P::kHeadDimV>(tile.v(), maps.v, tile.kv_full(), tile.kv_begin, tile.h_kv, tile.b);
+  load_tile<P::kBc, P::kHeadDim>(tile.k(), maps.k, tile.kv_full(), tile.kv_begin, place.h_kv, place.b);
+  load_tile<P::kBc, P::kHeadDimV>(tile.v(), maps.v, tile.kv_full(), tile.kv_begin, place.h_kv, place.b);
   const int group_size = p.heads_q / p.heads_kv;
   int slot = 0, phase = 1;
   const auto next_slot = [&] {
     if (++slot == P::kStages) slot = 0, phase ^= 1;
   };
-  const int end_head = tile.kv_begin < tile.kv_limit ? (tile.h_kv + 1) * group_size : 0;
-  for (int h = tile.h_kv * group_size; h < end_head; ++h) {
-    const QTiles<P> tiles(p, tile.b, h, tile.kv_tile, tile.kv);
+  const int end_head = tile.kv_begin < tile.kv_limit(p) ? (place.h_kv + 1) * group_size : 0;
+  for (int h = place.h_kv * group_size; h < end_head; ++h) {
+    const QTiles<P> tiles(p, place.b, h, place.kv_tile, kv);
     for (int i = 0; i < tiles.count; ++i) {
-      const StagedTile next = tiles.at(p, tile.b, h, i, tile.kv_tile, tile.kv);
+      const StagedTile next = tiles.at(p, place.b, h, i, place.kv_tile, kv);
       const int q_begin = next.tile * P::kBr;
-      const long long row = (static_cast<long long>(tile.b) * p.heads_q + h) * p.seqlen_q_padded + q_begin;
+      const long long row = (static_cast<long long>(place.b) * p.heads_q + h) * p.seqlen_q_padded + q_begin;
       barrier_wait(tile.q_empty(slot), phase);
       staged[slot] = next;
       barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
-      load_tile<P::kBr, P::kHeadDim>(tile.q(slot), maps.q, tile.q_full(slot), q_begin, h, tile.b);
+      load_tile<P::kBr, P::kHeadDim>(tile.q(slot), maps.q, tile.q_full(slot), q_begin, h, place.b);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_padded + row, P::kBr * 4,
                 tile.q_full(slot));
       barrier_wait(tile.dout_empty(slot), phase);
       barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
-      load_tile<P::kBr, P::kHeadDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_begin, h, tile.b);
+      load_tile<P::kBr, P::kHeadDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_begin, h, place.b);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
                 tile.dout_full(slot));
       next_slot();
@@ -99,14 +105,14 @@ __device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned le
 
 template <class P>
 __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group,
-                                        char* aligned) {
+                                        char* shared) {
   using Element = typename P::Element;
   using Tile = BackwardTile<P>;
   constexpr int kS = P::kBr / 2, kSteps = P::kBr / 16;
   constexpr int kConsumerThreads = Tile::kGroups * 128;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int kv_row = group * 64 + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
-  const StagedTile* staged = reinterpret_cast<const StagedTile*>(aligned + Tile::kLayout.staged());
+  const StagedTile* staged = reinterpret_cast<const StagedTile*>(shared + Tile::kLayout.staged());
   const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
   // Every thread says for itself that it has read LSE, D and what the stage holds; wgmma's reads are the
   // group's.
@@ -114,31 +120,33 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
 
   float dk[Tile::kDim / 2] = {}, dv[Tile::kDimV / 2] = {};
   barrier_wait(tile.kv_full(), 0);
-  if (P::kKvLengths && tile.kv_begin + P::kBc > tile.kv_limit) {
+  if (P::kKvLengths && tile.kv_begin + P::kBc > tile.kv_limit(p)) {
     // What stands behind the last key may be anything, and zero times anything is not zero.
-    clear_rows<P::kBc, P::kHeadDim>(aligned + Tile::kLayout.k(), max(tile.kv_limit - tile.kv_begin, 0));
-    clear_rows<P::kBc, P::kHeadDimV>(aligned + Tile::kLayout.v(), max(tile.kv_limit - tile.kv_begin, 0));
+    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), max(tile.kv_limit(p) - tile.kv_begin, 0));
+    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), max(tile.kv_limit(p) - tile.kv_begin, 0));
     publish_to_async_proxy();
     named_barrier_sync(2 + group, 128);
   }
-  int slot = 0, phase = 0, buffer = 0;
-  for (;; buffer ^= 1) {
+  // One counter for stage, phase and buffer: registers are short.
+  for (unsigned i = 0;; ++i) {
+    const int slot = i % P::kStages, phase = i / P::kStages & 1, buffer = i % 2;
     barrier_wait(tile.q_full(slot), phase);
     const StagedTile now = staged[slot];
     if (now.head < 0) break;
     const int h = now.head, q_begin = now.tile * P::kBr;
-    const float* lse = reinterpret_cast<const float*>(aligned + Tile::kLayout.lse()) + slot * P::kBr;
-    const float* row_d = reinterpret_cast<const float*>(aligned + Tile::kLayout.d()) + slot * P::kBr;
+    const float* lse = reinterpret_cast<const float*>(shared + Tile::kLayout.lse()) + slot * P::kBr;
+    const float* row_d = reinterpret_cast<const float*>(shared + Tile::kLayout.d()) + slot * P::kBr;
     const auto at_q = [&](int n) { return q_begin + n / 4 * 8 + lane % 4 * 2 + n % 2; };
     const auto at_kv = [&](int n) { return tile.kv_begin + kv_row + n / 2 % 2 * 8; };
 
     float s[kS], dp[kS];
     start_transposed<P, P::kHeadDim>(s, tile.k() + group * 64 * kRowBytes, tile.q(slot));
+    [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
+    // Before dP takes its registers.
+    if constexpr (P::kDropout)
+      dropped_values<kS, true>(dropped, p, tile.place->b * p.heads_q + h, at_kv(0), at_q(0));
     barrier_wait(tile.dout_full(slot), phase);
     start_transposed<P, P::kHeadDimV>(dp, tile.v() + group * 64 * kRowBytes, tile.dout(slot));
-    [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
-    if constexpr (P::kDropout)
-      dropped_values<kS, true>(dropped, p, tile.b * p.heads_q + h, at_kv(0), at_q(0));
     multiply_wait<1>();
     pin(s);
     [[maybe_unused]] float slope[P::kHasScore ? kS : 1];
@@ -146,16 +154,16 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
 #pragma unroll
       for (int n = 0; n < kS; ++n) {
         const float scaled = __fmul_rn(s[n], p.softmax_scale);
-        slope[n] = P::score_grad(p, scaled, tile.b, h, at_q(n), at_kv(n));
-        s[n] = P::score(p, scaled, tile.b, h, at_q(n), at_kv(n));
+        slope[n] = P::score_grad(p, scaled, tile.place->b, h, at_q(n), at_kv(n));
+        s[n] = P::score(p, scaled, tile.place->b, h, at_q(n), at_kv(n));
       }
     }
-    if (!now.full || tile.kv_begin + P::kBc > tile.kv_limit) {
+    if (!now.full || tile.kv_begin + P::kBc > tile.kv_limit(p)) {
       // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and
       // a warp's sixteen keys lie in one.
       unsigned blocks = ~0u;
       if constexpr (P::kBlockMap) {
-        const unsigned char* column = block_map_row<P>(p, tile.b, h, 0) +
+        const unsigned char* column = block_map_row<P>(p, tile.place->b, h, 0) +
                                       min(tile.kv_begin + kv_row - lane / 4, p.seqlen_kv - 1) / P::kBlockKv;
         // Lane i asks for the i-th eight queries.
         const int q = min(q_begin + lane % (kS / 4) * 8, p.seqlen_q - 1);
@@ -167,7 +175,8 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
         const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          if (!block || at_kv(n + e) >= tile.kv_limit || !P::mask(p, tile.b, h, at_q(n + e), at_kv(n + e)))
+          if (!block || at_kv(n + e) >= tile.kv_limit(p) ||
+              !P::mask(p, tile.place->b, h, at_q(n + e), at_kv(n + e)))
             s[n + e] = -infinity();
       }
     }
@@ -217,7 +226,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     as_left_operand<Element>(gradient, dp);
     // dS^T goes to shared memory as [KV row][query], in two buffers: who writes one knows that the other is
     // read.
-    char* ds = aligned + (tile.ds(buffer) - tile.base);
+    char* ds = shared + (tile.ds(buffer) - tile.base);
 #pragma unroll
     for (int step = 0; step < kSteps; ++step)
 #pragma unroll
@@ -253,7 +262,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     pin(dv);
     release(tile.dout_empty(slot));
 
-    const long long head_row = static_cast<long long>(tile.b) * p.heads_q + h;
+    const long long head_row = static_cast<long long>(tile.place->b) * p.heads_q + h;
     [[maybe_unused]] int* turn = nullptr;
     if constexpr (P::kDeterministic) {
       turn = p.tickets + 1 + head_row * ((p.seqlen_q + P::kBr - 1) / P::kBr) + now.tile;
@@ -284,40 +293,33 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     multiply_wait<0>();
     pin(dk);
     release(tile.q_empty(slot));
-    if (++slot == P::kStages) slot = 0, phase ^= 1;
   }
 
   named_barrier_sync(1, kConsumerThreads);  // K and V are read no more: dK and dV take their place
   const int first = group * 64 + warp * 16;
   const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
-  store_rows<Element, P::kBc, P::kHeadDim>(aligned + Tile::kLayout.k(), first, dk, p.softmax_scale,
-                                           p.softmax_scale, row_pointer(p.dk, tile.b, tile.h_kv, 0),
-                                           p.dk.stride_s, tile.kv_begin, p.seqlen_kv);
-  store_rows<Element, P::kBc, P::kHeadDimV>(aligned + Tile::kLayout.v(), first, dv, v_scale, v_scale,
-                                            row_pointer(p.dv, tile.b, tile.h_kv, 0), p.dv.stride_s,
-                                            tile.kv_begin, p.seqlen_kv);
+  store_rows<Element, P::kBc, P::kHeadDim>(
+      shared + Tile::kLayout.k(), first, dk, p.softmax_scale, p.softmax_scale,
+      row_pointer(p.dk, tile.place->b, tile.place->h_kv, 0), p.dk.stride_s, tile.kv_begin, p.seqlen_kv);
+  store_rows<Element, P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), first, dv, v_scale, v_scale,
+                                            row_pointer(p.dv, tile.place->b, tile.place->h_kv, 0),
+                                            p.dv.stride_s, tile.kv_begin, p.seqlen_kv);
 }
 
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
-  extern __shared__ __align__(128) char shared[];
-  __shared__ Tile tile;  // read where needed, instead of kept in registers
-  char* aligned = shared + (kAlignment - shared_address(shared) % kAlignment) % kAlignment;
+  extern __shared__ __align__(kAlignment) char shared[];
   const unsigned work = next_work<P>(p, shared);
-  if (threadIdx.x == 0) {
-    const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-    const int place = static_cast<int>(work % kv_tiles);
-    tile.base = shared_address(aligned);
-    tile.kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
-    tile.h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
-    tile.b = static_cast<int>(work / kv_tiles / p.heads_kv);
-    tile.kv_begin = tile.kv_tile * P::kBc;
-    tile.kv_limit = kv_length<P>(p, tile.b);
-    tile.kv = {tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
-  }
+  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
+  const int step = static_cast<int>(work % kv_tiles);
+  const int kv_tile = kLastFirst<P> ? kv_tiles - 1 - step : step;
+  const int b = static_cast<int>(work / kv_tiles / p.heads_kv);
+  auto* place = reinterpret_cast<typename Tile::Place*>(shared + Tile::kLayout.place());
+  const Tile tile{shared_address(shared), kv_tile * P::kBc, place};
 
   if (threadIdx.x == 0) {
+    *place = {b, static_cast<int>(work / kv_tiles % p.heads_kv), kv_tile, kv_length<P>(p, b)};
     barrier_init(tile.kv_full(), 1);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
@@ -332,10 +334,10 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     lower_register_limit<24>();
-    if (threadIdx.x == 0) produce(p, tile, maps, aligned);
+    if (threadIdx.x == 0) produce(p, tile, maps, shared);
   } else {
     raise_register_limit<240>();
-    consume(p, tile, group - 1, aligned);
+    consume(p, tile, group - 1, shared);
   }
 }
 

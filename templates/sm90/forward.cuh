@@ -252,7 +252,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
 template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {
   using Tile = ForwardTile<P>;
-  extern __shared__ __align__(128) char shared[];
+  extern __shared__ __align__(kAlignment) char shared[];
   Tile tile;
   tile.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
   const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;

@@ -21,12 +21,12 @@ struct ForwardLayout {
   constexpr int k() const { return tile_bytes(br, head_dim > head_dim_v ? head_dim : head_dim_v); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
   constexpr int barriers() const { return v() + stages * tile_bytes(bc, head_dim_v); }
-  /// One barrier for Q, four for each stage, and room to align the start.
-  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8 + kAlignment; }
+  /// One barrier for Q and four for each stage.
+  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
 };
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// two tiles of dS, the barriers, and what each stage holds.
+/// two tiles of dS, what each stage holds, the tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -38,9 +38,10 @@ struct BackwardLayout {
   constexpr int lse() const { return ds() + 2 * tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
-  constexpr int barriers() const { return staged() + stages * 16; }
-  /// One barrier for K and V, four for each stage, and room to align the start.
-  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8 + kAlignment; }
+  constexpr int place() const { return staged() + stages * 16; }
+  constexpr int barriers() const { return place() + 16; }
+  /// One barrier for K and V and four for each stage.
+  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
 };
 
 }  // namespace flashjit::sm90

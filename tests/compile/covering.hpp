@@ -78,9 +78,10 @@ inline std::vector<AttentionSpec> covering_specs() {
       kHeadDims,
       kMasks,
       {"", ":dropout"},
-      {"", ":kvlen"},
+      {"", ":kvlen", ":varlen"},
       {"", ":map64x64", ":map16x256"},
       {"", ":det"},
+      {"", ":sinks"},
   });
 }
 
@@ -90,7 +91,8 @@ inline std::vector<AttentionSpec> covering_plain_specs() {
                          {":bf16", ":fp16"},
                          kHeadDims,
                          kMasks,
-                         {"", ":dropout", ":kvlen", ":map128x128", ":det", ":kvlen:map32x32:det"}});
+                         {"", ":dropout", ":kvlen", ":map128x128", ":det", ":kvlen:map32x32:det", ":varlen",
+                          ":sinks", ":varlen:sinks:det"}});
 }
 
 }  // namespace flashjit::testing_support

@@ -24,8 +24,10 @@
 #include <utility>
 #include <vector>
 
+#include "device_captures.hpp"
 #include "gpu/gpu_support.hpp"
 #include "plan/family.hpp"
+#include "reference/inputs.hpp"
 #include "reference/reference.hpp"
 #include "support/file.hpp"
 
@@ -48,6 +50,8 @@ struct AttentionCase {
   double score_size = 1;  ///< how much larger S is than that of normal data
   std::int64_t map_batch = 1, map_heads = 1;
   double map_density = 0.4;
+  std::vector<reference::Captured> captures = {};  ///< empty: plausible ones for what the programs declare
+  std::string variant = {};                        ///< stands for the programs in the test's name
   unsigned seed = 0;
 };
 
@@ -56,8 +60,10 @@ inline std::string name_of(const AttentionCase& test) {
   constexpr std::array kLayouts = {"bhsd", "bshd", "packed", "padded"};
   AttentionSpec backward = test.spec;  // which tells whether it is deterministic
   backward.pass = Pass::backward;
+  if (!test.variant.empty()) backward.score = {}, backward.mask = {};
   std::string name = fmt::format("{}_{}_{}_{}", to_string(backward).substr(4), to_string(test.shape),
                                  to_string(test.family), kLayouts[static_cast<int>(test.layout)]);
+  if (!test.variant.empty()) name += "_" + test.variant;
   if (test.softmax_scale) name += "_scaled";
   if (test.dropout_p > 0) name += fmt::format("_p{}", static_cast<int>(100 * test.dropout_p));
   if (test.score_size > 100) name += "_extreme";
@@ -196,16 +202,25 @@ inline reference::Problem make_problem(const AttentionCase& test) {
   const AttentionSpec& spec = test.spec;
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   std::mt19937 generator(1000 + test.seed);
-  const auto normal = [&](std::int64_t heads, std::int64_t length, int dim, double size) {
-    return normal_values(batch * heads * length * dim, spec.dtype, size, generator);
-  };
   reference::Problem problem{.spec = spec, .shape = test.shape};
+  if (spec.varlen) {
+    // One tensor for Q, K and V has as many rows of each.
+    const unsigned kv_seed = test.layout == Layout::packed ? test.seed : test.seed + 1;
+    const std::int64_t kv_empty = test.layout == Layout::packed ? 1 : 2;
+    problem.cu_seqlens_q = reference::random_offsets(batch, seqlen_q, 1, test.seed);
+    problem.cu_seqlens_kv = reference::random_offsets(batch, seqlen_kv, kv_empty, kv_seed);
+  }
+  const std::int64_t queries = spec.varlen ? problem.cu_seqlens_q.back() : batch * seqlen_q;
+  const std::int64_t keys = spec.varlen ? problem.cu_seqlens_kv.back() : batch * seqlen_kv;
+  const auto normal = [&](std::int64_t rows, int dim, double size) {
+    return normal_values(rows * dim, spec.dtype, size, generator);
+  };
   // Shared between Q and K, so that dQ and dK stay within fp16.
   const double size = std::sqrt(test.score_size);
-  problem.q = normal(heads_q, seqlen_q, spec.head_dim, size);
-  problem.k = normal(heads_kv, seqlen_kv, spec.head_dim, size);
-  problem.v = normal(heads_kv, seqlen_kv, spec.v_dim(), 1);
-  problem.dout = normal(heads_q, seqlen_q, spec.v_dim(), 1);
+  problem.q = normal(heads_q * queries, spec.head_dim, size);
+  problem.k = normal(heads_kv * keys, spec.head_dim, size);
+  problem.v = normal(heads_kv * keys, spec.v_dim(), 1);
+  problem.dout = normal(heads_q * queries, spec.v_dim(), 1);
   if (test.softmax_scale) problem.softmax_scale = *test.softmax_scale;
   if (spec.kv_lengths) {
     // One entry without keys, and one with all of them, where there are so many.
@@ -224,6 +239,9 @@ inline reference::Problem make_problem(const AttentionCase& test) {
   problem.dropout_p = test.dropout_p;
   problem.seed = 0x0123456789abcdefull + test.seed;
   problem.offset = 0xfedcba9876543210ull - test.seed;
+  if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
+  problem.captures =
+      test.captures.empty() ? reference::plausible_captures(spec, test.shape, test.seed) : test.captures;
   return problem;
 }
 
@@ -258,7 +276,12 @@ class AttentionRun {
         dout_(make_tensor(test.layout, test.spec.dtype, out_size())),
         lse_(exact_.lse.size() * sizeof(float)),
         kv_lengths_(to_device(problem_.kv_lengths)),
-        block_map_(to_device(problem_.block_map)) {
+        block_map_(to_device(problem_.block_map)),
+        cu_seqlens_q_(to_device(problem_.cu_seqlens_q)),
+        cu_seqlens_kv_(to_device(problem_.cu_seqlens_kv)),
+        sinks_(to_device(DType::fp32, problem_.sinks)),
+        dsinks_(device_bytes(sinks_.bytes())),
+        captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
     inputs_[0].put(problem_.q);
     inputs_[1].put(problem_.k);
     inputs_[2].put(problem_.v);
@@ -292,17 +315,27 @@ class AttentionRun {
     expect_within_limit("dk", grads_[1].get(), exact_grad_.dk, rounded_grad_.dk, 3);
     expect_within_limit("dv", grads_[2].get(), exact_grad_.dv, rounded_grad_.dv, 3);
     EXPECT_TRUE(gaps_untouched(grads_)) << "memory beside dQ, dK and dV was written";
+    if (test_.spec.sinks)
+      expect_within_limit("dsinks", from_device(DType::fp32, dsinks_), exact_grad_.dsinks,
+                          rounded_grad_.dsinks, 3);
+    check_capture_grads();
     if (test_.spec.deterministic) check_same_bits_again(runtime, config);
   }
 
  private:
   std::array<Size, 3> sizes() const {
-    const auto [b, hq, hkv, sq, skv] = test_.shape;
+    auto [b, hq, hkv, sq, skv] = test_.shape;
     const std::int64_t d = test_.spec.head_dim, dv = test_.spec.v_dim();
+    if (test_.spec.varlen) {
+      b = 1;
+      sq = problem_.cu_seqlens_q.back();
+      skv = problem_.cu_seqlens_kv.back();
+    }
     return {{{b, hq, sq, d}, {b, hkv, skv, d}, {b, hkv, skv, dv}}};
   }
   Size out_size() const {
-    return {test_.shape.batch, test_.shape.heads_q, test_.shape.seqlen_q, test_.spec.v_dim()};
+    const auto [b, hq, sq, d] = sizes()[0];
+    return {b, hq, sq, test_.spec.v_dim()};
   }
   /// Extreme scores rounded to 16 bits would set no limit worth the name.
   reference::Precision yardstick() const {
@@ -327,6 +360,26 @@ class AttentionRun {
              (test_.shape.seqlen_kv + block.kv - 1) / block.kv}};
   }
 
+  /// What both passes are told beside their tensors.
+  template <class Args>
+  void set_common(Args& args, const GuardedMemory& work) const {
+    args.softmax_scale = test_.softmax_scale;
+    args.kv_lengths = kv_lengths();
+    args.block_map = block_map();
+    args.dropout_p = problem_.dropout_p;
+    args.seed = problem_.seed;
+    args.offset = problem_.offset;
+    args.workspace = {work.data(), work.bytes()};
+    args.captures = captures_.view();
+    args.sinks = static_cast<const float*>(sinks_.data());
+    if (!test_.spec.varlen) return;
+    args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
+    args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+    args.batch_size = test_.shape.batch;
+    args.max_seqlen_q = test_.shape.seqlen_q;
+    args.max_seqlen_kv = test_.shape.seqlen_kv;
+  }
+
   /// A poisoned workspace of exactly the size that the runtime asks for.
   GuardedMemory workspace(Runtime& runtime, const AttentionSpec& spec) const {
     return GuardedMemory(runtime.workspace_bytes(spec, test_.shape));
@@ -344,20 +397,10 @@ class AttentionRun {
     const GuardedMemory work = workspace(runtime, spec);
     out_.memory->poison();
     if (lse) lse_.poison();
-    runtime.forward(spec,
-                    {.q = inputs_[0].view,
-                     .k = inputs_[1].view,
-                     .v = inputs_[2].view,
-                     .out = out_.view,
-                     .lse = lse,
-                     .softmax_scale = test_.softmax_scale,
-                     .kv_lengths = kv_lengths(),
-                     .block_map = block_map(),
-                     .dropout_p = problem_.dropout_p,
-                     .seed = problem_.seed,
-                     .offset = problem_.offset,
-                     .workspace = {work.data(), work.bytes()}},
-                    nullptr);
+    ForwardArgs args{
+        .q = inputs_[0].view, .k = inputs_[1].view, .v = inputs_[2].view, .out = out_.view, .lse = lse};
+    set_common(args, work);
+    runtime.forward(spec, args, nullptr);
     gpu().context->synchronize();
     expect_guard_intact(work, "workspace");
   }
@@ -367,8 +410,9 @@ class AttentionRun {
     runtime.prepare(spec, test_.shape, config);
     const GuardedMemory work = workspace(runtime, spec);
     for (Tensor& grad : grads_) grad.memory->poison();
-    runtime.backward(spec,
-                     {.q = inputs_[0].view,
+    dsinks_.fill(0);
+    captures_.zero_grads();
+    BackwardArgs args{.q = inputs_[0].view,
                       .k = inputs_[1].view,
                       .v = inputs_[2].view,
                       .out = out_.view,
@@ -377,14 +421,9 @@ class AttentionRun {
                       .dq = grads_[0].view,
                       .dk = grads_[1].view,
                       .dv = grads_[2].view,
-                      .softmax_scale = test_.softmax_scale,
-                      .kv_lengths = kv_lengths(),
-                      .block_map = block_map(),
-                      .dropout_p = problem_.dropout_p,
-                      .seed = problem_.seed,
-                      .offset = problem_.offset,
-                      .workspace = {work.data(), work.bytes()}},
-                     nullptr);
+                      .dsinks = static_cast<float*>(dsinks_.data())};
+    set_common(args, work);
+    runtime.backward(spec, args, nullptr);
     gpu().context->synchronize();
     expect_guard_intact(work, "workspace");
   }
@@ -393,14 +432,34 @@ class AttentionRun {
     std::vector<std::uint8_t> image = lse_.download();
     image.resize(lse_.bytes());
     const std::vector<double> lse = decode(DType::fp32, image);
-    EXPECT_LE(reference::max_abs_error(lse, exact_.lse), 1e-3 + 1e-6 * largest_finite(exact_.lse)) << "LSE";
+    EXPECT_LE(reference::max_abs_error(reference::existing_rows(problem_, lse),
+                                       reference::existing_rows(problem_, exact_.lse)),
+              1e-3 + 1e-6 * largest_finite(exact_.lse))
+        << "LSE";
+    for (std::size_t row = 0; row < lse.size(); ++row) {
+      if (!std::isnan(exact_.lse[row])) continue;
+      const bool poisoned =
+          std::all_of(&image[4 * row], &image[4 * row] + 4, [](int byte) { return byte == 0xff; });
+      EXPECT_TRUE(poisoned) << "LSE of row " << row << ", which is past its sequence's end, was written";
+    }
     expect_guard_intact(lse_, "LSE");
+  }
+
+  void check_capture_grads() const {
+    const reference::CaptureGrads grads = captures_.grads();
+    for (std::size_t i = 0; i < grads.size(); ++i) {
+      if (exact_grad_.captures[i].empty()) continue;
+      expect_within_limit(("grad of " + problem_.captures[i].name).c_str(), grads[i], exact_grad_.captures[i],
+                          rounded_grad_.captures[i], 3);
+    }
   }
 
   void check_same_bits_again(Runtime& runtime, const TileConfig& config) {
     std::vector<std::vector<std::uint8_t>> first;
     for (const Tensor& grad : grads_) first.push_back(grad.memory->download());
+    const std::vector<float> first_dsinks = device::download<float>(dsinks_);
     launch_backward(runtime, config);
+    EXPECT_EQ(device::download<float>(dsinks_), first_dsinks);
     for (std::size_t i = 0; i < grads_.size(); ++i) {
       EXPECT_EQ(grads_[i].memory->download() == first[i], true)
           << "gradient " << i << " differs in a second run";
@@ -414,7 +473,8 @@ class AttentionRun {
   std::vector<Tensor> inputs_, grads_;
   Tensor out_, dout_;
   GuardedMemory lse_;
-  device::DeviceBuffer kv_lengths_, block_map_;
+  device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
+  DeviceCaptures captures_;
 };
 
 /// One kernel to have ready.

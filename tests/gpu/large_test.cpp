@@ -2,16 +2,19 @@
 // templates/auxiliary/reference.cuh; and those, at small sizes, against the CPU.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
+#include <cmath>
 #include <optional>
 
 #include "arguments.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
+#include "device_captures.hpp"
 #include "gpu/gpu_support.hpp"
+#include "gpu/reference_source.hpp"
+#include "reference/inputs.hpp"
 #include "reference/reference.hpp"
-#include "render/render.hpp"
-#include "templates/auxiliary/reference_params.cuh"
 
 namespace flashjit::gpu_test {
 namespace {
@@ -32,48 +35,6 @@ struct Case {
     *out << c.spec << " " << c.shape << (c.config.empty() ? "" : " ") << c.config;
   }
 };
-
-// The entries of the reference's source, by their place.
-enum ReferenceEntry : std::size_t { kFill, kForwardExact, kForwardRounded, kBackwardExact, kBackwardRounded };
-
-std::vector<plan::Entry> reference_entries() {
-  std::vector<plan::Entry> entries;
-  for (const char* name :
-       {"fill", "forward_exact", "forward_rounded", "backward_exact", "backward_rounded"}) {
-    entries.push_back({.name = name,
-                       .header = "flashjit/auxiliary/reference.cuh",
-                       .function = "",
-                       .threads = kReferenceThreads});
-  }
-  return entries;
-}
-
-std::string entry_text(const char* name, const char* params, const char* function) {
-  return fmt::format(
-      "extern \"C\" __global__ void flashjit_{}(const __grid_constant__ flashjit::auxiliary::{} p) {{\n"
-      "  flashjit::auxiliary::{}(p);\n}}\n",
-      name, params, function);
-}
-
-/// The Problem as a real kernel gets it, with the reference's entries instead of the family's.
-KernelSource reference_source(const AttentionSpec& spec, const DeviceInfo& device) {
-  const plan::FamilyTraits& family = plan::simt_traits();
-  KernelSource source = render::render(spec, family.heuristic(spec, {1, 1, 1, 1, 1}, device), device,
-                                       render::TemplateSet::embedded());
-  const std::size_t begin = source.text.find("namespace flashjit {"), end = source.text.find("extern \"C\"");
-  source.text =
-      "#include \"flashjit/auxiliary/reference.cuh\"\n" + source.text.substr(begin, end - begin) +
-      entry_text("fill", "FillParams", "fill<flashjit::Problem>") +
-      entry_text("forward_exact", "ReferenceParams", "reference_forward<flashjit::Problem, double>") +
-      entry_text("forward_rounded", "ReferenceParams", "reference_forward<flashjit::Problem, float>") +
-      entry_text("backward_exact", "ReferenceParams", "reference_backward<flashjit::Problem, double>") +
-      entry_text("backward_rounded", "ReferenceParams", "reference_backward<flashjit::Problem, float>");
-  source.headers.clear();
-  for (const auto& [name, text] : render::TemplateSet::embedded().all())
-    source.headers.push_back({name, text});
-  source.entries = reference_entries();
-  return source;
-}
 
 /// The compiled reference kernels of one spec.
 class ReferenceKernels {
@@ -141,14 +102,31 @@ std::vector<double> rows_of(DType dtype, const Tensor& tensor) {
   return rows_of(dtype, tensor, 0, tensor.view.size[2]);
 }
 
+/// Packed rows [heads, rows, dim] as [batch, heads, longest, dim]; zeros past each sequence's end.
+std::vector<double> unpacked(const std::vector<double>& packed, const std::vector<std::int32_t>& offsets,
+                             std::int64_t heads, std::int64_t longest) {
+  const std::int64_t batch = std::ssize(offsets) - 1, rows = offsets.back();
+  if (packed.empty()) return {};
+  const std::int64_t dim = std::ssize(packed) / (heads * rows);
+  std::vector<double> values(batch * heads * longest * dim);
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t h = 0; h < heads; ++h)
+      std::copy(packed.begin() + (h * rows + offsets[b]) * dim,
+                packed.begin() + (h * rows + offsets[b + 1]) * dim,
+                values.begin() + (b * heads + h) * longest * dim);
+  return values;
+}
+
 /// Queries and keys whose results are compared.
 struct Window {
   std::int64_t q_begin, q_count, kv_begin, kv_count;
 };
 
-/// Results in [batch, heads, rows of the window, dim].
+/// Results in [batch, heads, rows of the window, dim]; of rows that no packed sequence has, zeros.
 struct Results {
   std::vector<double> out, lse, dq, dk, dv;
+  std::vector<double> dsinks = {};
+  reference::CaptureGrads captures = {};
 };
 
 /// The inputs of a case, random and on the device, and room for the results of the real kernels.
@@ -157,15 +135,17 @@ class Problem {
   Problem(const Case& given, Layout layout)
       : spec(parse_spec(given.spec).normalized()),
         shape(parse_shape(given.shape)),
+        offsets_q_(offsets(shape.seqlen_q, 1)),
+        offsets_kv_(offsets(shape.seqlen_kv, 2)),
         kernels_(spec),
-        q(tensor(layout, shape.heads_q, shape.seqlen_q, spec.head_dim)),
-        k(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.head_dim)),
-        v(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.v_dim())),
-        out(tensor(layout, shape.heads_q, shape.seqlen_q, spec.v_dim())),
-        dout(tensor(layout, shape.heads_q, shape.seqlen_q, spec.v_dim())),
-        dq(tensor(layout, shape.heads_q, shape.seqlen_q, spec.head_dim)),
-        dk(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.head_dim)),
-        dv(tensor(layout, shape.heads_kv, shape.seqlen_kv, spec.v_dim())),
+        q(queries(layout, spec.head_dim)),
+        k(keys(layout, spec.head_dim)),
+        v(keys(layout, spec.v_dim())),
+        out(queries(layout, spec.v_dim())),
+        dout(queries(layout, spec.v_dim())),
+        dq(queries(layout, spec.head_dim)),
+        dk(keys(layout, spec.head_dim)),
+        dv(keys(layout, spec.v_dim())),
         lse(poisoned(shape.batch * shape.heads_q * shape.seqlen_q * sizeof(float))) {
     unsigned seed = 1;
     for (const Tensor* input : {&q, &k, &v, &dout}) {
@@ -173,6 +153,9 @@ class Problem {
     }
     make_lengths();
     make_map(given);
+    make_sinks();
+    captures_ = reference::plausible_captures(spec, shape, 1);
+    device_captures_ = on_device_captures();
     make_args(given);
   }
 
@@ -181,6 +164,8 @@ class Problem {
     Runtime runtime({.cache_dir = ""});
     for (const Pass pass : {Pass::forward, Pass::backward}) {
       spec.pass = pass;
+      dsinks_.fill(0);
+      device_captures_.zero_grads();
       if (!config.empty()) runtime.prepare(spec, shape, parse_config(config));
       const device::DeviceBuffer workspace = device_bytes(runtime.workspace_bytes(spec, shape));
       forward_args.workspace = backward_args.workspace = {workspace.data(), workspace.bytes()};
@@ -196,20 +181,29 @@ class Problem {
 
   /// What run() left.
   Results results(const Window& window) const {
-    Results results{rows_of(spec.dtype, out, window.q_begin, window.q_count),
-                    {},
-                    rows_of(spec.dtype, dq, window.q_begin, window.q_count),
-                    rows_of(spec.dtype, dk, window.kv_begin, window.kv_count),
-                    rows_of(spec.dtype, dv, window.kv_begin, window.kv_count)};
+    const auto queries = [&](const Tensor& tensor) {
+      if (spec.varlen)
+        return unpacked(rows_of(spec.dtype, tensor), offsets_q_, shape.heads_q, shape.seqlen_q);
+      return rows_of(spec.dtype, tensor, window.q_begin, window.q_count);
+    };
+    const auto keys = [&](const Tensor& tensor) {
+      if (spec.varlen)
+        return unpacked(rows_of(spec.dtype, tensor), offsets_kv_, shape.heads_kv, shape.seqlen_kv);
+      return rows_of(spec.dtype, tensor, window.kv_begin, window.kv_count);
+    };
+    Results results{queries(out), {}, queries(dq), keys(dk), keys(dv)};
     const std::vector<float> rows = device::download<float>(lse);
     for (std::int64_t head = 0; head < shape.batch * shape.heads_q; ++head) {
       const auto first = rows.begin() + head * shape.seqlen_q + window.q_begin;
       results.lse.insert(results.lse.end(), first, first + window.q_count);
     }
+    forget_missing_rows(results.lse);
+    results.dsinks = from_device(DType::fp32, dsinks_);
+    results.captures = device_captures_.grads();
     return results;
   }
 
-  /// The reference kernels' results. Only queries in the window add to dK and dV.
+  /// The reference kernels' results. Only queries in the window add to the sums over queries.
   Results reference(const Window& window, Precision precision) const {
     const std::int64_t q_rows = shape.batch * shape.heads_q * window.q_count;
     const std::int64_t kv_rows = shape.batch * shape.heads_kv * window.kv_count;
@@ -217,7 +211,11 @@ class Problem {
     device::DeviceBuffer out = doubles(q_rows * spec.v_dim()), lse = doubles(q_rows);
     device::DeviceBuffer dq = doubles(q_rows * spec.head_dim);
     device::DeviceBuffer dk = doubles(kv_rows * spec.head_dim), dv = doubles(kv_rows * spec.v_dim());
-    for (device::DeviceBuffer* sum : {&dk, &dv}) sum->fill(0);
+    device::DeviceBuffer dsinks = doubles(spec.sinks ? shape.heads_q : 0);
+    for (device::DeviceBuffer* sum : {&out, &lse, &dq, &dk, &dv, &dsinks}) sum->fill(0);
+    const DeviceCaptures captures = on_device_captures();
+    BackwardArgs args = backward_args;
+    args.captures = captures.view();
     const auto pointer = [](const device::DeviceBuffer& buffer) {
       return static_cast<double*>(buffer.data());
     };
@@ -225,7 +223,7 @@ class Problem {
     plan.spec = spec;
     plan.shape = shape;
     plan.declarations = expr::declarations(spec.score, spec.mask);
-    const ReferenceParams params{.base = make_params(plan, backward_args),
+    const ReferenceParams params{.base = make_params(plan, args),
                                  .q_begin = static_cast<int>(window.q_begin),
                                  .q_count = static_cast<int>(window.q_count),
                                  .kv_begin = static_cast<int>(window.kv_begin),
@@ -234,12 +232,18 @@ class Problem {
                                  .lse = pointer(lse),
                                  .dq = pointer(dq),
                                  .dk = pointer(dk),
-                                 .dv = pointer(dv)};
+                                 .dv = pointer(dv),
+                                 .dsinks = pointer(dsinks)};
     const bool exact = precision == Precision::exact;
     kernels_.launch(exact ? kForwardExact : kForwardRounded, q_rows, params);
     kernels_.launch(exact ? kBackwardExact : kBackwardRounded, q_rows, params);
-    Results results{device::download<double>(out), device::download<double>(lse),
-                    device::download<double>(dq), device::download<double>(dk), device::download<double>(dv)};
+    Results results{device::download<double>(out),
+                    device::download<double>(lse),
+                    device::download<double>(dq),
+                    device::download<double>(dk),
+                    device::download<double>(dv),
+                    device::download<double>(dsinks),
+                    captures.grads()};
     if (!exact) round(results);
     return results;
   }
@@ -258,7 +262,24 @@ class Problem {
             .map_heads = backward_args.block_map.data ? backward_args.block_map.size[1] : 1,
             .dropout_p = backward_args.dropout_p,
             .seed = backward_args.seed,
-            .offset = backward_args.offset};
+            .offset = backward_args.offset,
+            .cu_seqlens_q = offsets_q_,
+            .cu_seqlens_kv = offsets_kv_,
+            .sinks = sinks_,
+            .captures = captures_};
+  }
+
+  /// The CPU's results, which are packed, in the shape of the others.
+  Results from_cpu(const reference::Forward& forward, const reference::Backward& backward) const {
+    Results results{forward.out, forward.lse,     backward.dq,      backward.dk,
+                    backward.dv, backward.dsinks, backward.captures};
+    forget_missing_rows(results.lse);
+    if (!spec.varlen) return results;
+    for (std::vector<double>* rows : {&results.out, &results.dq})
+      *rows = unpacked(*rows, offsets_q_, shape.heads_q, shape.seqlen_q);
+    for (std::vector<double>* rows : {&results.dk, &results.dv})
+      *rows = unpacked(*rows, offsets_kv_, shape.heads_kv, shape.seqlen_kv);
+    return results;
   }
 
   Window everything() const { return {0, shape.seqlen_q, 0, shape.seqlen_kv}; }
@@ -267,8 +288,45 @@ class Problem {
   AttentionShape shape;
 
  private:
-  Tensor tensor(Layout layout, std::int64_t heads, std::int64_t length, std::int64_t dim) const {
+  Tensor queries(Layout layout, std::int64_t dim) const {
+    return tensor(layout, shape.heads_q, shape.seqlen_q, offsets_q_, dim);
+  }
+  Tensor keys(Layout layout, std::int64_t dim) const {
+    return tensor(layout, shape.heads_kv, shape.seqlen_kv, offsets_kv_, dim);
+  }
+  Tensor tensor(Layout layout, std::int64_t heads, std::int64_t length,
+                const std::vector<std::int32_t>& offsets, std::int64_t dim) const {
+    if (spec.varlen) return {spec.dtype, layout, 1, heads, offsets.back(), dim};
     return {spec.dtype, layout, shape.batch, heads, length, dim};
+  }
+
+  std::vector<std::int32_t> offsets(std::int64_t longest, std::int64_t empty) const {
+    return spec.varlen ? reference::random_offsets(shape.batch, longest, empty, 1)
+                       : std::vector<std::int32_t>{};
+  }
+
+  /// LSE of rows past a sequence's end, which nobody writes.
+  void forget_missing_rows(std::vector<double>& lse_rows) const {
+    if (!spec.varlen) return;
+    for (std::int64_t b = 0; b < shape.batch; ++b)
+      for (std::int64_t h = 0; h < shape.heads_q; ++h)
+        for (std::int64_t q = offsets_q_[b + 1] - offsets_q_[b]; q < shape.seqlen_q; ++q)
+          lse_rows[(b * shape.heads_q + h) * shape.seqlen_q + q] = 0;
+  }
+
+  DeviceCaptures on_device_captures() const {
+    AttentionSpec backward = spec;
+    backward.pass = Pass::backward;
+    return {gpu().driver(), backward, captures_};
+  }
+
+  void make_sinks() {
+    if (spec.sinks) sinks_ = reference::random_sinks(shape.heads_q, 1);
+    device_sinks_ = to_device(DType::fp32, sinks_);
+    dsinks_ = device_bytes(device_sinks_.bytes());
+    dsinks_.fill(0);
+    device_offsets_q_ = to_device(offsets_q_);
+    device_offsets_kv_ = to_device(offsets_kv_);
   }
 
   void round(Results& results) const {
@@ -317,6 +375,16 @@ class Problem {
     backward_args.dropout_p = given.dropout_p;
     backward_args.seed = 0x0123456789abcdefull;
     backward_args.offset = 0xfedcba9876543210ull;
+    backward_args.captures = device_captures_.view();
+    backward_args.sinks = static_cast<const float*>(device_sinks_.data());
+    backward_args.dsinks = static_cast<float*>(dsinks_.data());
+    if (spec.varlen) {
+      backward_args.cu_seqlens_q = static_cast<const std::int32_t*>(device_offsets_q_.data());
+      backward_args.cu_seqlens_kv = static_cast<const std::int32_t*>(device_offsets_kv_.data());
+      backward_args.batch_size = shape.batch;
+      backward_args.max_seqlen_q = shape.seqlen_q;
+      backward_args.max_seqlen_kv = shape.seqlen_kv;
+    }
     forward_args = {.q = q.view,
                     .k = k.view,
                     .v = v.view,
@@ -326,15 +394,27 @@ class Problem {
                     .block_map = backward_args.block_map,
                     .dropout_p = backward_args.dropout_p,
                     .seed = backward_args.seed,
-                    .offset = backward_args.offset};
+                    .offset = backward_args.offset,
+                    .captures = backward_args.captures,
+                    .cu_seqlens_q = backward_args.cu_seqlens_q,
+                    .cu_seqlens_kv = backward_args.cu_seqlens_kv,
+                    .batch_size = backward_args.batch_size,
+                    .max_seqlen_q = backward_args.max_seqlen_q,
+                    .max_seqlen_kv = backward_args.max_seqlen_kv,
+                    .sinks = backward_args.sinks};
   }
 
+  std::vector<std::int32_t> offsets_q_, offsets_kv_;  // of packed sequences
   ReferenceKernels kernels_;
   Tensor q, k, v, out, dout, dq, dk, dv;
   device::DeviceBuffer lse;
   std::vector<std::int32_t> lengths_;
   std::vector<std::uint8_t> map_;
   device::DeviceBuffer device_lengths_, device_map_;
+  device::DeviceBuffer device_offsets_q_, device_offsets_kv_, device_sinks_, dsinks_;
+  std::vector<double> sinks_;
+  std::vector<reference::Captured> captures_;
+  DeviceCaptures device_captures_;
   ForwardArgs forward_args;
   BackwardArgs backward_args;
 };
@@ -343,6 +423,12 @@ void expect_within(const char* what, const std::vector<double>& got, const std::
                    const std::vector<double>& rounded, double factor) {
   const reference::Verdict verdict = reference::judge(got, exact, rounded, factor);
   EXPECT_LE(verdict.error, verdict.limit) << what;
+}
+
+double largest(const std::vector<double>& values) {
+  double largest = 0;
+  for (const double value : values) largest = std::max(largest, std::fabs(value));
+  return largest;
 }
 
 constexpr double kForwardFactor = 2, kGradientFactor = 3, kLseLimit = 1e-3;
@@ -360,10 +446,9 @@ TEST_P(ReferenceKernelsTest, AgreeWithTheCpu) {
   const Results exact = problem.reference(problem.everything(), Precision::exact);
   const Results rounded = problem.reference(problem.everything(), Precision::rounded);
   const reference::Problem cpu = problem.on_cpu();
-  const reference::Forward forward = reference::forward(cpu);
-  const reference::Backward backward = reference::backward(cpu);
-  const reference::Forward forward_rounded = reference::forward(cpu, Precision::rounded);
-  const reference::Backward backward_rounded = reference::backward(cpu, Precision::rounded);
+  const Results on_cpu = problem.from_cpu(reference::forward(cpu), reference::backward(cpu));
+  const Results on_cpu_rounded = problem.from_cpu(reference::forward(cpu, Precision::rounded),
+                                                  reference::backward(cpu, Precision::rounded));
 
   // The kernels get softmax_scale and 1 / (1 - p) in fp32: that is all that may differ.
   constexpr double kLimit = 2e-5;
@@ -372,16 +457,22 @@ TEST_P(ReferenceKernelsTest, AgreeWithTheCpu) {
                            const std::vector<double>& cpu_rounded) {
     EXPECT_LE(reference::max_abs_error(gpu_exact, cpu_exact), kLimit) << what;
     // The yardsticks must be equally long, within the luck of single roundings.
-    const double on_gpu = reference::max_abs_error(gpu_rounded, cpu_exact);
-    const double on_cpu = reference::max_abs_error(cpu_rounded, cpu_exact);
-    EXPECT_LE(on_gpu, 1.5 * on_cpu + kLimit) << what;
-    EXPECT_LE(on_cpu, 1.5 * on_gpu + kLimit) << what;
+    const double gpu_error = reference::max_abs_error(gpu_rounded, cpu_exact);
+    const double cpu_error = reference::max_abs_error(cpu_rounded, cpu_exact);
+    EXPECT_LE(gpu_error, 1.5 * cpu_error + kLimit) << what;
+    EXPECT_LE(cpu_error, 1.5 * gpu_error + kLimit) << what;
   };
-  EXPECT_LE(reference::max_abs_error(exact.lse, forward.lse), kLimit);
-  compare("O", exact.out, rounded.out, forward.out, forward_rounded.out);
-  compare("dQ", exact.dq, rounded.dq, backward.dq, backward_rounded.dq);
-  compare("dK", exact.dk, rounded.dk, backward.dk, backward_rounded.dk);
-  compare("dV", exact.dv, rounded.dv, backward.dv, backward_rounded.dv);
+  EXPECT_LE(reference::max_abs_error(exact.lse, on_cpu.lse), kLimit);
+  compare("O", exact.out, rounded.out, on_cpu.out, on_cpu_rounded.out);
+  compare("dQ", exact.dq, rounded.dq, on_cpu.dq, on_cpu_rounded.dq);
+  compare("dK", exact.dk, rounded.dk, on_cpu.dk, on_cpu_rounded.dk);
+  compare("dV", exact.dv, rounded.dv, on_cpu.dv, on_cpu_rounded.dv);
+  // Sums of many terms in few values: their yardstick is luck.
+  EXPECT_LE(reference::max_abs_error(exact.dsinks, on_cpu.dsinks), kLimit);
+  ASSERT_EQ(exact.captures.size(), on_cpu.captures.size());
+  for (std::size_t i = 0; i < exact.captures.size(); ++i)
+    EXPECT_LE(reference::max_abs_error(exact.captures[i], on_cpu.captures[i]),
+              kLimit + 1e-5 * largest(on_cpu.captures[i]));
 }
 
 INSTANTIATE_TEST_SUITE_P(Small, ReferenceKernelsTest,
@@ -396,7 +487,12 @@ INSTANTIATE_TEST_SUITE_P(Small, ReferenceKernelsTest,
                                          Case{.spec = "fp32:d8:dropout:kvlen:map16x16",
                                               .shape = "b2:hq2:hkv1:sq100:skv60",
                                               .dropout_p = 0.1},
-                                         Case{"bf16:d64:kvlen", "b1:hq1:hkv1:sq1:skv1"}));
+                                         Case{"bf16:d64:kvlen", "b1:hq1:hkv1:sq1:skv1"},
+                                         Case{"bf16:d64:causal:varlen:sinks", "b4:hq4:hkv2:sq70:skv90"},
+                                         Case{.spec = "fp32:d40x72:map32x16:varlen:dropout",
+                                              .shape = "b3:hq2:hkv1:sq50:skv60",
+                                              .dropout_p = 0.2},
+                                         Case{"fp16:d64:causal:sinks", "b2:hq4:hkv4:sq60:skv40"}));
 
 /// The Runtime against the reference kernels, at lengths that no tile divides.
 class LargeTest : public GpuTestWith<Case> {};
@@ -412,6 +508,11 @@ TEST_P(LargeTest, AgreesWithTheReferenceKernels) {
   expect_within("dQ", got.dq, exact.dq, rounded.dq, kGradientFactor);
   expect_within("dK", got.dk, exact.dk, rounded.dk, kGradientFactor);
   expect_within("dV", got.dv, exact.dv, rounded.dv, kGradientFactor);
+  expect_within("dsinks", got.dsinks, exact.dsinks, rounded.dsinks, kGradientFactor);
+  ASSERT_EQ(got.captures.size(), exact.captures.size());
+  for (std::size_t i = 0; i < got.captures.size(); ++i)
+    expect_within("a captured tensor's gradient", got.captures[i], exact.captures[i], rounded.captures[i],
+                  kGradientFactor);
 }
 
 INSTANTIATE_TEST_SUITE_P(
@@ -426,6 +527,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"bf16:d192x128:causal", "b1:hq16:hkv4:sq4133:skv4229"},
         Case{"fp32:d64:causal", "b1:hq2:hkv1:sq2049:skv2177"},
         Case{"bf16:d256:causal_top_left", "b1:hq2:hkv1:sq2177:skv2049"},
+        Case{"bf16:d128:causal:varlen", "b5:hq4:hkv2:sq4133:skv4133"},
+        Case{"fp16:d64:varlen:sinks:det", "b7:hq2:hkv1:sq1999:skv2177"},
+        Case{"fp32:d64:causal:varlen:sinks", "b3:hq2:hkv2:sq1025:skv1333"},
+        Case{"bf16:d128:causal:sinks", "b1:hq4:hkv4:sq2049:skv3001"},
         Case{.spec = "bf16:d192x128:causal:dropout:kvlen:map64x64",
              .shape = "b2:hq4:hkv2:sq2049:skv2177",
              .config = "simt:br64:bc64:w8",

@@ -181,6 +181,39 @@ TEST_F(Command, RunOnTheCpuGivesTheReferencesResults) {
   EXPECT_EQ(npy::read(file("results/out.npy")).shape, (std::vector<std::int64_t>{1, 2, 5, 16}));
 }
 
+TEST_F(Command, RunTakesPackedSequencesAndSinks) {
+  write_inputs();
+  const auto write = [&](const char* name, npy::Type type, const std::vector<double>& values) {
+    npy::write(file(name), npy::from_doubles(type, {std::ssize(values)}, values));
+  };
+  write("cuq.npy", npy::Type::int32, {0, 2, 5});
+  write("cukv.npy", npy::Type::int32, {0, 6, 7});
+  write("sinks.npy", npy::Type::float32, {0.5, -1});
+  const std::string spec = "run --cpu --json --spec bf16:d16:causal:varlen:sinks " + inputs() + " --dout " +
+                           file("dout.npy") + " --out-dir " + file("results");
+  const std::string packing = " --cu-seqlens-q " + file("cuq.npy") + " --cu-seqlens-kv " + file("cukv.npy");
+  const CommandResult done = run(spec + packing + " --sinks " + file("sinks.npy"));
+  ASSERT_EQ(done.code, 0) << done.err;
+  EXPECT_EQ(done.json()["files"].size(), 6u);
+  EXPECT_EQ(done.json()["shape"], "b2:hq2:hkv2:sq3:skv6");
+  EXPECT_EQ(npy::read(file("results/out.npy")).shape, (std::vector<std::int64_t>{1, 2, 5, 16}));
+  EXPECT_EQ(npy::read(file("results/dk.npy")).shape, (std::vector<std::int64_t>{1, 2, 7, 16}));
+  EXPECT_EQ(npy::read(file("results/lse.npy")).shape, (std::vector<std::int64_t>{2, 2, 3}));
+  EXPECT_EQ(npy::read(file("results/dsinks.npy")).shape, (std::vector<std::int64_t>{2}));
+  EXPECT_EQ(std::ranges::count_if(result("lse.npy"), [](double value) { return std::isnan(value); }), 2);
+
+  for (const auto& [arguments, message] : std::vector<std::pair<std::string, std::string>>{
+           {spec + packing, "it needs one for each of the 2 heads"},
+           {spec, "--cu-seqlens-q and --cu-seqlens-kv"},
+           {spec + packing + " --scalar window=4", "declare no scalar 'window'; they declare none"},
+           {spec + packing + " --scalar window", "'window' is no \"name=value\""},
+           {spec + packing + " --capture bias=" + file("q.npy"), "declare no captured tensor 'bias'"}}) {
+    const CommandResult refused = run(arguments);
+    EXPECT_EQ(refused.code, 2) << arguments;
+    EXPECT_TRUE(contains(refused.err, message)) << refused.err;
+  }
+}
+
 /// [1, heads, length, 16] as [1, length, heads, 16].
 std::vector<double> lengths_first(const std::vector<double>& values, std::int64_t heads,
                                   std::int64_t length) {

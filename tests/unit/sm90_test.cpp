@@ -29,16 +29,17 @@ std::string refusal_of_config(const std::string& config, const std::string& spec
 TEST(Sm90, DoesMostOnHopper) {
   for (const char* spec :
        {"fwd:bf16:d128", "fwd:fp16:d8:causal", "fwd:bf16:d256:causal_top_left", "fwd:fp16:d192x128",
-        "fwd:bf16:d72x40", "fwd:bf16:d256:causal:dropout:kvlen:map64x64", "bwd:bf16:d128:causal:dropout:det",
-        "bwd:fp16:d72x40:causal:kvlen:map32x32:det", "bwd:bf16:d64:causal:dropout:kvlen:map64x64:det"})
+        "fwd:bf16:d72x40", "fwd:bf16:d256:causal:dropout:kvlen:map64x64",
+        "bwd:bf16:d128:causal:dropout:kvlen:det", "bwd:fp16:d72x40:causal:kvlen:map32x32:det",
+        "bwd:bf16:d64:causal:dropout:kvlen:map64x64:det"})
     EXPECT_EQ(refusal(spec), "") << spec;
 }
 
 TEST(Sm90, RefusesTheRestWithItsReason) {
   expect_in("fp32", refusal("fwd:fp32:d128"));
   expect_in("up to 128, not 136", refusal("bwd:bf16:d128x136"));
-  expect_in("dropout together with kvlen", refusal("bwd:bf16:d72:dropout:kvlen"));
-  expect_in("or a block map", refusal("bwd:bf16:d64x72:dropout:map64x64"));
+  expect_in("dropout together with a block map", refusal("bwd:bf16:d72:dropout:map32x32"));
+  expect_in("dropout together with a block map", refusal("bwd:bf16:d64x72:dropout:map64x64"));
   for (const char* arch : {"sm_80", "sm_90", "sm_100a", "sm_120"}) {
     const std::string reason = refusal("fwd:bf16:d128", DeviceInfo::parse(arch));
     expect_in("sm_90a", reason);

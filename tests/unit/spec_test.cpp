@@ -113,6 +113,11 @@ TEST(Text, QuotedFitsOnOneLine) {
   EXPECT_EQ(quoted(std::string(100, 'x')), "'" + std::string(80, 'x') + "...'");
 }
 
+TEST(Text, ShellWordsAreQuotedWhereTheShellWouldReadThem) {
+  EXPECT_EQ(shell_word("fwd:bf16:d64x32:causal_top_left"), "fwd:bf16:d64x32:causal_top_left");
+  EXPECT_EQ(shell_word("fwd:bf16:d64:mask{q < kv}"), "'fwd:bf16:d64:mask{q < kv}'");
+}
+
 TEST(Text, IntegersAreReadWholeAndInRange) {
   EXPECT_EQ(parse_int("-12", "x", -20, 20), -12);
   EXPECT_EQ(parse_int("9223372036854775807", "x", 0, INT64_MAX), INT64_MAX);

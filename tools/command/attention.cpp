@@ -3,11 +3,16 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <random>
+#include <utility>
 
+#include "expr/declarations.hpp"
 #include "support/npy.hpp"
+#include "support/text.hpp"
 
 namespace flashjit::command {
 
@@ -21,23 +26,34 @@ Results reference_results(const reference::Problem& problem, Precision precision
   results.dq = std::move(backward.dq);
   results.dk = std::move(backward.dk);
   results.dv = std::move(backward.dv);
+  results.dsinks = std::move(backward.dsinks);
+  results.capture_grads = std::move(backward.captures);
   return results;
 }
 
 std::vector<Comparison> compare(const Results& got, const Results& exact, const Results& rounded,
-                                const AttentionSpec& spec) {
-  constexpr double kLseLimit = 1e-3;
+                                const reference::Problem& problem) {
+  constexpr double kLseLimit = 1e-3, kForwardFactor = 2, kGradientFactor = 3;
   std::vector<Comparison> comparisons;
-  const auto judge = [&](const char* output, auto member, double factor) {
-    const reference::Verdict verdict = reference::judge(got.*member, exact.*member, rounded.*member, factor);
-    comparisons.push_back({output, verdict.error, verdict.limit});
+  const auto judge = [&](std::string output, const std::vector<double>& g, const std::vector<double>& e,
+                         const std::vector<double>& r, double factor) {
+    const reference::Verdict verdict = reference::judge(g, e, r, factor);
+    comparisons.push_back({std::move(output), verdict.error, verdict.limit});
   };
-  judge("out", &Results::out, 2);
-  comparisons.push_back({"lse", reference::max_abs_error(got.lse, exact.lse), kLseLimit});
-  if (spec.pass == Pass::forward) return comparisons;
-  judge("dq", &Results::dq, 3);
-  judge("dk", &Results::dk, 3);
-  judge("dv", &Results::dv, 3);
+  judge("out", got.out, exact.out, rounded.out, kForwardFactor);
+  comparisons.push_back({"lse",
+                         reference::max_abs_error(reference::existing_rows(problem, got.lse),
+                                                  reference::existing_rows(problem, exact.lse)),
+                         kLseLimit});
+  if (problem.spec.pass == Pass::forward) return comparisons;
+  judge("dq", got.dq, exact.dq, rounded.dq, kGradientFactor);
+  judge("dk", got.dk, exact.dk, rounded.dk, kGradientFactor);
+  judge("dv", got.dv, exact.dv, rounded.dv, kGradientFactor);
+  if (problem.spec.sinks) judge("dsinks", got.dsinks, exact.dsinks, rounded.dsinks, kGradientFactor);
+  for (std::size_t i = 0; i < exact.capture_grads.size(); ++i)
+    if (!exact.capture_grads[i].empty())
+      judge("grad of " + problem.captures[i].name, got.capture_grads.at(i), exact.capture_grads[i],
+            rounded.capture_grads[i], kGradientFactor);
   return comparisons;
 }
 
@@ -73,8 +89,14 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   reference::Problem problem;
   problem.spec = spec;
   problem.shape = shape;
-  const std::int64_t queries = shape.batch * shape.heads_q * shape.seqlen_q;
-  const std::int64_t keys = shape.batch * shape.heads_kv * shape.seqlen_kv;
+  std::int64_t queries = shape.batch * shape.heads_q * shape.seqlen_q;
+  std::int64_t keys = shape.batch * shape.heads_kv * shape.seqlen_kv;
+  if (spec.varlen) {
+    problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, 1, random());
+    problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
+    queries = shape.heads_q * problem.cu_seqlens_q.back();
+    keys = shape.heads_kv * problem.cu_seqlens_kv.back();
+  }
   problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
   problem.v = normal_values(keys * spec.v_dim(), spec.dtype, random);
@@ -96,7 +118,60 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
     problem.seed = random();
     problem.offset = random();
   }
+  if (spec.sinks) problem.sinks = reference::random_sinks(shape.heads_q, random());
+  problem.captures = reference::plausible_captures(spec, shape, random());
   return problem;
+}
+
+namespace {
+
+/// Splits "name=rest".
+std::pair<std::string, std::string> named(const std::string& text, const char* form) {
+  const std::size_t equals = text.find('=');
+  if (equals == std::string::npos || equals == 0)
+    throw Error(ErrorCode::invalid_argument, fmt::format("{} is no {}", quoted(text), form));
+  return {text.substr(0, equals), text.substr(equals + 1)};
+}
+
+/// The declaration of a name that must be a scalar, or must not.
+expr::Declaration declaration_of(const AttentionSpec& spec, const std::string& name, bool scalar) {
+  std::vector<std::string> known;
+  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
+    if (d.is_scalar() != scalar) continue;
+    if (d.name == name) return d;
+    known.push_back(expr::to_string(d));
+  }
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("the spec's programs declare no {} {}; they declare {}",
+                          scalar ? "scalar" : "captured tensor", quoted(name),
+                          known.empty() ? "none" : fmt::format("{}", fmt::join(known, ", "))));
+}
+
+reference::Captured read_scalar(const AttentionSpec& spec, const std::string& text) {
+  const auto [name, value_text] = named(text, "\"name=value\"");
+  const expr::Declaration d = declaration_of(spec, name, true);
+  double value = 0;
+  const char* end = value_text.data() + value_text.size();
+  const auto [stop, error] = std::from_chars(value_text.data(), end, value);
+  const bool is_number = error == std::errc() && stop == end;
+  const bool fits = d.type != ElementType::int32 || reference::round_to(d.type, value) == value;
+  if (!is_number || !fits)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} is no value for '{}'", quoted(value_text), expr::to_string(d)));
+  return {name, {}, {reference::round_to(d.type, value)}};
+}
+
+}  // namespace
+
+void set_scalars(reference::Problem& problem, const std::vector<std::string>& texts) {
+  for (const std::string& text : texts) {
+    reference::Captured scalar = read_scalar(problem.spec, text);
+    const auto found = std::ranges::find(problem.captures, scalar.name, &reference::Captured::name);
+    if (found == problem.captures.end())
+      problem.captures.push_back(std::move(scalar));
+    else
+      *found = std::move(scalar);
+  }
 }
 
 namespace {
@@ -137,11 +212,13 @@ void check_size(const std::string& path, const char* dimension, std::int64_t got
               fmt::format("'{}' has {} {}; it must be {}, {}", path, dimension, got, wanted, because));
 }
 
-std::vector<std::int32_t> read_lengths(const std::string& path) {
+/// int32 [count], where `count` is how messages call it: "batch" or "batch + 1".
+std::vector<std::int32_t> read_lengths(const std::string& path, const char* count) {
   const npy::Array array = npy::read(path);
   if (array.type != npy::Type::int32 || array.shape.size() != 1)
-    throw Error(ErrorCode::invalid_argument, fmt::format("'{}' holds {} {}; lengths are int32 [batch]", path,
-                                                         npy::to_string(array.type), describe(array.shape)));
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("'{}' holds {} {}; it must be int32 [{}]", path, npy::to_string(array.type),
+                            describe(array.shape), count));
   std::vector<std::int32_t> lengths;
   for (double value : npy::to_doubles(array)) lengths.push_back(static_cast<std::int32_t>(value));
   return lengths;
@@ -168,6 +245,60 @@ void read_map(const std::string& path, reference::Problem& problem) {
   problem.map_batch = shape[0];
   problem.map_heads = shape[1];
   for (std::byte cell : array.bytes) problem.block_map.push_back(static_cast<std::uint8_t>(cell));
+}
+
+/// A tensor of a program, whose type is the declared one; the file's may be any that holds the same values.
+reference::Captured read_capture(const AttentionSpec& spec, const std::string& text) {
+  const auto [name, path] = named(text, "\"name=file.npy\"");
+  const expr::Declaration d = declaration_of(spec, name, false);
+  const npy::Array array = npy::read(path);
+  if (static_cast<int>(array.shape.size()) != d.rank)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("'{}' holds {} {}, but the program declares '{}'", path,
+                            npy::to_string(array.type), describe(array.shape), expr::to_string(d)));
+  reference::Captured captured{name, array.shape, npy::to_doubles(array)};
+  const bool is_float = d.type <= ElementType::bf16;
+  for (double& value : captured.values) {
+    const double kept = reference::round_to(d.type, value);
+    if (!is_float && kept != value)
+      throw Error(ErrorCode::invalid_argument, fmt::format("'{}' holds {}, but the program declares '{}'",
+                                                           path, value, expr::to_string(d)));
+    value = kept;
+  }
+  return captured;
+}
+
+/// float32 [heads].
+std::vector<double> read_sinks(const std::string& path) {
+  const npy::Array array = npy::read(path);
+  if (array.type != npy::Type::float32 || array.shape.size() != 1)
+    throw Error(ErrorCode::invalid_argument, fmt::format("'{}' holds {} {}; sinks are float32 [heads]", path,
+                                                         npy::to_string(array.type), describe(array.shape)));
+  return npy::to_doubles(array);
+}
+
+std::int64_t longest_of(const std::vector<std::int32_t>& offsets) {
+  std::int64_t longest = 0;
+  for (std::size_t i = 1; i < offsets.size(); ++i)
+    longest = std::max<std::int64_t>(longest, offsets[i] - offsets[i - 1]);
+  return longest;
+}
+
+/// Says how the rows of a packed problem are split into sequences.
+void read_packing(reference::Problem& problem, const InputFiles& files) {
+  if (files.cu_seqlens_q.empty() || files.cu_seqlens_kv.empty())
+    throw Error(ErrorCode::invalid_argument,
+                "the spec says \"varlen\"; give --cu-seqlens-q and --cu-seqlens-kv, int32 [batch + 1]");
+  if (problem.shape.batch != 1)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("'{}' has batch {}; the spec says \"varlen\", whose sequences are packed into "
+                            "[1, heads, rows, dim]",
+                            files.q, problem.shape.batch));
+  problem.cu_seqlens_q = read_lengths(files.cu_seqlens_q, "batch + 1");
+  problem.cu_seqlens_kv = read_lengths(files.cu_seqlens_kv, "batch + 1");
+  problem.shape.batch = std::max<std::int64_t>(0, std::ssize(problem.cu_seqlens_q) - 1);
+  problem.shape.seqlen_q = longest_of(problem.cu_seqlens_q);
+  problem.shape.seqlen_kv = longest_of(problem.cu_seqlens_kv);
 }
 
 }  // namespace
@@ -204,7 +335,16 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
     check_size(files.dout, "head dimension", dout.size[3], spec.v_dim(), from_spec);
     problem.dout = std::move(dout.values);
   }
-  if (!files.kv_lengths.empty()) problem.kv_lengths = read_lengths(files.kv_lengths);
+  if (spec.varlen) {
+    read_packing(problem, files);
+  } else if (!files.cu_seqlens_q.empty() || !files.cu_seqlens_kv.empty()) {
+    throw Error(ErrorCode::invalid_argument,
+                "--cu-seqlens-q or --cu-seqlens-kv is given, but the spec has no \"varlen\"; add it");
+  }
+  if (!files.kv_lengths.empty()) problem.kv_lengths = read_lengths(files.kv_lengths, "batch");
+  if (!files.sinks.empty()) problem.sinks = read_sinks(files.sinks);
+  for (const std::string& text : files.captures) problem.captures.push_back(read_capture(spec, text));
+  set_scalars(problem, files.scalars);
   if (!files.block_map.empty()) read_map(files.block_map, problem);
   return problem;
 }
@@ -265,6 +405,14 @@ void check_problem(const reference::Problem& problem) {
         "out");
   check_lengths(problem);
   check_map(problem);
+  const std::size_t sinks = problem.sinks.size(), heads = problem.shape.heads_q;
+  if (problem.spec.sinks && sinks != heads)
+    refuse(
+        fmt::format("the spec says \"sinks\" and {} are given; it needs one for each of the {} heads "
+                    "(--sinks)",
+                    sinks, heads));
+  if (!problem.spec.sinks && sinks > 0)
+    refuse("sinks are given, but the spec has no \"sinks\"; add it or leave them out");
 }
 
 std::vector<double> swap_heads_and_length(const std::vector<double>& values,

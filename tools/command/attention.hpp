@@ -10,6 +10,7 @@
 
 #include "command.hpp"
 #include "flashjit/spec.hpp"
+#include "reference/inputs.hpp"
 #include "reference/reference.hpp"
 
 namespace flashjit::command {
@@ -18,6 +19,9 @@ namespace flashjit::command {
 /// their tensors. Gradients are empty where the backward pass was not asked for.
 struct Results {
   std::vector<double> out, lse, dq, dk, dv;
+  std::vector<double> dsinks = {};  ///< [hq] with sinks
+  reference::CaptureGrads capture_grads =
+      {};  ///< of each of the problem's captures; empty where none is wanted
 };
 
 /// The CPU reference's results; the gradients too when problem.spec.pass is backward.
@@ -26,22 +30,26 @@ Results reference_results(const reference::Problem& problem,
 
 /// One output against the reference.
 struct Comparison {
-  std::string output;  ///< "out", "lse", "dq", ...
+  std::string output;  ///< "out", "lse", "dq", ..., "dsinks", "grad of bias"
   double error = 0, limit = 0;
 
   bool ok() const { return error <= limit; }
 };
 
-/// Compares each output of the spec's pass (backward: the forward's too): out within 2 and gradients within 3
-/// times the error of a straightforward computation in the spec's type, lse within 1e-3.
+/// Compares each output of the problem's pass (backward: the forward's too): out within 2 and gradients
+/// within 3 times the error of a straightforward computation in the spec's type, lse within 1e-3.
 std::vector<Comparison> compare(const Results& got, const Results& exact, const Results& rounded,
-                                const AttentionSpec& spec);
+                                const reference::Problem& problem);
 bool all_ok(const std::vector<Comparison>& comparisons);
 Json to_json(const Comparison& comparison);
 
-/// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map and dropout as the spec wants
-/// them.
+/// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map, dropout, packed sequences, sinks
+/// and captures as the spec wants them.
 reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, std::uint64_t seed);
+
+/// Gives captured scalars the values of "name=value" texts. Throws Error(invalid_argument) for a text that is
+/// none and for a name that is no scalar of the problem's programs.
+void set_scalars(reference::Problem& problem, const std::vector<std::string>& texts);
 
 /// Memory order of the tensors in .npy files: [batch, heads, length, dim] or [batch, length, heads, dim].
 enum class Layout : std::uint8_t { bhsd, bshd };
@@ -49,14 +57,18 @@ enum class Layout : std::uint8_t { bhsd, bshd };
 /// Where a problem's inputs lie; empty paths where the spec wants none.
 struct InputFiles {
   std::string q, k, v, dout, kv_lengths, block_map;
+  std::string cu_seqlens_q = {}, cu_seqlens_kv = {}, sinks = {};
+  std::vector<std::string> captures = {};  ///< "name=file", one for each captured tensor
+  std::vector<std::string> scalars = {};   ///< "name=value"
 };
 
-/// Reads Q, K, V and, where given, dO, lengths and map; rounds to the spec's type; checks every size against
-/// the spec. Throws Error(io) for a bad file, Error(invalid_argument) for files that do not fit together.
+/// Reads Q, K, V and, where given, dO, lengths, map and captures; rounds to the spec's type; checks every
+/// size against the spec. With varlen, Q, K, V and dO have batch 1 and all sequences' rows. Throws Error(io)
+/// for a bad file, Error(invalid_argument) for files that do not fit together.
 reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout);
 
-/// Throws Error(invalid_argument) for a scale, dropout, lengths or map that the spec does not have or that
-/// are out of range: what Runtime checks on the GPU, for the CPU.
+/// Throws Error(invalid_argument) for a scale, dropout, lengths, map or sinks that the spec does not have or
+/// that are out of range: what Runtime checks on the GPU, for the CPU.
 void check_problem(const reference::Problem& problem);
 
 /// Swaps heads and length of [b, x, y, d]: the values of `shape` (b, x, y, d) come back as (b, y, x, d).

@@ -5,6 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <cctype>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -151,6 +152,21 @@ std::vector<AttentionSpec> parse_passes(std::string_view spec_text) {
   return {spec.normalized(), backward.normalized()};
 }
 
+namespace {
+
+/// The spec that a line of a suite begins with: it ends at a blank, but for those in a program's braces.
+std::string_view leading_spec(std::string_view line) {
+  int depth = 0;
+  for (std::size_t i = 0; i < line.size(); ++i) {
+    if (line[i] == '{') ++depth;
+    if (line[i] == '}') --depth;
+    if (depth <= 0 && std::isspace(static_cast<unsigned char>(line[i]))) return line.substr(0, i);
+  }
+  return line;
+}
+
+}  // namespace
+
 std::vector<Problem> read_suite(const std::filesystem::path& path) {
   std::ifstream file(path);
   if (!file)
@@ -161,10 +177,13 @@ std::vector<Problem> read_suite(const std::filesystem::path& path) {
   std::vector<Problem> problems;
   std::string line;
   for (int number = 1; std::getline(file, line); ++number) {
-    std::istringstream words(line.substr(0, line.find('#')));
-    std::string spec, shape, extra;
-    words >> spec >> shape >> extra;
+    line.resize(std::min(line.find('#'), line.size()));
+    line.erase(0, std::min(line.find_first_not_of(" \t\r"), line.size()));
+    const std::string spec(leading_spec(line));
     if (spec.empty()) continue;
+    std::istringstream words(line.substr(spec.size()));
+    std::string shape, extra;
+    words >> shape >> extra;
     try {
       if (!extra.empty())
         throw Error(ErrorCode::invalid_argument,

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstring>
 
+#include "device_captures.hpp"
 #include "support/environment.hpp"
 #include "support/small_float.hpp"
 
@@ -86,21 +87,42 @@ DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const 
   return buffer;
 }
 
-/// What both passes are told beside their tensors.
+/// What both passes are told beside their tensors, in device memory.
+struct Extras {
+  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks;
+  DeviceCaptures captures;
+
+  Extras(const DriverHandle& driver, const reference::Problem& problem)
+      : lengths(device::upload(driver, problem.kv_lengths)),
+        map(device::upload(driver, problem.block_map)),
+        cu_seqlens_q(device::upload(driver, problem.cu_seqlens_q)),
+        cu_seqlens_kv(device::upload(driver, problem.cu_seqlens_kv)),
+        sinks(device::upload(driver, std::vector<float>(problem.sinks.begin(), problem.sinks.end()))),
+        captures(driver, problem.spec, problem.captures) {}
+};
+
 template <class Args>
-void set_common(Args& args, const reference::Problem& problem, const DeviceBuffer& lengths,
-                const DeviceBuffer& map) {
+void set_common(Args& args, const reference::Problem& problem, const Extras& extras) {
   if (problem.softmax_scale) args.softmax_scale = static_cast<float>(*problem.softmax_scale);
-  args.kv_lengths = static_cast<const std::int32_t*>(lengths.data());
+  args.kv_lengths = static_cast<const std::int32_t*>(extras.lengths.data());
   if (const BlockSize block = problem.spec.block_map; problem.spec.has_block_map()) {
     const auto blocks = [](std::int64_t length, int size) { return (length + size - 1) / size; };
-    args.block_map = {static_cast<const std::uint8_t*>(map.data()),
+    args.block_map = {static_cast<const std::uint8_t*>(extras.map.data()),
                       {problem.map_batch, problem.map_heads, blocks(problem.shape.seqlen_q, block.q),
                        blocks(problem.shape.seqlen_kv, block.kv)}};
   }
   args.dropout_p = problem.dropout_p;
   args.seed = problem.seed;
   args.offset = problem.offset;
+  args.sinks = static_cast<const float*>(extras.sinks.data());
+  args.captures = extras.captures.view();
+  if (problem.spec.varlen) {
+    args.cu_seqlens_q = static_cast<const std::int32_t*>(extras.cu_seqlens_q.data());
+    args.cu_seqlens_kv = static_cast<const std::int32_t*>(extras.cu_seqlens_kv.data());
+    args.batch_size = problem.shape.batch;
+    args.max_seqlen_q = problem.shape.seqlen_q;
+    args.max_seqlen_kv = problem.shape.seqlen_kv;
+  }
 }
 
 /// Milliseconds that the stream spends on what `work` puts there.
@@ -125,16 +147,19 @@ RuntimeOptions runtime_options() {
 Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem,
                    LaunchTimes* times) {
   const DriverHandle& driver = gpu.driver();
-  const auto& [b, hq, hkv, sq, skv] = problem.shape;
+  const auto& [batch, hq, hkv, longest_q, longest_kv] = problem.shape;
+  const bool packed = problem.spec.varlen;
+  const std::int64_t b = packed ? 1 : batch;
+  const std::int64_t sq = packed ? problem.cu_seqlens_q.back() : longest_q;
+  const std::int64_t skv = packed ? problem.cu_seqlens_kv.back() : longest_kv;
   const DType dtype = problem.spec.dtype;
   const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();
   const bool backward = problem.spec.pass == Pass::backward;
 
   const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q),
       k(driver, dtype, {b, hkv, skv, d}, problem.k), v(driver, dtype, {b, hkv, skv, dv}, problem.v);
-  const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {b, hq, sq, 1});
-  const DeviceBuffer lengths = device::upload(driver, problem.kv_lengths);
-  const DeviceBuffer map = device::upload(driver, problem.block_map);
+  const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {batch, hq, longest_q, 1});
+  const Extras extras(driver, problem);
   const device::StreamOwner stream(driver);
   LaunchTimes spent;
 
@@ -143,7 +168,7 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const DeviceBuffer forward_space = make_workspace(runtime, driver, spec, problem.shape);
   ForwardArgs args{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .lse = lse.floats()};
   args.workspace = workspace_of(forward_space);
-  set_common(args, problem, lengths, map);
+  set_common(args, problem, extras);
   gpu.synchronize();  // the copies and fills are on another stream
   spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
   Results results{out.values(), lse.values(), {}, {}, {}};
@@ -164,12 +189,18 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
                            .dk = dk.view(),
                            .dv = dv_tensor.view()};
     gradients.workspace = workspace_of(backward_space);
-    set_common(gradients, problem, lengths, map);
+    set_common(gradients, problem, extras);
+    DeviceBuffer dsinks(driver, problem.sinks.size() * sizeof(float));
+    dsinks.fill(0);
+    gradients.dsinks = static_cast<float*>(dsinks.data());
     gpu.synchronize();
     spent.backward = timed(driver, stream, [&] { runtime.backward(spec, gradients, stream.get()); });
     results.dq = dq.values();
     results.dk = dk.values();
     results.dv = dv_tensor.values();
+    const std::vector<float> sinks_grad = device::download<float>(dsinks);
+    results.dsinks.assign(sinks_grad.begin(), sinks_grad.end());
+    results.capture_grads = extras.captures.grads();
   }
   if (times) *times = spent;
   return results;

@@ -122,7 +122,7 @@ std::vector<KernelRun> run_task(const Task& task, Runtime& runtime, const device
   KernelRun backward{&task, runtime.prepare(problem.spec, problem.shape), 0, {}};
   LaunchTimes times;
   const std::vector<Comparison> all =
-      compare(run_on_gpu(runtime, gpu, problem, &times), exact, rounded, problem.spec);
+      compare(run_on_gpu(runtime, gpu, problem, &times), exact, rounded, problem);
   forward.launch_ms = times.forward;
   forward.comparisons.assign(all.begin(), all.begin() + 2);
   backward.launch_ms = times.backward;

@@ -4,6 +4,7 @@
 #include <memory>
 
 #include "attention.hpp"
+#include "expr/declarations.hpp"
 #include "gpu.hpp"
 #include "support/npy.hpp"
 
@@ -48,24 +49,36 @@ reference::Problem problem_of(const RunOptions& options, Layout layout) {
 
 struct OutputFile {
   std::string name;
-  std::vector<std::int64_t> shape;  ///< [b, h, s, d]; lse [b, h, s]
+  std::vector<std::int64_t> shape;  ///< [b, h, s, d]; lse [b, h, s]; dsinks [h]; like its capture
   const std::vector<double>* values;
+  bool is_tensor = false;  ///< in the layout of Q
 };
 
+std::string grad_file(const std::string& capture) { return "grad_" + capture + ".npy"; }
+
 std::vector<OutputFile> output_files(const reference::Problem& problem, const Results& results) {
-  const auto& [b, hq, hkv, sq, skv] = problem.shape;
+  const auto& [batch, hq, hkv, sq, skv] = problem.shape;
   const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();
-  std::vector<OutputFile> files{{"out.npy", {b, hq, sq, dv}, &results.out},
-                                {"lse.npy", {b, hq, sq}, &results.lse}};
+  const bool packed = problem.spec.varlen;
+  const std::int64_t b = packed ? 1 : batch;
+  const std::int64_t q_rows = packed ? problem.cu_seqlens_q.back() : sq;
+  const std::int64_t kv_rows = packed ? problem.cu_seqlens_kv.back() : skv;
+  std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true},
+                                {"lse.npy", {batch, hq, sq}, &results.lse}};
   if (problem.spec.pass == Pass::forward) return files;
-  files.push_back({"dq.npy", {b, hq, sq, d}, &results.dq});
-  files.push_back({"dk.npy", {b, hkv, skv, d}, &results.dk});
-  files.push_back({"dv.npy", {b, hkv, skv, dv}, &results.dv});
+  files.push_back({"dq.npy", {b, hq, q_rows, d}, &results.dq, true});
+  files.push_back({"dk.npy", {b, hkv, kv_rows, d}, &results.dk, true});
+  files.push_back({"dv.npy", {b, hkv, kv_rows, dv}, &results.dv, true});
+  if (problem.spec.sinks) files.push_back({"dsinks.npy", {hq}, &results.dsinks});
+  for (std::size_t i = 0; i < results.capture_grads.size(); ++i)
+    if (!results.capture_grads[i].empty())
+      files.push_back(
+          {grad_file(problem.captures[i].name), problem.captures[i].size, &results.capture_grads[i]});
   return files;
 }
 
 /// Before anything is computed, so that no work is lost to a refusal at its end.
-void check_out_dir(const RunOptions& options) {
+void check_out_dir(const RunOptions& options, const AttentionSpec& spec) {
   const std::filesystem::path folder = options.out_dir;
   std::error_code problem;
   std::filesystem::create_directories(folder, problem);
@@ -74,9 +87,14 @@ void check_out_dir(const RunOptions& options) {
         ErrorCode::io,
         fmt::format("'{}' cannot be made a folder; give --out-dir one that can be written", folder.string()));
   if (options.force) return;
-  std::vector<const char*> names{"out.npy", "lse.npy"};
-  if (!options.files.dout.empty()) names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
-  for (const char* name : names)
+  std::vector<std::string> names{"out.npy", "lse.npy"};
+  if (spec.pass == Pass::backward) {
+    names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
+    if (spec.sinks) names.push_back("dsinks.npy");
+    for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask))
+      if (d.wants_grad) names.push_back(grad_file(d.name));
+  }
+  for (const std::string& name : names)
     if (std::filesystem::exists(std::filesystem::symlink_status(folder / name, problem)))
       throw Error(ErrorCode::io,
                   fmt::format("'{}' is there already; say --force to replace it, or give another "
@@ -87,7 +105,7 @@ void check_out_dir(const RunOptions& options) {
 void write_output(const RunOptions& options, const OutputFile& file, Layout layout) {
   std::vector<std::int64_t> shape = file.shape;
   std::vector<double> values = *file.values;
-  if (layout == Layout::bshd && shape.size() == 4) {
+  if (layout == Layout::bshd && file.is_tensor) {
     values = swap_heads_and_length(values, shape);
     std::swap(shape[1], shape[2]);
   }
@@ -112,7 +130,7 @@ int run(const RunOptions& options, bool json) {
   if (options.cpu && !options.config.empty())
     throw Error(ErrorCode::invalid_argument, "--config chooses a GPU kernel; leave it out with --cpu");
   const reference::Problem problem = problem_of(options, layout);
-  check_out_dir(options);
+  check_out_dir(options, problem.spec);
   std::string where;
   const Results results = compute(options, problem, &where);
 
@@ -154,6 +172,14 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option(
       "--block-map", options->files.block_map,
       "uint8 [batch or 1, heads or 1, block rows, block columns]; for specs with map128x64 or the like");
+  command->add_option("--cu-seqlens-q", options->files.cu_seqlens_q,
+                      "int32 [batch + 1]: the row at which each sequence of Q begins; for specs with varlen");
+  command->add_option("--cu-seqlens-kv", options->files.cu_seqlens_kv, "The same of K and V");
+  command->add_option("--sinks", options->files.sinks, "float32 [heads]; for specs with sinks");
+  command->add_option("--capture", options->files.captures,
+                      "name=file.npy of a tensor that a program declares; repeatable");
+  command->add_option("--scalar", options->files.scalars,
+                      "name=value of a scalar that a program declares; repeatable");
   command->add_option("--layout", options->layout, "Memory order of the files: bhsd (default) or bshd")
       ->check(CLI::IsMember({"bhsd", "bshd"}));
   command->add_option("--scale", options->scale, "softmax_scale; default 1 / sqrt(head_dim)");
@@ -163,8 +189,9 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option("--offset", options->offset, "Offset of the dropout mask; default 0");
   command->add_option("--config", options->config, "Tile configuration to use instead of the chosen one");
   command
-      ->add_option("--out-dir", options->out_dir,
-                   "Folder for out.npy, lse.npy, dq.npy, dk.npy, dv.npy (float32)")
+      ->add_option(
+          "--out-dir", options->out_dir,
+          "Folder for out.npy, lse.npy, dq.npy, dk.npy, dv.npy, dsinks.npy, grad_<name>.npy (float32)")
       ->required();
   command->add_flag("--force", options->force, "Replace result files that are there already");
   command->add_flag("--cpu", options->cpu, "Compute in fp64 on the CPU");

@@ -14,6 +14,7 @@ namespace {
 
 struct VerifyOptions {
   std::string spec, shape, config;
+  std::vector<std::string> scalars;
   bool all_configs = false;
   std::optional<std::uint64_t> seed;
   int device = 0;
@@ -49,7 +50,8 @@ std::vector<Comparison> of_pass(std::vector<Comparison> comparisons, Pass pass) 
 std::vector<Verification> verify_pass(const VerifyOptions& options, const AttentionSpec& spec,
                                       const AttentionShape& shape, std::uint64_t seed,
                                       const device::PrimaryContext& gpu) {
-  const reference::Problem problem = random_problem(spec, shape, seed);
+  reference::Problem problem = random_problem(spec, shape, seed);
+  set_scalars(problem, options.scalars);
   const Results exact = reference_results(problem);
   const Results rounded = reference_results(problem, reference::Precision::rounded);
   Runtime runtime(runtime_options());
@@ -60,7 +62,7 @@ std::vector<Verification> verify_pass(const VerifyOptions& options, const Attent
     try {
       verification.config = to_string(runtime.prepare(spec, shape, config).config);
       verification.comparisons =
-          of_pass(compare(run_on_gpu(runtime, gpu, problem), exact, rounded, spec), spec.pass);
+          of_pass(compare(run_on_gpu(runtime, gpu, problem), exact, rounded, problem), spec.pass);
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
       if (!options.all_configs || error.code() == ErrorCode::cuda) throw;
@@ -138,6 +140,9 @@ void add_verify(CLI::App& app, Context& context) {
       ->required();
   command->add_option("--shape", options->shape, "Batch, heads and lengths: b2:hq4:hkv2:sq200:skv333")
       ->required();
+  command->add_option("--scalar", options->scalars,
+                      "name=value of a scalar that a program declares; else random, as captured tensors are; "
+                      "repeatable");
   command->add_option("--config", options->config, "Verify this tile configuration");
   command->add_flag("--all-configs", options->all_configs, "Verify every configuration of the search space");
   command->add_option("--seed", options->seed,

@@ -1,0 +1,36 @@
+// A reference problem's captures in device memory, for the command, the tuner and the tests.
+#pragma once
+
+#include <memory>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "device/resources.hpp"
+#include "flashjit/spec.hpp"
+#include "flashjit/tensor.hpp"
+#include "reference/programs.hpp"
+
+namespace flashjit {
+
+class DeviceCaptures {
+ public:
+  DeviceCaptures() = default;
+  /// `captures` are those that the spec's programs declare. Room for gradients is made, and zeroed, in the
+  /// backward pass alone.
+  DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const AttentionSpec& spec,
+                 const std::vector<reference::Captured>& captures);
+
+  /// For ForwardArgs and BackwardArgs; valid while this is.
+  std::span<const Capture> view() const { return view_; }
+  void zero_grads();
+  /// As reference::Backward::captures.
+  reference::CaptureGrads grads() const;
+
+ private:
+  std::vector<std::string> names_;
+  std::vector<device::DeviceBuffer> values_, grads_;
+  std::vector<Capture> view_;
+};
+
+}  // namespace flashjit

@@ -1,0 +1,34 @@
+// Plausible random values for what a spec leaves to the call, and how they are stored: shared by the command,
+// the tuner and the tests.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+#include "reference/programs.hpp"
+
+namespace flashjit::reference {
+
+/// Rounds and clamps as a conversion to the type does; a bool is 0 or 1.
+double round_to(ElementType type, double value);
+
+/// The bytes of `values` as elements of `type`, little-endian.
+std::vector<std::byte> encode(ElementType type, const std::vector<double>& values);
+
+/// A value for each name that the spec's programs declare, drawn from `seed`: floats are normal, integer
+/// vectors are numbers of documents, scalars small and positive. A tensor's sizes are those of the positions
+/// that the programs read it at, where they say so plainly; large ones are made for one batch entry and head.
+std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
+                                         std::uint64_t seed);
+
+/// Where `batch` sequences of up to `longest` rows begin and end, [batch + 1]: the first has `longest` rows,
+/// number `empty` none, the others any number.
+std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::int64_t empty,
+                                         std::uint64_t seed);
+
+/// A sink for each of `heads`, of the size of scores.
+std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed);
+
+}  // namespace flashjit::reference

@@ -1,0 +1,27 @@
+// The naive reference kernels, which the GPU tests judge by, compile. Needs NVRTC and no GPU.
+#include <gtest/gtest.h>
+
+#include <memory>
+
+#include "compile/compiler.hpp"
+#include "gpu/reference_source.hpp"
+#include "variants.hpp"
+
+namespace flashjit {
+namespace {
+
+void expect_compiled(const AttentionSpec& spec) {
+  SCOPED_TRACE(to_string(spec));
+  static const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
+  const KernelSource source = gpu_test::reference_source(spec.normalized(), DeviceInfo::parse("sm_90a"));
+  EXPECT_EQ(compiler->compile(source).resources.size(), gpu_test::reference_entries().size());
+}
+
+TEST(ReferenceSource, FeaturesCompile) {
+  for (const char* spec : {"bf16:d64", "fp32:d40x72:causal:varlen:sinks", "fp16:d64:map32x64:varlen:dropout",
+                           "bf16:d128:kvlen:sinks:dropout"})
+    expect_compiled(parse_spec(spec));
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,262 @@
+// Score and mask programs, packed sequences and sinks against the fp64 reference: every named variant in
+// every family and type, and all features with each other.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <string>
+#include <vector>
+
+#include "gpu/attention_case.hpp"
+#include "variants.hpp"
+
+namespace flashjit::gpu_test {
+namespace {
+
+using testing_support::Variant;
+using testing_support::variants;
+
+constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
+constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
+constexpr std::array<std::array<int, 2>, 5> kHeadDims = {
+    {{64, 64}, {128, 128}, {40, 40}, {96, 64}, {256, 256}}};
+constexpr std::array<std::array<int, 2>, 8> kLengths = {
+    {{1, 1}, {1, 333}, {65, 64}, {129, 129}, {200, 333}, {333, 200}, {333, 333}, {130, 7}}};
+constexpr std::array<std::array<int, 3>, 3> kBatchAndHeads = {{{2, 2, 2}, {3, 4, 1}, {4, 4, 2}}};
+constexpr std::array<BlockSize, 3> kBlocks = {{{0, 0}, {64, 64}, {48, 80}}};
+enum Lengths { kDense, kPadded, kPacked };
+
+/// Whether the variant gives gradients to captured tensors.
+bool wants_grad(const Variant& variant) { return variant.score.find(" grad;") != std::string::npos; }
+
+AttentionCase case_of(const Variant& variant, AttentionSpec spec, const AttentionShape& shape, Family family,
+                      unsigned seed) {
+  spec = variant.in(spec);
+  // Atomic additions come in any order.
+  if (wants_grad(variant)) spec.deterministic = false;
+  AttentionCase test{.spec = spec,
+                     .shape = shape,
+                     .family = spec.dtype == DType::fp32 ? Family::simt : family,
+                     .captures = variant.captures(shape),
+                     .variant = variant.name,
+                     .seed = seed};
+  // The rounding error of a handful of scores or rows is luck: tiny problems come in batches.
+  if (shape.seqlen_q * shape.seqlen_kv < 1000) {
+    test.shape.batch = 16;
+    test.captures = variant.captures(test.shape);
+  }
+  return test;
+}
+
+/// Every variant, family and type.
+std::vector<AttentionCase> variant_cases() {
+  std::vector<AttentionCase> cases;
+  for (const Variant& variant : variants()) {
+    for (const Family family : kFamilies) {
+      for (const DType dtype : kDTypes) {
+        if ((dtype == DType::fp32) != (family == Family::simt)) continue;
+        const unsigned seed = static_cast<unsigned>(cases.size());
+        cases.push_back(case_of(variant, {.dtype = dtype, .head_dim = seed % 2 ? 64 : 128},
+                                {2, 4, 2, 333, 301}, family, seed));
+      }
+    }
+  }
+  return cases;
+}
+
+/// Every pair of features, among them the variants.
+std::vector<AttentionCase> pair_cases() {
+  std::vector<AttentionCase> cases;
+  const auto choices =
+      covering_choices<11>({static_cast<int>(variants().size()), 3, 3, 5, 8, 3, 2, 3, 2, 3, 2});
+  for (const auto& [variant, dtype, family, dims, lengths, heads, dropout, packing, sinks, block, det] :
+       choices) {
+    const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
+    const unsigned seed = 1000 + static_cast<unsigned>(cases.size());
+    const AttentionSpec spec{.dtype = kDTypes[dtype],
+                             .head_dim = kHeadDims[dims][0],
+                             .head_dim_v = kHeadDims[dims][1],
+                             .dropout = dropout == 1,
+                             .kv_lengths = packing == kPadded,
+                             .block_map = kBlocks[block],
+                             .deterministic = det == 1,
+                             .varlen = packing == kPacked,
+                             .sinks = sinks == 1};
+    AttentionCase test = case_of(variants()[variant], spec,
+                                 {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]},
+                                 kFamilies[family], seed);
+    test.dropout_p = dropout == 1 ? 0.2 : 0;
+    test.layout = seed % 3 == 0 ? Layout::padded : seed % 3 == 1 ? Layout::bshd : Layout::bhsd;
+    test.map_density = 0.6;
+    if (seed % 2) test.map_batch = test.shape.batch, test.map_heads = heads_q;
+    cases.push_back(test);
+  }
+  return cases;
+}
+
+/// Packed sequences and sinks without programs but causal masks: what most callers of them want.
+std::vector<AttentionCase> packed_cases() {
+  const std::array<MaskProgram, 3> masks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
+  std::vector<AttentionCase> cases;
+  const auto choices = covering_choices<10>({3, 3, 5, 3, 8, 3, 2, 2, 2, 4});
+  for (const auto& [dtype, family, dims, mask, lengths, heads, packed, sinks, det, layout] : choices) {
+    const auto [batch, heads_q, heads_kv] = kBatchAndHeads[heads];
+    const unsigned seed = 2000 + static_cast<unsigned>(cases.size());
+    AttentionCase test{
+        .spec = {.dtype = kDTypes[dtype],
+                 .head_dim = kHeadDims[dims][0],
+                 .head_dim_v = kHeadDims[dims][1],
+                 .mask = masks[mask],
+                 .deterministic = det == 1,
+                 .varlen = packed == 1,
+                 .sinks = sinks == 1},
+        .shape = {batch, heads_q, heads_kv, kLengths[lengths][0], kLengths[lengths][1]},
+        .family = kDTypes[dtype] == DType::fp32 ? Family::simt : kFamilies[family],
+        .layout = std::array{Layout::bhsd, Layout::bshd, Layout::packed, Layout::padded}[layout],
+        .seed = seed};
+    if (test.layout == Layout::packed) {
+      test.spec.head_dim_v = test.spec.head_dim;
+      test.shape.heads_kv = test.shape.heads_q;
+      test.shape.seqlen_kv = test.shape.seqlen_q;
+    }
+    if (test.shape.seqlen_q * test.shape.seqlen_kv < 1000) test.shape.batch = 16;
+    cases.push_back(test);
+  }
+  return cases;
+}
+
+const std::vector<AttentionCase>& all_cases() {
+  static const std::vector<AttentionCase> cases = [] {
+    std::vector<AttentionCase> all = variant_cases();
+    for (const auto& more : {pair_cases(), packed_cases()}) all.insert(all.end(), more.begin(), more.end());
+    return all;
+  }();
+  return cases;
+}
+
+class Programs : public CaseTest {
+ protected:
+  static void SetUpTestSuite() { prepare_selected(all_cases()); }
+};
+
+TEST_P(Programs, MatchTheReference) { run_case(GetParam()); }
+
+const auto kName = [](const auto& test) { return name_of(test.param); };
+INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
+
+/// A few that stress different parts of a kernel, with every configuration.
+std::vector<AttentionCase> sweep_cases() {
+  std::vector<AttentionCase> cases;
+  const AttentionShape shape{3, 4, 2, 333, 200};
+  unsigned seed = 3000;
+  const auto add = [&](const char* name, AttentionSpec spec, Family family) {
+    for (const Variant& variant : variants())
+      if (variant.name == name) cases.push_back(case_of(variant, spec, shape, family, seed++));
+  };
+  const AttentionSpec bf16{.dtype = DType::bf16, .head_dim = 64}, wide{.dtype = DType::bf16, .head_dim = 128};
+  AttentionSpec packed = bf16, fp32{.dtype = DType::fp32, .head_dim = 64};
+  packed.varlen = packed.sinks = true;
+  fp32.varlen = fp32.sinks = true;
+  for (const Family family : {Family::sm90, Family::sm80}) {
+    add("causal_window", bf16, family);
+    add("causal_documents", wide, family);
+    add("causal_softcap", packed, family);
+    add("alibi", wide, family);
+    add("bias_grad", bf16, family);
+    add("neighbourhood", packed, family);
+  }
+  add("causal_alibi_grad", fp32, Family::simt);
+  add("documents", fp32, Family::simt);
+  return cases;
+}
+
+class ProgramsEveryConfiguration : public GpuTestWith<AttentionCase> {};
+
+TEST_P(ProgramsEveryConfiguration, GivesTheSameResult) { check_every_configuration(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(SearchSpace, ProgramsEveryConfiguration, testing::ValuesIn(sweep_cases()), kName);
+
+/// What a tile of work may meet at the ends of sequences and softmaxes.
+class ProgramsEdges : public GpuTestWith<Family> {
+ protected:
+  static void check(AttentionCase test, reference::Problem problem) {
+    test.family = GetParam();
+    const Support support = supports(test.family, test.spec);
+    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    TemporaryRuntime runtime;
+    AttentionRun run(test, std::move(problem));
+    run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+    run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+  }
+  static AttentionCase test_of(bool packed, bool sinks, MaskProgram mask = {}) {
+    return {.spec = {.dtype = DType::bf16,
+                     .head_dim = 64,
+                     .mask = std::move(mask),
+                     .varlen = packed,
+                     .sinks = sinks},
+            .shape = {4, 4, 2, 150, 170}};
+  }
+  /// Sequences of these lengths.
+  static void check_lengths(const AttentionCase& given, const std::vector<std::int32_t>& q,
+                            const std::vector<std::int32_t>& kv) {
+    AttentionCase test = given;
+    const auto offsets = [](const std::vector<std::int32_t>& lengths) {
+      std::vector<std::int32_t> sums{0};
+      for (const std::int32_t length : lengths) sums.push_back(sums.back() + length);
+      return sums;
+    };
+    test.shape.batch = std::ssize(q);
+    reference::Problem problem = make_problem(test);
+    problem.cu_seqlens_q = offsets(q);
+    problem.cu_seqlens_kv = offsets(kv);
+    std::mt19937 generator(7);
+    const auto normal = [&](std::int64_t rows) {
+      return normal_values(rows * 64, DType::bf16, 1, generator);
+    };
+    problem.q = normal(4 * problem.cu_seqlens_q.back());
+    problem.dout = normal(4 * problem.cu_seqlens_q.back());
+    problem.k = normal(2 * problem.cu_seqlens_kv.back());
+    problem.v = normal(2 * problem.cu_seqlens_kv.back());
+    check(test, std::move(problem));
+  }
+};
+
+TEST_P(ProgramsEdges, ManySequencesOfOneToken) {
+  const std::vector<std::int32_t> ones(100, 1);
+  AttentionCase test = test_of(true, true, causal());
+  test.shape.seqlen_q = test.shape.seqlen_kv = 1;
+  check_lengths(test, ones, ones);
+}
+
+TEST_P(ProgramsEdges, MostSequencesAreEmpty) {
+  check_lengths(test_of(true, true), {0, 0, 150, 0, 0, 0, 1, 0}, {170, 0, 0, 0, 100, 0, 170, 0});
+}
+
+TEST_P(ProgramsEdges, SequencesWithoutKeysHaveOnlyTheirSinks) {
+  check_lengths(test_of(true, true), {64, 150, 3}, {0, 0, 0});
+}
+
+TEST_P(ProgramsEdges, SequencesThatFillTilesExactly) {
+  check_lengths(test_of(true, false, causal()), {128, 64, 128, 16}, {128, 64, 128, 16});
+}
+
+TEST_P(ProgramsEdges, TheLongestSequenceMayBeABound) {
+  AttentionCase test = test_of(true, true, causal());
+  test.shape.seqlen_q = 1000;
+  test.shape.seqlen_kv = 777;
+  check_lengths(test, {100, 7, 60}, {50, 90, 61});
+}
+
+TEST_P(ProgramsEdges, SinksOfEverySize) {
+  const AttentionCase test = test_of(false, true, causal());
+  reference::Problem problem = make_problem(test);
+  problem.sinks = {-std::numeric_limits<double>::infinity(), 80, -80, 0};
+  check(test, std::move(problem));
+}
+
+INSTANTIATE_TEST_SUITE_P(Families, ProgramsEdges, testing::ValuesIn(kFamilies),
+                         [](const auto& test) { return to_string(test.param); });
+
+}  // namespace
+}  // namespace flashjit::gpu_test

@@ -29,6 +29,13 @@ if [ $pack = ON ]; then
   "$scratch/build/use_embedded_pack"
 fi
 
+# The examples, as a project of their own. Without a GPU each says so and is skipped.
+cuda=$(sed -n 's/^FLASHJIT_CUDA_INCLUDE:[A-Z]*=//p' "$build/CMakeCache.txt")
+cmake -S "$here/../../tools/examples" -B "$scratch/examples" -G Ninja -DCMAKE_PREFIX_PATH="$scratch/prefix" \
+  -DFLASHJIT_CUDA_INCLUDE="$cuda" -DEXAMPLE_OF_A_PACK=$pack >/dev/null
+cmake --build "$scratch/examples" >/dev/null
+ctest --test-dir "$scratch/examples" --output-on-failure
+
 pc=$(find "$scratch/prefix" -name flashjit.pc)
 export PKG_CONFIG_PATH=${pc%/*}
 read -ra flags <<<"$(pkg-config --cflags --libs flashjit)"

@@ -1,6 +1,7 @@
 """attention() on a GPU: numbers against float64, and what PyTorch's surroundings ask for. Skips where no GPU is."""
 import contextlib
 import math
+import os
 import threading
 import time
 
@@ -334,6 +335,34 @@ def test_arrays_of_other_libraries():
     flashjit.forward(Foreign(q), Foreign(k), Foreign(v), options="causal", out=again, lse=torch.empty_like(lse))
     torch.cuda.synchronize()
     assert torch.equal(again, out)
+
+
+def test_cupy():
+    cupy = pytest.importorskip("cupy")
+    q, k, v, dout = (cupy.random.standard_normal((2, 4, 100, 64)).astype(cupy.float16) for _ in range(4))
+    stream = cupy.cuda.get_current_stream().ptr
+    out, lse = flashjit.forward(q, k, v, options="causal", stream=stream)
+    grads = flashjit.backward(q, k, v, out, lse, dout, options="causal", stream=stream)
+    assert isinstance(out, cupy.ndarray)
+    leaves = [torch.from_dlpack(x).requires_grad_() for x in (q, k, v)]
+    want = flashjit.attention(*leaves, causal=True)
+    torch.testing.assert_close(torch.from_dlpack(out), want.detach())
+    for a, b in zip(grads, torch.autograd.grad(want, leaves, torch.from_dlpack(dout))):
+        torch.testing.assert_close(torch.from_dlpack(a), b, atol=1e-2, rtol=1e-2)  # dQ is summed in changing order
+
+
+def test_jax():
+    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    jax = pytest.importorskip("jax")
+    if jax.default_backend() != "gpu":
+        pytest.skip("jax finds no GPU")
+    q, k, v = (jax.random.normal(key, (2, 4, 100, 64), dtype="bfloat16") for key in jax.random.split(jax.random.key(0), 3))
+    out = torch.empty(2, 4, 100, 64, device=DEVICE, dtype=torch.bfloat16)  # JAX's own arrays cannot be written
+    lse = torch.empty(2, 4, 100, device=DEVICE)
+    flashjit.forward(q, k, v, options="causal", out=out, lse=lse)
+    want = flashjit.attention(*(torch.from_dlpack(x) for x in (q, k, v)), causal=True)
+    torch.cuda.synchronize()
+    torch.testing.assert_close(out, want)
 
 
 def test_pytorch_s_signature(programs):

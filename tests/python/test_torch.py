@@ -176,7 +176,7 @@ def test_texts_with_captures(programs):
 
 
 def test_autocast_uses_the_lower_precision():
-    from flashjit.torch import _autocast
+    from flashjit._attention import _autocast
     q, k, v = tensors()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
         assert flashjit.attention(q, k, v).dtype == torch.float32  # CPU tensors stay as they are

@@ -45,12 +45,12 @@ class Capture(ctypes.Structure):
                 ("type", ctypes.c_int32), ("size", _i64 * 4), ("stride", _i64 * 4), ("scalar", ctypes.c_double)]
 
 
-_COMMON = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("block_map", BlockMap),
+_COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("block_map", BlockMap),
            ("dropout_p", ctypes.c_double), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64),
            ("workspace", _pointer), ("workspace_bytes", ctypes.c_size_t), ("captures", _pointer),
            ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer),
            ("sinks", _pointer)]
-_LENGTHS = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64)]
+_LENGTHS: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64)]
 
 
 class ForwardArgs(ctypes.Structure):

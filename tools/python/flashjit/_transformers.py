@@ -7,8 +7,9 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
+from ._attention import attention
+from ._sdpa import mask_programs, readable
 from .errors import InvalidArgument, Unsupported
-from .torch import _mask_programs, _readable, attention
 
 
 def register(name: str) -> str:
@@ -44,10 +45,10 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
     dim, dim_v = query.shape[3], value.shape[3]
     scale = scaling if scaling is not None else 1 / math.sqrt(dim)
     leading = query.shape[:1]
-    score, mask, captures = _mask_programs(attention_mask, leading, query, key)
+    score, mask, captures = mask_programs(attention_mask, leading, query, key)
     captures = dict(captures or {})
     if position_bias is not None:
-        bias, _, more = _mask_programs(position_bias, leading, query, key)
+        bias, _, more = mask_programs(position_bias, leading, query, key)
         score = (score or "score") + bias.removeprefix("score").replace("attn_mask", "position_bias")
         captures["position_bias"] = more["attn_mask"]
     if softcap is not None:
@@ -56,7 +57,7 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
                               "eager implementation for this model.")
         score = "softcap * tanh(score / softcap)"
         captures["softcap"] = float(softcap)
-    query, key, value = (_readable(tensor) for tensor in (query, key, value))
+    query, key, value = (readable(tensor) for tensor in (query, key, value))
     out = attention(query, key, value, causal="top_left" if causal and query.shape[2] != key.shape[2] else causal,
                     scale=scale, dropout_p=dropout, score_mod=score, mask_mod=mask, captures=captures or None, sinks=s_aux)
     return out[..., :dim_v].transpose(1, 2).contiguous(), None

@@ -30,7 +30,7 @@ if [ $pack = ON ]; then
 fi
 
 # The examples, as a project of their own. Without a GPU each says so and is skipped.
-cuda=$(sed -n 's/^FLASHJIT_CUDA_INCLUDE:[A-Z]*=//p' "$build/CMakeCache.txt")
+cuda=$(sed -n 's/^FLASHJIT_CUDA_\(INCLUDE\|HEADERS\):[A-Z]*=\(.\)/\2/p' "$build/CMakeCache.txt" | head -n 1)
 cmake -S "$here/../../tools/examples" -B "$scratch/examples" -G Ninja -DCMAKE_PREFIX_PATH="$scratch/prefix" \
   -DFLASHJIT_CUDA_INCLUDE="$cuda" -DEXAMPLE_OF_A_PACK=$pack >/dev/null
 cmake --build "$scratch/examples" >/dev/null

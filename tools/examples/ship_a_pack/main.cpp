@@ -1,6 +1,7 @@
 // A product: its kernels were compiled when it was built and are in it, so that it runs where no NVRTC is.
+#include <ship_a_pack_pack.hpp>  // made by flashjit_add_pack()
+
 #include "../example.hpp"
-#include "ship_a_pack_pack.hpp"
 
 namespace {
 

@@ -113,7 +113,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     plan = plan_of(q, k, v, fixed, values, problem)
     if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
                        or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
-        out, lse = _Attention.apply(plan, seed, offset, len(values), q, k, v, *fixed, *values)
+        call = _Call(plan, fixed, values, seed, offset)
+        if fixed is NOTHING and not values:
+            out = _record(call, q, k, v)
+        else:
+            out = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+        lse, call.lse = call.lse, None
     else:
         out, lse = plan.forward(q, k, v, fixed, values, seed, offset, return_lse)
     return (out, lse) if return_lse else out
@@ -240,34 +245,47 @@ def _draw(q: Tensor) -> tuple[int, int]:
     return generator.initial_seed(), offset
 
 
+class _Call:
+    """What one call's backward pass needs beside the tensors that autograd keeps."""
+
+    __slots__ = ("plan", "fixed", "values", "seed", "offset", "lse")
+
+    def __init__(self, plan: Plan, fixed: Fixed, values: tuple[Any, ...], seed: int, offset: int) -> None:
+        self.plan, self.fixed, self.seed, self.offset = plan, fixed, seed, offset
+        self.values = values  # once recorded, without its tensors
+        self.lse: Any = None
+
+
 class _Attention(torch.autograd.Function):
     """The eager path: no dispatcher between the call and the launch."""
 
     @staticmethod
-    def forward(ctx: Any, plan: Plan, seed: int, offset: int, count: int, q: Tensor, k: Tensor, v: Tensor,
-                *rest: Any) -> Any:
-        five = rest[:len(NOTHING)]
-        fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
-        values = rest[len(NOTHING):]
-        out, lse = plan.forward(q, k, v, fixed, values, seed, offset, True)
-        ctx.save_for_backward(q, k, v, out, lse, *[x if isinstance(x, Tensor) else None for x in rest])
-        ctx.plan, ctx.seed, ctx.offset = plan, seed, offset
-        ctx.numbers = [None if isinstance(x, Tensor) else x for x in values]
-        ctx.mark_non_differentiable(lse)
-        ctx.set_materialize_grads(False)
-        return out, lse
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+        """rest: where the call has more than Q, K, V, the five fixed tensors or None, and the captured tensors."""
+        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.seed, call.offset, True)
+        ctx.save_for_backward(q, k, v, out, lse, *rest)
+        ctx.call = call
+        call.lse = lse
+        if rest:
+            call.fixed, call.values = NOTHING, tuple(None if isinstance(x, Tensor) else x for x in call.values)
+        return out
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dout: Any, _: Any) -> Any:
+    def backward(ctx: Any, dout: Tensor) -> Any:
         q, k, v, out, lse, *rest = ctx.saved_tensors
-        if dout is None:
-            return (None,) * (7 + len(rest))
-        five = rest[:len(NOTHING)]
+        call = ctx.call
+        if not rest:
+            grads, _, _ = call.plan.backward(dout, q, k, v, out, lse, NOTHING, (), call.seed, call.offset)
+            return (None, *grads)
+        five, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
         fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
-        values = [n if t is None else t for n, t in zip(ctx.numbers, rest[len(NOTHING):])]
-        grads, dsinks, dvalues = ctx.plan.backward(dout, q, k, v, out, lse, fixed, values, ctx.seed, ctx.offset)
-        of_values: list[Any] = [None] * len(values)
-        for i, grad in zip(ctx.plan.grad_places, dvalues):
-            of_values[i] = grad
-        return (None, None, None, None, *grads, None, None, None, None, dsinks, *of_values)
+        values = [next(captures) if x is None else x for x in call.values]
+        grads, dsinks, dvalues = call.plan.backward(dout, q, k, v, out, lse, fixed, values, call.seed, call.offset)
+        by_place = dict(zip(call.plan.grad_places, dvalues))
+        of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
+        return (None, *grads, None, None, None, None, dsinks, *of_captures)
+
+
+# Function.apply without its search for functorch's wrappers, which _is_simple() has ruled out.
+_record = super(torch.autograd.Function, _Attention).apply

@@ -75,7 +75,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
             if not isinstance(value, Tensor):
                 raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
                                 "arrays.")
-    program, fixed, values = EMPTY, NOTHING, ()
+    program, fixed = EMPTY, NOTHING
+    values: tuple[Any, ...] = ()
     block = None
     if block_mask is not None:
         block_map, mask_mod = _block_map(block_mask, mask_mod)

@@ -13,6 +13,7 @@ template <class P>
 __device__ void sink_grads(const Params& p) {
   constexpr int kThreads = 128;
   __shared__ float sums[kThreads];
+  if (p.dsinks == nullptr) return;
   const int h = blockIdx.x;
   const float sink = p.sinks[h];
   float sum = 0.0f;
@@ -31,7 +32,7 @@ __device__ void sink_grads(const Params& p) {
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
     __syncthreads();
   }
-  if (threadIdx.x == 0) p.dsinks[h] = sums[0];
+  if (threadIdx.x == 0) p.dsinks[h] += sums[0];
 }
 
 }  // namespace flashjit::auxiliary

@@ -3,9 +3,9 @@
 // registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
 #pragma once
 
-#include "flashjit/auxiliary/dq_layout.cuh"
 #include "flashjit/common/philox.cuh"
 #include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/dq_layout.cuh"
 #include "flashjit/sm80/forward.cuh"
 
 namespace flashjit::sm80 {
@@ -296,13 +296,13 @@ __device__ void backward(const Params& p) {
 #pragma unroll
       for (int unit = 0; unit < kDqUnits; ++unit) {
         if (kGuardDq && dq_unit + unit >= kDUnits) break;
-        // Unit by unit a lane's four values of a row stand together: auxiliary/dq_layout.cuh.
+        // Unit by unit a lane's four values of a row stand together: dq_layout.cuh.
         float* at = accumulator + (dq_row + mt * 16 + lane / 4) * (kDUnits * 16) + (dq_unit + unit) * 16 +
                     lane % 4 * 4;
         const float(&left)[4] = dq[mt][2 * unit];
         const float(&right)[4] = dq[mt][2 * unit + 1];
-        auxiliary::add_to_dq(at, left[0], left[1], right[0], right[1]);
-        auxiliary::add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+        add_to_dq(at, left[0], left[1], right[0], right[1]);
+        add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
       }
     if constexpr (P::kDeterministic) {
       __threadfence();

@@ -1,10 +1,10 @@
 // After the backward pass: dQ from its fp32 accumulator to the element type.
 #pragma once
 
-#include "flashjit/auxiliary/dq_layout.cuh"
 #include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/dq_layout.cuh"
 
-namespace flashjit::auxiliary {
+namespace flashjit::sm80 {
 
 /// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
@@ -42,4 +42,4 @@ __device__ void convert_dq(const Params& p) {
   }
 }
 
-}  // namespace flashjit::auxiliary
+}  // namespace flashjit::sm80

@@ -4,23 +4,12 @@
 #include <string>
 #include <vector>
 
+#include "flashjit/expr.hpp"
 #include "flashjit/programs.hpp"
-#include "flashjit/types.hpp"
 
 namespace flashjit::expr {
 
-/// "slopes: fp32 1d", "bias: bf16 4d grad", "window: int".
-struct Declaration {
-  std::string name;
-  ElementType type = ElementType::fp32;  ///< of a scalar: int32 or fp32
-  int rank = 0;                          ///< 0: a scalar
-  bool wants_grad = false;
-
-  bool is_scalar() const { return rank == 0; }
-  bool operator==(const Declaration&) const = default;
-};
-
-/// As in the language.
+/// As in the language: "slopes: fp32 1d", "bias: bf16 4d grad", "window: int".
 std::string to_string(const Declaration& declaration);
 
 /// The score's declarations, then those of the mask that it has not; a tensor's place among the tensors is

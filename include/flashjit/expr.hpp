@@ -1,0 +1,204 @@
+// Score and mask programs as C++ expressions: what is written here, or parsed from text, becomes CUDA code,
+// its derivative, the bounds of the loops and the CPU reference.
+//
+//   using namespace flashjit::expr;
+//   spec.score = score + tensor("slopes", ElementType::fp32, 1)[h] * to_float(kv - q);
+//   spec.mask = q >= kv && q - kv < 1024;
+//   spec.score = parse("50.0 * tanh(score / 50.0)");
+#pragma once
+
+#include <concepts>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
+
+#include "flashjit/types.hpp"
+
+namespace flashjit::expr {
+
+/// int is 32 bits and wraps; float is fp32.
+enum class Type : std::uint8_t { boolean, integer, real };
+
+/// Names that every program may use.
+enum class Name : std::uint8_t { score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv };
+
+enum class Op : std::uint8_t {
+  literal,
+  name,
+  scalar,
+  read,  // leaves; a read's arguments are its indices
+  negate,
+  complement,
+  logical_not,  // -x ~x !x
+  add,
+  subtract,
+  multiply,
+  divide,
+  modulo,  // int or float; modulo int
+  shift_left,
+  shift_right,
+  bit_and,
+  bit_or,
+  bit_xor,  // int
+  logical_and,
+  logical_or,  // bool
+  equal,
+  not_equal,
+  less,
+  less_equal,
+  greater,
+  greater_equal,  // int or float; equal and not_equal bool, too
+  select,         // select(condition, a, b)
+  min,
+  max,
+  abs,  // int or float
+  floor,
+  exp,
+  exp2,
+  log,
+  log2,
+  sqrt,
+  rsqrt,
+  tanh,
+  sigmoid,
+  sin,
+  cos,       // float
+  to_float,  // of int or bool
+  to_int,    // of float or bool
+  to_bool    // of int or float
+};
+
+/// A scalar or a captured tensor that a program declares; given by name at the call.
+struct Declaration {
+  std::string name;
+  ElementType type = ElementType::fp32;  ///< of a scalar: int32 or fp32
+  int rank = 0;                          ///< 0: a scalar
+  bool wants_grad = false;               ///< tensors of floats, read by a score program
+
+  bool is_scalar() const { return rank == 0; }
+  bool operator==(const Declaration&) const = default;
+};
+
+struct Node;
+using NodePtr = std::shared_ptr<const Node>;
+
+/// One node of a program's tree; immutable, checked when made. Literals are finite.
+struct Node {
+  Op op = Op::literal;
+  Type type = Type::real;
+  std::vector<NodePtr> args = {};
+  bool boolean = false;          ///< literal of type boolean
+  std::int32_t integer = 0;      ///< literal of type integer
+  float real = 0;                ///< literal of type real
+  Name name = Name::score;       ///< of Op::name
+  Declaration declaration = {};  ///< of Op::scalar and Op::read
+  int depth = 1;                 ///< nodes on the longest way down, this one included
+  int size = 1;                  ///< nodes of the tree, one reached in two ways counted twice
+};
+
+/// A typed expression: a cheap value. Operators and functions check their operands' types and throw
+/// Error(invalid_argument) that names the operation, what it got and what it takes. int becomes float where a
+/// float stands beside it. A conversion to the type that its operand has is that operand.
+class FLASHJIT_API Expr {
+ public:
+  Expr(std::same_as<bool> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<std::int32_t> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<float> auto value) : Expr(literal(value)) {}
+  Expr(std::same_as<double> auto value) : Expr(literal(static_cast<float>(value))) {}  ///< rounded to fp32
+  explicit Expr(NodePtr node) : node_(std::move(node)) {}
+
+  Type type() const { return node_->type; }
+  const Node& node() const { return *node_; }
+  const NodePtr& pointer() const { return node_; }
+
+ private:
+  static NodePtr literal(bool value);
+  static NodePtr literal(std::int32_t value);
+  static NodePtr literal(float value);
+
+  NodePtr node_;
+};
+
+/// Whether both are the same tree.
+FLASHJIT_API bool same(const Expr& a, const Expr& b);
+
+/// A name as a constant of the language, such as q.
+struct FLASHJIT_API NameConstant {
+  Name name;
+  operator Expr() const;
+};
+inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{Name::h_kv}, q{Name::q},
+    kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
+
+/// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
+/// into the tensor. Integer types read as int (int64 saturates), bool as bool, float types as float.
+class FLASHJIT_API Tensor {
+ public:
+  Tensor(std::string name, ElementType element, int rank);
+  /// The same, whose gradient is wanted; float types only.
+  Tensor with_grad() const;
+  Expr operator[](const Expr& index) const;
+  template <class... Indices>
+  Expr operator()(const Indices&... indices) const {
+    return read(std::vector<Expr>{Expr(indices)...});
+  }
+  Expr read(std::vector<Expr> indices) const;
+
+ private:
+  Declaration declaration_;
+};
+inline Tensor tensor(std::string name, ElementType element, int rank) {
+  return {std::move(name), element, rank};
+}
+FLASHJIT_API Expr scalar_int(std::string name);
+FLASHJIT_API Expr scalar_float(std::string name);
+
+FLASHJIT_API Expr operator-(const Expr& a);
+FLASHJIT_API Expr operator~(const Expr& a);
+FLASHJIT_API Expr operator!(const Expr& a);
+FLASHJIT_API Expr operator+(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator-(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator*(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator/(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator%(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator<<(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator>>(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator&(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator|(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator^(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator&&(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator||(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator==(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator!=(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator<(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator<=(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator>(const Expr& a, const Expr& b);
+FLASHJIT_API Expr operator>=(const Expr& a, const Expr& b);
+FLASHJIT_API Expr select(const Expr& condition, const Expr& a, const Expr& b);
+FLASHJIT_API Expr min(const Expr& a, const Expr& b);
+FLASHJIT_API Expr max(const Expr& a, const Expr& b);
+FLASHJIT_API Expr abs(const Expr& a);
+FLASHJIT_API Expr floor(const Expr& a);
+FLASHJIT_API Expr exp(const Expr& a);
+FLASHJIT_API Expr exp2(const Expr& a);
+FLASHJIT_API Expr log(const Expr& a);
+FLASHJIT_API Expr log2(const Expr& a);
+FLASHJIT_API Expr sqrt(const Expr& a);
+FLASHJIT_API Expr rsqrt(const Expr& a);
+FLASHJIT_API Expr tanh(const Expr& a);
+FLASHJIT_API Expr sigmoid(const Expr& a);
+FLASHJIT_API Expr sin(const Expr& a);
+FLASHJIT_API Expr cos(const Expr& a);
+FLASHJIT_API Expr to_float(const Expr& a);
+FLASHJIT_API Expr to_int(const Expr& a);
+FLASHJIT_API Expr to_bool(const Expr& a);
+
+/// Reads a program. Throws Error(invalid_argument) with the text, a caret and what was expected.
+FLASHJIT_API Expr parse(std::string_view text);
+/// The program's canonical text, with its declarations; parse() gives the same tree.
+FLASHJIT_API std::string to_string(const Expr& expr);
+
+}  // namespace flashjit::expr

@@ -15,6 +15,9 @@
 namespace flashjit::expr {
 namespace {
 
+// A level of a tree prints as an operator and its parentheses at most.
+constexpr int kMaxNesting = 2 * kMaxDepth;
+
 constexpr ElementType kElements[] = {ElementType::fp32,  ElementType::fp16,  ElementType::bf16,
                                      ElementType::int32, ElementType::int64, ElementType::int16,
                                      ElementType::int8,  ElementType::uint8, ElementType::boolean};
@@ -141,8 +144,8 @@ class Parser {
   class Nested {
    public:
     explicit Nested(Parser& parser) : parser_(parser) {
-      if (++parser_.nesting_ > kMaxDepth)
-        parser_.refuse(parser_.peek(), fmt::format("a program nests deeper than {} levels", kMaxDepth));
+      if (++parser_.nesting_ > kMaxNesting)
+        parser_.refuse(parser_.peek(), fmt::format("a program nests deeper than {} levels", kMaxNesting));
     }
     ~Nested() { --parser_.nesting_; }
     Nested(const Nested&) = delete;

@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "expr/derive.hpp"
+#include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm90/layout.cuh"
 
@@ -14,13 +16,9 @@ constexpr int kProducerThreads = 128;
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
 
-sm90::BackwardLayout backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};
-}
-
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return sm90::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
-  return backward_layout(spec, c).bytes();
+  return sm90_backward_layout(spec, c).bytes();
 }
 
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
@@ -28,7 +26,7 @@ bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, sp
 /// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.
 int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4;
-  const sm90::BackwardLayout layout = backward_layout(spec, c);
+  const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
   if (layout.wide()) return gradients / 2 + layout.columns() / 4;
   return gradients + c.br + (layout.from_shared() ? 0 : c.br / 4);
@@ -43,11 +41,6 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
   if (is_forward(spec)) return Support::yes();
   if (has_capture_grads(spec)) return Support::no("its backward pass gives no gradients to captured tensors");
-  // dK and dV fill the registers: what takes more would spill.
-  const int d = std::max(spec.head_dim, spec.v_dim());
-  if (d > 64 && !is_wide(spec) && spec.dropout && (spec.has_block_map() || spec.deterministic))
-    return Support::no(
-        "of head dimensions 72 to 128 its backward pass has no dropout together with a block map or det");
   return Support::yes();
 }
 
@@ -99,8 +92,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
-    // Random numbers and score programs take the registers that 128 queries at a time would need.
-    const bool plain = !spec.dropout && spec.score.empty();
+    // Random numbers and slopes take the registers that 128 queries at a time would need.
+    const bool plain = !spec.dropout && !expr::has_slope(spec.score.tree());
     return {config(plain && d <= 64 ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
@@ -148,6 +141,10 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& 
 }
 
 }  // namespace
+
+sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, spec.dropout || expr::has_slope(spec.score.tree())};
+}
 
 const FamilyTraits& sm90_traits() {
   static constexpr FamilyTraits kTraits{

@@ -12,7 +12,8 @@ namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardTile {
-  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static constexpr BackwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
+                                          P::kHeadDimV, P::kStages, P::kDropout || P::kScoreGrad};
   static constexpr int kGroups = 2;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
@@ -66,7 +67,7 @@ template <class P>
 __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile, const TensorMaps& maps,
                                         char* shared) {
   using Tile = BackwardTile<P>;
-  const auto place = *tile.place;
+  const auto& place = *tile.place;  // read again where needed: registers are short
   const Sequence<P>& sequence = place.sequence;
   const int kv_limit = tile.kv_limit(p), kv_row = sequence.kv_row(tile.kv_begin()), batch = sequence.batch();
   const Range kv = tile_range(place.kv_tile, P::kBc, kv_limit);
@@ -338,6 +339,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
       multiply_commit();
     }
 
+    unsigned gradient[kSteps][4];
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
       const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
@@ -346,14 +348,13 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
         if constexpr (P::kDropout) dp[n + e] = drops(n + e) ? 0.0f : dp[n + e] * p.keep_scale;
         dp[n + e] = (kSignDrops ? fabsf(s[n + e]) : s[n + e]) * (dp[n + e] - (e % 2 ? d.y : d.x));
       }
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        unsigned& word = gradient[n / 8][n % 8 / 2 + e / 2];
+        word = pack<Element>(dp[n + e], dp[n + e + 1]);
+        store_word(tile.ds(buffer), n / 8, n % 8 / 2 + e / 2, word);
+      }
     }
-
-    unsigned gradient[kSteps][4];
-    as_left_operand<Element>(gradient, dp);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step)
-#pragma unroll
-      for (int r = 0; r < 4; ++r) store_word(tile.ds(buffer), step, r, gradient[step][r]);
     publish_to_async_proxy();
     if (!Tile::kWide && threadIdx.x % 128 == 0) added_lines_read();  // then dQ's place is free
     named_barrier_sync(1, kConsumerThreads);

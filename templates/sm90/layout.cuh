@@ -43,10 +43,13 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 /// tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
+  bool tight;  ///< dropout's bits or the slopes of a score program take registers
 
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
   /// Whether P goes through shared memory like dS.
-  constexpr bool from_shared() const { return wide() || br == 128; }
+  constexpr bool from_shared() const {
+    return wide() || br == 128 || (tight && slices(head_dim) + slices(head_dim_v) > 2);
+  }
   constexpr int columns() const { return backward_columns(head_dim); }
   constexpr int columns_v() const { return backward_columns(head_dim_v); }
   constexpr int k() const { return 0; }

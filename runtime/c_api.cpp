@@ -1,6 +1,7 @@
 #include <fmt/format.h>
 
 #include <array>
+#include <cstddef>
 #include <optional>
 #include <span>
 #include <string>
@@ -8,6 +9,7 @@
 
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "reference_call.hpp"
 #include "templates/common/params.cuh"
 #include "versioned_struct.hpp"
 
@@ -188,13 +190,14 @@ std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   flashjit::RuntimeOptions options;
   if (!given) return options;
-  const auto c = flashjit::read_struct("flashjit_options", given);
+  const auto c = flashjit::read_struct("flashjit_options", given, {offsetof(flashjit_options, nvrtc)});
   if (c.cache_dir) options.cache_dir = c.cache_dir;
   if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
   for (std::size_t i = 0; i < c.pack_count; ++i)
     options.packs.emplace_back(&required(c.packs[i], "a path in packs", "give a folder"));
   options.jit = jit_mode(c.jit);
   if (c.template_dir) options.template_dir = c.template_dir;
+  if (c.nvrtc) options.nvrtc = c.nvrtc;
   if (c.log)
     options.log = [log = c.log, user = c.log_user](std::string_view line) {
       log(user, std::string(line).c_str());
@@ -321,6 +324,26 @@ flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
   return guarded([&] {
     const flashjit::Support support = get(runtime).supports(get(spec, pass), get(shape));
     if (!support) throw Error(ErrorCode::unsupported, support.reason);
+  });
+}
+
+flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
+                                           const flashjit_forward_args* args) noexcept {
+  return guarded([&] {
+    const auto known =
+        flashjit::read_struct("flashjit_forward_args", args, {offsetof(flashjit_forward_args, captures)});
+    Captures room;
+    flashjit::reference_forward(get(spec).forward, forward_args(known, room));
+  });
+}
+
+flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
+                                            const flashjit_backward_args* args) noexcept {
+  return guarded([&] {
+    const auto known =
+        flashjit::read_struct("flashjit_backward_args", args, {offsetof(flashjit_backward_args, captures)});
+    Captures room;
+    flashjit::reference_backward(get(spec).backward, backward_args(known, room));
   });
 }
 

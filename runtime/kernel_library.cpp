@@ -77,6 +77,7 @@ struct KernelLibrary::Request {
 };
 
 KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
+  for (const EmbeddedPack& pack : settings.embedded_packs) embedded_.emplace_back(pack, settings.log);
   for (const std::string& pack : settings.packs)
     packs_.emplace_back(pack, cache::Store::Access::read_only, settings.log);
   if (!settings.cache_dir.empty())
@@ -122,6 +123,10 @@ KernelLibrary::Ready KernelLibrary::make(const Request& request) {
 KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
   // By any compiler: the digest tells the source, and to ask NVRTC for its version would take longer than all
   // the rest.
+  for (const cache::EmbeddedStore& pack : embedded_) {
+    if (const auto kernel = pack.load(request.source, request.digest))
+      if (Ready ready = try_load(request, *kernel, KernelOrigin::pack)) return ready;
+  }
   for (const cache::Store& pack : packs_) {
     if (const auto kernel = pack.load(request.source, request.digest, ""))
       if (Ready ready = try_load(request, *kernel, KernelOrigin::pack)) return ready;
@@ -199,6 +204,7 @@ const plan::TuningRecords& KernelLibrary::records() {
   std::call_once(records_once_, [&] {
     plan::TuningRecords found;
     std::vector<std::string> warnings;
+    for (const cache::EmbeddedStore& pack : embedded_) found.load(pack.records(), &warnings);
     for (const cache::Store& pack : packs_) found.load(pack.records_folder(), &warnings);
     if (cache_) found.load(cache_->records_folder(), &warnings);
     for (const std::string& warning : warnings) settings_.log(warning);

@@ -9,6 +9,7 @@
 #include <string>
 #include <vector>
 
+#include "cache/embedded.hpp"
 #include "cache/store.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
@@ -61,6 +62,7 @@ class KernelLibrary {
   std::shared_ptr<const compile::Compiler> compiler();
 
   const Settings& settings_;
+  std::vector<cache::EmbeddedStore> embedded_;
   std::deque<cache::Store> packs_;
   std::optional<cache::Store> cache_;
   std::once_flag templates_once_, records_once_;

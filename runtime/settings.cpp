@@ -29,11 +29,12 @@ Log choose_log(const RuntimeOptions& options, const Environment& environment) {
 Settings resolve_settings(const RuntimeOptions& options, const Environment& environment) {
   Settings settings;
   settings.cache_dir = options.cache_dir.value_or(environment.cache_dir);
+  settings.embedded_packs = options.embedded_packs;
   settings.packs = options.packs;
   settings.packs.insert(settings.packs.end(), environment.packs.begin(), environment.packs.end());
   settings.jit = options.jit ? *options.jit == JitMode::on : environment.jit;
   settings.template_dir = options.template_dir.value_or(environment.template_dir);
-  settings.nvrtc = environment.nvrtc;
+  settings.nvrtc = options.nvrtc.value_or(environment.nvrtc);
   settings.libcuda = environment.libcuda;
   settings.verbose = environment.verbose;
   settings.log = choose_log(options, environment);

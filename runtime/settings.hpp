@@ -14,8 +14,9 @@ namespace flashjit {
 using Log = std::function<void(std::string_view)>;
 
 struct Settings {
-  std::string cache_dir;           ///< "": nothing is kept on disk
-  std::vector<std::string> packs;  ///< searched first to last
+  std::string cache_dir;                     ///< "": nothing is kept on disk
+  std::vector<EmbeddedPack> embedded_packs;  ///< searched first to last, before `packs`
+  std::vector<std::string> packs;            ///< searched first to last
   bool jit = true;
   std::string template_dir;    ///< "": the embedded templates
   std::string nvrtc, libcuda;  ///< "": the usual places

@@ -1,5 +1,5 @@
 # Sums the output of `ctest --verbose` to one line "N passed, N failed, N skipped" and exits with 1 on any failure.
-# A GoogleTest binary counts test by test, every other test counts as one. What was announced and gave no result, as
+# A GoogleTest binary and pytest count test by test, every other test counts as one. What was announced and gave no result, as
 # after a crash, counts as failed. -v status=N hands in ctest's own exit code.
 
 function finish(number, verdict,   counted) {
@@ -23,6 +23,16 @@ function finish(number, verdict,   counted) {
 /^[0-9]+: .*\[       OK \] .*\([0-9]+ ms\)$/ { ok[$1 + 0]++ }
 /^[0-9]+: .*\[  FAILED  \] .*\([0-9]+ ms\)$/ { bad[$1 + 0]++ }
 /^[0-9]+: .*\[  SKIPPED \] .*\([0-9]+ ms\)$/ { left_out[$1 + 0]++ }
+
+# pytest's last line: "4: 1 failed, 35 passed, 3 skipped in 0.31s".
+/^[0-9]+: ([0-9]+ [a-z]+, )*[0-9]+ [a-z]+ in [0-9.]+s/ {
+  for (field = 2; $field != "in"; field += 2) {
+    announced[$1 + 0] += $field
+    if ($(field + 1) ~ /^passed/) ok[$1 + 0] += $field
+    else if ($(field + 1) ~ /^skipped/) left_out[$1 + 0] += $field
+    else bad[$1 + 0] += $field
+  }
+}
 
 # "3/5 Test #3: gpu ....   Passed    0.50 sec": anything but passed or skipped is a failure.
 /^ *[0-9]+\/[0-9]+ Test +#[0-9]+: / {

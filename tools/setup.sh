@@ -32,6 +32,7 @@ missing_packages() {
   has_header xxhash.h || echo libxxhash-dev
   has_header gtest/gtest.h || echo libgtest-dev
   has_header benchmark/benchmark.h || echo libbenchmark-dev
+  python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv
 }
 
 install_packages() {

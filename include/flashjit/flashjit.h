@@ -66,6 +66,7 @@ typedef struct flashjit_options {
   const char* template_dir;                  /* null: the embedded templates */
   void (*log)(void* user, const char* line); /* receives one line at a time; null: stderr */
   void* log_user;
+  const char* nvrtc; /* libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
 } flashjit_options;
 
 /* Sizes of a problem. heads_q is a multiple of heads_kv. */
@@ -215,6 +216,14 @@ FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtim
 FLASHJIT_C_API flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
                                                  const flashjit_spec* spec,
                                                  const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+
+/* The same on the CPU, in fp64, slowly: every pointer is the host's, and results are rounded to the spec's
+ * type. Needs no GPU and no runtime; stream and workspace are not looked at. For tests and for small sizes.
+ */
+FLASHJIT_C_API flashjit_status
+flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_args* args) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API flashjit_status
+flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
 
 #ifdef __cplusplus
 }

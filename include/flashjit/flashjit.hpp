@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/error.hpp"
+#include "flashjit/pack.hpp"
 #include "flashjit/patterns.hpp"
 #include "flashjit/programs.hpp"
 #include "flashjit/runtime.hpp"

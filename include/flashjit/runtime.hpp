@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "flashjit/error.hpp"
+#include "flashjit/pack.hpp"
 #include "flashjit/spec.hpp"
 #include "flashjit/tensor.hpp"
 
@@ -83,8 +84,11 @@ struct RuntimeOptions {
   std::optional<std::string> cache_dir = {};  ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit,
                                               ///< ~/.cache/flashjit; "" keeps nothing on disk
   std::vector<std::string> packs = {};  ///< searched first to last before the cache; then FLASHJIT_PACKS
-  std::optional<JitMode> jit = {};      ///< default FLASHJIT_JIT, else on
-  std::optional<std::string> template_dir = {};    ///< read templates from here instead of the embedded ones
+  std::vector<EmbeddedPack> embedded_packs = {};  ///< searched before `packs`
+  std::optional<JitMode> jit = {};                ///< default FLASHJIT_JIT, else on
+  std::optional<std::string> template_dir = {};   ///< read templates from here instead of the embedded ones
+  std::optional<std::string> nvrtc = {};  ///< libnvrtc or the folder that holds it; default FLASHJIT_NVRTC,
+                                          ///< else the usual places
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 

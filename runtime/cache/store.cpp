@@ -3,11 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <cstring>
 #include <map>
 #include <system_error>
 
 #include "cache/digest.hpp"
+#include "cache/entry.hpp"
 #include "cache/folders.hpp"
 #include "cache/meta.hpp"
 #include "flashjit/error.hpp"
@@ -42,32 +42,21 @@ std::string read_cubin(const fs::path& entry, const Meta& meta) {
     damaged(fmt::format("kernel.cubin has {} bytes, meta.json says {}", size, meta.cubin_bytes));
   }
   std::string cubin = read_file(entry / kCubinFile);
-  if (digest_of(cubin) != meta.cubin) damaged("kernel.cubin does not match its digest in meta.json");
+  check_cubin(meta, cubin);
   return cubin;
 }
 
-// An entry that was copied or renamed holds another kernel than its place says.
 void check_place(const fs::path& entry, const Meta& meta) {
-  if (entry.filename() == entry_key(meta.source_digest, meta.compiler) &&
-      entry.parent_path().filename() == meta.arch) {
-    return;
-  }
-  damaged(fmt::format("it holds {} made by {} for {}, which belongs in another folder", quoted(meta.spec),
-                      quoted(meta.compiler), quoted(meta.arch)));
+  check_place(meta, entry.parent_path().filename(), entry.filename());
 }
 
 // Throws Error(io) with the reason when the entry cannot be used for the source.
 CompiledKernel read_entry(const fs::path& entry, const KernelSource& source, const std::string& digest) {
   Meta meta = read_meta(entry);
   check_place(entry, meta);
-  if (const std::string field = difference(meta, source, digest); !field.empty()) {
-    damaged(fmt::format("its {} differs from what the key stands for", field));
-  }
-  return {.cubin = read_cubin(entry, meta),
-          .log = std::move(meta.log),
-          .compiler = std::move(meta.compiler),
-          .resources = std::move(meta.resources),
-          .compile_ms = meta.compile_ms};
+  check_source(meta, source, digest);
+  std::string cubin = read_cubin(entry, meta);
+  return make_kernel(std::move(meta), std::move(cubin));
 }
 
 bool is_sound(const fs::path& entry, const KernelSource& source, const std::string& digest) {
@@ -87,9 +76,7 @@ std::vector<std::string> keys_by_any_compiler(const fs::path& arch_folder, const
     std::string name = it->path().filename().string();
     if (name.starts_with(digest) && is_key_name(name)) keys.push_back(std::move(name));
   }
-  std::sort(keys.begin(), keys.end(), [](const std::string& a, const std::string& b) {
-    return ::strverscmp(a.c_str(), b.c_str()) > 0;
-  });
+  sort_by_compiler(keys);
   return keys;
 }
 

@@ -238,6 +238,16 @@ void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::s
   }
 }
 
+void TuningRecords::load(const std::vector<EmbeddedFile>& files, std::vector<std::string>* warnings) {
+  for (const EmbeddedFile& file : files) {
+    try {
+      add(parse_record(std::string(file.bytes)));
+    } catch (const Error& failure) {
+      if (warnings) warnings->push_back(fmt::format("passed over '{}': {}", file.path, failure.message()));
+    }
+  }
+}
+
 void TuningRecords::add(TuningRecord record) {
   auto& records = by_problem_[problem_key(record.spec, record.arch)];
   records.push_back(std::move(record));

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "flashjit/pack.hpp"
 #include "flashjit/spec.hpp"
 
 namespace flashjit::plan {
@@ -50,6 +51,8 @@ class TuningRecords {
   /// Reads every record below `folder`; files that cannot be read are reported through `warnings` and passed
   /// over.
   void load(const std::filesystem::path& folder, std::vector<std::string>* warnings = nullptr);
+  /// Records that are in memory already.
+  void load(const std::vector<EmbeddedFile>& files, std::vector<std::string>* warnings = nullptr);
   void add(TuningRecord record);
   struct Match {
     const TuningRecord* record = nullptr;

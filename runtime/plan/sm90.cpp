@@ -3,6 +3,8 @@
 
 #include <algorithm>
 
+#include "expr/derive.hpp"
+#include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm90/layout.cuh"
 
@@ -16,14 +18,18 @@ bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; 
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return sm90::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
-  return sm90::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+  return sm90_backward_layout(spec, c).bytes();
 }
+
+bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.
 int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4;
-  const int d = sm90::slices(spec.head_dim) + sm90::slices(spec.v_dim());
-  return d * sm90::kSliceColumns / 2 + c.br + c.br / 4;
+  const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
+  const int gradients = (layout.columns() + layout.columns_v()) / 2;
+  if (layout.wide()) return gradients / 2 + layout.columns() / 4;
+  return gradients + c.br + (layout.from_shared() ? 0 : c.br / 4);
 }
 
 /// Three groups have 160 registers a thread, fewer have 240.
@@ -35,11 +41,6 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
   if (is_forward(spec)) return Support::yes();
   if (has_capture_grads(spec)) return Support::no("its backward pass gives no gradients to captured tensors");
-  // dK and dV fill the registers: what takes more would spill.
-  const int d = std::max(spec.head_dim, spec.v_dim());
-  if (d > 128) return Support::no(fmt::format("its backward pass has head dimensions up to 128, not {}", d));
-  if (d > 64 && spec.dropout && spec.has_block_map())
-    return Support::no("above head dimension 64 its backward pass has no dropout together with a block map");
   return Support::yes();
 }
 
@@ -51,9 +52,12 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
       return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
-  } else if (c.warps != 8 || c.bc != 128 || (c.br != 64 && c.br != 128)) {
-    return Support::no(
-        fmt::format("the backward pass has 8 warps, Bc 128 and Br 64 or 128, not {}", to_string(c)));
+  } else if (c.warps != 8 || c.bc != (is_wide(spec) ? 64 : 128) ||
+             (c.br != 64 && (c.br != 128 || is_wide(spec)))) {
+    return Support::no(fmt::format(
+        "the backward pass has 8 warps, Br 64 or 128 and Bc 128, above head dimension 128 Br 64 and Bc "
+        "64, not {}",
+        to_string(c)));
   }
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1 || c.min_blocks != 1)
@@ -85,8 +89,13 @@ TileConfig forward_config(int warps, int bc, int stages) {
 
 /// Good tiles, best first, by the wider head dimension; all are admitted.
 std::vector<TileConfig> preferences(const AttentionSpec& spec) {
-  if (!is_forward(spec)) return {config(64, 128, 8, 2)};
   const int d = std::max(spec.head_dim, spec.v_dim());
+  if (!is_forward(spec)) {
+    if (is_wide(spec)) return {config(64, 64, 8, 2)};
+    // Random numbers and slopes take the registers that 128 queries at a time would need.
+    const bool plain = !spec.dropout && !expr::has_slope(spec.score.tree());
+    return {config(plain && d <= 64 ? 128 : 64, 128, 8, 2)};
+  }
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
@@ -112,7 +121,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   };
   if (!is_forward(spec)) {
     for (const int br : {64, 128})
-      for (const int stages : {1, 2, 3}) consider(config(br, 128, 8, stages));
+      for (const int stages : {1, 2, 3}) consider(config(br, is_wide(spec) ? 64 : 128, 8, stages));
     return found;
   }
   for (const int warps : {4, 8, 12})
@@ -132,6 +141,10 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& 
 }
 
 }  // namespace
+
+sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, spec.dropout || expr::has_slope(spec.score.tree())};
+}
 
 const FamilyTraits& sm90_traits() {
   static constexpr FamilyTraits kTraits{

@@ -5,7 +5,7 @@
 
 #include <vector>
 
-#include "templates/sm90/layout.cuh"
+#include "plan/sm90.hpp"
 
 namespace flashjit::render {
 namespace {
@@ -86,12 +86,15 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
   if (spec.pass == Pass::forward)
     return from_shared("multiply_scores", {dtype, config.bc}, "0, 0") +
            from_registers("multiply_output", {dtype, spec.v_dim()});
-  // As BackwardTile in templates/sm90/backward.cuh: dQ is split by rows among the warp groups, else by
-  // columns.
-  const int d = sm90::slices(spec.head_dim) * sm90::kSliceColumns;
-  const int dv = sm90::slices(spec.v_dim()) * sm90::kSliceColumns;
-  return from_shared("multiply_scores", {dtype, config.br}, "0, 0") +
-         from_registers("multiply_dv", {dtype, dv}) + from_registers("multiply_dk", {dtype, d}) +
+  const sm90::BackwardLayout layout = plan::sm90_backward_layout(spec, config);
+  const int d = layout.columns(), dv = layout.columns_v();
+  const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
+  const auto gradient = [&](const char* name, int columns) {
+    return layout.from_shared() ? from_shared(name, {dtype, columns / own}, "0, 1")
+                                : from_registers(name, {dtype, columns});
+  };
+  return from_shared("multiply_scores", {dtype, config.br / own}, "0, 0") + gradient("multiply_dv", dv) +
+         gradient("multiply_dk", d) +
          from_shared("multiply_dq", {dtype, config.br == 128 ? d : d / 2}, "1, 1");
 }
 

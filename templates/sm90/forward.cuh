@@ -251,9 +251,9 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
   // O takes the place of the rows of Q that only this warp group has read.
   named_barrier_sync(1 + Tile::kGroups + group, 128);
   const int first_row = group * 64 + warp * 16;
-  store_rows<Element, P::kBr, P::kHeadDimV>(shared + (tile.q() - shared_address(shared)), first_row, o,
-                                            scale[0], scale[1], tile.sequence.q_pointer(p.o, tile.h, 0),
-                                            p.o.stride_s, tile.q_begin, seqlen_q);
+  store_rows<Element, P::kBr>(shared + (tile.q() - shared_address(shared)), first_row, 0, P::kHeadDimV / 8, o,
+                              scale[0], scale[1], tile.sequence.q_pointer(p.o, tile.h, 0), p.o.stride_s,
+                              tile.q_begin, seqlen_q);
 }
 
 template <class P>

@@ -61,26 +61,27 @@ __device__ __forceinline__ void clear_rows(char* tile, int first) {
 }
 
 /// Stores a warp's sixteen rows of an accumulator, scaled by row halves, to global memory through its own
-/// rows of a tile in shared memory. `first` is the warp's first row in the tile, `begin` the tile's first row
-/// in the tensor.
-template <class Element, int kRows, int kColumns, int kCount>
-__device__ __forceinline__ void store_rows(char* tile, int first, const float (&c)[kCount], float scale0,
-                                           float scale1, unsigned short* to, long long stride, int begin,
-                                           int end) {
-  constexpr int kChunks = kColumns / 8;
+/// rows of a tile in shared memory: `chunks` chunks of eight columns from `first_chunk` on. `first` is the
+/// warp's first row in the tile, `begin` the tile's first row in the tensor.
+template <class Element, int kRows, int kCount>
+__device__ __forceinline__ void store_rows(char* tile, int first, int first_chunk, int chunks,
+                                           const float (&c)[kCount], float scale0, float scale1,
+                                           unsigned short* to, long long stride, int begin, int end) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
-  for (int chunk = 0; chunk < kChunks; ++chunk)
+  for (int chunk = 0; chunk < kCount / 4; ++chunk) {
+    if (chunk >= chunks) break;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float scale = half ? scale1 : scale0;
-      *reinterpret_cast<unsigned*>(tile + chunk_offset<kRows>(first + lane / 4 + half * 8, chunk) +
-                                   lane % 4 * 4) =
+      *reinterpret_cast<unsigned*>(
+          tile + chunk_offset<kRows>(first + lane / 4 + half * 8, first_chunk + chunk) + lane % 4 * 4) =
           pack<Element>(c[chunk * 4 + half * 2] * scale, c[chunk * 4 + half * 2 + 1] * scale);
     }
+  }
   __syncwarp();
-  for (int index = lane; index < 16 * kChunks; index += 32) {
-    const int row = first + index / kChunks, chunk = index % kChunks;
+  for (int index = lane; index < 16 * chunks; index += 32) {
+    const int row = first + index / chunks, chunk = first_chunk + index % chunks;
     if (begin + row < end)
       *reinterpret_cast<uint4*>(to + (begin + row) * stride + chunk * 8) =
           *reinterpret_cast<const uint4*>(tile + chunk_offset<kRows>(row, chunk));

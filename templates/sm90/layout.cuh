@@ -27,18 +27,41 @@ struct ForwardLayout {
 
 constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of its work
 
+/// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
+/// groups share them.
+constexpr int backward_columns(int columns) {
+  return (slices(columns) > 2 ? 4 : slices(columns)) * kSliceColumns;
+}
+/// Above 128 columns the registers of one warp group do not hold its rows of dK and dV: then both groups
+/// share 64 rows, and each has half of the columns.
+constexpr bool is_wide(int head_dim, int head_dim_v) {
+  return slices(head_dim) > 2 || slices(head_dim_v) > 2;
+}
+
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// two tiles of dS, one of dQ in fp32, what each stage holds, the tile's place and the barriers.
+/// tiles of dS, of P where the groups share rows, else one of dQ in fp32, what each stage holds, the
+/// tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
+  bool tight;  ///< dropout's bits or the slopes of a score program take registers
 
+  constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
+  /// Whether P goes through shared memory like dS.
+  constexpr bool from_shared() const {
+    return wide() || br == 128 || (tight && slices(head_dim) + slices(head_dim_v) > 2);
+  }
+  constexpr int columns() const { return backward_columns(head_dim); }
+  constexpr int columns_v() const { return backward_columns(head_dim_v); }
   constexpr int k() const { return 0; }
-  constexpr int v() const { return tile_bytes(bc, head_dim); }
-  constexpr int q() const { return v() + tile_bytes(bc, head_dim_v); }
-  constexpr int dout() const { return q() + stages * tile_bytes(br, head_dim); }
-  constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
-  constexpr int dq() const { return ds() + 2 * tile_bytes(bc, br); }
-  constexpr int lse() const { return dq() + br * slices(head_dim) * kSliceColumns * 4; }
+  constexpr int v() const { return tile_bytes(bc, columns()); }
+  constexpr int q() const { return v() + tile_bytes(bc, columns_v()); }
+  constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
+  constexpr int ds() const { return dout() + stages * tile_bytes(br, columns_v()); }
+  /// Of dS and P each.
+  constexpr int buffers() const { return br == 128 ? 1 : 2; }
+  constexpr int p() const { return ds() + buffers() * tile_bytes(bc, br); }
+  constexpr int dq() const { return p() + (from_shared() ? buffers() * tile_bytes(bc, br) : 0); }
+  constexpr int lse() const { return dq() + (wide() ? 0 : br * columns() * 4); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int place() const { return staged() + stages * 16; }

@@ -1,6 +1,7 @@
 // The C interface where no driver is: what it accepts, refuses and says.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdlib>
 #include <cstring>
 #include <string>
@@ -186,6 +187,42 @@ TEST_F(CAbi, ConfigurationsAreRead) {
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, "sm80:br128:bc64:w4:s2"),
             FLASHJIT_NO_DRIVER);
+}
+
+TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
+  flashjit_spec* made = nullptr;
+  ASSERT_EQ(flashjit_spec_create("fp32:d8", &made), FLASHJIT_OK) << last_message();
+  const SpecPtr s(made);
+  alignas(16) float q[16] = {}, v[16], out[16], dout[16], dq[16], dk[16], dv[16], lse[2];
+  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(i / 8), dout[i] = 1;  // two rows, zeros and ones
+  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 2, 8}, {16, 16, 8, 1}}; };
+  flashjit_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.q = forward.k = view(q);
+  forward.v = view(v);
+  forward.out = view(out);
+  forward.lse = lse;
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+  EXPECT_EQ(out[0], 0.5f);  // the average of both rows, as Q is zero
+  EXPECT_EQ(lse[1], std::log(2.0f));
+
+  flashjit_backward_args backward{};
+  backward.struct_size = sizeof backward;
+  backward.q = backward.k = view(q);
+  backward.v = view(v);
+  backward.out = view(out);
+  backward.lse = lse;
+  backward.dout = view(dout);
+  backward.dq = view(dq);
+  backward.dk = view(dk);
+  backward.dv = view(dv);
+  ASSERT_EQ(flashjit_reference_backward(s.get(), &backward), FLASHJIT_OK) << last_message();
+  EXPECT_EQ(dv[0], 1.0f);  // half of each of two rows
+  EXPECT_EQ(dq[0], 0.0f);
+
+  forward.v.size[2] = 3;
+  EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("v has length 3");
 }
 
 TEST_F(CAbi, StructSizes) {

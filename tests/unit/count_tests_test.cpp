@@ -56,6 +56,16 @@ TEST(CountTests, SumsTestByTest) {
   EXPECT_EQ(one_failed.exit_code, 1);
 }
 
+TEST(CountTests, PytestCountsTestByTest) {
+  const Count all_well = count(kStart + "1: 35 passed, 3 skipped in 0.31s\n" + kPassedTest, 0);
+  EXPECT_EQ(all_well.last_line, "35 passed, 0 failed, 3 skipped\n");
+  EXPECT_EQ(all_well.exit_code, 0);
+  const Count some_failed =
+      count(kStart + "1: 1 failed, 34 passed, 3 skipped, 2 errors in 70.31s (0:01:10)\n" + kFailedTest, 8);
+  EXPECT_EQ(some_failed.last_line, "34 passed, 3 failed, 3 skipped\n");
+  EXPECT_EQ(some_failed.exit_code, 1);
+}
+
 TEST(CountTests, WhatDidNotReportFailed) {
   const std::string crash = "1/1 Test  #1: unit ..............Subprocess aborted***Exception:   0.00 sec\n";
   EXPECT_EQ(count(kStart + kRunThree + kOk + crash, 8).last_line, "1 passed, 2 failed, 0 skipped\n");

@@ -30,16 +30,16 @@ TEST(Sm90, DoesMostOnHopper) {
   for (const char* spec :
        {"fwd:bf16:d128", "fwd:fp16:d8:causal", "fwd:bf16:d256:causal_top_left", "fwd:fp16:d192x128",
         "fwd:bf16:d72x40", "fwd:bf16:d256:causal:dropout:kvlen:map64x64",
-        "bwd:bf16:d128:causal:dropout:kvlen:det", "bwd:fp16:d72x40:causal:kvlen:map32x32:det",
+        "bwd:bf16:d128:causal:dropout:kvlen", "bwd:bf16:d256:causal:dropout:map64x64:det",
+        "bwd:fp16:d192x128:varlen:sinks", "bwd:fp16:d72x40:causal:kvlen:map32x32:det",
         "bwd:bf16:d64:causal:dropout:kvlen:map64x64:det"})
     EXPECT_EQ(refusal(spec), "") << spec;
 }
 
 TEST(Sm90, RefusesTheRestWithItsReason) {
   expect_in("fp32", refusal("fwd:fp32:d128"));
-  expect_in("up to 128, not 136", refusal("bwd:bf16:d128x136"));
   expect_in("dropout together with a block map", refusal("bwd:bf16:d72:dropout:map32x32"));
-  expect_in("dropout together with a block map", refusal("bwd:bf16:d64x72:dropout:map64x64"));
+  expect_in("dropout together with a block map or det", refusal("bwd:bf16:d64x72:dropout:det"));
   for (const char* arch : {"sm_80", "sm_90", "sm_100a", "sm_120"}) {
     const std::string reason = refusal("fwd:bf16:d128", DeviceInfo::parse(arch));
     expect_in("sm_90a", reason);
@@ -60,7 +60,12 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
     expect_in("not for this family", refusal_of_config(std::string("sm90:br64:bc64:w4") + option));
   expect_in("another family", refusal_of_config("sm80:br64:bc64:w4"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");
-  expect_in("8 warps, Bc 128 and Br 64 or 128", refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"));
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc128:w8:s2", "bwd:bf16:d64"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d256"), "");
+  for (const char* config : {"sm90:br64:bc128:w8:s2", "sm90:br128:bc64:w8:s2"})
+    expect_in("above head dimension 128 Br 64 and Bc 64", refusal_of_config(config, "bwd:bf16:d136"));
+  expect_in("8 warps, Br 64 or 128 and Bc 128", refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"));
+  expect_in("keeps 256 values a thread", refusal_of_config("sm90:br128:bc128:w8:s1", "bwd:bf16:d128"));
 }
 
 TEST(Sm90, TilesFitSharedMemory) {
@@ -98,6 +103,10 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("fwd:bf16:d128", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d192x128", kLarge), "sm90:br128:bc112:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d256", kLarge), "sm90:br128:bc80:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:causal", kLarge), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:dropout", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
 }
 

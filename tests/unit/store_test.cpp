@@ -18,6 +18,7 @@
 #include <mutex>
 #include <thread>
 
+#include "cache/embedded.hpp"
 #include "support/file.hpp"
 
 namespace flashjit {
@@ -640,6 +641,51 @@ TEST_F(StoreTest, ClearLeavesALockThatIsHeld) {
   const Store::Lock lock = store.lock("sm_80", key);
   store.clear(true);
   EXPECT_FALSE(store.lock("sm_80", key, 0).held());
+}
+
+/// The files of a store as flashjit_add_pack(... EMBED) would put them into a program.
+struct Embedded {
+  std::vector<std::pair<std::string, std::string>> texts;
+  std::vector<EmbeddedFile> files;
+
+  explicit Embedded(const fs::path& folder) {
+    for (const fs::directory_entry& file : fs::recursive_directory_iterator(folder))
+      if (file.is_regular_file())
+        texts.emplace_back(fs::relative(file, folder).string(), read_file(file.path()));
+    for (const auto& [path, bytes] : texts) files.push_back({path, bytes});
+  }
+};
+
+TEST_F(StoreTest, AnEmbeddedPackHasWhatItsFolderHad) {
+  Store store = open();
+  const KernelSource s = source();
+  ASSERT_TRUE(keep(store, s, kernel("nvrtc12.9.86")));
+  ASSERT_TRUE(keep(store, s, kernel("nvrtc13.0.88")));
+  fs::create_directories(store.records_folder() / "sm_80");
+  write(store.records_folder() / "sm_80" / "a.json", "{}");
+
+  const Embedded pack(folder_);
+  const cache::EmbeddedStore embedded(pack.files, log());
+  const auto found = embedded.load(s, digest(s));
+  ASSERT_TRUE(found);
+  EXPECT_EQ(found->cubin, kernel().cubin);
+  EXPECT_EQ(found->compiler, "nvrtc13.0.88") << "the newest compiler's";
+  EXPECT_FALSE(embedded.load(source("fwd:bf16:d128"), digest(source("fwd:bf16:d128"))));
+  ASSERT_EQ(embedded.records().size(), 1u);
+  EXPECT_EQ(embedded.records()[0].bytes, "{}");
+  EXPECT_TRUE(lines_.empty());
+}
+
+TEST_F(StoreTest, ADamagedEmbeddedKernelIsAMissWithAWarning) {
+  Store store = open();
+  const KernelSource s = source();
+  ASSERT_TRUE(keep(store, s));
+  poke(entry(s) / "kernel.cubin", 3, 'x');
+  const Embedded pack(folder_);
+  EXPECT_FALSE(cache::EmbeddedStore(pack.files, log()).load(s, digest(s)));
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("does not match its digest"), std::string::npos) << lines_[0];
+  EXPECT_FALSE(cache::EmbeddedStore({}, log()).load(s, digest(s)));
 }
 
 }  // namespace

@@ -16,6 +16,14 @@ typedef struct {
   CUresult (*alloc)(CUdeviceptr*, size_t);
   CUresult (*fill)(CUdeviceptr, unsigned short, size_t);
   CUresult (*download)(void*, CUdeviceptr, size_t);
+  CUresult (*upload)(CUdeviceptr, const void*, size_t);
+  CUresult (*device_count)(int*);
+  CUresult (*create_stream)(CUstream*, unsigned);
+  CUresult (*wait_for_stream)(CUstream);
+  CUresult (*begin_capture)(CUstream, CUstreamCaptureMode);
+  CUresult (*end_capture)(CUstream, CUgraph*);
+  CUresult (*instantiate)(CUgraphExec*, CUgraph, unsigned long long);
+  CUresult (*launch_graph)(CUgraphExec, CUstream);
 } cuda_functions;
 
 static inline void look_up(void* library, const char* name, void* target) {
@@ -23,10 +31,15 @@ static inline void look_up(void* library, const char* name, void* target) {
   memcpy(target, &address, sizeof address);
 }
 
+/* Makes a device's primary context current in this thread. Returns 0 when that cannot be. */
+static inline int use_device(const cuda_functions* cuda, int device) {
+  CUcontext context;
+  return cuda->retain(&context, device) == CUDA_SUCCESS && cuda->set_current(context) == CUDA_SUCCESS;
+}
+
 /* Makes device 0's primary context current. Returns 0 when there is no GPU. */
 static inline int open_cuda(cuda_functions* cuda) {
   void* library = dlopen("libcuda.so.1", RTLD_NOW);
-  CUcontext context;
   if (!library) return 0;
   look_up(library, "cuInit", &cuda->init);
   look_up(library, "cuDevicePrimaryCtxRetain", &cuda->retain);
@@ -35,8 +48,15 @@ static inline int open_cuda(cuda_functions* cuda) {
   look_up(library, "cuMemAlloc_v2", &cuda->alloc);
   look_up(library, "cuMemsetD16_v2", &cuda->fill);
   look_up(library, "cuMemcpyDtoH_v2", &cuda->download);
-  return cuda->init(0) == CUDA_SUCCESS && cuda->retain(&context, 0) == CUDA_SUCCESS &&
-         cuda->set_current(context) == CUDA_SUCCESS;
+  look_up(library, "cuMemcpyHtoD_v2", &cuda->upload);
+  look_up(library, "cuDeviceGetCount", &cuda->device_count);
+  look_up(library, "cuStreamCreate", &cuda->create_stream);
+  look_up(library, "cuStreamSynchronize", &cuda->wait_for_stream);
+  look_up(library, "cuStreamBeginCapture_v2", &cuda->begin_capture);
+  look_up(library, "cuStreamEndCapture", &cuda->end_capture);
+  look_up(library, "cuGraphInstantiateWithFlags", &cuda->instantiate);
+  look_up(library, "cuGraphLaunch", &cuda->launch_graph);
+  return cuda->init(0) == CUDA_SUCCESS && use_device(cuda, 0);
 }
 
 /* Device memory of `count` 16-bit elements, every one `bits`; null when there is no room. */

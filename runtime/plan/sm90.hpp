@@ -1,0 +1,12 @@
+// What the renderer must know of family sm90 as the planner does.
+#pragma once
+
+#include "flashjit/spec.hpp"
+#include "templates/sm90/layout.cuh"
+
+namespace flashjit::plan {
+
+/// The shared memory of the backward pass, as BackwardTile in templates/sm90/backward.cuh has it.
+sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& config);
+
+}  // namespace flashjit::plan

@@ -1,0 +1,185 @@
+#include "reference_call.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "arguments.hpp"
+#include "captures.hpp"
+#include "expr/declarations.hpp"
+#include "reference/reference.hpp"
+#include "support/small_float.hpp"
+
+namespace flashjit {
+namespace {
+
+ElementType element_of(DType dtype) {
+  switch (dtype) {
+    case DType::fp16:
+      return ElementType::fp16;
+    case DType::bf16:
+      return ElementType::bf16;
+    case DType::fp32:
+      break;
+  }
+  return ElementType::fp32;
+}
+
+double read_element(ElementType type, const void* data, std::int64_t index) {
+  const auto as = [&]<class T>(T) { return static_cast<double>(static_cast<const T*>(data)[index]); };
+  switch (type) {
+    case ElementType::fp32:
+      return as(float{});
+    case ElementType::fp16:
+      return Fp16::decode(static_cast<const std::uint16_t*>(data)[index]);
+    case ElementType::bf16:
+      return Bf16::decode(static_cast<const std::uint16_t*>(data)[index]);
+    case ElementType::int32:
+      return as(std::int32_t{});
+    case ElementType::int64:
+      return as(std::int64_t{});
+    case ElementType::int16:
+      return as(std::int16_t{});
+    case ElementType::int8:
+      return as(std::int8_t{});
+    case ElementType::uint8:
+      return as(std::uint8_t{});
+    case ElementType::boolean:
+      return as(std::uint8_t{}) != 0;
+  }
+  throw Error(ErrorCode::internal, "an ElementType that cannot be read");
+}
+
+void write_element(DType dtype, void* data, std::int64_t index, double value) {
+  switch (dtype) {
+    case DType::fp16:
+      static_cast<std::uint16_t*>(data)[index] = Fp16::encode(value);
+      return;
+    case DType::bf16:
+      static_cast<std::uint16_t*>(data)[index] = Bf16::encode(value);
+      return;
+    case DType::fp32:
+      static_cast<float*>(data)[index] = static_cast<float>(value);
+  }
+}
+
+/// Calls visit(place, offset) for every element in C order: its place in a contiguous tensor and in memory.
+template <class Visit>
+void for_each_element(const std::array<std::int64_t, 4>& size, const std::array<std::int64_t, 4>& stride,
+                      Visit&& visit) {
+  std::int64_t place = 0;
+  for (std::int64_t i = 0; i < size[0]; ++i)
+    for (std::int64_t j = 0; j < size[1]; ++j)
+      for (std::int64_t k = 0; k < size[2]; ++k)
+        for (std::int64_t l = 0; l < size[3]; ++l)
+          visit(place++, i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]);
+}
+
+std::vector<double> gather(ElementType type, const void* data, const std::array<std::int64_t, 4>& size,
+                           const std::array<std::int64_t, 4>& stride) {
+  std::vector<double> values(static_cast<std::size_t>(size[0] * size[1] * size[2] * size[3]));
+  for_each_element(size, stride, [&](std::int64_t place, std::int64_t offset) {
+    values[place] = read_element(type, data, offset);
+  });
+  return values;
+}
+
+std::vector<double> gather(DType dtype, const ConstTensorView& view) {
+  return gather(element_of(dtype), view.data, view.size, view.stride);
+}
+
+void scatter(DType dtype, const std::vector<double>& values, const TensorView& view) {
+  if (values.empty()) return;
+  for_each_element(view.size, view.stride, [&](std::int64_t place, std::int64_t offset) {
+    write_element(dtype, view.data, offset, values[place]);
+  });
+}
+
+/// Adds to what is there, as the kernels do with the gradients of captures and sinks.
+void add(const std::vector<double>& values, float* to) {
+  if (!to) return;
+  for (std::size_t i = 0; i < values.size(); ++i) to[i] += static_cast<float>(values[i]);
+}
+
+reference::Captured captured(const Capture& capture, ElementType type) {
+  reference::Captured result{.name = std::string(capture.name)};
+  if (capture.rank == 0) {
+    result.values = {capture.scalar};
+    return result;
+  }
+  std::array<std::int64_t, 4> size{1, 1, 1, 1}, stride{};
+  std::copy_n(capture.size.begin(), capture.rank, size.begin());
+  std::copy_n(capture.stride.begin(), capture.rank, stride.begin());
+  result.size.assign(capture.size.begin(), capture.size.begin() + capture.rank);
+  result.values = gather(type, capture.data, size, stride);
+  return result;
+}
+
+template <class Args>
+reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
+  check_arguments(spec, args);
+  const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
+  check_captures(declared, args.captures, pass);
+
+  reference::Problem problem{.spec = spec,
+                             .shape = shape_of(spec, args),
+                             .q = gather(spec.dtype, args.q),
+                             .k = gather(spec.dtype, args.k),
+                             .v = gather(spec.dtype, args.v),
+                             .softmax_scale = args.softmax_scale,
+                             .dropout_p = args.dropout_p,
+                             .seed = args.seed,
+                             .offset = args.offset};
+  const std::int64_t batch = problem.shape.batch;
+  if (spec.kv_lengths) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
+  if (spec.has_block_map()) {
+    const auto& [data, size] = args.block_map;
+    problem.block_map.assign(data, data + size[0] * size[1] * size[2] * size[3]);
+    problem.map_batch = size[0];
+    problem.map_heads = size[1];
+  }
+  if (spec.varlen) {
+    problem.cu_seqlens_q.assign(args.cu_seqlens_q, args.cu_seqlens_q + batch + 1);
+    problem.cu_seqlens_kv.assign(args.cu_seqlens_kv, args.cu_seqlens_kv + batch + 1);
+  }
+  if (spec.sinks) problem.sinks.assign(args.sinks, args.sinks + problem.shape.heads_q);
+  for (const Capture& capture : args.captures) {
+    const auto declaration = std::ranges::find(declared, capture.name, &expr::Declaration::name);
+    problem.captures.push_back(captured(capture, declaration->type));
+  }
+  return problem;
+}
+
+/// Rows past a packed sequence's end stay as they are.
+void write_lse(const reference::Problem& problem, const std::vector<double>& lse, float* to) {
+  const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
+  for (std::int64_t row = 0; row < static_cast<std::int64_t>(lse.size()); ++row) {
+    const std::int64_t b = row / (heads_q * seqlen_q), i = row % seqlen_q;
+    const bool exists = !problem.spec.varlen || i < problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b];
+    if (exists) to[row] = static_cast<float>(lse[row]);
+  }
+}
+
+}  // namespace
+
+void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
+  const reference::Problem problem = problem_of(spec, args, Pass::forward);
+  const reference::Forward result = reference::forward(problem);
+  scatter(spec.dtype, result.out, args.out);
+  if (args.lse) write_lse(problem, result.lse, args.lse);
+}
+
+void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
+  reference::Problem problem = problem_of(spec, args, Pass::backward);
+  problem.dout = gather(spec.dtype, args.dout);
+  const reference::Backward result = reference::backward(problem);
+  scatter(spec.dtype, result.dq, args.dq);
+  scatter(spec.dtype, result.dk, args.dk);
+  scatter(spec.dtype, result.dv, args.dv);
+  add(result.dsinks, args.dsinks);
+  for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
+}
+
+}  // namespace flashjit

@@ -1,0 +1,13 @@
+// The CPU reference behind the same arguments as a launch: for NumPy, for tensors on the CPU, for tests.
+#pragma once
+
+#include "flashjit/runtime.hpp"
+
+namespace flashjit {
+
+/// Computes what Runtime::forward() would, in fp64 on the CPU: every pointer is the host's, the elements are
+/// the spec's, results are rounded to them. Checks arguments as a launch does; looks at no workspace.
+void reference_forward(const AttentionSpec& spec, const ForwardArgs& args);
+void reference_backward(const AttentionSpec& spec, const BackwardArgs& args);
+
+}  // namespace flashjit

@@ -1,0 +1,217 @@
+"""forward() and backward() on arrays: NumPy's through the CPU reference, and what is refused."""
+import math
+
+import numpy as np
+import pytest
+
+import flashjit
+from flashjit import _arrays
+
+
+def arrays(batch=2, heads=4, heads_kv=2, queries=9, keys=13, dim=16, dim_v=8, dtype=np.float32):
+    random = np.random.default_rng(0)
+    shapes = [(batch, heads, queries, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v),
+              (batch, heads, queries, dim_v)]
+    return [random.standard_normal(shape).astype(dtype) for shape in shapes]
+
+
+def expected(q, k, v, dout=None, keep=None, scale=None, sinks=None):
+    """Attention in float64; keep: boolean, broadcastable to the scores."""
+    q, k, v = (x.astype(np.float64) for x in (q, k, v))
+    group = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, group, 1), np.repeat(v, group, 1)
+    scale = scale or q.shape[3] ** -0.5
+    scores = scale * q @ k.swapaxes(2, 3)
+    if keep is not None:
+        scores = np.where(keep, scores, -np.inf)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        most = np.max(scores, 3, keepdims=True, initial=-np.inf)
+        if sinks is not None:
+            most = np.maximum(most, sinks[None, :, None, None])
+        most = np.where(np.isfinite(most), most, 0)
+        weights = np.exp(scores - most)
+        total = weights.sum(3, keepdims=True)
+        if sinks is not None:
+            total = total + np.exp(sinks[None, :, None, None] - most)
+        lse = (np.log(total) + most)[..., 0]
+        p = np.nan_to_num(weights / total)
+    out = p @ v
+    if dout is None:
+        return out, lse
+    dp = dout @ v.swapaxes(2, 3)
+    ds = p * (dp - (dout * out).sum(3, keepdims=True))
+    fold = lambda x: x.reshape(x.shape[0], -1, group, *x.shape[2:]).sum(2)
+    return out, lse, scale * ds @ k, fold(scale * ds.swapaxes(2, 3) @ q), fold(p.swapaxes(2, 3) @ dout)
+
+
+def causal(queries, keys):
+    return np.tril(np.ones((queries, keys), bool), keys - queries)
+
+
+def test_forward_and_backward_of_numpy_arrays():
+    q, k, v, dout = arrays()
+    out, lse = flashjit.forward(q, k, v, options="causal")
+    grads = flashjit.backward(q, k, v, out, lse, dout, options="causal")
+    for got, want in zip((out, lse, *grads), expected(q, k, v, dout, causal(9, 13))):
+        assert got.dtype == np.float32 and got.shape == want.shape
+        np.testing.assert_allclose(got, want, atol=1e-6)
+
+
+def test_half_precision_and_strides():
+    q, k, v, _ = arrays(dtype=np.float16)
+    q = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)  # [batch, length, heads, dim] in memory
+    out, _ = flashjit.forward(q, k, v, scale=0.5)
+    assert out.dtype == np.float16
+    np.testing.assert_allclose(out, expected(q, k, v, scale=0.5)[0], atol=2e-3)
+
+
+def test_key_padding_block_map_and_given_outputs():
+    q, k, v, _ = arrays(queries=32, keys=32)
+    lengths = np.array([32, 5], np.int32)
+    blocks = np.array([[1, 0], [1, 1]], np.uint8)[None, None]
+    out, lse = np.full((2, 4, 32, 8), np.nan, np.float32), np.full((2, 4, 32), np.nan, np.float32)
+    results = flashjit.forward(q, k, v, options="map16", block_map=blocks, kv_lengths=lengths, out=out, lse=lse)
+    assert results[0] is out and results[1] is lse
+    keep = np.kron(blocks[0, 0], np.ones((16, 16))).astype(bool) & (np.arange(32) < lengths[:, None, None, None])
+    want = expected(q, k, v, keep=keep)
+    np.testing.assert_allclose(out, want[0], atol=1e-6)
+    np.testing.assert_allclose(lse, want[1], atol=1e-6)
+
+
+def test_packed_sequences():
+    q, k, v, dout = arrays(batch=1, queries=9, keys=13)
+    cu_q, cu_kv = np.array([0, 2, 2, 9], np.int32), np.array([0, 4, 9, 13], np.int32)
+    options = dict(cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=7, max_seqlen_kv=5)
+    out, lse = flashjit.forward(q, k, v, lse=np.full((3, 4, 7), 7.0, np.float32), **options)
+    grads = flashjit.backward(q, k, v, out, lse, dout, **options)
+    for i in range(3):
+        rows, keys = slice(*cu_q[i:i + 2]), slice(*cu_kv[i:i + 2])
+        want = expected(q[:, :, rows], k[:, :, keys], v[:, :, keys], dout[:, :, rows])
+        got = (out[:, :, rows], lse[i:i + 1, :, :rows.stop - rows.start], grads[0][:, :, rows], grads[1][:, :, keys],
+               grads[2][:, :, keys])
+        for g, w in zip(got, want):
+            np.testing.assert_allclose(g, w, atol=1e-6)
+    assert (lse[0, :, 2:] == 7).all() and (lse[1] == 7).all()  # rows that do not exist are not written
+
+
+def test_sinks():
+    q, k, v, dout = arrays()
+    sinks = np.linspace(-1, 2, 4).astype(np.float32)
+    out, lse = flashjit.forward(q, k, v, sinks=sinks)
+    want_out, want_lse = expected(q, k, v, sinks=sinks)
+    np.testing.assert_allclose(out, want_out, atol=1e-6)
+    np.testing.assert_allclose(lse, want_lse, atol=1e-6)
+    dsinks = np.zeros(4, np.float32)
+    flashjit.backward(q, k, v, out, lse, dout, sinks=sinks, dsinks=dsinks)
+    d = (dout * want_out).sum(3)
+    np.testing.assert_allclose(dsinks, -(np.exp(sinks[None, :, None] - want_lse) * d).sum((0, 2)), atol=1e-5)
+
+
+def test_dropout_is_a_function_of_seed_and_offset():
+    q, k, v, _ = arrays()
+    run = lambda **seed: flashjit.forward(q, k, v, dropout_p=0.5, **seed)[0]
+    assert (run(seed=1) == run(seed=1)).all()
+    assert (run(seed=1) != run(seed=2)).any() and (run(seed=1) != run(seed=1, offset=4)).any()
+
+
+def test_programs_with_captures(programs):
+    q, k, v, dout = arrays()
+    slopes = np.array([0.5, 0.25, 0.125, 0], np.float32)
+    grad = np.zeros(4, np.float32)
+    options = "score{slopes: fp32 1d grad; power: int; score + slopes[h] * to_float(kv - q) * to_float(power)}"
+    values = dict(options=options, captures={"slopes": slopes, "power": 2})
+    out, lse = flashjit.forward(q, k, v, **values)
+    flashjit.backward(q, k, v, out, lse, dout, capture_grads={"slopes": grad}, **values)
+    distance = 2.0 * (np.arange(13)[None] - np.arange(9)[:, None])
+    s = 0.25 * q.astype(np.float64) @ np.repeat(k, 2, 1).swapaxes(2, 3) + slopes[:, None, None] * distance
+    p = np.exp(s - s.max(3, keepdims=True))
+    p /= p.sum(3, keepdims=True)
+    want = p @ np.repeat(v, 2, 1)
+    np.testing.assert_allclose(out, want, atol=1e-6)
+    ds = p * (dout @ np.repeat(v, 2, 1).swapaxes(2, 3) - (dout * want).sum(3, keepdims=True))
+    np.testing.assert_allclose(grad, (ds * distance).sum((0, 2, 3)), atol=1e-4)
+
+
+class Foreign:
+    """An array of a library that flashjit does not know, with DLPack alone."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __dlpack__(self, **arguments):
+        return self.array.__dlpack__(**arguments)
+
+    def __dlpack_device__(self):
+        return self.array.__dlpack_device__()
+
+
+def test_dlpack():
+    q, k, v, _ = arrays()
+    seen = _arrays.view(Foreign(q[:, 1:, ::2]), "q")
+    assert seen == _arrays.view(q[:, 1:, ::2], "q")._replace(owner=seen.owner)
+    out, lse = np.empty((2, 4, 9, 8), np.float32), np.empty((2, 4, 9), np.float32)
+    flashjit.forward(Foreign(q), Foreign(k), Foreign(v), out=out, lse=lse)
+    np.testing.assert_allclose(out, expected(q, k, v)[0], atol=1e-6)
+    with pytest.raises(flashjit.Unsupported, match="give out"):
+        flashjit.forward(Foreign(q), Foreign(k), Foreign(v))
+
+
+class OnGpu:
+    """What CuPy shows of an array, without a GPU."""
+
+    def __init__(self, pointer, shape, typestr="<f4", strides=None):
+        self.__cuda_array_interface__ = {"data": (pointer, False), "shape": shape, "typestr": typestr, "strides": strides,
+                                         "version": 3}
+
+
+def test_the_cuda_array_interface():
+    seen = _arrays.view(OnGpu(4096, (2, 3, 4, 8), "<f2", (1024, 256, 64, 2)), "q")
+    assert seen[:6] == (4096, "fp16", (2, 3, 4, 8), (512, 128, 32, 1), ("cuda", 0), False)
+    assert _arrays.view(OnGpu(4096, (2, 8)), "q").stride == (8, 1)
+    with pytest.raises(flashjit.InvalidArgument, match="q is on cuda:0 and k on cpu"):
+        flashjit.forward(OnGpu(4096, (1, 1, 8, 8)), np.zeros((1, 1, 8, 8), np.float32), OnGpu(4096, (1, 1, 8, 8)))
+
+
+def replaced(position, value):
+    values = arrays()[:3]
+    values[position] = value
+    return values
+
+
+@pytest.mark.parametrize("make, match", [
+    (lambda: (replaced(0, [[1.0]]), {}), "q is a list"),
+    (lambda: (replaced(0, np.zeros((2, 4, 9, 16))), {}), "q has type float64"),
+    (lambda: (replaced(1, np.zeros((2, 2, 13, 16), np.float16)), {}), "q is fp32 and k is fp16"),
+    (lambda: (replaced(0, np.zeros((4, 9, 16), np.float32)), {}), "four dimensions"),
+    (lambda: (replaced(1, np.zeros((3, 2, 13, 16), np.float32)), {}), "k has batch 3"),
+    (lambda: (replaced(1, np.zeros((2, 3, 13, 16), np.float32)), {}), "must be equal|multiple"),
+    (lambda: (arrays()[:3], {"options": "slide"}), "slide"),
+    (lambda: (arrays()[:3], {"scale": -1.0}), "softmax_scale is -1"),
+    (lambda: (arrays()[:3], {"dropout_p": 1.0}), "dropout_p is 1"),
+    (lambda: (arrays()[:3], {"kv_lengths": np.zeros(2, np.int64)}), "kv_lengths is int64"),
+    (lambda: (arrays()[:3], {"kv_lengths": np.zeros(3, np.int32)}), "kv_lengths has shape"),
+    (lambda: (arrays()[:3], {"lse": np.zeros((2, 4, 8), np.float32)}), "lse is fp32"),
+    (lambda: (arrays()[:3], {"out": np.zeros((2, 4, 9, 8), np.float16)}), "out is fp16"),
+    (lambda: (arrays()[:3], {"captures": {"x": 3}}), "x"),
+    (lambda: (arrays()[:3], {"cu_seqlens_q": np.zeros(2, np.int32)}), "cu_seqlens_kv is missing"),
+])
+def test_bad_input_is_refused(make, match):
+    values, named = make()
+    with pytest.raises(flashjit.Error, match=match) as caught:
+        flashjit.forward(*values, **named)
+    assert isinstance(caught.value, (ValueError, TypeError))
+
+
+def test_read_only_results_are_refused():
+    q, k, v, _ = arrays()
+    out = np.empty((2, 4, 9, 8), np.float32)
+    out.flags.writeable = False
+    with pytest.raises(flashjit.InvalidArgument, match="out is read-only"):
+        flashjit.forward(q, k, v, out=out)
+
+
+def test_empty_arrays():
+    q, k, v, _ = arrays(keys=0)
+    out, lse = flashjit.forward(q, k, v)
+    assert (out == 0).all() and (lse == -math.inf).all()
+    assert flashjit.forward(*arrays(queries=0)[:3])[0].shape == (2, 4, 0, 8)

@@ -1,0 +1,116 @@
+"""The C ABI as Python sees it: struct layouts, errors, handles, the runtime's options."""
+import ctypes
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+
+import flashjit
+from flashjit import _library, errors
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+STRUCTS = {"flashjit_options": _library.Options, "flashjit_shape": _library.Shape, "flashjit_tensor": _library.Tensor,
+           "flashjit_block_map": _library.BlockMap, "flashjit_capture": _library.Capture,
+           "flashjit_forward_args": _library.ForwardArgs, "flashjit_backward_args": _library.BackwardArgs}
+CODES = ["invalid_argument", "unsupported", "no_driver", "no_device", "no_compiler", "compile_failed", "kernel_missing", "io",
+         "cuda", "internal"]
+
+
+@pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler to read flashjit.h with")
+def test_structs_have_the_layout_of_the_header(tmp_path):
+    lines = []
+    for name, structure in STRUCTS.items():
+        lines.append(f'  printf("{name} %zu\\n", sizeof({name}));')
+        lines += [f'  printf("{name}.{member} %zu\\n", offsetof({name}, {member}));' for member, _ in structure._fields_]
+    source = tmp_path / "layout.c"
+    source.write_text("#include <flashjit/flashjit.h>\n#include <stdio.h>\nint main(void) {\n" + "\n".join(lines) +
+                      "\n  return 0;\n}\n")
+    program = tmp_path / "layout"
+    subprocess.run(["cc", "-std=c11", f"-I{ROOT}/include", str(source), "-o", str(program)], check=True)
+    expected = dict(line.split() for line in subprocess.run([str(program)], check=True, capture_output=True,
+                                                            text=True).stdout.splitlines())
+    for name, structure in STRUCTS.items():
+        assert ctypes.sizeof(structure) == int(expected[name]), name
+        for member, _ in structure._fields_:
+            assert getattr(structure, member).offset == int(expected[f"{name}.{member}"]), f"{name}.{member}"
+
+
+def test_element_types_are_the_header_s():
+    header = (ROOT / "include/flashjit/flashjit.h").read_text()
+    for name, number in _library.ELEMENT_TYPES.items():
+        assert f"FLASHJIT_ELEMENT_{name.upper()} = {number}" in header
+
+
+def test_every_code_has_an_exception():
+    assert [error.code for error in errors.BY_STATUS] == CODES
+    for status, name in enumerate(CODES, 1):
+        assert _library.library().flashjit_status_name(status).decode() == name
+    assert issubclass(errors.InvalidArgument, ValueError) and issubclass(errors.WrongType, TypeError)
+    assert issubclass(errors.FileError, OSError) and issubclass(errors.Unsupported, NotImplementedError)
+
+
+def test_an_error_carries_the_library_s_message():
+    with pytest.raises(flashjit.InvalidArgument, match="fp16:d7") as caught:
+        _library.spec_handle("fp16:d7")
+    assert caught.value.code == "invalid_argument"
+    assert isinstance(caught.value, flashjit.Error) and isinstance(caught.value, ValueError)
+
+
+def test_specs_are_kept():
+    assert _library.spec_handle("bf16:d64:causal") is _library.spec_handle("bf16:d64:causal")
+
+
+def test_version():
+    assert flashjit.version().count(".") == 2
+
+
+def test_a_runtime_without_a_driver_says_so(monkeypatch):
+    monkeypatch.setenv("FLASHJIT_LIBCUDA", "/nonexistent/libcuda.so.1")
+    runtime = flashjit.Runtime(cache_dir="", jit=False, packs=["/nonexistent"])
+    for call in (lambda: runtime.prepare("bf16:d64", (1, 1, 1, 8, 8)),
+                 lambda: runtime.workspace_bytes("bf16:d64", (1, 1, 1, 8, 8), backward=True),
+                 lambda: runtime.supports("bf16:d64", (1, 1, 1, 8, 8))):
+        with pytest.raises(flashjit.NoDriver, match="FLASHJIT_LIBCUDA"):
+            call()
+    with pytest.raises(flashjit.InvalidArgument, match="4 numbers"):
+        runtime.supports("bf16:d64", (1, 1, 8, 8))
+
+
+def test_nvrtc_of_the_environment_decides(monkeypatch):
+    monkeypatch.setenv("FLASHJIT_NVRTC", "/somewhere/libnvrtc.so.13")
+    assert _library.nvrtc_folder() is None
+
+
+def test_nvrtc_is_found_in_wheels(tmp_path, monkeypatch):
+    monkeypatch.delenv("FLASHJIT_NVRTC", raising=False)
+    (tmp_path / "nvidia/cu13/lib").mkdir(parents=True)
+    library = tmp_path / "nvidia/cu13/lib/libnvrtc.so.13"
+    library.touch()
+    code = "from flashjit import _library; print(_library.nvrtc_folder())"
+    path = os.pathsep.join([str(tmp_path), str(pathlib.Path(flashjit.__file__).parent.parent)])
+    found = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True, check=True,
+                           env={**os.environ, "PYTHONPATH": path}).stdout.strip()
+    assert found == str(library)
+
+
+def test_importing_needs_neither_pytorch_nor_the_library():
+    code = ("import sys, flashjit; assert 'torch' not in sys.modules and 'numpy' not in sys.modules; "
+            "assert flashjit._library.library.cache_info().currsize == 0")
+    subprocess.run([sys.executable, "-c", code], check=True,
+                   env={**os.environ, "PYTHONPATH": str(pathlib.Path(flashjit.__file__).parent.parent)})
+
+
+def test_the_command_runs(tmp_path):
+    script = tmp_path / "flashjit"
+    script.write_text("#!/bin/sh\necho \"$@\"\n")
+    script.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(flashjit.__file__).parent.parent)}
+    run = subprocess.run([sys.executable, "-m", "flashjit", "cache", "list"], capture_output=True, text=True,
+                         env={**environment, "FLASHJIT_COMMAND": str(script)})
+    assert (run.returncode, run.stdout) == (0, "cache list\n")
+    run = subprocess.run([sys.executable, "-m", "flashjit", "doctor"], capture_output=True, text=True,
+                         env={**environment, "FLASHJIT_COMMAND": "/nonexistent"})
+    assert run.returncode == 3 and "FLASHJIT_COMMAND" in run.stderr

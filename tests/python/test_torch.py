@@ -1,0 +1,444 @@
+"""attention() on CPU tensors, through the CPU reference: everything but the kernels."""
+import math
+import subprocess
+import sys
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashjit  # noqa: E402
+from flashjit.torch import BlockMap, scaled_dot_product_attention  # noqa: E402
+
+F = torch.nn.functional
+
+
+def tensors(batch=2, heads=4, heads_kv=2, queries=9, keys=13, dim=16, dim_v=8, dtype=torch.float32):
+    torch.manual_seed(0)
+    sizes = [(batch, heads, queries, dim), (batch, heads_kv, keys, dim), (batch, heads_kv, keys, dim_v)]
+    return [torch.randn(size, dtype=dtype).requires_grad_() for size in sizes]
+
+
+def reference(q, k, v, keep=None, add=None, scale=None, score=lambda s: s, sinks=None):
+    q, k, v = (x.double() for x in (q, k, v))
+    group = q.shape[1] // max(k.shape[1], 1)
+    k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
+    s = score((scale or q.shape[3] ** -0.5) * q @ k.transpose(2, 3))
+    if add is not None:
+        s = s + add
+    if keep is not None:
+        s = s.masked_fill(~keep, -math.inf)
+    if sinks is not None:
+        s = torch.cat([s, sinks.double()[None, :, None, None].expand(*s.shape[:3], 1)], 3)
+    p = torch.nan_to_num(torch.softmax(s, 3))[..., :k.shape[2]]
+    return p @ v
+
+
+def causal(queries, keys):
+    return torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
+
+
+def check(call, want, inputs, atol=1e-5):
+    """Outputs and gradients of two functions of the same inputs."""
+    out, expected = call(), want()
+    torch.testing.assert_close(out.double(), expected, atol=atol, rtol=1e-4)
+    dout = torch.randn_like(out)
+    got = torch.autograd.grad(out, inputs, dout)
+    exact = torch.autograd.grad(expected, inputs, dout.double())
+    for a, b in zip(got, exact):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        torch.testing.assert_close(a, b, atol=atol, rtol=1e-4)
+
+
+def test_forward_and_gradients():
+    q, k, v = tensors()
+    check(lambda: flashjit.attention(q, k, v), lambda: reference(q, k, v), (q, k, v))
+    check(lambda: flashjit.attention(q, k, v, causal=True, scale=0.5),
+          lambda: reference(q, k, v, causal(9, 13), scale=0.5), (q, k, v))
+    top_left = torch.ones(9, 13, dtype=torch.bool).tril()
+    check(lambda: flashjit.attention(q, k, v, causal="top_left"), lambda: reference(q, k, v, top_left), (q, k, v))
+
+
+def test_strides_are_taken_and_kept():
+    qkv = torch.randn(2, 9, 3, 4, 16, requires_grad=True)
+    q, k, v = (qkv[:, :, i].transpose(1, 2) for i in range(3))
+    out = flashjit.attention(q, k, v)
+    assert out.transpose(1, 2).is_contiguous()  # in memory as q: [batch, length, heads, dim]
+    check(lambda: flashjit.attention(q, k, v), lambda: reference(q, k, v), (qkv,))
+
+
+def test_the_gradient_s_strides_do_not_matter():
+    q, k, v = tensors()
+    out = flashjit.attention(q, k, v)
+    out.sum().backward()  # an expanded gradient
+    want = torch.autograd.grad(reference(q, k, v).sum(), q)[0]
+    torch.testing.assert_close(q.grad, want, atol=1e-5, rtol=1e-4)
+    transposed = torch.randn(2, 9, 4, 8).transpose(1, 2)
+    got = torch.autograd.grad(flashjit.attention(q, k, v), q, transposed)[0]
+    torch.testing.assert_close(got, torch.autograd.grad(reference(q, k, v), q, transposed.double())[0], atol=1e-5, rtol=1e-4)
+
+
+def test_lse():
+    q, k, v = tensors()
+    out, lse = flashjit.attention(q, k, v, return_lse=True)
+    want = torch.logsumexp(0.25 * q @ k.repeat_interleave(2, 1).transpose(2, 3), 3)
+    torch.testing.assert_close(lse, want.detach())
+    assert not lse.requires_grad
+    with torch.no_grad():
+        assert flashjit.attention(q, k, v, return_lse=True)[1].shape == (2, 4, 9)
+
+
+def test_dropout_is_replayed_in_the_backward_pass():
+    q, k, v = tensors(dim_v=16)
+    torch.manual_seed(5)
+    out = flashjit.attention(q, k, v, dropout_p=0.5)
+    torch.manual_seed(5)
+    assert (flashjit.attention(q, k, v, dropout_p=0.5) == out).all()
+    assert (flashjit.attention(q, k, v, dropout_p=0.5) != out).any()
+    # With V the identity, O is the dropped P; with it the backward pass can be computed by hand.
+    eye = torch.eye(16)[None, None].expand(2, 2, -1, -1)[:, :, :13].contiguous()
+    torch.manual_seed(5)
+    p = flashjit.attention(q, k, eye, dropout_p=0.5).detach()[..., :13]
+    dout = torch.randn_like(out)
+    dv = torch.autograd.grad(out, v, dout)[0]
+    want = (p.transpose(2, 3) @ dout).unflatten(1, (2, 2)).sum(2)
+    torch.testing.assert_close(dv, want, atol=1e-5, rtol=1e-4)
+
+
+def test_key_padding_and_block_map():
+    q, k, v = tensors(queries=32, keys=32)
+    lengths = torch.tensor([32, 5], dtype=torch.int32)
+    blocks = torch.tensor([[True, False], [True, True]])
+    keep = blocks.repeat_interleave(16, 0).repeat_interleave(16, 1) & (torch.arange(32) < lengths[:, None, None, None])
+    check(lambda: flashjit.attention(q, k, v, kv_lengths=lengths, block_mask=BlockMap(blocks, 16)),
+          lambda: reference(q, k, v, keep), (q, k, v))
+
+
+def test_flex_attention_s_block_mask(programs):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = tensors(queries=64, keys=64)
+    mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    check(lambda: flashjit.attention(q, k, v, block_mask=mask), lambda: reference(q, k, v, causal(64, 64)), (q, k, v))
+
+
+def test_packed_sequences():
+    q, k, v = tensors(batch=1)
+    cu_q, cu_kv = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
+    call = lambda **more: flashjit.attention(q, k, v, causal=True, cu_seqlens_q=cu_q, cu_seqlens_kv=cu_kv, max_seqlen_q=7,
+                                             max_seqlen_kv=8, **more)
+    want = lambda: torch.cat([reference(q[:, :, a:b], k[:, :, c:d], v[:, :, c:d], causal(b - a, d - c))
+                              for a, b, c, d in ((0, 2, 0, 8), (2, 9, 8, 13))], 2)
+    check(call, want, (q, k, v))
+    lse = call(return_lse=True)[1]
+    assert lse.shape == (2, 4, 7) and (lse[0, :, 2:] == -math.inf).all()
+
+
+def test_sinks():
+    q, k, v = tensors()
+    sinks = torch.linspace(-1, 2, 4).requires_grad_()
+    check(lambda: flashjit.attention(q, k, v, causal=True, sinks=sinks),
+          lambda: reference(q, k, v, causal(9, 13), sinks=sinks), (q, k, v, sinks))
+    half = sinks.detach().bfloat16().requires_grad_()
+    flashjit.attention(q, k, v, sinks=half).sum().backward()
+    assert half.grad.dtype == torch.bfloat16
+
+
+def test_captures_with_gradients(programs):
+    q, k, v = tensors()
+    slopes, bias = torch.rand(4, requires_grad=True), torch.randn(2, 1, 9, 13).expand(2, 4, 9, 13).requires_grad_()
+    table, cap = torch.randint(0, 2, (13,), dtype=torch.int32), torch.tensor(5.0)
+    distance = (torch.arange(9)[:, None] - torch.arange(13)).double()
+    score = lambda s, b, h, q, kv: cap * torch.tanh((s + slopes[h] * (q - kv) + bias[b, h, q, kv]) / cap)
+    mask = lambda b, h, q, kv: table[q] == table[kv]
+    want = lambda: reference(q, k, v, table[:9, None] == table, score=lambda s: 5 * torch.tanh(
+        (s + slopes.double()[:, None, None] * distance + bias) / 5))
+    check(lambda: flashjit.attention(q, k, v, score_mod=score, mask_mod=mask), want, (q, k, v, slopes, bias))
+    with torch.no_grad():
+        torch.testing.assert_close(flashjit.attention(q, k, v, score_mod=score, mask_mod=mask).double(), want())
+    cap.fill_(2.0)
+    with torch.no_grad():  # the number is read at every call
+        first = flashjit.attention(q, k, v, score_mod=score)
+    assert (first != flashjit.attention(q, k, v, score_mod=score.__class__(
+        score.__code__, {**globals(), "torch": torch}, "again", None, tuple(map(type(score.__closure__[0]), [
+            x if x is not cap else torch.tensor(5.0) for x in (c.cell_contents for c in score.__closure__)]))))).any()
+
+
+def test_texts_with_captures(programs):
+    q, k, v = tensors()
+    slopes = torch.rand(4, requires_grad=True)
+    distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
+    check(lambda: flashjit.attention(q, k, v, score_mod="score + slopes[h] * to_float(kv - q)", mask_mod="q - kv < window",
+                                     captures={"slopes": slopes, "window": 3}),
+          lambda: reference(q, k, v, -distance < 3, slopes.double()[:, None, None] * distance), (q, k, v, slopes))
+
+
+# --- PyTorch's surroundings ---
+
+
+def test_autocast_uses_the_lower_precision():
+    from flashjit._attention import _autocast
+    q, k, v = tensors()
+    with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
+        assert flashjit.attention(q, k, v).dtype == torch.float32  # CPU tensors stay as they are
+    assert all(a is b for a, b in zip(_autocast(q, k, v), (q, k, v)))
+
+
+def test_double_backward_is_refused():
+    q, k, v = tensors()
+    grad = torch.autograd.grad(flashjit.attention(q, k, v).square().sum(), q, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
+
+
+def test_checkpointing():
+    from torch.utils.checkpoint import checkpoint
+    q, k, v = tensors()
+    call = lambda q, k, v: flashjit.attention(q, k, v, causal=True, dropout_p=0.3)
+    torch.manual_seed(3)
+    want = torch.autograd.grad(call(q, k, v).square().sum(), q)[0]
+    torch.manual_seed(3)
+    got = torch.autograd.grad(checkpoint(call, q, k, v, use_reentrant=False).square().sum(), q)[0]
+    torch.testing.assert_close(got, want)
+
+
+def test_many_threads():
+    q, k, v = tensors()
+    want = flashjit.attention(q, k, v, causal=True)
+    wrong = []
+
+    def work():
+        for _ in range(20):
+            if not torch.equal(flashjit.attention(q, k, v, causal=True), want):
+                wrong.append(1)
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    assert not wrong
+
+
+def compiled(function, **options):
+    torch._dynamo.reset()
+    return torch.compile(function, backend="aot_eager", fullgraph=True, **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True, "scale": 0.3}, {"return_lse": True}])
+def test_compile(options):
+    q, k, v = tensors()
+    first = lambda out: out[0] if isinstance(out, tuple) else out
+    function = lambda q, k, v: first(flashjit.attention(q, k, v, **options)) * 2
+    check(lambda: compiled(function)(q, k, v), lambda: reference(
+        q, k, v, causal(9, 13) if options.get("causal") else None, scale=options.get("scale")) * 2, (q, k, v))
+
+
+def test_compile_with_all_tensors():
+    q, k, v = tensors(batch=1)
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
+    sinks = torch.randn(4, requires_grad=True)
+    function = lambda q, k, v, sinks: flashjit.attention(q, k, v, cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], max_seqlen_q=5,
+                                                         max_seqlen_kv=8, sinks=sinks, deterministic=True)
+    want = [torch.autograd.grad(function(q, k, v, sinks).square().sum(), x, retain_graph=True)[0] for x in (q, k, v, sinks)]
+    got = torch.autograd.grad(compiled(function)(q, k, v, sinks).square().sum(), (q, k, v, sinks))
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b)
+
+
+def test_compile_with_programs(programs):
+    q, k, v = tensors()
+    slopes, cap = torch.rand(4, requires_grad=True), torch.tensor(5.0)
+
+    def function(q, k, v, slopes):
+        def score(s, b, h, q, kv):
+            return cap * torch.tanh((s + slopes[h] * (kv - q)) / cap)
+        return flashjit.attention(q, k, v, score_mod=score, mask_mod=lambda b, h, q, kv: q - kv < 3)
+    distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
+    check(lambda: compiled(function)(q, k, v, slopes), lambda: reference(q, k, v, -distance < 3, score=lambda s: 5 * torch.tanh(
+        (s + slopes.double()[:, None, None] * distance) / 5)), (q, k, v, slopes))
+
+
+def test_dropout_in_compiled_code():
+    q, k, v = tensors()
+    function = lambda q, k, v: (flashjit.attention(q, k, v, dropout_p=0.5), flashjit.attention(q, k, v, dropout_p=0.5))
+    run = compiled(function)
+    a, b = run(q, k, v)
+    assert (a != b).any() and (run(q, k, v)[0] != a).any()
+    torch.autograd.grad(a.sum(), q)
+
+
+def test_dynamic_shapes():
+    run = compiled(lambda q, k, v: flashjit.attention(q, k, v, causal=True), dynamic=True)
+    for queries in (9, 5, 11):
+        q, k, v = tensors(queries=queries)
+        torch.testing.assert_close(run(q, k, v).double(), reference(q, k, v, causal(queries, 13)), atol=1e-5, rtol=1e-4)
+
+
+def test_operators_are_sound():
+    q, k, v = tensors()
+    arguments = (q, k, v, None, None, None, None, None, None, [], [], [], ":causal", None, 0.0, 0, 0)
+    torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
+
+
+def test_fake_kernels_agree_with_the_real_ones():
+    from torch._subclasses import FakeTensorMode
+    qkv = torch.randn(2, 9, 3, 4, 16)
+    for q, k, v in ([x.detach() for x in tensors()], [qkv[:, :, i].transpose(1, 2) for i in range(3)]):
+        out, lse = flashjit.attention(q, k, v, return_lse=True)
+        with FakeTensorMode() as mode:
+            fake = flashjit.attention(*(mode.from_tensor(t) for t in (q, k, v)), return_lse=True)
+        for a, b in zip((out, lse), fake):
+            assert (a.shape, a.stride(), a.dtype, a.device) == (b.shape, b.stride(), b.dtype, b.device)
+
+
+def test_second_derivative_of_compiled_code_is_refused():
+    q, k, v = tensors()
+    out = torch.ops.flashjit.attention_forward(q, k, v, None, None, None, None, None, None, [], [], [], "", None, 0.0, 0, 0)[0]
+    grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
+    with pytest.raises(flashjit.Unsupported, match="no second derivative"):
+        grad.sum().backward()
+
+
+def test_importing_is_quick():
+    code = "import time, torch; start = time.perf_counter(); import flashjit; print(time.perf_counter() - start)"
+    import os
+    import pathlib
+    environment = {**os.environ, "PYTHONPATH": str(pathlib.Path(flashjit.__file__).parent.parent)}
+    times = [float(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True,
+                                  env=environment).stdout) for _ in range(2)]
+    assert min(times) < 0.2
+
+
+# --- bad input ---
+
+
+class Meta:
+    device = "meta"
+
+
+@pytest.mark.parametrize("change, match, kind", [
+    (dict(q=[[1.0]]), "q is a list", TypeError),
+    (dict(q=torch.zeros(4, 9, 16)), "four dimensions", ValueError),
+    (dict(q=torch.zeros(2, 4, 9, 16).double()), "float16, bfloat16 and float32", TypeError),
+    (dict(k=torch.zeros(2, 2, 13, 16).half()), "one type", ValueError),
+    (dict(k=torch.zeros(2, 2, 13, 16, device="meta")), "one device", ValueError),
+    (dict(q=torch.zeros(2, 4, 9, 16, device="meta")), "meta", ValueError),
+    (dict(q=torch.zeros(2, 4, 16, 9).transpose(2, 3)), r"contiguous\(\)", ValueError),
+    (dict(q=torch.zeros(2, 4, 9, 18)[..., :16]), "16 bytes", ValueError),
+    (dict(k=torch.zeros(3, 2, 13, 16)), "batches must be equal", ValueError),
+    (dict(k=torch.zeros(2, 2, 13, 24)), "head_dim of q", ValueError),
+    (dict(v=torch.zeros(2, 2, 12, 16)), "length of k", ValueError),
+    (dict(k=torch.zeros(2, 3, 13, 16), v=torch.zeros(2, 3, 13, 16)), "multiple", ValueError),
+    (dict(q=torch.zeros(2, 4, 9, 12), k=torch.zeros(2, 2, 13, 12)), "multiple of 8", ValueError),
+    (dict(causal="left"), "causal is 'left'", ValueError),
+    (dict(scale=-1.0), "softmax_scale is -1", ValueError),
+    (dict(dropout_p=1.0), "dropout_p is 1", ValueError),
+    (dict(dropout_p=-0.5), "dropout_p is -0.5", ValueError),
+    (dict(kv_lengths=torch.zeros(2, dtype=torch.int64)), "int32", ValueError),
+    (dict(kv_lengths=torch.zeros(3, dtype=torch.int32)), r"\[2\]", ValueError),
+    (dict(sinks=torch.zeros(3)), r"\[4\]", ValueError),
+    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32)), "cu_seqlens_kv is a NoneType", TypeError),
+    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32)),
+     "max_seqlen_q", ValueError),
+    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32), max_seqlen_q=9,
+          max_seqlen_kv=13), "its batch is 1", ValueError),
+    (dict(max_seqlen_q=9), "belong to cu_seqlens", ValueError),
+    (dict(block_mask=torch.zeros(1, 1)), "BlockMap", TypeError),
+    (dict(block_mask=BlockMap(torch.ones(2, 2, dtype=torch.bool), 128)), "block", ValueError),
+    (dict(score_mod="score + s[h]", captures={"s": torch.rand(4).double()}), "captures\\['s'\\]", TypeError),
+    (dict(score_mod="score + s[h]", captures={"s": [1.0]}), "captures\\['s'\\]", TypeError),
+    (dict(mask_mod="m[q] > 0.0", captures={"m": torch.rand(9, requires_grad=True)}), "a mask has none", ValueError),
+    (dict(score_mod="s: fp32 1d; score + s[h]", captures={"s": torch.rand(4, requires_grad=True)}), "\"grad\"", ValueError),
+    (dict(score_mod=3), "score_mod is a int", TypeError),
+])
+def test_bad_input_is_refused(change, match, kind):
+    q, k, v = (x.detach() for x in tensors(dim_v=16))
+    arguments = {"q": q, "k": k, "v": v, **change}
+    with pytest.raises(flashjit.Error, match=match) as caught:
+        flashjit.attention(**arguments)
+    assert isinstance(caught.value, kind)
+
+
+def test_freed_captures_are_refused(programs):
+    q, k, v = tensors()
+    slopes = torch.rand(4)
+    slopes.untyped_storage().resize_(0)
+    with pytest.raises(flashjit.InvalidArgument, match="no memory any more"):
+        flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
+
+
+def test_deterministic_mode_refuses_what_is_not(programs):
+    q, k, v = tensors()
+    slopes = torch.rand(4, requires_grad=True)
+    call = lambda: flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(flashjit.Unsupported, match="not deterministic"):
+            call()
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        with pytest.warns(UserWarning, match="not deterministic"):
+            call()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_empty_tensors():
+    q, k, v = tensors(keys=0)
+    out = flashjit.attention(q, k, v)
+    assert (out == 0).all()
+    out.sum().backward()
+    assert (q.grad == 0).all() and k.grad.shape == (2, 2, 0, 16)
+    assert flashjit.attention(*tensors(queries=0)).shape == (2, 4, 0, 8)
+    assert flashjit.attention(*tensors(batch=0)).shape == (0, 4, 9, 8)
+
+
+# --- PyTorch's signature ---
+
+
+def same_as_pytorch(*arguments, atol=2e-6, **named):
+    leaves = [x for x in (*arguments, *named.values()) if isinstance(x, torch.Tensor) and x.requires_grad]
+    out = scaled_dot_product_attention(*arguments, **named)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        want = F.scaled_dot_product_attention(*arguments, **named)
+    assert out.shape == want.shape
+    torch.testing.assert_close(out, want, atol=atol, rtol=1e-4)
+    if leaves:
+        dout = torch.randn_like(out)
+        for a, b in zip(torch.autograd.grad(out, leaves, dout), torch.autograd.grad(want, leaves, dout)):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_sdpa():
+    q, k, v = tensors(heads_kv=4)
+    same_as_pytorch(q, k, v)
+    same_as_pytorch(q, k, v, is_causal=True)  # aligned at the top left
+    same_as_pytorch(q, k, v, scale=0.7)
+    same_as_pytorch(q[0], k[0], v[0])
+    same_as_pytorch(q[0, 0], k[0, 0], v[0, 0])
+    same_as_pytorch(q[None], k[None], v[None])
+    same_as_pytorch(*tensors(heads_kv=2), enable_gqa=True)
+    same_as_pytorch(*tensors(heads_kv=4, dim=12, dim_v=20))  # head dimensions that are no multiples of 8
+    same_as_pytorch(q.transpose(2, 3).contiguous().transpose(2, 3), k, v)  # strides that are copied
+
+
+@pytest.mark.parametrize("shape", [(9, 13), (1, 13), (2, 1, 1, 13), (2, 1, 9, 13), (4, 9, 13), (2, 4, 9, 13), (1, 1, 9, 1), (1,)])
+@pytest.mark.parametrize("kind", ["boolean", "additive"])
+def test_sdpa_with_masks(programs, shape, kind):
+    q, k, v = tensors(heads_kv=4)
+    torch.manual_seed(1)
+    mask = torch.randn(shape) if kind == "additive" else torch.rand(shape) > 0.3
+    if kind == "additive":
+        mask.requires_grad_()
+    elif shape[-1] > 1:
+        mask[..., 0] = True  # PyTorch's math gives NaN for rows that attend to nothing
+    else:
+        mask[:] = True
+    same_as_pytorch(q, k, v, attn_mask=mask)
+
+
+def test_sdpa_refuses_what_pytorch_refuses():
+    q, k, v = tensors()
+    with pytest.raises(flashjit.InvalidArgument, match="is_causal"):
+        scaled_dot_product_attention(q, k, v, torch.ones(9, 13, dtype=torch.bool), is_causal=True)
+    with pytest.raises(flashjit.InvalidArgument, match="enable_gqa"):
+        scaled_dot_product_attention(q, k, v)
+    with pytest.raises(flashjit.InvalidArgument, match="broadcast"):
+        scaled_dot_product_attention(q, k, v, torch.ones(8, 13, dtype=torch.bool), enable_gqa=True)
+    with pytest.raises(flashjit.WrongType, match="attn_mask"):
+        scaled_dot_product_attention(q, k, v, torch.ones(9, 13, dtype=torch.int32), enable_gqa=True)

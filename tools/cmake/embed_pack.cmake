@@ -1,0 +1,28 @@
+# With FROM and TO: copies a pack beside a program. With PACK, NAME, SOURCE and HEADER: writes a pack as C++.
+if(FROM)
+  if(NOT FROM STREQUAL TO)
+    file(REMOVE_RECURSE ${TO})
+    file(COPY ${FROM}/ DESTINATION ${TO})
+  endif()
+  return()
+endif()
+
+file(GLOB_RECURSE files RELATIVE ${PACK} ${PACK}/v1/*/*/meta.json ${PACK}/v1/*/*/kernel.cubin ${PACK}/v1/tuning/*.json)
+list(SORT files)
+set(text "// Made from a pack by flashjit_add_pack().\n#include \"${NAME}.hpp\"\n\nnamespace {\n\n")
+string(APPEND text "constexpr flashjit::EmbeddedFile kFiles[] = {\n")
+string(REPEAT "." 64 line)
+foreach(file IN LISTS files)
+  file(READ ${PACK}/${file} bytes HEX)
+  string(LENGTH "${bytes}" digits)
+  math(EXPR size "${digits} / 2")
+  # Compilers bound the length of one literal: adjacent ones of 32 bytes make the whole.
+  string(REGEX REPLACE "(${line})" "\\1\n" bytes "${bytes}")
+  string(REGEX REPLACE "([0-9a-f][0-9a-f])" "\\\\x\\1" bytes "${bytes}")
+  string(REPLACE "\n" "\"\n     \"" bytes "${bytes}")
+  string(APPEND text "    {\"${file}\",\n     {\"${bytes}\", ${size}}},\n")
+endforeach()
+string(APPEND text "};\n\n}  // namespace\n\nextern const flashjit::EmbeddedPack ${NAME} = kFiles;\n")
+file(WRITE ${SOURCE} "${text}")
+file(WRITE ${HEADER} "// Made from a pack by flashjit_add_pack().\n#pragma once\n\n#include <flashjit/pack.hpp>\n\n"
+                     "extern const flashjit::EmbeddedPack ${NAME};\n")

@@ -1,0 +1,36 @@
+"""flashjit: attention kernels generated, compiled at run time, tuned and cached.
+
+    import torch, flashjit
+    out = flashjit.attention(q, k, v, causal=True)  # [batch, heads, length, head_dim], with gradients
+    out = flashjit.attention(q, k, v, score_mod=lambda score, b, h, q, kv: score + slopes[h] * (kv - q))
+
+flashjit.torch has scaled_dot_product_attention() with PyTorch's signature; flashjit.forward() and flashjit.backward()
+take any arrays: NumPy's on the CPU, and those with DLPack or the CUDA array interface. `python -m flashjit --help` is
+the command.
+"""
+from __future__ import annotations
+
+import sys as _sys
+from typing import TYPE_CHECKING, Any
+
+from ._library import Runtime, runtime, version
+from .errors import (CompileFailed, CudaError, Error, FileError, InternalError, InvalidArgument, KernelMissing, NoCompiler,
+                     NoDevice, NoDriver, Unsupported, WrongType)
+from .functional import backward, forward
+from .programs import Program, trace
+
+if TYPE_CHECKING or "torch" in _sys.modules:
+    from .torch import BlockMap, attention
+
+__all__ = ["attention", "backward", "forward", "trace", "runtime", "version", "BlockMap", "Program", "Runtime", "Error",
+           "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice", "NoCompiler", "CompileFailed",
+           "KernelMissing", "FileError", "CudaError", "InternalError"]
+
+
+def __getattr__(name: str) -> Any:
+    """What needs PyTorch is imported when it is first asked for."""
+    if name in ("attention", "BlockMap"):
+        from . import torch
+        globals().update(attention=torch.attention, BlockMap=torch.BlockMap)
+        return globals()[name]
+    raise AttributeError(f"module 'flashjit' has no attribute {name!r}")

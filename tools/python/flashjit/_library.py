@@ -1,0 +1,243 @@
+"""The C ABI by ctypes: include/flashjit/flashjit.h as Python sees it. Nothing here knows PyTorch."""
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.util
+import os
+import pathlib
+import sys
+from typing import Any, Iterable, Sequence
+
+from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver
+
+PACKAGE = pathlib.Path(__file__).resolve().parent
+FORWARD, BACKWARD = 0, 1
+MAX_CAPTURES = 16
+
+#: flashjit_element_type, by the name that programs use.
+ELEMENT_TYPES = {"fp32": 1, "fp16": 2, "bf16": 3, "int32": 4, "int64": 5, "int16": 6, "int8": 7, "uint8": 8, "bool": 9}
+
+_pointer, _i64 = ctypes.c_void_p, ctypes.c_int64
+
+
+class Options(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("cache_dir", ctypes.c_char_p),
+                ("packs", ctypes.POINTER(ctypes.c_char_p)), ("pack_count", ctypes.c_size_t), ("jit", ctypes.c_int32),
+                ("template_dir", ctypes.c_char_p), ("log", _pointer), ("log_user", _pointer),
+                ("nvrtc", ctypes.c_char_p)]
+
+
+class Shape(ctypes.Structure):
+    _fields_ = [(name, _i64) for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")]
+
+
+class Tensor(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
+
+
+class BlockMap(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("size", _i64 * 4)]
+
+
+class Capture(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
+                ("type", ctypes.c_int32), ("size", _i64 * 4), ("stride", _i64 * 4), ("scalar", ctypes.c_double)]
+
+
+_COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("block_map", BlockMap),
+           ("dropout_p", ctypes.c_double), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64),
+           ("workspace", _pointer), ("workspace_bytes", ctypes.c_size_t), ("captures", _pointer),
+           ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer),
+           ("sinks", _pointer)]
+_LENGTHS: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64)]
+
+
+class ForwardArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
+                ("lse", _pointer)] + _COMMON + _LENGTHS
+
+
+class BackwardArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
+                ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
+                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LENGTHS
+
+
+def words_of(structure: type[ctypes.Structure]) -> type[ctypes.Array]:
+    """The structure as an array of 64-bit words: a call copies it and sets its pointers, which is much quicker than
+    to set members of members."""
+    return ctypes.c_uint64 * (ctypes.sizeof(structure) // 8)
+
+
+def word(structure: type[ctypes.Structure], member: str) -> int:
+    """The index of the word where a member begins."""
+    return getattr(structure, member).offset // 8
+
+
+_SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
+    "flashjit_version": (ctypes.c_char_p, []),
+    "flashjit_status_name": (ctypes.c_char_p, [ctypes.c_int32]),
+    "flashjit_last_error_message": (ctypes.c_char_p, []),
+    "flashjit_last_error_detail": (ctypes.c_char_p, []),
+    "flashjit_runtime_create": (ctypes.c_int32, [_pointer, _pointer]),
+    "flashjit_runtime_destroy": (None, [_pointer]),
+    "flashjit_spec_create": (ctypes.c_int32, [ctypes.c_char_p, _pointer]),
+    "flashjit_spec_destroy": (None, [_pointer]),
+    "flashjit_forward": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
+    "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
+    "flashjit_supports": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer]),
+    "flashjit_reference_forward": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
+}
+
+
+def library_path() -> pathlib.Path:
+    """The shared library: what FLASHJIT_LIBRARY names, else the one that the wheel carries."""
+    given = os.environ.get("FLASHJIT_LIBRARY")
+    return pathlib.Path(given).resolve() if given else PACKAGE / "native" / "libflashjit.so"
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The opened library; its functions have their types."""
+    path = library_path()
+    try:
+        opened = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise NoDriver(f"libflashjit.so cannot be opened ({error}): install the flashjit wheel (pip wheel tools/python), "
+                       "or set FLASHJIT_LIBRARY to a libflashjit.so that was built from the same sources.") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        try:
+            function = getattr(opened, name)
+        except AttributeError:
+            raise InternalError(f"{path} has no function {name}: it belongs to another version of flashjit; install "
+                                "the wheel again, or point FLASHJIT_LIBRARY to the library of this version.") from None
+        function.restype, function.argtypes = result, arguments
+    return opened
+
+
+def raise_error(status: int) -> None:
+    """Raises the last call's error as a Python exception."""
+    message = library().flashjit_last_error_message().decode(errors="replace")
+    detail = library().flashjit_last_error_detail().decode(errors="replace")
+    raise (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message, detail)
+
+
+def check(status: int) -> None:
+    if status:
+        raise_error(status)
+
+
+def nvrtc_folder() -> str | None:
+    """A folder that holds NVRTC from PyPI, as PyTorch and the nvidia-cuda-nvrtc wheel bring it; None where the loader
+    and the toolkits have to do, or where FLASHJIT_NVRTC decides."""
+    if os.environ.get("FLASHJIT_NVRTC"):
+        return None
+    for file in _nvrtc_candidates():
+        if file.exists():
+            return str(file)
+    return None
+
+
+def _nvrtc_candidates() -> Iterable[pathlib.Path]:
+    torch = sys.modules.get("torch")
+    majors = ["13", "12"]
+    cuda = getattr(getattr(torch, "version", None), "cuda", None)
+    if cuda and cuda.split(".")[0] in majors:  # the one that this process has open already
+        majors.sort(key=lambda major: major != cuda.split(".")[0])
+    spec = importlib.util.find_spec("nvidia")
+    for root in map(pathlib.Path, spec.submodule_search_locations or [] if spec else []):
+        for major in majors:
+            for place in (f"cu{major}/lib", "cuda_nvrtc/lib"):
+                yield root / place / f"libnvrtc.so.{major}"
+
+
+class Handle:
+    """Owns what a create function made."""
+
+    def __init__(self, create: str, destroy: str, *arguments: Any) -> None:
+        made = ctypes.c_void_p()
+        check(getattr(library(), create)(*arguments, ctypes.byref(made)))
+        self.address = made.value
+        self._destroy = getattr(library(), destroy)
+
+    def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
+        if getattr(self, "address", None) and not is_finalizing():  # at exit nobody knows what still runs
+            self._destroy(self.address)
+
+
+@functools.lru_cache(maxsize=None)
+def spec_handle(text: str) -> Handle:
+    """A spec that was read and checked; the same object for the same text."""
+    return Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode())
+
+
+class Runtime:
+    """Compiles, caches and launches kernels. flashjit.runtime() is the one that all calls use unless told otherwise.
+
+    cache_dir: folder of compiled kernels and tuning records; None: FLASHJIT_CACHE_DIR, else the user's cache folder;
+        "": nothing is kept on disk.
+    packs: folders of packed kernels, searched in this order before the cache.
+    jit: whether to compile what no pack and no cache holds; None: FLASHJIT_JIT, else yes.
+    template_dir: folder to read kernel templates from, instead of the embedded ones.
+    nvrtc: libnvrtc or the folder that holds it; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
+    """
+
+    def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None,
+                 packs: Sequence[str | os.PathLike[str]] = (), jit: bool | None = None,
+                 template_dir: str | os.PathLike[str] | None = None,
+                 nvrtc: str | os.PathLike[str] | None = None) -> None:
+        text = lambda path: None if path is None else os.fsencode(path)
+        paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
+        options = Options(struct_size=ctypes.sizeof(Options), cache_dir=text(cache_dir), packs=paths,
+                          pack_count=len(packs), jit={None: 0, True: 1, False: 2}[jit],
+                          template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()))
+        self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
+        self.address = self._handle.address
+        self.generation = 0  # counts what may change the workspace that calls need
+
+    def prepare(self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None) -> None:
+        """Compiles and loads now on the current device, e.g. before a CUDA graph capture.
+
+        spec: such as "bf16:d128:causal". shape: (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).
+        config: tiles for this spec and shape from now on, such as "sm80:br128:bc64:w4:s2".
+        """
+        check(library().flashjit_prepare(self.address, int(backward), spec_handle(spec).address,
+                                         ctypes.byref(_shape(shape)), config.encode() if config else None))
+        self.generation += 1
+
+    def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
+        """Bytes of device memory that a call on the current device needs lent."""
+        needed = ctypes.c_size_t()
+        check(library().flashjit_workspace_bytes(self.address, int(backward), spec_handle(spec).address,
+                                                 ctypes.byref(_shape(shape)), ctypes.byref(needed)))
+        return needed.value
+
+    def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> str | None:
+        """None when some kernel family can do it on the current device, else each one's reason why not."""
+        status = library().flashjit_supports(self.address, int(backward), spec_handle(spec).address,
+                                             ctypes.byref(_shape(shape)))
+        if status == 2:
+            return library().flashjit_last_error_message().decode(errors="replace")
+        check(status)
+        return None
+
+
+def _shape(sizes: Sequence[int]) -> Shape:
+    if len(sizes) != 5:
+        raise InvalidArgument(f"shape has {len(sizes)} numbers: give (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).")
+    return Shape(*sizes)
+
+
+@functools.cache
+def runtime() -> Runtime:
+    """The runtime that all calls share: made when first used, from the environment."""
+    return Runtime()
+
+
+def version() -> str:
+    """The library's version, such as "0.1.0"."""
+    return library().flashjit_version().decode()

@@ -1,0 +1,116 @@
+"""flashjit::attention_forward and attention_backward: what torch.compile, export and tensor subclasses see."""
+from __future__ import annotations
+
+from typing import Any, Sequence
+
+import torch
+from torch import Tensor
+
+from ._plans import NOTHING, Fixed, Plan, Problem, dense_strides, names_with_grad, plan_of, takes
+from .errors import Unsupported
+
+_FIXED_SCHEMA = "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
+_PROBLEM_SCHEMA = ("Tensor? rng, Tensor[] captures, float[] numbers, str[] names, str options, float? scale, "
+                   "float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv")
+torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
+                     " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define("flashjit::attention_backward",
+                     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+                     f"{_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
+                      problem: Problem) -> tuple[Tensor, Tensor]:
+    rng = None
+    if problem.dropout_p:
+        rng = torch.randint(0, 2**62, (2,), dtype=torch.int64)  # on the CPU, where the launch reads it
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    numbers = [float(value) for value in values if not isinstance(value, Tensor)]
+    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, tensors, numbers, list(problem.names),
+                                                problem.options, problem.scale, float(problem.dropout_p),
+                                                problem.max_seqlen_q, problem.max_seqlen_kv)
+
+
+def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Plan, Fixed, Any, int, int]:
+    """The plan of an operator's arguments, and what its launches need beside Q, K, V."""
+    five, (rng, captures, numbers, names, options, scale, dropout_p, max_q, max_kv) = arguments[:5], arguments[5:]
+    fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
+    values = (*captures, *numbers)
+    seed, offset = rng.tolist() if rng is not None else (0, 0)
+    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names)))
+    return plan, fixed, values, seed, offset
+
+
+@torch.library.impl("flashjit::attention_forward", ("cuda", "cpu"))
+def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    plan, fixed, values, seed, offset = _unpack(q, k, v, arguments)
+    return plan.forward(q, k, v, fixed, values, seed, offset, True)
+
+
+@torch.library.impl("flashjit::attention_backward", ("cuda", "cpu"))
+def _operator_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                       *arguments: Any) -> list[Tensor]:
+    plan, fixed, values, seed, offset = _unpack(q, k, v, arguments)
+    if not takes(lse) or not lse.is_contiguous():
+        lse = lse.contiguous()
+    if out.stride() != plan.out_stride:
+        out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
+    grads, dsinks, dvalues = plan.backward(dout, q, k, v, out, lse, fixed, values, seed, offset)
+    return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
+
+
+@torch.library.register_fake("flashjit::attention_forward")
+def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
+    size = (*q.shape[:3], v.shape[3])
+    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=q.dtype, device=q.device)
+    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-2]
+    batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
+    rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q
+    return out, torch.empty((batch, q.shape[1], rows), dtype=torch.float32, device=q.device)
+
+
+@torch.library.register_fake("flashjit::attention_backward")
+def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+                   *arguments: Any) -> list[Tensor]:
+    grads = [torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
+             for t in (q, k, v)]
+    sinks, captures, names, options = arguments[4], arguments[6], arguments[8], arguments[9]
+    if sinks is not None:
+        grads.append(torch.empty(sinks.shape, dtype=torch.float32, device=q.device))
+    with_grad = names_with_grad(options)
+    grads += [torch.empty(t.shape, dtype=t.dtype, device=t.device) for name, t in zip(names, captures) if name in with_grad]
+    return grads
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, *arguments = inputs
+    tensors = [*arguments[:5], arguments[5]]
+    ctx.save_for_backward(q, k, v, *output, *tensors, *arguments[6])
+    ctx.rest = arguments[7:]
+    ctx.set_materialize_grads(False)
+
+
+def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
+    q, k, v, out, lse, *tensors = ctx.saved_tensors
+    fixed, rng, captures = tensors[:5], tensors[5], list(tensors[6:])
+    numbers, names, options, *_ = ctx.rest
+    rest = ([None] * len(numbers), [None] * len(names), *[None] * (len(ctx.rest) - 2))
+    if dout is None:
+        return (*[None] * 9, [None] * len(captures), *rest)
+    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, captures, *ctx.rest)
+    dsinks = others.pop(0) if fixed[4] is not None else None
+    with_grad = names_with_grad(options)
+    dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
+    return dq, dk, dv, None, None, None, None, dsinks, None, dcaptures, *rest
+
+
+torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)
+
+
+def _refuse_second(ctx: Any, *_: Any) -> Any:
+    raise Unsupported("flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
+                      "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed.")
+
+
+torch.library.register_autograd("flashjit::attention_backward", _refuse_second,
+                                setup_context=lambda ctx, inputs, output: None)

@@ -1,0 +1,380 @@
+"""What is filled in once for all calls that look alike: checked sizes, filled structs, the workspace's size."""
+from __future__ import annotations
+
+import ctypes
+import math
+from typing import Any, NamedTuple, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._library import BackwardArgs, Capture, ForwardArgs, library, runtime, spec_handle
+from ._tracing import is_scalar
+from .errors import InvalidArgument, WrongType
+
+SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
+            torch.int64: "int64", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool"}
+KEEP_PLANS = 4096
+
+
+class Fixed(NamedTuple):
+    """The tensors that every call may have beside Q, K, V."""
+
+    block_map: Any = None
+    kv_lengths: Any = None
+    cu_seqlens_q: Any = None
+    cu_seqlens_kv: Any = None
+    sinks: Any = None
+
+
+NOTHING = Fixed()
+
+
+class Problem(NamedTuple):
+    """What is the same for all calls that share a plan, beside the tensors' sizes and strides."""
+
+    options: str  # of the spec, from the masks on: ":causal:dropout"
+    scale: Any
+    dropout_p: float
+    max_seqlen_q: int
+    max_seqlen_kv: int
+    names: tuple[str, ...]  # of the captures' values
+
+def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
+    return tuple(_library.word(structure, member) for member in members)
+
+
+_FWD, _BWD = _library.words_of(ForwardArgs), _library.words_of(BackwardArgs)
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_WORKSPACE, _F_CAPTURES = _word(
+    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "workspace", "captures")
+_F_FIXED = _word(ForwardArgs, *Fixed._fields)
+_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_WORKSPACE, _B_CAPTURES, _B_DSINKS = _word(
+    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "workspace", "captures",
+    "dsinks")
+_B_FIXED = _word(BackwardArgs, *Fixed._fields)
+_B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
+_C_SIZE = ctypes.sizeof(Capture) // 8
+_C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
+
+
+def describe(value: Any) -> str:
+    if not isinstance(value, Tensor):
+        return f"a {type(value).__name__}"
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)} on {value.device}"
+
+
+def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
+    """Strides of a dense tensor whose dimensions lie in memory as those of `like` do; the last one innermost."""
+    strides = [0, 0, 0, 1]
+    step = size[3]
+    for i in sorted((2, 1, 0), key=lambda i: like[i]):
+        strides[i] = step
+        step = step * size[i]
+    return tuple(strides)
+
+
+def _tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
+    return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
+
+
+class Plan:
+    """Checked sizes, filled structs and the workspace's size of a problem; a call copies the structs and sets pointers."""
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+        _check_tensors(q, k, v, fixed, values, problem)
+        self.problem = problem
+        self.device, self.dtype = q.device, q.dtype
+        self.index = q.get_device()
+        varlen = fixed.cu_seqlens_q is not None
+        batch = fixed.cu_seqlens_q.numel() - 1 if varlen else q.shape[0]
+        seqlen_q = problem.max_seqlen_q if varlen else q.shape[2]
+        seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
+        self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
+        self.out_size = (*q.shape[:3], v.shape[3])
+        self.out_stride = dense_strides(self.out_size, q.stride())
+        self.lse_size = (batch, q.shape[1], seqlen_q)
+        self.lse_partial = varlen
+        self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
+        dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
+        self.spec_text = f"{SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
+        self.spec = spec_handle(self.spec_text)
+        self._make_captures(values)
+        self._make_templates(q, k, v, fixed, batch if varlen else 0)
+        self.generation = -1
+        self.workspace_forward = self.workspace_backward = 0
+        self.deterministic = problem.options.endswith(":det")
+
+    def _make_captures(self, values: tuple[Any, ...]) -> None:
+        self.captures = (Capture * len(values))()
+        self.tensor_places, self.scalar_places, self.grad_places = [], [], []
+        with_grad = names_with_grad(self.problem.options)
+        for i, (name, value) in enumerate(zip(self.problem.names, values)):
+            capture = self.captures[i]
+            capture.name = name.encode()
+            if is_scalar(value):
+                self.scalar_places.append(i)
+                continue
+            self.tensor_places.append(i)
+            if name in with_grad:
+                self.grad_places.append(i)
+            sizes, strides = (tuple(value.shape), value.stride()) if value.dim() else ((1,), (1,))
+            capture.rank, capture.type = len(sizes), _library.ELEMENT_TYPES[ELEMENTS[value.dtype]]
+            capture.size[:len(sizes)], capture.stride[:len(sizes)] = sizes, strides
+        self.capture_words = ctypes.c_uint64 * (_C_SIZE * len(values))
+        self.capture_doubles = ctypes.c_double * (_C_SIZE * len(values))
+
+    def _make_templates(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, batch: int) -> None:
+        problem = self.problem
+        common: dict[str, Any] = {"dropout_p": problem.dropout_p, "capture_count": len(self.captures),
+                                  "batch_size": batch, "max_seqlen_q": problem.max_seqlen_q,
+                                  "max_seqlen_kv": problem.max_seqlen_kv}
+        if problem.scale is not None:
+            self._scale = ctypes.c_float(problem.scale)  # lives as long as the structs that point to it
+            common["softmax_scale"] = ctypes.addressof(self._scale)
+        if fixed.block_map is not None:
+            common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
+        tensors = {name: _tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
+        tensors["out"] = _tensor_struct(self.out_size, self.out_stride)
+        self.forward_template = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common)
+        for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
+            tensors[name] = _tensor_struct(size, stride)
+        tensors["dout"] = tensors["out"]
+        self.backward_template = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common)
+
+    # Launches.
+
+    def _refresh(self, shared: _library.Runtime) -> None:
+        """Asks how much workspace the calls need: again after something was prepared, which may have changed it."""
+        if self.index >= 0:
+            with torch.cuda.device(self.index):
+                bind_context(self.device)
+                self.workspace_forward = shared.workspace_bytes(self.spec_text, self.shape)
+                self.workspace_backward = shared.workspace_bytes(self.spec_text, self.shape, backward=True)
+        self.generation = shared.generation
+
+    def _fill_captures(self, values: Sequence[Any]) -> Any:
+        words = self.capture_words.from_buffer_copy(self.captures)
+        for i in self.tensor_places:
+            words[i * _C_SIZE + _C_DATA] = values[i].data_ptr()
+        if self.scalar_places:
+            doubles = self.capture_doubles.from_buffer(words)
+            for i in self.scalar_places:
+                doubles[i * _C_SIZE + _C_SCALAR] = float(values[i])
+        return words
+
+    def _launch(self, function: str, words: Any) -> None:
+        if self.index < 0:
+            status = getattr(library(), f"flashjit_reference_{function}")(self.spec.address, words)
+        else:
+            launch = _launchers[function]
+            shared = runtime().address
+            stream = torch._C._cuda_getCurrentRawStream(self.index)
+            if torch._C._cuda_getDevice() == self.index:
+                status = launch(shared, self.spec.address, words, stream)
+            else:
+                with torch.cuda.device(self.index):
+                    status = launch(shared, self.spec.address, words, stream)
+            if status == 4:  # a thread that has not used CUDA has no context yet, such as autograd's
+                with torch.cuda.device(self.index):
+                    bind_context(self.device)
+                    status = launch(shared, self.spec.address, words, stream)
+        if status:
+            _library.raise_error(status)
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], seed: int, offset: int,
+                want_lse: bool) -> tuple[Tensor, Any]:
+        shared = runtime()
+        if self.generation != shared.generation:
+            self._refresh(shared)
+        out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
+        words = _FWD.from_buffer_copy(self.forward_template)
+        words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        lse = None
+        if want_lse:
+            lse = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
+            if self.lse_partial:
+                lse.fill_(-math.inf)  # of rows past a sequence's end
+            words[_F_LSE] = lse.data_ptr()
+        if self.workspace_forward:
+            workspace = torch.empty(self.workspace_forward, dtype=torch.uint8, device=self.device)
+            words[_F_WORKSPACE], words[_F_WORKSPACE + 1] = workspace.data_ptr(), self.workspace_forward
+        if fixed is not NOTHING:
+            for at, tensor in zip(_F_FIXED, fixed):
+                if tensor is not None:
+                    words[at] = tensor.data_ptr()
+        if values:
+            captures = self._fill_captures(values)
+            words[_F_CAPTURES] = ctypes.addressof(captures)
+        words[_F_SEED], words[_F_OFFSET] = seed, offset
+        self._launch("forward", words)
+        return out, lse
+
+    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fixed: Fixed,
+                 values: Sequence[Any], seed: int, offset: int) -> tuple[list[Tensor], Any, list[Tensor]]:
+        """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places."""
+        shared = runtime()
+        if self.generation != shared.generation:
+            self._refresh(shared)
+        words = _BWD.from_buffer_copy(self.backward_template)
+        words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
+        words[_B_LSE] = lse.data_ptr()
+        if dout.stride() != self.out_stride:
+            if not takes(dout):
+                dout = dout.contiguous()
+            words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = list(dout.stride())
+        words[_B_DOUT] = dout.data_ptr()
+        grads = [torch.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
+        words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
+        if self.workspace_backward:
+            workspace = torch.empty(self.workspace_backward, dtype=torch.uint8, device=self.device)
+            words[_B_WORKSPACE], words[_B_WORKSPACE + 1] = workspace.data_ptr(), self.workspace_backward
+        dsinks = None
+        if fixed is not NOTHING:
+            for at, tensor in zip(_B_FIXED, fixed):
+                if tensor is not None:
+                    words[at] = tensor.data_ptr()
+            if fixed.sinks is not None:
+                dsinks = torch.zeros(fixed.sinks.shape, dtype=torch.float32, device=self.device)
+                words[_B_DSINKS] = dsinks.data_ptr()
+        dvalues = []
+        if values:
+            captures = self._fill_captures(values)
+            for i in self.grad_places:
+                grad = torch.zeros(values[i].shape, dtype=torch.float32, device=self.device)
+                captures[i * _C_SIZE + _C_GRAD] = grad.data_ptr()
+                dvalues.append(grad)
+            words[_B_CAPTURES] = ctypes.addressof(captures)
+        words[_B_SEED], words[_B_OFFSET] = seed, offset
+        self._launch("backward", words)
+        dvalues = [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
+        return grads, dsinks, dvalues
+
+
+class _Launchers(dict):
+    def __missing__(self, name: str) -> Any:
+        self[name] = getattr(library(), f"flashjit_{name}")
+        return self[name]
+
+
+_launchers = _Launchers()
+_plans: dict[Any, Plan] = {}
+
+
+def bind_context(device: torch.device) -> None:
+    """Makes the device's context current in this thread, as a first launch by PyTorch does."""
+    torch.zeros(1, device=device)
+
+
+def takes(tensor: Tensor) -> bool:
+    """Whether the kernels read a tensor where it lies."""
+    align = 16 // tensor.element_size()
+    return (tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
+            and all(stride >= 0 and stride % align == 0 for stride in tensor.stride()[:-1]))
+
+
+def names_with_grad(options: str) -> set[str]:
+    """The captured tensors that a score program declares with "grad"."""
+    score = options.partition(":score{")[2].partition("}")[0]
+    return {line.partition(":")[0].strip() for line in score.split(";") if line.rstrip().endswith(" grad")}
+
+
+def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:
+    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
+           k.get_device(), v.get_device(), problem)
+    if fixed is not NOTHING or values:
+        key = (*key, *[_signature(value) for value in (*fixed, *values)])
+    plan = _plans.get(key)
+    if plan is None:
+        plan = Plan(q, k, v, fixed, values, problem)
+        if len(_plans) >= KEEP_PLANS:
+            _plans.clear()
+        _plans[key] = plan
+    return plan
+
+
+def _signature(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.stride(), value.dtype, value.get_device()
+    return None
+
+
+# --- checks, where a plan is made ----------------------------------------------------------------------------------
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+    for name, tensor in (("k", k), ("v", v), *zip(Fixed._fields, fixed)):
+        if tensor is not None and tensor.device != q.device:
+            raise InvalidArgument(f"q is on {q.device} and {name} on {tensor.device}: move them to one device, such as "
+                                  f"{name}.to(q.device).")
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dim() != 4:
+            raise InvalidArgument(f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, "
+                                  "head_dim].")
+        if tensor.layout is not torch.strided:
+            raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
+        if tensor.dtype not in SPEC_TYPES:
+            raise WrongType(f"{name} is {describe(tensor)}: flashjit computes in float16, bfloat16 and float32; convert it.")
+        if tensor.dtype != q.dtype:
+            raise InvalidArgument(f"q is {describe(q)} and {name} is {describe(tensor)}: they must have one type; "
+                                  f"convert one, such as {name}.to(q.dtype).")
+        if tensor.device.type not in ("cuda", "cpu"):
+            raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device.")
+        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
+            raise InvalidArgument(f"{name} has stride {tensor.stride(3)} in its last dimension, which must be 1: call "
+                                  f"{name}.contiguous().")
+        _check_memory(name, tensor)
+    if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+        raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
+                              "must have the head_dim of q, and v the heads and the length of k.")
+    if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
+        raise InvalidArgument(f"q has {q.shape[1]} heads and k has {k.shape[1]}: the heads of q must be a multiple of "
+                              "those of k.")
+    _check_fixed(q, fixed, problem)
+    for name, value in zip(problem.names, values):
+        _check_capture(name, value, q)
+
+
+def _check_fixed(q: Tensor, fixed: Fixed, problem: Problem) -> None:
+    batch = q.shape[0]
+    if fixed.cu_seqlens_q is not None:
+        batch = fixed.cu_seqlens_q.numel() - 1
+        if q.shape[0] != 1:
+            raise InvalidArgument(f"q is {list(q.shape)}: with cu_seqlens its batch is 1, and the sequences lie one behind "
+                                  "the other, [1, heads, all rows, head_dim].")
+        if fixed.cu_seqlens_kv.shape != fixed.cu_seqlens_q.shape:
+            raise InvalidArgument(f"cu_seqlens_q has {fixed.cu_seqlens_q.numel()} numbers and cu_seqlens_kv "
+                                  f"{fixed.cu_seqlens_kv.numel()}: both need one more than there are sequences.")
+    wanted = {"kv_lengths": (torch.int32, (batch,)), "cu_seqlens_q": (torch.int32, (batch + 1,)),
+              "cu_seqlens_kv": (torch.int32, (batch + 1,)), "sinks": (torch.float32, (q.shape[1],))}
+    for name, (dtype, shape) in wanted.items():
+        tensor = getattr(fixed, name)
+        if tensor is None:
+            continue
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
+            raise InvalidArgument(f"{name} is {describe(tensor)}: it must be contiguous "
+                                  f"{str(dtype).removeprefix('torch.')} {list(shape)}.")
+        _check_memory(name, tensor)
+
+
+def _check_capture(name: str, value: Any, q: Tensor) -> None:
+    if is_scalar(value):
+        return
+    if not isinstance(value, Tensor):
+        raise WrongType(f"captures[{name!r}] is a {type(value).__name__}: give a tensor or a number.")
+    if value.dtype not in ELEMENTS:
+        raise WrongType(f"captures[{name!r}] is {describe(value)}: programs read {', '.join(map(str, ELEMENTS))}; "
+                        "convert it.")
+    if value.device != q.device:
+        raise InvalidArgument(f"q is on {q.device} and the captured tensor {name} on {value.device}: move it there.")
+    if value.dim() > 4:
+        raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most 4 are possible.")
+    if value.numel() == 0:
+        raise InvalidArgument(f"captures[{name!r}] is {describe(value)}: it has no element to read; give at least one.")
+    _check_memory(f"the captured tensor {name}", value)
+
+
+def _check_memory(name: str, tensor: Tensor) -> None:
+    if tensor.numel() and tensor.data_ptr() == 0:
+        raise InvalidArgument(f"{name} has no memory any more (its storage was freed): give a tensor that is alive.")

@@ -1,0 +1,104 @@
+"""PyTorch's own scaled_dot_product_attention() in terms of attention()."""
+from __future__ import annotations
+
+import math
+from typing import Any, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._attention import PLAIN, attention
+from ._plans import ELEMENTS, describe
+from .errors import InvalidArgument, WrongType
+
+
+def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn_mask: Union[Tensor, None] = None,
+                                 dropout_p: float = 0.0, is_causal: bool = False, scale: Union[float, None] = None,
+                                 enable_gqa: bool = False) -> Tensor:
+    """torch.nn.functional.scaled_dot_product_attention with flashjit's kernels: the same arguments, the same meaning.
+
+    query: [..., heads_q, seqlen_q, head_dim]; key: [..., heads_kv, seqlen_kv, head_dim]; value: [..., heads_kv,
+        seqlen_kv, head_dim_v]; fewer dimensions work too, and dimensions before the last two broadcast.
+    attn_mask: boolean (True attends) or added to the scores, broadcastable to [..., heads_q, seqlen_q, seqlen_kv].
+    is_causal: the mask is aligned at the top left, as PyTorch's.
+
+    What flashjit cannot read where it lies is copied. Rows that attend to nothing are 0.
+    """
+    if is_causal and attn_mask is not None:
+        raise InvalidArgument("attn_mask and is_causal are both given: as in PyTorch, give one of them.")
+    for name, tensor in (("query", query), ("key", key), ("value", value)):
+        if not isinstance(tensor, Tensor) or tensor.dim() < 2:
+            raise WrongType(f"{name} is {describe(tensor)}: give a tensor [..., length, head_dim].")
+    leading = torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3])
+    q, k, v = (_four_dimensions(tensor, leading) for tensor in (query, key, value))
+    if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
+        heads = max(q.shape[1], k.shape[1], v.shape[1])
+        if any(t.shape[1] not in (1, heads) for t in (q, k, v)):
+            raise InvalidArgument(f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
+                                  "enable_gqa=True for grouped heads.")
+        q, k, v = (t.expand(-1, heads, -1, -1) for t in (q, k, v))
+    score_mod, mask_mod, captures = mask_programs(attn_mask, leading, q, k)
+    dim, dim_v = q.shape[3], v.shape[3]
+    if scale is None:
+        scale = 1 / math.sqrt(dim) if dim else 1.0
+    q, k, v = (readable(tensor) for tensor in (q, k, v))
+    causal: Union[bool, str] = is_causal
+    if is_causal and q.shape[2] != k.shape[2]:
+        causal = "top_left"
+    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, score_mod=score_mod, mask_mod=mask_mod,
+                    captures=captures)
+    if out.shape[3] != dim_v:
+        out = out[..., :dim_v]
+    shape = (*torch.broadcast_shapes(query.shape[:-2], key.shape[:-2]), query.shape[-2], dim_v) if not enable_gqa else (
+        *leading, *query.shape[-3:-1], dim_v)
+    return out if out.shape == shape else out.reshape(shape)
+
+
+def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
+    """[batch, heads, length, dim] of [..., heads, length, dim]."""
+    if tensor.dim() == 4 and tensor.shape[:1] == leading:
+        return tensor
+    if tensor.dim() == 2:
+        tensor = tensor[None]
+    return tensor.expand(*leading, *tensor.shape[-3:]).reshape(math.prod(leading), *tensor.shape[-3:])
+
+
+def readable(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy that the kernels can read: head dimensions padded to multiples of 8, strides aligned."""
+    if tensor.shape[3] % 8:
+        return F.pad(tensor, (0, 8 - tensor.shape[3] % 8))
+    align = 16 // tensor.element_size()
+    strides = tensor.stride()
+    if strides[3] != 1 or strides[0] % align or strides[1] % align or strides[2] % align:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling() and type(tensor) in PLAIN and tensor.data_ptr() % 16:
+        return tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: Tensor) -> tuple[Any, Any, Any]:
+    """A dense mask as a program that reads it, along the dimensions in which it differs."""
+    if mask is None:
+        return None, None, None
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise WrongType(f"attn_mask is {describe(mask)}: give booleans, or floating point numbers to add to the scores.")
+    full = (*leading, q.shape[1], q.shape[2], k.shape[2])
+    try:
+        torch.broadcast_shapes(mask.shape, full)
+    except RuntimeError:
+        raise InvalidArgument(f"attn_mask is {list(mask.shape)}: it must broadcast to {list(full)}.") from None
+    if len(leading) > 1:
+        if mask.dim() > 3:
+            mask = mask.expand(*leading, *mask.shape[-3:]).reshape(math.prod(leading), *mask.shape[-3:])
+    mask = mask[(None,) * (4 - mask.dim())]
+    indices = [name for name, size, stride in zip(("b", "h", "q", "kv"), mask.shape, mask.stride())
+               if size > 1 and stride != 0]
+    places = tuple(slice(None) if name in indices else 0 for name in ("b", "h", "q", "kv"))
+    mask = mask[places] if indices else mask[:, 0, 0, 0][:1]
+    read = f"attn_mask[{', '.join(indices) or '0'}]"
+    if mask.dtype == torch.bool:
+        return None, read, {"attn_mask": mask}
+    if mask.dtype not in ELEMENTS:
+        mask = mask.float()
+    return f"score + {read}", None, {"attn_mask": mask}

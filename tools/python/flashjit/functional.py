@@ -1,0 +1,244 @@
+"""forward() and backward() for any arrays: NumPy's are computed on the CPU, others where they are.
+
+Arrays are read and written in place through DLPack or the CUDA array interface; nothing is copied. Layouts are
+[batch, heads, length, head_dim], with any strides whose last is 1 and whose others are multiples of 16 bytes.
+"""
+from __future__ import annotations
+
+import ctypes
+import math
+import sys
+from typing import Any, Mapping, Sequence, Union
+
+from . import _library
+from ._arrays import View, view
+from ._library import BackwardArgs, ForwardArgs, library, runtime, spec_handle
+from .errors import InvalidArgument, Unsupported, WrongType
+
+_FIXED = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "sinks")
+
+
+def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: Any = None,
+            scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+            captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
+            cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
+            sinks: Any = None, workspace: Any = None, stream: int = 0) -> tuple[Any, Any]:
+    """O = softmax(scale * Q K^T) V, and the log of the softmax's row sums.
+
+    q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
+        head_dim_v]; float16, bfloat16 or float32.
+    options: of the spec, beside types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
+        arguments need (dropout, kvlen, varlen, sinks) is added to it; a block map is named here, as in "map128x64".
+    out: [batch, heads_q, seqlen_q, head_dim_v]; lse: float32 [batch, heads_q, seqlen_q], contiguous. Made where left out,
+        of NumPy's, CuPy's or PyTorch's arrays; other libraries' arrays must be given.
+    captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
+    kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim];
+        needs max_seqlen_q and max_seqlen_kv. sinks: float32 [heads_q].
+    seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
+    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there.
+
+    Returns (out, lse). Raises flashjit.Error.
+    """
+    call = _Call({"q": q, "k": k, "v": v}, options, dropout_p, captures,
+                 dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
+                 max_seqlen_q, max_seqlen_kv, stream)
+    batch, heads_q, _, seqlen_q, _ = call.shape
+    sizes = call.views["q"].size
+    out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), call.views["q"].type, q)
+    lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q)
+    args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
+                       **call.tensors("q", "k", "v", "out"), **call.common(scale, dropout_p, seed, offset))
+    call.launch("forward", args, workspace, q)
+    return out, lse
+
+
+def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, options: str = "", dq: Any = None, dk: Any = None,
+             dv: Any = None, scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+             captures: Union[Mapping[str, Any], None] = None, capture_grads: Union[Mapping[str, Any], None] = None,
+             block_map: Any = None, kv_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
+             max_seqlen_q: int = 0, max_seqlen_kv: int = 0, sinks: Any = None, dsinks: Any = None, workspace: Any = None,
+             stream: int = 0) -> tuple[Any, Any, Any]:
+    """dQ, dK and dV from dO, with what forward() was given and gave.
+
+    dout: like out. dq, dk, dv: like q, k and v; made where left out, as forward() makes out.
+    capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
+    dsinks: float32 [heads_q], added to. All else: see forward().
+
+    Returns (dq, dk, dv). Raises flashjit.Error.
+    """
+    call = _Call({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}, options, dropout_p, captures,
+                 dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
+                 max_seqlen_q, max_seqlen_kv, stream, capture_grads)
+    results = [call.made(given, name, call.views[name[1:]].size, call.views["q"].type, q)
+               for name, given in (("dq", dq), ("dk", dk), ("dv", dv))]
+    args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
+                        **call.tensors("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
+                        **call.common(scale, dropout_p, seed, offset))
+    if dsinks is not None:
+        args.dsinks = call.add("dsinks", dsinks).contiguous_pointer("dsinks")
+    call.launch("backward", args, workspace, q)
+    return tuple(results)  # type: ignore[return-value]
+
+
+class _Call:
+    """The views of one call's arrays, and what both passes make of them."""
+
+    def __init__(self, arrays: Mapping[str, Any], options: str, dropout_p: float, captures: Any, fixed: dict[str, Any],
+                 block_map: Any, max_seqlen_q: int, max_seqlen_kv: int, stream: int, capture_grads: Any = None) -> None:
+        self.stream = stream
+        self.views: dict[str, View] = {}
+        self.fixed: list[str] = []
+        for name, array in arrays.items():
+            self.add(name, array)
+        for name in _FIXED:
+            if fixed[name] is not None:
+                self.add(name, fixed[name])
+                self.fixed.append(name)
+        if block_map is not None:
+            self.add("block_map", block_map)
+        q, k, v = (self.views[name] for name in "qkv")
+        for name in ("q", "k", "v", "out", "dout"):
+            if name in self.views and len(self.views[name].size) != 4:
+                raise InvalidArgument(f"{name} has shape {list(self.views[name].size)}: it needs four dimensions, [batch, "
+                                      "heads, length, head_dim].")
+            if name in self.views and self.views[name].type != q.type:
+                raise InvalidArgument(f"q is {q.type} and {name} is {self.views[name].type}: they must have one type.")
+        if q.type not in ("fp16", "bf16", "fp32"):
+            raise WrongType(f"q is {q.type}: flashjit computes in float16, bfloat16 and float32; convert it.")
+        self._make_captures(captures or {}, capture_grads or {})
+        varlen = "cu_seqlens_q" in self.views or "cu_seqlens_kv" in self.views
+        for name, type in (("kv_lengths", "int32"), ("cu_seqlens_q", "int32"), ("cu_seqlens_kv", "int32"), ("sinks", "fp32")):
+            if name in self.views and self.views[name].type != type:
+                raise WrongType(f"{name} is {self.views[name].type}: it must be {type}; convert it.")
+            if varlen and name.startswith("cu_") and name not in self.views:
+                raise InvalidArgument(f"{name} is missing: give both cu_seqlens_q and cu_seqlens_kv, or none.")
+        self.batch = self.views["cu_seqlens_q"].size[0] - 1 if varlen else 0
+        self.lengths = (max_seqlen_q, max_seqlen_kv) if varlen else (0, 0)
+        self.shape = (self.batch if varlen else q.size[0], q.size[1], k.size[1], max_seqlen_q if varlen else q.size[2],
+                      max_seqlen_kv if varlen else k.size[2])
+        self._check_sizes()
+        dims = f"{q.size[3]}" if q.size[3] == v.size[3] else f"{q.size[3]}x{v.size[3]}"
+        parts = [options.strip(":")] if options.strip(":") else []
+        outside = _outside_braces(options).split(":")
+        for wanted, word in ((dropout_p > 0, "dropout"), ("kv_lengths" in self.views, "kvlen"), (varlen, "varlen"),
+                             ("sinks" in self.views, "sinks")):
+            if wanted and word not in outside:
+                parts.append(word)
+        self.spec = ":".join([q.type, f"d{dims}", *parts])
+
+    def _check_sizes(self) -> None:
+        """Of what the C ABI has a pointer to and no sizes."""
+        batch, heads_q, _, seqlen_q, _ = self.shape
+        wanted = {"kv_lengths": (batch,), "cu_seqlens_q": (batch + 1,), "cu_seqlens_kv": (batch + 1,), "sinks": (heads_q,),
+                  "lse": (batch, heads_q, seqlen_q)}
+        for name, size in wanted.items():
+            if name in self.views and self.views[name].size != size:
+                raise InvalidArgument(f"{name} has shape {list(self.views[name].size)}: it must have {list(size)}.")
+
+    def add(self, name: str, array: Any) -> View:
+        made = view(array, name, self.stream)
+        first = next(iter(self.views.values()), made)
+        if made.device != first.device:
+            raise InvalidArgument(f"q is on {_device(first)} and {name} on {_device(made)}: move them to one device.")
+        self.views[name] = made
+        return made
+
+    def _make_captures(self, captures: Mapping[str, Any], grads: Mapping[str, Any]) -> None:
+        self.captures = (_library.Capture * len(captures))()
+        for name in grads:
+            if name not in captures:
+                raise InvalidArgument(f"capture_grads has {name!r}, which captures has not: remove it.")
+        for struct, (name, value) in zip(self.captures, captures.items()):
+            struct.name = name.encode()
+            if isinstance(value, (int, float)):
+                struct.scalar = value
+                continue
+            seen = self.add(f"captures[{name!r}]", value)
+            if len(seen.size) > 4:
+                raise InvalidArgument(f"captures[{name!r}] has {len(seen.size)} dimensions: at most 4 are possible.")
+            sizes, strides = (seen.size, seen.stride) if seen.size else ((1,), (1,))
+            struct.data, struct.rank, struct.type = seen.pointer, len(sizes), _library.ELEMENT_TYPES[seen.type]
+            struct.size[:len(sizes)], struct.stride[:len(sizes)] = sizes, strides
+            if name in grads:
+                grad = self.add(f"capture_grads[{name!r}]", grads[name])
+                if grad.size != seen.size or grad.type != "fp32":
+                    raise InvalidArgument(f"capture_grads[{name!r}] is {grad.type} {list(grad.size)}: it must be fp32 "
+                                          f"{list(seen.size)}.")
+                struct.grad = grad.contiguous_pointer(f"capture_grads[{name!r}]")
+
+    def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any) -> Any:
+        """`given`, or a new array of q's library."""
+        array = _empty(like, size, type, name) if given is None else given
+        seen = self.add(name, array)
+        if seen.size != tuple(size) or seen.type != type:
+            raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be {type} {list(size)}.")
+        if seen.read_only:
+            raise InvalidArgument(f"{name} is read-only: give an array that can be written.")
+        return array
+
+    def tensors(self, *names: str) -> dict[str, _library.Tensor]:
+        return {name: _library.Tensor(self.views[name].pointer, (ctypes.c_int64 * 4)(*self.views[name].size),
+                                      (ctypes.c_int64 * 4)(*self.views[name].stride)) for name in names}
+
+    def common(self, scale: Union[float, None], dropout_p: float, seed: int, offset: int) -> dict[str, Any]:
+        members: dict[str, Any] = {name: self.views[name].contiguous_pointer(name) for name in self.fixed}
+        members.update(dropout_p=dropout_p, seed=seed, offset=offset, batch_size=self.batch, max_seqlen_q=self.lengths[0],
+                       max_seqlen_kv=self.lengths[1], capture_count=len(self.captures),
+                       captures=ctypes.addressof(self.captures) if len(self.captures) else None)
+        if scale is not None:
+            self._scale = ctypes.c_float(scale)
+            members["softmax_scale"] = ctypes.addressof(self._scale)
+        if "block_map" in self.views:
+            blocks = self.views["block_map"]
+            if blocks.type not in ("uint8", "bool") or len(blocks.size) != 4:
+                raise InvalidArgument(f"block_map is {blocks.type} {list(blocks.size)}: it must be uint8 [batch or 1, heads_q "
+                                      "or 1, block rows, block columns].")
+            members["block_map"] = _library.BlockMap(blocks.contiguous_pointer("block_map"),
+                                                     (ctypes.c_int64 * 4)(*blocks.size))
+        return members
+
+    def launch(self, function: str, args: Any, workspace: Any, like: Any) -> None:
+        spec = spec_handle(self.spec)
+        if self.views["q"].device[0] == "cpu":
+            _library.check(getattr(library(), f"flashjit_reference_{function}")(spec.address, ctypes.byref(args)))
+            return
+        needed = runtime().workspace_bytes(self.spec, self.shape, backward=function == "backward")
+        if needed:
+            if workspace is None:
+                workspace = _empty(like, (needed,), "uint8", "workspace")
+            lent = self.add("workspace", workspace)
+            args.workspace = lent.contiguous_pointer("workspace")
+            args.workspace_bytes = math.prod(lent.size) * lent.element_size
+        _library.check(getattr(library(), f"flashjit_{function}")(runtime().address, spec.address, ctypes.byref(args),
+                                                                  self.stream or None))
+
+
+def _device(seen: View) -> str:
+    return seen.device[0] if seen.device[0] == "cpu" else f"{seen.device[0]}:{seen.device[1]}"
+
+
+def _outside_braces(text: str) -> str:
+    depth, kept = 0, []
+    for character in text:
+        depth += (character == "{") - (character == "}")
+        if depth == 0:
+            kept.append(character)
+    return "".join(kept)
+
+
+_NAMES = {"fp32": "float32", "fp16": "float16", "bf16": "bfloat16", "uint8": "uint8"}
+
+
+def _empty(like: Any, size: Sequence[int], type: str, name: str) -> Any:
+    """A new array of the library that `like` is from."""
+    home = type_module(like)
+    if home in ("numpy", "cupy") and type != "bf16":
+        return sys.modules[home].empty(size, dtype=_NAMES[type])
+    if home == "torch":
+        torch = sys.modules["torch"]
+        return torch.empty(tuple(size), dtype=getattr(torch, _NAMES[type]), device=like.device)
+    raise Unsupported(f"{name} is left out, but flashjit cannot make {_NAMES[type]} arrays of {home}: give {name}.")
+
+
+def type_module(value: Any) -> str:
+    return type(value).__module__.partition(".")[0]

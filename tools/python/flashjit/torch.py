@@ -1,0 +1,45 @@
+"""flashjit for PyTorch tensors: attention() with autograd, as custom operators, and what replaces PyTorch's own.
+
+Every call runs on the tensors' device and on PyTorch's current stream, allocates with PyTorch's allocator and waits for
+nothing. Tensors on the CPU are computed by the CPU reference, in fp64: for tests, not for speed.
+"""
+from __future__ import annotations
+
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from ._attention import BlockMap, attention
+from ._library import runtime
+from ._plans import SPEC_TYPES, bind_context
+from ._sdpa import scaled_dot_product_attention
+
+__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "prepare", "register_with_transformers"]
+
+
+def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: Union[str, None] = None,
+            causal: Union[bool, str] = False, options: str = "") -> None:
+    """Compiles and loads the kernels of attention(q, k, v, causal=causal) now, e.g. before a CUDA graph capture.
+
+    backward: those of the backward pass too. options: more of the spec, such as ":dropout".
+    config: tiles to use for this problem from now on, such as "sm80:br128:bc64:w4:s2".
+    """
+    named = {False: "", True: ":causal", "bottom_right": ":causal", "top_left": ":causal_top_left"}[causal]
+    dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
+    spec = f"{SPEC_TYPES[q.dtype]}:d{dims}{named}{options}"
+    shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+    with torch.cuda.device(q.device):
+        bind_context(q.device)
+        for which in (False, True) if backward else (False,):
+            runtime().prepare(spec, shape, backward=which, config=config)
+
+
+def register_with_transformers(name: str = "jit_attention") -> str:
+    """Makes flashjit an attention implementation of Hugging Face transformers (4.53 or newer), under a name for
+    model.set_attn_implementation(name) and from_pretrained(..., attn_implementation=name). Returns the name.
+
+    name: must not contain "flash", which transformers takes for a package of FlashAttention.
+    """
+    from ._transformers import register
+    return register(name)

@@ -65,10 +65,9 @@ struct Capture {
   float* grad = nullptr;  ///< backward, where the program declares "grad": fp32, contiguous, the tensor's
                           ///< sizes. The gradient is ADDED to what is there: zero it first
   int rank = 0;           ///< of a tensor, 1 to 4; 0: a scalar
-  std::array<std::int64_t, 4> size{};  ///< the first `rank` count; each at least 1
-  std::array<std::int64_t, 4>
-      stride{};       ///< in elements, 0 or more; 0 repeats the tensor along that dimension
-  double scalar = 0;  ///< an int must be given as an integer from -2^31 to 2^31 - 1
+  std::array<std::int64_t, 4> size{};    ///< the first `rank` count; each at least 1
+  std::array<std::int64_t, 4> stride{};  ///< in elements; 0 repeats the tensor, less is refused
+  double scalar = 0;                     ///< an int must be given as an integer from -2^31 to 2^31 - 1
   std::optional<ElementType> type = {};  ///< what `data` holds, where known: then it is checked
 
   /// A contiguous tensor, the last dimension fastest.

@@ -6,7 +6,10 @@
 
 namespace flashjit::plan {
 
-bool has_tile_lists(const AttentionSpec& spec) { return spec.has_block_map() || expr::is_listed(spec.mask); }
+bool has_tile_lists(const AttentionSpec& spec) {
+  const bool ordered = spec.pass == Pass::backward && spec.deterministic;
+  return spec.has_block_map() || expr::is_listed(spec.mask) || (ordered && !spec.mask.empty());
+}
 
 bool has_capture_grads(const AttentionSpec& spec) {
   return spec.pass == Pass::backward &&

@@ -48,7 +48,8 @@ struct WorkspaceNeeds {
   bool operator==(const WorkspaceNeeds&) const = default;
 };
 
-/// Whether the spec's kernels walk lists of tiles: those of a block map, or of a mask without bounds.
+/// Whether the spec's kernels walk lists of tiles: those of a block map, of a mask without bounds, or of any
+/// mask where additions to dQ are ordered. The kernels' own rule: kLists in templates/common/tile_walk.cuh.
 bool has_tile_lists(const AttentionSpec& spec);
 
 /// Whether the pass gives gradients to captured tensors.

@@ -12,8 +12,6 @@ namespace flashjit::plan {
 namespace {
 
 constexpr int kOldestCapability = 75;
-constexpr int kPreprocessThreads = 128;
-constexpr int kPreprocessRows = 128;
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
@@ -97,24 +95,20 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 }
 
 Entry entry(const char* name, const char* header, const TileConfig& config, int bytes) {
-  return {.name = name,
-          .header = header,
-          .function = fmt::format("flashjit::simt::{}", name),
-          .threads = config.warps * 32,
-          .shared_bytes = bytes,
-          .hot = true};
+  Entry made = family_entry(Family::simt, name, header, config.warps * 32);
+  made.shared_bytes = bytes;
+  made.hot = true;
+  return made;
 }
 
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);
-  if (spec.pass == Pass::forward) return {entry("forward", "flashjit/simt/forward.cuh", config, by_queries)};
-  return {{.name = "preprocess",
-           .header = "flashjit/auxiliary/preprocess.cuh",
-           .function = "flashjit::auxiliary::preprocess",
-           .threads = kPreprocessThreads},
-          entry("backward_dkdv", "flashjit/simt/backward.cuh", config, by_keys),
-          entry("backward_dq", "flashjit/simt/backward.cuh", config, by_queries)};
+  if (spec.pass == Pass::forward) return {entry("forward", "forward", config, by_queries)};
+  std::vector<Entry> all{auxiliary_entry("preprocess"), entry("backward_dkdv", "backward", config, by_keys),
+                         entry("backward_dq", "backward", config, by_queries)};
+  if (spec.sinks) all.push_back(auxiliary_entry("sink_grads"));
+  return all;
 }
 
 std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& shape,
@@ -122,8 +116,10 @@ std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& sh
   const std::int64_t q_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, config.br);
   if (spec.pass == Pass::forward) return {{0, q_blocks}};
   const std::int64_t kv_blocks = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, config.bc);
-  const std::int64_t row_blocks = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kPreprocessRows);
-  return {{0, row_blocks}, {1, kv_blocks}, {2, q_blocks}};
+  const std::int64_t row_blocks = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
+  std::vector<Launch> all{{0, row_blocks}, {1, kv_blocks}, {2, q_blocks}};
+  if (spec.sinks) all.push_back({3, shape.heads_q});
+  return all;
 }
 
 WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape&, const TileConfig&) {

@@ -138,7 +138,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
-  return with_auxiliaries(spec, main);
+  return with_auxiliaries(spec, Family::sm80, main);
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }

@@ -124,7 +124,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
-  return with_auxiliaries(spec, main);
+  return with_auxiliaries(spec, Family::sm90, main);
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& c) {

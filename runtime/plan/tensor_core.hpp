@@ -9,11 +9,11 @@ namespace flashjit::plan {
 /// The main kernel of a family: templates/<family>/{forward, backward}.cuh.
 Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shared_bytes);
 
-/// The main kernel among those that a call launches with it: row sums before a backward pass, lists of tiles
-/// where there are some, dQ's conversion after it.
-std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const Entry& main);
+/// The main kernel among those that a call launches with it: row sums and gradients of sinks before a
+/// backward pass, lists of tiles where there are some, dQ's conversion after it.
+std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, const Entry& main);
 
-/// The launches of with_auxiliaries(): a block a Q tile forward, a KV tile backward.
+/// The launches of with_auxiliaries(): of the main kernel a block a Q tile forward, a KV tile backward.
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config);
 WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionShape& shape,

@@ -41,8 +41,7 @@ std::string constants(const AttentionSpec& spec, const TileConfig& config, int c
          bool_constant("kVarlen", spec.varlen) + bool_constant("kSinks", spec.sinks) +
          bool_constant("kBlockMap", spec.has_block_map()) +
          bool_constant("kDeterministic", spec.deterministic) + int_constant("kBlockQ", spec.block_map.q) +
-         int_constant("kBlockKv", spec.block_map.kv) + bool_constant("kHasScore", !spec.score.empty()) +
-         bool_constant("kHasMask", !spec.mask.empty()) + int_constant("kBr", config.br) +
+         int_constant("kBlockKv", spec.block_map.kv) + int_constant("kBr", config.br) +
          int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
          int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
          int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks);

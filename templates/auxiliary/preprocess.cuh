@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/visible.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -13,15 +14,17 @@ __device__ void preprocess(const Params& p) {
   const int tiles = p.seqlen_q_padded / kRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
   const long long head = blockIdx.x / tiles;
-  const int h = static_cast<int>(head % p.heads_q), b = static_cast<int>(head / p.heads_q);
-  const Element* o = static_cast<const Element*>(p.o.data) + b * p.o.stride_b + h * p.o.stride_h;
-  const Element* dout = static_cast<const Element*>(p.dout.data) + b * p.dout.stride_b + h * p.dout.stride_h;
+  const int h = static_cast<int>(head % p.heads_q);
+  const Sequence<P> sequence(p, static_cast<int>(head / p.heads_q));
+  const int seqlen_q = sequence.seqlen_q(p);
+  const Element* o = sequence.template q_pointer<Element>(p.o, h, 0);
+  const Element* dout = sequence.template q_pointer<Element>(p.dout, h, 0);
 
   // Eight neighbouring lanes share a row.
   const int part = threadIdx.x % 8;
   for (int row = first + static_cast<int>(threadIdx.x) / 8; row < first + kRows; row += 128 / 8) {
     float sum = 0.0f;
-    if (row < p.seqlen_q) {
+    if (row < seqlen_q) {
       for (int chunk = part; chunk < kChunks; chunk += 8) {
         union Vector {
           uint4 whole;
@@ -37,7 +40,7 @@ __device__ void preprocess(const Params& p) {
     for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
     if (part == 0) {
       const long long at = head * p.seqlen_q_padded + row;
-      const float lse = row < p.seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
+      const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
       p.d[at] = sum;
       p.lse_padded[at] = lse == -infinity() ? infinity() : lse;
     }

@@ -9,24 +9,13 @@
 
 namespace flashjit::auxiliary {
 
-/// First row of a sequence among the packed ones, and how many it has.
-struct SequenceRows {
-  int begin, count;
-};
-
-template <class P>
-__device__ SequenceRows rows_of_sequence(const int* cu_seqlens, int b, int length) {
-  if constexpr (P::kVarlen) return {cu_seqlens[b], cu_seqlens[b + 1] - cu_seqlens[b]};
-  return {0, length};
-}
-
 /// One query's place, and shared memory for its row of Q, dO and O and for a slice of its row of P and dS.
 template <class P>
 struct ReferenceRow {
   const Params& p;
   int b, h, q;
   long long row;  ///< among [batch, heads_q, q_count]
-  SequenceRows queries, keys;
+  Sequence<P> sequence;
   double *query, *dout, *out, *probs, *grads, *reduced;
 
   __device__ explicit ReferenceRow(const ReferenceParams& r) : p(r.base) {
@@ -35,8 +24,7 @@ struct ReferenceRow {
     q = r.q_begin + static_cast<int>(row % r.q_count);
     h = static_cast<int>(row / r.q_count % p.heads_q);
     b = static_cast<int>(row / r.q_count / p.heads_q);
-    queries = rows_of_sequence<P>(p.cu_seqlens_q, b, p.seqlen_q);
-    keys = rows_of_sequence<P>(p.cu_seqlens_kv, b, p.seqlen_kv);
+    sequence = Sequence<P>(p, b);
     query = shared;
     dout = query + P::kHeadDim;
     out = dout + P::kHeadDimV;
@@ -46,26 +34,21 @@ struct ReferenceRow {
   }
 
   __device__ int kv_head() const { return h / (p.heads_q / p.heads_kv); }
-  __device__ bool exists() const { return q < queries.count; }
+  __device__ bool exists() const { return q < sequence.seqlen_q(p); }
   /// Keys that are no padding.
-  __device__ int length() const {
-    if constexpr (P::kKvLengths) return min(max(p.kv_lengths[b], 0), keys.count);
-    return keys.count;
-  }
+  __device__ int length() const { return sequence.kv_limit(p); }
+  __device__ typename P::Head head() const { return sequence.head(p, h); }
+  /// What programs are handed: Q K^T, from a score.
+  __device__ float raw(double score) const { return static_cast<float>(score / p.softmax_scale); }
 
   using Element = typename P::Element;
   /// The query's row of a tensor like Q.
-  __device__ const Element* own(const TensorParam& tensor) const { return at(tensor, h, queries.begin + q); }
+  __device__ const Element* own(const TensorParam& tensor) const {
+    return sequence.template q_pointer<Element>(tensor, h, q);
+  }
   /// A key's row of K or V.
   __device__ const Element* key(const TensorParam& tensor, int kv) const {
-    return at(tensor, kv_head(), keys.begin + kv);
-  }
-
- private:
-  __device__ const Element* at(const TensorParam& tensor, int head, long long place) const {
-    // The stride of the one batch entry of packed sequences is zero.
-    return static_cast<const Element*>(tensor.data) + b * tensor.stride_b + head * tensor.stride_h +
-           place * tensor.stride_s;
+    return sequence.template kv_pointer<Element>(tensor, kv_head(), kv);
   }
 };
 
@@ -98,10 +81,10 @@ __device__ double reference_product(const ReferenceRow<P>& r, int kv) {
 template <class P, class Real>
 __device__ double reference_score(const ReferenceRow<P>& r, int kv) {
   using Element = typename P::Element;
-  if (!pair_attends<P>(r.p, r.b, r.h, r.q, kv)) return negative_infinity();
+  if (!pair_attends<P>(r.p, r.head(), r.q, kv)) return negative_infinity();
   const double s = reference_product<P, Real>(r, kv);
   if constexpr (P::kHasScore)
-    return rounded<Element, Real>(P::score(r.p, static_cast<float>(s), r.b, r.h, r.q, kv));
+    return rounded<Element, Real>(P::score(r.p, r.head(), r.raw(s), position(r.q), position(kv)));
   return s;
 }
 
@@ -209,8 +192,8 @@ __device__ void reference_pair(const ReferenceRow<P>& r, const Softmax& softmax,
   double grad = prob == 0.0 ? 0.0 : rounded<Element, Real>(prob * (dp - d));
   if constexpr (P::kHasScore) {
     if (grad != 0.0) {
-      const float before = static_cast<float>(reference_product<P, Real>(r, kv));
-      grad = rounded<Element, Real>(grad * P::score_grad(r.p, before, r.b, r.h, r.q, kv));
+      const float dot = r.raw(reference_product<P, Real>(r, kv));
+      grad = rounded<Element, Real>(grad * P::score_grad(r.p, r.head(), dot, position(r.q), position(kv)));
     }
   }
   r.probs[threadIdx.x] = rounded<Element, Real>(prob * dropout);

@@ -61,10 +61,4 @@ __device__ __forceinline__ unsigned without_negatives(unsigned pair) {
   return pair & ~negative;
 }
 
-/// The row of `tensor` for batch b, head h and position s.
-__device__ __forceinline__ unsigned short* row_pointer(const TensorParam& tensor, int b, int h, long long s) {
-  return static_cast<unsigned short*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h +
-         s * tensor.stride_s;
-}
-
 }  // namespace flashjit

@@ -2,28 +2,14 @@
 // struct like the one below with this problem's constants and generated hooks, and its extern "C" entries.
 #pragma once
 
-#include "flashjit/common/causal.cuh"
+#include "flashjit/common/capture.cuh"
+#include "flashjit/common/interval.cuh"
 #include "flashjit/common/params.cuh"
+#include "flashjit/common/program_math.cuh"
+#include "flashjit/common/program_support.cuh"
+#include "flashjit/common/types.cuh"
 
 namespace flashjit {
-
-struct fp16 {
-  unsigned short bits;
-};
-struct bf16 {
-  unsigned short bits;
-};
-
-/// How much of a tile attends.
-enum class TileClass : int { empty, partial, full };
-
-/// Half-open range of queries or keys.
-struct Range {
-  int begin, end;
-};
-
-__device__ __forceinline__ int min(int a, int b) { return a < b ? a : b; }
-__device__ __forceinline__ int max(int a, int b) { return a > b ? a : b; }
 
 /// The shape of a generated problem; an editor sees it, NVRTC never instantiates it.
 struct ExampleProblem {
@@ -40,9 +26,7 @@ struct ExampleProblem {
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map
   static constexpr int kBlockKv = 0;
-  static constexpr bool kHasScore = false;  // false: score() is the identity
-  static constexpr bool kHasMask = false;   // false: mask() is always true
-  static constexpr int kBr = 128;           // the TileConfig
+  static constexpr int kBr = 128;  // the TileConfig
   static constexpr int kBc = 64;
   static constexpr int kWarps = 4;
   static constexpr int kStages = 1;
@@ -50,33 +34,65 @@ struct ExampleProblem {
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
 
-  /// The score program, applied to softmax_scale * (Q K^T)[q, kv]; natural units.
-  static __device__ __forceinline__ float score(const Params&, float s, int /*b*/, int /*h*/, int /*q*/,
-                                                int /*kv*/) {
-    return s;
+  // What follows is generated from the programs: runtime/expr/emit.cpp.
+  static constexpr bool kHasScore = false;   // false: score() is the identity
+  static constexpr bool kHasMask = false;    // false: mask() is always true
+  static constexpr bool kScoreGrad = false;  // false: score_grad() is 1
+  static constexpr bool kListed = false;     // the mask's tiles are visited by lists, not within bounds
+  static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
+                                                 // evaluated pair by pair when lists are made
+  static constexpr bool kMaskUsesBatch = false;  // the mask depends on b
+  static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
+  static constexpr int kQReads = 0;              // listed only: how many q_read() and kv_read() there are
+  static constexpr int kKvReads = 0;
+  static constexpr int kCaptureGrads = 0;  // additions of add_capture_grads()
+
+  /// What the programs need of one head of one batch entry, made once for a tile of work; the lengths are
+  /// those of the sequence.
+  struct Head {
+    int b, h, h_kv, seqlen_q, seqlen_kv;
+  };
+  static __device__ __forceinline__ Head head(const Params& p, int b, int h, int seqlen_q, int seqlen_kv) {
+    return {b, h, h / (p.heads_q / p.heads_kv), seqlen_q, seqlen_kv};
   }
-  /// d score / d s at the same place, from the score before the program.
-  static __device__ __forceinline__ float score_grad(const Params&, float /*s*/, int /*b*/, int /*h*/,
-                                                     int /*q*/, int /*kv*/) {
+
+  /// The score program, applied to p.softmax_scale * dot where dot = (Q K^T)[q, kv]; natural units.
+  static __device__ __forceinline__ float score(const Params& p, const Head&, float dot, Position /*q*/,
+                                                Position /*kv*/) {
+    return dot * p.softmax_scale;
+  }
+  /// d score / d (p.softmax_scale * dot) at the same place.
+  static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
+                                                     Position /*q*/, Position /*kv*/) {
     return 1.0f;
   }
+  /// Adds what a pair with the gradient ds = d loss / d score gives to the captures that want a gradient.
+  static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
+                                                           float /*dot*/, Position /*q*/, Position /*kv*/) {}
+
   /// Whether the pair attends. Lengths, padding and block maps are not its business.
-  static __device__ __forceinline__ bool mask(const Params&, int /*b*/, int /*h*/, int /*q*/, int /*kv*/) {
+  static __device__ __forceinline__ bool mask(const Params&, const Head&, Position /*q*/, Position /*kv*/) {
     return true;
   }
-  /// What mask() says over the tile [q.begin, q.end) x [kv.begin, kv.end). Never empty or full when it is
-  /// not.
-  static __device__ __forceinline__ TileClass classify_tile(const Params&, int /*b*/, int /*h*/, Range /*q*/,
-                                                            Range /*kv*/) {
+  /// What mask() says over a tile, whose ranges are within the sequence and not empty. Never empty or full
+  /// when it is not. With kListed it is handed the bounds of each q_read() and kv_read() over the ranges.
+  static __device__ __forceinline__ TileClass classify_tile(const Params&, const Head&, Range /*q*/,
+                                                            Range /*kv*/, const Interval* /*q_reads*/,
+                                                            const Interval* /*kv_reads*/) {
     return TileClass::full;
   }
+  /// Integers or conditions (0 and 1) of the mask that depend on one position alone, beside what Head knows.
+  static __device__ __forceinline__ int q_read(const Params&, const Head&, int /*i*/, int /*q*/) { return 0; }
+  static __device__ __forceinline__ int kv_read(const Params&, const Head&, int /*i*/, int /*kv*/) {
+    return 0;
+  }
   /// Keys outside of this range attend to none of the queries in `q`; within [0, seqlen_kv].
-  static __device__ __forceinline__ Range kv_bounds(const Params& p, int /*b*/, int /*h*/, Range /*q*/) {
-    return {0, p.seqlen_kv};
+  static __device__ __forceinline__ Range kv_bounds(const Params&, const Head& head, Range /*q*/) {
+    return {0, head.seqlen_kv};
   }
   /// Queries outside of this range attend to none of the keys in `kv`; within [0, seqlen_q].
-  static __device__ __forceinline__ Range q_bounds(const Params& p, int /*b*/, int /*h*/, Range /*kv*/) {
-    return {0, p.seqlen_q};
+  static __device__ __forceinline__ Range q_bounds(const Params&, const Head& head, Range /*kv*/) {
+    return {0, head.seqlen_q};
   }
 };
 

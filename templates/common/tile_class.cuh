@@ -22,15 +22,22 @@ __device__ __forceinline__ TileClass classify_map(const Params& p, int b, int h,
   return all ? TileClass::full : any ? TileClass::partial : TileClass::empty;
 }
 
-/// What block map and mask program together say of the tile. The ranges are within the tensors and not empty.
+/// What block map and mask program together say of the tile. The ranges are within the sequence and not
+/// empty. Without the bounds of what the mask reads it can only say "partial" where the mask reads.
 template <class Problem>
-__device__ __forceinline__ TileClass tile_class(const Params& p, int b, int h, Range q, Range kv) {
+__device__ __forceinline__ TileClass tile_class(const Params& p, const typename Problem::Head& head, Range q,
+                                                Range kv, const Interval* q_reads = nullptr,
+                                                const Interval* kv_reads = nullptr) {
+  constexpr bool kReads = Problem::kQReads + Problem::kKvReads > 0;
   TileClass map = TileClass::full, mask = TileClass::full;
   if constexpr (Problem::kBlockMap) {
-    map = classify_map<Problem>(p, b, h, q, kv);
+    map = classify_map<Problem>(p, head.b, head.h, q, kv);
     if (map == TileClass::empty) return TileClass::empty;
   }
-  if constexpr (Problem::kHasMask) mask = Problem::classify_tile(p, b, h, q, kv);
+  if constexpr (Problem::kHasMask) {
+    mask = kReads && q_reads == nullptr ? TileClass::partial
+                                        : Problem::classify_tile(p, head, q, kv, q_reads, kv_reads);
+  }
   if (mask == TileClass::empty) return TileClass::empty;
   return map == TileClass::full && mask == TileClass::full ? TileClass::full : TileClass::partial;
 }

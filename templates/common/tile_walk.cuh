@@ -6,40 +6,71 @@
 
 namespace flashjit {
 
-/// The KV tiles that one Q tile visits, in order: a contiguous range, or the list of a block map.
+/// Whether tiles are visited by lists, which the block_lists entry makes, instead of in a contiguous range.
+/// Ordered additions need to know how many tiles come before: without a mask that is plain, else lists say.
+/// The planner has the same rule: plan/tensor_core.cpp.
+template <class P>
+constexpr bool kLists = P::kBlockMap || P::kListed || (P::kBackward && P::kDeterministic && P::kHasMask);
+
+/// How many different lists of tiles there are: as many as map and mask tell apart.
+template <class P>
+__device__ __forceinline__ int list_batch(const Params& p) {
+  const bool differ = P::kVarlen || P::kKvLengths || P::kMaskUsesBatch || (P::kBlockMap && p.map_batch > 1);
+  return differ ? p.batch : 1;
+}
+template <class P>
+__device__ __forceinline__ int list_heads(const Params& p) {
+  return P::kMaskUsesHead || (P::kBlockMap && p.map_heads > 1) ? p.heads_q : 1;
+}
+/// The place of the list of one row of tiles, of `rows`.
+template <class P>
+__device__ __forceinline__ long long list_at(const Params& p, int b, int h, int rows, int row) {
+  const long long lb = list_batch<P>(p) == 1 ? 0 : b, lh = list_heads<P>(p) == 1 ? 0 : h;
+  return (lb * list_heads<P>(p) + lh) * rows + row;
+}
+
+template <class P>
+__device__ __forceinline__ int q_tiles(const Params& p) {
+  return (p.seqlen_q + P::kBr - 1) / P::kBr;
+}
+template <class P>
+__device__ __forceinline__ int kv_tiles(const Params& p) {
+  return (p.seqlen_kv + P::kBc - 1) / P::kBc;
+}
+/// The part of [0, length) that a tile of `size` covers; may be empty.
+__device__ __forceinline__ Range tile_range(int tile, int size, int length) {
+  return {min(tile * size, length), min(tile * size + size, length)};
+}
+
+/// The KV tiles that one Q tile visits, in order: a contiguous range, or a list.
 template <class P>
 struct KvTiles {
   const int* list = nullptr;
   int first = 0, count = 0;
 
   __device__ KvTiles() {}
-  __device__ KvTiles(const Params& p, int b, int h, int q_tile, Range q, int kv_limit) {
-    if constexpr (P::kBlockMap) {
-      const int rows = (p.seqlen_q + P::kBr - 1) / P::kBr, columns = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
-      const long long row = (mb * p.map_heads + mh) * rows + q_tile;
-      list = p.lists.entries + row * columns;
+  __device__ KvTiles(const Params& p, const typename P::Head& head, int q_tile, Range q, int kv_limit) {
+    if constexpr (kLists<P>) {
+      const long long row = list_at<P>(p, head.b, head.h, q_tiles<P>(p), q_tile);
+      list = p.lists.entries + row * kv_tiles<P>(p);
       count = p.lists.count[row];
-      // Tiles of padding alone stand at the end of the ascending list.
-      if constexpr (P::kKvLengths)
-        while (count > 0 && (list[count - 1] >> 1) * P::kBc >= kv_limit) --count;
     } else {
-      const Range bounds = P::kv_bounds(p, b, h, q);
+      const Range bounds = P::kv_bounds(p, head, q);
       const int end = min(bounds.end, kv_limit);
       first = bounds.begin / P::kBc;
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
     }
   }
   __device__ int tile(int i) const {
-    if constexpr (P::kBlockMap) return list[i] >> 1;
+    if constexpr (kLists<P>) return list[i] >> 1;
     return first + i;
   }
   /// Whether block map and mask let every pair of the tile attend.
-  __device__ bool full(const Params& p, int b, int h, Range q, int i) const {
-    if constexpr (P::kBlockMap) return list[i] & 1;
+  __device__ bool full(const Params& p, const typename P::Head& head, Range q, int i) const {
+    if constexpr (kLists<P>) return list[i] & 1;
     if constexpr (!P::kHasMask) return true;
-    const int kv = tile(i) * P::kBc;
-    return P::classify_tile(p, b, h, q, {kv, kv + P::kBc}) == TileClass::full;
+    return P::classify_tile(p, head, q, tile_range(tile(i), P::kBc, head.seqlen_kv), nullptr, nullptr) ==
+           TileClass::full;
   }
 };
 
@@ -52,64 +83,65 @@ struct StagedTile {
 };
 static_assert(sizeof(StagedTile) == 16, "the families' layouts count on it");
 
-/// With ordered additions the last KV tile comes first: under a causal mask it has the fewest Q tiles, and
-/// then nobody waits. The lists of a block map rank their tiles the other way round.
-template <class P>
-constexpr bool kLastFirst = P::kDeterministic && !P::kBlockMap;
-
-/// The Q tiles of one query head that a KV tile meets, ascending: a contiguous range, or the list of a block
-/// map.
+/// The Q tiles of one query head that a KV tile meets, ascending: a contiguous range, or a list.
 template <class P>
 struct QTiles {
   int first = 0, count = 0;
   const int* list = nullptr;
   const int* rank = nullptr;
 
-  __device__ QTiles(const Params& p, int b, int h, int kv_tile, Range kv) {
-    if constexpr (P::kBlockMap) {
-      const int rows = (p.seqlen_kv + P::kBc - 1) / P::kBc, columns = (p.seqlen_q + P::kBr - 1) / P::kBr;
-      const long long mb = p.map_batch == 1 ? 0 : b, mh = p.map_heads == 1 ? 0 : h;
-      const long long row = (mb * p.map_heads + mh) * rows + kv_tile;
-      list = p.lists.entries + row * columns;
-      if constexpr (P::kDeterministic) rank = p.lists.rank + row * columns;
+  __device__ QTiles(const Params& p, const typename P::Head& head, int kv_tile, Range kv) {
+    if constexpr (kLists<P>) {
+      const long long row = list_at<P>(p, head.b, head.h, kv_tiles<P>(p), kv_tile);
+      list = p.lists.entries + row * q_tiles<P>(p);
+      if constexpr (P::kDeterministic) rank = p.lists.rank + row * q_tiles<P>(p);
       count = p.lists.count[row];
     } else {
-      const Range bounds = P::q_bounds(p, b, h, kv);
+      const Range bounds = P::q_bounds(p, head, kv);
       first = bounds.begin / P::kBr;
       count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
     }
   }
-  /// The tile at a place, as the compute loop wants to know it.
-  __device__ StagedTile at(const Params& p, int b, int h, int index, int kv_tile, Range kv) const {
-    const int tile = P::kBlockMap ? list[index] >> 1 : first + index;
-    const Range q{tile * P::kBr, min(tile * P::kBr + P::kBr, p.seqlen_q)};
-    StagedTile staged{h, tile, 1, 0};
-    if constexpr (P::kBlockMap) {
+  /// The tile at a place, as the compute loop wants to know it. With ordered additions the last KV tile comes
+  /// first: under a causal mask it has the fewest Q tiles, and then nobody waits.
+  __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
+                           int kv_limit) const {
+    const int tile = kLists<P> ? list[index] >> 1 : first + index;
+    StagedTile staged{head.h, tile, 1, 0};
+    if constexpr (kLists<P>) {
       staged.full = list[index] & 1;
-    } else if constexpr (P::kHasMask) {
-      staged.full = P::classify_tile(p, b, h, q, kv) == TileClass::full;
-    }
-    if constexpr (P::kBlockMap && P::kDeterministic) staged.turn = rank[index];
-    if constexpr (kLastFirst<P>) {
-      const int end = min(P::kv_bounds(p, b, h, q).end, kv_length<P>(p, b));
-      staged.turn = (end - 1) / P::kBc - kv_tile;
+      if constexpr (P::kDeterministic) staged.turn = rank[tile];
+    } else {
+      if constexpr (P::kHasMask)
+        staged.full = P::classify_tile(p, head, tile_range(tile, P::kBr, head.seqlen_q), kv, nullptr,
+                                       nullptr) == TileClass::full;
+      if constexpr (P::kDeterministic) staged.turn = (kv_limit - 1) / P::kBc - kv_tile;
     }
     return staged;
   }
 };
 
-/// The number of this block's work. With ordered additions work is numbered as it starts: whoever waits for
-/// its turn waits for a block that already runs. Uses the first word of shared memory.
+/// The KV tile of a block's work in the backward pass.
+struct KvWork {
+  int b, h_kv, kv_tile;
+};
+
+/// The work of this block. With ordered additions work is numbered as it starts: whoever waits for its turn
+/// waits for a block that already runs. Uses the first word of shared memory.
 template <class P>
-__device__ __forceinline__ unsigned next_work(const Params& p, char* shared) {
-  if constexpr (!P::kDeterministic) return blockIdx.x;
-  // Without queries nobody waits, and nobody has cleared the counter.
-  int* next = reinterpret_cast<int*>(shared);
-  if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : static_cast<int>(blockIdx.x);
-  __syncthreads();
-  const unsigned work = static_cast<unsigned>(*next);
-  __syncthreads();
-  return work;
+__device__ __forceinline__ KvWork next_work(const Params& p, char* shared) {
+  unsigned work = blockIdx.x;
+  if constexpr (P::kDeterministic) {
+    // Without queries nobody waits, and nobody has cleared the counter.
+    int* next = reinterpret_cast<int*>(shared);
+    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : static_cast<int>(blockIdx.x);
+    __syncthreads();
+    work = static_cast<unsigned>(*next);
+    __syncthreads();
+  }
+  const int tiles = kv_tiles<P>(p), place = static_cast<int>(work % tiles);
+  return {static_cast<int>(work / tiles / p.heads_kv), static_cast<int>(work / tiles % p.heads_kv),
+          P::kDeterministic ? tiles - 1 - place : place};
 }
 
 }  // namespace flashjit

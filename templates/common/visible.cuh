@@ -1,10 +1,69 @@
-// Which pairs of a tile attend: the block map and the mask program together. Ragged ends and key padding are
-// the caller's, who knows the tile's limits.
+// One batch entry, and which of its pairs attend: the block map and the mask program together. Ragged ends
+// and key padding are the caller's, who knows the tile's limits.
 #pragma once
 
-#include "flashjit/common/problem.cuh"
+#include "flashjit/common/element.cuh"
 
 namespace flashjit {
+
+/// One batch entry: where its rows lie in the tensors, and how many there are. Packed sequences (varlen) lie
+/// one after the other in batch 0.
+template <class Problem>
+struct Sequence {
+  int b;
+  int q_first_ = 0, kv_first_ = 0, q_length_ = 0, kv_length_ = 0;  // read with varlen only
+
+  __device__ Sequence() {}
+  __device__ Sequence(const Params& p, int b_) : b(b_) {
+    if constexpr (Problem::kVarlen) {
+      q_first_ = p.cu_seqlens_q[b], kv_first_ = p.cu_seqlens_kv[b];
+      q_length_ = min(max(p.cu_seqlens_q[b + 1] - q_first_, 0), p.seqlen_q);
+      kv_length_ = min(max(p.cu_seqlens_kv[b + 1] - kv_first_, 0), p.seqlen_kv);
+    }
+  }
+  __device__ int batch() const { return Problem::kVarlen ? 0 : b; }  ///< its index in the tensors
+  __device__ int q_row(int q) const { return Problem::kVarlen ? q_first_ + q : q; }
+  __device__ int kv_row(int kv) const { return Problem::kVarlen ? kv_first_ + kv : kv; }
+  __device__ int seqlen_q(const Params& p) const { return Problem::kVarlen ? q_length_ : p.seqlen_q; }
+  __device__ int seqlen_kv(const Params& p) const { return Problem::kVarlen ? kv_length_ : p.seqlen_kv; }
+  /// Number of keys that are no padding.
+  __device__ int kv_limit(const Params& p) const {
+    if constexpr (Problem::kKvLengths) return min(max(p.kv_lengths[b], 0), seqlen_kv(p));
+    return seqlen_kv(p);
+  }
+  /// The first of its rows of one query head among [batch, heads_q, seqlen_q_padded].
+  __device__ long long stats_row(const Params& p, int h) const {
+    return (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded;
+  }
+  /// The same among [batch, heads_q, seqlen_q].
+  __device__ long long lse_row(const Params& p, int h) const {
+    return (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q;
+  }
+  __device__ typename Problem::Head head(const Params& p, int h) const {
+    return Problem::head(p, b, h, seqlen_q(p), seqlen_kv(p));
+  }
+  template <class Element = unsigned short>
+  __device__ Element* q_pointer(const TensorParam& tensor, int h, int q) const {
+    return static_cast<Element*>(tensor.data) + batch() * tensor.stride_b + h * tensor.stride_h +
+           q_row(q) * tensor.stride_s;
+  }
+  template <class Element = unsigned short>
+  __device__ Element* kv_pointer(const TensorParam& tensor, int h, int kv) const {
+    return static_cast<Element*>(tensor.data) + batch() * tensor.stride_b + h * tensor.stride_h +
+           kv_row(kv) * tensor.stride_s;
+  }
+};
+
+/// Whether a tile may hold rows behind a sequence's last key that belong to something else, and so may be
+/// anything: zero times anything is not zero.
+template <class Problem>
+constexpr bool kForeignKeys = Problem::kKvLengths || Problem::kVarlen;
+
+__device__ __forceinline__ Position position(int at) { return {at, static_cast<float>(at), 0.0f}; }
+/// `offset` is known when the kernel is compiled, and so is its float.
+__device__ __forceinline__ Position operator+(Position position, int offset) {
+  return {position.at + offset, position.base, position.offset + static_cast<float>(offset)};
+}
 
 /// The map's row of entries for one block row of batch b and head h.
 template <class Problem>
@@ -16,19 +75,13 @@ __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, i
 
 /// Whether the pair attends by block map and mask program.
 template <class Problem>
-__device__ __forceinline__ bool pair_attends(const Params& p, int b, int h, int q, int kv) {
+__device__ __forceinline__ bool pair_attends(const Params& p, const typename Problem::Head& head, int q,
+                                             int kv) {
   if constexpr (Problem::kBlockMap) {
-    if (!block_map_row<Problem>(p, b, h, q)[kv / Problem::kBlockKv]) return false;
+    if (!block_map_row<Problem>(p, head.b, head.h, q)[kv / Problem::kBlockKv]) return false;
   }
-  if constexpr (Problem::kHasMask) return Problem::mask(p, b, h, q, kv);
+  if constexpr (Problem::kHasMask) return Problem::mask(p, head, position(q), position(kv));
   return true;
-}
-
-/// Number of keys of batch entry b that are no padding.
-template <class Problem>
-__device__ __forceinline__ int kv_length(const Params& p, int b) {
-  if constexpr (Problem::kKvLengths) return min(max(p.kv_lengths[b], 0), p.seqlen_kv);
-  return p.seqlen_kv;
 }
 
 /// Whether dropout keeps the pair with these random bits.

@@ -14,11 +14,12 @@ struct RowStats {
 };
 
 /// Queries that attend to nothing and queries that do not exist get LSE = inf, so that P is zero.
-__device__ __forceinline__ RowStats row_stats(const Params& p, int b, int h, int q) {
-  if (q >= p.seqlen_q) return {infinity(), 0.0f};
-  const long long head = static_cast<long long>(b) * p.heads_q + h;
-  const float lse = p.lse[head * p.seqlen_q + q];
-  return {lse == -infinity() ? infinity() : lse, p.d[head * p.seqlen_q_padded + q]};
+template <class Problem>
+__device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Problem>& sequence, int h,
+                                              int q) {
+  if (q >= sequence.seqlen_q(p)) return {infinity(), 0.0f};
+  const float lse = p.lse[sequence.lse_row(p, h) + q];
+  return {lse == -infinity() ? infinity() : lse, p.d[sequence.stats_row(p, h) + q]};
 }
 
 /// What one pair contributes: P after dropout to dV, dS (with respect to Q K^T) to dQ and dK.
@@ -26,29 +27,36 @@ struct PairGradient {
   float p, ds;
 };
 
-/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with.
-template <class Problem>
-__device__ __forceinline__ PairGradient pair_gradient(const Params& p, int b, int h, int q, int kv, float dot,
-                                                      float dp, RowStats row, float dropout) {
-  const float before = scaled(p, dot);
-  float score = before, slope = p.softmax_scale;
-  if constexpr (Problem::kHasScore) {
-    score = Problem::score(p, before, b, h, q, kv);
-    slope *= Problem::score_grad(p, before, b, h, q, kv);
-  }
+/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with. One of the two kernels
+/// adds to the gradients of captured tensors.
+template <class Problem, bool kAddsCaptureGrads>
+__device__ __forceinline__ PairGradient pair_gradient(const Params& p, const typename Problem::Head& head,
+                                                      int q, int kv, float dot, float dp, RowStats row,
+                                                      float dropout) {
+  float score = scaled(p, dot);
+  if constexpr (Problem::kHasScore) score = Problem::score(p, head, dot, position(q), position(kv));
   const float prob = exp2f((score - row.lse) * kLog2E);
-  return {prob * dropout, prob * (dp * dropout - row.d) * slope};
+  float ds = prob * (dp * dropout - row.d);
+  if constexpr (kAddsCaptureGrads && Problem::kCaptureGrads > 0) {
+    if (ds != 0.0f) Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv));
+  }
+  // A slope may be anything where P is zero.
+  if constexpr (Problem::kScoreGrad)
+    ds = ds == 0.0f ? 0.0f : ds * Problem::score_grad(p, head, dot, position(q), position(kv));
+  return {prob * dropout, ds * p.softmax_scale};
 }
 
 /// Turns S into P after dropout and dP into dS.
 template <class Problem, class T, bool kRowsAreQueries>
 __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T::Scores& dp, const Params& p,
-                                              const Visible& tile, const Pairs& pairs, int b, int h) {
+                                              const Visible& tile, const Pairs& pairs,
+                                              const Sequence<Problem>& sequence,
+                                              const typename Problem::Head& head) {
   constexpr int kQueries = kRowsAreQueries ? T::kM : T::kN;
   RowStats stats[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
-    stats[i] = row_stats(p, b, h, tile.q.begin + (kRowsAreQueries ? T::row(i) : T::column(i)));
+    stats[i] = row_stats(p, sequence, head.h, tile.q.begin + (kRowsAreQueries ? T::row(i) : T::column(i)));
   }
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
@@ -60,8 +68,8 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
         const int kv = tile.kv.begin + (kRowsAreQueries ? T::column(j) : T::row(i));
         float dropout = 1.0f;
         if constexpr (Problem::kDropout) dropout = pairs.keeps(i * T::kN + j) ? p.keep_scale : 0.0f;
-        gradient = pair_gradient<Problem>(p, b, h, q, kv, s[i][j], dp[i][j], stats[kRowsAreQueries ? i : j],
-                                          dropout);
+        gradient = pair_gradient<Problem, kRowsAreQueries>(p, head, q, kv, s[i][j], dp[i][j],
+                                                           stats[kRowsAreQueries ? i : j], dropout);
       }
       s[i][j] = gradient.p;
       dp[i][j] = gradient.ds;
@@ -73,13 +81,14 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
 template <class Problem>
 __device__ void backward_dkdv(const Params& p) {
   using T = Tile<Problem, Problem::kBc, Problem::kBr>;
-  using Element = typename Problem::Element;
   const Work work = work_of_block(tiles_of(p.seqlen_kv, Problem::kBc), p.heads_kv);
-  const int b = work.b, group = p.heads_q / p.heads_kv;
+  const int group = p.heads_q / p.heads_kv;
   const int kv_first = work.tile * Problem::kBc;
-  const Range kv_range = {kv_first, min(kv_first + Problem::kBc, kv_length<Problem>(p, b))};
-  const auto k = matrix<Element>(p.k, b, work.h, kv_range.end);
-  const auto v = matrix<Element>(p.v, b, work.h, kv_range.end);
+  const Sequence<Problem> sequence(p, work.b);
+  if (Problem::kVarlen && kv_first >= sequence.seqlen_kv(p)) return;
+  const Range kv_range = tile_range(work.tile, Problem::kBc, sequence.kv_limit(p));
+  const auto k = kv_matrix(sequence, p.k, work.h, kv_range.end);
+  const auto v = kv_matrix(sequence, p.v, work.h, kv_range.end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDim> dk = {};
@@ -87,58 +96,61 @@ __device__ void backward_dkdv(const Params& p) {
   // A tile of padding alone attends to nothing: no head has work, and zeros are stored.
   const int head_end = kv_range.begin < kv_range.end ? (work.h + 1) * group : 0;
   for (int h = work.h * group; h < head_end; ++h) {
-    const auto q = matrix<Element>(p.q, b, h, p.seqlen_q);
-    const auto dout = matrix<Element>(p.dout, b, h, p.seqlen_q);
-    const Range bounds = Problem::q_bounds(p, b, h, kv_range);
+    const auto head = sequence.head(p, h);
+    const auto q = q_matrix(sequence, p.q, h, sequence.seqlen_q(p));
+    const auto dout = q_matrix(sequence, p.dout, h, sequence.seqlen_q(p));
+    const Range bounds = Problem::q_bounds(p, head, kv_range);
     for (int first = bounds.begin / Problem::kBr * Problem::kBr; first < bounds.end; first += Problem::kBr) {
-      const Range q_range = {first, min(first + Problem::kBr, p.seqlen_q)};
-      const Visible tile = visible<Problem>(p, b, h, q_range, kv_range);
+      const Range q_range = {first, min(first + Problem::kBr, sequence.seqlen_q(p))};
+      const Visible tile = visible<Problem>(p, head, q_range, kv_range);
       if (!tile.any) continue;
-      const Pairs pairs = pairs_of_thread<Problem, T, false>(p, tile, b, h);
+      const Pairs pairs = pairs_of_thread<Problem, T, false>(p, tile, head);
       typename T::Scores s, dp;
       multiply_transposed<T, Problem::kHeadDim>(s, shared, k, kv_first, q, first);
       multiply_transposed<T, Problem::kHeadDimV>(dp, shared, v, kv_first, dout, first);
-      gradient_tile<Problem, T, false>(s, dp, p, tile, pairs, b, h);
+      gradient_tile<Problem, T, false>(s, dp, p, tile, pairs, sequence, head);
       store_tile<T>(shared, s);
       multiply_add(dv, shared, dout, first);
       store_tile<T>(shared, dp);
       multiply_add(dk, shared, q, first);
     }
   }
-  store_result(dk, matrix<Element>(p.dk, b, work.h, p.seqlen_kv), kv_first);
-  store_result(dv, matrix<Element>(p.dv, b, work.h, p.seqlen_kv), kv_first);
+  store_result(dk, kv_matrix(sequence, p.dk, work.h, sequence.seqlen_kv(p)), kv_first);
+  store_result(dv, kv_matrix(sequence, p.dv, work.h, sequence.seqlen_kv(p)), kv_first);
 }
 
 /// Blocks: batch * heads_q * ceil(seqlen_q / Br). Rows of the tile are queries, columns are keys.
 template <class Problem>
 __device__ void backward_dq(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
-  using Element = typename Problem::Element;
   const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
-  const int b = work.b, h = work.h, kv_head = h / (p.heads_q / p.heads_kv);
-  const Range q_range = {work.tile * Problem::kBr, min((work.tile + 1) * Problem::kBr, p.seqlen_q)};
-  const int kv_end = kv_length<Problem>(p, b);
-  const auto q = matrix<Element>(p.q, b, h, q_range.end);
-  const auto dout = matrix<Element>(p.dout, b, h, q_range.end);
-  const auto k = matrix<Element>(p.k, b, kv_head, kv_end);
-  const auto v = matrix<Element>(p.v, b, kv_head, kv_end);
+  const int h = work.h, h_kv = h / (p.heads_q / p.heads_kv);
+  const Sequence<Problem> sequence(p, work.b);
+  const auto head = sequence.head(p, h);
+  const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
+  if (Problem::kVarlen && q_range.begin == q_range.end) return;
+  const int kv_end = sequence.kv_limit(p);
+  const auto q = q_matrix(sequence, p.q, h, q_range.end);
+  const auto dout = q_matrix(sequence, p.dout, h, q_range.end);
+  const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);
+  const auto v = kv_matrix(sequence, p.v, h_kv, kv_end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDim> dq = {};
-  const Range bounds = Problem::kv_bounds(p, b, h, q_range);
+  const Range bounds = Problem::kv_bounds(p, head, q_range);
   for (int kv = bounds.begin / Problem::kBc * Problem::kBc; kv < min(bounds.end, kv_end);
        kv += Problem::kBc) {
-    const Visible tile = visible<Problem>(p, b, h, q_range, {kv, min(kv + Problem::kBc, kv_end)});
+    const Visible tile = visible<Problem>(p, head, q_range, {kv, min(kv + Problem::kBc, kv_end)});
     if (!tile.any) continue;
-    const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, b, h);
+    const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, head);
     typename T::Scores s, dp;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, q_range.begin, k, kv);
     multiply_transposed<T, Problem::kHeadDimV>(dp, shared, dout, q_range.begin, v, kv);
-    gradient_tile<Problem, T, true>(s, dp, p, tile, pairs, b, h);
+    gradient_tile<Problem, T, true>(s, dp, p, tile, pairs, sequence, head);
     store_tile<T>(shared, dp);
     multiply_add(dq, shared, k, kv);
   }
-  store_result(dq, matrix<Element>(p.dq, b, h, q_range.end), q_range.begin);
+  store_result(dq, q_matrix(sequence, p.dq, h, q_range.end), q_range.begin);
 }
 
 }  // namespace flashjit::simt

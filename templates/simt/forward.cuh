@@ -2,6 +2,7 @@
 // V.
 #pragma once
 
+#include "flashjit/common/sink.cuh"
 #include "flashjit/simt/tile.cuh"
 
 namespace flashjit::simt {
@@ -27,7 +28,7 @@ __device__ __forceinline__ float sum_over_lanes(float x) {
 /// From Q K^T to scores; -inf where a pair does not attend.
 template <class Problem, class T>
 __device__ __forceinline__ void score_tile(typename T::Scores& s, const Params& p, const Visible& tile,
-                                           const Pairs& pairs, int b, int h) {
+                                           const Pairs& pairs, const typename Problem::Head& head) {
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
 #pragma unroll
@@ -36,7 +37,7 @@ __device__ __forceinline__ void score_tile(typename T::Scores& s, const Params& 
         s[i][j] = -infinity();
       } else if constexpr (Problem::kHasScore) {
         const int q = tile.q.begin + T::row(i), kv = tile.kv.begin + T::column(j);
-        s[i][j] = Problem::score(p, scaled(p, s[i][j]), b, h, q, kv);
+        s[i][j] = Problem::score(p, head, s[i][j], position(q), position(kv));
       } else {
         s[i][j] = scaled(p, s[i][j]);
       }
@@ -78,16 +79,17 @@ __device__ __forceinline__ void drop_tile(typename T::Scores& s, const Pairs& pa
 }
 
 /// Divides O by the row sums and writes LSE; rows that attend to nothing get O = 0 and LSE = -inf.
-template <class T, int kDim>
-__device__ __forceinline__ void finish_rows(RowState<T>& rows, Result<T, kDim>& out, float* lse, int first,
-                                            int end) {
+template <class Problem, class T, int kDim>
+__device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>& rows, Result<T, kDim>& out,
+                                            float* lse, int first, int end) {
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(rows.sum[i]);
     const bool nothing = rows.max[i] == -infinity();
-    scale_row(out, i, nothing ? 0.0f : 1.0f / sum);
+    const RowEnd row_end = end_of_row<Problem>(p, h, nothing ? -infinity() : rows.max[i] + logf(sum));
+    scale_row(out, i, nothing ? 0.0f : row_end.factor / sum);
     const int row = first + T::row(i);
-    if (lse && T::lane() == 0 && row < end) lse[row] = nothing ? -infinity() : rows.max[i] + logf(sum);
+    if (lse && T::lane() == 0 && row < end) lse[row] = row_end.lse;
   }
 }
 
@@ -95,14 +97,16 @@ __device__ __forceinline__ void finish_rows(RowState<T>& rows, Result<T, kDim>& 
 template <class Problem>
 __device__ void forward(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
-  using Element = typename Problem::Element;
   const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
-  const int b = work.b, h = work.h, kv_head = h / (p.heads_q / p.heads_kv);
-  const Range q_range = {work.tile * Problem::kBr, min((work.tile + 1) * Problem::kBr, p.seqlen_q)};
-  const int kv_end = kv_length<Problem>(p, b);
-  const auto q = matrix<Element>(p.q, b, h, q_range.end);
-  const auto k = matrix<Element>(p.k, b, kv_head, kv_end);
-  const auto v = matrix<Element>(p.v, b, kv_head, kv_end);
+  const int h = work.h, h_kv = h / (p.heads_q / p.heads_kv);
+  const Sequence<Problem> sequence(p, work.b);
+  const auto head = sequence.head(p, h);
+  const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
+  if (Problem::kVarlen && q_range.begin == q_range.end) return;
+  const int kv_end = sequence.kv_limit(p);
+  const auto q = q_matrix(sequence, p.q, h, q_range.end);
+  const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);
+  const auto v = kv_matrix(sequence, p.v, h_kv, kv_end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDimV> out = {};
@@ -113,24 +117,24 @@ __device__ void forward(const Params& p) {
     rows.sum[i] = 0.0f;
   }
 
-  const Range bounds = Problem::kv_bounds(p, b, h, q_range);
+  const Range bounds = Problem::kv_bounds(p, head, q_range);
   for (int kv = bounds.begin / Problem::kBc * Problem::kBc; kv < min(bounds.end, kv_end);
        kv += Problem::kBc) {
-    const Visible tile = visible<Problem>(p, b, h, q_range, {kv, min(kv + Problem::kBc, kv_end)});
+    const Visible tile = visible<Problem>(p, head, q_range, {kv, min(kv + Problem::kBc, kv_end)});
     if (!tile.any) continue;
-    const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, b, h);
+    const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, head);
     typename T::Scores s;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, q_range.begin, k, kv);
-    score_tile<Problem, T>(s, p, tile, pairs, b, h);
+    score_tile<Problem, T>(s, p, tile, pairs, head);
     softmax_tile(s, rows, out);
     if constexpr (Problem::kDropout) drop_tile<T>(s, pairs, p.keep_scale);
     store_tile<T>(shared, s);
     multiply_add(out, shared, v, kv);
   }
 
-  const long long lse_row = (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q;
-  finish_rows(rows, out, p.lse ? p.lse + lse_row : nullptr, q_range.begin, q_range.end);
-  store_result(out, matrix<Element>(p.o, b, h, q_range.end), q_range.begin);
+  finish_rows<Problem>(p, h, rows, out, p.lse ? p.lse + sequence.lse_row(p, h) : nullptr, q_range.begin,
+                       q_range.end);
+  store_result(out, q_matrix(sequence, p.o, h, q_range.end), q_range.begin);
 }
 
 }  // namespace flashjit::simt

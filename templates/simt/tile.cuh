@@ -5,6 +5,7 @@
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_class.cuh"
+#include "flashjit/common/tile_walk.cuh"
 #include "flashjit/simt/layout.cuh"
 
 namespace flashjit::simt {
@@ -62,10 +63,17 @@ struct Matrix {
   int end;
 };
 
-template <class Element>
-__device__ __forceinline__ Matrix<Element> matrix(const TensorParam& tensor, int b, int h, int end) {
-  return {static_cast<Element*>(tensor.data) + b * tensor.stride_b + h * tensor.stride_h, tensor.stride_s,
-          end};
+template <class Problem>
+__device__ __forceinline__ Matrix<typename Problem::Element> q_matrix(const Sequence<Problem>& sequence,
+                                                                      const TensorParam& tensor, int h,
+                                                                      int end) {
+  return {sequence.template q_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
+}
+template <class Problem>
+__device__ __forceinline__ Matrix<typename Problem::Element> kv_matrix(const Sequence<Problem>& sequence,
+                                                                       const TensorParam& tensor, int h,
+                                                                       int end) {
+  return {sequence.template kv_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
@@ -232,8 +240,9 @@ struct Visible {
 
 /// The ranges are the tile's parts inside the tensors and before the padding; neither is empty.
 template <class Problem>
-__device__ __forceinline__ Visible visible(const Params& p, int b, int h, Range q, Range kv) {
-  const TileClass kind = tile_class<Problem>(p, b, h, q, kv);
+__device__ __forceinline__ Visible visible(const Params& p, const typename Problem::Head& head, Range q,
+                                           Range kv) {
+  const TileClass kind = tile_class<Problem>(p, head, q, kv);
   const bool ragged = q.end - q.begin < Problem::kBr || kv.end - kv.begin < Problem::kBc;
   return {q, kv, kind != TileClass::empty, kind == TileClass::full && !ragged};
 }
@@ -245,8 +254,9 @@ __device__ __forceinline__ float scaled(const Params& p, float dot) {
 }
 
 template <class Problem>
-__device__ __forceinline__ bool attends(const Params& p, const Visible& tile, int b, int h, int q, int kv) {
-  return tile.whole || (q < tile.q.end && kv < tile.kv.end && pair_attends<Problem>(p, b, h, q, kv));
+__device__ __forceinline__ bool attends(const Params& p, const Visible& tile,
+                                        const typename Problem::Head& head, int q, int kv) {
+  return tile.whole || (q < tile.q.end && kv < tile.kv.end && pair_attends<Problem>(p, head, q, kv));
 }
 
 /// The pairs of a thread, a bit each.
@@ -260,7 +270,8 @@ struct Pairs {
 
 /// Pair i * kN + j is the tile's row(i) and column(j).
 template <class Problem, class T, bool kRowsAreQueries>
-__device__ __forceinline__ Pairs pairs_of_thread(const Params& p, const Visible& tile, int b, int h) {
+__device__ __forceinline__ Pairs pairs_of_thread(const Params& p, const Visible& tile,
+                                                 const typename Problem::Head& head) {
   static_assert(T::kM * T::kN <= 32, "a bit for each pair");
   if (tile.whole && !Problem::kDropout) return {~0u, ~0u};
   Pairs pairs = {0, 0};
@@ -270,9 +281,9 @@ __device__ __forceinline__ Pairs pairs_of_thread(const Params& p, const Visible&
     const int row = T::row(pair / T::kN), column = T::column(pair % T::kN);
     const int q = tile.q.begin + (kRowsAreQueries ? row : column);
     const int kv = tile.kv.begin + (kRowsAreQueries ? column : row);
-    if (!attends<Problem>(p, tile, b, h, q, kv)) continue;
+    if (!attends<Problem>(p, tile, head, q, kv)) continue;
     pairs.attending |= 1u << pair;
-    if (!Problem::kDropout || pair_kept(p, b, h, q, kv)) pairs.kept |= 1u << pair;
+    if (!Problem::kDropout || pair_kept(p, head.b, head.h, q, kv)) pairs.kept |= 1u << pair;
   }
   return pairs;
 }

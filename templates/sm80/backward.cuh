@@ -3,9 +3,9 @@
 // registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
 #pragma once
 
-#include "flashjit/auxiliary/dq_layout.cuh"
 #include "flashjit/common/philox.cuh"
 #include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/dq_layout.cuh"
 #include "flashjit/sm80/forward.cuh"
 
 namespace flashjit::sm80 {
@@ -65,23 +65,20 @@ __device__ void backward(const Params& p) {
   extern __shared__ __align__(128) char shared[];
   const unsigned base = shared_address(shared);
 
-  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-  const unsigned work = next_work<P>(p, shared);
-  const int place = static_cast<int>(work % kv_tiles);
-  const int kv_tile = kLastFirst<P> ? kv_tiles - 1 - place : place;
-  const int h_kv = static_cast<int>(work / kv_tiles % p.heads_kv);
-  const int b = static_cast<int>(work / kv_tiles / p.heads_kv);
-  const int kv_begin = kv_tile * P::kBc;
-  const int kv_limit = kv_length<P>(p, b);
-  const Range kv_range{kv_begin, min(kv_begin + P::kBc, p.seqlen_kv)};
+  const KvWork work = next_work<P>(p, shared);
+  const Sequence<P> sequence(p, work.b);
+  const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
+  const int kv_limit = sequence.kv_limit(p);
+  const Range kv_range = tile_range(kv_tile, P::kBc, kv_limit);
+  if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p)) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp / P::kDSplit, split = warp % P::kDSplit;
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
-  load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), row_pointer(p.k, b, h_kv, kv_begin),
+  load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), sequence.kv_pointer(p.k, h_kv, kv_begin),
                                            p.k.stride_s, kv_limit - kv_begin);
-  load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), row_pointer(p.v, b, h_kv, kv_begin),
+  load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), sequence.kv_pointer(p.v, h_kv, kv_begin),
                                             p.v.stride_s, kv_limit - kv_begin);
 
   const int group_size = p.heads_q / p.heads_kv;
@@ -93,21 +90,21 @@ __device__ void backward(const Params& p) {
   const auto load_next = [&](int slot) {
     StagedTile next{-1, 0, 0, 0};
     for (; next_head < end_head; ++next_head, next_index = 0) {
-      const QTiles<P> tiles(p, b, next_head, kv_tile, kv_range);
+      const auto head = sequence.head(p, next_head);
+      const QTiles<P> tiles(p, head, kv_tile, kv_range);
       if (next_index < tiles.count) {
-        next = tiles.at(p, b, next_head, next_index++, kv_tile, kv_range);
+        next = tiles.at(p, head, next_index++, kv_tile, kv_range, kv_limit);
         break;
       }
     }
     if (threadIdx.x == 0) staged[slot] = next;
     if (next.head >= 0) {
-      const int h = next.head, q = next.tile * P::kBr;
-      load_tile<P::kBr, P::kHeadDim, kThreads>(base + kLayout.q() + slot * kQBytes, row_pointer(p.q, b, h, q),
-                                               p.q.stride_s, p.seqlen_q - q);
+      const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
+      load_tile<P::kBr, P::kHeadDim, kThreads>(base + kLayout.q() + slot * kQBytes,
+                                               sequence.q_pointer(p.q, h, q), p.q.stride_s, valid);
       load_tile<P::kBr, P::kHeadDimV, kThreads>(base + kLayout.dout() + slot * kDoutBytes,
-                                                row_pointer(p.dout, b, h, q), p.dout.stride_s,
-                                                p.seqlen_q - q);
-      const long long row = (static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded + q;
+                                                sequence.q_pointer(p.dout, h, q), p.dout.stride_s, valid);
+      const long long row = sequence.stats_row(p, h) + q;
       static_assert(P::kBr / 2 <= kThreads, "one thread for each four rows of LSE and of D");
       if (threadIdx.x < P::kBr / 2) {
         const bool first = threadIdx.x < P::kBr / 4;
@@ -138,15 +135,20 @@ __device__ void backward(const Params& p) {
     const unsigned dout_tile = base + kLayout.dout() + slot * kDoutBytes;
     const float* lse = reinterpret_cast<const float*>(shared + kLayout.lse()) + slot * P::kBr;
     const float* row_d = reinterpret_cast<const float*>(shared + kLayout.d()) + slot * P::kBr;
-    const auto at_q = [&](int nt, int e) { return q_begin + nt * 8 + lane % 4 * 2 + e % 2; };
-    const auto at_kv = [&](int mt, int e) { return kv_begin + warp_row(mt) + lane / 4 + e / 2 * 8; };
+    const Position q_position = position(q_begin + lane % 4 * 2);
+    const Position kv_position = position(kv_begin + warp_row(0) + lane / 4);
+    const auto at_q = [&](int nt, int e) { return q_position + (nt * 8 + e % 2); };
+    const auto at_kv = [&](int mt, int e) { return kv_position + (mt * 16 + e / 2 * 8); };
+    [[maybe_unused]] const auto head = sequence.head(p, h);
 
     float s[kMt][kNt][4] = {};  // S^T, then P^T
     multiply_transposed<Element, P::kHeadDim, 2>(
         s, q_tile + matrix_offset<false>(kQPitch), [&](unsigned(&a)[4], int mt, int k) {
           load_matrix_x4(a, k_rows + (warp_row(mt) * kQPitch + k * 16) * 2);
         });
-    [[maybe_unused]] float slope[P::kHasScore ? kMt : 1][P::kHasScore ? kNt : 1][4];
+    // What the gradients want.
+    [[maybe_unused]] float slope[P::kScoreGrad ? kMt : 1][P::kScoreGrad ? kNt : 1][4];
+    [[maybe_unused]] float dots[P::kCaptureGrads > 0 ? kMt : 1][P::kCaptureGrads > 0 ? kNt : 1][4];
     if constexpr (P::kHasScore) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
@@ -154,9 +156,11 @@ __device__ void backward(const Params& p) {
         for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
-            const float scaled = __fmul_rn(s[mt][nt][e], p.softmax_scale);
-            slope[mt][nt][e] = P::score_grad(p, scaled, b, h, at_q(nt, e), at_kv(mt, e));
-            s[mt][nt][e] = P::score(p, scaled, b, h, at_q(nt, e), at_kv(mt, e));
+            const float dot = s[mt][nt][e];
+            if constexpr (P::kScoreGrad)
+              slope[mt][nt][e] = P::score_grad(p, head, dot, at_q(nt, e), at_kv(mt, e));
+            if constexpr (P::kCaptureGrads > 0) dots[mt][nt][e] = dot;
+            s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
           }
     }
     const bool unmasked = staged[slot].full != 0 && kv_begin + P::kBc <= kv_limit;
@@ -167,13 +171,13 @@ __device__ void backward(const Params& p) {
         for (int nt = 0; nt < kNt; ++nt) {
           bool block = true;
           if constexpr (P::kBlockMap) {
-            const int q = min(q_begin + nt * 8, p.seqlen_q - 1);
-            const int kv = min(kv_begin + warp_row(mt), p.seqlen_kv - 1);
-            block = block_map_row<P>(p, b, h, q)[kv / P::kBlockKv] != 0;
+            const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
+            const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
+            block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
           }
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (!block || at_kv(mt, e) >= kv_limit || !P::mask(p, b, h, at_q(nt, e), at_kv(mt, e)))
+            if (!block || at_kv(mt, e).at >= kv_limit || !P::mask(p, head, at_q(nt, e), at_kv(mt, e)))
               s[mt][nt][e] = -infinity();
         }
     }
@@ -196,7 +200,7 @@ __device__ void backward(const Params& p) {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
-                                                 b * p.heads_q + h, at_q(nt, e), at_kv(mt, e));
+                                                 sequence.b * p.heads_q + h, at_q(nt, e).at, at_kv(mt, e).at);
 #pragma unroll
             for (int w = 0; w < 4; ++w)
               if (!keeps(p, random.word[w])) {
@@ -236,7 +240,12 @@ __device__ void backward(const Params& p) {
           float grad = dp[mt][nt][e];
           if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
           grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
-          if constexpr (P::kHasScore) grad *= slope[mt][nt][e];
+          if constexpr (P::kCaptureGrads > 0) {
+            if ((P::kDSplit == 1 || split == 0) && grad != 0.0f)
+              P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e));
+          }
+          // A slope may be anything where P is zero.
+          if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
           dp[mt][nt][e] = grad;
         }
         if (P::kDSplit == 1 || split == 0)
@@ -273,29 +282,27 @@ __device__ void backward(const Params& p) {
     }
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
-      turn = p.tickets + 1 + (static_cast<long long>(b) * p.heads_q + h) * q_tiles + q_begin / P::kBr;
+      turn = p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + h) * q_tiles<P>(p) +
+             q_begin / P::kBr;
       if (threadIdx.x == 0) {
         while (*static_cast<volatile int*>(turn) != mine) __nanosleep(64);
         __threadfence();
       }
       __syncthreads();
     }
-    float* accumulator =
-        p.dq_accum +
-        ((static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q_padded + q_begin) * (kDUnits * 16);
+    float* accumulator = p.dq_accum + (sequence.stats_row(p, h) + q_begin) * (kDUnits * 16);
 #pragma unroll
     for (int mt = 0; mt < kDqMt; ++mt)
 #pragma unroll
       for (int unit = 0; unit < kDqUnits; ++unit) {
         if (kGuardDq && dq_unit + unit >= kDUnits) break;
-        // Unit by unit a lane's four values of a row stand together: auxiliary/dq_layout.cuh.
+        // Unit by unit a lane's four values of a row stand together: dq_layout.cuh.
         float* at = accumulator + (dq_row + mt * 16 + lane / 4) * (kDUnits * 16) + (dq_unit + unit) * 16 +
                     lane % 4 * 4;
         const float(&left)[4] = dq[mt][2 * unit];
         const float(&right)[4] = dq[mt][2 * unit + 1];
-        auxiliary::add_to_dq(at, left[0], left[1], right[0], right[1]);
-        auxiliary::add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+        add_to_dq(at, left[0], left[1], right[0], right[1]);
+        add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
       }
     if constexpr (P::kDeterministic) {
       __threadfence();
@@ -329,10 +336,10 @@ __device__ void backward(const Params& p) {
     }
   }
   __syncthreads();
-  const int valid = p.seqlen_kv - kv_begin;
-  store_tile<P::kBc, P::kHeadDim, kThreads>(row_pointer(p.dk, b, h_kv, kv_begin), p.dk.stride_s,
+  const int valid = sequence.seqlen_kv(p) - kv_begin;
+  store_tile<P::kBc, P::kHeadDim, kThreads>(sequence.kv_pointer(p.dk, h_kv, kv_begin), p.dk.stride_s,
                                             shared + kLayout.k(), valid, threadIdx.x);
-  store_tile<P::kBc, P::kHeadDimV, kThreads>(row_pointer(p.dv, b, h_kv, kv_begin), p.dv.stride_s,
+  store_tile<P::kBc, P::kHeadDimV, kThreads>(sequence.kv_pointer(p.dv, h_kv, kv_begin), p.dv.stride_s,
                                              shared + kLayout.v(), valid, threadIdx.x);
 }
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/common/philox.cuh"
+#include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/tile.cuh"
 
@@ -55,21 +56,23 @@ __device__ void forward(const Params& p) {
   const unsigned k_tiles = shared_address(shared) + kLayout.k();
   const unsigned v_tiles = shared_address(shared) + kLayout.v();
 
-  const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
+  const int tile_count = q_tiles<P>(p);
   const int tile_index =
-      q_tiles - 1 - static_cast<int>(blockIdx.x % q_tiles);  // the longest causal rows first
-  const int h = static_cast<int>(blockIdx.x / q_tiles % p.heads_q);
-  const int b = static_cast<int>(blockIdx.x / q_tiles / p.heads_q);
+      tile_count - 1 - static_cast<int>(blockIdx.x % tile_count);  // the longest causal rows first
+  const int h = static_cast<int>(blockIdx.x / tile_count % p.heads_q);
   const int h_kv = h / (p.heads_q / p.heads_kv);
+  const Sequence<P> sequence(p, static_cast<int>(blockIdx.x / tile_count / p.heads_q));
+  const int seqlen_q = sequence.seqlen_q(p), kv_limit = sequence.kv_limit(p);
   const int q_begin = tile_index * P::kBr;
-  const Range q_range{q_begin, min(q_begin + P::kBr, p.seqlen_q)};
-  const int kv_limit = kv_length<P>(p, b);
-  const KvTiles<P> tiles(p, b, h, tile_index, q_range, kv_limit);
+  const Range q_range = tile_range(tile_index, P::kBr, seqlen_q);
+  if (P::kVarlen && q_range.begin == q_range.end) return;
+  const auto head = sequence.head(p, h);
+  const KvTiles<P> tiles(p, head, tile_index, q_range, kv_limit);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
-  const unsigned short* k_head = row_pointer(p.k, b, h_kv, 0);
-  const unsigned short* v_head = row_pointer(p.v, b, h_kv, 0);
+  const unsigned short* k_head = sequence.kv_pointer(p.k, h_kv, 0);
+  const unsigned short* v_head = sequence.kv_pointer(p.v, h_kv, 0);
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
@@ -83,8 +86,8 @@ __device__ void forward(const Params& p) {
                                               p.v.stride_s, kv_limit - kv);
   };
 
-  load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, row_pointer(p.q, b, h, q_begin), p.q.stride_s,
-                                           p.seqlen_q - q_begin);
+  load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
+                                           seqlen_q - q_begin);
   // With one stage, V(i) travels under Q K(i)^T and K(i+1) under P V(i); with more, whole tiles run ahead.
   load_k(0);
   if constexpr (P::kStages > 1) load_v(0);
@@ -151,6 +154,10 @@ __device__ void forward(const Params& p) {
     }
 
     const int kv_begin = tiles.tile(i) * P::kBc;
+    const Position q_position = position(q_begin + warp_row(0) + lane / 4);
+    const Position kv_position = position(kv_begin + lane % 4 * 2);
+    const auto at_q = [&](int mt, int e) { return q_position + (mt * 16 * P::kWarps + e / 2 * 8); };
+    const auto at_kv = [&](int nt, int e) { return kv_position + (nt * 8 + e % 2); };
     if constexpr (P::kHasScore) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
@@ -158,11 +165,9 @@ __device__ void forward(const Params& p) {
         for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            s[mt][nt][e] = P::score(p, __fmul_rn(s[mt][nt][e], p.softmax_scale), b, h,
-                                    q_begin + warp_row(mt) + lane / 4 + e / 2 * 8,
-                                    kv_begin + nt * 8 + lane % 4 * 2 + e % 2);
+            s[mt][nt][e] = P::score(p, head, s[mt][nt][e], at_q(mt, e), at_kv(nt, e));
     }
-    const bool unmasked = tiles.full(p, b, h, q_range, i) && kv_begin + P::kBc <= kv_limit;
+    const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, i);
     if (!unmasked) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
@@ -171,16 +176,14 @@ __device__ void forward(const Params& p) {
           // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
           bool block = true;
           if constexpr (P::kBlockMap) {
-            const int q = min(q_begin + warp_row(mt), p.seqlen_q - 1);
-            const int kv = min(kv_begin + nt * 8, p.seqlen_kv - 1);
-            block = block_map_row<P>(p, b, h, q)[kv / P::kBlockKv] != 0;
+            const int q = min(q_begin + warp_row(mt), seqlen_q - 1);
+            const int kv = min(kv_begin + nt * 8, kv_limit - 1);
+            block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
           }
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const int q = q_begin + warp_row(mt) + lane / 4 + e / 2 * 8;
-            const int kv = kv_begin + nt * 8 + lane % 4 * 2 + e % 2;
-            if (!block || kv >= kv_limit || !P::mask(p, b, h, q, kv)) s[mt][nt][e] = -infinity();
-          }
+          for (int e = 0; e < 4; ++e)
+            if (!block || at_kv(nt, e).at >= kv_limit || !P::mask(p, head, at_q(mt, e), at_kv(nt, e)))
+              s[mt][nt][e] = -infinity();
         }
     }
 
@@ -229,9 +232,8 @@ __device__ void forward(const Params& p) {
         for (int nt = 0; nt < kNt; nt += 2)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
-            const Philox4 random =
-                dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, b * p.heads_q + h,
-                              q_begin + warp_row(mt) + lane / 4, kv_begin + nt * 8 + lane % 4 * 2 + e);
+            const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
+                                                 sequence.b * p.heads_q + h, at_q(mt, 0).at, at_kv(nt, e).at);
             if (!keeps(p, random.word[0])) s[mt][nt][e] = 0.0f;
             if (!keeps(p, random.word[1])) s[mt][nt + 1][e] = 0.0f;
             if (!keeps(p, random.word[2])) s[mt][nt][e + 2] = 0.0f;
@@ -276,9 +278,9 @@ __device__ void forward(const Params& p) {
       const float shift = __fmul_rn(row_max[mt][half], scale_log2);
       const float rest = fmaf(row_max[mt][half], scale_log2, -shift);
       const float lse = sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
-      if (p.lse != nullptr && lane % 4 == 0 && q < p.seqlen_q)
-        p.lse[(static_cast<long long>(b) * p.heads_q + h) * p.seqlen_q + q] = lse;
-      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum : 0.0f;
+      const RowEnd end = end_of_row<P>(p, h, lse);
+      if (p.lse != nullptr && lane % 4 == 0 && q < seqlen_q) p.lse[sequence.lse_row(p, h) + q] = end.lse;
+      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
     }
 #pragma unroll
     for (int ot = 0; ot < kOt; ++ot)
@@ -286,9 +288,8 @@ __device__ void forward(const Params& p) {
                                                    scale[1]);
     __syncwarp();
     const int row = warp_row(mt);
-    store_tile<16, P::kHeadDimV, 32>(row_pointer(p.o, b, h, q_begin + row), p.o.stride_s,
-                                     o_tile + row * pitch(P::kHeadDimV) * 2, p.seqlen_q - q_begin - row,
-                                     lane);
+    store_tile<16, P::kHeadDimV, 32>(sequence.q_pointer(p.o, h, q_begin + row), p.o.stride_s,
+                                     o_tile + row * pitch(P::kHeadDimV) * 2, seqlen_q - q_begin - row, lane);
   }
 }
 

@@ -1,11 +1,11 @@
 // Backward pass for Hopper: one thread block a KV tile, one warp group loads Q tiles through the TMA unit,
 // two compute with wgmma, each 64 rows of the KV tile. S and dP are computed transposed, so that P^T and dS^T
 // feed dV and dK from registers; dS goes through shared memory for dQ, which is added up in fp32 in global
-// memory.
+// memory by the TMA unit.
 #pragma once
 
-#include "flashjit/auxiliary/dq_layout.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm90/dq_fragments.cuh"
 #include "flashjit/sm90/fragment.cuh"
 
 namespace flashjit::sm90 {
@@ -23,17 +23,20 @@ struct BackwardTile {
   // dQ is 64 rows a warp group where there are 128, else half of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
   static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
+  static constexpr int kDqFloats = kDqRows * kDqColumns;  // of a warp group
   struct Place {
-    int b, h_kv, kv_tile;
-    int kv_length;  ///< keys of this batch entry
+    Sequence<P> sequence;
+    int h_kv, kv_tile;
+    int kv_limit;  ///< keys of the sequence that are no padding
   };
+  static_assert(sizeof(Place) == kPlaceBytes);
   static_assert(P::kBc == kGroups * 64 && (P::kBr == 64 || P::kBr == 128), "two warp groups of 64 rows");
 
-  unsigned base;  ///< of shared memory, shared
-  int kv_begin;
+  unsigned base;       ///< of shared memory
   const Place* place;  ///< in shared memory, since registers are short and it is seldom read
 
-  __device__ int kv_limit(const Params& p) const { return P::kKvLengths ? place->kv_length : p.seqlen_kv; }
+  __device__ int kv_begin() const { return place->kv_tile * P::kBc; }
+  __device__ int kv_limit(const Params& p) const { return kForeignKeys<P> ? place->kv_limit : p.seqlen_kv; }
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
@@ -53,32 +56,35 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
                                         char* shared) {
   using Tile = BackwardTile<P>;
   const auto place = *tile.place;
-  const Range kv{tile.kv_begin, min(tile.kv_begin + P::kBc, p.seqlen_kv)};
+  const Sequence<P>& sequence = place.sequence;
+  const int kv_limit = tile.kv_limit(p), kv_row = sequence.kv_row(tile.kv_begin()), batch = sequence.batch();
+  const Range kv = tile_range(place.kv_tile, P::kBc, kv_limit);
   StagedTile* staged = reinterpret_cast<StagedTile*>(shared + Tile::kLayout.staged());
   barrier_expect(tile.kv_full(), Tile::kLayout.q());
-  load_tile<P::kBc, P::kHeadDim>(tile.k(), maps.k, tile.kv_full(), tile.kv_begin, place.h_kv, place.b);
-  load_tile<P::kBc, P::kHeadDimV>(tile.v(), maps.v, tile.kv_full(), tile.kv_begin, place.h_kv, place.b);
+  load_tile<P::kBc, P::kHeadDim>(tile.k(), maps.k, tile.kv_full(), kv_row, place.h_kv, batch);
+  load_tile<P::kBc, P::kHeadDimV>(tile.v(), maps.v, tile.kv_full(), kv_row, place.h_kv, batch);
   const int group_size = p.heads_q / p.heads_kv;
   int slot = 0, phase = 1;
   const auto next_slot = [&] {
     if (++slot == P::kStages) slot = 0, phase ^= 1;
   };
-  const int end_head = tile.kv_begin < tile.kv_limit(p) ? (place.h_kv + 1) * group_size : 0;
+  const int end_head = tile.kv_begin() < kv_limit ? (place.h_kv + 1) * group_size : 0;
   for (int h = place.h_kv * group_size; h < end_head; ++h) {
-    const QTiles<P> tiles(p, place.b, h, place.kv_tile, kv);
+    const auto head = sequence.head(p, h);
+    const QTiles<P> tiles(p, head, place.kv_tile, kv);
     for (int i = 0; i < tiles.count; ++i) {
-      const StagedTile next = tiles.at(p, place.b, h, i, place.kv_tile, kv);
-      const int q_begin = next.tile * P::kBr;
-      const long long row = (static_cast<long long>(place.b) * p.heads_q + h) * p.seqlen_q_padded + q_begin;
+      const StagedTile next = tiles.at(p, head, i, place.kv_tile, kv, kv_limit);
+      const int q_begin = next.tile * P::kBr, q_row = sequence.q_row(q_begin);
+      const long long row = sequence.stats_row(p, h) + q_begin;
       barrier_wait(tile.q_empty(slot), phase);
       staged[slot] = next;
       barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
-      load_tile<P::kBr, P::kHeadDim>(tile.q(slot), maps.q, tile.q_full(slot), q_begin, h, place.b);
+      load_tile<P::kBr, P::kHeadDim>(tile.q(slot), maps.q, tile.q_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_padded + row, P::kBr * 4,
                 tile.q_full(slot));
       barrier_wait(tile.dout_empty(slot), phase);
       barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
-      load_tile<P::kBr, P::kHeadDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_begin, h, place.b);
+      load_tile<P::kBr, P::kHeadDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
                 tile.dout_full(slot));
       next_slot();
@@ -88,6 +94,11 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
   staged[slot].head = -1;
   barrier_arrive(tile.q_full(slot));
 }
+
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
 
 /// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO.
 template <class P, int kColumns, int kCount>
@@ -120,10 +131,10 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
 
   float dk[Tile::kDim / 2] = {}, dv[Tile::kDimV / 2] = {};
   barrier_wait(tile.kv_full(), 0);
-  if (P::kKvLengths && tile.kv_begin + P::kBc > tile.kv_limit(p)) {
+  if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p)) {
     // What stands behind the last key may be anything, and zero times anything is not zero.
-    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), max(tile.kv_limit(p) - tile.kv_begin, 0));
-    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), max(tile.kv_limit(p) - tile.kv_begin, 0));
+    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), max(tile.kv_limit(p) - tile.kv_begin(), 0));
+    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), max(tile.kv_limit(p) - tile.kv_begin(), 0));
     publish_to_async_proxy();
     named_barrier_sync(2 + group, 128);
   }
@@ -131,76 +142,104 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   for (unsigned i = 0;; ++i) {
     const int slot = i % P::kStages, phase = i / P::kStages & 1, buffer = i % 2;
     barrier_wait(tile.q_full(slot), phase);
-    const StagedTile now = staged[slot];
+    const StagedTile& now = staged[slot];  // read again where needed: registers are short
     if (now.head < 0) break;
     const int h = now.head, q_begin = now.tile * P::kBr;
     const float* lse = reinterpret_cast<const float*>(shared + Tile::kLayout.lse()) + slot * P::kBr;
     const float* row_d = reinterpret_cast<const float*>(shared + Tile::kLayout.d()) + slot * P::kBr;
-    const auto at_q = [&](int n) { return q_begin + n / 4 * 8 + lane % 4 * 2 + n % 2; };
-    const auto at_kv = [&](int n) { return tile.kv_begin + kv_row + n / 2 % 2 * 8; };
+    const Position q_position = position(q_begin + lane % 4 * 2);
+    const Position kv_position = position(tile.kv_begin() + kv_row);
+    const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
+    const auto at_kv = [&](int n) { return kv_position + n / 2 % 2 * 8; };
+    const Sequence<P>& sequence = tile.place->sequence;
+    [[maybe_unused]] const auto head = sequence.head(p, h);
+    if constexpr (P::kVarlen) {
+      if (const int valid = sequence.seqlen_q(p) - q_begin; valid < P::kBr) {
+        // The rows behind belong to the next sequence.
+        barrier_wait(tile.dout_full(slot), phase);
+        clear_rows<P::kBr, P::kHeadDim>(shared + (tile.q(slot) - tile.base), valid);
+        clear_rows<P::kBr, P::kHeadDimV>(shared + (tile.dout(slot) - tile.base), valid);
+        publish_to_async_proxy();
+        named_barrier_sync(2 + group, 128);
+      }
+    }
 
     float s[kS], dp[kS];
     start_transposed<P, P::kHeadDim>(s, tile.k() + group * 64 * kRowBytes, tile.q(slot));
     [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
     // Before dP takes its registers.
     if constexpr (P::kDropout)
-      dropped_values<kS, true>(dropped, p, tile.place->b * p.heads_q + h, at_kv(0), at_q(0));
+      dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
+    const bool partial = !now.full || tile.kv_begin() + P::kBc > tile.kv_limit(p);
     barrier_wait(tile.dout_full(slot), phase);
     start_transposed<P, P::kHeadDimV>(dp, tile.v() + group * 64 * kRowBytes, tile.dout(slot));
     multiply_wait<1>();
     pin(s);
-    [[maybe_unused]] float slope[P::kHasScore ? kS : 1];
-    if constexpr (P::kHasScore) {
-#pragma unroll
-      for (int n = 0; n < kS; ++n) {
-        const float scaled = __fmul_rn(s[n], p.softmax_scale);
-        slope[n] = P::score_grad(p, scaled, tile.place->b, h, at_q(n), at_kv(n));
-        s[n] = P::score(p, scaled, tile.place->b, h, at_q(n), at_kv(n));
-      }
-    }
-    if (!now.full || tile.kv_begin + P::kBc > tile.kv_limit(p)) {
-      // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and
-      // a warp's sixteen keys lie in one.
-      unsigned blocks = ~0u;
-      if constexpr (P::kBlockMap) {
-        const unsigned char* column = block_map_row<P>(p, tile.place->b, h, 0) +
-                                      min(tile.kv_begin + kv_row - lane / 4, p.seqlen_kv - 1) / P::kBlockKv;
+
+    // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
+    // warp's sixteen keys lie in one.
+    [[maybe_unused]] unsigned blocks = ~0u;
+    if constexpr (P::kBlockMap) {
+      if (partial) {
+        const unsigned char* column =
+            block_map_row<P>(p, sequence.b, h, 0) +
+            min(tile.kv_begin() + kv_row - lane / 4, tile.kv_limit(p) - 1) / P::kBlockKv;
         // Lane i asks for the i-th eight queries.
-        const int q = min(q_begin + lane % (kS / 4) * 8, p.seqlen_q - 1);
+        const int q = min(q_begin + lane % (kS / 4) * 8, sequence.seqlen_q(p) - 1);
         blocks =
             __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
       }
+    }
+    // P is never negative: unless a slope comes to it, its sign says that dropout drops the pair.
+    constexpr bool kSignDrops = P::kDropout && !P::kScoreGrad;
+    const auto drops = [&](int n) {
+      if constexpr (kSignDrops) return signbit(s[n]) != 0;
+      return P::kDropout && (dropped[n / 32] >> (n % 32) & 1u) != 0;
+    };
+    // S becomes P, eight queries at a time, and P times the slope of the score program.
+    unsigned probability[kSteps][4];
+    const auto exponentials = [&](auto masked) {
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
-        const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
+        const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 2 + lane % 4 * 2);
+        [[maybe_unused]] float slope[4];
+        if constexpr (P::kHasScore) {
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          if (!block || at_kv(n + e) >= tile.kv_limit(p) ||
-              !P::mask(p, tile.place->b, h, at_q(n + e), at_kv(n + e)))
-            s[n + e] = -infinity();
+          for (int e = 0; e < 4; ++e) {
+            const float dot = s[n + e];
+            if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
+            s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
+          }
+        }
+        if constexpr (masked.value) {
+          const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            if (!block || at_kv(n + e).at >= tile.kv_limit(p) || !P::mask(p, head, at_q(n + e), at_kv(n + e)))
+              s[n + e] = -infinity();
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          s[n + e] = exp2_approx((natural(s[n + e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
+          if constexpr (kSignDrops)
+            if (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) s[n + e] = -s[n + e];
+        }
+#pragma unroll
+        for (int e = 0; e < 4; e += 2)
+          probability[n / 8][n % 8 / 2 + e / 2] =
+              pack<Element>(drops(n + e) ? 0.0f : s[n + e], drops(n + e + 1) ? 0.0f : s[n + e + 1]);
+        // A slope may be anything where P is zero.
+        if constexpr (P::kScoreGrad) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) s[n + e] = s[n + e] == 0.0f ? 0.0f : s[n + e] * slope[e];
+        }
       }
-    }
-#pragma unroll
-    for (int n = 0; n < kS; n += 4) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 2 + lane % 4 * 2);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[n + e] = exp2_approx((natural(s[n + e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
-    }
-    // P is never negative: its sign says that dropout drops the pair.
-    if constexpr (P::kDropout) {
-#pragma unroll
-      for (int n = 0; n < kS; ++n)
-        if (dropped[n / 32] >> (n % 32) & 1u) s[n] = -s[n];
-    }
-    unsigned probability[kSteps][4];
-    as_left_operand<Element>(probability, s);
-    if constexpr (P::kDropout) {
-#pragma unroll
-      for (auto& step : probability)
-#pragma unroll
-        for (unsigned& pair : step) pair = without_negatives(pair);
-    }
+    };
+    // Two copies, since a branch inside costs what it saves.
+    if (partial)
+      exponentials(Flag<true>{});
+    else
+      exponentials(Flag<false>{});
     multiply_wait<0>();
     pin(dp);
 
@@ -217,9 +256,8 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
       const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if constexpr (P::kDropout) dp[n + e] = signbit(s[n + e]) ? 0.0f : dp[n + e] * p.keep_scale;
-        dp[n + e] = fabsf(s[n + e]) * (dp[n + e] - (e % 2 ? d.y : d.x));
-        if constexpr (P::kHasScore) dp[n + e] *= slope[n + e];
+        if constexpr (P::kDropout) dp[n + e] = drops(n + e) ? 0.0f : dp[n + e] * p.keep_scale;
+        dp[n + e] = (kSignDrops ? fabsf(s[n + e]) : s[n + e]) * (dp[n + e] - (e % 2 ? d.y : d.x));
       }
     }
     unsigned gradient[kSteps][4];
@@ -234,6 +272,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
         *reinterpret_cast<unsigned*>(ds + chunk_offset<P::kBc>(kv_row + r % 2 * 8, step * 2 + r / 2) +
                                      lane % 4 * 4) = gradient[step][r];
     publish_to_async_proxy();
+    if (threadIdx.x % 128 == 0) added_lines_read();  // then dQ's place is free
     named_barrier_sync(1, kConsumerThreads);
 
     float dq[Tile::kDqColumns / 2];
@@ -262,64 +301,66 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     pin(dv);
     release(tile.dout_empty(slot));
 
-    const long long head_row = static_cast<long long>(tile.place->b) * p.heads_q + h;
-    [[maybe_unused]] int* turn = nullptr;
-    if constexpr (P::kDeterministic) {
-      turn = p.tickets + 1 + head_row * ((p.seqlen_q + P::kBr - 1) / P::kBr) + now.tile;
-      if (threadIdx.x % 128 == 0) {
-        while (*static_cast<volatile int*>(turn) != now.turn) __nanosleep(64);
+    float4* dq_tile = reinterpret_cast<float4*>(shared + Tile::kLayout.dq()) + group * Tile::kDqFloats / 4;
+#pragma unroll
+    for (int n = 0; n < Tile::kDqColumns / 2; n += 4)
+      dq_tile[n / 4 * 128 + threadIdx.x % 128] = {dq[n], dq[n + 1], dq[n + 2], dq[n + 3]};
+    publish_to_async_proxy();
+    named_barrier_sync(2 + group, 128);
+    constexpr int kColumns = dq_columns(P::kHeadDim);
+    const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
+    const int columns = min(kColumns - first_column, Tile::kDqColumns);
+    if (threadIdx.x % 128 == 0) {
+      [[maybe_unused]] int* turn = nullptr;
+      if constexpr (P::kDeterministic) {
+        turn = p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + now.head) * q_tiles<P>(p) +
+               now.tile;
+        while (*static_cast<volatile int*>(turn) != now.turn * Tile::kGroups + group) __nanosleep(64);
         __threadfence();
       }
-      named_barrier_sync(2 + group, 128);
-    }
-    constexpr int kUnits = (P::kHeadDim + 15) / 16;
-    const int first_unit = Tile::kSplitRows ? 0 : group * (Tile::kDqColumns / 16);
-    const int q_row = (Tile::kSplitRows ? group * 64 : 0) + warp * 16 + lane / 4;
-    float* accumulator =
-        p.dq_accum + (head_row * p.seqlen_q_padded + q_begin + q_row) * (kUnits * 16) + lane % 4 * 4;
-#pragma unroll
-    for (int unit = 0; unit < Tile::kDqColumns / 16; ++unit) {
-      if (kUnits * 16 != Tile::kDim && first_unit + unit >= kUnits) break;
-      float* at = accumulator + (first_unit + unit) * 16;
-      const float* c = dq + unit * 8;
-      auxiliary::add_to_dq(at, c[0], c[1], c[4], c[5]);
-      auxiliary::add_to_dq(at + 8 * kUnits * 16, c[2], c[3], c[6], c[7]);
-    }
-    if constexpr (P::kDeterministic) {
-      __threadfence();
-      named_barrier_sync(1, kConsumerThreads);
-      if (group == 0 && threadIdx.x % 128 == 0) atomicAdd(turn, 1);
+      if (columns > 0)
+        add_line(p.dq_accum +
+                     (sequence.stats_row(p, now.head) + now.tile * P::kBr +
+                      (Tile::kSplitRows ? group * kDqRows : 0)) *
+                         kColumns +
+                     first_column / 8 * kDqStep,
+                 tile.base + Tile::kLayout.dq() + group * Tile::kDqFloats * 4, columns / 8 * kDqStep * 4);
+      if constexpr (P::kDeterministic) {
+        added_lines_done();
+        __threadfence();
+        atomicAdd(turn, 1);
+      }
     }
     multiply_wait<0>();
     pin(dk);
     release(tile.q_empty(slot));
   }
 
+  if (threadIdx.x % 128 == 0) added_lines_done();
   named_barrier_sync(1, kConsumerThreads);  // K and V are read no more: dK and dV take their place
+  const auto& place = *tile.place;
   const int first = group * 64 + warp * 16;
   const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
-  store_rows<Element, P::kBc, P::kHeadDim>(
-      shared + Tile::kLayout.k(), first, dk, p.softmax_scale, p.softmax_scale,
-      row_pointer(p.dk, tile.place->b, tile.place->h_kv, 0), p.dk.stride_s, tile.kv_begin, p.seqlen_kv);
+  store_rows<Element, P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), first, dk, p.softmax_scale,
+                                           p.softmax_scale, place.sequence.kv_pointer(p.dk, place.h_kv, 0),
+                                           p.dk.stride_s, tile.kv_begin(), place.sequence.seqlen_kv(p));
   store_rows<Element, P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), first, dv, v_scale, v_scale,
-                                            row_pointer(p.dv, tile.place->b, tile.place->h_kv, 0),
-                                            p.dv.stride_s, tile.kv_begin, p.seqlen_kv);
+                                            place.sequence.kv_pointer(p.dv, place.h_kv, 0), p.dv.stride_s,
+                                            tile.kv_begin(), place.sequence.seqlen_kv(p));
 }
 
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
   extern __shared__ __align__(kAlignment) char shared[];
-  const unsigned work = next_work<P>(p, shared);
-  const int kv_tiles = (p.seqlen_kv + P::kBc - 1) / P::kBc;
-  const int step = static_cast<int>(work % kv_tiles);
-  const int kv_tile = kLastFirst<P> ? kv_tiles - 1 - step : step;
-  const int b = static_cast<int>(work / kv_tiles / p.heads_kv);
+  const KvWork work = next_work<P>(p, shared);
+  const Sequence<P> sequence(p, work.b);
   auto* place = reinterpret_cast<typename Tile::Place*>(shared + Tile::kLayout.place());
-  const Tile tile{shared_address(shared), kv_tile * P::kBc, place};
+  const Tile tile{shared_address(shared), place};
+  if (P::kVarlen && work.kv_tile * P::kBc >= sequence.seqlen_kv(p)) return;
 
   if (threadIdx.x == 0) {
-    *place = {b, static_cast<int>(work / kv_tiles % p.heads_kv), kv_tile, kv_length<P>(p, b)};
+    *place = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
     barrier_init(tile.kv_full(), 1);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);

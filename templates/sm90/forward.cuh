@@ -4,6 +4,7 @@
 // sections 3.1 and 3.2).
 #pragma once
 
+#include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/fragment.cuh"
 
@@ -21,7 +22,8 @@ struct ForwardTile {
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
 
   unsigned base;  ///< of shared memory, aligned
-  int b, h, h_kv, q_begin;
+  Sequence<P> sequence;
+  int h, q_begin;
   KvTiles<P> tiles;  ///< visited from the last to the first
 
   __device__ unsigned q() const { return base + kLayout.q(); }
@@ -37,24 +39,26 @@ struct ForwardTile {
 };
 
 template <class P>
-__device__ __forceinline__ void produce(const ForwardTile<P>& tile, const TensorMaps& maps) {
+__device__ __forceinline__ void produce(const Params& p, const ForwardTile<P>& tile, const TensorMaps& maps) {
   using Tile = ForwardTile<P>;
+  const int h_kv = tile.h / (p.heads_q / p.heads_kv), batch = tile.sequence.batch();
   const auto load_v = [&](int i) {
     const int slot = i % P::kStages;
     barrier_wait(tile.v_empty(slot), (i / P::kStages & 1) ^ 1);
     barrier_expect(tile.v_full(slot), Tile::kVBytes);
-    load_tile<P::kBc, P::kHeadDimV>(tile.v(slot), maps.v, tile.v_full(slot), tile.kv_begin(i), tile.h_kv,
-                                    tile.b);
+    load_tile<P::kBc, P::kHeadDimV>(tile.v(slot), maps.v, tile.v_full(slot),
+                                    tile.sequence.kv_row(tile.kv_begin(i)), h_kv, batch);
   };
   if (tile.count() == 0) return;  // nobody would wait for Q
   barrier_expect(tile.q_full(), tile_bytes(P::kBr, P::kHeadDim));
-  load_tile<P::kBr, P::kHeadDim>(tile.q(), maps.q, tile.q_full(), tile.q_begin, tile.h, tile.b);
+  load_tile<P::kBr, P::kHeadDim>(tile.q(), maps.q, tile.q_full(), tile.sequence.q_row(tile.q_begin), tile.h,
+                                 batch);
   for (int i = 0; i < tile.count(); ++i) {
     const int slot = i % P::kStages;
     barrier_wait(tile.k_empty(slot), (i / P::kStages & 1) ^ 1);
     barrier_expect(tile.k_full(slot), Tile::kKBytes);
-    load_tile<P::kBc, P::kHeadDim>(tile.k(slot), maps.k, tile.k_full(slot), tile.kv_begin(i), tile.h_kv,
-                                   tile.b);
+    load_tile<P::kBc, P::kHeadDim>(tile.k(slot), maps.k, tile.k_full(slot),
+                                   tile.sequence.kv_row(tile.kv_begin(i)), h_kv, batch);
     if (i > 0) load_v(i - 1);
   }
   load_v(tile.count() - 1);
@@ -69,8 +73,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
   constexpr int kKSteps = (P::kHeadDim + 15) / 16, kPSteps = P::kBc / 16;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = tile.q_begin + group * 64 + warp * 16 + lane / 4;  // and row + 8
-  const int kv_limit = kv_length<P>(p, tile.b);
-  const Range q_range{tile.q_begin, min(tile.q_begin + P::kBr, p.seqlen_q)};
+  const int seqlen_q = tile.sequence.seqlen_q(p), kv_limit = tile.sequence.kv_limit(p);
+  const Range q_range{tile.q_begin, min(tile.q_begin + P::kBr, seqlen_q)};
+  [[maybe_unused]] const auto head = tile.sequence.head(p, tile.h);
+  [[maybe_unused]] const Position row_position = position(row);
   const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
 
   float o[kO] = {};
@@ -98,7 +104,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
   const auto wait_for_v = [&](int i) {
     const int slot = i % P::kStages, valid = kv_limit - tile.kv_begin(i);
     barrier_wait(tile.v_full(slot), i / P::kStages & 1);
-    if (P::kKvLengths && valid < P::kBc) {
+    if (kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(shared + (tile.v(slot) - shared_address(shared)), valid);
       publish_to_async_proxy();
       named_barrier_sync(1 + Tile::kGroups + group, 128);
@@ -122,27 +128,27 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
   // Scores to exponentials; returns what O and the sums so far are multiplied with.
   const auto softmax = [&](int i, float(&rescale)[2]) {
     const int kv_begin = tile.kv_begin(i);
+    [[maybe_unused]] const Position column_position = position(kv_begin + lane % 4 * 2);
+    [[maybe_unused]] const auto at_kv = [&](int n) { return column_position + (n / 4 * 8 + n % 2); };
     if constexpr (P::kHasScore) {
 #pragma unroll
-      for (int n = 0; n < kS; ++n)
-        s[n] = P::score(p, __fmul_rn(s[n], p.softmax_scale), tile.b, tile.h, row + n / 2 % 2 * 8,
-                        kv_begin + n / 4 * 8 + lane % 4 * 2 + n % 2);
+      for (int n = 0; n < kS; ++n) s[n] = P::score(p, head, s[n], row_position + n / 2 % 2 * 8, at_kv(n));
     }
     const bool full =
-        kv_begin + P::kBc <= kv_limit && tile.tiles.full(p, tile.b, tile.h, q_range, tile.count() - 1 - i);
+        kv_begin + P::kBc <= kv_limit && tile.tiles.full(p, head, q_range, tile.count() - 1 - i);
     if (!full) {
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
         // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
         bool block = true;
         if constexpr (P::kBlockMap) {
-          const int q = min(row - lane / 4, p.seqlen_q - 1), kv = min(kv_begin + n * 2, p.seqlen_kv - 1);
-          block = block_map_row<P>(p, tile.b, tile.h, q)[kv / P::kBlockKv] != 0;
+          const int q = min(row - lane / 4, seqlen_q - 1), kv = min(kv_begin + n * 2, kv_limit - 1);
+          block = block_map_row<P>(p, tile.sequence.b, tile.h, q)[kv / P::kBlockKv] != 0;
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const int kv = kv_begin + n * 2 + lane % 4 * 2 + e % 2;
-          if (!block || kv >= kv_limit || !P::mask(p, tile.b, tile.h, row + e / 2 * 8, kv))
+          const Position kv = at_kv(n + e);
+          if (!block || kv.at >= kv_limit || !P::mask(p, head, row_position + e / 2 * 8, kv))
             s[n + e] = -infinity();
         }
       }
@@ -170,7 +176,8 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
     }
     if constexpr (P::kDropout) {
       unsigned dropped[(kS + 31) / 32];
-      dropped_values<kS, false>(dropped, p, tile.b * p.heads_q + tile.h, row, kv_begin + lane % 4 * 2);
+      dropped_values<kS, false>(dropped, p, tile.sequence.b * p.heads_q + tile.h, row,
+                                kv_begin + lane % 4 * 2);
 #pragma unroll
       for (int n = 0; n < kS; ++n)
         if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;
@@ -235,18 +242,18 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardTile<P>& t
     const float highest = P::kHasScore ? row_max[half] : __fmul_rn(row_max[half], p.softmax_scale);
     const float rest = fmaf(row_max[half], scale_log2, -__fmul_rn(row_max[half], scale_log2));
     const float lse = sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
+    const RowEnd end = end_of_row<P>(p, tile.h, lse);
     const int q = row + half * 8;
-    if (p.lse != nullptr && lane % 4 == 0 && q < p.seqlen_q)
-      p.lse[(static_cast<long long>(tile.b) * p.heads_q + tile.h) * p.seqlen_q + q] = lse;
-    scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum : 0.0f;
+    if (p.lse != nullptr && lane % 4 == 0 && q < seqlen_q)
+      p.lse[tile.sequence.lse_row(p, tile.h) + q] = end.lse;
+    scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
   }
   // O takes the place of the rows of Q that only this warp group has read.
   named_barrier_sync(1 + Tile::kGroups + group, 128);
   const int first_row = group * 64 + warp * 16;
-  store_rows<Element, P::kBr, P::kHeadDimV>(
-      shared + (tile.q() - shared_address(shared)), first_row, o, scale[0], scale[1],
-      static_cast<unsigned short*>(p.o.data) + tile.b * p.o.stride_b + tile.h * p.o.stride_h, p.o.stride_s,
-      tile.q_begin, p.seqlen_q);
+  store_rows<Element, P::kBr, P::kHeadDimV>(shared + (tile.q() - shared_address(shared)), first_row, o,
+                                            scale[0], scale[1], tile.sequence.q_pointer(p.o, tile.h, 0),
+                                            p.o.stride_s, tile.q_begin, seqlen_q);
 }
 
 template <class P>
@@ -255,15 +262,15 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   extern __shared__ __align__(kAlignment) char shared[];
   Tile tile;
   tile.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
-  const int q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
+  const int tile_count = q_tiles<P>(p);
   const int tile_index =
-      q_tiles - 1 - static_cast<int>(blockIdx.x % q_tiles);  // the longest causal rows first
-  tile.h = static_cast<int>(blockIdx.x / q_tiles % p.heads_q);
-  tile.b = static_cast<int>(blockIdx.x / q_tiles / p.heads_q);
-  tile.h_kv = tile.h / (p.heads_q / p.heads_kv);
+      tile_count - 1 - static_cast<int>(blockIdx.x % tile_count);  // the longest causal rows first
+  tile.h = static_cast<int>(blockIdx.x / tile_count % p.heads_q);
+  tile.sequence = Sequence<P>(p, static_cast<int>(blockIdx.x / tile_count / p.heads_q));
   tile.q_begin = tile_index * P::kBr;
-  const Range q_range{tile.q_begin, min(tile.q_begin + P::kBr, p.seqlen_q)};
-  tile.tiles = KvTiles<P>(p, tile.b, tile.h, tile_index, q_range, kv_length<P>(p, tile.b));
+  const Range q_range = tile_range(tile_index, P::kBr, tile.sequence.seqlen_q(p));
+  if (P::kVarlen && q_range.begin == q_range.end) return;
+  tile.tiles = KvTiles<P>(p, tile.sequence.head(p, tile.h), tile_index, q_range, tile.sequence.kv_limit(p));
 
   if (threadIdx.x == 0) {
     barrier_init(tile.q_full(), 1);
@@ -280,7 +287,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     lower_register_limit<producer_registers(Tile::kGroups)>();
-    if (threadIdx.x == 0) produce(tile, maps);
+    if (threadIdx.x == 0) produce(p, tile, maps);
   } else {
     raise_register_limit<consumer_registers(Tile::kGroups)>();
     consume(p, tile, group - 1, shared);

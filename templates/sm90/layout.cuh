@@ -25,8 +25,10 @@ struct ForwardLayout {
   constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
 };
 
+constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of its work
+
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// two tiles of dS, what each stage holds, the tile's place and the barriers.
+/// two tiles of dS, one of dQ in fp32, what each stage holds, the tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -35,11 +37,12 @@ struct BackwardLayout {
   constexpr int q() const { return v() + tile_bytes(bc, head_dim_v); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, head_dim); }
   constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
-  constexpr int lse() const { return ds() + 2 * tile_bytes(bc, br); }
+  constexpr int dq() const { return ds() + 2 * tile_bytes(bc, br); }
+  constexpr int lse() const { return dq() + br * slices(head_dim) * kSliceColumns * 4; }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int place() const { return staged() + stages * 16; }
-  constexpr int barriers() const { return place() + 16; }
+  constexpr int barriers() const { return place() + kPlaceBytes; }
   /// One barrier for K and V and four for each stage.
   constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
 };

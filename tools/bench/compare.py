@@ -68,14 +68,24 @@ _TAIL = [("softmax_scale", ctypes.POINTER(ctypes.c_float)), ("kv_lengths", ctype
          ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_size_t)]
 
 
+class Capture(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("grad", ctypes.c_void_p),
+                ("rank", ctypes.c_int32), ("type", ctypes.c_int32), ("size", ctypes.c_int64 * 4),
+                ("stride", ctypes.c_int64 * 4), ("scalar", ctypes.c_double)]
+
+
+_PROGRAM = [("captures", ctypes.POINTER(Capture)), ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", ctypes.c_void_p),
+            ("cu_seqlens_kv", ctypes.c_void_p), ("sinks", ctypes.c_void_p)]
+
+
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", ctypes.c_void_p)] + _TAIL
+                ("lse", ctypes.c_void_p)] + _TAIL + _PROGRAM
 
 
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", ctypes.c_void_p), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor), ("dv", Tensor)] + _TAIL
+                ("lse", ctypes.c_void_p), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor), ("dv", Tensor)] + _TAIL + _PROGRAM
 
 
 class FlashJit:
@@ -127,6 +137,13 @@ def view(tensor):
     return Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.shape), (ctypes.c_int64 * 4)(*tensor.stride()))
 
 
+def capture_array(captures):
+    """Tensors by the names that a program declares."""
+    sizes = lambda values: (ctypes.c_int64 * 4)(*values)
+    return (Capture * len(captures))(*(Capture(name.encode(), x.data_ptr(), None, x.dim(), 0, sizes(x.shape),
+                                               sizes(x.stride()), 0.0) for name, x in captures.items()))
+
+
 def stream():
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
@@ -134,9 +151,10 @@ def stream():
 class Ours:
     """One problem for flashjit: its outputs, its workspaces, and the calls."""
 
-    def __init__(self, jit, spec_text, q, k, v, dout, block_map=None, tiles=None):
+    def __init__(self, jit, spec_text, q, k, v, dout, block_map=None, tiles=None, captures=None):
         b, h, s, _ = q.shape
         self.jit, self.spec, self.inputs = jit, jit.spec(spec_text), (q, k, v, dout, block_map)
+        self.captures = capture_array(captures or {})
         shape = Shape(b, h, k.shape[1], s, k.shape[2])
         poisoned = lambda like: torch.full_like(like, float("nan"))
         self.out, self.dq, self.dk, self.dv = poisoned(dout), poisoned(q), poisoned(k), poisoned(v)
@@ -152,6 +170,7 @@ class Ours:
         space, size = self.spaces[pass_name]
         args = kind(struct_size=ctypes.sizeof(kind), lse=self.lse.data_ptr(), workspace=space.data_ptr(),
                     workspace_bytes=size, **tensors)
+        args.captures, args.capture_count = self.captures, len(self.captures)
         block_map = self.inputs[4]
         if block_map is not None:
             args.block_map = BlockMap(block_map.data_ptr(), (ctypes.c_int64 * 4)(*block_map.shape))

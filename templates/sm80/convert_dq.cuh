@@ -1,10 +1,10 @@
 // After the backward pass: dQ from its fp32 accumulator to the element type.
 #pragma once
 
-#include "flashjit/auxiliary/dq_layout.cuh"
-#include "flashjit/common/element.cuh"
+#include "flashjit/common/visible.cuh"
+#include "flashjit/sm80/dq_layout.cuh"
 
-namespace flashjit::auxiliary {
+namespace flashjit::sm80 {
 
 /// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
@@ -14,13 +14,15 @@ __device__ void convert_dq(const Params& p) {
   const int tiles = p.seqlen_q_padded / kRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
   const long long head = blockIdx.x / tiles;
-  const int h = static_cast<int>(head % p.heads_q), b = static_cast<int>(head / p.heads_q);
-  Element* dq = static_cast<Element*>(p.dq.data) + b * p.dq.stride_b + h * p.dq.stride_h;
+  const int h = static_cast<int>(head % p.heads_q);
+  const Sequence<P> sequence(p, static_cast<int>(head / p.heads_q));
+  const int seqlen_q = sequence.seqlen_q(p);
+  Element* dq = sequence.template q_pointer<Element>(p.dq, h, 0);
   const float* accumulator = p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns;
 
   for (int i = threadIdx.x; i < kRows * kGroups; i += 128) {
     const int row = i / kGroups, group = i % kGroups;
-    if (first + row >= p.seqlen_q) break;
+    if (first + row >= seqlen_q) break;
     union Vector {
       uint4 whole[2];
       Element element[16];
@@ -40,4 +42,4 @@ __device__ void convert_dq(const Params& p) {
   }
 }
 
-}  // namespace flashjit::auxiliary
+}  // namespace flashjit::sm80

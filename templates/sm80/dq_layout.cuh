@@ -2,7 +2,7 @@
 // row stand together, so that one vector reduction adds them.
 #pragma once
 
-namespace flashjit::auxiliary {
+namespace flashjit::sm80 {
 
 /// The column that stands at place `at` of the accumulator's row.
 __device__ __forceinline__ int dq_column(int at) {
@@ -24,4 +24,4 @@ __device__ __forceinline__ void add_to_dq(float* at, float x0, float x1, float x
 #endif
 }
 
-}  // namespace flashjit::auxiliary
+}  // namespace flashjit::sm80

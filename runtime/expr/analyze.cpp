@@ -1,0 +1,162 @@
+#include "expr/analyze.hpp"
+
+#include <algorithm>
+
+#include "expr/nodes.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
+bool is_connective(Op op) { return op == Op::logical_not || op == Op::logical_and || op == Op::logical_or; }
+
+/// a - b + 1 <= 0 is a < b.
+Affine plus_one(Affine form) {
+  form.rest.constant += 1;
+  return form;
+}
+
+Comparison compared(Op op, Affine left, Affine right, bool fits) {
+  switch (op) {
+    case Op::equal:
+      return {Relation::zero, left - right, left, right, fits};
+    case Op::not_equal:
+      return {Relation::not_zero, left - right, left, right, fits};
+    case Op::less:
+      return {Relation::at_most_zero, plus_one(left - right), left, right, fits};
+    case Op::less_equal:
+      return {Relation::at_most_zero, left - right, left, right, fits};
+    case Op::greater:
+      return {Relation::at_most_zero, plus_one(right - left), left, right, fits};
+    default:
+      return {Relation::at_most_zero, right - left, left, right, fits};
+  }
+}
+
+}  // namespace
+
+std::optional<Comparison> affine_comparison(const Graph& graph, int place) {
+  const Node& node = graph.node(place);
+  if (!is_comparison(node.op) || graph.uniform(place) || node.args[0]->type != Type::integer)
+    return std::nullopt;
+  const std::optional<Affine> left = affine_form(graph, graph[place].args[0]),
+                              right = affine_form(graph, graph[place].args[1]);
+  if (!left || !right) return std::nullopt;
+  const bool fits = always_fits(graph, *left) && always_fits(graph, *right);
+  return compared(node.op, *left, *right, fits);
+}
+
+Comparison negated(const Comparison& comparison) {
+  Comparison result = comparison;
+  switch (comparison.relation) {
+    case Relation::zero:
+      result.relation = Relation::not_zero;
+      break;
+    case Relation::not_zero:
+      result.relation = Relation::zero;
+      break;
+    case Relation::at_most_zero:
+      result.difference = plus_one(comparison.difference * -1);
+      break;
+  }
+  return result;
+}
+
+MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(root) {
+  find_comparisons();
+  find_conjuncts(root, false);
+  listed_ = !std::ranges::all_of(conjuncts_, [&](const Conjunct& conjunct) {
+    return graph_.uniform(conjunct.place) || comparison(conjunct.place);
+  });
+  if (!listed_) return;
+  find_reads(root, false);
+  for (std::vector<int>* reads : {&q_reads_, &kv_reads_}) {
+    std::ranges::sort(*reads);
+    reads->erase(std::ranges::unique(*reads).begin(), reads->end());
+  }
+}
+
+const Comparison* MaskAnalysis::comparison(int place) const {
+  const auto found = comparisons_.find(place);
+  return found == comparisons_.end() ? nullptr : &found->second;
+}
+
+void MaskAnalysis::find_conjuncts(int place, bool negated) {
+  const Op op = graph_.node(place).op;
+  const std::vector<int>& args = graph_[place].args;
+  if (op == Op::logical_not) return find_conjuncts(args[0], !negated);
+  if (!graph_.uniform(place) && op == (negated ? Op::logical_or : Op::logical_and)) {
+    for (const int arg : args) find_conjuncts(arg, negated);
+    return;
+  }
+  conjuncts_.push_back({place, negated});
+}
+
+void MaskAnalysis::find_comparisons() {
+  for (int place = 0; place <= root_; ++place) {
+    if (const std::optional<Comparison> comparison = affine_comparison(graph_, place))
+      comparisons_.emplace(place, *comparison);
+  }
+}
+
+/// Made of affine comparisons and of what is the same for all pairs.
+bool MaskAnalysis::plain(int place) const {
+  if (graph_.uniform(place) || comparison(place)) return true;
+  return is_connective(graph_.node(place).op) &&
+         std::ranges::all_of(graph_[place].args, [&](int arg) { return plain(arg); });
+}
+
+void MaskAnalysis::find_reads(int place, bool negated) {
+  const Node& node = graph_.node(place);
+  if (graph_.uniform(place) || comparison(place)) return;
+  if (node.type == Type::integer && affine_form(graph_, place)) return;
+  const bool by_q = graph_.uses(place) & kUsesQ, by_kv = graph_.uses(place) & kUsesKv;
+  if (node.type != Type::real && by_q != by_kv && !plain(place)) {
+    (by_q ? q_reads_ : kv_reads_).push_back(place);
+    return;
+  }
+  if (inexact(place, negated)) evaluate_ = true;
+  if (node.op == Op::read) return;
+  const bool flips = node.op == Op::logical_not;
+  for (const int arg : graph_[place].args) find_reads(arg, negated != flips);
+}
+
+/// Whether intervals of the operands say less of an operation on both positions than they might.
+bool MaskAnalysis::inexact(int place, bool negated) const {
+  const Node& node = graph_.node(place);
+  const std::vector<int>& args = graph_[place].args;
+  const bool of_ints = !node.args.empty() && node.args[0]->type == Type::integer;
+  switch (node.op) {
+    case Op::logical_not:
+      return false;
+    case Op::logical_and:
+    case Op::logical_or: {
+      // A disjunction of what varies with captures: one tile may need several of its parts.
+      const bool disjunction = node.op == (negated ? Op::logical_and : Op::logical_or);
+      return disjunction && std::ranges::none_of(args, [&](int arg) { return plain(arg); });
+    }
+    case Op::equal:
+      return !of_ints || negated;
+    case Op::not_equal:
+      return !of_ints || !negated;
+    case Op::less:
+    case Op::less_equal:
+    case Op::greater:
+    case Op::greater_equal:
+    case Op::to_bool:
+      return !of_ints;
+    case Op::add:
+    case Op::subtract:
+    case Op::multiply:
+    case Op::negate:
+    case Op::divide:
+    case Op::min:
+    case Op::max:
+    case Op::abs:
+      return node.type == Type::real;
+    default:
+      return true;
+  }
+}
+
+}  // namespace flashjit::expr

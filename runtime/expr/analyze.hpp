@@ -1,0 +1,70 @@
+// What a mask program is made of, as tiles of pairs see it: comparisons that are affine in the positions,
+// values that depend on one position alone, and the rest.
+#pragma once
+
+#include <map>
+#include <vector>
+
+#include "expr/affine.hpp"
+#include "expr/graph.hpp"
+
+namespace flashjit::expr {
+
+enum class Relation : std::uint8_t { at_most_zero, zero, not_zero };
+
+/// A comparison of ints: what `difference` is, where both sides fit into an int.
+struct Comparison {
+  Relation relation;
+  Affine difference;
+  Affine left, right;
+  bool fits;  ///< both sides fit at all pairs, whatever the call gives
+};
+
+/// Of an operation that compares ints, where both sides are affine and not the same for all pairs.
+std::optional<Comparison> affine_comparison(const Graph& graph, int place);
+
+/// One of the conditions that a mask is the conjunction of.
+struct Conjunct {
+  int place;
+  bool negated;
+};
+
+class MaskAnalysis {
+ public:
+  /// `root` is a condition without the score.
+  MaskAnalysis(const Graph& graph, int root);
+
+  int root() const { return root_; }
+  const std::vector<Conjunct>& conjuncts() const { return conjuncts_; }
+  /// The comparison at a place; null: no affine one, or one that is the same for all pairs.
+  const Comparison* comparison(int place) const;
+
+  /// Whether tiles are visited by lists: the mask is no conjunction of affine comparisons and of conditions
+  /// that are the same for all pairs.
+  bool listed() const { return listed_; }
+  /// Whether intervals say too often "partial", so that pairs are evaluated when lists are made.
+  bool evaluate_tiles() const { return evaluate_; }
+  /// Places of the values that depend on one position alone, whose bounds over a tile are found by evaluating
+  /// them. Only where tiles are listed.
+  const std::vector<int>& q_reads() const { return q_reads_; }
+  const std::vector<int>& kv_reads() const { return kv_reads_; }
+
+ private:
+  void find_conjuncts(int place, bool negated);
+  void find_comparisons();
+  void find_reads(int place, bool negated);
+  bool plain(int place) const;
+  bool inexact(int place, bool negated) const;
+
+  const Graph& graph_;
+  int root_;
+  std::vector<Conjunct> conjuncts_;
+  std::map<int, Comparison> comparisons_;
+  std::vector<int> q_reads_, kv_reads_;
+  bool listed_ = false, evaluate_ = false;
+};
+
+/// The comparison that is true where `comparison` is false; fits as it does.
+Comparison negated(const Comparison& comparison);
+
+}  // namespace flashjit::expr

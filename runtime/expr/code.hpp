@@ -1,0 +1,91 @@
+// Operations of programs as straight lines of CUDA.
+#pragma once
+
+#include <map>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "expr/affine.hpp"
+#include "expr/graph.hpp"
+
+namespace flashjit::expr {
+
+/// What the generated functions of a Problem share: the operations, the places of what is declared, and
+/// the members of Head, which arise as the functions ask for them.
+class HeadCode {
+ public:
+  /// `graph` gets more operations.
+  HeadCode(Graph& graph, const std::vector<Declaration>& declarations);
+
+  Graph& graph() { return graph_; }
+  /// Of a tensor in Params::captures or a scalar in Params::scalars.
+  int slot(const Declaration& declaration) const;
+
+  /// Text of what all pairs of a head share. A Rest is a long long, or a float.
+  std::string uniform(int place);
+  std::string rest(const Rest& rest);
+  std::string rest_float(const Rest& rest);
+
+  std::string members() const { return members_; }
+  std::string body() const { return body_; }
+
+ private:
+  std::string term_sum(const Rest& rest);
+  std::string value(int place);
+
+  Graph& graph_;
+  std::map<std::string, int> slots_;
+  std::map<int, std::string> values_;  // within head()
+  std::map<int, std::string> known_;
+  std::map<Rest, std::string> rests_, rest_floats_;
+  std::string members_, body_;
+};
+
+/// How the floats of a function are computed.
+enum class Style : std::uint8_t {
+  fast,   ///< scores: contracted, approximate for 16-bit elements, positions as floats
+  exact,  ///< masks: each step rounded to fp32, as the reference does
+};
+
+/// The lines of one function that computes with positions `q` and `kv`, Head `head` and Params `p`.
+class Code {
+ public:
+  Code(HeadCode& head, Style style) : head_(head), graph_(head.graph()), style_(style) {}
+
+  /// A variable or a literal with the value at `place`; its lines are added if need be.
+  std::string value(int place);
+  /// The score program's result from `dot`: as few instructions as can be.
+  std::string score_result(int place);
+  /// Adds a line for an expression; the variable's name.
+  std::string line(const std::string& type, const std::string& expression);
+
+  const std::string& lines() const { return lines_; }
+
+ private:
+  std::string expression(int place);
+  std::string affine_int(const Affine& form);
+  std::string comparison(int place);
+  std::pair<std::string, std::string> affine_float(const Affine& form);
+  bool has_float_positions(int place) const;
+  std::string product(int place);
+  std::string quotient(int place);
+  std::string scaled_sum(int place);
+
+  HeadCode& head_;
+  Graph& graph_;
+  Style style_;
+  std::map<int, std::string> known_;
+  std::string lines_;
+  int variables_ = 0;
+};
+
+/// `operation` on the texts of its operands, where it is computed pair by pair.
+std::string operation_text(const Node& node, const std::vector<std::string>& args, Style style);
+std::string literal_text(const Node& node);
+std::string literal_text(float value);
+std::string literal_text(std::int32_t value);
+std::string type_text(Type type);
+std::string element_text(ElementType type);
+
+}  // namespace flashjit::expr

@@ -1,0 +1,157 @@
+#include "expr/emit.hpp"
+
+#include <string_view>
+
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "expr/analyze.hpp"
+#include "expr/code.hpp"
+#include "expr/derive.hpp"
+#include "expr/nodes.hpp"
+#include "expr/ops.hpp"
+#include "expr/tile_code.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+constexpr std::string_view kPair = "flashjit::Position q, flashjit::Position kv";
+
+/// The first argument of a static member function is always Params, the second the Head.
+std::string function(std::string_view result, std::string_view name, std::string_view arguments,
+                     const std::string& body) {
+  return fmt::format(
+      "  static __device__ __forceinline__ {} {}(const flashjit::Params& p, const Head& head, {}) {{\n"
+      "{}  }}\n",
+      result, name, arguments, body);
+}
+
+std::string constant(std::string_view name, bool value) {
+  return fmt::format("  static constexpr bool {} = {};\n", name, value);
+}
+std::string constant(std::string_view name, std::size_t value) {
+  return fmt::format("  static constexpr int {} = {};\n", name, value);
+}
+
+std::string comment(std::string_view what, const NodePtr& program) {
+  return program ? fmt::format("  // {}: {}\n", what, body_text(*program)) : std::string();
+}
+
+std::string result_of(Code& code, const std::string& result) {
+  return code.lines() + fmt::format("    return {};\n", result);
+}
+
+/// The gradient of one read: d score / d read.
+struct ReadGrad {
+  int read, derivative;
+};
+
+/// The hooks' texts, made one after the other; the Head knows all that they need when all are made.
+class Hooks {
+ public:
+  explicit Hooks(const Trees& programs)
+      : programs_(programs),
+        score_(graph_.add(programs.score ? programs.score : make_name(Name::score))),
+        score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
+        mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
+        mask_(graph_, mask_root_),
+        head_(graph_, programs.declarations) {
+    for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
+      const NodePtr grad = derivative(graph_[score_].node, read);
+      if (!is_real(*grad, 0)) read_grads_.push_back({graph_.add(read), graph_.add(grad)});
+    }
+  }
+
+  std::string text() {
+    const std::string functions = comment("score", programs_.score) + score() + score_grad() +
+                                  add_capture_grads() + comment("mask", programs_.mask) + mask() + tiles();
+    return constants() + "\n" + head() + functions;
+  }
+
+ private:
+  std::string constants() const {
+    const unsigned uses = graph_.uses(mask_root_);
+    return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
+           constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
+           constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) + constant("kListed", mask_.listed()) +
+           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
+           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
+           constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
+  }
+
+  std::string head() const {
+    return "  struct Head {\n    int b, h, h_kv, seqlen_q, seqlen_kv;\n" + head_.members() +
+           "  };\n"
+           "  static __device__ __forceinline__ Head head(const flashjit::Params& p, int b, int h, int seqlen_q,\n"
+           "                                              int seqlen_kv) {\n"
+           "    Head head = {b, h, h / (p.heads_q / p.heads_kv), seqlen_q, seqlen_kv};\n" +
+           head_.body() + "    return head;\n  }\n\n";
+  }
+
+  std::string score() {
+    Code code(head_, Style::fast);
+    const std::string result = code.score_result(score_);
+    return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
+  }
+  std::string score_grad() {
+    Code code(head_, Style::fast);
+    const std::string result = code.value(score_grad_);
+    return function("float", "score_grad", fmt::format("float dot, {}", kPair), result_of(code, result));
+  }
+  std::string add_capture_grads() {
+    Code code(head_, Style::fast);
+    std::string additions;
+    for (const ReadGrad& grad : read_grads_) {
+      std::vector<std::string> indices;
+      for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
+      const bool one = is_real(graph_.node(grad.derivative), 1);
+      additions += fmt::format("    flashjit::add_to_capture_grad(p.captures[{}], {}, {});\n",
+                               head_.slot(graph_.node(grad.read).declaration),
+                               one ? "ds" : "ds * " + code.value(grad.derivative), fmt::join(indices, ", "));
+    }
+    return function("void", "add_capture_grads", fmt::format("float ds, float dot, {}", kPair),
+                    code.lines() + additions) +
+           "\n";
+  }
+
+  std::string mask() {
+    Code code(head_, Style::exact);
+    const std::string result = code.value(mask_root_);
+    return function("bool", "mask", kPair, result_of(code, result));
+  }
+  std::string tiles() {
+    return function("flashjit::TileClass", "classify_tile",
+                    "flashjit::Range q_range, flashjit::Range kv_range,\n"
+                    "      const flashjit::Interval* q_reads, const flashjit::Interval* kv_reads",
+                    classify_tile_body(head_, mask_)) +
+           function("flashjit::Range", "kv_bounds", "flashjit::Range q_range",
+                    bounds_body(head_, mask_, true)) +
+           function("flashjit::Range", "q_bounds", "flashjit::Range kv_range",
+                    bounds_body(head_, mask_, false)) +
+           function("int", "q_read", "int i, int at", reads_body("q", mask_.q_reads())) +
+           function("int", "kv_read", "int i, int at", reads_body("kv", mask_.kv_reads()));
+  }
+  std::string reads_body(std::string_view position, const std::vector<int>& reads) {
+    std::string body = fmt::format("    const flashjit::Position {} = {{at, 0.0f, 0.0f}};\n", position);
+    for (std::size_t i = 0; i < reads.size(); ++i) {
+      Code code(head_, Style::exact);
+      const std::string result = code.value(reads[i]);
+      body += fmt::format("    if (i == {}) {{\n{}    }}\n", i, result_of(code, result));
+    }
+    return (reads.empty() ? std::string() : body) + "    return 0;\n";
+  }
+
+  const Trees& programs_;
+  Graph graph_;
+  int score_, score_grad_, mask_root_;
+  MaskAnalysis mask_;
+  HeadCode head_;
+  std::vector<ReadGrad> read_grads_;
+};
+
+}  // namespace
+
+std::string emit_hooks(const Trees& programs) { return Hooks(programs).text(); }
+
+}  // namespace flashjit::expr

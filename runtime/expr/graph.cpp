@@ -1,0 +1,64 @@
+#include "expr/graph.hpp"
+
+#include <bit>
+
+namespace flashjit::expr {
+namespace {
+
+std::uint32_t literal_bits(const Node& node) {
+  switch (node.type) {
+    case Type::boolean:
+      return node.boolean;
+    case Type::integer:
+      return static_cast<std::uint32_t>(node.integer);
+    case Type::real:
+      return std::bit_cast<std::uint32_t>(node.real);
+  }
+  return 0;
+}
+
+unsigned uses_of(Name name) {
+  switch (name) {
+    case Name::score:
+      return kUsesScore;
+    case Name::b:
+      return kUsesBatch;
+    case Name::h:
+    case Name::h_kv:
+      return kUsesHead;
+    case Name::q:
+      return kUsesQ;
+    case Name::kv:
+      return kUsesKv;
+    case Name::seqlen_q:
+    case Name::seqlen_kv:
+      return 0;
+  }
+  return 0;
+}
+
+}  // namespace
+
+int Graph::add(const NodePtr& node) {
+  if (const auto found = seen_.find(node); found != seen_.end()) return found->second;
+  std::vector<int> args;
+  for (const NodePtr& arg : node->args) args.push_back(add(arg));
+  const bool literal = node->op == Op::literal, name = node->op == Op::name;
+  const bool declared = node->op == Op::scalar || node->op == Op::read;
+  Key key{node->op,
+          node->type,
+          name ? node->name : Name::score,
+          literal ? literal_bits(*node) : 0,
+          declared ? node->declaration.name : std::string(),
+          args};
+  const auto [place, is_new] = places_.try_emplace(std::move(key), size());
+  if (is_new) {
+    unsigned uses = name ? uses_of(node->name) : 0;
+    for (const int arg : args) uses |= items_[arg].uses;
+    items_.push_back({node, std::move(args), uses});
+  }
+  seen_.emplace(node, place->second);
+  return place->second;
+}
+
+}  // namespace flashjit::expr

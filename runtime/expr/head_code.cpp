@@ -1,0 +1,110 @@
+#include <fmt/format.h>
+#include <fmt/ranges.h>
+
+#include "expr/code.hpp"
+#include "expr/nodes.hpp"
+#include "flashjit/error.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+std::string name_text(Name name) {
+  switch (name) {
+    case Name::b:
+      return "head.b";
+    case Name::h:
+      return "head.h";
+    case Name::h_kv:
+      return "head.h_kv";
+    case Name::seqlen_q:
+      return "head.seqlen_q";
+    case Name::seqlen_kv:
+      return "head.seqlen_kv";
+    default:
+      throw Error(ErrorCode::internal, "a name that differs from pair to pair was taken for one that does not");
+  }
+}
+
+}  // namespace
+
+HeadCode::HeadCode(Graph& graph, const std::vector<Declaration>& declarations) : graph_(graph) {
+  int tensors = 0, scalars = 0;
+  for (const Declaration& d : declarations) slots_.emplace(d.name, d.is_scalar() ? scalars++ : tensors++);
+}
+
+int HeadCode::slot(const Declaration& declaration) const {
+  const auto found = slots_.find(declaration.name);
+  if (found == slots_.end())
+    throw Error(ErrorCode::internal, fmt::format("'{}' is not declared", declaration.name));
+  return found->second;
+}
+
+std::string HeadCode::uniform(int place) {
+  const Node& node = graph_.node(place);
+  if (node.op == Op::literal || node.op == Op::name || node.op == Op::scalar) return value(place);
+  const auto [known, is_new] = known_.try_emplace(place, fmt::format("u{}", known_.size()));
+  if (is_new) {
+    members_ += fmt::format("    {} {};\n", type_text(node.type), known->second);
+    const std::string text = value(place);
+    body_ += fmt::format("    head.{} = {};\n", known->second, text);
+  }
+  return fmt::format("head.{}", known->second);
+}
+
+std::string HeadCode::value(int place) {
+  const NodePtr node = graph_[place].node;
+  if (node->op == Op::literal) return literal_text(*node);
+  if (node->op == Op::name) return name_text(node->name);
+  if (const auto found = values_.find(place); found != values_.end()) return found->second;
+  std::vector<std::string> args;
+  for (const int arg : graph_[place].args) args.push_back(value(arg));
+  std::string text;
+  if (node->op == Op::scalar) {
+    return fmt::format("flashjit::scalar_{}(p, {})", type_text(node->type), slot(node->declaration));
+  } else if (node->op == Op::read) {
+    text = fmt::format("flashjit::read_capture<{}>(p.captures[{}], {})", element_text(node->declaration.type),
+                       slot(node->declaration), fmt::join(args, ", "));
+  } else {
+    text = operation_text(*node, args, Style::exact);
+  }
+  const std::string name = fmt::format("v{}", values_.size());
+  body_ += fmt::format("    const {} {} = {};\n", type_text(node->type), name, text);
+  return values_[place] = name;
+}
+
+/// Of a Rest with terms.
+std::string HeadCode::term_sum(const Rest& rest) {
+  std::vector<std::string> parts;
+  for (const Term& term : rest.terms) {
+    const std::string text = value(term.place);
+    parts.push_back(term.factor == 1 ? fmt::format("static_cast<long long>({})", text)
+                                     : fmt::format("{}LL * {}", term.factor, text));
+  }
+  if (rest.constant != 0) parts.push_back(fmt::format("{}LL", rest.constant));
+  return fmt::format("{}", fmt::join(parts, " + "));
+}
+
+std::string HeadCode::rest(const Rest& rest) {
+  if (rest.terms.empty()) return fmt::format("{}LL", rest.constant);
+  if (rest.terms[0].factor < 0) return fmt::format("-{}", this->rest(rest * -1));
+  const auto [known, is_new] = rests_.try_emplace(rest, fmt::format("r{}", rests_.size()));
+  if (is_new) {
+    members_ += fmt::format("    long long {};\n", known->second);
+    const std::string text = term_sum(rest);
+    body_ += fmt::format("    head.{} = {};\n", known->second, text);
+  }
+  return fmt::format("head.{}", known->second);
+}
+
+std::string HeadCode::rest_float(const Rest& rest) {
+  if (rest.terms.empty()) return literal_text(static_cast<float>(rest.constant));
+  const auto [known, is_new] = rest_floats_.try_emplace(rest, fmt::format("f{}", rest_floats_.size()));
+  if (is_new) {
+    members_ += fmt::format("    float {};\n", known->second);
+    const std::string text = term_sum(rest);
+    body_ += fmt::format("    head.{} = static_cast<float>({});\n", known->second, text);
+  }
+  return fmt::format("head.{}", known->second);
+}
+
+}  // namespace flashjit::expr

@@ -1,0 +1,24 @@
+// Attention sinks: one more logit a head in the softmax's denominator, which attends to nothing.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit {
+
+/// The end of a row of O.
+struct RowEnd {
+  float lse;
+  float factor;  ///< what O, already divided by its own sum, is multiplied with
+};
+
+/// From the LSE over the keys alone.
+template <class P>
+__device__ __forceinline__ RowEnd end_of_row(const Params& p, int h, float lse) {
+  if constexpr (!P::kSinks) return {lse, 1.0f};
+  const float sink = p.sinks[h];
+  if (sink == -infinity()) return {lse, 1.0f};
+  const float more = expf(sink - lse);  // infinity where the row attends to nothing
+  return {sink > lse ? sink + log1pf(expf(lse - sink)) : lse + log1pf(more), 1.0f / (1.0f + more)};
+}
+
+}  // namespace flashjit

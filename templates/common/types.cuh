@@ -1,0 +1,31 @@
+// The small types that every template uses. Host and device include this file.
+#pragma once
+
+namespace flashjit {
+
+struct fp16 {
+  unsigned short bits;
+};
+struct bf16 {
+  unsigned short bits;
+};
+
+/// How much of a tile attends.
+enum class TileClass : int { empty, partial, full };
+
+/// Half-open range of queries or keys.
+struct Range {
+  int begin, end;
+};
+
+/// A query or a key. Its float is base + offset: the kernels keep `offset` a constant of the unrolled loops,
+/// so that what is affine in positions costs no conversion and hardly an addition. Exact below 2^24.
+struct Position {
+  int at;
+  float base, offset;
+};
+
+constexpr int min(int a, int b) { return a < b ? a : b; }
+constexpr int max(int a, int b) { return a > b ? a : b; }
+
+}  // namespace flashjit

@@ -1,0 +1,33 @@
+// The fp32 dQ accumulator of family sm90: blocks of 64 rows, in each the fragments of the warp group that
+// computes it, one after the other, so that what a group adds is one run of bytes, which the TMA unit adds.
+#pragma once
+
+#include "flashjit/sm90/hopper.cuh"
+
+namespace flashjit::sm90 {
+
+constexpr int kDqRows = 64;
+
+/// Columns of the accumulator.
+constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
+/// Floats from one eight columns of a block to the next: four for each thread of a warp group, two columns of
+/// rows lane / 4 and lane / 4 + 8 of the warp's sixteen.
+constexpr int kDqStep = 128 * 4;
+
+/// Starts adding `bytes` of shared memory to global memory; of this thread's bulk group.
+__device__ __forceinline__ void add_line(float* to, unsigned from, int bytes) {
+  asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
+               "r"(from), "r"(bytes)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+/// Waits until the TMA unit has read what this thread's groups add.
+__device__ __forceinline__ void added_lines_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+}
+/// Waits until it has been added.
+__device__ __forceinline__ void added_lines_done() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,179 @@
+// Evaluation on the CPU and derivatives.
+#include <gtest/gtest.h>
+
+#include <cmath>
+#include <limits>
+
+#include "expr/derive.hpp"
+#include "expr/evaluate.hpp"
+#include "expr/nodes.hpp"
+#include "tame_program.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+using testing_support::bounds_of;
+using testing_support::Given;
+using testing_support::tame_captures;
+using testing_support::TameProgram;
+
+Value value_of(std::string_view text, const Point& point = {}, const std::vector<Given>& given = {}) {
+  Evaluation evaluation(bounds_of(given), Floats::exact);
+  const int place = evaluation.add(parse(text).pointer());
+  return evaluation.run(point)[place];
+}
+std::int32_t integer(std::string_view text, const Point& point = {}) { return value_of(text, point).integer; }
+double real(std::string_view text, const Point& point = {}) { return value_of(text, point).real; }
+
+constexpr std::int32_t kMin = std::numeric_limits<std::int32_t>::min();
+
+TEST(Evaluate, IntsWrap) {
+  const Point p{.q = 2147483647, .kv = kMin};
+  EXPECT_EQ(integer("q + 1", p), kMin);
+  EXPECT_EQ(integer("-kv", p), kMin);
+  EXPECT_EQ(integer("abs(kv)", p), kMin);
+  EXPECT_EQ(integer("kv - 1", p), 2147483647);
+  EXPECT_EQ(integer("q * 2", p), -2);
+  EXPECT_EQ(integer("kv / (q - 1 - q)", {.kv = kMin}), kMin);
+}
+
+TEST(Evaluate, DivisionTruncatesAndKnowsZero) {
+  EXPECT_EQ(integer("q / kv", {.q = -7, .kv = 2}), -3);
+  EXPECT_EQ(integer("q % kv", {.q = -7, .kv = 2}), -1);
+  EXPECT_EQ(integer("q / kv", {.q = -7}), 0);
+  EXPECT_EQ(integer("q % kv", {.q = -7}), 0);
+  EXPECT_EQ(integer("q % kv", {.q = kMin, .kv = -1}), 0);
+  EXPECT_EQ(integer("q / kv", {.q = kMin, .kv = -1}), kMin);
+}
+
+TEST(Evaluate, ShiftsTakeCountsModulo32) {
+  EXPECT_EQ(integer("q << kv", {.q = 3, .kv = 33}), 6);
+  EXPECT_EQ(integer("q >> kv", {.q = -8, .kv = -31}), -4);
+}
+
+TEST(Evaluate, ConversionsSaturate) {
+  EXPECT_EQ(integer("to_int(score)", {.score = 1e10}), 2147483647);
+  EXPECT_EQ(integer("to_int(score)", {.score = -1e10}), kMin);
+  EXPECT_EQ(integer("to_int(score)", {.score = -1.9}), -1);
+  EXPECT_EQ(integer("to_int(score)", {.score = std::nan("")}), 0);
+  EXPECT_EQ(integer("to_bool(score)", {.score = std::nan("")}), 1);
+}
+
+TEST(Evaluate, ReadsAreClamped) {
+  const std::vector<Given> values = {
+      testing_support::given("t", ElementType::int64, {2, 3}, {0, 1, 2, 10, 11, 1e12})};
+  const auto read = [&](int q, int kv) {
+    return value_of("t: int64 2d; t[q, kv]", {.q = q, .kv = kv}, values).integer;
+  };
+  EXPECT_EQ(read(1, 1), 11);
+  EXPECT_EQ(read(-5, 1), 1);
+  EXPECT_EQ(read(9, -1), 10);
+  EXPECT_EQ(read(9, 9), 2147483647);
+}
+
+TEST(Evaluate, FunctionsAreThoseOfTheLibrary) {
+  const Point p{.q = 5, .score = 0.7};
+  EXPECT_DOUBLE_EQ(real("sigmoid(score)", p), 1 / (1 + std::exp(-0.7)));
+  EXPECT_DOUBLE_EQ(real("rsqrt(score)", p), 1 / std::sqrt(0.7));
+  EXPECT_DOUBLE_EQ(real("exp2(score) + log2(score)", p), std::exp2(0.7) + std::log2(0.7));
+  EXPECT_DOUBLE_EQ(real("select(q > 4, floor(-score), 1.0)", p), -1);
+}
+
+TEST(Evaluate, RoundedFloatsAreThoseOfFp32) {
+  Evaluation evaluation({}, Floats::rounded);
+  const int place = evaluation.add(parse("to_float(q) * 0.1 + 16777216.0").pointer());
+  const float expected = 13.0f * 0.1f + 16777216.0f;
+  EXPECT_EQ(evaluation.run({.q = 13})[place].real, expected);
+}
+
+std::string derived(std::string_view text) {
+  return to_string(Expr(derivative(parse(text).pointer(), make_name(Name::score))));
+}
+
+TEST(Derive, TrivialTermsVanish) {
+  EXPECT_EQ(derived("score"), "1.0");
+  EXPECT_EQ(derived("score + to_float(kv - q)"), "1.0");
+  EXPECT_EQ(derived("slopes: fp32 1d; score - slopes[h] * to_float(q - kv)"), "1.0");
+  EXPECT_EQ(derived("select(q < kv, score, score * 2.0)"), "select(q < kv, 1.0, 2.0)");
+  EXPECT_EQ(derived("50.0 * tanh(score / 50.0)"), "1.0 - tanh(score / 50.0) * tanh(score / 50.0)");
+  EXPECT_EQ(derived("floor(score)"), "0.0");
+  EXPECT_EQ(derived("to_float(to_int(score))"), "0.0");
+}
+
+double slope(std::string_view text, double score) {
+  Evaluation evaluation({}, Floats::exact);
+  const int place = evaluation.add(derivative(parse(text).pointer(), make_name(Name::score)));
+  return evaluation.run({.score = score})[place].real;
+}
+
+TEST(Derive, KinksAreAsDocumented) {
+  EXPECT_EQ(slope("abs(score)", 0), 0);
+  EXPECT_EQ(slope("abs(score)", -2), -1);
+  EXPECT_EQ(slope("max(score, 0.0)", 0), 1);
+  EXPECT_EQ(slope("max(0.0, score)", 0), 0);
+  EXPECT_EQ(slope("min(score, 2.0 * score)", 0), 1);
+}
+
+TEST(Derive, TheArmThatIsNotTakenMayBeInfinite) {
+  EXPECT_EQ(slope("select(score > 0.0, log(score), 0.0)", 0), 0);
+  EXPECT_EQ(slope("2.0 * select(score > 0.0, sqrt(score), score)", 0), 2);
+}
+
+TEST(Derive, ReadsWithGradAreFoundOnce) {
+  const Expr e = parse("g: fp32 2d grad; f: fp32 1d; score * g[h, q] + g[h, q] * f[q] + g[h, kv]");
+  EXPECT_EQ(reads_with_grad(e.pointer()).size(), 2u);
+}
+
+/// The slope by differences; NaN where those of two steps disagree: a kink or a wild place.
+template <class Function>
+double by_differences(Function f) {
+  const auto central = [&](double step) { return (f(step) - f(-step)) / (2 * step); };
+  const double fine = central(1e-5), coarse = central(2e-5), one_sided = (f(1e-5) - f(0)) / 1e-5;
+  const double size = 1 + std::fabs(fine);
+  const bool smooth = std::fabs(fine - coarse) < 1e-6 * size &&
+                      std::fabs(fine - one_sided) < 1e-3 * std::fabs(fine) + 2e-5;
+  return smooth ? fine : NAN;
+}
+
+TEST(Derive, RandomProgramsMatchDifferences) {
+  int checked = 0;
+  for (unsigned seed = 0; seed < 2000; ++seed) {
+    std::vector<Given> given = tame_captures(seed);
+    const NodePtr root = TameProgram(seed, given).score().pointer();
+    Evaluation evaluation(bounds_of(given), Floats::exact);
+    const int place = evaluation.add(root);
+    std::vector<NodePtr> variables = reads_with_grad(root);
+    variables.push_back(make_name(Name::score));
+    for (const NodePtr& variable : variables) {
+      const int slope = evaluation.add(derivative(root, variable)), at = evaluation.add(variable);
+      const Point point{.b = 1, .h = 1, .q = 4, .kv = 3, .seqlen_q = 9, .seqlen_kv = 7, .score = 0.8125};
+      const std::vector<Value> values = evaluation.run(point);
+      if (!(std::fabs(values[place].real) < 1e3)) continue;
+      const bool by_score = is_name(*variable, Name::score);
+      // Other reads of the same element move with it: then only their sum has a meaning.
+      if (!by_score && variables.size() > 2) continue;
+      double* moved = nullptr;
+      if (!by_score) {
+        const Evaluation::Element element = evaluation.element(at, values);
+        moved = &given[element.capture].values[element.index];
+      }
+      const double expected = by_differences([&](double step) {
+        Point near = point;
+        if (by_score) near.score += step;
+        if (moved) *moved += step;
+        const double result = evaluation.run(near)[place].real;
+        if (moved) *moved -= step;
+        return result;
+      });
+      if (std::isnan(expected)) continue;
+      ++checked;
+      EXPECT_NEAR(values[slope].real, expected, 1e-4 * (1 + std::fabs(expected)))
+          << to_string(Expr(root)) << "\nby " << to_string(Expr(variable)) << " is "
+          << to_string(Expr(derivative(root, variable)));
+    }
+  }
+  EXPECT_GT(checked, 1500);
+}
+
+}  // namespace
+}  // namespace flashjit::expr

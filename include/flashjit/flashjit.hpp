@@ -1,7 +1,9 @@
 // flashjit: attention kernels generated, compiled at run time, tuned and cached. This header is all of it.
 #pragma once
 
+#include "flashjit/attention_programs.hpp"
 #include "flashjit/error.hpp"
+#include "flashjit/expr.hpp"
 #include "flashjit/pack.hpp"
 #include "flashjit/patterns.hpp"
 #include "flashjit/programs.hpp"

@@ -115,8 +115,7 @@ std::vector<NodePtr> pointers(const std::vector<Expr>& args) {
 
 bool same_node(const Node& a, const Node& b) {
   if (&a == &b) return true;
-  return a.op == b.op && a.type == b.type && a.size == b.size && a.boolean == b.boolean &&
-         a.integer == b.integer &&
+  return a.op == b.op && a.type == b.type && a.boolean == b.boolean && a.integer == b.integer &&
          std::bit_cast<std::uint32_t>(a.real) == std::bit_cast<std::uint32_t>(b.real) && a.name == b.name &&
          a.declaration == b.declaration &&
          std::ranges::equal(a.args, b.args,

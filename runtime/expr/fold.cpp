@@ -5,8 +5,9 @@
 #include <optional>
 #include <unordered_map>
 
-#include "expr/literals.hpp"
+#include "expr/evaluate.hpp"
 #include "expr/ops.hpp"
+#include "templates/common/int_math.cuh"
 
 namespace flashjit::expr {
 namespace {
@@ -36,9 +37,9 @@ Folded of_literal(Op op, const Expr& x) {
   if (real && !is_plain(a.real)) return {};
   switch (op) {
     case Op::negate:
-      return integer ? Expr(wrap(-std::int64_t{a.integer})) : Expr(-a.real);
+      return integer ? Expr(wrap_negate(a.integer)) : Expr(-a.real);
     case Op::abs:
-      return integer ? Expr(wrap(std::abs(std::int64_t{a.integer}))) : Expr(std::fabs(a.real));
+      return integer ? Expr(wrap_abs(a.integer)) : Expr(std::fabs(a.real));
     case Op::complement:
       return Expr(~a.integer);
     case Op::logical_not:
@@ -48,11 +49,60 @@ Folded of_literal(Op op, const Expr& x) {
     case Op::to_float:
       return Expr(integer ? static_cast<float>(a.integer) : a.boolean ? 1.0f : 0.0f);
     case Op::to_int:
-      return Expr(real ? saturate(a.real) : std::int32_t{a.boolean});
+      return Expr(real ? to_int32(a.real) : std::int32_t{a.boolean});
     case Op::to_bool:
       return Expr(real ? a.real != 0 : a.integer != 0);
     default:
       return {};  // exp to cos: as exact as the machine that computes them
+  }
+}
+
+template <class Value>
+bool compare(Op op, Value x, Value y) {
+  switch (op) {
+    case Op::equal:
+      return x == y;
+    case Op::not_equal:
+      return x != y;
+    case Op::less:
+      return x < y;
+    case Op::less_equal:
+      return x <= y;
+    case Op::greater:
+      return x > y;
+    default:
+      return x >= y;
+  }
+}
+
+Expr of_ints(Op op, std::int32_t x, std::int32_t y) {
+  switch (op) {
+    case Op::add:
+      return wrap_add(x, y);
+    case Op::subtract:
+      return wrap_subtract(x, y);
+    case Op::multiply:
+      return wrap_multiply(x, y);
+    case Op::divide:
+      return wrap_divide(x, y);
+    case Op::modulo:
+      return wrap_modulo(x, y);
+    case Op::shift_left:
+      return wrap_shift_left(x, y);
+    case Op::shift_right:
+      return wrap_shift_right(x, y);
+    case Op::bit_and:
+      return x & y;
+    case Op::bit_or:
+      return x | y;
+    case Op::bit_xor:
+      return x ^ y;
+    case Op::min:
+      return std::min(x, y);
+    case Op::max:
+      return std::max(x, y);
+    default:
+      return compare(op, x, y);
   }
 }
 
@@ -94,8 +144,7 @@ Folded of_literals(Op op, const Node& a, const Node& b) {
       if (op == Op::logical_or) return Expr(a.boolean || b.boolean);
       return Expr(compare(op, a.boolean, b.boolean));
     case Type::integer:
-      if (info(op).gives == Gives::boolean) return Expr(compare(op, a.integer, b.integer));
-      return Expr(compute(op, a.integer, b.integer));
+      return of_ints(op, a.integer, b.integer);
     case Type::real:
       break;
   }

@@ -10,6 +10,12 @@ int main() {
   std::printf("%s\n", text.c_str());
   if (flashjit::parse_spec(text) != spec.normalized()) return 1;
 
+  flashjit::AttentionSpec window{.head_dim = 64};
+  window.score = flashjit::programs::softcap(50);
+  window.mask = flashjit::expr::q >= flashjit::expr::kv && flashjit::programs::documents(1);
+  std::printf("%s\n", flashjit::to_string(window).c_str());
+  if (flashjit::parse_spec(flashjit::to_string(window)) != window.normalized()) return 6;
+
   try {
     flashjit::parse_spec("fp16:d7");
     return 2;

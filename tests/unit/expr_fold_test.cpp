@@ -1,6 +1,9 @@
 // Folding: what becomes smaller, and what must not.
 #include <gtest/gtest.h>
 
+#include <cmath>
+
+#include "expr/evaluate.hpp"
 #include "expr/fold.hpp"
 #include "expr/ops.hpp"
 #include "random_program.hpp"
@@ -98,6 +101,65 @@ TEST(ExprFold, RandomProgramsKeepTheirTypesShrinkAndSettle) {
       ASSERT_EQ(fold(once), once) << to_string(Expr(once));
     }
   }
+}
+
+/// A value for each name that random programs declare; tensors are small, so that indices are clamped, too.
+struct RandomCaptures {
+  explicit RandomCaptures(testing_support::RandomProgram& random) {
+    for (const Declaration& d : testing_support::random_program_declarations()) {
+      sizes.push_back(std::vector<std::int64_t>(d.rank, 3));
+      const auto count = static_cast<std::size_t>(std::pow(3, d.rank));
+      values.emplace_back();
+      for (std::size_t i = 0; i < count; ++i) {
+        const bool boolean = read_type(d.type) == Type::boolean, real = read_type(d.type) == Type::real;
+        values.back().push_back(boolean ? random.below(2) : (random.below(41) - 20) / (real ? 4.0 : 1.0));
+      }
+      names.push_back(d.name);
+    }
+  }
+  std::vector<Bound> bound() const {
+    std::vector<Bound> out;
+    for (std::size_t i = 0; i < names.size(); ++i) out.push_back({names[i], sizes[i], values[i]});
+    return out;
+  }
+
+  std::vector<std::string> names;
+  std::vector<std::vector<std::int64_t>> sizes;
+  std::vector<std::vector<double>> values;
+};
+
+Point random_point(testing_support::RandomProgram& random) {
+  Point p{.b = random.below(4), .h = random.below(4), .h_kv = random.below(2)};
+  p.seqlen_q = 1 + random.below(50);
+  p.seqlen_kv = 1 + random.below(50);
+  p.q = random.below(p.seqlen_q);
+  p.kv = random.below(p.seqlen_kv);
+  p.score = (random.below(161) - 80) / 16.0;
+  return p;
+}
+
+TEST(ExprFold, RandomProgramsKeepTheirValues) {
+  int smaller = 0;
+  for (std::uint64_t seed = 0; seed < 4000; ++seed) {
+    testing_support::RandomProgram random(seed, {.depth = 5});
+    const RandomCaptures captures(random);
+    for (const Expr& program : {random.score_program(), random.mask_program()}) {
+      const NodePtr folded = fold(program.pointer());
+      smaller += folded != program.pointer();
+      Evaluation evaluation(captures.bound(), Floats::rounded);
+      const int before = evaluation.add(program.pointer()), after = evaluation.add(folded);
+      for (int i = 0; i < 8; ++i) {
+        const std::vector<Value> values = evaluation.run(random_point(random));
+        const Value a = values[before], b = values[after];
+        if (program.type() != Type::real) {
+          ASSERT_EQ(a.integer, b.integer) << to_string(program) << "\n" << to_string(Expr(folded));
+        } else if (!std::isnan(a.real) || !std::isnan(b.real)) {
+          ASSERT_EQ(a.real, b.real) << to_string(program) << "\n" << to_string(Expr(folded));
+        }
+      }
+    }
+  }
+  EXPECT_GT(smaller, 2000);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #include "expr/ops.hpp"
 #include "flashjit/programs.hpp"
 #include "flashjit/spec.hpp"
+#include "variants.hpp"
 
 namespace flashjit {
 namespace {
@@ -138,6 +139,16 @@ TEST(Programs, WrongOnesAreRefused) {
   }
   expect_in("a score program declares 9 tensors; at most 8", refusal([&] { ScoreProgram{tensors}; }));
   expect_in("a score program declares 9 scalars; at most 8", refusal([&] { ScoreProgram{scalars}; }));
+}
+
+TEST(Programs, VariantsAreReadAndHaveValuesForAllNames) {
+  const AttentionShape shape{2, 4, 2, 40, 50};
+  for (const testing_support::Variant& variant : testing_support::variants()) {
+    SCOPED_TRACE(variant.name);
+    const AttentionSpec spec = variant.in({.head_dim = 64});
+    EXPECT_EQ(parse_spec(to_string(spec)), spec.normalized());
+    EXPECT_EQ(declarations(spec.score, spec.mask).size(), variant.captures(shape).size());
+  }
 }
 
 TEST(Declarations, AreTheScoresThenTheMasksNewOnes) {

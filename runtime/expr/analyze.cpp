@@ -116,7 +116,7 @@ MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(
   find_reads(root, false);
   for (std::vector<int>* reads : {&q_reads_, &kv_reads_}) {
     std::ranges::sort(*reads);
-    reads->erase(std::ranges::unique(*reads).begin(), reads->end());
+    reads->erase(std::unique(reads->begin(), reads->end()), reads->end());
   }
 }
 

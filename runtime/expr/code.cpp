@@ -21,7 +21,7 @@ std::string_view symbol(Relation relation, bool at_least) {
 
 /// A sum of `parts`, each with its sign; the first is positive where any is.
 std::string signed_sum(std::vector<std::pair<bool, std::string>> parts) {
-  std::ranges::stable_partition(parts, [](const auto& part) { return !part.first; });
+  std::stable_partition(parts.begin(), parts.end(), [](const auto& part) { return !part.first; });
   std::string text;
   for (const auto& [negative, part] : parts)
     text += fmt::format("{}{}", text.empty() ? (negative ? "-" : "") : negative ? " - " : " + ", part);

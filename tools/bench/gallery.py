@@ -221,13 +221,15 @@ def draw(rows, path):
     except ImportError as error:
         sys.exit(f"gallery: matplotlib is needed for the picture: {error}")
     all_of_them = attentions()
-    figure, axes = plt.subplots(4, 4, figsize=(14, 17.5 if rows else 16.5), layout="constrained")
+    figure, axes = plt.subplots(4, 4, figsize=(14, 18.5 if rows else 17), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)
     scores = matplotlib.colormaps["viridis"].with_extremes(bad=GREY)
     plain = matplotlib.colors.ListedColormap([BLUE]).with_extremes(bad=GREY)
     for attention, axis in zip(all_of_them, axes.flat, strict=True):
-        axis.set_title(attention.name, fontsize=13, fontweight="bold", pad=34)
-        axis.text(0.5, 1.02, "\n".join(textwrap.wrap(attention.program(), 36)), transform=axis.transAxes, ha="center",
-                  va="bottom", fontsize=9.5, family="monospace")
+        lines = textwrap.wrap(attention.program(), 37)
+        axis.set_title(attention.name, fontsize=13, fontweight="bold", pad=8 + 13 * len(lines))
+        axis.text(0.5, 1.02, "\n".join(lines), transform=axis.transAxes, ha="center", va="bottom", fontsize=9.5,
+                  family="monospace")
         if attention.case == "softcap":  # depends on no position
             x = np.linspace(-150, 150, 201)
             axis.plot(x, x, color="#999999", linestyle="--", linewidth=1)

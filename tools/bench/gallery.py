@@ -284,10 +284,11 @@ def compile_times(rows):
 def measured(rows):
     shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows})
     sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
-    return (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
+    text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
             "[tools/bench/variants.py](tools/bench/variants.py) in one process on the same tensors, checked before they are "
             f"timed; pairs that attend count; bf16; {sizes}. Lists of tiles are made in every call of ours and count; "
             f"FlexAttention's block masks are made beforehand.{compile_times(rows)}")
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
 def section(rows, csv, png):

@@ -19,7 +19,6 @@ import sys
 
 PASSES = {"fwd": "forward", "bwd": "backward"}
 MASKS = {0: "full", 1: "causal"}
-BEGIN, END = "<!-- figures -->\n", "<!-- /figures -->"
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 # Colours of Okabe and Ito, which the colour-blind can tell apart. In drawing order: the dashes are seen on flashjit.
@@ -188,14 +187,16 @@ python3 tools/bench/plot.py {dense_csv} \\
     return "\n\n".join(parts)
 
 
-def replace(path, text):
+def replace(path, name, text):
+    """Puts the text between the file's lines <!-- name --> and <!-- /name -->."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
     with open(path, encoding="utf-8") as file:
         readme = file.read()
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1 or readme.index(BEGIN) > readme.index(END):
-        sys.exit(f"plot: {path} lacks the lines {BEGIN.strip()} and {END}, once each and in this order")
-    before, after = readme.split(BEGIN)[0], readme.split(END)[1]
+    if readme.count(begin) != 1 or readme.count(end) != 1 or readme.index(begin) > readme.index(end):
+        sys.exit(f"{path} lacks the lines {begin.strip()} and {end}, once each and in this order")
+    before, after = readme.split(begin)[0], readme.split(end)[1]
     with open(path, "w", encoding="utf-8") as file:
-        file.write(f"{before}{BEGIN}{text}\n{END}{after}")
+        file.write(f"{before}{begin}{text}\n{end}{after}")
 
 
 def main():
@@ -218,7 +219,7 @@ def main():
         if arguments.table:
             print(text)
         if arguments.readme:
-            replace(arguments.readme, text)
+            replace(arguments.readme, "figures", text)
     return 0
 
 

@@ -1,0 +1,334 @@
+"""Draw a gallery of attentions, each made by a line of flashjit's language, and write the README's table of them.
+
+    python3 tools/bench/gallery.py --readme README.md
+
+Each picture is computed by NumPy from the very text in its title; it needs matplotlib. Where there is a table of
+tools/bench/variants.py, of measured speeds, picture and section show them beside FlexAttention's:
+
+    FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so \\
+        --csv tools/bench/results/h100_variants.csv
+    python3 tools/bench/gallery.py --readme README.md
+
+--table prints the section instead of putting it between the README's two markers.
+"""
+import argparse
+import dataclasses
+import os
+import re
+import statistics
+import sys
+import textwrap
+
+from plot import PASSES, ROOT, markdown, origin, read, replace, select, short, values
+
+try:
+    import numpy as np
+except ImportError as error:
+    sys.exit(f"gallery: NumPy is needed: {error}")
+
+RESULTS = os.path.join(ROOT, "tools", "bench", "results")
+PIXELS = 128  # of a picture's side, at most
+BLUE, GREY = "#0072B2", "#EEEEEE"
+
+
+# --- the language, on arrays: declarations, then an expression by C's precedence ---
+
+
+def divide(a, b):
+    """Of ints towards zero, by zero 0."""
+    if a.dtype.kind == "f" or b.dtype.kind == "f":
+        return a / b
+    return np.where(b == 0, 0, np.trunc(a / np.where(b == 0, 1, b))).astype(np.int64)
+
+
+OPERATORS = [  # those that bind loosest first
+    {"||": np.logical_or}, {"&&": np.logical_and}, {"|": np.bitwise_or}, {"^": np.bitwise_xor}, {"&": np.bitwise_and},
+    {"==": np.equal, "!=": np.not_equal},
+    {"<": np.less, "<=": np.less_equal, ">": np.greater, ">=": np.greater_equal},
+    {"<<": lambda a, b: a << (b & 31), ">>": lambda a, b: a >> (b & 31)},
+    {"+": np.add, "-": np.subtract},
+    {"*": np.multiply, "/": divide, "%": lambda a, b: np.where(b == 0, 0, a - divide(a, b) * b)},
+]
+UNARY = {"-": np.negative, "~": np.invert, "!": np.logical_not}
+FUNCTIONS = {"select": np.where, "min": np.minimum, "max": np.maximum, "rsqrt": lambda x: 1 / np.sqrt(x),
+             "sigmoid": lambda x: 1 / (1 + np.exp(-x)), "to_float": lambda x: x.astype(float),
+             "to_int": lambda x: np.trunc(x).astype(np.int64), "to_bool": lambda x: x != 0,
+             **{name: getattr(np, name) for name in ("abs", "floor", "exp", "exp2", "log", "log2", "sqrt", "tanh", "sin",
+                                                     "cos")}}
+TOKEN = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\w+|\|\||&&|[=!<>]=|<<|>>|\S)")
+
+
+class Evaluator:
+    """Value of a program's text, for names that stand for arrays."""
+
+    def __init__(self, text, names):
+        self.names, self.tokens = names, TOKEN.findall(text.split(";")[-1])
+
+    def value(self):
+        result = self.choice()
+        if self.tokens:
+            raise ValueError(f"the program goes on with {self.tokens}")
+        return result
+
+    def take(self, *wanted):
+        """The next token if it is one of those."""
+        return self.tokens.pop(0) if self.tokens and self.tokens[0] in wanted else None
+
+    def require(self, token):
+        if not self.take(token):
+            raise ValueError(f"'{token}' is missing before {self.tokens}")
+
+    def choice(self):
+        condition = self.binary(0)
+        if not self.take("?"):
+            return condition
+        a = self.choice()
+        self.require(":")
+        return np.where(condition, a, self.choice())
+
+    def binary(self, level):
+        if level == len(OPERATORS):
+            return self.unary()
+        left = self.binary(level + 1)
+        while token := self.take(*OPERATORS[level]):
+            left = OPERATORS[level][token](left, self.binary(level + 1))
+        return left
+
+    def unary(self):
+        if token := self.take(*UNARY):
+            return UNARY[token](self.unary())
+        if self.take("("):
+            result = self.choice()
+            self.require(")")
+            return result
+        token = self.tokens.pop(0)
+        if token[0].isdigit():
+            return np.float64(token) if "." in token or "e" in token else np.int64(token)
+        if token in FUNCTIONS:
+            self.require("(")
+            return FUNCTIONS[token](*self.list(")"))
+        if self.take("["):
+            tensor, indices = self.names[token], self.list("]")
+            return tensor[tuple(np.clip(i, 0, size - 1) for i, size in zip(indices, tensor.shape))]
+        return self.names[token]
+
+    def list(self, end):
+        items = [self.choice()]
+        while self.take(","):
+            items.append(self.choice())
+        self.require(end)
+        return items
+
+
+# --- the attentions ---
+
+BOUNDS, INTERVALS, PAIRS = "bounds", "lists, by intervals", "lists, by pairs"
+
+
+@dataclasses.dataclass
+class Attention:
+    """One picture. `tiles` is how runtime/expr/analyze.cpp has the mask's tiles visited; `case` its name in the CSV."""
+    name: str
+    mask: str = ""
+    score: str = ""
+    tiles: str = BOUNDS
+    length: int = 64
+    heads: int = 1
+    names: dict = dataclasses.field(default_factory=dict)
+    case: str = ""
+
+    def program(self):
+        """What the user writes."""
+        return self.score if self.score else self.mask
+
+    def evaluate(self, text, h):
+        step = max(1, self.length // PIXELS)
+        position = np.arange(0, self.length, step, dtype=np.int64)
+        n = np.int64(self.length)
+        return Evaluator(text, {"q": position[:, None], "kv": position[None, :], "h": np.int64(h), "b": np.int64(0),
+                                "seqlen_q": n, "seqlen_kv": n, "score": np.zeros((len(position),) * 2), **self.names}
+                         ).value()
+
+    def picture(self, h):
+        """Scores of a head where all products are 0, NaN where pairs do not attend."""
+        shape = (min(self.length, PIXELS),) * 2
+        scores = self.evaluate(self.score, h) if self.score else 1.0
+        attends = self.evaluate(self.mask, h) if self.mask else True
+        return np.broadcast_to(np.where(attends, scores, np.nan), shape)
+
+
+def runs(count, length, seed):
+    """Ids of `count` documents of unlike lengths."""
+    cuts = np.random.default_rng(seed).choice(np.arange(1, length), count - 1, replace=False)
+    return (np.arange(length)[:, None] >= cuts[None, :]).sum(1)
+
+
+def attentions():
+    random = np.random.default_rng(4)
+    causal = "kv <= q + seqlen_kv - seqlen_q"
+    return [
+        Attention("Causal", causal, length=8192, case="causal"),
+        Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
+        Attention("Window and first tokens", "window: int; kv <= q && (q - kv < window || kv < 4)", tiles=INTERVALS,
+                  names={"window": np.int64(14)}),
+        Attention("Prefix LM", "q >= kv || kv < 2000", tiles=INTERVALS, length=8192, case="prefix"),
+        Attention("Documents", "ids: int32 1d; q >= kv && ids[q] == ids[kv]", tiles=INTERVALS, length=8192,
+                  names={"ids": runs(16, 8192, 3)}, case="documents"),
+        Attention("Block-causal", "kv / 8 <= q / 8", tiles=INTERVALS),
+        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": np.int64(3)}),
+        Attention("Strided (Sparse Transformer)", "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)", tiles=PAIRS),
+        Attention("2-D neighbourhood", "abs(q / 8 - kv / 8) <= 1 && abs(q % 8 - kv % 8) <= 1", tiles=INTERVALS),
+        Attention("Butterfly", "((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0", tiles=PAIRS, length=8192,
+                  case="butterfly"),
+        Attention("Window that grows with the head", "kv <= q && q - kv < 4 << h", heads=4),
+        Attention("Hash buckets (Reformer)", "bucket: int32 2d; bucket[h, q] == bucket[h, kv]", tiles=INTERVALS,
+                  names={"bucket": random.integers(0, 6, (1, 64))}),
+        Attention("ALiBi", causal, "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)", length=8192, case="alibi"),
+        Attention("Softcap", causal, "50.0 * tanh(score / 50.0)", case="softcap"),
+        Attention("Relative bias", "", "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
+                  names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)}),
+        Attention("Bias of a pair, causal", causal, "bias: bf16 4d grad; score + bias[b, h, q, kv]",
+                  names={"bias": random.normal(size=(1, 1, 64, 64))}),
+    ]
+
+
+# --- the figures ---
+
+
+def rows_of(attention, rows):
+    return [row for row in rows if row["case"] == attention.case and row["flashjit_tflops"] and row["flex_tflops"]]
+
+
+def speeds(row):
+    return f"{float(row['flashjit_tflops']):.0f} / {float(row['flex_tflops']):.0f} = {float(row['ratio']):.2f}x"
+
+
+def caption(attention, rows):
+    """The speeds at the largest head dimension that was measured."""
+    measured = rows_of(attention, rows)
+    if not measured:
+        return ""
+    dim = max(values(measured, "head_dim"))
+    lines = [f"{PASSES[row['pass']]} d{dim}: {speeds(row)}" for row in select(measured, head_dim=dim)]
+    return "\n".join(lines)
+
+
+def draw(rows, path):
+    try:
+        import matplotlib
+        matplotlib.use("Agg")
+        import matplotlib.pyplot as plt
+    except ImportError as error:
+        sys.exit(f"gallery: matplotlib is needed for the picture: {error}")
+    all_of_them = attentions()
+    figure, axes = plt.subplots(4, 4, figsize=(14, 18.5 if rows else 17), layout="constrained")
+    figure.get_layout_engine().set(h_pad=0.15)
+    scores = matplotlib.colormaps["viridis"].with_extremes(bad=GREY)
+    plain = matplotlib.colors.ListedColormap([BLUE]).with_extremes(bad=GREY)
+    for attention, axis in zip(all_of_them, axes.flat, strict=True):
+        lines = textwrap.wrap(attention.program(), 37)
+        axis.set_title(attention.name, fontsize=13, fontweight="bold", pad=8 + 13 * len(lines))
+        axis.text(0.5, 1.02, "\n".join(lines), transform=axis.transAxes, ha="center", va="bottom", fontsize=9.5,
+                  family="monospace")
+        if attention.case == "softcap":  # depends on no position
+            x = np.linspace(-150, 150, 201)
+            axis.plot(x, x, color="#999999", linestyle="--", linewidth=1)
+            axis.plot(x, Evaluator(attention.score, {"score": x}).value(), color=BLUE, linewidth=3)
+            axis.set_ylim(-80, 80)
+            axis.set_aspect(300 / 160)
+            axis.tick_params(labelsize=8)
+        else:
+            side = int(attention.heads ** 0.5)
+            heads = [np.pad(attention.picture(h), 1 if side > 1 else 0, constant_values=np.nan)
+                     for h in range(attention.heads)]
+            picture = np.block([heads[row * side:(row + 1) * side] for row in range(side)])
+            axis.imshow(picture, cmap=scores if attention.score else plain, interpolation="nearest")
+            axis.set_xticks([])
+            axis.set_yticks([])
+            if side > 1:
+                axis.axhline(picture.shape[0] / 2 - 0.5, color="white", linewidth=3)
+                axis.axvline(picture.shape[1] / 2 - 0.5, color="white", linewidth=3)
+        axis.set_xlabel(caption(attention, rows), fontsize=10.5)
+    axes[0][0].set_ylabel("q, down; kv, to the right", fontsize=10)
+    heading = "Attentions of one line: which pairs attend (blue), and scores of zero products"
+    if rows:
+        heading += f"\nTFLOP/s of flashjit / FlexAttention, bf16, {origin(rows)}"
+    figure.suptitle(heading, fontsize=15)
+    figure.savefig(path, dpi=100)
+
+
+# --- the section of the README ---
+
+
+def table(rows):
+    columns = sorted({(row["head_dim"], row["pass"]) for row in rows}, key=lambda at: (at[0], list(PASSES).index(at[1])))
+    lines = []
+    for attention in attentions():
+        known = {(row["head_dim"], row["pass"]): row for row in rows_of(attention, rows)}
+        text = attention.program().replace("|", "\\|")  # a table's cell ends at a bar
+        lines.append([attention.name, f"`{text}`", attention.tiles if attention.mask else "-",
+                      *(speeds(known[at]) if at in known else "" for at in columns)])
+    return markdown(["Attention", "Score or mask", "Tiles", *(f"d{dim} {PASSES[name]}" for dim, name in columns)], lines)
+
+
+def compile_times(rows):
+    """Medians over the attentions; both passes together."""
+    ours, flex = ([float(row[f"{who}_compile_ms"]) for row in rows if row["pass"] == "fwd" and row[f"{who}_compile_ms"]]
+                  for who in ("flashjit", "flex"))
+    if not ours or not flex:
+        return ""
+    return (f" Compiling both passes took {statistics.median(ours) / 1e3:.1f} s, FlexAttention's "
+            f"{statistics.median(flex) / 1e3:.1f} s (medians).")
+
+
+def measured(rows):
+    shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows})
+    sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
+    text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
+            "[tools/bench/variants.py](tools/bench/variants.py) in one process on the same tensors, checked before they are "
+            f"timed; pairs that attend count; bf16; {sizes}. Lists of tiles are made in every call of ours and count; "
+            f"FlexAttention's block masks are made beforehand.{compile_times(rows)}")
+    return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
+
+
+def section(rows, csv, png):
+    """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
+    csv, png = (os.path.relpath(path, ROOT) for path in (csv, png))
+    parts = [f"![Masks and scores of sixteen attentions]({png})", table(rows),
+             """\
+ALiBi, Softcap and the last row are measured or drawn with a causal mask. *Tiles* says how those tiles are found in which
+no pair attends: `bounds` of the loops, or lists of tiles, made from intervals, or by looking at pairs where intervals
+cannot tell."""]
+    if rows:
+        parts.append(measured(rows))
+    parts.append(f"""\
+To measure on the GPU machine, and to renew the picture and this section:
+
+```sh
+FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so --csv {csv}
+python3 tools/bench/gallery.py --csv {csv} --readme README.md
+```""")
+    return "\n\n".join(parts)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--csv", default=os.path.join(RESULTS, "h100_variants.csv"),
+                        help="the table of variants.py; without this file no figures are shown (default %(default)s)")
+    parser.add_argument("--png", default=os.path.join(RESULTS, "gallery.png"),
+                        help="write the picture here (default %(default)s)")
+    parser.add_argument("--table", action="store_true", help="print the README's section")
+    parser.add_argument("--readme", help="replace the section in this file")
+    arguments = parser.parse_args()
+    rows = read(arguments.csv) if os.path.exists(arguments.csv) else []
+    draw(rows, arguments.png)
+    text = section(rows, arguments.csv, arguments.png)
+    if arguments.table:
+        print(text)
+    if arguments.readme:
+        replace(arguments.readme, "gallery", text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

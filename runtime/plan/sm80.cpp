@@ -77,8 +77,8 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
           .d_split = d_split};
 }
 
-/// Good tiles, best first, by the wider head dimension; the last of each fits every device. For Blackwell
-/// ptxas keeps more in registers, so that the largest tiles would spill there.
+/// Good tiles, best first, by the wider head dimension; the last of each fits every device. The largest spill
+/// for Blackwell, where ptxas keeps more in registers, and beside what else takes registers.
 std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool large = device.compute_capability < 100;
@@ -89,7 +89,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
       if (large) choices.insert(choices.begin(), config(128, 80, 4, 1, true));
     } else if (d <= 128) {
       choices = {config(128, 32, 4, 1), config(64, 32, 4, 1)};
-      if (large) choices.insert(choices.begin(), config(128, 48, 4, 1));
+      if (large && !(spec.has_block_map() && spec.varlen))
+        choices.insert(choices.begin(), config(128, 48, 4, 1));
     } else {
       choices = {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
     }
@@ -100,7 +101,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
     choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
   } else {
     choices = {config(32, 64, 8, 1, false, 2), config(16, 64, 8, 1, false, 2)};
-    if (large) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
+    if (large && !spec.dropout) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
   }
   return choices;
 }

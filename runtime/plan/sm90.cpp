@@ -92,15 +92,16 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
-    // Random numbers and slopes take the registers that 128 queries at a time would need.
-    const bool plain = !spec.dropout && !expr::has_slope(spec.score.tree());
+    // Random numbers, slopes and maps take the registers that 128 queries at a time would need.
+    const bool plain =
+        !spec.dropout && !expr::has_slope(spec.score.tree()) && !spec.has_block_map() && !spec.deterministic;
     return {config(plain && d <= 64 ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
     // A third warp group leaves each too few registers for a block map and dropout at once.
-    if (d <= 64 && !(spec.has_block_map() && spec.dropout))
+    if (d <= 64 && !(spec.has_block_map() && (spec.dropout || spec.kv_lengths)))
       choices.insert(choices.begin(), forward_config(12, 128, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
@@ -143,7 +144,8 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& 
 }  // namespace
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, spec.dropout || expr::has_slope(spec.score.tree())};
+  return {c.br,         c.bc,     spec.head_dim,
+          spec.v_dim(), c.stages, spec.dropout || expr::has_slope(spec.score.tree())};
 }
 
 const FamilyTraits& sm90_traits() {

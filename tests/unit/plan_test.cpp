@@ -50,7 +50,7 @@ TEST(Plan, TheFirstAbleFamilyDoesIt) {
   };
   EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_90a"), Family::sm90);
   EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_90"), Family::sm80);
-  EXPECT_EQ(family("bwd:bf16:d256:causal", "sm_90a"), Family::sm80);
+  EXPECT_EQ(family("bwd:bf16:d256:causal", "sm_90a"), Family::sm90);
   EXPECT_EQ(family("fwd:bf16:d128:causal", "sm_80"), Family::sm80);
   EXPECT_EQ(family("bwd:fp16:d64", "sm_90a"), Family::sm90);
   EXPECT_EQ(family("fwd:fp32:d128", "sm_80"), Family::simt);

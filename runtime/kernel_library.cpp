@@ -89,7 +89,8 @@ KernelLibrary::Result KernelLibrary::get(const AttentionSpec& spec, const TileCo
                                          const std::shared_ptr<const device::Driver>& driver) {
   return kernels_.get(memory_key(spec, config, info), [&] {
     const Stopwatch stopwatch;
-    Request request{info, driver, render::render(spec, config, info, templates()), {}, 0};
+    Request request{
+        info, driver, render::render(spec, config, info, templates(), {settings_.check_indices}), {}, 0};
     request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
     request.render_ms = stopwatch.ms();
     return make(request);

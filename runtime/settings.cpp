@@ -36,6 +36,7 @@ Settings resolve_settings(const RuntimeOptions& options, const Environment& envi
   settings.template_dir = options.template_dir.value_or(environment.template_dir);
   settings.nvrtc = options.nvrtc.value_or(environment.nvrtc);
   settings.libcuda = environment.libcuda;
+  settings.check_indices = options.check_indices.value_or(environment.check_indices);
   settings.verbose = environment.verbose;
   settings.log = choose_log(options, environment);
   return settings;

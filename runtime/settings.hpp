@@ -20,6 +20,7 @@ struct Settings {
   bool jit = true;
   std::string template_dir;    ///< "": the embedded templates
   std::string nvrtc, libcuda;  ///< "": the usual places
+  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
   bool verbose = false;        ///< also log what came from packs and caches
   Log log;                     ///< never empty; one line at a time, from one thread at a time
 };

@@ -17,7 +17,7 @@ constexpr int kProgramThreads = 128;
 
 /// One entry for each of the programs, in their order; `element` is the Problem's.
 inline KernelSource program_source(const std::vector<expr::Trees>& programs, const std::string& arch,
-                                   const std::string& element) {
+                                   const std::string& element, const expr::EmitOptions& options = {}) {
   KernelSource source;
   source.arch = arch;
   source.text = "#include \"program_kernel.cuh\"\n";
@@ -27,7 +27,7 @@ inline KernelSource program_source(const std::vector<expr::Trees>& programs, con
         "extern \"C\" __global__ void __launch_bounds__({3}) flashjit_program{0}(\n"
         "    const __grid_constant__ flashjit::testing_support::ProgramParams p) {{\n"
         "  flashjit::testing_support::evaluate<Program{0}>(p);\n}}\n",
-        i, element, emit_hooks(programs[i]), kProgramThreads);
+        i, element, emit_hooks(programs[i], options), kProgramThreads);
     source.entries.push_back(
         {.name = fmt::format("program{}", i), .header = "", .function = "", .threads = kProgramThreads});
   }

@@ -134,7 +134,8 @@ inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{N
     kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
 
 /// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
-/// into the tensor. Integer types read as int (int64 saturates), bool as bool, float types as float.
+/// into the tensor; RuntimeOptions::check_indices tells of it. Integer types read as int (int64 saturates),
+/// bool as bool, float types as float.
 class FLASHJIT_API Tensor {
  public:
   Tensor(std::string name, ElementType element, int rank);

@@ -87,8 +87,10 @@ struct RuntimeOptions {
   std::vector<EmbeddedPack> embedded_packs = {};  ///< searched before `packs`
   std::optional<JitMode> jit = {};                ///< default FLASHJIT_JIT, else on
   std::optional<std::string> template_dir = {};   ///< read templates from here instead of the embedded ones
-  std::optional<std::string> nvrtc = {};  ///< libnvrtc or the folder that holds it; default FLASHJIT_NVRTC,
-                                          ///< else the usual places
+  std::optional<std::string> nvrtc = {};   ///< libnvrtc or the folder that holds it; default FLASHJIT_NVRTC,
+                                           ///< else the usual places
+  std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
+                                           ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 

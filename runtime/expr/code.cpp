@@ -62,9 +62,10 @@ std::string Code::expression(int place) {
   if (fast && node->op == Op::divide && node->type == Type::real) return quotient(place);
   std::vector<std::string> args;
   for (const int arg : std::vector<int>(graph_[place].args)) args.push_back(value(arg));
-  if (node->op == Op::read)
-    return fmt::format("flashjit::read_capture<{}>(p.captures[{}], {})", element_text(node->declaration.type),
-                       head_.slot(node->declaration), fmt::join(args, ", "));
+  if (node->op == Op::read) {
+    lines_ += head_.check_text(*node, args, check_);
+    return head_.read_text(*node, args);
+  }
   return operation_text(*node, args, style_);
 }
 

@@ -3,6 +3,7 @@
 
 #include <map>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -11,12 +12,18 @@
 
 namespace flashjit::expr {
 
+/// How a function tells of indices out of range, in the debug mode that does.
+struct ReadCheck {
+  std::string_view exists = {};  ///< condition on which a read is wanted; empty: another function checks it
+  std::string_view place = {};   ///< b, h, q and kv; -1: any
+};
+
 /// What the generated functions of a Problem share: the operations, the places of what is declared, and
 /// the members of Head, which arise as the functions ask for them.
 class HeadCode {
  public:
   /// `graph` gets more operations.
-  HeadCode(Graph& graph, const std::vector<Declaration>& declarations);
+  HeadCode(Graph& graph, const std::vector<Declaration>& declarations, bool check_indices);
 
   Graph& graph() { return graph_; }
   /// Of a tensor in Params::captures or a scalar in Params::scalars.
@@ -29,6 +36,12 @@ class HeadCode {
   std::string scaled(int place);
   std::string rest_float(const Rest& rest);
 
+  /// The element that `read` reads at indices.
+  std::string read_text(const Node& read, const std::vector<std::string>& indices) const;
+  /// A line that tells of indices out of range; empty where that is not asked for.
+  std::string check_text(const Node& read, const std::vector<std::string>& indices,
+                         const ReadCheck& check) const;
+
   std::string members() const { return members_; }
   std::string body() const { return body_; }
 
@@ -38,6 +51,7 @@ class HeadCode {
 
   Graph& graph_;
   std::map<std::string, int> slots_;
+  bool check_indices_;
   std::map<int, std::string> values_;  // within head()
   std::map<int, std::string> known_, scaled_;
   std::map<Rest, std::string> rests_, rest_floats_;
@@ -53,7 +67,8 @@ enum class Style : std::uint8_t {
 /// The lines of one function that computes with positions `q` and `kv`, Head `head` and Params `p`.
 class Code {
  public:
-  Code(HeadCode& head, Style style) : head_(head), graph_(head.graph()), style_(style) {}
+  Code(HeadCode& head, Style style, ReadCheck check)
+      : head_(head), graph_(head.graph()), style_(style), check_(check) {}
 
   /// A variable or a literal with the value at `place`; its lines are added if need be.
   std::string value(int place);
@@ -78,6 +93,7 @@ class Code {
   HeadCode& head_;
   Graph& graph_;
   Style style_;
+  ReadCheck check_;
   std::map<int, std::string> known_;
   std::string lines_;
   int variables_ = 0;

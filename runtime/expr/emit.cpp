@@ -19,6 +19,14 @@ namespace {
 
 constexpr std::string_view kPair = "flashjit::Position q, flashjit::Position kv";
 
+constexpr std::string_view kPairPlace = "head.b, head.h, q.at, kv.at";
+// Kernels compute pairs past the ends of the tensors, too, and scores of pairs that do not attend.
+constexpr ReadCheck kMaskReads = {"q.at < head.seqlen_q && kv.at < head.seqlen_kv", kPairPlace};
+constexpr ReadCheck kScoreReads = {"q.at < head.seqlen_q && kv.at < head.seqlen_kv && mask(p, head, q, kv)",
+                                   kPairPlace};
+constexpr ReadCheck kQReads = {"true", "head.b, head.h, at, -1"},
+                    kKvReads = {"true", "head.b, head.h, -1, at"};
+
 /// The first argument of a static member function is always Params, the second the Head.
 std::string function(std::string_view result, std::string_view name, std::string_view arguments,
                      const std::string& body) {
@@ -51,13 +59,13 @@ struct ReadGrad {
 /// The hooks' texts, made one after the other; the Head knows all that they need when all are made.
 class Hooks {
  public:
-  explicit Hooks(const Trees& programs)
+  Hooks(const Trees& programs, const EmitOptions& options)
       : programs_(programs),
         score_(graph_.add(programs.score ? programs.score : make_name(Name::score))),
         score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
         mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
         mask_(graph_, mask_root_),
-        head_(graph_, programs.declarations) {
+        head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr grad = derivative(graph_[score_].node, read);
       if (!is_real(*grad, 0)) read_grads_.push_back({graph_.add(read), graph_.add(grad)});
@@ -93,17 +101,18 @@ class Hooks {
   }
 
   std::string score() {
-    Code code(head_, Style::fast);
+    Code code(head_, Style::fast, kScoreReads);
     const std::string result = code.score_result(score_);
     return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
   }
+  // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {
-    Code code(head_, Style::fast);
+    Code code(head_, Style::fast, {});
     const std::string result = code.value(score_grad_);
     return function("float", "score_grad", fmt::format("float dot, {}", kPair), result_of(code, result));
   }
   std::string add_capture_grads() {
-    Code code(head_, Style::fast);
+    Code code(head_, Style::fast, {});
     std::string additions;
     for (const ReadGrad& grad : read_grads_) {
       std::vector<std::string> indices;
@@ -119,7 +128,7 @@ class Hooks {
   }
 
   std::string mask() {
-    Code code(head_, Style::exact);
+    Code code(head_, Style::exact, kMaskReads);
     const std::string result = code.value(mask_root_);
     return function("bool", "mask", kPair, result_of(code, result));
   }
@@ -132,13 +141,13 @@ class Hooks {
                     bounds_body(head_, mask_, true)) +
            function("flashjit::Range", "q_bounds", "flashjit::Range kv_range",
                     bounds_body(head_, mask_, false)) +
-           function("int", "q_read", "int i, int at", reads_body("q", mask_.q_reads())) +
-           function("int", "kv_read", "int i, int at", reads_body("kv", mask_.kv_reads()));
+           function("int", "q_read", "int i, int at", reads_body("q", kQReads, mask_.q_reads())) +
+           function("int", "kv_read", "int i, int at", reads_body("kv", kKvReads, mask_.kv_reads()));
   }
-  std::string reads_body(std::string_view position, const std::vector<int>& reads) {
+  std::string reads_body(std::string_view position, const ReadCheck& check, const std::vector<int>& reads) {
     std::string body = fmt::format("    const flashjit::Position {} = {{at, 0.0f, 0.0f}};\n", position);
     for (std::size_t i = 0; i < reads.size(); ++i) {
-      Code code(head_, Style::exact);
+      Code code(head_, Style::exact, check);
       const std::string result = code.value(reads[i]);
       body += fmt::format("    if (i == {}) {{\n{}    }}\n", i, result_of(code, result));
     }
@@ -155,15 +164,15 @@ class Hooks {
 
 }  // namespace
 
-std::string emit_hooks(const Trees& programs) {
+std::string emit_hooks(const Trees& programs, const EmitOptions& options) {
   Trees prepared = programs;
   if (prepared.score) prepared.score = fold(prepared.score);
   if (prepared.mask) prepared.mask = prepared_mask(prepared.mask);
-  return Hooks(prepared).text();
+  return Hooks(prepared, options).text();
 }
 
-std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask) {
-  return emit_hooks({score.tree(), mask.tree(), declarations(score, mask)});
+std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options) {
+  return emit_hooks({score.tree(), mask.tree(), declarations(score, mask)}, options);
 }
 
 }  // namespace flashjit::expr

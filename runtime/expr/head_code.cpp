@@ -28,7 +28,8 @@ std::string name_text(Name name) {
 
 }  // namespace
 
-HeadCode::HeadCode(Graph& graph, const std::vector<Declaration>& declarations) : graph_(graph) {
+HeadCode::HeadCode(Graph& graph, const std::vector<Declaration>& declarations, bool check_indices)
+    : graph_(graph), check_indices_(check_indices) {
   int tensors = 0, scalars = 0;
   for (const Declaration& d : declarations) slots_.emplace(d.name, d.is_scalar() ? scalars++ : tensors++);
 }
@@ -38,6 +39,18 @@ int HeadCode::slot(const Declaration& declaration) const {
   if (found == slots_.end())
     throw Error(ErrorCode::internal, fmt::format("'{}' is not declared", declaration.name));
   return found->second;
+}
+
+std::string HeadCode::read_text(const Node& read, const std::vector<std::string>& indices) const {
+  return fmt::format("flashjit::read_capture<{}>(p.captures[{}], {})", element_text(read.declaration.type),
+                     slot(read.declaration), fmt::join(indices, ", "));
+}
+
+std::string HeadCode::check_text(const Node& read, const std::vector<std::string>& indices,
+                                 const ReadCheck& check) const {
+  if (!check_indices_ || check.exists.empty()) return {};
+  return fmt::format("    flashjit::check_indices({}, {{{}}}, \"{}\", p.captures[{}], {});\n", check.exists,
+                     check.place, read.declaration.name, slot(read.declaration), fmt::join(indices, ", "));
 }
 
 std::string HeadCode::uniform(int place) {
@@ -63,8 +76,8 @@ std::string HeadCode::value(int place) {
   if (node->op == Op::scalar) {
     return fmt::format("flashjit::scalar_{}(p, {})", type_text(node->type), slot(node->declaration));
   } else if (node->op == Op::read) {
-    text = fmt::format("flashjit::read_capture<{}>(p.captures[{}], {})", element_text(node->declaration.type),
-                       slot(node->declaration), fmt::join(args, ", "));
+    body_ += check_text(*node, args, {"true", "head.b, head.h, -1, -1"});
+    text = read_text(*node, args);
   } else {
     text = operation_text(*node, args, Style::exact);
   }

@@ -94,7 +94,7 @@ void add_headers(std::string_view text, const TemplateSet& templates,
 }  // namespace
 
 KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
-                    const TemplateSet& templates) {
+                    const TemplateSet& templates, const RenderOptions& options) {
   KernelSource source;
   source.spec = spec.normalized();
   source.config = config;
@@ -103,7 +103,7 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
   source.text = fmt::format("// {} {}\n", to_string(source.spec), to_string(config)) +
                 includes(source.entries) + "\nnamespace flashjit {\n\nstruct Problem {\n" +
                 constants(source.spec, config, device.compute_capability) + "\n" +
-                expr::emit_hooks(source.spec.score, source.spec.mask) +
+                expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}) +
                 (config.family == Family::sm90 ? "\n" + wgmma_functions(source.spec, config) : "") +
                 "};\n\n}  // namespace flashjit\n";
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry);

@@ -23,8 +23,12 @@ class TemplateSet {
   std::map<std::string, std::string> texts_;
 };
 
+struct RenderOptions {
+  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
+};
+
 /// Deterministic: equal arguments give equal text. The text names no path, date or version.
 KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
-                    const TemplateSet& templates);
+                    const TemplateSet& templates, const RenderOptions& options = {});
 
 }  // namespace flashjit::render

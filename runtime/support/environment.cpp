@@ -11,7 +11,7 @@
 namespace flashjit {
 namespace {
 
-constexpr std::array<EnvironmentVariable, 7> kVariables{{
+constexpr std::array<EnvironmentVariable, 8> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit."},
@@ -21,6 +21,9 @@ constexpr std::array<EnvironmentVariable, 7> kVariables{{
     {"FLASHJIT_TEMPLATE_DIR", "Folder to read kernel templates from, instead of the embedded ones."},
     {"FLASHJIT_NVRTC", "Path of libnvrtc. Default: the loader's path, then the toolkit's usual places."},
     {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
+    {"FLASHJIT_CHECK_INDICES",
+     "on: slow kernels that print each index of a captured tensor that is out of range, and where; off "
+     "(default)."},
     {"FLASHJIT_LOG", "quiet, info (default) or debug: how much is written to the log."},
 }};
 
@@ -58,10 +61,11 @@ std::vector<std::string> paths(std::string_view text) {
                           allowed));
 }
 
-bool jit(const std::string& value) {
-  if (value.empty() || value == "on") return true;
-  if (value == "off") return false;
-  refuse("FLASHJIT_JIT", value, "on or off");
+bool on_or_off(const Get& get, const char* name, bool otherwise) {
+  const std::string value = value_of(get, name);
+  if (value.empty()) return otherwise;
+  if (value == "on" || value == "off") return value == "on";
+  refuse(name, value, "on or off");
 }
 
 }  // namespace
@@ -76,10 +80,11 @@ Environment read_environment(const Get& get) {
   Environment out;
   out.cache_dir = cache_dir(get);
   out.packs = paths(value_of(get, "FLASHJIT_PACKS"));
-  out.jit = jit(value_of(get, "FLASHJIT_JIT"));
+  out.jit = on_or_off(get, "FLASHJIT_JIT", true);
   out.template_dir = value_of(get, "FLASHJIT_TEMPLATE_DIR");
   out.nvrtc = value_of(get, "FLASHJIT_NVRTC");
   out.libcuda = value_of(get, "FLASHJIT_LIBCUDA");
+  out.check_indices = on_or_off(get, "FLASHJIT_CHECK_INDICES", false);
   const std::string log = value_of(get, "FLASHJIT_LOG");
   if (!log.empty() && log != "quiet" && log != "info" && log != "debug") {
     refuse("FLASHJIT_LOG", log, "quiet, info or debug");

@@ -25,6 +25,7 @@ struct Environment {
   std::string template_dir;        ///< FLASHJIT_TEMPLATE_DIR
   std::string nvrtc;               ///< FLASHJIT_NVRTC: path of libnvrtc
   std::string libcuda;             ///< FLASHJIT_LIBCUDA: path of libcuda
+  bool check_indices = false;      ///< FLASHJIT_CHECK_INDICES: on or off
   bool verbose = false;            ///< FLASHJIT_LOG: quiet, info (default) or debug
   bool quiet = false;
 };

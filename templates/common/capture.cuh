@@ -34,6 +34,26 @@ __device__ __forceinline__ float as_read(Half x) {
 
 __device__ __forceinline__ int clamped_index(int index, int size) { return max(min(index, size - 1), 0); }
 
+/// Where an index was computed; -1: at any.
+struct ReadPlace {
+  int b, h, q, kv;
+};
+
+/// A debug mode: tells of each index that is clamped, where `exists` says that the read is wanted.
+template <class... Indices>
+__device__ __noinline__ void check_indices(bool exists, ReadPlace at, const char* name,
+                                           const CaptureParam& tensor, Indices... indices) {
+  const int index[] = {indices...};
+  for (int i = 0; exists && i < static_cast<int>(sizeof...(indices)); ++i) {
+    if (index[i] >= 0 && index[i] < tensor.size[i]) continue;
+    printf(
+        "flashjit: index %d of dimension %d of the captured tensor '%s' is not in [0, %d) at b %d, h %d, q "
+        "%d, "
+        "kv %d; it is clamped\n",
+        index[i], i, name, tensor.size[i], at.b, at.h, at.q, at.kv);
+  }
+}
+
 /// tensor[indices...], with each index clamped into the tensor.
 template <class Element, class... Indices>
 __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices... indices) {

@@ -267,8 +267,13 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     // P is never negative: unless a slope comes to it, its sign says that dropout drops the pair.
     constexpr bool kSignDrops = P::kDropout && !P::kScoreGrad;
     const auto drops = [&](int n) {
-      if constexpr (kSignDrops) return signbit(s[n]) != 0;
-      return P::kDropout && (dropped[n / 32] >> (n % 32) & 1u) != 0;
+      if constexpr (!P::kDropout) {
+        return false;
+      } else if constexpr (kSignDrops) {
+        return signbit(s[n]) != 0;
+      } else {
+        return (dropped[n / 32] >> (n % 32) & 1u) != 0;
+      }
     };
     // Word r of sixteen queries of a tile of P^T or dS^T in shared memory, as [KV row][query].
     const auto store_word = [&](unsigned to, int step, int r, unsigned word) {

@@ -32,12 +32,12 @@ expr::Trees parsed(const char* score, const char* mask) {
   return trees(expr::parse(score).pointer(), expr::parse(mask).pointer());
 }
 
-void expect_compiled(const std::vector<expr::Trees>& programs) {
+void expect_compiled(const std::vector<expr::Trees>& programs, const expr::EmitOptions& options = {}) {
   const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const bool half = std::string_view(arch) == "sm_80";
     const KernelSource source =
-        testing_support::program_source(programs, arch, half ? "flashjit::bf16" : "float");
+        testing_support::program_source(programs, arch, half ? "flashjit::bf16" : "float", options);
     try {
       const CompiledKernel kernel = compiler->compile(source);
       EXPECT_EQ(kernel.resources.size(), programs.size());
@@ -62,6 +62,12 @@ TEST(ProgramHooks, NamedOnesCompile) {
       parsed("exp(score) + log2(exp2(score)) + sqrt(abs(score)) + rsqrt(log(score))", "q / 64 == kv / 64"),
       parsed("-score", "w: fp32 1d; w[q] > 0.5 && to_float(kv) < 3.5 * to_float(q)"),
   });
+}
+
+TEST(ProgramHooks, CheckedOnesCompile) {
+  expect_compiled({parsed("slopes: fp32 1d grad; bias: bf16 3d; score * slopes[h] + bias[b, q, kv - q]",
+                          "doc: int32 2d; any: bool 2d; doc[b, q] == doc[b, kv] && any[q, kv]")},
+                  {.check_indices = true});
 }
 
 TEST(ProgramHooks, RandomOnesCompile) {

@@ -70,6 +70,14 @@ TEST(Environment, JitIsOnOrOff) {
             "the environment variable FLASHJIT_JIT is '0'; set it to on or off, or unset it");
 }
 
+TEST(Environment, CheckingIndicesIsOnOrOff) {
+  EXPECT_FALSE(read({}).check_indices);
+  EXPECT_FALSE(read({{"FLASHJIT_CHECK_INDICES", "off"}}).check_indices);
+  EXPECT_TRUE(read({{"FLASHJIT_CHECK_INDICES", "on"}}).check_indices);
+  EXPECT_EQ(refusal({{"FLASHJIT_CHECK_INDICES", "1"}}),
+            "the environment variable FLASHJIT_CHECK_INDICES is '1'; set it to on or off, or unset it");
+}
+
 TEST(Environment, LogLevels) {
   EXPECT_TRUE(read({{"FLASHJIT_LOG", "debug"}}).verbose);
   EXPECT_TRUE(read({{"FLASHJIT_LOG", "quiet"}}).quiet);

@@ -106,6 +106,23 @@ TEST(Emit, GradientsOfCapturesNameTheirPlace) {
             "    flashjit::add_to_capture_grad(p.captures[1], ds, kv.at, q.at);");
 }
 
+TEST(Emit, ChecksOfIndicesAreOnDemand) {
+  const ScoreProgram score("slopes: fp32 1d; bias: bf16 2d grad; score * slopes[h] + bias[q, kv - q]");
+  const MaskProgram mask("doc: int32 2d; any: bool 2d; doc[b, q] == doc[b, kv] && any[q, kv]");
+  const std::string plain = emit_hooks(score, mask),
+                    checked = emit_hooks(score, mask, {.check_indices = true});
+  EXPECT_FALSE(says(plain, "check_indices"));
+  const auto checks = [&](std::string_view name, std::string_view what) {
+    EXPECT_TRUE(says(body(checked, name), what)) << name << "\n" << checked;
+  };
+  checks("head", "check_indices(true, {head.b, head.h, -1, -1}, \"slopes\", p.captures[0], head.h);");
+  checks("score", "&& mask(p, head, q, kv), {head.b, head.h, q.at, kv.at}, \"bias\", p.captures[1], q.at, v");
+  checks("bool mask", "\"any\", p.captures[3], q.at, kv.at);");
+  checks("q_read", "check_indices(true, {head.b, head.h, at, -1}, \"doc\", p.captures[2], head.b, q.at);");
+  checks("kv_read", "check_indices(true, {head.b, head.h, -1, at}, \"doc\"");
+  EXPECT_FALSE(says(body(checked, "score_grad") + body(checked, "add_capture_grads"), "check_indices"));
+}
+
 TEST(Emit, ProgramsStandAsComments) {
   EXPECT_TRUE(says(hooks("score * 2.0", "q < kv"), "// score: score * 2.0\n"));
   EXPECT_TRUE(says(hooks("score * 2.0", "q < kv"), "// mask: q < kv\n"));

@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "cache/embedded.hpp"
+#include "stored_kernel.hpp"
 #include "support/file.hpp"
 
 namespace flashjit {
@@ -29,52 +30,7 @@ using cache::EntryInfo;
 using cache::Store;
 using Access = Store::Access;
 
-constexpr const char* kTag = "nvrtc13.0.88";
-const std::vector<std::string> kOptions{"-x"};
-
-KernelSource source(const std::string& spec = "fwd:bf16:d64") {
-  KernelSource s;
-  s.spec = parse_spec(spec).normalized();
-  s.config = parse_config("simt:br64:bc64:w8");
-  s.arch = "sm_80";
-  s.text = "// " + spec + "\n";
-  s.headers = {{"flashjit/a.cuh", "one"}};
-  s.entries = {{.name = "forward",
-                .header = "flashjit/a.cuh",
-                .function = "f",
-                .threads = 256,
-                .shared_bytes = 512,
-                .hot = true}};
-  return s;
-}
-
-std::string digest(const KernelSource& s) { return cache::source_digest(s, kOptions); }
-
-CompiledKernel kernel(const std::string& tag = kTag) {
-  CompiledKernel k;
-  k.cubin = std::string(
-      "\x7f"
-      "ELF\0cubin",
-      10);
-  k.log = "ptxas info: \xff is no UTF-8, \" and \n are fine";
-  k.compiler = tag;
-  k.resources = {{.entry = "forward",
-                  .registers = 168,
-                  .spill_stores = 4,
-                  .spill_loads = 8,
-                  .stack = 16,
-                  .static_shared = 32}};
-  k.compile_ms = 123.456;
-  return k;
-}
-
-void poke(const fs::path& path, std::size_t at, char byte) {
-  std::fstream(path, std::ios::binary | std::ios::in | std::ios::out)
-      .seekp(static_cast<std::streamoff>(at))
-      .put(byte);
-}
-
-void write(const fs::path& path, const std::string& bytes) { std::ofstream(path, std::ios::binary) << bytes; }
+using namespace test;
 
 class StoreTest : public testing::Test {
  protected:
@@ -93,14 +49,7 @@ class StoreTest : public testing::Test {
   }
   Store open(Access access = Access::read_write) { return Store(folder_, access, log()); }
   fs::path entry(const KernelSource& s, const std::string& tag = kTag) const {
-    return folder_ / "v1" / s.arch / cache::entry_key(digest(s), tag);
-  }
-  static bool keep(Store& store, const KernelSource& s, const CompiledKernel& k = kernel()) {
-    return store.store(s, digest(s), k);
-  }
-  static std::optional<CompiledKernel> find(const Store& store, const KernelSource& s,
-                                            const std::string& tag = kTag) {
-    return store.load(s, digest(s), tag);
+    return entry_folder(folder_, s, tag);
   }
   std::vector<fs::path> temporaries() const {
     std::vector<fs::path> all;

@@ -190,7 +190,9 @@ std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   flashjit::RuntimeOptions options;
   if (!given) return options;
-  const auto c = flashjit::read_struct("flashjit_options", given, {offsetof(flashjit_options, nvrtc)});
+  const auto c =
+      flashjit::read_struct("flashjit_options", given,
+                            {offsetof(flashjit_options, nvrtc), offsetof(flashjit_options, cache_limit)});
   if (c.cache_dir) options.cache_dir = c.cache_dir;
   if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
   for (std::size_t i = 0; i < c.pack_count; ++i)
@@ -198,6 +200,7 @@ flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   options.jit = jit_mode(c.jit);
   if (c.template_dir) options.template_dir = c.template_dir;
   if (c.nvrtc) options.nvrtc = c.nvrtc;
+  if (c.cache_limit != 0) options.cache_limit = c.cache_limit;
   if (c.log)
     options.log = [log = c.log, user = c.log_user](std::string_view line) {
       log(user, std::string(line).c_str());

@@ -81,7 +81,7 @@ KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
   for (const std::string& pack : settings.packs)
     packs_.emplace_back(pack, cache::Store::Access::read_only, settings.log);
   if (!settings.cache_dir.empty())
-    cache_.emplace(settings.cache_dir, cache::Store::Access::read_write, settings.log);
+    cache_.emplace(settings.cache_dir, cache::Store::Access::read_write, settings.log, settings.cache_limit);
 }
 
 KernelLibrary::Result KernelLibrary::get(const AttentionSpec& spec, const TileConfig& config,

@@ -29,6 +29,7 @@ Log choose_log(const RuntimeOptions& options, const Environment& environment) {
 Settings resolve_settings(const RuntimeOptions& options, const Environment& environment) {
   Settings settings;
   settings.cache_dir = options.cache_dir.value_or(environment.cache_dir);
+  settings.cache_limit = options.cache_limit.value_or(environment.cache_limit);
   settings.embedded_packs = options.embedded_packs;
   settings.packs = options.packs;
   settings.packs.insert(settings.packs.end(), environment.packs.begin(), environment.packs.end());

@@ -67,6 +67,8 @@ typedef struct flashjit_options {
   void (*log)(void* user, const char* line); /* receives one line at a time; null: stderr */
   void* log_user;
   const char* nvrtc; /* libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
+  uint64_t cache_limit; /* bytes of kernels in cache_dir at which those that were not used for longest are
+                           removed; 0: FLASHJIT_CACHE_LIMIT, else 2 GiB; UINT64_MAX: none */
 } flashjit_options;
 
 /* Sizes of a problem. heads_q is a multiple of heads_kv. */

@@ -91,6 +91,9 @@ struct RuntimeOptions {
                                            ///< else the usual places
   std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
                                            ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
+  std::optional<std::uint64_t> cache_limit = {};   ///< bytes of kernels in cache_dir at which those that were
+                                                   ///< not used for longest are removed, which leaves 7/8;
+                                                   ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 

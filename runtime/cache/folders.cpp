@@ -18,6 +18,9 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr int kFolderAttempts = 8;
+constexpr std::chrono::seconds kUnlockedAge = std::chrono::hours(1);
+
 bool is_digit(char c) { return c >= '0' && c <= '9'; }
 bool is_letter(char c) { return (c >= 'a' && c <= 'z') || (c >= 'A' && c <= 'Z'); }
 
@@ -37,10 +40,10 @@ bool is_entry_file(const fs::path& path) {
   return name == kSourceFile || name == kCubinFile || name == kMetaFile;
 }
 
-// A record, or what write_file_atomically() left of one when its process died.
-bool is_record_file(const fs::path& path) {
-  return path.extension() == ".json" || path.filename().string().starts_with(".tmp-");
-}
+bool is_record_file(const fs::path& path) { return path.extension() == ".json"; }
+
+// What write_file_atomically() left of a record when its process died.
+bool is_unfinished_record(const fs::path& path) { return path.filename().string().starts_with(".tmp-"); }
 
 bool is_real_folder(const fs::path& path) {
   std::error_code error;
@@ -54,6 +57,34 @@ void when_free(const fs::path& path, Action action) {
   if (fd < 0) return;
   if (::flock(fd, LOCK_EX | LOCK_NB) == 0) action();
   ::close(fd);
+}
+
+// Whether it was last changed that long ago. A time to come is another clock's, and as good as any.
+bool is_older(const fs::path& path, std::chrono::seconds age) {
+  std::error_code error;
+  const auto changed = fs::last_write_time(path, error);
+  const auto now = fs::file_time_type::clock::now();
+  return !error && (changed > now || now - changed >= age);
+}
+
+// The folder of the records and those below it; a folder stands before what it holds.
+std::vector<fs::path> record_folders(const fs::path& root) {
+  std::vector<fs::path> folders;
+  if (is_real_folder(root / kTuningFolder)) folders.push_back(root / kTuningFolder);
+  for (std::size_t i = 0; i < folders.size(); ++i) {
+    for (const fs::path& child : children(folders[i]))
+      if (is_real_folder(child)) folders.push_back(child);
+  }
+  return folders;
+}
+
+std::vector<fs::path> files_of_records(const fs::path& root, bool (*wanted)(const fs::path&)) {
+  std::vector<fs::path> files;
+  for (const fs::path& folder : record_folders(root)) {
+    for (const fs::path& child : children(folder))
+      if (!is_real_folder(child) && wanted(child)) files.push_back(child);
+  }
+  return files;
 }
 
 }  // namespace
@@ -124,10 +155,18 @@ void write_private_file(const fs::path& path, std::string_view bytes) {
   }
 }
 
-TemporaryFolder::TemporaryFolder(const fs::path& parent) : path_(parent / unique_suffix()) {
-  if (std::string cause = make_private_folders(path_); !cause.empty()) throw Error(ErrorCode::io, cause);
-  fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-  if (fd_ >= 0) ::flock(fd_, LOCK_EX | LOCK_NB);
+// remove_leftovers() of another process may come between the making of a folder and its lock.
+TemporaryFolder::TemporaryFolder(const fs::path& parent) {
+  for (int attempt = 0; attempt < kFolderAttempts; ++attempt) {
+    path_ = parent / unique_suffix();
+    if (std::string cause = make_private_folders(path_); !cause.empty()) throw Error(ErrorCode::io, cause);
+    fd_ = ::open(path_.c_str(), O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    const bool taken = fd_ >= 0 && ::flock(fd_, LOCK_EX | LOCK_NB) != 0 && errno == EWOULDBLOCK;
+    if (!taken && is_real_folder(path_)) return;
+    if (fd_ >= 0) ::close(fd_);
+  }
+  throw Error(ErrorCode::io, fmt::format("the temporary folders in '{}' are removed as soon as they are made",
+                                         parent.string()));
 }
 
 TemporaryFolder::~TemporaryFolder() {
@@ -136,13 +175,18 @@ TemporaryFolder::~TemporaryFolder() {
   if (fd_ >= 0) ::close(fd_);
 }
 
-std::vector<fs::path> remove_leftovers(const fs::path& root) {
+std::vector<fs::path> remove_leftovers(const fs::path& root, std::chrono::seconds age) {
   std::vector<fs::path> removed;
   for (const fs::path& folder : children(root / kTemporaryFolder)) {
+    if (!is_older(folder, age)) continue;
     when_free(folder, [&] {
       std::error_code error;
       if (fs::remove_all(folder, error) > 0 && !error) removed.push_back(folder);
     });
+  }
+  for (const fs::path& file : files_of_records(root, is_unfinished_record)) {
+    std::error_code error;
+    if (is_older(file, std::max(age, kUnlockedAge)) && fs::remove(file, error)) removed.push_back(file);
   }
   return removed;
 }
@@ -175,19 +219,15 @@ bool remove_entry(const fs::path& root, const fs::path& entry) {
   return true;
 }
 
+std::vector<fs::path> record_files(const fs::path& root) { return files_of_records(root, is_record_file); }
+
 void remove_records(const fs::path& root) {
-  std::vector<fs::path> folders{root / kTuningFolder};
-  for (std::size_t i = 0; i < folders.size(); ++i) {
-    for (const fs::path& child : children(folders[i])) {
-      std::error_code ignored;
-      if (is_real_folder(child))
-        folders.push_back(child);
-      else if (is_record_file(child))
-        fs::remove(child, ignored);
-    }
-  }
-  std::for_each(folders.rbegin(), folders.rend(), [](const fs::path& folder) {
-    std::error_code ignored;
+  std::error_code ignored;
+  for (const fs::path& file : files_of_records(
+           root, [](const fs::path& path) { return is_record_file(path) || is_unfinished_record(path); }))
+    fs::remove(file, ignored);
+  const std::vector<fs::path> folders = record_folders(root);
+  std::for_each(folders.rbegin(), folders.rend(), [&](const fs::path& folder) {
     fs::remove(folder, ignored);  // succeeds on empty ones alone
   });
 }

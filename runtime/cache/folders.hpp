@@ -1,6 +1,7 @@
 // The names of a store's folders, and how they are made and removed.
 #pragma once
 
+#include <chrono>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -39,8 +40,8 @@ std::string make_private_folders(const std::filesystem::path& folder);
 /// Creates a file that this user alone may read, and waits until the disk has it. Throws Error(io).
 void write_private_file(const std::filesystem::path& path, std::string_view bytes);
 
-/// A folder of its own below `parent`, gone with this object unless it was renamed. Locked while it lives, so
-/// that remove_leftovers() can tell it from one whose process died.
+/// A folder of its own below `parent`, gone with this object unless it was renamed. Locked while it lives,
+/// where locks work, so that remove_leftovers() can tell it from one whose process died.
 class TemporaryFolder {
  public:
   /// Throws Error(io).
@@ -55,13 +56,18 @@ class TemporaryFolder {
   int fd_;
 };
 
-/// Removes the temporary folders that nobody holds; returns their paths.
-std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& root);
+/// Removes what processes that died left of their work: temporary folders that nobody holds, and temporary
+/// files among the records, which are not locked, after an hour. Those that are younger than `age` stay.
+/// Returns the paths.
+std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& root,
+                                                    std::chrono::seconds age = {});
 /// Removes the lock files that nobody holds.
 void remove_free_locks(const std::filesystem::path& root);
 /// Removes an entry at once for every reader, by renaming it away first. A folder that holds more than an
 /// entry's files keeps the rest. Returns whether the entry is gone.
 bool remove_entry(const std::filesystem::path& root, const std::filesystem::path& entry);
+/// The files of the tuning records, sorted; links to other folders are not followed.
+std::vector<std::filesystem::path> record_files(const std::filesystem::path& root);
 /// Removes the tuning records and the folders that this empties.
 void remove_records(const std::filesystem::path& root);
 /// Removes the store's own folders as far as they are empty.

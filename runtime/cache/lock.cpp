@@ -17,7 +17,8 @@ namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(5);
 
-// clear() removes lock files: a lock on a file that has no name any more excludes nobody.
+// Lock files are removed by their last holder, and by clear(): a lock on a file that has no name any more
+// excludes nobody.
 bool still_named(int fd, const std::filesystem::path& path) {
   struct stat opened {
   }, named{};
@@ -29,12 +30,14 @@ bool still_named(int fd, const std::filesystem::path& path) {
 
 Store::Lock& Store::Lock::operator=(Lock&& other) noexcept {
   std::swap(fd_, other.fd_);
+  std::swap(path_, other.path_);
   return *this;
 }
 
 Store::Lock::~Lock() {
   if (fd_ < 0) return;
-  ::flock(fd_, LOCK_UN);  // a child forked meanwhile holds the descriptor too
+  if (still_named(fd_, path_)) ::unlink(path_.c_str());  // who waits for it sees that, and makes another
+  ::flock(fd_, LOCK_UN);                                 // a child forked meanwhile holds the descriptor too
   ::close(fd_);
 }
 
@@ -46,17 +49,20 @@ Store::Lock Store::lock(const std::string& arch, const std::string& key, double 
 
   using Clock = std::chrono::steady_clock;
   const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);
-  while (true) {
+  do {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return {};
-    Lock lock(fd);
-    while (::flock(fd, LOCK_EX | LOCK_NB) != 0) {
-      if (errno != EWOULDBLOCK && errno != EINTR) return {};
-      if (Clock::now() >= deadline) return {};
-      std::this_thread::sleep_for(kPollInterval);
+    if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
+      if (still_named(fd, path)) return Lock(fd, path);
+      ::close(fd);
+      continue;
     }
-    if (still_named(fd, path)) return lock;
-  }
+    const bool taken = errno == EWOULDBLOCK || errno == EINTR;
+    ::close(fd);
+    if (!taken) return {};
+    std::this_thread::sleep_for(kPollInterval);
+  } while (Clock::now() < deadline);
+  return {};
 }
 
 }  // namespace flashjit::cache

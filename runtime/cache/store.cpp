@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <chrono>
 #include <map>
 #include <system_error>
 
@@ -11,6 +12,7 @@
 #include "cache/folders.hpp"
 #include "cache/meta.hpp"
 #include "flashjit/error.hpp"
+#include "plan/records.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
 
@@ -21,6 +23,8 @@ namespace fs = std::filesystem;
 
 constexpr std::uintmax_t kMetaLimit = 64u << 20;
 constexpr int kInstallAttempts = 8;
+// Where locks do not work, a temporary folder may be in use although nobody holds it.
+constexpr std::chrono::seconds kLeftoverAge = std::chrono::hours(1);
 
 [[noreturn]] void damaged(std::string reason) { throw Error(ErrorCode::io, std::move(reason)); }
 
@@ -115,6 +119,8 @@ EntryInfo describe(const EntryFolder& folder) {
     info.compiler = meta.compiler;
     check_place(folder.path, meta);
     read_cubin(folder.path, meta);
+    if (digest_of(read_file(folder.path / kSourceFile)) != meta.text)
+      damaged("kernel.cu does not match its digest in meta.json");
   } catch (const std::exception& error) {
     info.damage = error.what();
   }
@@ -150,8 +156,8 @@ std::string entry_key(const std::string& source_digest, const std::string& compi
   return source_digest + "-" + compiler_tag;
 }
 
-Store::Store(fs::path folder, Access access, Log log)
-    : folder_(std::move(folder)), access_(access), log_(std::move(log)) {
+Store::Store(fs::path folder, Access access, Log log, std::uintmax_t limit)
+    : folder_(std::move(folder)), access_(access), log_(std::move(log)), limit_(limit) {
   std::error_code error;
   if (access_ == Access::read_only && !fs::is_directory(folder_ / kVersionFolder, error)) {
     warn(
@@ -189,6 +195,7 @@ std::optional<CompiledKernel> Store::load(const KernelSource& source, const std:
         fs::last_write_time(entry / kMetaFile, fs::file_time_type::clock::now(), error);
       return kernel;
     } catch (const std::exception& cause) {
+      if (!fs::exists(entry, error)) continue;  // removed meanwhile
       warn(fmt::format("ignoring the cached kernel '{}': {}; `flashjit cache verify` lists such entries",
                        entry.string(), cause.what()));
     }
@@ -206,10 +213,13 @@ bool Store::store(const KernelSource& source, const std::string& digest, const C
       throw Error(ErrorCode::internal,
                   fmt::format("{} and {} cannot name an entry", quoted(source.arch), quoted(key)));
     }
-    if (!is_sound(entry, source, digest)) write_entry(root(), entry, source, digest, kernel);
+    if (is_sound(entry, source, digest)) return true;
+    look_once();
+    write_entry(root(), entry, source, digest, kernel);
+    stay_below_limit(folder_bytes(entry));
     return true;
   } catch (const std::exception& cause) {
-    if (!write_failed_->test_and_set()) {
+    if (!state_->write_failed.test_and_set()) {
       warn(fmt::format(
           "the kernel cache '{}' cannot be written, kernels are kept in memory only: {}; make the "
           "folder writable or set FLASHJIT_CACHE_DIR",
@@ -219,10 +229,44 @@ bool Store::store(const KernelSource& source, const std::string& digest, const C
   }
 }
 
+/// Once a process, before it first writes: what the dead left is removed, and the kernels are counted.
+void Store::look_once() {
+  std::call_once(state_->looked, [&] {
+    remove_leftovers(root(), kLeftoverAge);
+    remove_free_locks(root());
+    std::uintmax_t bytes = 0;
+    for (const EntryFolder& folder : entry_folders(root())) bytes += folder_bytes(folder.path);
+    state_->bytes = bytes;
+  });
+}
+
+void Store::stay_below_limit(std::uintmax_t added) {
+  if ((state_->bytes += added) <= limit_) return;
+  // With room for some more, so that not every kernel from now on prunes.
+  const Pruned pruned = prune(limit_ - limit_ / 8);
+  state_->bytes = pruned.bytes;
+  warn(fmt::format(
+      "the kernel cache '{}' had reached its limit of {} bytes: {} kernels that were not used for "
+      "longest were removed; FLASHJIT_CACHE_LIMIT sets the limit",
+      folder_.string(), limit_, pruned.removed));
+}
+
 std::vector<EntryInfo> Store::list() const {
   std::vector<EntryInfo> entries;
   for (const EntryFolder& folder : entry_folders(root())) entries.push_back(describe(folder));
   return entries;
+}
+
+std::vector<EntryInfo> Store::damaged_records() const {
+  std::vector<EntryInfo> found;
+  for (const fs::path& file : record_files(root())) {
+    try {
+      plan::parse_record(read_file(file));
+    } catch (const Error& error) {
+      found.push_back({.key = file.lexically_relative(records_folder()).string(), .damage = error.message()});
+    }
+  }
+  return found;
 }
 
 std::vector<EntryInfo> Store::repair() {
@@ -232,6 +276,11 @@ std::vector<EntryInfo> Store::repair() {
     EntryInfo info = describe(folder);
     if (!info.damage.empty() && remove_entry(root(), folder.path)) removed.push_back(std::move(info));
   }
+  for (EntryInfo& record : damaged_records()) {
+    std::error_code error;
+    if (fs::remove(records_folder() / record.key, error)) removed.push_back(std::move(record));
+  }
+  remove_free_locks(root());
   for (const fs::path& leftover : remove_leftovers(root())) {
     removed.push_back(
         {.key = leftover.filename().string(), .damage = "left over by a process that did not finish"});
@@ -239,29 +288,31 @@ std::vector<EntryInfo> Store::repair() {
   return removed;
 }
 
-std::size_t Store::prune(std::uintmax_t bytes) {
-  if (access_ == Access::read_only) return 0;
+Store::Pruned Store::prune(std::uintmax_t bytes) {
+  if (access_ == Access::read_only) return {};
   struct Candidate {
     fs::file_time_type used;
     std::uintmax_t bytes;
     fs::path path;
   };
   std::vector<Candidate> candidates;
-  std::uintmax_t total = 0;
+  Pruned pruned;
   for (const EntryFolder& folder : entry_folders(root())) {
     candidates.push_back({last_used(folder.path), folder_bytes(folder.path), folder.path});
-    total += candidates.back().bytes;
+    pruned.bytes += candidates.back().bytes;
   }
   std::stable_sort(candidates.begin(), candidates.end(),
                    [](const Candidate& a, const Candidate& b) { return a.used < b.used; });
-  std::size_t removed = 0;
   for (const Candidate& candidate : candidates) {
-    if (total <= bytes) break;
-    if (!remove_entry(root(), candidate.path)) continue;
-    total -= candidate.bytes;
-    ++removed;
+    if (pruned.bytes <= bytes) break;
+    // Another process may prune at the same time: what it removed is gone, too.
+    std::error_code error;
+    const bool gone = !fs::exists(candidate.path, error) && !error;
+    if (!gone && !remove_entry(root(), candidate.path)) continue;
+    pruned.bytes -= candidate.bytes;
+    pruned.removed += !gone;
   }
-  return removed;
+  return pruned;
 }
 
 std::size_t Store::clear(bool records) {

@@ -6,10 +6,13 @@
 #include <cstdint>
 #include <filesystem>
 #include <functional>
+#include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "render/kernel_source.hpp"
@@ -40,7 +43,9 @@ using Log = std::function<void(std::string_view)>;
 class Store {
  public:
   enum class Access : std::uint8_t { read_write, read_only };
-  Store(std::filesystem::path folder, Access access, Log log = {});
+  /// `limit`: bytes of kernels at which store() prunes; by default none.
+  Store(std::filesystem::path folder, Access access, Log log = {},
+        std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
   const std::filesystem::path& folder() const;
   /// The entry of this source made by this compiler; with an empty tag, by any compiler.
@@ -52,10 +57,16 @@ class Store {
   bool store(const KernelSource& source, const std::string& digest, const CompiledKernel& kernel);
 
   std::vector<EntryInfo> list() const;
-  /// Removes damaged entries and leftovers; returns what it removed.
+  /// Tuning records that cannot be read; `key` is the file's name below records_folder().
+  std::vector<EntryInfo> damaged_records() const;
+  /// Removes damaged entries, damaged records and leftovers; returns what it removed.
   std::vector<EntryInfo> repair();
-  /// Removes the least recently used entries until at most `bytes` remain; returns how many it removed.
-  std::size_t prune(std::uintmax_t bytes);
+  struct Pruned {
+    std::size_t removed = 0;   ///< entries
+    std::uintmax_t bytes = 0;  ///< of those that remain
+  };
+  /// Removes the least recently used entries until at most `bytes` remain.
+  Pruned prune(std::uintmax_t bytes);
   /// Removes every entry, tuning records too when asked; touches nothing that flashjit did not write.
   std::size_t clear(bool records);
   /// Folder of the tuning records: `$dir/v1/tuning`.
@@ -66,26 +77,36 @@ class Store {
   class Lock {
    public:
     Lock() = default;
-    explicit Lock(int fd) : fd_(fd) {}
-    Lock(Lock&& other) noexcept : fd_(other.fd_) { other.fd_ = -1; }
+    Lock(int fd, std::filesystem::path path) : fd_(fd), path_(std::move(path)) {}
+    Lock(Lock&& other) noexcept : fd_(std::exchange(other.fd_, -1)), path_(std::move(other.path_)) {}
     Lock& operator=(Lock&& other) noexcept;
     ~Lock();
     bool held() const { return fd_ >= 0; }
 
    private:
     int fd_ = -1;
+    std::filesystem::path path_;
   };
   Lock lock(const std::string& arch, const std::string& key, double timeout_seconds = 60) const;
 
  private:
+  /// What this process knows of the folder; copies of a store share it.
+  struct State {
+    std::atomic_flag write_failed;  // warned of already
+    std::once_flag looked;
+    std::atomic<std::uintmax_t> bytes = 0;  // of all kernels, since the first look
+  };
+
   std::filesystem::path root() const;
   void warn(std::string_view line) const;
+  void look_once();
+  void stay_below_limit(std::uintmax_t added);
 
   std::filesystem::path folder_;
   Access access_;
   Log log_;
-  std::shared_ptr<std::atomic_flag> write_failed_ =
-      std::make_shared<std::atomic_flag>();  // warned of already
+  std::uintmax_t limit_;
+  std::shared_ptr<State> state_ = std::make_shared<State>();
 };
 
 }  // namespace flashjit::cache

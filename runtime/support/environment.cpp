@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdlib>
+#include <limits>
 
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
@@ -11,10 +12,14 @@
 namespace flashjit {
 namespace {
 
-constexpr std::array<EnvironmentVariable, 8> kVariables{{
+constexpr std::array<EnvironmentVariable, 9> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit."},
+    {"FLASHJIT_CACHE_LIMIT",
+     "Size of the cache, such as 512M or 4G, at which the kernels that were not used for longest are "
+     "removed. "
+     "Default: 2G; off: none."},
     {"FLASHJIT_PACKS",
      "Folders of packed kernels, separated by ':', searched in this order before the cache."},
     {"FLASHJIT_JIT", "on (default): compile kernels that no pack and no cache holds; off: never compile."},
@@ -47,18 +52,30 @@ std::string cache_dir(const Get& get) {
   return below(value_of(get, "HOME"), ".cache/flashjit");
 }
 
+[[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view allowed) {
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("the environment variable {} is {}; set it to {}, or unset it", name, quoted(value),
+                          allowed));
+}
+
+std::uint64_t cache_limit(const Get& get) {
+  constexpr const char* kName = "FLASHJIT_CACHE_LIMIT";
+  const std::string value = value_of(get, kName);
+  if (value.empty()) return std::uint64_t{2} << 30;
+  if (value == "off") return std::numeric_limits<std::uint64_t>::max();
+  try {
+    return parse_bytes(value);
+  } catch (const Error&) {
+    refuse(kName, value, "a size such as 512M or 4G, or off");
+  }
+}
+
 std::vector<std::string> paths(std::string_view text) {
   std::vector<std::string> out;
   for (const std::string_view path : split(text, ':')) {
     if (!path.empty()) out.emplace_back(path);
   }
   return out;
-}
-
-[[noreturn]] void refuse(std::string_view name, std::string_view value, std::string_view allowed) {
-  throw Error(ErrorCode::invalid_argument,
-              fmt::format("the environment variable {} is {}; set it to {}, or unset it", name, quoted(value),
-                          allowed));
 }
 
 bool on_or_off(const Get& get, const char* name, bool otherwise) {
@@ -79,6 +96,7 @@ Environment read_environment() {
 Environment read_environment(const Get& get) {
   Environment out;
   out.cache_dir = cache_dir(get);
+  out.cache_limit = cache_limit(get);
   out.packs = paths(value_of(get, "FLASHJIT_PACKS"));
   out.jit = on_or_off(get, "FLASHJIT_JIT", true);
   out.template_dir = value_of(get, "FLASHJIT_TEMPLATE_DIR");

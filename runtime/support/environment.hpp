@@ -20,6 +20,7 @@ std::span<const EnvironmentVariable> environment_variables();
 struct Environment {
   std::string cache_dir;  ///< FLASHJIT_CACHE_DIR, else $XDG_CACHE_HOME/flashjit, else ~/.cache/flashjit; ""
                           ///< when none can be told
+  std::uint64_t cache_limit;       ///< FLASHJIT_CACHE_LIMIT in bytes; the largest number: none
   std::vector<std::string> packs;  ///< FLASHJIT_PACKS, separated by ':'
   bool jit = true;                 ///< FLASHJIT_JIT: on or off
   std::string template_dir;        ///< FLASHJIT_TEMPLATE_DIR

@@ -45,6 +45,30 @@ std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_
   return value;
 }
 
+std::uint64_t parse_bytes(std::string_view text) {
+  const auto refuse = [&] {
+    return Error(ErrorCode::invalid_argument,
+                 fmt::format("{} is no size; give a number of bytes, with k, M or G for powers of 1024: 512M",
+                             quoted(text)));
+  };
+  std::uint64_t value = 0;
+  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
+  if (problem != std::errc() || end == text.data()) throw refuse();
+  std::string_view unit(end, static_cast<std::size_t>(text.data() + text.size() - end));
+  if (unit.size() > 1 && (unit.substr(1) == "B" || unit.substr(1) == "iB")) unit = unit.substr(0, 1);
+  int shift = 0;
+  if (unit == "k" || unit == "K")
+    shift = 10;
+  else if (unit == "m" || unit == "M")
+    shift = 20;
+  else if (unit == "g" || unit == "G")
+    shift = 30;
+  else if (!unit.empty())
+    throw refuse();
+  if (value > (UINT64_MAX >> shift)) throw refuse();
+  return value << shift;
+}
+
 std::string_view library_version() { return FLASHJIT_VERSION; }
 
 std::string cuda_version_text(int version) {

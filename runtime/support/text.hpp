@@ -24,6 +24,9 @@ std::string shell_word(std::string_view text);
 /// that `min` to `max` is allowed.
 std::int64_t parse_int(std::string_view text, std::string_view what, std::int64_t min, std::int64_t max);
 
+/// Bytes of "4096", "512M" or "1G" (powers of 1024). Throws Error(invalid_argument).
+std::uint64_t parse_bytes(std::string_view text);
+
 /// flashjit's own version: "0.1.0".
 std::string_view library_version();
 

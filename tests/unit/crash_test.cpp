@@ -227,23 +227,28 @@ TEST_F(Crash, AtAnyCallThatWritesLeavesEveryEntryWholeOrAbsent) {
   EXPECT_GT(tried.runs, 150);
 }
 
-class FailingCall : public Crash, public testing::WithParamInterface<int> {};
+std::string error_name(const testing::TestParamInfo<int>& error) { return ::strerrorname_np(error.param); }
 
-TEST_P(FailingCall, OnceIsARightResultOrARefusal) {
+/// Errors that come and go.
+class FailingCall : public Crash, public testing::WithParamInterface<int> {};
+INSTANTIATE_TEST_SUITE_P(Errors, FailingCall, testing::Values(EIO, EACCES), error_name);
+
+TEST_P(FailingCall, IsARightResultOrARefusal) {
   const Tried tried = try_everywhere(Fault::Kind::fail_one, GetParam());
   SKIP_UNLESS_TRACED(tried.runs);
   EXPECT_GT(tried.runs, 150);
   EXPECT_GT(tried.refused, 10);
 }
 
-TEST_P(FailingCall, AndAllThatWriteAfterItIsARightResultOrARefusal) {
+/// Errors that stay.
+class FullDisk : public Crash, public testing::WithParamInterface<int> {};
+INSTANTIATE_TEST_SUITE_P(Errors, FullDisk, testing::Values(ENOSPC, EDQUOT, EROFS), error_name);
+
+TEST_P(FullDisk, FromAnyCallOnIsARightResultOrARefusal) {
   const Tried tried = try_everywhere(Fault::Kind::fail_all, GetParam());
   SKIP_UNLESS_TRACED(tried.runs);
   EXPECT_GT(tried.refused, 10);
 }
-
-INSTANTIATE_TEST_SUITE_P(Errors, FailingCall, testing::Values(ENOSPC, EDQUOT, EROFS, EACCES, EIO, ESTALE),
-                         [](const auto& error) { return ::strerrorname_np(error.param); });
 
 }  // namespace
 }  // namespace flashjit

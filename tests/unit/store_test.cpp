@@ -383,7 +383,7 @@ TEST_F(StoreTest, APackIsNeverWritten) {
   EXPECT_TRUE(find(pack, source(), ""));
   EXPECT_EQ(fs::last_write_time(entry(source()) / "meta.json"), used);
   EXPECT_FALSE(keep(pack, source("fwd:bf16:d128")));
-  EXPECT_EQ(pack.clear(true) + pack.prune(0) + pack.repair().size(), 0u);
+  EXPECT_EQ(pack.clear(true) + pack.prune(0).removed + pack.repair().size(), 0u);
   EXPECT_TRUE(find(pack, source()));
   EXPECT_TRUE(lines_.empty());
 }
@@ -448,11 +448,11 @@ TEST_F(StoreTest, PrunesTheLeastRecentlyUsedFirst) {
   std::uintmax_t total = 0;
   for (const EntryInfo& info : store.list()) total += info.bytes;
 
-  EXPECT_EQ(store.prune(total), 0u);
-  EXPECT_EQ(store.prune(total - 1), 1u);
+  EXPECT_EQ(store.prune(total).removed, 0u);
+  EXPECT_EQ(store.prune(total - 1).removed, 1u);
   EXPECT_FALSE(find(store, source(specs[1])));
   EXPECT_TRUE(find(store, source(specs[2])));
-  EXPECT_EQ(store.prune(0), 2u);
+  EXPECT_EQ(store.prune(0).removed, 2u);
   EXPECT_TRUE(store.list().empty());
   EXPECT_TRUE(temporaries().empty());
 }

@@ -11,6 +11,7 @@
 #include "cache/folders.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "support/text.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -105,6 +106,8 @@ int verify(const CacheOptions& options, bool json) {
   std::vector<EntryInfo> damaged;
   for (const EntryInfo& entry : entries)
     if (!entry.damage.empty()) damaged.push_back(entry);
+  const std::size_t sound = entries.size() - damaged.size();
+  for (const EntryInfo& record : store.damaged_records()) damaged.push_back(record);
   const std::vector<EntryInfo> removed = options.repair ? store.repair() : std::vector<EntryInfo>();
   if (json) {
     print_json({{"folder", store.folder().string()},
@@ -113,19 +116,19 @@ int verify(const CacheOptions& options, bool json) {
                 {"removed", entries_json(removed)}});
   } else {
     if (!damaged.empty()) print_entries(damaged);
-    fmt::print("{} kernels in {}: {} sound, {} damaged, {} removed\n", entries.size(),
-               store.folder().string(), entries.size() - damaged.size(), damaged.size(), removed.size());
+    fmt::print("{} kernels in {}: {} sound, {} files or kernels damaged, {} removed\n", entries.size(),
+               store.folder().string(), sound, damaged.size(), removed.size());
   }
   if (damaged.empty()) return kOk;
-  if (!options.repair) warn("damaged kernels are never used; `flashjit cache verify --repair` removes them");
+  if (!options.repair) warn("what is damaged is never used; `flashjit cache verify --repair` removes them");
   return options.repair && removed.size() >= damaged.size() ? kOk : kCheckFailed;
 }
 
 int prune(const CacheOptions& options, bool json) {
-  const std::uintmax_t limit = parse_bytes(options.max_size);
+  const std::uintmax_t limit =
+      options.max_size.empty() ? read_environment().cache_limit : parse_bytes(options.max_size);
   Store store = open_store(options, Store::Access::read_write);
-  const std::size_t removed = store.prune(limit);
-  const std::uintmax_t left = total_bytes(store.list());
+  const auto [removed, left] = store.prune(limit);
   if (json)
     print_json({{"folder", store.folder().string()}, {"removed", removed}, {"bytes", left}});
   else
@@ -178,12 +181,12 @@ void add_cache(CLI::App& app, Context& context) {
   add("show", "Print everything known of one kernel", "flashjit cache show 3f2a", show)
       ->add_option("key", options->key, "Key of the kernel, or how it begins")
       ->required();
-  add("verify", "Check every kernel's digest; exit code 1 when one is damaged",
+  add("verify", "Check every kernel and tuning record; exit code 1 when one is damaged",
       "flashjit cache verify --repair", verify)
-      ->add_flag("--repair", options->repair, "Remove damaged kernels and leftovers");
+      ->add_flag("--repair", options->repair, "Remove what is damaged, and leftovers");
   add("prune", "Remove the least recently used kernels", "flashjit cache prune --max-size 1G", prune)
-      ->add_option("--max-size", options->max_size, "Bytes that may stay: 512M, 1G, ...")
-      ->required();
+      ->add_option("--max-size", options->max_size,
+                   "Bytes that may stay: 512M, 1G, ...; default FLASHJIT_CACHE_LIMIT, else 2G");
   CLI::App* clearing = add("clear", "Remove every kernel", "flashjit cache clear --yes", clear);
   clearing->add_flag("--records", options->records, "Remove the tuning records too");
   clearing->add_flag("--yes", options->yes, "Do not ask");

@@ -208,31 +208,6 @@ std::vector<Problem> read_suite(const std::filesystem::path& path) {
   return problems;
 }
 
-std::uintmax_t parse_bytes(std::string_view text) {
-  const auto refuse = [&] {
-    return Error(
-        ErrorCode::invalid_argument,
-        fmt::format("'{}' is no size; give a number of bytes, with k, M or G for powers of 1024: 512M",
-                    text));
-  };
-  std::uintmax_t value = 0;
-  const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), value);
-  if (problem != std::errc() || end == text.data()) throw refuse();
-  std::string_view unit(end, static_cast<std::size_t>(text.data() + text.size() - end));
-  if (unit.size() > 1 && (unit.substr(1) == "B" || unit.substr(1) == "iB")) unit = unit.substr(0, 1);
-  int shift = 0;
-  if (unit == "k" || unit == "K")
-    shift = 10;
-  else if (unit == "m" || unit == "M")
-    shift = 20;
-  else if (unit == "g" || unit == "G")
-    shift = 30;
-  else if (!unit.empty())
-    throw refuse();
-  if (value > (UINTMAX_MAX >> shift)) throw refuse();
-  return value << shift;
-}
-
 std::string format_bytes(std::uintmax_t bytes) {
   if (bytes < 1024) return fmt::format("{} B", bytes);
   double value = static_cast<double>(bytes) / 1024;

@@ -109,8 +109,6 @@ std::vector<AttentionSpec> parse_passes(std::string_view spec_text);
 /// Throws Error(io) or Error(invalid_argument) with the file's name and line.
 std::vector<Problem> read_suite(const std::filesystem::path& path);
 
-/// "1G", "512M", "64k", "1000": bytes, in powers of 1024.
-std::uintmax_t parse_bytes(std::string_view text);
 /// "1.5 MiB".
 std::string format_bytes(std::uintmax_t bytes);
 /// "12.3": three significant digits, for tables.

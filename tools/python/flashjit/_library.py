@@ -25,7 +25,7 @@ class Options(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("cache_dir", ctypes.c_char_p),
                 ("packs", ctypes.POINTER(ctypes.c_char_p)), ("pack_count", ctypes.c_size_t), ("jit", ctypes.c_int32),
                 ("template_dir", ctypes.c_char_p), ("log", _pointer), ("log_user", _pointer),
-                ("nvrtc", ctypes.c_char_p)]
+                ("nvrtc", ctypes.c_char_p), ("cache_limit", ctypes.c_uint64)]
 
 
 class Shape(ctypes.Structure):
@@ -184,17 +184,20 @@ class Runtime:
     jit: whether to compile what no pack and no cache holds; None: FLASHJIT_JIT, else yes.
     template_dir: folder to read kernel templates from, instead of the embedded ones.
     nvrtc: libnvrtc or the folder that holds it; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
+    cache_limit: bytes of kernels in cache_dir at which those that were not used for longest are removed;
+        None: FLASHJIT_CACHE_LIMIT, else 2 GiB.
     """
 
     def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None,
                  packs: Sequence[str | os.PathLike[str]] = (), jit: bool | None = None,
                  template_dir: str | os.PathLike[str] | None = None,
-                 nvrtc: str | os.PathLike[str] | None = None) -> None:
+                 nvrtc: str | os.PathLike[str] | None = None, cache_limit: int | None = None) -> None:
         text = lambda path: None if path is None else os.fsencode(path)
         paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
         options = Options(struct_size=ctypes.sizeof(Options), cache_dir=text(cache_dir), packs=paths,
                           pack_count=len(packs), jit={None: 0, True: 1, False: 2}[jit],
-                          template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()))
+                          template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
+                          cache_limit=cache_limit or 0)
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address
         self.generation = 0  # counts what may change the workspace that calls need

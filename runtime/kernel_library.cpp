@@ -185,8 +185,7 @@ KernelLibrary::Ready KernelLibrary::try_load(const Request& request, const Compi
                                              KernelOrigin origin) {
   try {
     return load(request, kernel, origin);
-  } catch (const Error& error) {
-    if (error.code() != ErrorCode::cuda) throw;
+  } catch (const device::CodeRefused& error) {
     settings_.log(fmt::format("ignoring the kernel {} from the {}: {}",
                               cache::entry_key(request.digest, kernel.compiler),
                               origin == KernelOrigin::pack ? "pack" : "disk cache", error.message()));

@@ -3,20 +3,45 @@
 #include <fmt/format.h>
 
 namespace flashjit::device {
+namespace {
+
+bool is_about_the_code(CUresult result) {
+  switch (result) {
+    case CUDA_ERROR_INVALID_VALUE:
+    case CUDA_ERROR_INVALID_IMAGE:
+    case CUDA_ERROR_NO_BINARY_FOR_GPU:
+    case CUDA_ERROR_INVALID_PTX:
+    case CUDA_ERROR_UNSUPPORTED_PTX_VERSION:
+    case CUDA_ERROR_JIT_COMPILER_NOT_FOUND:
+    case CUDA_ERROR_INVALID_SOURCE:
+    case CUDA_ERROR_NOT_FOUND:
+      return true;
+    default:
+      return false;
+  }
+}
+
+void check_loaded(const Driver& driver, CUresult result, const std::string& what) {
+  if (is_about_the_code(result))
+    throw CodeRefused(ErrorCode::cuda, fmt::format("{} failed: {}.", what, driver.describe(result)));
+  driver.check(result, what);
+}
+
+}  // namespace
 
 LoadedKernel::LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                            std::vector<plan::Entry> entries)
     : driver_(std::move(driver)), entries_(std::move(entries)) {
-  driver_->check(
-      driver_->library_load_data(&library_, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-      "cuLibraryLoadData");
+  check_loaded(*driver_,
+               driver_->library_load_data(&library_, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "cuLibraryLoadData");
   for (const plan::Entry& entry : entries_) {
     CUkernel kernel = nullptr;
     const CUresult result =
         driver_->library_get_kernel(&kernel, library_, ("flashjit_" + entry.name).c_str());
     if (result != CUDA_SUCCESS) {
       driver_->library_unload(library_);
-      driver_->check(result, fmt::format("cuLibraryGetKernel of flashjit_{}", entry.name));
+      check_loaded(*driver_, result, fmt::format("cuLibraryGetKernel of flashjit_{}", entry.name));
     }
     kernels_.push_back(kernel);
   }

@@ -10,11 +10,17 @@
 
 namespace flashjit::device {
 
+/// The driver cannot use this machine code: damaged, or made by a newer CUDA. Another compiler's may do.
+class CodeRefused : public Error {
+  using Error::Error;
+};
+
 /// Owns one CUlibrary, which belongs to no context. It unloads with its last owner: a graph that captured one
 /// of its kernels must not outlive it.
 class LoadedKernel {
  public:
-  /// Throws Error(cuda) when the driver refuses the cubin or lacks an entry.
+  /// Throws CodeRefused when the driver refuses the cubin or finds an entry missing, Error(cuda) when it
+  /// cannot load anything now, such as for want of memory.
   LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                std::vector<plan::Entry> entries);
   ~LoadedKernel();

@@ -40,7 +40,7 @@ struct FakeDriver {
   bool capturing = false;
   int device = 0;
   int compute_capability = 90;
-  CUresult load_result = CUDA_SUCCESS;
+  CUresult init_result = CUDA_SUCCESS, load_result = CUDA_SUCCESS, launch_result = CUDA_SUCCESS;
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
   int owner_of_pointers = 0;
   CUresult encode_result = CUDA_SUCCESS;
@@ -60,7 +60,7 @@ struct FakeDriver {
     capturing = false;
     device = 0;
     compute_capability = 90;
-    load_result = CUDA_SUCCESS;
+    init_result = load_result = launch_result = CUDA_SUCCESS;
     unknown_pointers_below = 0;
     owner_of_pointers = 0;
     encode_result = CUDA_SUCCESS;
@@ -216,6 +216,7 @@ struct FakeDriver {
     d.launch_kernel_ex = [](const CUlaunchConfig* config, CUfunction, void** parameters, void**) {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
+      if (fake.launch_result != CUDA_SUCCESS) return fake.launch_result;
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
                                *static_cast<const Params*>(parameters[0]),
                                *static_cast<const device::TensorMaps*>(parameters[1])});

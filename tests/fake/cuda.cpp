@@ -1,0 +1,40 @@
+// The fake driver as a libcuda that can be opened, for tests of what only dlopen shows.
+#include <cstring>
+
+#include "unit/fake_driver.hpp"
+
+namespace {
+
+using flashjit::device::Driver;
+using flashjit::test::FakeDriver;
+
+CUresult not_here() { return CUDA_ERROR_NOT_SUPPORTED; }
+
+std::shared_ptr<const Driver> whole_driver() {
+  auto driver = std::make_shared<Driver>(*FakeDriver::driver());
+  driver->init = [](unsigned) { return FakeDriver::state().init_result; };
+  driver->driver_get_version = [](int* version) {
+    *version = 13000;
+    return CUDA_SUCCESS;
+  };
+  return driver;
+}
+
+}  // namespace
+
+extern "C" {
+
+__attribute__((visibility("default"))) FakeDriver* flashjit_fake_cuda() { return &FakeDriver::state(); }
+
+__attribute__((visibility("default"))) CUresult cuGetProcAddress_v2(const char* symbol, void** address, int,
+                                                                    cuuint64_t,
+                                                                    CUdriverProcAddressQueryResult*) {
+  static const std::shared_ptr<const Driver> driver = whole_driver();
+  *address = reinterpret_cast<void*>(&not_here);
+#define FLASHJIT_LOOK_UP(member, name) \
+  if (std::strcmp(symbol, #name) == 0 && driver->member) *address = reinterpret_cast<void*>(driver->member);
+  FLASHJIT_DRIVER_FUNCTIONS(FLASHJIT_LOOK_UP)
+#undef FLASHJIT_LOOK_UP
+  return CUDA_SUCCESS;
+}
+}

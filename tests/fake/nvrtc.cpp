@@ -1,0 +1,111 @@
+// An NVRTC for tests: "compiles" any source to a few bytes, slowly if asked, and writes down that it did.
+//   FAKE_NVRTC_LOG=FILE  a line is added for each compilation: its process
+//   FAKE_NVRTC_MS=N      each takes that long
+//   FAKE_NVRTC_FAIL=1    each fails
+#include <fcntl.h>
+#include <nvrtc.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <string>
+#include <thread>
+
+struct _nvrtcProgram {
+  std::string source, log, cubin;
+};
+
+namespace {
+
+constexpr const char* kPtx = "// Cuda compilation tools, release 13.0, V13.0.88\n";
+
+nvrtcResult copy(const std::string& text, char* out) {
+  std::memcpy(out, text.c_str(), text.size() + 1);
+  return NVRTC_SUCCESS;
+}
+
+// One write() of a short line to the end of a file: lines of many processes do not mix.
+void note_compilation() {
+  const char* file = std::getenv("FAKE_NVRTC_LOG");
+  if (!file) return;
+  const int fd = ::open(file, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0600);
+  const std::string line = std::to_string(::getpid()) + "\n";
+  if (fd < 0 || ::write(fd, line.data(), line.size()) < 0) std::abort();
+  ::close(fd);
+}
+
+}  // namespace
+
+extern "C" {
+
+const char* nvrtcGetErrorString(nvrtcResult) { return "NVRTC_ERROR_FAKE"; }
+
+nvrtcResult nvrtcVersion(int* major, int* minor) {
+  *major = 13;
+  *minor = 0;
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcGetNumSupportedArchs(int* count) {
+  *count = 3;
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcGetSupportedArchs(int* archs) {
+  archs[0] = 80;
+  archs[1] = 86;
+  archs[2] = 90;
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcCreateProgram(nvrtcProgram* program, const char* source, const char*, int,
+                               const char* const*, const char* const*) {
+  *program = new _nvrtcProgram{source, {}, {}};
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcDestroyProgram(nvrtcProgram* program) {
+  delete *program;
+  *program = nullptr;
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int, const char* const*) {
+  if (program->source.empty()) return NVRTC_SUCCESS;  // flashjit asks for the version so
+  if (const char* ms = std::getenv("FAKE_NVRTC_MS"))
+    std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
+  note_compilation();
+  if (std::getenv("FAKE_NVRTC_FAIL")) {
+    program->log = "flashjit.cu(1): error: as the test asked";
+    return NVRTC_ERROR_COMPILATION;
+  }
+  program->cubin =
+      "\x7f"
+      "ELF of " +
+      std::to_string(std::hash<std::string>{}(program->source));
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcGetProgramLogSize(nvrtcProgram program, std::size_t* size) {
+  *size = program->log.size() + 1;
+  return NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcGetProgramLog(nvrtcProgram program, char* log) { return copy(program->log, log); }
+
+nvrtcResult nvrtcGetCUBINSize(nvrtcProgram program, std::size_t* size) {
+  *size = program->cubin.size();
+  return NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char* cubin) {
+  std::memcpy(cubin, program->cubin.data(), program->cubin.size());
+  return NVRTC_SUCCESS;
+}
+
+nvrtcResult nvrtcGetPTXSize(nvrtcProgram, std::size_t* size) {
+  *size = std::strlen(kPtx) + 1;
+  return NVRTC_SUCCESS;
+}
+nvrtcResult nvrtcGetPTX(nvrtcProgram, char* ptx) { return copy(kPtx, ptx); }
+}

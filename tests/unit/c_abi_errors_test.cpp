@@ -1,0 +1,179 @@
+// Every error code of the C interface, each produced by what a user may meet, and each with the way out of
+// it.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <set>
+#include <stdexcept>
+#include <string>
+
+#include "fakes.hpp"
+#include "flashjit/flashjit.h"
+#include "support/file.hpp"
+
+namespace flashjit {
+namespace {
+
+namespace fs = std::filesystem;
+using test::FakeDriver;
+using test::Variable;
+
+struct Deleter {
+  void operator()(flashjit_runtime* runtime) const { flashjit_runtime_destroy(runtime); }
+  void operator()(flashjit_spec* spec) const { flashjit_spec_destroy(spec); }
+};
+using RuntimePtr = std::unique_ptr<flashjit_runtime, Deleter>;
+using SpecPtr = std::unique_ptr<flashjit_spec, Deleter>;
+
+/// A runtime over the fake driver and the fake NVRTC that keeps nothing on disk, unless its options are
+/// changed.
+class CAbiErrors : public testing::Test {
+ protected:
+  void SetUp() override {
+    fake().reset();
+    options_.struct_size = sizeof options_;
+    options_.cache_dir = "";
+    options_.nvrtc = FLASHJIT_FAKE_NVRTC;
+    options_.log = [](void*, const char*) {};
+  }
+
+  static FakeDriver& fake() { return test::fake_cuda(); }
+
+  RuntimePtr runtime() {
+    flashjit_runtime* made = nullptr;
+    EXPECT_EQ(flashjit_runtime_create(&options_, &made), FLASHJIT_OK) << flashjit_last_error_message();
+    return RuntimePtr(made);
+  }
+  static SpecPtr spec(const char* text) {
+    flashjit_spec* made = nullptr;
+    EXPECT_EQ(flashjit_spec_create(text, &made), FLASHJIT_OK) << flashjit_last_error_message();
+    return SpecPtr(made);
+  }
+  static flashjit_status forward(flashjit_runtime* runtime) {
+    const auto tensor = [](std::uintptr_t address) {
+      return flashjit_tensor{
+          reinterpret_cast<void*>(address), {1, 2, 128, 64}, {2 * 128 * 64, 128 * 64, 64, 1}};
+    };
+    flashjit_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = tensor(0x10000);
+    args.k = tensor(0x20000);
+    args.v = tensor(0x30000);
+    args.out = tensor(0x40000);
+    return flashjit_forward(runtime, spec("bf16:d64:causal").get(), &args, nullptr);
+  }
+  /// The call fails so, names what is wrong, and launches nothing; afterwards the runtime still works.
+  void expect(flashjit_status status, const std::string& part, flashjit_runtime* runtime) {
+    const std::size_t before = fake().launches.size();
+    EXPECT_EQ(forward(runtime), status) << flashjit_last_error_message();
+    EXPECT_NE(std::string(flashjit_last_error_message()).find(part), std::string::npos)
+        << flashjit_last_error_message();
+    EXPECT_EQ(fake().launches.size(), before);
+    seen().insert(status);
+  }
+  static void expect_that_it_works(flashjit_runtime* runtime) {
+    const std::size_t before = fake().launches.size();
+    EXPECT_EQ(forward(runtime), FLASHJIT_OK) << flashjit_last_error_message();
+    EXPECT_GT(fake().launches.size(), before);
+  }
+
+  /// The codes that this file's tests have met.
+  static std::set<flashjit_status>& seen() {
+    static std::set<flashjit_status> codes;
+    return codes;
+  }
+
+  const Variable libcuda_{"FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA};
+  flashjit_options options_{};
+};
+
+TEST_F(CAbiErrors, Ok) { expect_that_it_works(runtime().get()); }
+
+TEST_F(CAbiErrors, InvalidArgument) {
+  fake().unknown_pointers_below = 0x10001;
+  const RuntimePtr r = runtime();
+  expect(FLASHJIT_INVALID_ARGUMENT, "q is at 0x10000", r.get());
+  fake().unknown_pointers_below = 0;
+  expect_that_it_works(r.get());
+}
+
+TEST_F(CAbiErrors, Unsupported) {
+  fake().compute_capability = 60;
+  expect(FLASHJIT_UNSUPPORTED, "sm_60", runtime().get());
+  const SpecPtr s = spec("bf16:d64");
+  const flashjit_shape shape{1, 2, 2, 128, 128};
+  EXPECT_EQ(flashjit_supports(runtime().get(), FLASHJIT_FORWARD, s.get(), &shape), FLASHJIT_UNSUPPORTED);
+}
+
+TEST_F(CAbiErrors, NoDriver) {
+  const Variable nowhere("FLASHJIT_LIBCUDA", "/nonexistent/libcuda.so.1");
+  expect(FLASHJIT_NO_DRIVER, "FLASHJIT_LIBCUDA", runtime().get());
+}
+
+TEST_F(CAbiErrors, NoDevice) {
+  fake().has_context = false;
+  const RuntimePtr r = runtime();
+  expect(FLASHJIT_NO_DEVICE, "context", r.get());
+  fake().has_context = true;
+  expect_that_it_works(r.get());
+
+  fake().init_result = CUDA_ERROR_NO_DEVICE;
+  const RuntimePtr without_gpu = runtime();
+  expect(FLASHJIT_NO_DEVICE, "CUDA_VISIBLE_DEVICES", without_gpu.get());
+  fake().init_result = CUDA_SUCCESS;
+  expect_that_it_works(without_gpu.get());
+}
+
+TEST_F(CAbiErrors, NoCompiler) {
+  options_.nvrtc = "/nonexistent/libnvrtc.so";
+  expect(FLASHJIT_NO_COMPILER, "FLASHJIT_NVRTC", runtime().get());
+}
+
+TEST_F(CAbiErrors, CompileFailed) {
+  const RuntimePtr r = runtime();
+  {
+    const Variable fails("FAKE_NVRTC_FAIL", "1");
+    expect(FLASHJIT_COMPILE_FAILED, "as the test asked", r.get());
+    EXPECT_NE(std::string(flashjit_last_error_detail()).find("error: as the test asked"), std::string::npos);
+  }
+  expect_that_it_works(r.get());
+}
+
+TEST_F(CAbiErrors, KernelMissing) {
+  options_.jit = FLASHJIT_JIT_OFF;
+  expect(FLASHJIT_KERNEL_MISSING, "flashjit pack --spec fwd:bf16:d64:causal", runtime().get());
+}
+
+TEST_F(CAbiErrors, Io) {
+  options_.template_dir = "/nonexistent/templates";
+  expect(FLASHJIT_IO, "/nonexistent/templates", runtime().get());
+}
+
+TEST_F(CAbiErrors, Cuda) {
+  const RuntimePtr r = runtime();
+  fake().load_result = CUDA_ERROR_OUT_OF_MEMORY;
+  expect(FLASHJIT_CUDA, "cuLibraryLoadData failed", r.get());
+  fake().load_result = CUDA_SUCCESS;
+  expect_that_it_works(r.get());
+  fake().launch_result = CUDA_ERROR_CONTEXT_IS_DESTROYED;
+  expect(FLASHJIT_CUDA, "cuLaunchKernelEx failed", r.get());
+  fake().launch_result = CUDA_SUCCESS;
+  expect_that_it_works(r.get());
+}
+
+TEST_F(CAbiErrors, Internal) {
+  options_.log = [](void*, const char*) { throw std::runtime_error("thrown by the caller's log"); };
+  expect(FLASHJIT_INTERNAL, "thrown by the caller's log", runtime().get());
+}
+
+// Runs last: gtest runs the tests of a file in their order.
+TEST_F(CAbiErrors, NoCodeIsLeftOut) {
+  if (seen().empty() || testing::UnitTest::GetInstance()->test_to_run_count() <
+                            testing::UnitTest::GetInstance()->total_test_count())
+    GTEST_SKIP() << "only when all tests run";
+  for (flashjit_status code = FLASHJIT_INVALID_ARGUMENT; code <= FLASHJIT_INTERNAL; ++code)
+    EXPECT_EQ(seen().count(code), 1u) << flashjit_status_name(code);
+}
+
+}  // namespace
+}  // namespace flashjit

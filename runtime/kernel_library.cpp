@@ -144,7 +144,8 @@ KernelLibrary::Ready KernelLibrary::from_cache(const Request& request, const std
 KernelLibrary::Ready KernelLibrary::compile(const Request& request, const compile::Compiler& compiler) {
   cache::Store::Lock lock;
   if (cache_) {
-    lock = cache_->lock(request.source.arch, cache::entry_key(request.digest, compiler.tag()));
+    lock = cache_->lock(request.source.arch, cache::entry_key(request.digest, compiler.tag()),
+                        settings_.lock_seconds);
     // Another process may have compiled it meanwhile; or another compiler's was found and the driver refused
     // it.
     if (Ready ready = from_cache(request, compiler.tag())) return ready;

@@ -16,6 +16,7 @@ using Log = std::function<void(std::string_view)>;
 struct Settings {
   std::string cache_dir;                     ///< "": nothing is kept on disk
   std::uint64_t cache_limit = 0;             ///< bytes of kernels in cache_dir
+  double lock_seconds = 60;                  ///< for another process that compiles the same kernel
   std::vector<EmbeddedPack> embedded_packs;  ///< searched first to last, before `packs`
   std::vector<std::string> packs;            ///< searched first to last
   bool jit = true;

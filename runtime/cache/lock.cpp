@@ -16,6 +16,7 @@ namespace flashjit::cache {
 namespace {
 
 constexpr auto kPollInterval = std::chrono::milliseconds(5);
+constexpr auto kSilence = std::chrono::seconds(2);
 
 // Lock files are removed by their last holder, and by clear(): a lock on a file that has no name any more
 // excludes nobody.
@@ -48,7 +49,9 @@ Store::Lock Store::lock(const std::string& arch, const std::string& key, double 
   const std::filesystem::path path = folder / fmt::format("{}-{}.lock", arch, key);
 
   using Clock = std::chrono::steady_clock;
-  const auto deadline = Clock::now() + std::chrono::duration<double>(timeout_seconds);
+  const auto begin = Clock::now();
+  const auto deadline = begin + std::chrono::duration<double>(timeout_seconds);
+  bool told = false;
   do {
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return {};
@@ -61,6 +64,11 @@ Store::Lock Store::lock(const std::string& arch, const std::string& key, double 
     ::close(fd);
     if (!taken) return {};
     std::this_thread::sleep_for(kPollInterval);
+    if (!told && Clock::now() - begin > kSilence) {
+      told = true;
+      warn(fmt::format("waiting for another process that compiles the same kernel, {:.0f} s at most ('{}')",
+                       timeout_seconds, path.string()));
+    }
   } while (Clock::now() < deadline);
   return {};
 }

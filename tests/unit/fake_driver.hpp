@@ -39,6 +39,7 @@ struct FakeDriver {
   bool has_context = true;
   bool capturing = false;
   int device = 0;
+  static inline thread_local int own_device = -1;  ///< of this thread, and its memory's; -1: `device`
   int compute_capability = 90;
   CUresult init_result = CUDA_SUCCESS, load_result = CUDA_SUCCESS, launch_result = CUDA_SUCCESS;
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
@@ -95,7 +96,7 @@ struct FakeDriver {
 
   static void set_device(device::Driver& d) {
     d.ctx_get_device = [](CUdevice* device) {
-      *device = state().device;
+      *device = own_device >= 0 ? own_device : state().device;
       return state().has_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
     };
     d.device_get_name = [](char* name, int size, CUdevice) {
@@ -144,7 +145,7 @@ struct FakeDriver {
           *static_cast<unsigned*>(value) = CU_MEMORYTYPE_DEVICE;
           break;
         case CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL:
-          *static_cast<int*>(value) = fake.owner_of_pointers;
+          *static_cast<int*>(value) = own_device >= 0 ? own_device : fake.owner_of_pointers;
           break;
         default:
           return CUDA_ERROR_INVALID_VALUE;  // nothing of another device is reachable

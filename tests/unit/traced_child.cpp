@@ -35,7 +35,7 @@ bool is_one_of(const Calls& calls, std::uint64_t number) {
   return std::find(calls.begin(), calls.end(), static_cast<long>(number)) != calls.end();
 }
 
-bool is_hit(const Fault& fault, int index, bool changing) {
+bool is_hit(const Fault& fault, int index, bool changing, std::uint64_t number) {
   switch (fault.kind) {
     case Fault::Kind::none:
       return false;
@@ -44,6 +44,8 @@ bool is_hit(const Fault& fault, int index, bool changing) {
       return index == fault.first;
     case Fault::Kind::fail_all:
       return index == fault.first || (index > fault.first && changing);
+    case Fault::Kind::fail_every:
+      return fault.first == static_cast<long>(number);
   }
   return false;
 }
@@ -79,7 +81,7 @@ pid_t start(const std::function<int()>& body) {
 }  // namespace
 
 TracedRun run_traced(const std::function<int()>& body, Fault fault) {
-  const bool fails = fault.kind == Fault::Kind::fail_one || fault.kind == Fault::Kind::fail_all;
+  const bool fails = fault.kind != Fault::Kind::none && fault.kind != Fault::Kind::kill;
   if (fails && !can_fail_calls()) return {};
   const pid_t child = start(body);
   int status = 0;
@@ -108,7 +110,7 @@ TracedRun run_traced(const std::function<int()>& body, Fault fault) {
     }
     const bool changing = is_one_of(kChanging, info.entry.nr);
     if (!changing && (fault.kind == Fault::Kind::kill || !is_one_of(kReading, info.entry.nr))) continue;
-    if (is_hit(fault, run.calls++, changing)) {
+    if (is_hit(fault, run.calls++, changing, info.entry.nr)) {
       if (fault.kind == Fault::Kind::kill) {
         ::kill(child, SIGKILL);
       } else {

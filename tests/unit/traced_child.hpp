@@ -11,12 +11,13 @@ namespace flashjit::test {
 struct Fault {
   enum class Kind : std::uint8_t {
     none,
-    kill,      ///< SIGKILL in place of call `first`, which must be one that changes files
-    fail_one,  ///< call `first` is not made and gives `error`
-    fail_all,  ///< so does it, and so do all later calls that change files
+    kill,        ///< SIGKILL in place of call `first`, which must be one that changes files
+    fail_one,    ///< call `first` is not made and gives `error`
+    fail_all,    ///< so does it, and so do all later calls that change files
+    fail_every,  ///< no call of the kind `first`, such as SYS_flock, is made: all give `error`
   };
   Kind kind = Kind::none;
-  int first = 0;
+  long first = 0;
   int error = 0;  ///< ENOSPC, ...
 };
 

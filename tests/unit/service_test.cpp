@@ -1,0 +1,426 @@
+// The runtime as services use it: many processes, threads and devices, fork, locks that fail, contexts that
+// go, a library that is unloaded. NVRTC and the driver are those of tests/fake.
+#include <dlfcn.h>
+#include <gtest/gtest.h>
+#include <malloc.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <filesystem>
+#include <fstream>
+#include <mutex>
+#include <random>
+#include <thread>
+
+#include "engine.hpp"
+#include "fakes.hpp"
+#include "flashjit/flashjit.h"
+#include "support/file.hpp"
+#include "traced_child.hpp"
+
+namespace flashjit {
+namespace {
+
+namespace fs = std::filesystem;
+using test::FakeDriver;
+using test::Variable;
+
+constexpr AttentionShape kShape{1, 2, 2, 128, 128};
+
+AttentionSpec spec(std::int64_t head_dim = 64) {
+  return AttentionSpec{.dtype = DType::bf16, .head_dim = static_cast<int>(head_dim)};
+}
+
+ForwardArgs forward_args(std::int64_t head_dim = 64, const AttentionShape& s = kShape) {
+  const auto at = [](std::uintptr_t address) { return reinterpret_cast<void*>(address); };
+  return {.q = ConstTensorView::bhsd(at(0x1000000), s.batch, s.heads_q, s.seqlen_q, head_dim),
+          .k = ConstTensorView::bhsd(at(0x2000000), s.batch, s.heads_kv, s.seqlen_kv, head_dim),
+          .v = ConstTensorView::bhsd(at(0x3000000), s.batch, s.heads_kv, s.seqlen_kv, head_dim),
+          .out = TensorView::bhsd(at(0x4000000), s.batch, s.heads_q, s.seqlen_q, head_dim)};
+}
+
+class Service : public testing::Test {
+ protected:
+  Service() {
+    fs::create_directories(folder_);
+    fake().reset();
+  }
+  ~Service() override { fs::remove_all(folder_); }
+
+  static FakeDriver& fake() { return FakeDriver::state(); }
+  fs::path cache() const { return folder_ / "cache"; }
+
+  Settings settings() {
+    Settings settings;
+    settings.cache_dir = cache().string();
+    settings.cache_limit = std::uint64_t{1} << 40;
+    settings.nvrtc = FLASHJIT_FAKE_NVRTC;
+    settings.log = [this](std::string_view line) {
+      const std::lock_guard lock(log_mutex_);
+      log_ += std::string(line) + "\n";
+    };
+    return settings;
+  }
+  std::unique_ptr<Engine> engine() { return engine(settings()); }
+  static std::unique_ptr<Engine> engine(Settings settings) {
+    return std::make_unique<Engine>(std::move(settings), FakeDriver::driver());
+  }
+
+  /// How often anything was compiled, by all processes.
+  int compilations() const {
+    std::ifstream lines(compilations_);
+    return static_cast<int>(std::count(std::istreambuf_iterator<char>(lines), {}, '\n'));
+  }
+
+  /// Holds the lock of whatever is compiled next: a process that hangs while it compiles.
+  pid_t start_process_that_compiles_forever() {
+    const pid_t child = ::fork();
+    if (child == 0) {
+      ::setenv("FAKE_NVRTC_MS", "1000000", 1);
+      engine()->prepare(spec(), kShape, {});
+      ::_exit(0);
+    }
+    const fs::path locks = cache() / "v1" / "locks";
+    while (!fs::exists(locks) || fs::is_empty(locks))
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    return child;
+  }
+  static void end(pid_t child) {
+    ::kill(child, SIGKILL);
+    ::waitpid(child, nullptr, 0);
+  }
+  static bool ended_well(pid_t child) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    return WIFEXITED(status) && WEXITSTATUS(status) == 0;
+  }
+
+  fs::path folder_ = fs::path(testing::TempDir()) / ("service-" + unique_suffix());
+  const std::string compilations_ = (folder_ / "compilations").string();
+  const Variable log_variable_{"FAKE_NVRTC_LOG", compilations_};
+  std::mutex log_mutex_;
+  std::string log_;
+};
+
+TEST_F(Service, ManyProcessesAndThreadsCompileEachKernelOnce) {
+  constexpr int kProcesses = 5, kThreads = 4;
+  const std::vector<int> head_dims{32, 64, 96, 128};
+  const Variable slow("FAKE_NVRTC_MS", "40");
+  const auto work = [&] {
+    const auto runtime = engine();
+    std::atomic<int> failures = 0;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t)
+      threads.emplace_back([&, t] {
+        try {
+          for (std::size_t i = 0; i < head_dims.size(); ++i) {
+            const int d = head_dims[(i + static_cast<std::size_t>(t)) % head_dims.size()];
+            runtime->forward(spec(d), forward_args(d), nullptr);
+          }
+        } catch (...) {
+          ++failures;
+        }
+      });
+    for (std::thread& thread : threads) thread.join();
+    const std::size_t launches = fake().launches.size();
+    return failures == 0 && launches == kThreads * head_dims.size() && log_.find("ignoring") == log_.npos;
+  };
+  std::vector<pid_t> children;
+  for (int i = 0; i < kProcesses; ++i) {
+    children.push_back(::fork());
+    if (children.back() == 0) ::_exit(work() ? 0 : 1);
+  }
+  for (const pid_t child : children) EXPECT_TRUE(ended_well(child));
+  EXPECT_EQ(compilations(), static_cast<int>(head_dims.size()));
+}
+
+TEST_F(Service, WithoutLocksEveryProcessCompilesAndTheEntryIsWhole) {
+  constexpr int kProcesses = 4;
+  const auto work = [&] {
+    try {
+      engine()->prepare(spec(), kShape, {});
+      return log_.find("ignoring") == log_.npos ? 0 : 1;
+    } catch (...) {
+      return 2;
+    }
+  };
+  std::vector<test::TracedRun> runs(kProcesses);
+  std::vector<std::thread> tracers;
+  for (test::TracedRun& run : runs)
+    tracers.emplace_back([&] {
+      run = test::run_traced(work, {test::Fault::Kind::fail_every, SYS_flock, ENOLCK});
+    });
+  for (std::thread& tracer : tracers) tracer.join();
+  if (!runs[0].traced) GTEST_SKIP() << "processes cannot be traced here";
+  for (const test::TracedRun& run : runs) EXPECT_EQ(run.exit_code, 0);
+  EXPECT_GE(compilations(), 1);
+  EXPECT_LE(compilations(), kProcesses);
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).origin, KernelOrigin::disk);
+  EXPECT_TRUE(fs::is_empty(cache() / "v1" / "tmp"));
+}
+
+TEST_F(Service, AHolderThatHangsIsNotWaitedForForever) {
+  const pid_t holder = start_process_that_compiles_forever();
+  Settings impatient = settings();
+  impatient.lock_seconds = 0.05;
+  const auto begin = std::chrono::steady_clock::now();
+  EXPECT_EQ(engine(impatient)->prepare(spec(), kShape, {}).origin, KernelOrigin::compiled);
+  EXPECT_GE(std::chrono::steady_clock::now() - begin, std::chrono::milliseconds(50));
+  end(holder);
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).origin, KernelOrigin::disk) << "and it was kept";
+}
+
+TEST_F(Service, AHolderThatDiesLetsTheNextGoOn) {
+  const pid_t holder = start_process_that_compiles_forever();
+  std::thread killer([holder] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(100));
+    end(holder);
+  });
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).origin, KernelOrigin::compiled);
+  killer.join();
+  EXPECT_EQ(compilations(), 1);
+}
+
+TEST_F(Service, CompilingSaysSoWithItsTimeAndHowToAvoidIt) {
+  engine()->prepare(spec(), kShape, {});
+  EXPECT_NE(log_.find("compiled fwd:bf16:d64 for sm_90a in "), log_.npos) << log_;
+  EXPECT_NE(log_.find("flashjit pack"), log_.npos) << log_;
+}
+
+TEST_F(Service, AFolderThatIsDeletedWhileInUseIsMadeAgain) {
+  const auto runtime = engine();
+  runtime->prepare(spec(64), kShape, {});
+  fs::remove_all(cache());
+  runtime->forward(spec(64), forward_args(64), nullptr);
+  runtime->prepare(spec(128), kShape, {});
+  EXPECT_EQ(engine()->prepare(spec(128), kShape, {}).origin, KernelOrigin::disk);
+}
+
+TEST_F(Service, AFolderThatIsDeletedOverAndOverHurtsNobody) {
+  std::atomic<bool> done = false;
+  std::thread vandal([&] {
+    std::error_code ignored;
+    while (!done) fs::remove_all(cache(), ignored);
+  });
+  for (int round = 0; round < 30; ++round)
+    for (const int d : {32, 64}) EXPECT_NO_THROW(engine()->forward(spec(d), forward_args(d), nullptr));
+  done = true;
+  vandal.join();
+  EXPECT_EQ(fake().launches.size(), 60u);
+}
+
+TEST_F(Service, APathThatIsTooLongKeepsKernelsInMemory) {
+  Settings deep = settings();
+  for (int i = 0; i < 60; ++i) deep.cache_dir += "/" + std::string(100, 'd');
+  const auto runtime = engine(deep);
+  EXPECT_EQ(runtime->prepare(spec(), kShape, {}).origin, KernelOrigin::compiled);
+  EXPECT_EQ(runtime->prepare(spec(), kShape, {}).origin, KernelOrigin::memory);
+  EXPECT_NE(log_.find("memory only"), log_.npos);
+
+  deep.cache_dir = cache().string();
+  while (deep.cache_dir.size() < 3000) deep.cache_dir += "/" + std::string(200, 'd');
+  engine(deep)->prepare(spec(), kShape, {});
+  EXPECT_EQ(engine(deep)->prepare(spec(), kShape, {}).origin, KernelOrigin::disk) << "long is not too long";
+}
+
+TEST_F(Service, TheCacheStaysBelowItsLimit) {
+  Settings small = settings();
+  small.cache_limit = 40000;
+  const auto runtime = engine(small);
+  std::uintmax_t most = 0;
+  for (int length = 1; length <= 2; ++length)
+    for (int d = 8; d <= 128; d += 8) {
+      runtime->prepare(spec(d), kShape, {});
+      std::uintmax_t bytes = 0;
+      for (const auto& file : fs::recursive_directory_iterator(cache()))
+        if (file.is_regular_file()) bytes += file.file_size();
+      most = std::max(most, bytes);
+    }
+  EXPECT_LE(most, small.cache_limit);
+  EXPECT_GT(most, small.cache_limit / 2);
+  EXPECT_NE(log_.find("reached its limit of 40000 bytes"), log_.npos) << log_;
+  EXPECT_EQ(engine(small)->prepare(spec(128), kShape, {}).origin, KernelOrigin::disk) << "the latest stays";
+  EXPECT_EQ(engine(small)->prepare(spec(8), kShape, {}).origin, KernelOrigin::compiled) << "the oldest went";
+}
+
+TEST_F(Service, ThreadsOnManyDevicesShareOneKernel) {
+  constexpr int kDevices = 4, kCalls = 50;
+  const auto runtime = engine();
+  std::vector<std::thread> threads;
+  std::atomic<int> failures = 0;
+  for (int t = 0; t < 2 * kDevices; ++t)
+    threads.emplace_back([&, t] {
+      FakeDriver::own_device = t % kDevices;
+      try {
+        for (int call = 0; call < kCalls; ++call) runtime->forward(spec(), forward_args(), nullptr);
+      } catch (...) {
+        ++failures;
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  EXPECT_EQ(failures, 0);
+  EXPECT_EQ(compilations(), 1);
+  EXPECT_EQ(fake().libraries_loaded, 1);
+  EXPECT_EQ(fake().launches.size(), static_cast<std::size_t>(2 * kDevices * kCalls));
+  EXPECT_EQ(fake().opt_ins.size(), static_cast<std::size_t>(kDevices));
+}
+
+TEST_F(Service, AForkedChildMayUseTheRuntimeAndMakeItsOwn) {
+  const auto runtime = engine();
+  runtime->forward(spec(64), forward_args(64), nullptr);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    runtime->forward(spec(64), forward_args(64), nullptr);
+    runtime->forward(spec(96), forward_args(96), nullptr);
+    engine()->forward(spec(128), forward_args(128), nullptr);
+    ::_exit(fake().launches.size() == 4 ? 0 : 1);
+  }
+  EXPECT_TRUE(ended_well(child));
+  EXPECT_EQ(runtime->prepare(spec(96), kShape, {}).origin, KernelOrigin::disk) << "the child's";
+}
+
+TEST_F(Service, AContextMayGoAndComeAgain) {
+  const auto runtime = engine();
+  runtime->forward(spec(), forward_args(), nullptr);
+  fake().has_context = false;
+  EXPECT_THROW(runtime->forward(spec(), forward_args(), nullptr), Error);
+  fake().has_context = true;
+  runtime->forward(spec(), forward_args(), nullptr);
+  EXPECT_EQ(fake().launches.size(), 2u);
+  EXPECT_EQ(fake().libraries_loaded, 1) << "a library belongs to no context";
+}
+
+TEST_F(Service, ADeviceThatFailedIsReportedAtEveryCall) {
+  const auto runtime = engine();
+  runtime->forward(spec(), forward_args(), nullptr);
+  fake().launch_result = CUDA_ERROR_ILLEGAL_ADDRESS;
+  for (int i = 0; i < 2; ++i) {
+    try {
+      runtime->forward(spec(), forward_args(), nullptr);
+      ADD_FAILURE() << "nothing was thrown";
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::cuda);
+    }
+  }
+}
+
+TEST_F(Service, NoMemoryToLoadIsSaidAndNotWorkedAround) {
+  engine()->prepare(spec(), kShape, {});
+  fake().load_result = CUDA_ERROR_OUT_OF_MEMORY;
+  const auto runtime = engine();
+  try {
+    runtime->prepare(spec(), kShape, {});
+    ADD_FAILURE() << "nothing was thrown";
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::cuda) << error.message();
+    EXPECT_NE(error.message().find("cuLibraryLoadData"), std::string::npos) << error.message();
+  }
+  EXPECT_EQ(compilations(), 1) << "to compile it again would not help";
+  fake().load_result = CUDA_SUCCESS;
+  EXPECT_EQ(runtime->prepare(spec(), kShape, {}).origin, KernelOrigin::disk);
+}
+
+TEST_F(Service, RandomCallsWhileTheCacheIsWipedAreAllServed) {
+  constexpr int kThreads = 4, kCalls = 150;
+  std::atomic<bool> done = false;
+  std::atomic<int> failures = 0;
+  std::thread wiper([&] {
+    cache::Store store(cache(), cache::Store::Access::read_write);
+    for (int i = 0; !done; ++i) {
+      if (i % 3 == 0) store.clear(true);
+      if (i % 3 == 1) store.prune(2000);
+      if (i % 3 == 2) store.repair();
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+  });
+  std::vector<std::thread> threads;
+  for (int t = 0; t < kThreads; ++t)
+    threads.emplace_back([&, t] {
+      std::mt19937 random(static_cast<unsigned>(t));
+      auto runtime = engine();
+      for (int call = 0; call < kCalls; ++call) {
+        if (random() % 8 == 0) runtime = engine();
+        const int d = 8 + 8 * static_cast<int>(random() % 8);
+        const auto up_to = [&](unsigned most) { return static_cast<std::int64_t>(1 + random() % most); };
+        const AttentionShape shape{up_to(3), 2, 1, up_to(500), up_to(500)};
+        try {
+          runtime->forward(spec(d), forward_args(d, shape), nullptr);
+        } catch (...) {
+          ++failures;
+        }
+      }
+    });
+  for (std::thread& thread : threads) thread.join();
+  done = true;
+  wiper.join();
+  EXPECT_EQ(failures, 0) << log_;
+  EXPECT_EQ(fake().launches.size(), static_cast<std::size_t>(kThreads * kCalls));
+}
+
+/// The C interface of a library that was opened at run time.
+struct Opened {
+  void* handle = ::dlopen(FLASHJIT_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+
+  template <class Function>
+  Function* get(const char* name) const {
+    return reinterpret_cast<Function*>(::dlsym(handle, name));
+  }
+};
+
+bool is_mapped(const std::string& file) {
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);)
+    if (line.find(file) != line.npos) return true;
+  return false;
+}
+
+/// Opens the library, prepares a kernel, errs in another thread, and in this one if asked, and closes it.
+void use_and_unload(const std::string& cache_dir, bool err_here = false) {
+  const Opened library;
+  ASSERT_TRUE(library.handle) << ::dlerror();
+  flashjit_options options{};
+  options.struct_size = sizeof options;
+  options.cache_dir = cache_dir.c_str();
+  options.nvrtc = FLASHJIT_FAKE_NVRTC;
+  options.log = [](void*, const char*) {};
+  flashjit_runtime* runtime = nullptr;
+  ASSERT_EQ(library.get<decltype(flashjit_runtime_create)>("flashjit_runtime_create")(&options, &runtime), 0);
+  const auto spec_create = library.get<decltype(flashjit_spec_create)>("flashjit_spec_create");
+  flashjit_spec* spec = nullptr;
+  ASSERT_EQ(spec_create("bf16:d64", &spec), FLASHJIT_OK);
+  const flashjit_shape shape{1, 2, 2, 128, 128};
+  EXPECT_EQ(library.get<decltype(flashjit_prepare)>("flashjit_prepare")(runtime, FLASHJIT_FORWARD, spec,
+                                                                        &shape, nullptr),
+            FLASHJIT_OK);
+  const auto err = [&] {
+    flashjit_spec* none = nullptr;
+    EXPECT_EQ(spec_create("nonsense", &none), FLASHJIT_INVALID_ARGUMENT);
+  };
+  std::thread(err).join();
+  if (err_here) err();
+  library.get<decltype(flashjit_spec_destroy)>("flashjit_spec_destroy")(spec);
+  library.get<decltype(flashjit_runtime_destroy)>("flashjit_runtime_destroy")(runtime);
+  EXPECT_EQ(::dlclose(library.handle), 0);
+}
+
+TEST_F(Service, TheLibraryCanBeUnloadedAndLeavesNothingBehind) {
+  test::fake_cuda().reset();
+  const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
+  const std::string file = fs::path(FLASHJIT_LIBRARY).filename().string();
+  for (int i = 0; i < 3; ++i) use_and_unload(cache().string());
+  EXPECT_FALSE(is_mapped(file));
+  const std::size_t before = ::mallinfo2().uordblks;
+  for (int i = 0; i < 30; ++i) use_and_unload(cache().string());
+  EXPECT_FALSE(is_mapped(file));
+  // The loader itself keeps some 30 bytes each time; the smallest thing that we could forget has hundreds.
+  EXPECT_LT(::mallinfo2().uordblks, before + 30 * 256) << "bytes; before it was " << before;
+  // The last error's text is its thread's and goes with it, after the library is closed.
+  std::thread([&] { use_and_unload(cache().string(), true); }).join();
+  EXPECT_EQ(test::fake_cuda().libraries_loaded, test::fake_cuda().libraries_unloaded);
+}
+
+}  // namespace
+}  // namespace flashjit

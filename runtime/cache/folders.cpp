@@ -127,17 +127,6 @@ std::uintmax_t folder_bytes(const fs::path& folder) {
   return bytes;
 }
 
-std::string make_private_folders(const fs::path& folder) {
-  std::error_code error;
-  if (folder.empty() || fs::is_directory(folder, error)) return {};
-  if (folder.has_parent_path() && folder.parent_path() != folder) {
-    if (std::string cause = make_private_folders(folder.parent_path()); !cause.empty()) return cause;
-  }
-  if (::mkdir(folder.c_str(), 0700) == 0 || fs::is_directory(folder, error)) return {};
-  return fmt::format("cannot make the folder '{}': {}", folder.string(),
-                     std::generic_category().message(errno));
-}
-
 void write_private_file(const fs::path& path, std::string_view bytes) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
   bool written = fd >= 0;

@@ -34,9 +34,6 @@ std::vector<EntryFolder> entry_folders(const std::filesystem::path& root);
 /// Bytes of the regular files in a folder.
 std::uintmax_t folder_bytes(const std::filesystem::path& folder);
 
-/// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
-std::string make_private_folders(const std::filesystem::path& folder);
-
 /// Creates a file that this user alone may read, and waits until the disk has it. Throws Error(io).
 void write_private_file(const std::filesystem::path& path, std::string_view bytes);
 

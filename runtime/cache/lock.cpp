@@ -11,6 +11,7 @@
 
 #include "cache/folders.hpp"
 #include "cache/store.hpp"
+#include "support/file.hpp"
 
 namespace flashjit::cache {
 namespace {

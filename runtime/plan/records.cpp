@@ -9,7 +9,6 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
-#include <system_error>
 
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
@@ -201,13 +200,9 @@ void write_record(const std::filesystem::path& folder, const TuningRecord& recor
   const std::string json = to_json(record);
   require_readable(json);
   const std::filesystem::path path = folder / record_path(record);
-  std::error_code error;
-  std::filesystem::create_directories(path.parent_path(), error);
-  if (error) {
-    throw Error(ErrorCode::io, fmt::format("cannot create the folder '{}': {}", path.parent_path().string(),
-                                           error.message()));
-  }
-  write_file_atomically(path, json);
+  if (const std::string cause = make_private_folders(path.parent_path()); !cause.empty())
+    throw Error(ErrorCode::io, cause);
+  write_file_atomically(path, json, Audience::user);
 }
 
 void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::string>* warnings) {

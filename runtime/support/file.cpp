@@ -25,8 +25,8 @@ std::string last_error() { return std::generic_category().message(errno); }
 
 class Descriptor {
  public:
-  Descriptor(const std::filesystem::path& path, int flags)
-      : fd_(::open(path.c_str(), flags | O_CLOEXEC, 0666)) {}
+  Descriptor(const std::filesystem::path& path, int flags, ::mode_t mode = 0)
+      : fd_(::open(path.c_str(), flags | O_CLOEXEC, mode)) {}
   Descriptor(const Descriptor&) = delete;
   Descriptor& operator=(const Descriptor&) = delete;
   ~Descriptor() { close(); }
@@ -72,10 +72,10 @@ std::string read_file(const std::filesystem::path& path) {
   return bytes;
 }
 
-void write_file_atomically(const std::filesystem::path& path, std::string_view bytes) {
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes, Audience audience) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   const std::filesystem::path temporary = folder / (".tmp-" + unique_suffix());
-  Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL);
+  Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL, audience == Audience::user ? 0600 : 0666);
   if (!file) fail("write", path, last_error());
   const bool written = write_all(file.get(), bytes) && ::fsync(file.get()) == 0 && file.close() &&
                        ::rename(temporary.c_str(), path.c_str()) == 0;
@@ -85,6 +85,16 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
     fail("write", path, cause);
   }
   sync_folder(folder);
+}
+
+std::string make_private_folders(const std::filesystem::path& folder) {
+  std::error_code error;
+  if (folder.empty() || std::filesystem::is_directory(folder, error)) return {};
+  if (folder.has_parent_path() && folder.parent_path() != folder) {
+    if (std::string cause = make_private_folders(folder.parent_path()); !cause.empty()) return cause;
+  }
+  if (::mkdir(folder.c_str(), 0700) == 0 || std::filesystem::is_directory(folder, error)) return {};
+  return fmt::format("cannot make the folder '{}': {}", folder.string(), last_error());
 }
 
 void sync_folder(const std::filesystem::path& folder) {

@@ -1,6 +1,7 @@
 // Files read whole and written atomically.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <string>
 #include <string_view>
@@ -10,10 +11,17 @@ namespace flashjit {
 /// The bytes of a regular file. Throws Error(io) that names the file and the cause.
 std::string read_file(const std::filesystem::path& path);
 
+/// Who may read what is written: whom the umask allows, or this user alone.
+enum class Audience : std::uint8_t { everyone, user };
+
 /// Replaces or creates `path` so that a reader, or a crash, sees the old bytes or the new ones and nothing
 /// between: a temporary file in the same folder, fsync, rename, fsync of the folder. The folder must exist.
 /// Throws Error(io) and leaves no temporary file behind.
-void write_file_atomically(const std::filesystem::path& path, std::string_view bytes);
+void write_file_atomically(const std::filesystem::path& path, std::string_view bytes,
+                           Audience audience = Audience::everyone);
+
+/// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
+std::string make_private_folders(const std::filesystem::path& folder);
 
 /// Makes the names in a folder durable. Throws Error(io) when the folder cannot be opened or synced; file
 /// systems that cannot sync folders count as synced.

@@ -1,20 +1,30 @@
 // The key: everything that can change machine code or launch is in it, and nothing else.
 #include <gtest/gtest.h>
+#include <sys/prctl.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <chrono>
+#include <clocale>
 #include <cstdlib>
+#include <filesystem>
+#include <fstream>
 #include <functional>
 #include <regex>
 #include <set>
 
 #include "cache/store.hpp"
+#include "compile/compiler.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
+#include "support/file.hpp"
 
 namespace flashjit {
 namespace {
 
+namespace fs = std::filesystem;
 using cache::entry_key;
 using cache::source_digest;
 
@@ -59,6 +69,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"dtype", [](auto& s) { s.spec.dtype = DType::fp16; }},
       {"head_dim", [](auto& s) { s.spec.head_dim = 72; }},
       {"head_dim_v", [](auto& s) { s.spec.head_dim_v = 72; }},
+      {"score", [](auto& s) { s.spec.score = ScoreProgram("score * 2.0"); }},
       {"mask", [](auto& s) { s.spec.mask = causal(); }},
       {"dropout", [](auto& s) { s.spec.dropout = true; }},
       {"kv_lengths", [](auto& s) { s.spec.kv_lengths = true; }},
@@ -66,6 +77,9 @@ TEST(Key, ChangesWithEverythingThatMatters) {
        [](auto& s) {
          s.spec.block_map = {64, 64};
        }},
+      {"deterministic", [](auto& s) { s.spec.pass = Pass::backward, s.spec.deterministic = true; }},
+      {"varlen", [](auto& s) { s.spec.varlen = true; }},
+      {"sinks", [](auto& s) { s.spec.sinks = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -75,6 +89,12 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };
+  // Where one of these does not compile, a field was added: add its change above.
+  const AttentionSpec spec = {};
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = spec;
+  const TileConfig config = {};
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u] = config;
+
   std::set<std::string> digests{source_digest(source(), kOptions)};
   for (const Change& change : changes) {
     KernelSource changed = source();
@@ -99,11 +119,106 @@ TEST(Key, StaysWithEverythingElse) {
   KernelSource hot = source();
   hot.entries[0].hot = true;
   EXPECT_EQ(source_digest(hot, kOptions), expected) << "what only the tuner reads";
+}
 
-  ::setenv("FLASHJIT_CACHE_DIR", "/somewhere/else", 1);
-  ::setenv("HOME", "/another/home", 1);
-  EXPECT_EQ(source_digest(source(), kOptions), expected) << "environment";
-  ::unsetenv("FLASHJIT_CACHE_DIR");
+/// The key of one rendered kernel, as this process makes it.
+std::string rendered_key(const render::TemplateSet& templates = render::TemplateSet::embedded()) {
+  const KernelSource s =
+      render::render(parse_spec("bwd:bf16:d64:causal").normalized(), parse_config("simt:br32:bc32:w4"),
+                     DeviceInfo::parse("sm_80"), templates);
+  return entry_key(source_digest(s, compile::compile_options(s.arch)), "nvrtc13.0.88");
+}
+
+// A process whose name, folder, environment, language, clock's zone and umask are others.
+TEST(Key, StaysInAnotherProcess) {
+  int results[2];
+  ASSERT_EQ(::pipe(results), 0);
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::prctl(PR_SET_NAME, "another");
+    ::clearenv();
+    ::setenv("FLASHJIT_CACHE_DIR", "/somewhere/else", 1);
+    ::setenv("HOME", "/another/home", 1);
+    ::setenv("TZ", "Pacific/Auckland", 1);
+    ::setenv("CUDA_CACHE_PATH", "/elsewhere", 1);
+    ::setlocale(LC_ALL, "C.UTF-8");
+    ::umask(0);
+    if (::chdir("/") != 0) ::_exit(1);
+    const std::string key = rendered_key();
+    ::_exit(::write(results[1], key.data(), key.size()) == static_cast<ssize_t>(key.size()) ? 0 : 1);
+  }
+  std::string other(rendered_key().size(), '\0');
+  EXPECT_EQ(::read(results[0], other.data(), other.size()), static_cast<ssize_t>(other.size()));
+  EXPECT_EQ(other, rendered_key());
+  ::waitpid(child, nullptr, 0);
+  ::close(results[0]);
+  ::close(results[1]);
+}
+
+class KeyOfTemplates : public testing::Test {
+ protected:
+  KeyOfTemplates() {
+    fs::copy(fs::path(FLASHJIT_SOURCE_DIR) / "templates", folder_, fs::copy_options::recursive);
+  }
+  ~KeyOfTemplates() override { fs::remove_all(folder_); }
+  std::string key() const { return rendered_key(render::TemplateSet::from_folder(folder_)); }
+  void append(const char* name) const {
+    std::ofstream(folder_ / name, std::ios::app) << "// one line more\n";
+  }
+
+  fs::path folder_ = fs::path(testing::TempDir()) / ("templates-" + unique_suffix());
+};
+
+TEST_F(KeyOfTemplates, StaysWhereverTheyLieAndHoweverOldTheyAre) {
+  EXPECT_EQ(key(), rendered_key());
+  for (const auto& file : fs::recursive_directory_iterator(folder_))
+    fs::last_write_time(file, fs::file_time_type::clock::now() - std::chrono::hours(100000));
+  EXPECT_EQ(key(), rendered_key());
+}
+
+TEST_F(KeyOfTemplates, ChangesWithThoseThatTheKernelIncludesAlone) {
+  append("sm90/forward.cuh");
+  EXPECT_EQ(key(), rendered_key()) << "no simt kernel includes it";
+  append("simt/backward.cuh");
+  const std::string changed = key();
+  EXPECT_NE(changed, rendered_key());
+  append("common/ptx.cuh");
+  EXPECT_NE(key(), changed);
+}
+
+// What a launch hands over is declared in a header, so that no kernel is launched with another version's.
+TEST(Key, HoldsTheParametersOfTheLaunch) {
+  const KernelSource s =
+      render::render(parse_spec("fwd:bf16:d64").normalized(), parse_config("simt:br32:bc32:w4"),
+                     DeviceInfo::parse("sm_80"), render::TemplateSet::embedded());
+  KernelSource changed = s;
+  const auto params = std::ranges::find(changed.headers, "flashjit/common/params.cuh", &Header::name);
+  ASSERT_NE(params, changed.headers.end());
+  params->text += " ";
+  EXPECT_NE(source_digest(changed, kOptions), source_digest(s, kOptions));
+}
+
+TEST(Key, ChangesWithTheDebugMode) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
+  const auto key = [&](bool check_indices) {
+    return source_digest(render::render(spec, parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_80"),
+                                        render::TemplateSet::embedded(), {check_indices}),
+                         kOptions);
+  };
+  EXPECT_NE(key(true), key(false));
+}
+
+// The options are those that NVRTC is given: a kernel made with other ones has another key.
+TEST(Key, HoldsEachOptionOfTheCompiler) {
+  const std::vector<std::string> options = compile::compile_options("sm_80");
+  std::set<std::string> digests{source_digest(source(), options)};
+  for (std::size_t i = 0; i < options.size(); ++i) {
+    std::vector<std::string> changed = options;
+    changed[i] += "x";
+    EXPECT_TRUE(digests.insert(source_digest(source(), changed)).second) << options[i];
+    changed.erase(changed.begin() + static_cast<std::ptrdiff_t>(i));
+    EXPECT_TRUE(digests.insert(source_digest(source(), changed)).second) << "without " << options[i];
+  }
 }
 
 // A pinned value: a change of it makes every user compile everything again, so it must be meant.

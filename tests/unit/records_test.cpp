@@ -304,7 +304,7 @@ TEST_F(RecordFile, WhatCouldNotBeReadIsNotWritten) {
 
 TEST_F(RecordFile, AFolderThatCannotBeMadeIsNamed) {
   write_file_atomically(folder_ / "file", "x");
-  expect_in("cannot create the folder '" + (folder_ / "file" / "sm_90a").string() + "'",
+  expect_in("cannot make the folder '" + (folder_ / "file").string() + "'",
             failure(ErrorCode::io, [&] { write_record(folder_ / "file", example()); }));
 }
 

@@ -19,6 +19,7 @@
 #include <thread>
 
 #include "cache/embedded.hpp"
+#include "plan/records.hpp"
 #include "stored_kernel.hpp"
 #include "support/file.hpp"
 
@@ -31,6 +32,15 @@ using cache::Store;
 using Access = Store::Access;
 
 using namespace test;
+
+plan::TuningRecord record() {
+  plan::TuningRecord r;
+  r.spec = source().spec;
+  r.shape = {1, 2, 2, 128, 128};
+  r.arch = "sm_80";
+  r.best = source().config;
+  return r;
+}
 
 class StoreTest : public testing::Test {
  protected:
@@ -88,7 +98,9 @@ TEST_F(StoreTest, KeepsTheSourceBesideTheCubin) {
 TEST_F(StoreTest, IsForThisUserAlone) {
   const ::mode_t before = ::umask(0);
   Store store(folder_ / "new" / "deeper", Access::read_write, log());
+  const auto lock = store.lock("sm_80", cache::entry_key(digest(source()), kTag));
   keep(store, source());
+  plan::write_record(store.records_folder(), record());
   ::umask(before);
   std::size_t files = 0;
   for (const auto& item : fs::recursive_directory_iterator(folder_ / "new")) {
@@ -98,7 +110,7 @@ TEST_F(StoreTest, IsForThisUserAlone) {
         << item.path();
     files += item.is_regular_file();
   }
-  EXPECT_EQ(files, 3u);
+  EXPECT_EQ(files, 5u) << "an entry's three, a lock, a record";
 }
 
 TEST_F(StoreTest, CompilersDoNotMix) {
@@ -144,6 +156,39 @@ TEST_F(StoreTest, EveryDamagedByteIsAMissOrHarmless) {
     EXPECT_GT(misses, sound.size() * 2) << name;
     EXPECT_TRUE(find(store, source()));
   }
+}
+
+// Nothing runs kernel.cu, but who reads it must not be misled.
+TEST_F(StoreTest, ADamagedSourceIsFoundAndRepaired) {
+  Store store = open();
+  keep(store, source());
+  const fs::path file = entry(source()) / "kernel.cu";
+  const std::string sound = read_file(file);
+  for (std::size_t i = 0; i < sound.size(); ++i) {
+    poke(file, i, static_cast<char>(sound[i] ^ 1));
+    EXPECT_NE(store.list()[0].damage, "") << "byte " << i;
+    EXPECT_TRUE(find(store, source()));
+    poke(file, i, sound[i]);
+  }
+  EXPECT_EQ(store.list()[0].damage, "");
+  fs::remove(file);
+  EXPECT_NE(store.list()[0].damage, "");
+  EXPECT_EQ(store.repair().size(), 1u);
+  EXPECT_TRUE(keep(store, source()));
+  EXPECT_EQ(store.list()[0].damage, "");
+}
+
+TEST_F(StoreTest, AnotherFormatOfMetaIsAMissThatSaysSo) {
+  Store store = open();
+  keep(store, source());
+  std::string meta = read_file(entry(source()) / "meta.json");
+  meta.replace(meta.find("\"format\": 2"), 11, "\"format\": 3");
+  write(entry(source()) / "meta.json", meta);
+  EXPECT_FALSE(find(store, source()));
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("format 3, this flashjit reads 2"), std::string::npos) << lines_[0];
+  EXPECT_TRUE(keep(store, source()));
+  EXPECT_TRUE(find(store, source()));
 }
 
 TEST_F(StoreTest, EveryTruncationIsAMiss) {
@@ -434,6 +479,93 @@ TEST_F(StoreTest, RepairRemovesDamageAndLeftovers) {
   EXPECT_TRUE(find(store, source("fwd:bf16:d64")));
   ::close(held);
   EXPECT_EQ(store.repair().size(), 1u);
+}
+
+TEST_F(StoreTest, RepairRemovesDamagedRecordsAlone) {
+  Store store = open();
+  plan::write_record(store.records_folder(), record());
+  const fs::path good = store.records_folder() / plan::record_path(record());
+  write(good.parent_path() / "cut.json", read_file(good).substr(0, 100));
+  fs::create_directory_symlink(folder_, store.records_folder() / "link");
+  ASSERT_EQ(store.damaged_records().size(), 1u);
+  EXPECT_EQ(store.damaged_records()[0].key, "sm_80/cut.json");
+  EXPECT_EQ(store.repair().size(), 1u);
+  EXPECT_TRUE(store.damaged_records().empty());
+  EXPECT_TRUE(fs::exists(good));
+}
+
+TEST_F(StoreTest, WhatTheDeadLeftGoesWithTheNextThatIsStored) {
+  const fs::path tmp = folder_ / "v1" / "tmp", tuning = folder_ / "v1" / "tuning" / "sm_80";
+  const auto now = fs::file_time_type::clock::now();
+  fs::create_directories(folder_ / "v1" / "locks");
+  write(folder_ / "v1" / "locks" / "sm_80-x.lock", "");
+  for (const char* age : {"old", "young", "of-tomorrow"}) {
+    fs::create_directories(tmp / age);
+    fs::create_directories(tuning);
+    write(tmp / age / "kernel.cu", "half");
+    write(tuning / (std::string(".tmp-") + age), "half");
+    const auto changed = age == std::string("old")     ? now - std::chrono::hours(2)
+                         : age == std::string("young") ? now
+                                                       : now + std::chrono::hours(24);
+    fs::last_write_time(tmp / age, changed);
+    fs::last_write_time(tuning / (std::string(".tmp-") + age), changed);
+  }
+  Store store = open();
+  keep(store, source());
+  for (const char* age : {"old", "young", "of-tomorrow"}) {
+    const bool stays = age == std::string("young");
+    EXPECT_EQ(fs::exists(tmp / age), stays) << age;
+    EXPECT_EQ(fs::exists(tuning / (std::string(".tmp-") + age)), stays) << age;
+  }
+  EXPECT_TRUE(fs::is_empty(folder_ / "v1" / "locks"));
+}
+
+TEST_F(StoreTest, LocksLeaveNoFiles) {
+  const Store store = open();
+  const std::string key = cache::entry_key(digest(source()), kTag);
+  { const auto lock = store.lock("sm_80", key); }
+  EXPECT_TRUE(fs::is_empty(folder_ / "v1" / "locks"));
+  const auto first = store.lock("sm_80", key);
+  { const auto second = store.lock("sm_80", key, 0); }
+  EXPECT_FALSE(store.lock("sm_80", key, 0).held()) << "who did not get it must not remove it";
+}
+
+// Times of use in the future or before all time change what goes first, and nothing else.
+TEST_F(StoreTest, AClockThatJumpsDoesNoHarm) {
+  Store store = open();
+  const std::vector<std::string> specs{"fwd:bf16:d32", "fwd:bf16:d64", "fwd:bf16:d96"};
+  const auto now = fs::file_time_type::clock::now();
+  const std::vector<fs::file_time_type> times{now + std::chrono::hours(24 * 365 * 50), now,
+                                              now - std::chrono::hours(24 * 365 * 50)};
+  for (std::size_t i = 0; i < specs.size(); ++i) {
+    keep(store, source(specs[i]));
+    for (const auto& file : fs::directory_iterator(entry(source(specs[i]))))
+      fs::last_write_time(file, times[i]);
+  }
+  for (const std::string& spec : specs) EXPECT_TRUE(find(store, source(spec))) << spec;
+  EXPECT_EQ(store.prune(0).removed, 3u);
+  EXPECT_TRUE(lines_.empty());
+}
+
+TEST_F(StoreTest, ProcessesThatPruneAtOnceKeepWhatFits) {
+  Store store = open();
+  for (int d = 8; d <= 128; d += 8) keep(store, source("fwd:bf16:d" + std::to_string(d)));
+  std::uintmax_t total = 0;
+  for (const EntryInfo& info : store.list()) total += info.bytes;
+  std::vector<pid_t> children;
+  for (int i = 0; i < 4; ++i) {
+    children.push_back(::fork());
+    if (children.back() == 0) ::_exit(open().prune(total / 2).bytes <= total / 2 ? 0 : 1);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  std::uintmax_t left = 0;
+  for (const EntryInfo& info : store.list()) left += info.bytes;
+  EXPECT_LE(left, total / 2);
+  EXPECT_GT(left, total / 4) << "each counted what the others removed";
 }
 
 TEST_F(StoreTest, PrunesTheLeastRecentlyUsedFirst) {

@@ -9,6 +9,7 @@
 
 #include "build.hpp"
 #include "cache/folders.hpp"
+#include "manifest.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
@@ -23,6 +24,7 @@ struct CacheOptions {
   std::string dir;
   std::string key;
   std::string max_size;
+  std::string sha256;
   bool repair = false, records = false, yes = false;
 };
 
@@ -100,6 +102,24 @@ int show(const CacheOptions& options, bool json) {
   return kOk;
 }
 
+/// What differs from the pack's manifest, and the manifest from the digest that was given.
+std::vector<std::string> check_pack(const CacheOptions& options, const std::filesystem::path& folder) {
+  const std::filesystem::path manifest = folder / cache::kManifestFile;
+  std::error_code problem;
+  if (!std::filesystem::exists(manifest, problem)) {
+    if (options.sha256.empty()) return {};
+    return {fmt::format("{} is missing", cache::kManifestFile)};
+  }
+  try {
+    if (const std::string digest = sha256(read_file(manifest));
+        !options.sha256.empty() && digest != options.sha256)
+      return {fmt::format("{} has the digest {}, not the one that was given", cache::kManifestFile, digest)};
+    return check_manifest(folder);
+  } catch (const Error& error) {
+    return {error.message()};
+  }
+}
+
 int verify(const CacheOptions& options, bool json) {
   Store store = open_store(options, options.repair ? Store::Access::read_write : Store::Access::read_only);
   const std::vector<EntryInfo> entries = store.list();
@@ -108,16 +128,29 @@ int verify(const CacheOptions& options, bool json) {
     if (!entry.damage.empty()) damaged.push_back(entry);
   const std::size_t sound = entries.size() - damaged.size();
   for (const EntryInfo& record : store.damaged_records()) damaged.push_back(record);
+  const std::vector<std::string> differences = check_pack(options, store.folder());
   const std::vector<EntryInfo> removed = options.repair ? store.repair() : std::vector<EntryInfo>();
   if (json) {
     print_json({{"folder", store.folder().string()},
                 {"entries", entries.size()},
                 {"damaged", entries_json(damaged)},
+                {"manifest", differences},
                 {"removed", entries_json(removed)}});
   } else {
     if (!damaged.empty()) print_entries(damaged);
     fmt::print("{} kernels in {}: {} sound, {} files or kernels damaged, {} removed\n", entries.size(),
                store.folder().string(), sound, damaged.size(), removed.size());
+  }
+  for (const std::string& difference : differences) warn(difference);
+  if (!options.sha256.empty() && !differences.empty()) return kCheckFailed;
+  if (options.repair && !(removed.empty() && differences.empty())) {
+    std::error_code problem;
+    if (std::filesystem::remove(store.folder() / cache::kManifestFile, problem))
+      warn(
+          "the manifest was removed: this is no longer the pack that it names; `flashjit pack` writes it "
+          "anew");
+  } else if (!differences.empty()) {
+    return kCheckFailed;
   }
   if (damaged.empty()) return kOk;
   if (!options.repair) warn("what is damaged is never used; `flashjit cache verify --repair` removes them");
@@ -181,9 +214,13 @@ void add_cache(CLI::App& app, Context& context) {
   add("show", "Print everything known of one kernel", "flashjit cache show 3f2a", show)
       ->add_option("key", options->key, "Key of the kernel, or how it begins")
       ->required();
-  add("verify", "Check every kernel and tuning record; exit code 1 when one is damaged",
-      "flashjit cache verify --repair", verify)
-      ->add_flag("--repair", options->repair, "Remove what is damaged, and leftovers");
+  CLI::App* verifying =
+      add("verify", "Check every kernel and record, and a pack's manifest; exit code 1 when one is damaged",
+          "flashjit cache verify --repair", verify);
+  CLI::Option* repair =
+      verifying->add_flag("--repair", options->repair, "Remove what is damaged, and leftovers");
+  verifying->add_option("--sha256", options->sha256, "The digest that a pack's manifest must have")
+      ->excludes(repair);
   add("prune", "Remove the least recently used kernels", "flashjit cache prune --max-size 1G", prune)
       ->add_option("--max-size", options->max_size,
                    "Bytes that may stay: 512M, 1G, ...; default FLASHJIT_CACHE_LIMIT, else 2G");

@@ -4,6 +4,8 @@
 #include <algorithm>
 #include <memory>
 
+#include "cache/folders.hpp"
+#include "manifest.hpp"
 #include "packing.hpp"
 
 namespace flashjit::command {
@@ -86,6 +88,8 @@ int pack(const PackOptions& options, bool json) {
   cache::Store store(options.out, cache::Store::Access::read_write, warn);
   const std::vector<PackOutcome> outcomes = pack_all(items, store, templates, *compiler, options.jobs);
 
+  const std::string manifest = write_manifest(options.out);
+
   const std::size_t failed = count(outcomes, PackOutcome::State::failed);
   const std::size_t skipped = count(outcomes, PackOutcome::State::skipped);
   if (json) {
@@ -93,6 +97,7 @@ int pack(const PackOptions& options, bool json) {
     for (std::size_t i = 0; i < items.size(); ++i) kernels.push_back(to_json(items[i], outcomes[i]));
     print_json({{"folder", options.out},
                 {"compiler", compiler->tag()},
+                {"manifest_sha256", manifest},
                 {"failed", failed},
                 {"skipped", skipped},
                 {"kernels", std::move(kernels)}});
@@ -100,6 +105,7 @@ int pack(const PackOptions& options, bool json) {
     print_table(items, outcomes);
     fmt::print("{} of {} kernels are in {}; use them with FLASHJIT_PACKS={}\n",
                items.size() - failed - skipped, items.size(), options.out, options.out);
+    fmt::print("sha256 of its manifest {}: {}\n", cache::kManifestFile, manifest);
   }
   warn_of_failures(items, outcomes);
   if (skipped > 0) {

@@ -1,0 +1,172 @@
+// `flashjit pack` and `flashjit cache` on packs: the manifest, verify, prune. NVRTC is that of tests/fake.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <string>
+
+#include "run_command.hpp"
+
+namespace flashjit {
+namespace {
+
+namespace fs = std::filesystem;
+using testing::CommandResult;
+
+class CommandCache : public ::testing::Test {
+ protected:
+  CommandResult run(const std::string& arguments, const std::string& environment = "") const {
+    return testing::run_command(folder_, arguments, "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC " " + environment);
+  }
+  std::string pack() const { return folder_.file("pack"); }
+  std::string manifest() const { return pack() + "/SHA256SUMS"; }
+  void make(const std::string& specs = "--spec fwd:bf16:d64") const {
+    const CommandResult made = run(fmt::format("pack {} --arch sm_80 --out {}", specs, pack()));
+    ASSERT_EQ(made.code, 0) << made.err;
+  }
+  CommandResult verify(const std::string& more = "") const {
+    return run(fmt::format("cache verify --dir {}{}", pack(), more));
+  }
+  /// verify fails and says so.
+  void expect_found(const std::string& part) const {
+    const CommandResult found = verify();
+    EXPECT_EQ(found.code, 1) << part;
+    EXPECT_NE(found.err.find(part), std::string::npos) << found.err;
+  }
+  std::string only(const std::string& name) const {
+    for (const auto& file : fs::recursive_directory_iterator(pack()))
+      if (file.path().filename() == name) return file.path().string();
+    return {};
+  }
+  void edit(const std::string& from, const std::string& to) const {
+    std::string text = read_file(manifest());
+    ASSERT_NE(text.find(from), std::string::npos);
+    write_file_atomically(manifest(), text.replace(text.find(from), from.size(), to));
+  }
+
+  testing::TemporaryDirectory folder_;
+};
+
+TEST_F(CommandCache, APacksManifestNamesEveryFileAsSha256sumReadsIt) {
+  make("--spec bf16:d64");
+  std::size_t files = 0;
+  for (const auto& file : fs::recursive_directory_iterator(pack() + "/v1")) files += file.is_regular_file();
+  const std::string text = read_file(manifest());
+  EXPECT_EQ(files, static_cast<std::size_t>(std::ranges::count(text, '\n')));
+  EXPECT_GE(files, 8u);
+  EXPECT_EQ(
+      std::system(fmt::format("cd '{}' && sha256sum --check --strict --quiet SHA256SUMS", pack()).c_str()),
+      0);
+  EXPECT_EQ(verify().code, 0);
+}
+
+TEST_F(CommandCache, APackIsSignedByItsManifestsDigest) {
+  make();
+  const CommandResult again = run("pack --json --spec fwd:bf16:d64 --arch sm_80 --out " + pack());
+  const std::string digest = again.json()["manifest_sha256"];
+  EXPECT_EQ(digest.size(), 64u);
+  EXPECT_EQ(std::system(fmt::format("echo '{}  {}' | sha256sum --check --quiet", digest, manifest()).c_str()),
+            0);
+  EXPECT_EQ(verify(" --sha256 " + digest).code, 0);
+  make("--spec fwd:bf16:d128");
+  EXPECT_EQ(verify().code, 0) << "a pack may grow";
+  EXPECT_EQ(verify(" --sha256 " + digest).code, 1) << "but is another one then";
+  fs::remove(manifest());
+  EXPECT_EQ(verify().code, 0);
+  EXPECT_EQ(verify(" --sha256 " + digest).code, 1);
+}
+
+TEST_F(CommandCache, EveryKindOfDifferenceFromTheManifestIsFound) {
+  make();
+  const std::string record = fs::path(pack()) / "v1" / "tuning";
+  write_file_atomically(pack() + "/v1/sm_80/more", "x");
+  expect_found("v1/sm_80/more is not named");
+  fs::remove(pack() + "/v1/sm_80/more");
+
+  const std::string cubin = only("kernel.cubin"), bytes = read_file(cubin);
+  fs::remove(cubin);
+  expect_found("kernel.cubin is missing");
+  write_file_atomically(folder_.file("elsewhere"), bytes);
+  fs::create_symlink(folder_.file("elsewhere"), cubin);
+  expect_found("kernel.cubin is reached through a link");
+  fs::remove(cubin);
+  write_file_atomically(cubin, bytes);
+  EXPECT_EQ(verify().code, 0);
+
+  // What an entry's own digests cannot tell: one whole kernel in another one's place is told by its place,
+  // but a changed record is only told by the manifest.
+  for (const auto& file : fs::recursive_directory_iterator(record)) {
+    if (!file.is_regular_file()) continue;
+    std::string text = read_file(file.path());
+    const std::size_t at = text.find("\"library\"");
+    ASSERT_NE(at, text.npos);
+    text.insert(at, 1, ' ');
+    write_file_atomically(file.path(), text);
+  }
+  expect_found(".json has changed");
+}
+
+TEST_F(CommandCache, NamesInAManifestCannotLeaveThePack) {
+  make();
+  write_file_atomically(folder_.file("secret"), "x");
+  const std::string sound = read_file(manifest());
+  for (const char* name : {"../secret", "/etc/passwd", "v1/../../secret", "v1/./a", "v1//a", "v1", "v1/", "",
+                           "v2/a", "v1/a/.."}) {
+    write_file_atomically(manifest(), sound);
+    edit(sound.substr(66, sound.find('\n') - 66), name);
+    const CommandResult found = verify();
+    EXPECT_EQ(found.code, 1) << name;
+    EXPECT_NE(found.err.find("line 1 of SHA256SUMS"), std::string::npos) << name << ": " << found.err;
+  }
+  for (const std::string& text : std::vector<std::string>{
+           std::string("nonsense\n"), std::string("\n\n"), sound + sound.substr(0, sound.find('\n')),
+           sound.substr(1), std::string(100, 'a'), sound.substr(0, sound.size() / 2)}) {
+    write_file_atomically(manifest(), text);
+    EXPECT_EQ(verify().code, 1) << text;
+  }
+}
+
+TEST_F(CommandCache, ARepairedPackLosesItsManifestBecauseItIsAnotherOne) {
+  make("--spec bf16:d64");
+  const std::string cubin = only("kernel.cubin");
+  write_file_atomically(cubin, "damaged");
+  EXPECT_EQ(verify().code, 1);
+  EXPECT_EQ(verify(" --repair").code, 0);
+  EXPECT_FALSE(fs::exists(manifest()));
+  EXPECT_EQ(verify().code, 0);
+  make("--spec bf16:d64");
+  EXPECT_TRUE(fs::exists(manifest()));
+  EXPECT_EQ(verify().code, 0);
+}
+
+TEST_F(CommandCache, VerifyFindsDamagedRecordsAndRepairRemovesThem) {
+  make();
+  fs::remove(manifest());
+  for (const auto& file : fs::recursive_directory_iterator(pack() + "/v1/tuning"))
+    if (file.is_regular_file()) write_file_atomically(file.path(), "{");
+  EXPECT_EQ(verify(" --json").json()["damaged"].size(), 1u);
+  EXPECT_EQ(verify().code, 1);
+  EXPECT_EQ(verify(" --repair").code, 0);
+  EXPECT_EQ(verify().code, 0);
+}
+
+TEST_F(CommandCache, PruneTakesItsLimitFromTheEnvironmentUnlessItIsGiven) {
+  make("--spec fwd:bf16:d64 --spec fwd:bf16:d128");
+  const auto left = [&](const std::string& more, const std::string& environment) {
+    return run(fmt::format("cache prune --json --dir {}{}", pack(), more), environment).json();
+  };
+  EXPECT_EQ(left("", "")["removed"], 0);
+  EXPECT_EQ(left(" --max-size 1G", "FLASHJIT_CACHE_LIMIT=1")["removed"], 0);
+  const int bytes = left("", "")["bytes"];
+  EXPECT_EQ(left("", fmt::format("FLASHJIT_CACHE_LIMIT={}", bytes - 1))["removed"], 1);
+  EXPECT_EQ(run("cache prune --dir " + pack(), "FLASHJIT_CACHE_LIMIT=much").code, 2);
+}
+
+TEST_F(CommandCache, ClearLeavesNothingOfAPack) {
+  make();
+  EXPECT_EQ(run("cache clear --yes --records --dir " + pack()).code, 0);
+  EXPECT_TRUE(fs::is_empty(pack()));
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,31 @@
+// The manifest of a pack: SHA-256 digests of every file, in the form that `sha256sum -c` reads. Who signs the
+// manifest, or notes its own digest, has signed the pack.
+#pragma once
+
+#include <filesystem>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace flashjit::command {
+
+/// 64 hexadecimal digits.
+std::string sha256(std::string_view bytes);
+
+struct ManifestLine {
+  std::string digest, path;  ///< the path is relative to the pack's folder
+  bool operator==(const ManifestLine&) const = default;
+};
+
+/// Throws Error(io) with the line's number for what is no line, for a path twice, and for a path that is not
+/// below `v1/` or would leave the folder.
+std::vector<ManifestLine> parse_manifest(std::string_view text);
+
+/// Writes `folder`/SHA256SUMS. Returns its own digest. Throws Error(io).
+std::string write_manifest(const std::filesystem::path& folder);
+
+/// What differs between the pack and its manifest, a line each: files that are missing, changed, reached
+/// through links, or not named. Empty: the pack is whole. Throws Error(io) when the manifest cannot be read.
+std::vector<std::string> check_manifest(const std::filesystem::path& folder);
+
+}  // namespace flashjit::command

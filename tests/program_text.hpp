@@ -42,7 +42,4 @@ inline Outcome read_spec(std::string_view text) {
   }
 }
 
-inline bool program_text_holds(std::string_view text) { return read_program(text) != Outcome::broken; }
-inline bool spec_text_holds(std::string_view text) { return read_spec(text) != Outcome::broken; }
-
 }  // namespace flashjit::testing_support

@@ -7,6 +7,7 @@
 
 #include "cache/digest.hpp"
 #include "flashjit/error.hpp"
+#include "support/json.hpp"
 
 namespace flashjit::cache {
 namespace {
@@ -130,7 +131,7 @@ std::string to_json(const Meta& meta) {
 
 Meta parse_meta(const std::string& json) {
   try {
-    const Json file = Json::parse(json);
+    const Json file = parse_json(json);
     if (const int format = int_field(file, "format"); format != kFormat) {
       throw Error(ErrorCode::io,
                   fmt::format("meta.json has format {}, this flashjit reads {}", format, kFormat));

@@ -12,6 +12,7 @@
 
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "support/json.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::plan {
@@ -106,7 +107,7 @@ Timing timing_of(const Json& json) {
 }
 
 TuningRecord record_of(const std::string& text) {
-  const Json json = Json::parse(text);
+  const Json json = parse_json(text);
   const ObjectReader reader(json);
   if (reader.get("format") != kFormat) {
     refuse("'format' is {}; this version reads format {}", quoted(reader.get("format").dump()), kFormat);

@@ -249,6 +249,22 @@ TEST_F(EngineTest, ThePackComesBeforeTheCache) {
   EXPECT_EQ(engine(both)->prepare(kSpec, kShape, {}).origin, KernelOrigin::pack);
 }
 
+TEST_F(EngineTest, SeveralPacksAreSearchedInTheirOrder) {
+  Settings several = settings();
+  const std::string first = (folder_ / "first").string(), second = (folder_ / "second").string();
+  several.packs = {first, second};
+  const TileConfig config = plan_of(kSpec, kShape).config;
+  add_kernel(first, kSpec, config, 64, "nvrtc1.0.0");
+  add_kernel(second, kSpec, config, 64, "nvrtc2.0.0");
+  add_kernel(second, backward_spec(), plan_of(backward_spec(), kShape).config);
+  EXPECT_TRUE(engine(several)->prepare(kSpec, kShape, {}).key.ends_with("nvrtc1.0.0"));
+  EXPECT_EQ(engine(several)->prepare(backward_spec(), kShape, {}).origin, KernelOrigin::pack);
+
+  for (const auto& file : fs::recursive_directory_iterator(first))
+    if (file.path().extension() == ".cubin") std::ofstream(file.path(), std::ios::trunc) << "damaged";
+  EXPECT_TRUE(engine(several)->prepare(kSpec, kShape, {}).key.ends_with("nvrtc2.0.0"));
+}
+
 TEST_F(EngineTest, AKernelThatTheDriverRefusesIsPassedOver) {
   add_to_pack(kSpec);
   fake().load_result = CUDA_ERROR_NO_BINARY_FOR_GPU;

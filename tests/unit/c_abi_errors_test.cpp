@@ -166,6 +166,21 @@ TEST_F(CAbiErrors, Internal) {
   expect(FLASHJIT_INTERNAL, "thrown by the caller's log", runtime().get());
 }
 
+TEST_F(CAbiErrors, TheCacheLimitIsPassedOn) {
+  const fs::path folder = fs::path(testing::TempDir()) / ("limit-" + unique_suffix());
+  const std::string path = folder.string();
+  options_.cache_dir = path.c_str();
+  for (const bool limited : {false, true}) {
+    std::string log;
+    options_.log = [](void* user, const char* line) { *static_cast<std::string*>(user) += line; };
+    options_.log_user = &log;
+    options_.cache_limit = limited ? 1 : 0;
+    expect_that_it_works(runtime().get());
+    EXPECT_EQ(log.find("limit of 1 bytes") != log.npos, limited) << log;
+    fs::remove_all(folder);
+  }
+}
+
 // Runs last: gtest runs the tests of a file in their order.
 TEST_F(CAbiErrors, NoCodeIsLeftOut) {
   if (seen().empty() || testing::UnitTest::GetInstance()->test_to_run_count() <

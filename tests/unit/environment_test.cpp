@@ -50,6 +50,17 @@ TEST(Environment, CacheDirPrecedence) {
             "here");
 }
 
+TEST(Environment, CacheLimitIsASizeOrOff) {
+  EXPECT_EQ(read({}).cache_limit, std::uint64_t{2} << 30);
+  EXPECT_EQ(read({{"FLASHJIT_CACHE_LIMIT", ""}}).cache_limit, std::uint64_t{2} << 30);
+  EXPECT_EQ(read({{"FLASHJIT_CACHE_LIMIT", "512M"}}).cache_limit, std::uint64_t{512} << 20);
+  EXPECT_EQ(read({{"FLASHJIT_CACHE_LIMIT", "1000"}}).cache_limit, 1000u);
+  EXPECT_EQ(read({{"FLASHJIT_CACHE_LIMIT", "off"}}).cache_limit, UINT64_MAX);
+  for (const char* bad : {"on", "-1", "1T", "M", "99999999999G", "1 G"})
+    EXPECT_NE(refusal({{"FLASHJIT_CACHE_LIMIT", bad}}).find("FLASHJIT_CACHE_LIMIT"), std::string::npos)
+        << bad;
+}
+
 TEST(Environment, EmptyAndRelativeFoldersCountAsNotSet) {
   EXPECT_EQ(read({{"HOME", ""}}).cache_dir, "");
   EXPECT_EQ(read({{"HOME", "relative"}}).cache_dir, "");

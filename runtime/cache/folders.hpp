@@ -16,7 +16,7 @@ inline constexpr std::string_view kTuningFolder = "tuning";
 inline constexpr std::string_view kSourceFile = "kernel.cu";
 inline constexpr std::string_view kCubinFile = "kernel.cubin";
 inline constexpr std::string_view kMetaFile = "meta.json";
-inline constexpr std::string_view kManifestFile = "SHA256SUMS";  ///< of a pack, beside the version's folder
+inline constexpr std::string_view kManifestFile = "SHA256SUMS";  ///< of a pack
 
 /// "sm_90a": what may name an architecture's folder.
 bool is_arch_name(std::string_view name);

@@ -323,7 +323,7 @@ std::size_t Store::clear(bool records) {
   remove_free_locks(root());
   if (records) remove_records(root());
   std::error_code ignored;
-  fs::remove(folder_ / kManifestFile, ignored);
+  fs::remove(root() / kManifestFile, ignored);
   remove_empty_folders(root());
   return removed;
 }

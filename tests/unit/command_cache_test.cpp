@@ -19,7 +19,7 @@ class CommandCache : public ::testing::Test {
     return testing::run_command(folder_, arguments, "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC " " + environment);
   }
   std::string pack() const { return folder_.file("pack"); }
-  std::string manifest() const { return pack() + "/SHA256SUMS"; }
+  std::string manifest() const { return pack() + "/v1/SHA256SUMS"; }
   void make(const std::string& specs = "--spec fwd:bf16:d64") const {
     const CommandResult made = run(fmt::format("pack {} --arch sm_80 --out {}", specs, pack()));
     ASSERT_EQ(made.code, 0) << made.err;
@@ -52,10 +52,10 @@ TEST_F(CommandCache, APacksManifestNamesEveryFileAsSha256sumReadsIt) {
   std::size_t files = 0;
   for (const auto& file : fs::recursive_directory_iterator(pack() + "/v1")) files += file.is_regular_file();
   const std::string text = read_file(manifest());
-  EXPECT_EQ(files, static_cast<std::size_t>(std::ranges::count(text, '\n')));
+  EXPECT_EQ(files - 1, static_cast<std::size_t>(std::ranges::count(text, '\n')));
   EXPECT_GE(files, 8u);
   EXPECT_EQ(
-      std::system(fmt::format("cd '{}' && sha256sum --check --strict --quiet SHA256SUMS", pack()).c_str()),
+      std::system(fmt::format("cd '{}/v1' && sha256sum --check --strict --quiet SHA256SUMS", pack()).c_str()),
       0);
   EXPECT_EQ(verify().code, 0);
 }
@@ -80,7 +80,7 @@ TEST_F(CommandCache, EveryKindOfDifferenceFromTheManifestIsFound) {
   make();
   const std::string record = fs::path(pack()) / "v1" / "tuning";
   write_file_atomically(pack() + "/v1/sm_80/more", "x");
-  expect_found("v1/sm_80/more is not named");
+  expect_found("sm_80/more is not named");
   fs::remove(pack() + "/v1/sm_80/more");
 
   const std::string cubin = only("kernel.cubin"), bytes = read_file(cubin);
@@ -110,8 +110,8 @@ TEST_F(CommandCache, NamesInAManifestCannotLeaveThePack) {
   make();
   write_file_atomically(folder_.file("secret"), "x");
   const std::string sound = read_file(manifest());
-  for (const char* name : {"../secret", "/etc/passwd", "v1/../../secret", "v1/./a", "v1//a", "v1", "v1/", "",
-                           "v2/a", "v1/a/.."}) {
+  for (const char* name : {"../secret", "../../secret", "/etc/passwd", "sm_80/../../secret", "./a", "a//b",
+                           "a/", "a/..", ".", "..", ""}) {
     write_file_atomically(manifest(), sound);
     edit(sound.substr(66, sound.find('\n') - 66), name);
     const CommandResult found = verify();

@@ -104,7 +104,7 @@ int show(const CacheOptions& options, bool json) {
 
 /// What differs from the pack's manifest, and the manifest from the digest that was given.
 std::vector<std::string> check_pack(const CacheOptions& options, const std::filesystem::path& folder) {
-  const std::filesystem::path manifest = folder / cache::kManifestFile;
+  const std::filesystem::path manifest = manifest_path(folder);
   std::error_code problem;
   if (!std::filesystem::exists(manifest, problem)) {
     if (options.sha256.empty()) return {};
@@ -145,7 +145,7 @@ int verify(const CacheOptions& options, bool json) {
   if (!options.sha256.empty() && !differences.empty()) return kCheckFailed;
   if (options.repair && !(removed.empty() && differences.empty())) {
     std::error_code problem;
-    if (std::filesystem::remove(store.folder() / cache::kManifestFile, problem))
+    if (std::filesystem::remove(manifest_path(store.folder()), problem))
       warn(
           "the manifest was removed: this is no longer the pack that it names; `flashjit pack` writes it "
           "anew");

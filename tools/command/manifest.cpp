@@ -7,7 +7,6 @@
 
 #include <algorithm>
 #include <array>
-#include <map>
 #include <set>
 
 #include "cache/folders.hpp"
@@ -28,12 +27,11 @@ bool is_digest(std::string_view text) {
          std::ranges::all_of(text, [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
 }
 
-/// Below v1/, without a step up, and in the one spelling that a path has.
+/// Without a step up, and in the one spelling that a path has.
 bool stays_inside(std::string_view text) {
   const fs::path path(text);
   return text.find('\0') == text.npos && path.is_relative() && text == path.lexically_normal().string() &&
-         path.begin() != path.end() && *path.begin() == cache::kVersionFolder && path.has_filename() &&
-         std::ranges::find(path, fs::path("..")) == path.end() && std::distance(path.begin(), path.end()) > 1;
+         path.has_filename() && path != "." && *path.begin() != "..";
 }
 
 ManifestLine parse_line(std::string_view line, std::size_t number) {
@@ -44,36 +42,35 @@ ManifestLine parse_line(std::string_view line, std::size_t number) {
       line.substr(kDigits, kGap.size()) != kGap)
     refuse("is not a digest of 64 digits, two spaces and a path");
   const std::string_view path = line.substr(kDigits + kGap.size());
-  if (!stays_inside(path)) refuse(fmt::format("names {}, which is not below the pack's v1", quoted(path)));
+  if (!stays_inside(path)) refuse(fmt::format("names {}, which is no path within the pack", quoted(path)));
   return {std::string(line.substr(0, kDigits)), std::string(path)};
 }
 
-/// The pack's files, relative and sorted; what is no plain file stands among them, too. What a process is
-/// just writing, and locks, are no part of a pack.
-std::vector<std::string> files_of(const fs::path& folder) {
+/// No part of a pack: what a process is just writing, locks, and the manifest itself.
+bool is_left_out(const fs::path& name) {
+  return name == cache::kTemporaryFolder || name == cache::kLockFolder || name == cache::kManifestFile;
+}
+
+/// The files below v1, relative to it and sorted; what is no plain file stands among them, too.
+std::vector<std::string> files_below(const fs::path& root) {
   std::vector<std::string> files;
-  const fs::path root = folder / cache::kVersionFolder;
   std::error_code error;
   fs::recursive_directory_iterator item(root, error), end;
   for (; !error && item != end; item.increment(error)) {
-    if (item.depth() == 0 && (item->path().filename() == cache::kTemporaryFolder ||
-                              item->path().filename() == cache::kLockFolder)) {
+    if (item.depth() == 0 && is_left_out(item->path().filename()))
       item.disable_recursion_pending();
-      continue;
-    }
-    if (item->symlink_status().type() != fs::file_type::directory)
-      files.push_back(item->path().lexically_relative(folder).generic_string());
+    else if (item->symlink_status().type() != fs::file_type::directory)
+      files.push_back(item->path().lexically_relative(root).generic_string());
   }
   if (error)
-    throw Error(ErrorCode::io,
-                fmt::format("cannot list the pack '{}': {}", folder.string(), error.message()));
+    throw Error(ErrorCode::io, fmt::format("cannot list the pack '{}': {}", root.string(), error.message()));
   std::ranges::sort(files);
   return files;
 }
 
 /// Whether a file, or a folder on the way to it, is a link: the manifest speaks of the pack's own files.
-bool passes_a_link(const fs::path& folder, const fs::path& relative) {
-  fs::path path = folder;
+bool passes_a_link(const fs::path& root, const fs::path& relative) {
+  fs::path path = root;
   for (const fs::path& part : relative) {
     std::error_code error;
     path /= part;
@@ -83,12 +80,12 @@ bool passes_a_link(const fs::path& folder, const fs::path& relative) {
 }
 
 /// What is wrong with a named file; empty: nothing.
-std::string complaint(const fs::path& folder, const ManifestLine& line) {
+std::string complaint(const fs::path& root, const ManifestLine& line) {
   std::error_code error;
-  if (!fs::exists(fs::symlink_status(folder / line.path, error))) return "is missing";
-  if (passes_a_link(folder, line.path)) return "is reached through a link";
+  if (!fs::exists(fs::symlink_status(root / line.path, error))) return "is missing";
+  if (passes_a_link(root, line.path)) return "is reached through a link";
   try {
-    return sha256(read_file(folder / line.path)) == line.digest ? "" : "has changed";
+    return sha256(read_file(root / line.path)) == line.digest ? "" : "has changed";
   } catch (const Error& failure) {
     return failure.message();
   }
@@ -121,23 +118,29 @@ std::vector<ManifestLine> parse_manifest(std::string_view text) {
   return lines;
 }
 
+fs::path manifest_path(const fs::path& folder) {
+  return folder / cache::kVersionFolder / cache::kManifestFile;
+}
+
 std::string write_manifest(const fs::path& folder) {
+  const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::string text;
-  for (const std::string& file : files_of(folder))
-    text += fmt::format("{}{}{}\n", sha256(read_file(folder / file)), kGap, file);
-  write_file_atomically(folder / cache::kManifestFile, text, Audience::user);
+  for (const std::string& file : files_below(root))
+    text += fmt::format("{}{}{}\n", sha256(read_file(root / file)), kGap, file);
+  write_file_atomically(manifest, text, Audience::user);
   return sha256(text);
 }
 
 std::vector<std::string> check_manifest(const fs::path& folder) {
+  const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<std::string> differences;
   std::set<std::string> named;
-  for (const ManifestLine& line : parse_manifest(read_file(folder / cache::kManifestFile))) {
+  for (const ManifestLine& line : parse_manifest(read_file(manifest))) {
     named.insert(line.path);
-    if (const std::string wrong = complaint(folder, line); !wrong.empty())
+    if (const std::string wrong = complaint(root, line); !wrong.empty())
       differences.push_back(fmt::format("{} {}", line.path, wrong));
   }
-  for (const std::string& file : files_of(folder))
+  for (const std::string& file : files_below(root))
     if (!named.contains(file)) differences.push_back(fmt::format("{} is not named", file));
   return differences;
 }

@@ -13,19 +13,23 @@ namespace flashjit::command {
 std::string sha256(std::string_view bytes);
 
 struct ManifestLine {
-  std::string digest, path;  ///< the path is relative to the pack's folder
+  std::string digest, path;  ///< the path is relative to the pack's v1
   bool operator==(const ManifestLine&) const = default;
 };
 
-/// Throws Error(io) with the line's number for what is no line, for a path twice, and for a path that is not
-/// below `v1/` or would leave the folder.
+/// Throws Error(io) with the line's number for what is no line, for a path twice, and for a path that
+/// would leave the folder.
 std::vector<ManifestLine> parse_manifest(std::string_view text);
 
-/// Writes `folder`/SHA256SUMS. Returns its own digest. Throws Error(io).
+/// `folder`/v1/SHA256SUMS.
+std::filesystem::path manifest_path(const std::filesystem::path& folder);
+
+/// Writes the manifest of the pack `folder`. Returns its own digest. Throws Error(io).
 std::string write_manifest(const std::filesystem::path& folder);
 
-/// What differs between the pack and its manifest, a line each: files that are missing, changed, reached
-/// through links, or not named. Empty: the pack is whole. Throws Error(io) when the manifest cannot be read.
+/// What differs between the pack `folder` and its manifest, a line each: files that are missing, changed,
+/// reached through links, or not named. Empty: the pack is whole. Throws Error(io) when the manifest cannot
+/// be read.
 std::vector<std::string> check_manifest(const std::filesystem::path& folder);
 
 }  // namespace flashjit::command

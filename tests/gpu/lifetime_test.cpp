@@ -10,8 +10,7 @@
 #include <atomic>
 #include <cstdlib>
 #include <filesystem>
-#include <map>
-#include <mutex>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -84,17 +83,17 @@ class Lifetime : public GpuTest {
     }
     return ErrorCode{0};
   }
+  /// `body` runs in a new process, which has a context of its own, and ends it with answer().
+  static void expect_in_its_own_process(const std::function<void()>& body) {
+    GTEST_FLAG_SET(death_test_style, "threadsafe");
+    EXPECT_EXIT(body(), testing::ExitedWithCode(0), "") << "the exit code says which check failed, from 1";
+  }
   /// Ends a process of its own: says which check failed by its exit code.
   [[noreturn]] static void answer(std::initializer_list<bool> checks) {
     const auto failed = std::find(checks.begin(), checks.end(), false);
     std::_Exit(failed == checks.end() ? 0 : 1 + static_cast<int>(failed - checks.begin()));
   }
 };
-
-/// The statement runs in a new process, which has a context of its own.
-#define EXPECT_IN_ITS_OWN_PROCESS(statement)      \
-  GTEST_FLAG_SET(death_test_style, "threadsafe"); \
-  EXPECT_EXIT(statement, testing::ExitedWithCode(0), "") << "the exit code says which check failed, from 1"
 
 TEST_F(Lifetime, StreamsOfEveryKindGiveTheSameBits) {
   Runtime runtime(in_memory());
@@ -129,11 +128,11 @@ void use_a_context_that_was_reset(CUresult (*reset)(CUdevice), RuntimeOptions op
 TEST_F(Lifetime, AContextThatIsResetAndMadeAnewServesTheSameRuntime) {
   const auto reset = driver_function<CUresult(CUdevice)>("cuDevicePrimaryCtxReset_v2");
   ASSERT_TRUE(reset);
-  EXPECT_IN_ITS_OWN_PROCESS(use_a_context_that_was_reset(reset, in_memory()));
+  expect_in_its_own_process([&] { use_a_context_that_was_reset(reset, in_memory()); });
 }
 
 TEST_F(Lifetime, AFaultOfTheDeviceIsReportedByEveryLaterCall) {
-  EXPECT_IN_ITS_OWN_PROCESS({
+  expect_in_its_own_process([] {
     Runtime runtime(in_memory());
     kProblem.run(runtime, nullptr);
     const AttentionShape& s = kProblem.shape;
@@ -154,7 +153,7 @@ TEST_F(Lifetime, AFaultOfTheDeviceIsReportedByEveryLaterCall) {
 }
 
 TEST_F(Lifetime, NoMemoryForAKernelIsAnErrorAndPasses) {
-  EXPECT_IN_ITS_OWN_PROCESS({
+  expect_in_its_own_process([] {
     Runtime runtime(in_memory());
     std::vector<device::DeviceBuffer> all;
     for (std::size_t bytes = std::size_t{16} << 30; bytes >= 4096;) {

@@ -23,6 +23,7 @@ struct Entry {
   int shared_bytes = 0;      ///< dynamic shared memory
   bool hot = false;          ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
+  bool persistent = false;   ///< blocks take work until there is none: one a multiprocessor does
 
   bool operator==(const Entry&) const = default;
 };

@@ -133,6 +133,14 @@ def write(path, losses, rates):
             writer.writerow([step, *(f"{loss:.5f}" for loss in row), *(f"{rates[name]:.0f}" for name in names)])
 
 
+def read(path):
+    """What write() wrote."""
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    return ({name: [float(row[f"{name}_loss"]) for row in rows] for name in ATTENTION},
+            {name: float(rows[0][f"{name}_tokens_per_second"]) for name in ATTENTION})
+
+
 def plot(path, losses, rates):
     import matplotlib
     matplotlib.use("Agg")
@@ -160,7 +168,11 @@ def main():
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--csv", help="write the losses of each step, and the speeds, here")
     parser.add_argument("--png", help="draw the curves here; needs matplotlib")
+    parser.add_argument("--draw", metavar="CSV", help="train nothing: draw what --csv wrote, e.g. on another machine")
     options = parser.parse_args()
+    if options.draw:
+        plot(options.png or options.draw.removesuffix(".csv") + ".png", *read(options.draw))
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("gpt: PyTorch finds no GPU; --device cpu with small sizes runs without", file=sys.stderr)
         return 77

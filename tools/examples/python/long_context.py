@@ -141,6 +141,13 @@ def show(row):
           f" {value('tflops', 1, 'TF ')} {value('peak_mib', 0, 'MiB')}  {row.get('note', '')}", flush=True)
 
 
+def read(path):
+    """The table that --csv wrote."""
+    kinds = {"head_dim": int, "heads": int, "causal": int, "seqlen": int, "ms": float, "tflops": float, "peak_mib": float}
+    with open(path, newline="") as file:
+        return [{name: kinds.get(name, str)(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
+
+
 def plot(path, table):
     import matplotlib
     matplotlib.use("Agg")
@@ -170,7 +177,7 @@ def plot(path, table):
         axes[1][column].xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x < 2**20 else f"{x / 2**20:g}M")
     axes[0][0].set_ylabel("forward and backward, ms")
     axes[1][0].set_ylabel("peak memory, GiB")
-    figure.suptitle(f"One attention, bf16, {table[0]['device']}")
+    figure.suptitle(f"One attention on {table[0]['device']}")
     figure.savefig(path, dpi=130, bbox_inches="tight")
 
 
@@ -185,7 +192,11 @@ def main():
     parser.add_argument("--seconds", type=float, default=90, help="begin nothing that would end later than this")
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--png", help="draw it here; needs matplotlib")
+    parser.add_argument("--draw", metavar="CSV", help="measure nothing: draw what --csv wrote, e.g. on another machine")
     options = parser.parse_args()
+    if options.draw:
+        plot(options.png or options.draw.removesuffix(".csv") + ".png", read(options.draw))
+        return 0
     if options.device == "cuda" and not torch.cuda.is_available():
         print("long_context: PyTorch finds no GPU; --device cpu --last 512 runs without", file=sys.stderr)
         return 77

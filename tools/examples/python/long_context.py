@@ -27,6 +27,7 @@ COLUMNS = ("device", "head_dim", "heads", "causal", "seqlen", "backend", "status
 CHECKED_ROWS = 16
 ERROR_LIMIT = 0.03  # of the rows' norm: what bf16 leaves, with a margin
 REPEAT_SECONDS = 0.5
+LONG_SECONDS = 4  # a first run that takes longer counts: what a backend prepares in it is little then
 
 
 class Problem:
@@ -86,16 +87,16 @@ def measure(options, backend, dim, length):
     problem = Problem(options, dim, length)
     on_gpu = problem.device.type == "cuda"
     if on_gpu:
-        if backend == "flashjit":  # so that the first run, which may be the only one, does not compile
+        if backend == "flashjit":  # so that a first run, which may be the only one, does not compile
             flashjit.torch.prepare(problem.q, problem.k, problem.v, backward=True, causal=problem.causal)
         torch.cuda.reset_peak_memory_stats()
     (out, dq), first = timed(problem.device, lambda: problem.run(backend))
     peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
     error = problem.error(out, dq)
     del out, dq
-    seconds = [timed(problem.device, lambda: problem.run(backend) and None)[1]
-               for _ in range(min(20, int(REPEAT_SECONDS / first)))] or [first]
-    middle = statistics.median(seconds)
+    again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
+    once = again() if first < LONG_SECONDS else first
+    middle = statistics.median([again() for _ in range(min(20, int(REPEAT_SECONDS / once)))] or [once])
     return {"status": "ok" if error < ERROR_LIMIT else "wrong", "ms": middle * 1e3, "peak_mib": peak,
             "tflops": problem.flops() / middle / 1e12, "note": f"error {error:.1e}"}
 
@@ -122,7 +123,8 @@ def rows(options):
     length = options.first
     while last and length <= options.last:
         for dim, backend in list(last):
-            if time.perf_counter() + 4 * last[dim, backend] > end:
+            next_run = 4 * last[dim, backend]  # twice the length
+            if time.perf_counter() + next_run * (2 if next_run < LONG_SECONDS else 1) > end:
                 result = {"status": "no time"}
             else:
                 result = attempt(options, backend, dim, length)

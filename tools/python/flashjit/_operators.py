@@ -95,7 +95,7 @@ def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
     fixed, rng, captures = tensors[:5], tensors[5], list(tensors[6:])
     numbers, names, options, *_ = ctx.rest
     # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
-    rest = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
+    rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
     if dout is None:
         return (*[None] * 9, [None] * len(captures), *rest)
     dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, captures, *ctx.rest)

@@ -1,5 +1,7 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
 import math
+import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -252,6 +254,25 @@ def test_compile_with_programs(programs):
     distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
     check(lambda: compiled(function)(q, k, v, slopes), lambda: reference(q, k, v, -distance < 3, score=lambda s: 5 * torch.tanh(
         (s + slopes.double()[:, None, None] * distance) / 5)), (q, k, v, slopes))
+
+
+def test_compile_with_numbers_as_captures(programs):
+    q, k, v = tensors()
+    distance = torch.arange(13) - torch.arange(9)[:, None]
+    check(lambda: compiled(lambda q, k, v, window: flashjit.attention(
+        q, k, v, mask_mod="kv - q < window", captures={"window": window}))(q, k, v, 4), lambda: reference(
+            q, k, v, distance < 4), (q, k, v))
+
+
+def test_compile_may_be_the_first_to_trace_a_program(programs):
+    text = """import torch, flashjit.torch
+q = torch.randn(1, 1, 4, 8)
+run = torch.compile(lambda q: flashjit.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 2), backend="aot_eager",
+                    fullgraph=True)
+torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=2 * 8 ** -0.5))"""
+    path = pathlib.Path(flashjit.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", text], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(path), *filter(None, [os.environ.get("PYTHONPATH")])])})
 
 
 def test_dropout_in_compiled_code():

@@ -9,11 +9,12 @@ from torch.autograd.function import once_differentiable
 
 from ._operators import through_operator
 from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, describe, names_with_grad, plan_of
-from ._tracing import is_real
+from ._tracing import is_real, torch_mode
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import EMPTY, Program, program_of, trace_unlocked
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
+torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 
 class BlockMap:

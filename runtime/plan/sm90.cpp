@@ -25,6 +25,10 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   return sm90_backward_layout(spec, c).bytes();
 }
 
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal() || mask == causal(CausalAlignment::top_left);
+}
+
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.
@@ -104,8 +108,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
-    // A third warp group leaves each fewer registers.
-    if (!spec.dropout && !spec.has_block_map())
+    // A third warp group leaves each fewer registers, and masks of blocks and windows fit smaller tiles.
+    if (!spec.dropout && !spec.has_block_map() && (spec.mask.empty() || is_causal(spec.mask)))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : 80, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
@@ -119,12 +123,11 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
 /// Pairs that the tiles of one head compute, as far as the planner knows the mask.
 std::int64_t computed_pairs(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
   const bool top_left = spec.mask == causal(CausalAlignment::top_left);
-  const bool is_causal = top_left || spec.mask == causal();
   const std::int64_t shift = top_left ? 0 : shape.seqlen_kv - shape.seqlen_q;
   std::int64_t pairs = 0;
   for (std::int64_t end = c.br; end < shape.seqlen_q + c.br; end += c.br) {
     const std::int64_t keys =
-        is_causal ? std::clamp<std::int64_t>(end + shift, 0, shape.seqlen_kv) : shape.seqlen_kv;
+        is_causal(spec.mask) ? std::clamp<std::int64_t>(end + shift, 0, shape.seqlen_kv) : shape.seqlen_kv;
     pairs += tiles(keys, c.bc) * c.bc * c.br;
   }
   return pairs;

@@ -121,6 +121,7 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
   EXPECT_EQ(chosen("fwd:bf16:d128", 512), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal_top_left", 1024), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal", 4096), "sm90:br192:bc80:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:mask{q - kv < 256 && q >= kv}", 4096), "sm90:br128:bc128:w8:s2");
 }
 
 TEST(Sm90, PlansOneKernelWithTensorMaps) {

@@ -14,6 +14,11 @@ namespace flashjit::sm90 {
 constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 24 : 32; }
 constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 240 : 160; }
 
+/// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
+/// the factor. Asking whether to rescale costs more than doing it for few columns.
+template <class P>
+constexpr float kSlack = P::kHeadDimV > 64 ? 8.0f : 0.0f;
+
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
@@ -257,6 +262,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
       for (int n = 2 * half; n < kS; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+      if (kSlack < P >> 0 && !((highest - row_max[half]) * scale_log2 > kSlack<P>)) highest = row_max[half];
       const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
       rescale[half] =
           row_max[half] == -infinity() ? 0.0f : exp2_approx(__fmul_rn(row_max[half], scale_log2) - shift);
@@ -304,8 +310,10 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
       multiply_wait<0>();
       pin(o);
       release(at.v_empty(before + i - 1));
+      if (kSlack<P> == 0 || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
-      for (int n = 0; n < kO; ++n) o[n] *= rescale[n / 2 % 2];
+        for (int n = 0; n < kO; ++n) o[n] *= rescale[n / 2 % 2];
+      }
       as_left_operand<Element>(probability, s);
     }
     const int last = work.count() - 1;

@@ -30,7 +30,8 @@ struct Entry {
 /// One launch: an entry by its place in the family's list, and a one-dimensional grid.
 struct Launch {
   std::size_t entry = 0;
-  std::int64_t blocks = 0;  ///< 0: nothing to do, skipped
+  std::int64_t blocks = 0;   ///< 0: nothing to do, skipped
+  bool makes_lists = false;  ///< skipped where the call is given its tile lists
 
   bool operator==(const Launch&) const = default;
 };
@@ -40,9 +41,10 @@ struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool dq_accum = false;
   bool tickets = false;
-  bool lists = false;
   bool ranks = false;
+  std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
+  std::int64_t tile_reads = 0;  ///< values whose bounds over tiles a set of lists is made from
   std::int64_t q_tiles = 0;
 
   bool operator==(const WorkspaceNeeds&) const = default;

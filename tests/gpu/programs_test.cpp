@@ -87,6 +87,7 @@ std::vector<AttentionCase> pair_cases() {
     test.dropout_p = dropout == 1 ? 0.2 : 0;
     test.layout = seed % 3 == 0 ? Layout::padded : seed % 3 == 1 ? Layout::bshd : Layout::bhsd;
     test.map_density = 0.6;
+    test.built_lists = seed % 5 < 2;
     if (seed % 2) test.map_batch = test.shape.batch, test.map_heads = heads_q;
     cases.push_back(test);
   }

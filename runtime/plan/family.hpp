@@ -57,9 +57,9 @@ bool has_tile_lists(const AttentionSpec& spec);
 /// Whether the pass gives gradients to captured tensors.
 bool has_capture_grads(const AttentionSpec& spec);
 
-/// Why a deterministic pass cannot have them.
+/// Why the other families leave deterministic ones to simt.
 inline constexpr const char* kUnorderedGrads =
-    "gradients of captured tensors are added up in any order, the spec says det";
+    "adds gradients of captured tensors up in any order, the spec says det";
 
 /// Rows of Q, and of K and V, that the TMA unit copies at a time.
 struct TensorBoxes {

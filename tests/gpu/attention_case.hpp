@@ -507,8 +507,10 @@ class AttentionRun {
     std::vector<std::vector<std::uint8_t>> first;
     for (const Tensor& grad : grads_) first.push_back(grad.memory->download());
     const std::vector<float> first_dsinks = device::download<float>(dsinks_);
+    const reference::CaptureGrads first_captures = captures_.grads();
     launch_backward(runtime, config);
     EXPECT_EQ(device::download<float>(dsinks_), first_dsinks);
+    EXPECT_EQ(captures_.grads() == first_captures, true) << "gradients of captures differ in a second run";
     for (std::size_t i = 0; i < grads_.size(); ++i) {
       EXPECT_EQ(grads_[i].memory->download() == first[i], true)
           << "gradient " << i << " differs in a second run";

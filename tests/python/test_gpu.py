@@ -428,6 +428,24 @@ def test_host_cost(record_property):
         assert cost < 60, name
 
 
+def test_deterministic_gradients_of_captures():
+    """The same bits on every run, of few elements that all pairs add to, and close to those in any order."""
+    q, k, v = tensors(queries=333)
+    slopes = torch.linspace(0.1, 1, 4, device=DEVICE).requires_grad_()
+    table = torch.randn(64, device=DEVICE).requires_grad_()
+
+    def grads(deterministic):
+        out = flashjit.attention(q, k, v, score_mod="score * s[h] + t[max(min(kv - q, 31), -32) + 32]",
+                                 captures={"s": slopes, "t": table}, deterministic=deterministic)
+        return torch.autograd.grad(out, (slopes, table, q), torch.ones_like(out))
+
+    first = grads(True)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(grads(True), first))
+    for a, b in zip(grads(False), first):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.float().abs().max()))
+
+
 def test_lists_are_made_once_for_many_calls():
     """Of documents, in both passes: the same bits as with lists of each call's own, and others are refused."""
     q, k, v = (x.detach() for x in tensors())

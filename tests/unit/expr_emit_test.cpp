@@ -117,8 +117,8 @@ TEST(Emit, GradientsOfCapturesNameTheirPlace) {
       hooks("s: fp32 1d; bias: bf16 2d grad; score * s[h] + bias[q, kv] * 2.0 + bias[kv, q]", "");
   EXPECT_TRUE(says(text, "kCaptureGrads = 2;"));
   EXPECT_EQ(body(text, "add_capture_grads"),
-            "    flashjit::add_to_capture_grad(p.captures[1], ds * 2.0f, q.at, kv.at);\n"
-            "    flashjit::add_to_capture_grad(p.captures[1], ds, kv.at, q.at);");
+            "    add(flashjit::capture_grad(p.captures[1], q.at, kv.at), ds * 2.0f);\n"
+            "    add(flashjit::capture_grad(p.captures[1], kv.at, q.at), ds);");
 }
 
 TEST(Emit, ChecksOfIndicesAreOnDemand) {

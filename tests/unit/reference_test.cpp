@@ -643,8 +643,9 @@ TEST(Judge, GradientsOfSinksAreMeasuredByTheirRowsErrors) {
 }
 
 TEST(Reference, TheRowsOfSinksGradientsAddUpToThem) {
-  const Problem problem = random_problem(
-      {.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true}, {3, 4, 2, 20, 30});
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true},
+                                   {3, 4, 2, 20, 30});
+  problem.sinks = {0.5, -1, 2, 0};
   const Backward grads = backward(problem);
   ASSERT_EQ(grads.dsink_rows.size(), 3u * 4 * 20);
   std::vector<double> sums(4);

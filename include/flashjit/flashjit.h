@@ -60,6 +60,8 @@ enum {
 typedef struct flashjit_runtime flashjit_runtime;
 /** What is computed, read from text; flashjit_spec_create() makes it. */
 typedef struct flashjit_spec flashjit_spec;
+/** Tile lists that flashjit_build_lists() made. */
+typedef struct flashjit_block_lists flashjit_block_lists;
 
 /** Of a runtime. Zero is the default of every member. */
 typedef struct flashjit_options {
@@ -148,6 +150,7 @@ typedef struct flashjit_forward_args {
   const int32_t* cu_seqlens_kv; /**< the same of K and V */
   const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
+  const flashjit_block_lists* lists; /**< of flashjit_build_lists(); null: made in this call, where needed */
 } flashjit_forward_args;
 
 /** Members that flashjit_forward_args has too mean the same here and are not repeated; gradients have the
@@ -171,7 +174,20 @@ typedef struct flashjit_backward_args {
   const float* sinks;
   float* dsinks; /**< [heads_q], added to: zero it first; null: not wanted */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
+  const flashjit_block_lists* lists; /**< of flashjit_build_lists() with FLASHJIT_BACKWARD */
 } flashjit_backward_args;
+
+/** What tile lists are made of: the arguments of the calls that will use them, as far as masks see them. */
+typedef struct flashjit_list_args {
+  size_t struct_size;
+  void* memory;        /**< 256-byte aligned device memory, where the lists go and stay */
+  size_t memory_bytes; /**< at least what flashjit_list_bytes() says */
+  const int32_t* kv_lengths;
+  flashjit_block_map block_map;
+  const flashjit_capture* captures; /**< all that the calls give; those of the score are not read */
+  size_t capture_count;
+  const int32_t *cu_seqlens_q, *cu_seqlens_kv;
+} flashjit_list_args;
 
 /** Such as "0.1.0". */
 FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
@@ -214,11 +230,27 @@ FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flash
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
                                                 const char* config) FLASHJIT_NOEXCEPT;
 
-/** Bytes of device memory that a call needs lent. */
+/** Bytes of device memory that a call needs lent; flashjit_list_bytes() fewer when it is given its lists. */
 FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                         const flashjit_spec* spec,
                                                         const flashjit_shape* shape,
                                                         size_t* bytes) FLASHJIT_NOEXCEPT;
+
+/** Bytes of device memory that flashjit_build_lists() needs; 0 where the kernels walk no lists. */
+FLASHJIT_C_API flashjit_status flashjit_list_bytes(flashjit_runtime* runtime, flashjit_pass pass,
+                                                   const flashjit_spec* spec, const flashjit_shape* shape,
+                                                   size_t* bytes) FLASHJIT_NOEXCEPT;
+
+/** Makes the tile lists of a block map or a mask on `stream` once, for any number of calls of the same pass,
+ * spec, shape and tile configuration, whose block map, lengths and values of the mask's names are the same.
+ * Others are refused. The memory must outlive the calls. */
+FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pass,
+                                                    const flashjit_spec* spec, const flashjit_shape* shape,
+                                                    const flashjit_list_args* args,
+                                                    struct CUstream_st* stream,
+                                                    flashjit_block_lists** lists) FLASHJIT_NOEXCEPT;
+/** Null is allowed. */
+FLASHJIT_C_API void flashjit_block_lists_destroy(flashjit_block_lists* lists) FLASHJIT_NOEXCEPT;
 
 /** FLASHJIT_OK when some kernel can do the problem on the current device; FLASHJIT_UNSUPPORTED, with every
  * kernel family's reason as the message, when none can. */

@@ -384,19 +384,15 @@ def test_freed_captures_are_refused(programs):
         flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
 
 
-def test_deterministic_mode_refuses_what_is_not(programs):
+def test_deterministic_mode_takes_gradients_of_captures(programs):
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
-    call = lambda: flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(flashjit.Unsupported, match="not deterministic"):
-            call()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.warns(UserWarning, match="not deterministic"):
-            call()
+        flashjit.attention(q, k, v, score_mod="score * s[h]", captures={"s": slopes}).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+    assert (slopes.grad != 0).any()
 
 
 def test_empty_tensors():

@@ -196,13 +196,12 @@ KernelLibrary::Ready KernelLibrary::try_load(const Request& request, const Compi
 
 const render::TemplateSet& KernelLibrary::templates() {
   if (settings_.template_dir.empty()) return render::TemplateSet::embedded();
-  std::call_once(templates_once_,
-                 [&] { own_templates_ = render::TemplateSet::from_folder(settings_.template_dir); });
+  templates_once_.run([&] { own_templates_ = render::TemplateSet::from_folder(settings_.template_dir); });
   return *own_templates_;
 }
 
 const plan::TuningRecords& KernelLibrary::records() {
-  std::call_once(records_once_, [&] {
+  records_once_.run([&] {
     plan::TuningRecords found;
     std::vector<std::string> warnings;
     for (const cache::EmbeddedStore& pack : embedded_) found.load(pack.records(), &warnings);

@@ -18,6 +18,7 @@
 #include "render/render.hpp"
 #include "settings.hpp"
 #include "single_flight.hpp"
+#include "support/once.hpp"
 
 namespace flashjit {
 
@@ -65,7 +66,7 @@ class KernelLibrary {
   std::vector<cache::EmbeddedStore> embedded_;
   std::deque<cache::Store> packs_;
   std::optional<cache::Store> cache_;
-  std::once_flag templates_once_, records_once_;
+  Once templates_once_, records_once_;
   std::optional<render::TemplateSet> own_templates_;
   plan::TuningRecords records_;
   std::mutex compiler_mutex_;

@@ -147,6 +147,7 @@ std::string source_digest(const KernelSource& source, const std::vector<std::str
   for (const plan::Entry& entry : source.entries) {
     fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.shared_bytes);
     fields.add(entry.tensor_maps);
+    fields.add(entry.persistent);
   }
   for (const std::string& option : options) fields.add(option);
   return fields.digest();
@@ -231,7 +232,7 @@ bool Store::store(const KernelSource& source, const std::string& digest, const C
 
 /// Once a process, before it first writes: what the dead left is removed, and the kernels are counted.
 void Store::look_once() {
-  std::call_once(state_->looked, [&] {
+  state_->looked.run([&] {
     remove_leftovers(root(), kLeftoverAge);
     remove_free_locks(root());
     std::uintmax_t bytes = 0;

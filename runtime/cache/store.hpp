@@ -8,7 +8,6 @@
 #include <functional>
 #include <limits>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -16,6 +15,7 @@
 #include <vector>
 
 #include "render/kernel_source.hpp"
+#include "support/once.hpp"
 
 namespace flashjit::cache {
 
@@ -93,7 +93,7 @@ class Store {
   /// What this process knows of the folder; copies of a store share it.
   struct State {
     std::atomic_flag write_failed;  // warned of already
-    std::once_flag looked;
+    Once looked;
     std::atomic<std::uintmax_t> bytes = 0;  // of all kernels, since the first look
   };
 

@@ -54,6 +54,15 @@ class ObjectReader {
     return ms;
   }
 
+  int count(const char* name) const {
+    const Json& value = get(name);
+    if (!value.is_number_integer()) wrong_type(name, value, "an integer");
+    const auto number = value.get<std::int64_t>();
+    if (number < 0 || number > std::numeric_limits<int>::max())
+      refuse("'{}' is {}; it must not be negative and must fit 31 bits", name, value.dump());
+    return static_cast<int>(number);
+  }
+
   const Json& array(const char* name) const {
     const Json& value = get(name);
     if (!value.is_array()) wrong_type(name, value, "an array");
@@ -94,6 +103,8 @@ std::string checked_arch(std::string_view arch) {
 Json to_value(const Timing& timing) {
   Json out{{"config", to_string(timing.config)}, {"ms", timing.ms}};
   if (!timing.skipped.empty()) out["skipped"] = timing.skipped;
+  if (timing.registers > 0) out["registers"] = timing.registers;
+  if (timing.spill_bytes > 0) out["spill_bytes"] = timing.spill_bytes;
   return out;
 }
 
@@ -103,6 +114,8 @@ Timing timing_of(const Json& json) {
   out.config = reader.parsed("config", parse_config);
   out.ms = reader.milliseconds("ms");
   if (json.contains("skipped")) out.skipped = reader.text("skipped");
+  if (json.contains("registers")) out.registers = reader.count("registers");
+  if (json.contains("spill_bytes")) out.spill_bytes = reader.count("spill_bytes");
   return out;
 }
 

@@ -16,6 +16,8 @@ struct Timing {
   TileConfig config;
   double ms = 0;        ///< median; 0 when it was not measured
   std::string skipped;  ///< why it was not measured: "spills 32 bytes", ...; empty when it was
+  int registers = 0;    ///< a thread of the main kernel; 0 when it was not compiled
+  int spill_bytes = 0;  ///< of the main kernel
 
   bool operator==(const Timing&) const = default;
 };

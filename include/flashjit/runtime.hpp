@@ -111,7 +111,8 @@ struct EntryReport {
 struct KernelReport {
   AttentionSpec spec = {};
   TileConfig config = {};
-  std::string config_source = {};  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::string config_source =
+      {};                ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
   std::string key = {};  ///< the directory's name in cache and pack; empty: nothing to launch, no kernel
   KernelOrigin origin = KernelOrigin::memory;
   double render_ms = 0, compile_ms = 0, load_ms = 0;  ///< spent by this call

@@ -105,6 +105,7 @@ class Search {
         timings_(order_.size()),
         prepared_(order_.size(), false) {
     for (std::size_t i = 0; i < order_.size(); ++i) timings_[i] = {order_[i], 0, not_reached("interrupted")};
+    prune();
     const double share = options_.share * static_cast<double>(order_.size());
     limit_ = options_.exhaustive ? order_.size() : std::max(static_cast<std::size_t>(share), kFewest);
     if (options_.max_candidates) limit_ = std::min(limit_, options_.max_candidates);
@@ -122,7 +123,7 @@ class Search {
       const bool meaningful = measured(timing) || !timing.skipped.empty();
       if (!meaningful || timing.skipped.starts_with(kNotReached)) continue;
       if (const auto at = place(timing.config)) {
-        timings_[*at] = timing;
+        if (measured(timing) || !settled_now_.contains(*at)) timings_[*at] = timing;
       } else if (plan::traits(timing.config.family).admits(problem_.spec, timing.config, setting_.device)) {
         others_.push_back(timing);  // left out by the choice of families, say
       }
@@ -192,6 +193,19 @@ class Search {
                   fmt::format("no configuration of {} at {} does with {} bytes of workspace",
                               to_string(problem_.spec), to_string(problem_.shape), *options_.max_workspace));
     return configs;
+  }
+
+  /// What the model expects little of is left out before anything is known.
+  void prune() {
+    if (options_.prune <= 0) return;
+    const std::vector<double> ms = predicted();
+    const double least = std::ranges::min(ms);
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      if (order_[i] == heuristic_ || ms[i] <= options_.prune * least) continue;
+      timings_[i].skipped = fmt::format("{}predicted {:.1f} times slower", kLeftOut, ms[i] / least);
+      settled_now_.insert(i);
+      strategy_.rule_out(i);
+    }
   }
 
   std::vector<double> predicted() const {
@@ -305,6 +319,7 @@ class Search {
   void mark_open(const std::string& why) {
     for (std::size_t i = 0; i < order_.size(); ++i) {
       const std::string& skipped = timings_[i].skipped;
+      if (settled_now_.contains(i)) continue;
       if (skipped.starts_with(kNotReached) || skipped.starts_with(kLeftOut)) timings_[i].skipped = why;
     }
   }
@@ -404,8 +419,13 @@ class Search {
     std::erase_if(
         close, [&](std::size_t i) { return !measured(timings_[i]) || timings_[i].ms > least * kContender; });
     std::ranges::stable_sort(close, {}, [&](std::size_t i) { return timings_[i].ms; });
-    close.resize(std::min(close.size(), kMostContenders));
-    return close;
+    std::vector<std::size_t> fastest(
+        close.begin(), close.begin() + static_cast<std::ptrdiff_t>(std::min(close.size(), kMostContenders)));
+    // What was best before is compared once more with what is best now.
+    for (const std::size_t i : close)
+      if (std::ranges::find(leads_, i) != leads_.end() && std::ranges::find(fastest, i) == fastest.end())
+        fastest.push_back(i);
+    return fastest;
   }
 
   const Setting& setting_;

@@ -33,10 +33,11 @@ struct Event {
 struct TuneOptions {
   std::vector<Family> families = {};  ///< empty: every family that can do the problem
   bool exhaustive = false;            ///< measure every candidate
-  double share = 0.15;                ///< of the candidates: the most that are measured, but at least kFewest
-  std::size_t max_candidates = 0;     ///< the most that are measured, where that is fewer; 0: no such limit
-  double budget_seconds = 0;          ///< for one problem, from the start of tune(); 0: no limit
-  bool force = false;                 ///< measure again what a record already holds
+  double prune = 0;     ///< leave out what is predicted this many times slower than the best; 0: nothing
+  double share = 0.15;  ///< of the candidates: the most that are measured, but at least kFewest
+  std::size_t max_candidates = 0;  ///< the most that are measured, where that is fewer; 0: no such limit
+  double budget_seconds = 0;       ///< for one problem, from the start of tune(); 0: no limit
+  bool force = false;              ///< measure again what a record already holds
   /// Measured first, beside the heuristic's: what is best for a near shape, or on another device.
   std::vector<TileConfig> leads = {};
   std::optional<std::size_t> max_workspace = {};  ///< candidates that need more bytes are left out

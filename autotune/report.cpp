@@ -253,14 +253,13 @@ table { border-collapse: collapse; margin: 6px 0 } td, th { padding: 1px 10px 1p
 summary { cursor: pointer }
 </style></head><body>
 <svg width="0" height="0" style="position:absolute"><defs><pattern id="forbidden" width="6" height="6"
-patternUnits="userSpaceOnUse" patternTransform="rotate(45)" > <rect width = "6" height = "6" fill = "#fff" />
-                                   <rect width = "2" height = "6" fill = "#c55" /></ pattern></ defs></ svg>
-                                   <h1> flashjit tune</ h1><p> Maps : coloured cells were measured,
-                           from green(the best) to red(twice its time and more);
-grey italics are the
-    model's, not measured; <b>hatched</b> tiles need more shared memory than a block may have; dark ones spill or could not be
-        had;
-the framed one was chosen.Hover for the configuration, registers and spills.</ p>) ";
+patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#fff"/>
+<rect width="2" height="6" fill="#c55"/></pattern></defs></svg>
+<h1>flashjit tune</h1>
+<p>Maps: coloured cells were measured, from green (the best) to red (twice its time and more); grey italics are of the
+model, not measured; <b>hatched</b> tiles need more shared memory than a block may have; dark ones spill or could not
+be had; the framed one was chosen. Hover for the configuration, registers and spills.</p>
+)html";
 
 }  // namespace
 

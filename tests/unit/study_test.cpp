@@ -60,7 +60,9 @@ TEST(Study, ComparesTheSearchWithEverything) {
     const bool hopeless = model.predict(timing.config).ms > kStudyPrune * least;
     EXPECT_EQ(timing.skipped.starts_with("left out: predicted"), hopeless && timing.ms == 0)
         << to_string(timing.config) << " " << timing.skipped;
-    if (!hopeless && !gpu.spills(timing.config)) EXPECT_GT(timing.ms, 0) << to_string(timing.config);
+    if (!hopeless && !gpu.spills(timing.config)) {
+      EXPECT_GT(timing.ms, 0) << to_string(timing.config);
+    }
   }
 }
 

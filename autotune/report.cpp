@@ -71,13 +71,23 @@ std::vector<plan::Timing> by_time(const plan::TuningRecord& record) {
   return measured;
 }
 
-/// Whether shared memory alone keeps every shape of this tile out.
-bool shared_memory_forbids(const Model& model, Family family, int br, int bc) {
+/// The fewest buffers that a candidate of the family has.
+int least_stages(const plan::TuningRecord& record, Family family) {
+  int least = 0;
+  for (const plan::Timing& timing : record.timings)
+    if (timing.config.family == family && (least == 0 || timing.config.stages < least))
+      least = timing.config.stages;
+  return std::max(least, 1);
+}
+
+/// Whether shared memory alone keeps every candidate with this tile out.
+bool shared_memory_forbids(const Model& model, Family family, int br, int bc, int stages) {
   const plan::FamilyTraits& traits = plan::traits(family);
   bool forbids = false;
   for (const int warps : {1, 2, 4, 8, 12}) {
     for (const int split : {1, 2}) {
-      const TileConfig config{.family = family, .br = br, .bc = bc, .warps = warps, .d_split = split};
+      const TileConfig config{
+          .family = family, .br = br, .bc = bc, .warps = warps, .stages = stages, .d_split = split};
       const Support admitted = traits.admits(model.problem().spec, config, model.device());
       if (admitted) return false;
       forbids |= admitted.reason.find("bytes of shared memory") != std::string::npos;
@@ -279,7 +289,8 @@ Cell cell_of(const Model& model, const plan::TuningRecord& record, Family family
     cell = {kind, ms, fmt::format("{}, {}{}", to_string(config), outcome, resources(timing))};
   }
   if (cell.kind != CellKind::none) return cell;
-  if (shared_memory_forbids(model, family, br, bc)) return {CellKind::forbidden, 0, "too much shared memory"};
+  if (shared_memory_forbids(model, family, br, bc, least_stages(record, family)))
+    return {CellKind::forbidden, 0, "too much shared memory"};
   return {CellKind::none, 0, "no candidate"};
 }
 

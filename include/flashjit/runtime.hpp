@@ -91,6 +91,13 @@ struct RuntimeOptions {
                                            ///< else the usual places
   std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
                                            ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
+  /// The first use of a shape that no record of this device was measured for starts its tuning: in a thread,
+  /// on a stream of its own, with inputs of its own in device memory for as long as it takes, some seconds.
+  /// Calls go on with what is known, and switch when it is done to a configuration of the same family that
+  /// needs no more workspace; the record goes to the cache. Results may change in their last bits when it
+  /// switches. Keep the context until the Runtime is destroyed, which waits for the measurement under way.
+  /// Needs NVRTC.
+  bool tune_in_background = false;
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 

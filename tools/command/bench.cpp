@@ -149,7 +149,7 @@ int bench(const BenchCommand& command, bool json) {
   }
   const device::PrimaryContext gpu(chosen_driver(), command.device);
   const autotune::Setting setting = autotune::read_setting(gpu);
-  autotune::DeviceMeter meter(gpu, command.map_density);
+  autotune::DeviceMeter meter(gpu, {.map_density = command.map_density});
 
   std::vector<Measurement> all;
   for (const autotune::Problem& problem : problems) {

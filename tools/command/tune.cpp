@@ -260,7 +260,7 @@ int study(const TuneCommand& command, const std::vector<autotune::Problem>& prob
           const std::shared_ptr<const device::Driver>& driver, int ordinal) {
   const device::PrimaryContext gpu(driver, ordinal);
   const autotune::Setting setting = autotune::read_setting(gpu);
-  autotune::DeviceMeter meter(gpu, command.map_density);
+  autotune::DeviceMeter meter(gpu, {.map_density = command.map_density});
   const double end = seconds_now() + command.budget_seconds;
   std::vector<autotune::StudyRow> rows;
   Shared shared;
@@ -361,7 +361,7 @@ class TuneRun {
         const std::lock_guard lock(shared_.mutex);
         setting_ = setting;
       }
-      autotune::DeviceMeter meter(gpu, command_.map_density);
+      autotune::DeviceMeter meter(gpu, {.map_density = command_.map_density});
       for (std::size_t i = next_++; i < problems_.size() && !interrupted() && !failed_; i = next_++) {
         autotune::TuneOptions options = options_of(command_, budget(i));
         options.compile_threads =

@@ -58,7 +58,7 @@ class Thread : public BackgroundTuner {
   }
 
   void tune(const BackgroundJob& job, const std::stop_token& stop) {
-    job.context.make_current();
+    job.context.make_current_apart();
     autotune::DeviceMeter meter(job.context, {.runtime = candidate_options()});
     const autotune::Setting setting = autotune::read_setting(job.context, candidate_options());
     autotune::TuneOptions options;

@@ -326,14 +326,6 @@ struct DeviceMeter::Impl {
     for (std::size_t i = 0; i < kLaunchesInQueue; ++i) events.emplace_back(c.driver());
   }
 
-  /// Makes the calling thread one of the meter's: its work is no part of a graph that another thread
-  /// captures.
-  void enter() const {
-    context.make_current();
-    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
-    driver.thread_exchange_stream_capture_mode(&mode);
-  }
-
   /// The candidate's Runtime, made when it is not there. Those of another spec go: a suite may be long.
   std::shared_ptr<Runtime> runtime(const Problem& problem, const TileConfig& config) {
     const std::lock_guard lock(mutex);
@@ -407,13 +399,13 @@ DeviceMeter::DeviceMeter(const device::Context& context, MeterOptions options)
 DeviceMeter::~DeviceMeter() = default;
 
 KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& config) {
-  impl_->enter();
+  impl_->context.make_current_apart();
   return impl_->runtime(problem, config)->prepare(problem.spec, problem.shape, config);
 }
 
 std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                            int repeats) {
-  impl_->enter();
+  impl_->context.make_current_apart();
   try {
     return impl_->measure(problem, configs, repeats);
   } catch (const Error& error) {

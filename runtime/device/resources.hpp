@@ -20,6 +20,12 @@ class Context {
   CUcontext context() const { return context_; }
   /// Makes the context current on the calling thread.
   void make_current() const { driver_->check(driver_->ctx_set_current(context_), "cuCtxSetCurrent"); }
+  /// The same for a thread whose work is no part of a graph that another thread captures, in whatever mode.
+  void make_current_apart() const {
+    make_current();
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver_->check(driver_->thread_exchange_stream_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  }
   void synchronize() const { driver_->check(driver_->ctx_synchronize(), "cuCtxSynchronize"); }
 
  private:

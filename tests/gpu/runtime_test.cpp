@@ -385,15 +385,11 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
     log_ += std::string(line) + "\n";
   };
   Runtime plain(options());
-  const std::vector<double> wanted = to_host(DType::bf16, [&] {
-    Problem problem;
-    plain.forward(kSpec, problem.forward(), nullptr);
-    synchronize();
-    return std::move(problem.out);
-  }());
+  const std::vector<double> wanted = decode(DType::bf16, expected(plain));
 
   Runtime runtime(with_tuning);
   Problem problem;
+  synchronize();  // the stream below does not wait for the default one
   const device::StreamOwner stream(gpu().context->driver());
   const device::Driver& driver = *gpu().context->driver();
   runtime.forward(kSpec, problem.forward(), stream.get());
@@ -416,9 +412,10 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
   EXPECT_GT(captures, 1);
   EXPECT_NE(log_.find("in the background"), std::string::npos) << log_;
   problem.out.fill(0xff);
+  synchronize();
   runtime.forward(kSpec, problem.forward(), stream.get());
   stream.synchronize();
-  const std::vector<double> got = to_host(DType::bf16, problem.out);
+  const std::vector<double> got = from_device(DType::bf16, problem.out);
   for (std::size_t i = 0; i < wanted.size(); ++i) ASSERT_NEAR(got[i], wanted[i], 0.03) << i;
 
   // The record is in the cache: the next Runtime takes it at once.

@@ -32,7 +32,7 @@ struct StudyRow {
 
 /// Candidates that the model expects to be this many times slower than the best it knows are not measured
 /// even in a study: they would take most of its time.
-inline constexpr double kStudyPrune = 3.0;
+inline constexpr double kStudyPrune = 2.0;
 
 StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options = {});
 

@@ -30,6 +30,14 @@ std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CU
   return fmt::format("{} {}", given_key(spec, shape), device);
 }
 
+/// Whether another configuration may do: where the first does not compile, or where a record chose it and
+/// there is neither its kernel nor a compiler.
+bool may_try_another(const plan::ExecutionPlan& first, ErrorCode code) {
+  if (code == ErrorCode::compile_failed) return true;
+  const bool by_record = first.config_source != "given" && first.config_source != "heuristic";
+  return by_record && (code == ErrorCode::kernel_missing || code == ErrorCode::no_compiler);
+}
+
 bool has_work(const plan::ExecutionPlan& plan) {
   return std::ranges::any_of(plan.launches, [](const plan::Launch& launch) { return launch.blocks > 0; });
 }
@@ -231,7 +239,8 @@ void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {
   const std::unique_lock lock(mutex_);
   tuned_.insert_or_assign(tuned_key(job.spec, job.shape, device), best);
   ++generation_;
-  operations_.clear();  // one spec may be written in several ways; making an operation anew costs microseconds
+  operations_
+      .clear();  // one spec may be written in several ways; making an operation anew costs microseconds
 }
 
 plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape& shape,
@@ -266,7 +275,7 @@ Engine::OperationPtr Engine::build(plan::ExecutionPlan first, const DeviceInfo& 
     try {
       return load(plans[i], info, device, capturing);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::compile_failed) throw;
+      if (!may_try_another(plans[0], error.code())) throw;
       if (i == 0) std::ranges::move(alternatives(plans[0], info), std::back_inserter(plans));
       if (i + 1 == plans.size()) throw;
       settings_.log(fmt::format("{} does not work: {} Trying {}.", to_string(plans[i].config),

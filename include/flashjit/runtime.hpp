@@ -127,9 +127,9 @@ struct KernelReport {
 };
 
 /// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is
-/// current at the call. Creates no context, allocates no device memory, and never synchronises. Keeps its
-/// kernels loaded until it is destroyed: wait for what was launched, and drop graphs that captured a launch,
-/// before that.
+/// current at the call. Creates no context, allocates no device memory, and never synchronises (but for the
+/// thread that RuntimeOptions::tune_in_background asks for). Keeps its kernels loaded until it is destroyed:
+/// wait for what was launched, and drop graphs that captured a launch, before that.
 class FLASHJIT_API Runtime {
  public:
   explicit Runtime(RuntimeOptions options = {});

@@ -450,6 +450,24 @@ TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
   EXPECT_EQ(report.config_source, "tuned");
 }
 
+TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
+  add_to_pack(kSpec);
+  plan::TuningRecord record;
+  record.spec = kSpec.normalized();
+  record.shape = kShape;
+  record.arch = "sm_90a";
+  record.best = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+  fs::create_directories(records);
+  plan::write_record(records, record);
+  const KernelReport report = engine()->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.config, plan_of(kSpec, kShape).config);
+  EXPECT_EQ(report.config_source, "heuristic");
+  EXPECT_CONTAINS(log_, to_string(record.best));
+  EXPECT_EQ(error_of([&] { engine()->prepare(backward_spec(), kShape, {}); }).code(),
+            ErrorCode::kernel_missing);
+}
+
 TEST_F(EngineTest, CaptureNeedsPrepare) {
   add_to_pack(kSpec);
   const auto runtime = engine();

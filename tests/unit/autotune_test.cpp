@@ -614,7 +614,7 @@ TEST(CompileAhead, WorksOnlyOnWhatIsWantedAndFirstOnWhatIsWaitedFor) {
     work.take(7);
     work.take(6);
   }
-  ASSERT_GE(order.size(), 4u);
+  ASSERT_GE(order.size(), 3u);
   EXPECT_EQ((std::vector<std::size_t>{0, 7}), (std::vector<std::size_t>{order[0], order[1]}));
   for (const std::size_t i : order) EXPECT_TRUE(i == 0 || (i >= 5 && i <= 7)) << i;
 }

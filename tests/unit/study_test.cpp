@@ -5,6 +5,9 @@
 
 #include <algorithm>
 #include <cmath>
+#include <fstream>
+#include <map>
+#include <string>
 
 #include "autotune/report.hpp"
 #include "flashjit/flashjit.hpp"
@@ -102,6 +105,44 @@ TEST(Study, AChoiceThatIsTooSlowIsToldSo) {
   const auto slowest = std::ranges::max_element(rows[0].exhaustive.timings, {}, &plan::Timing::ms);
   rows[0].chosen.best = slowest->config;
   EXPECT_TRUE(line().ends_with("| no |")) << line();
+}
+
+/// The problems of a suite file whose lines all have a shape; "fwd:" and "bwd:" where a line names no pass.
+std::vector<Problem> read_suite(const std::string& name) {
+  std::ifstream file(std::string(FLASHJIT_SOURCE_DIR "/") + name);
+  std::vector<Problem> problems;
+  for (std::string line; std::getline(file, line);) {
+    if (line.empty() || line.front() == '#') continue;
+    const std::size_t blank = line.rfind(' ');
+    const AttentionShape shape = parse_shape(line.substr(blank + 1));
+    AttentionSpec spec = parse_spec(line.substr(0, blank));
+    problems.push_back({spec.normalized(), shape});
+    if (line.starts_with("fwd:") || line.starts_with("bwd:")) continue;
+    spec.pass = Pass::backward;
+    problems.push_back({spec.normalized(), shape});
+  }
+  return problems;
+}
+
+TEST(Suites, TheStudyHas24ProblemsOfManyKindsEachSpecTwice) {
+  const std::vector<Problem> problems = read_suite("tools/bench/tuner_study.txt");
+  EXPECT_EQ(problems.size(), 24u);
+  std::map<std::string, int> specs;
+  for (const Problem& problem : problems) ++specs[to_string(problem.spec)];
+  for (const auto& [spec, count] : specs) EXPECT_EQ(count, 2) << spec;
+  const auto some = [&](auto&& predicate) { return std::ranges::any_of(problems, predicate); };
+  EXPECT_TRUE(some([](const Problem& p) { return p.spec.pass == Pass::backward; }));
+  EXPECT_TRUE(some([](const Problem& p) { return p.spec.has_block_map(); }));
+  EXPECT_TRUE(some([](const Problem& p) { return !p.spec.score.empty(); }));
+  EXPECT_TRUE(some([](const Problem& p) { return p.shape.heads_q != p.shape.heads_kv; }));
+  EXPECT_TRUE(some([](const Problem& p) { return p.shape.seqlen_q % 128 != 0; }));
+}
+
+TEST(Suites, TheModelsAreAllWithinWhatTheH100Does) {
+  const std::vector<Problem> problems = read_suite("autotune/common_models.txt");
+  EXPECT_GT(problems.size(), 20u);
+  for (const Problem& problem : problems)
+    EXPECT_GT(candidates(Model(problem, DeviceInfo::parse("sm_90a"))).size(), 6u) << to_string(problem.spec);
 }
 
 TEST(Report, CellsTellWhatBecameOfATile) {

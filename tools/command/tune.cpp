@@ -84,6 +84,16 @@ std::string cache_folder(const TuneCommand& command) {
   return folder;
 }
 
+/// Told before minutes are spent, not after.
+void require_folder_of(const std::string& file, const char* option) {
+  if (file.empty()) return;
+  const std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
+  if (!std::filesystem::is_directory(folder))
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} is '{}', but there is no folder '{}'; make it, or name another file", option,
+                            file, folder.string()));
+}
+
 autotune::TuneOptions options_of(const TuneCommand& command, double budget_seconds) {
   autotune::TuneOptions options;
   for (const std::string& family : command.families) options.families.push_back(parse_family(family));
@@ -406,6 +416,13 @@ std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
 int tune(const TuneCommand& command, bool json) {
   const std::vector<autotune::Problem> problems = problems_of(command);
   const std::string folder = cache_folder(command);
+  if (!command.study.empty() && (command.exhaustive || !command.report.empty() || !command.ship.empty()))
+    throw Error(ErrorCode::invalid_argument,
+                "--study measures everything and keeps no records; give it without --exhaustive, --report "
+                "and --ship");
+  require_folder_of(command.report, "--report");
+  require_folder_of(command.study, "--study");
+  require_folder_of(command.ship, "--ship");
   options_of(command, 0);  // a wrong family is told before a GPU is looked for
   const std::shared_ptr<const device::Driver> driver = chosen_driver();
   const std::vector<int> devices = ordinals(command.devices, *driver);

@@ -139,6 +139,14 @@ void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, co
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
 }
 
+void check_offsets(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                   const std::int32_t* cu_seqlens) {
+  if (!spec.varlen && cu_seqlens) refuse("{} is given, but the spec has no varlen: set spec.varlen.", name);
+  if (spec.varlen && !cu_seqlens && shape.batch > 0)
+    refuse("{} is null, but the spec has varlen: give int32 [batch_size + 1] in device memory.", name);
+  check_pointer(name, cu_seqlens, alignof(std::int32_t));
+}
+
 /// The packed rows of Q or of K, and what is told about the sequences in them.
 struct Packed {
   const char *tensor, *offsets, *longest;  ///< names
@@ -147,15 +155,12 @@ struct Packed {
   std::int64_t max_seqlen;
 };
 
-void check_packed(const Packed& packed, std::int64_t batch_size) {
+void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t batch_size) {
   const std::int64_t rows = packed.size[2];
   if (packed.size[0] != 1)
     refuse("{} has batch {}, but the spec has varlen: pack the sequences into [1, heads, rows, head_dim].",
            packed.tensor, packed.size[0]);
-  if (!packed.cu_seqlens && batch_size > 0)
-    refuse("{} is null, but the spec has varlen: give int32 [batch_size + 1] in device memory.",
-           packed.offsets);
-  check_pointer(packed.offsets, packed.cu_seqlens, alignof(std::int32_t));
+  check_offsets(packed.offsets, spec, {.batch = batch_size}, packed.cu_seqlens);
   if (rows > kMaxInt)
     refuse("{} has {} rows: packed sequences have at most 2^31 - 1 together.", packed.tensor, rows);
   if (packed.max_seqlen < 0 || packed.max_seqlen > kMaxInt)
@@ -181,9 +186,10 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
   }
   if (args.batch_size < 0 || args.batch_size > kMaxInt)
     refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
-  check_packed({"q", "cu_seqlens_q", "max_seqlen_q", args.q.size, args.cu_seqlens_q, args.max_seqlen_q},
+  check_packed(spec, {"q", "cu_seqlens_q", "max_seqlen_q", args.q.size, args.cu_seqlens_q, args.max_seqlen_q},
                args.batch_size);
-  check_packed({"k", "cu_seqlens_kv", "max_seqlen_kv", args.k.size, args.cu_seqlens_kv, args.max_seqlen_kv},
+  check_packed(spec,
+               {"k", "cu_seqlens_kv", "max_seqlen_kv", args.k.size, args.cu_seqlens_kv, args.max_seqlen_kv},
                args.batch_size);
 }
 
@@ -272,30 +278,35 @@ void set_block_map(Params& params, const BlockMapView& map) {
   params.map_columns = static_cast<int>(map.size[3]);
 }
 
-void set_workspace(Params& params, const plan::ExecutionPlan& plan, const Workspace& workspace) {
-  const auto part = [&]<class T>(T*& pointer, bool needed, std::size_t offset) {
-    if (needed) pointer = reinterpret_cast<T*>(static_cast<char*>(workspace.data) + offset);
-  };
-  const plan::WorkspaceLayout& at = plan.workspace;
-  part(params.d, plan.needs.row_stats, at.d);
-  part(params.lse_padded, plan.needs.row_stats, at.lse_padded);
-  part(params.dq_accum, plan.needs.dq_accum, at.dq_accum);
-  part(params.tickets, plan.needs.tickets, at.tickets);
-  part(params.lists.count, plan.needs.lists, at.list_count);
-  part(params.lists.entries, plan.needs.lists, at.list_entries);
-  part(params.lists.rank, plan.needs.ranks, at.list_rank);
+template <class T>
+void set_part(T*& pointer, bool needed, void* memory, std::size_t offset) {
+  if (needed) pointer = reinterpret_cast<T*>(static_cast<char*>(memory) + offset);
 }
 
+void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory) {
+  const plan::WorkspaceLayout& at = plan.workspace;
+  set_part(params.d, plan.needs.row_stats, memory, at.d);
+  set_part(params.lse_padded, plan.needs.row_stats, memory, at.lse_padded);
+  set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
+  set_part(params.tickets, plan.needs.tickets, memory, at.tickets);
+}
+
+/// `memory` is where the lists begin: the workspace's end, or memory of their own.
+void set_lists(Params& params, const plan::ExecutionPlan& plan, void* memory) {
+  const plan::WorkspaceLayout& at = plan.workspace;
+  const bool lists = plan.needs.list_sets > 0;
+  set_part(params.lists.count, lists, memory, 0);
+  set_part(params.lists.entries, lists, memory, at.list_entries - at.list_count);
+  set_part(params.lists.rank, lists && plan.needs.ranks, memory, at.list_rank - at.list_count);
+  set_part(params.lists.reads, lists && plan.needs.tile_reads > 0, memory, at.tile_reads - at.list_count);
+}
+
+/// What masks see of a call.
 template <class Args>
-Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
+Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
   const AttentionSpec& spec = plan.spec;
   const AttentionShape& shape = plan.shape;
   Params params{};
-  params.q = tensor_param(args.q);
-  params.k = tensor_param(args.k);
-  params.v = tensor_param(args.v);
-  params.o = tensor_param(args.out);
-  params.lse = const_cast<float*>(args.lse);
   params.kv_lengths = args.kv_lengths;
   params.batch = static_cast<int>(shape.batch);
   params.heads_q = static_cast<int>(shape.heads_q);
@@ -303,14 +314,29 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   params.seqlen_q = static_cast<int>(shape.seqlen_q);
   params.seqlen_kv = static_cast<int>(shape.seqlen_kv);
   params.seqlen_q_padded = static_cast<int>(plan::padded_seqlen_q(shape));
-  params.softmax_scale =
-      args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
-  set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
   if (spec.has_block_map()) set_block_map(params, args.block_map);
-  set_workspace(params, plan, args.workspace);
   set_captures(params, plan.declarations, args.captures, pass);
   params.cu_seqlens_q = args.cu_seqlens_q;
   params.cu_seqlens_kv = args.cu_seqlens_kv;
+  return params;
+}
+
+template <class Args>
+Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
+  const AttentionSpec& spec = plan.spec;
+  Params params = mask_params(plan, args, pass);
+  params.q = tensor_param(args.q);
+  params.k = tensor_param(args.k);
+  params.v = tensor_param(args.v);
+  params.o = tensor_param(args.out);
+  params.lse = const_cast<float*>(args.lse);
+  params.softmax_scale =
+      args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
+  set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
+  set_workspace(params, plan, args.workspace.data);
+  set_lists(params, plan,
+            args.lists ? args.lists->data
+                       : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
   return params;
 }
@@ -343,7 +369,8 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"cu_seqlens_q", args.cu_seqlens_q},
                                      {"cu_seqlens_kv", args.cu_seqlens_kv},
                                      {"sinks", args.sinks},
-                                     {"workspace", args.workspace.data}};
+                                     {"workspace", args.workspace.data},
+                                     {"lists", args.lists ? args.lists->data : nullptr}};
   pointers.insert(pointers.end(), more);
   for (const Capture& capture : args.captures) pointers.push_back({capture.name, capture.data});
   std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
@@ -389,6 +416,15 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   check_common(spec, shape, args);
 }
 
+void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args) {
+  spec.validate();
+  shape.validate();
+  check_offsets("cu_seqlens_q", spec, shape, args.cu_seqlens_q);
+  check_offsets("cu_seqlens_kv", spec, shape, args.cu_seqlens_kv);
+  check_kv_lengths(spec, shape, args.kv_lengths);
+  check_block_map(spec, shape, args.block_map);
+}
+
 void check_workspace(const Workspace& workspace, std::size_t needed) {
   if (needed == 0) return;
   if (workspace.bytes < needed || !workspace.data)
@@ -398,6 +434,27 @@ void check_workspace(const Workspace& workspace, std::size_t needed) {
   check_pointer("workspace", workspace.data, kWorkspaceAlignment);
 }
 
+void check_list_memory(const Workspace& memory, std::size_t needed) {
+  if (needed == 0) return;
+  if (memory.bytes < needed || !memory.data)
+    refuse(
+        "The lists' memory has {} bytes{}, but {} are needed: ask Runtime::list_bytes() and give that much.",
+        memory.bytes, memory.data ? "" : " at null", needed);
+  check_pointer("the lists' memory", memory.data, kWorkspaceAlignment);
+}
+
+void check_lists(const BlockLists& lists, std::string_view wanted, const BlockMapView& map) {
+  if (lists.built_for != wanted)
+    refuse("lists were built for {}, but this call is {}: build them for it with Runtime::build_lists().",
+           lists.built_for.empty() ? "nothing" : lists.built_for, wanted);
+  if (lists.block_map_size != std::array{map.size[0], map.size[1]})
+    refuse(
+        "lists were built for a block_map of batch {} and heads {}, but this call's has {} and {}: give the "
+        "map "
+        "that they were built for.",
+        lists.block_map_size[0], lists.block_map_size[1], map.size[0], map.size[1]);
+}
+
 void check_limits(const AttentionShape& shape) {
   if (plan::padded_seqlen_q(shape) > kMaxInt)
     refuse("seqlen_q is {}: at most {} is possible.", shape.seqlen_q, kMaxInt / 128 * 128);
@@ -405,6 +462,12 @@ void check_limits(const AttentionShape& shape) {
 
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   return common_params(plan, args, Pass::forward);
+}
+
+Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
+  Params params = mask_params(plan, args, Pass::forward);
+  set_lists(params, plan, args.memory.data);
+  return params;
 }
 
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
@@ -418,6 +481,17 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) { return pointers_with(args, {}); }
+
+std::vector<NamedPointer> pointers_of(const ListArgs& args) {
+  std::vector<NamedPointer> pointers{{"the lists' memory", args.memory.data},
+                                     {"kv_lengths", args.kv_lengths},
+                                     {"block_map", args.block_map.data},
+                                     {"cu_seqlens_q", args.cu_seqlens_q},
+                                     {"cu_seqlens_kv", args.cu_seqlens_kv}};
+  for (const Capture& capture : args.captures) pointers.push_back({capture.name, capture.data});
+  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
+  return pointers;
+}
 
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {
   std::vector<NamedPointer> pointers = pointers_with(args, {{"dout", memory_of(args.dout)},

@@ -20,8 +20,14 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args);
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args);
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
 
+void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
+
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);
+/// The same of the memory that lists are built in.
+void check_list_memory(const Workspace& memory, std::size_t needed);
+/// Throws Error(invalid_argument) unless the lists were built for the call that `wanted` names, with its map.
+void check_lists(const BlockLists& lists, std::string_view wanted, const BlockMapView& map);
 
 /// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
 void check_limits(const AttentionShape& shape);
@@ -29,6 +35,7 @@ void check_limits(const AttentionShape& shape);
 /// Of arguments, captures and a workspace that were checked.
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args);
 Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args);
+Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args);
 
 struct NamedPointer {
   std::string_view name;
@@ -37,5 +44,6 @@ struct NamedPointer {
 /// Every pointer that is not null.
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args);
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args);
+std::vector<NamedPointer> pointers_of(const ListArgs& args);
 
 }  // namespace flashjit

@@ -21,6 +21,10 @@ struct flashjit_spec {
   flashjit::AttentionSpec forward, backward;
 };
 
+struct flashjit_block_lists {
+  flashjit::BlockLists lists;
+};
+
 namespace {
 
 using flashjit::Error;
@@ -148,6 +152,28 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.max_seqlen_q = c.max_seqlen_q;
   args.max_seqlen_kv = c.max_seqlen_kv;
   args.sinks = c.sinks;
+  args.lists = c.lists ? &c.lists->lists : nullptr;
+}
+
+flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
+  return {.memory = {c.memory, c.memory_bytes},
+          .kv_lengths = c.kv_lengths,
+          .block_map = {c.block_map.data, std::to_array(c.block_map.size)},
+          .captures = captures(c, room),
+          .cu_seqlens_q = c.cu_seqlens_q,
+          .cu_seqlens_kv = c.cu_seqlens_kv};
+}
+
+/// The struct with the sizes that former versions of the header gave it.
+flashjit_forward_args read(const flashjit_forward_args* args) {
+  return flashjit::read_struct(
+      "flashjit_forward_args", args,
+      {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists)});
+}
+flashjit_backward_args read(const flashjit_backward_args* args) {
+  return flashjit::read_struct(
+      "flashjit_backward_args", args,
+      {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists)});
 }
 
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
@@ -285,20 +311,16 @@ void flashjit_spec_destroy(flashjit_spec* spec) noexcept { delete spec; }
 flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                  const flashjit_forward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
-    const auto known =
-        flashjit::read_struct("flashjit_forward_args", args, {offsetof(flashjit_forward_args, captures)});
     Captures room;
-    get(runtime).forward(get(spec).forward, forward_args(known, room), stream);
+    get(runtime).forward(get(spec).forward, forward_args(read(args), room), stream);
   });
 }
 
 flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                   const flashjit_backward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
-    const auto known =
-        flashjit::read_struct("flashjit_backward_args", args, {offsetof(flashjit_backward_args, captures)});
     Captures room;
-    get(runtime).backward(get(spec).backward, backward_args(known, room), stream);
+    get(runtime).backward(get(spec).backward, backward_args(read(args), room), stream);
   });
 }
 
@@ -319,6 +341,29 @@ flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pas
   });
 }
 
+flashjit_status flashjit_list_bytes(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
+                                    const flashjit_shape* shape, size_t* bytes) noexcept {
+  return guarded([&] {
+    size_t& needed = required(bytes, "bytes", "give the address of a size_t");
+    needed = get(runtime).list_bytes(get(spec, pass), get(shape));
+  });
+}
+
+flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
+                                     const flashjit_shape* shape, const flashjit_list_args* args,
+                                     CUstream_st* stream, flashjit_block_lists** lists) noexcept {
+  return guarded([&] {
+    flashjit_block_lists*& made = required(lists, "lists", "give the address of a flashjit_block_lists*");
+    made = nullptr;
+    const auto known = flashjit::read_struct("flashjit_list_args", args);
+    Captures room;
+    made = new flashjit_block_lists{
+        get(runtime).build_lists(get(spec, pass), get(shape), list_args(known, room), stream)};
+  });
+}
+
+void flashjit_block_lists_destroy(flashjit_block_lists* lists) noexcept { delete lists; }
+
 flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
                                   const flashjit_shape* shape) noexcept {
   return guarded([&] {
@@ -330,20 +375,16 @@ flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
 flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
                                            const flashjit_forward_args* args) noexcept {
   return guarded([&] {
-    const auto known =
-        flashjit::read_struct("flashjit_forward_args", args, {offsetof(flashjit_forward_args, captures)});
     Captures room;
-    flashjit::reference_forward(get(spec).forward, forward_args(known, room));
+    flashjit::reference_forward(get(spec).forward, forward_args(read(args), room));
   });
 }
 
 flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
                                             const flashjit_backward_args* args) noexcept {
   return guarded([&] {
-    const auto known =
-        flashjit::read_struct("flashjit_backward_args", args, {offsetof(flashjit_backward_args, captures)});
     Captures room;
-    flashjit::reference_backward(get(spec).backward, backward_args(known, room));
+    flashjit::reference_backward(get(spec).backward, backward_args(read(args), room));
   });
 }
 

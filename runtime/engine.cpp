@@ -101,15 +101,11 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   check_arguments(spec, args);
   const device::Driver& driver = *this->driver();
   const CUdevice device = device::current_device(driver);
-  const AttentionShape shape = shape_of(spec, args);
-  OperationPtr operation = find(CallKeyView(spec, pass, shape, device));
-  if (operation) {
-    check_captures(operation->plan.declarations, args.captures, pass);
-  } else {
-    check_captures(expr::declarations(spec.score, spec.mask), args.captures, pass);
-    operation = add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
-  }
-  check_workspace(args.workspace, operation->plan.workspace.bytes);
+  const OperationPtr operation =
+      operation_of(spec, pass, shape_of(spec, args), args.captures, pass, device, stream);
+  const plan::WorkspaceLayout& workspace = operation->plan.workspace;
+  if (args.lists) check_lists(*args.lists, operation->name, args.block_map);
+  check_workspace(args.workspace, args.lists ? workspace.bytes_without_lists() : workspace.bytes);
   if (!operation->pointers_checked.load(std::memory_order_relaxed)) {
     check_pointers(args, device);
     operation->pointers_checked.store(true, std::memory_order_relaxed);
@@ -118,8 +114,42 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   Params params = make_params(operation->plan, args);
   device::TensorMaps maps = tensor_maps(driver, operation->plan, args);
   std::array<void*, 2> parameters{&params, &maps};
-  for (const Operation::Step& step : operation->steps)
+  for (const Operation::Step& step : operation->steps) {
+    if (args.lists && step.makes_lists) continue;
     device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
+  }
+}
+
+BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                               Stream stream) {
+  check_arguments(spec, shape, args);
+  const device::Driver& driver = *this->driver();
+  const CUdevice device = device::current_device(driver);
+  // Masks have no gradients, so that none need be given.
+  const OperationPtr operation =
+      operation_of(spec, spec.pass, shape, args.captures, Pass::forward, device, stream);
+  check_list_memory(args.memory, operation->plan.workspace.list_bytes());
+  check_pointers(args, device);
+  Params params = make_params(operation->plan, args);
+  device::TensorMaps maps{};
+  std::array<void*, 2> parameters{&params, &maps};
+  for (const Operation::Step& step : operation->steps)
+    if (step.makes_lists)
+      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
+  return {.data = args.memory.data,
+          .built_for = operation->name,
+          .block_map_size = {args.block_map.size[0], args.block_map.size[1]}};
+}
+
+Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, const AttentionShape& shape,
+                                          std::span<const Capture> captures, Pass captures_of,
+                                          CUdevice device, Stream stream) {
+  if (OperationPtr known = find(CallKeyView(spec, pass, shape, device))) {
+    check_captures(known->plan.declarations, captures, captures_of);
+    return known;
+  }
+  check_captures(expr::declarations(spec.score, spec.mask), captures, captures_of);
+  return add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
 }
 
 template <class Args>
@@ -147,11 +177,19 @@ KernelReport Engine::prepare(const AttentionSpec& spec, const AttentionShape& sh
   return report;
 }
 
-std::size_t Engine::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+plan::WorkspaceLayout Engine::workspace(const AttentionSpec& spec, const AttentionShape& shape) {
   const CUdevice device = device::current_device(*driver());
   if (const OperationPtr operation = find(CallKeyView(spec, spec.pass, shape, device)))
-    return operation->plan.workspace.bytes;
-  return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device)).workspace.bytes;
+    return operation->plan.workspace;
+  return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device)).workspace;
+}
+
+std::size_t Engine::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+  return workspace(spec, shape).bytes;
+}
+
+std::size_t Engine::list_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+  return workspace(spec, shape).list_bytes();
 }
 
 Support Engine::supports(const AttentionSpec& spec, const AttentionShape& shape) {
@@ -221,6 +259,7 @@ std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, cons
 
 void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
   if (plan.config_source == "given" || plan.config_source == "tuned") return;
+  if (plan.needs.lists) return;  // the caller may hold lists of the present tiles
   CUcontext context = nullptr;
   driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
   const std::unique_lock lock(mutex_);
@@ -289,6 +328,8 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   auto operation = std::make_shared<Operation>();
   operation->plan = std::move(plan);
   const plan::ExecutionPlan& planned = operation->plan;
+  operation->name =
+      fmt::format("{} {} {}", to_string(planned.spec), to_string(planned.shape), to_string(planned.config));
   if (!has_work(planned)) return operation;
   // Loading a module while a stream captures would spoil the capture.
   if (capturing && !library_.holds(planned.spec, planned.config, info))
@@ -305,7 +346,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
     const plan::Entry& entry = planned.entries[launch.entry];
     operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
                                 static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
-                                static_cast<unsigned>(entry.shared_bytes)});
+                                static_cast<unsigned>(entry.shared_bytes), launch.makes_lists});
   }
   return operation;
 }

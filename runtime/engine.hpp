@@ -35,6 +35,9 @@ class Engine {
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+  std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+  BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                         Stream stream);
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
   DeviceInfo device();
 
@@ -44,8 +47,10 @@ class Engine {
     struct Step {
       CUkernel kernel;
       unsigned blocks, threads, shared_bytes;
+      bool makes_lists;
     };
     plan::ExecutionPlan plan;
+    std::string name;                           ///< spec, shape and configuration: what lists are built for
     std::shared_ptr<const ReadyKernel> kernel;  ///< null: there is nothing to launch
     std::vector<Step> steps;
     bool made = false;                                   ///< the kernel was not in memory before
@@ -59,6 +64,11 @@ class Engine {
   template <class Args>
   void check_pointers(const Args& args, CUdevice device);
 
+  /// The operation of a call, made on the first one, whose captures were checked.
+  OperationPtr operation_of(const AttentionSpec& spec, Pass pass, const AttentionShape& shape,
+                            std::span<const Capture> captures, Pass captures_of, CUdevice device,
+                            Stream stream);
+  plan::WorkspaceLayout workspace(const AttentionSpec& spec, const AttentionShape& shape);
   OperationPtr find(const CallKeyView& key) const;
   /// Makes the operation and keeps it. `config` is remembered for the spec and shape once it is known to
   /// work.

@@ -31,6 +31,15 @@ std::size_t Runtime::workspace_bytes(const AttentionSpec& spec, const AttentionS
   return impl_->workspace_bytes(spec, shape);
 }
 
+std::size_t Runtime::list_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
+  return impl_->list_bytes(spec, shape);
+}
+
+BlockLists Runtime::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                                Stream stream) {
+  return impl_->build_lists(spec, shape, args, stream);
+}
+
 Support Runtime::supports(const AttentionSpec& spec, const AttentionShape& shape) {
   return impl_->supports(spec, shape);
 }

@@ -1,4 +1,5 @@
-/* flashjit's C interface: opaque handles, structs that carry their size, status codes, a last error message.
+/** @file
+ * flashjit's C interface: opaque handles, structs that carry their size, status codes, a last error message.
  *
  * Every function may be called from many threads. A function that returns flashjit_status returns FLASHJIT_OK
  * or the code of an error whose message flashjit_last_error_message() then holds. Set `struct_size` of every
@@ -24,57 +25,64 @@ extern "C" {
 #define FLASHJIT_NOEXCEPT
 #endif
 
-/* The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. */
+/** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. */
 struct CUstream_st;
 
+/** One of the codes below; only FLASHJIT_OK is no error. */
 typedef int32_t flashjit_status;
 enum {
   FLASHJIT_OK = 0,
-  FLASHJIT_INVALID_ARGUMENT = 1, /* the caller's values are wrong */
-  FLASHJIT_UNSUPPORTED = 2,      /* a sound request that no kernel family can do */
-  FLASHJIT_NO_DRIVER = 3,        /* libcuda is missing or too old */
-  FLASHJIT_NO_DEVICE = 4,        /* no CUDA device, no current context, or the wrong device */
-  FLASHJIT_NO_COMPILER = 5,      /* NVRTC is missing */
-  FLASHJIT_COMPILE_FAILED = 6,   /* NVRTC refused the source */
-  FLASHJIT_KERNEL_MISSING = 7,   /* compiling is off and neither a pack nor the cache has the kernel */
-  FLASHJIT_IO = 8,               /* a file could not be read or written */
-  FLASHJIT_CUDA = 9,             /* the driver returned an error */
-  FLASHJIT_INTERNAL = 10         /* a bug in flashjit, or the host ran out of memory */
+  FLASHJIT_INVALID_ARGUMENT = 1, /**< the caller's values are wrong */
+  FLASHJIT_UNSUPPORTED = 2,      /**< a sound request that no kernel family can do */
+  FLASHJIT_NO_DRIVER = 3,        /**< libcuda is missing or too old */
+  FLASHJIT_NO_DEVICE = 4,        /**< no CUDA device, no current context, or the wrong device */
+  FLASHJIT_NO_COMPILER = 5,      /**< NVRTC is missing */
+  FLASHJIT_COMPILE_FAILED = 6,   /**< NVRTC refused the source */
+  FLASHJIT_KERNEL_MISSING = 7,   /**< compiling is off and neither a pack nor the cache has the kernel */
+  FLASHJIT_IO = 8,               /**< a file could not be read or written */
+  FLASHJIT_CUDA = 9,             /**< the driver returned an error */
+  FLASHJIT_INTERNAL = 10         /**< a bug in flashjit, or the host ran out of memory */
 };
 
+/** FLASHJIT_FORWARD or FLASHJIT_BACKWARD. */
 typedef int32_t flashjit_pass;
 enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1 };
 
-/* Whether a kernel that no pack and no cache holds may be compiled. */
+/** Whether a kernel that no pack and no cache holds may be compiled. */
 typedef int32_t flashjit_jit;
 enum {
-  FLASHJIT_JIT_DEFAULT = 0, /* the environment variable FLASHJIT_JIT, else on */
+  FLASHJIT_JIT_DEFAULT = 0, /**< the environment variable FLASHJIT_JIT, else on */
   FLASHJIT_JIT_ON = 1,
   FLASHJIT_JIT_OFF = 2
 };
 
+/** Compiles, keeps and launches kernels; flashjit_runtime_create() makes it. */
 typedef struct flashjit_runtime flashjit_runtime;
+/** What is computed, read from text; flashjit_spec_create() makes it. */
 typedef struct flashjit_spec flashjit_spec;
+/** Tile lists that flashjit_build_lists() made. */
+typedef struct flashjit_block_lists flashjit_block_lists;
 
+/** Of a runtime. Zero is the default of every member. */
 typedef struct flashjit_options {
   size_t struct_size;
   const char*
-      cache_dir; /* null: FLASHJIT_CACHE_DIR, else the user's cache folder; "": nothing is kept on disk */
-  const char* const* packs; /* searched first to last, before FLASHJIT_PACKS and the cache */
+      cache_dir; /**< null: FLASHJIT_CACHE_DIR, else the user's cache folder; "": nothing is kept on disk */
+  const char* const* packs; /**< searched first to last, before FLASHJIT_PACKS and the cache */
   size_t pack_count;
   flashjit_jit jit;
-  const char* template_dir;                  /* null: the embedded templates */
-  void (*log)(void* user, const char* line); /* receives one line at a time; null: stderr */
+  const char* template_dir;                  /**< null: the embedded templates */
+  void (*log)(void* user, const char* line); /**< receives one line at a time; null: stderr */
   void* log_user;
-  const char* nvrtc; /* libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
+  const char* nvrtc; /**< libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
 } flashjit_options;
 
-/* Sizes of a problem. heads_q is a multiple of heads_kv. */
+/** Sizes of a problem. heads_q is a multiple of heads_kv. */
 typedef struct flashjit_shape {
   int64_t batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
 } flashjit_shape;
 
-/* A view of device memory: sizes and strides in elements, in the order batch, heads, length, dim. The last
+/** A view of device memory: sizes and strides in elements, in the order batch, heads, length, dim. The last
  * stride is 1; pointer and other strides are multiples of 16 bytes. */
 typedef struct flashjit_tensor {
   void* data;
@@ -82,17 +90,17 @@ typedef struct flashjit_tensor {
   int64_t stride[4];
 } flashjit_tensor;
 
-/* uint8 [batch or 1, heads_q or 1, ceil(seqlen_q / block), ceil(seqlen_kv / block)], contiguous, on the
+/** uint8 [batch or 1, heads_q or 1, ceil(seqlen_q / block), ceil(seqlen_kv / block)], contiguous, on the
  * device. */
 typedef struct flashjit_block_map {
   const uint8_t* data;
   int64_t size[4];
 } flashjit_block_map;
 
-/* What a captured tensor holds, where the caller knows it. */
+/** What a captured tensor holds, where the caller knows it. */
 typedef int32_t flashjit_element_type;
 enum {
-  FLASHJIT_ELEMENT_UNTOLD = 0, /* not checked against the program */
+  FLASHJIT_ELEMENT_UNTOLD = 0, /**< not checked against the program */
   FLASHJIT_ELEMENT_FP32 = 1,
   FLASHJIT_ELEMENT_FP16 = 2,
   FLASHJIT_ELEMENT_BF16 = 3,
@@ -104,50 +112,54 @@ enum {
   FLASHJIT_ELEMENT_BOOL = 9
 };
 
-/* A value for a name that the score or the mask program declares: a scalar, or a tensor on the device. */
+/** A value for a name that the score or the mask program declares: a scalar, or a tensor on the device. */
 typedef struct flashjit_capture {
   const char* name;
-  const void* data; /* of a tensor, aligned to its element; null for a scalar */
-  float* grad;  /* backward, where the program declares "grad": fp32 on the device, contiguous, the tensor's
+  const void* data; /**< of a tensor, aligned to its element; null for a scalar */
+  float* grad;  /**< backward, where the program declares "grad": fp32 on the device, contiguous, the tensor's
                    sizes. The gradient is added to what is there: zero it first */
-  int32_t rank; /* of a tensor, 1 to 4; 0: a scalar */
+  int32_t rank; /**< of a tensor, 1 to 4; 0: a scalar */
   flashjit_element_type type;
-  int64_t size[4];   /* the first `rank` count; each at least 1 */
-  int64_t stride[4]; /* in elements, 0 or more */
-  double scalar;     /* for an int an integer */
+  int64_t size[4];   /**< the first `rank` count; each at least 1 */
+  int64_t stride[4]; /**< in elements, 0 or more */
+  double scalar;     /**< for an int an integer */
 } flashjit_capture;
 
-/* A call gives at most this many: 8 tensors and 8 scalars. */
+/** A call gives at most this many: 8 tensors and 8 scalars. */
 enum { FLASHJIT_MAX_CAPTURES = 16 };
 
-/* With "varlen" in the spec, sequences of unlike lengths are packed: q [1, heads, rows, dim] and so on, where
- * sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and those of cu_seqlens_kv of K
- * and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or more) are then the shape's
- * batch and lengths; without "varlen" all of them are 0 or null. */
+/** With "varlen" in the spec, sequences of unlike lengths are packed: q [1, heads, rows, dim] and so on,
+ * where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and those of cu_seqlens_kv
+ * of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or more) are then the
+ * shape's batch and lengths; without "varlen" all of them are 0 or null. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
-  flashjit_tensor q, k, v; /* read only */
+  flashjit_tensor q, k, v; /**< read only */
   flashjit_tensor out;
-  float* lse;                       /* [batch, heads_q, seqlen_q] contiguous; null: not wanted */
-  const float* softmax_scale;       /* on the host; null: 1 / sqrt(head_dim) */
-  const int32_t* kv_lengths;        /* [batch] on the device, with "kvlen" in the spec */
-  flashjit_block_map block_map;     /* with "map..." in the spec */
-  double dropout_p;                 /* in [0, 1), with "dropout" in the spec */
-  uint64_t seed, offset;            /* of the dropout mask */
-  void* workspace;                  /* 256-byte aligned device memory */
-  size_t workspace_bytes;           /* at least what flashjit_workspace_bytes() says */
-  const flashjit_capture* captures; /* one for each name that the spec's programs declare, in any order */
+  float* lse;                       /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
+  const float* softmax_scale;       /**< on the host; null: 1 / sqrt(head_dim) */
+  const int32_t* kv_lengths;        /**< [batch] on the device, with "kvlen" in the spec */
+  flashjit_block_map block_map;     /**< with "map..." in the spec */
+  double dropout_p;                 /**< in [0, 1), with "dropout" in the spec */
+  uint64_t seed, offset;            /**< of the dropout mask */
+  void* workspace;                  /**< 256-byte aligned device memory */
+  size_t workspace_bytes;           /**< at least what flashjit_workspace_bytes() says */
+  const flashjit_capture* captures; /**< one for each name that the spec's programs declare, in any order */
   size_t capture_count;
-  const int32_t *cu_seqlens_q, *cu_seqlens_kv; /* [batch_size + 1] on the device, with "varlen" in the spec */
-  const float* sinks;                          /* [heads_q] on the device, with "sinks" in the spec */
+  const int32_t* cu_seqlens_q;  /**< [batch_size + 1] on the device, with "varlen" in the spec */
+  const int32_t* cu_seqlens_kv; /**< the same of K and V */
+  const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
+  const flashjit_block_lists* lists; /**< of flashjit_build_lists(); null: made in this call, where needed */
 } flashjit_forward_args;
 
+/** Members that flashjit_forward_args has too mean the same here and are not repeated; gradients have the
+ * sizes of their tensors. With "dropout", seed and offset are those of the forward pass. */
 typedef struct flashjit_backward_args {
   size_t struct_size;
-  flashjit_tensor q, k, v, out; /* read only; out and lse are the forward pass's */
-  const float* lse;             /* [batch, heads_q, seqlen_q] contiguous */
-  flashjit_tensor dout;         /* read only */
+  flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
+  const float* lse;             /**< [batch, heads_q, seqlen_q] contiguous */
+  flashjit_tensor dout;         /**< read only */
   flashjit_tensor dq, dk, dv;
   const float* softmax_scale;
   const int32_t* kv_lengths;
@@ -160,68 +172,98 @@ typedef struct flashjit_backward_args {
   size_t capture_count;
   const int32_t *cu_seqlens_q, *cu_seqlens_kv;
   const float* sinks;
-  float* dsinks; /* [heads_q], added to: zero it first; null: not wanted */
+  float* dsinks; /**< [heads_q], added to: zero it first; null: not wanted */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
+  const flashjit_block_lists* lists; /**< of flashjit_build_lists() with FLASHJIT_BACKWARD */
 } flashjit_backward_args;
 
-/* "0.1.0" */
+/** What tile lists are made of: the arguments of the calls that will use them, as far as masks see them. */
+typedef struct flashjit_list_args {
+  size_t struct_size;
+  void* memory;        /**< 256-byte aligned device memory, where the lists go and stay */
+  size_t memory_bytes; /**< at least what flashjit_list_bytes() says */
+  const int32_t* kv_lengths;
+  flashjit_block_map block_map;
+  const flashjit_capture* captures; /**< all that the calls give; those of the score are not read */
+  size_t capture_count;
+  const int32_t *cu_seqlens_q, *cu_seqlens_kv;
+} flashjit_list_args;
+
+/** Such as "0.1.0". */
 FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
 
-/* "invalid_argument", ...; "ok" for FLASHJIT_OK. Never null. */
+/** "invalid_argument", ...; "ok" for FLASHJIT_OK. Never null. */
 FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
 
-/* The message of the last call on this thread that failed; "" when none did. Valid until the next call that
+/** The message of the last call on this thread that failed; "" when none did. Valid until the next call that
  * fails on this thread. Never null. */
 FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
-/* Long material that belongs to it, such as a compiler's log; often "". */
+/** Long material that belongs to it, such as a compiler's log; often "". */
 FLASHJIT_C_API const char* flashjit_last_error_detail(void) FLASHJIT_NOEXCEPT;
 
-/* `options` may be null for the defaults. Needs no driver: that is opened by the first call that needs it. */
+/** `options` may be null for the defaults. Needs no driver: the first call that needs one opens it. */
 FLASHJIT_C_API flashjit_status flashjit_runtime_create(const flashjit_options* options,
                                                        flashjit_runtime** runtime) FLASHJIT_NOEXCEPT;
-/* Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
+/** Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
 FLASHJIT_C_API void flashjit_runtime_destroy(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
-/* Reads a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. A pass in
- * the text
- * ("fwd:", "bwd:") is overruled by the function that is called. */
+/** Reads a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. A pass in
+ * the text ("fwd:", "bwd:") is overruled by the function that is called. */
 FLASHJIT_C_API flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) FLASHJIT_NOEXCEPT;
-/* Null is allowed. */
+/** Null is allowed. */
 FLASHJIT_C_API void flashjit_spec_destroy(flashjit_spec* spec) FLASHJIT_NOEXCEPT;
 
-/* Launch on `stream`, in the context that is current; compile on the first call of a spec. Nothing is
+/** Launches on `stream`, in the context that is current; compiles on the first call of a spec. Nothing is
  * launched when an argument is wrong. */
 FLASHJIT_C_API flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                 const flashjit_forward_args* args,
                                                 struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+/** The same for the gradients. */
 FLASHJIT_C_API flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                  const flashjit_backward_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
-/* Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
+/** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
  */
 FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass,
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
                                                 const char* config) FLASHJIT_NOEXCEPT;
 
-/* Bytes of device memory that a call needs lent. */
+/** Bytes of device memory that a call needs lent; flashjit_list_bytes() fewer when it is given its lists. */
 FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                         const flashjit_spec* spec,
                                                         const flashjit_shape* shape,
                                                         size_t* bytes) FLASHJIT_NOEXCEPT;
 
-/* FLASHJIT_OK when some kernel can do the problem on the current device; FLASHJIT_UNSUPPORTED, with every
+/** Bytes of device memory that flashjit_build_lists() needs; 0 where the kernels walk no lists. */
+FLASHJIT_C_API flashjit_status flashjit_list_bytes(flashjit_runtime* runtime, flashjit_pass pass,
+                                                   const flashjit_spec* spec, const flashjit_shape* shape,
+                                                   size_t* bytes) FLASHJIT_NOEXCEPT;
+
+/** Makes the tile lists of a block map or a mask on `stream` once, for any number of calls of the same pass,
+ * spec, shape and tile configuration, whose block map, lengths and values of the mask's names are the same.
+ * Others are refused. The memory must outlive the calls. */
+FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pass,
+                                                    const flashjit_spec* spec, const flashjit_shape* shape,
+                                                    const flashjit_list_args* args,
+                                                    struct CUstream_st* stream,
+                                                    flashjit_block_lists** lists) FLASHJIT_NOEXCEPT;
+/** Null is allowed. */
+FLASHJIT_C_API void flashjit_block_lists_destroy(flashjit_block_lists* lists) FLASHJIT_NOEXCEPT;
+
+/** FLASHJIT_OK when some kernel can do the problem on the current device; FLASHJIT_UNSUPPORTED, with every
  * kernel family's reason as the message, when none can. */
 FLASHJIT_C_API flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
                                                  const flashjit_spec* spec,
                                                  const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
 
-/* The same on the CPU, in fp64, slowly: every pointer is the host's, and results are rounded to the spec's
+/** The same on the CPU, in fp64, slowly: every pointer is the host's, and results are rounded to the spec's
  * type. Needs no GPU and no runtime; stream and workspace are not looked at. For tests and for small sizes.
  */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_args* args) FLASHJIT_NOEXCEPT;
+/** The same for the gradients. */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
 

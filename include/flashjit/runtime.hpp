@@ -1,6 +1,7 @@
 // The runtime: compiles an attention on first use, keeps it, and launches it ever after.
 #pragma once
 
+#include <array>
 #include <cstdint>
 #include <functional>
 #include <memory>
@@ -20,6 +21,25 @@ struct CUstream_st;  // the driver's and the CUDA runtime's stream handle: cudaS
 namespace flashjit {
 
 using Stream = CUstream_st*;
+
+/// What tile lists are made of: the arguments of the calls that will use them, as far as masks see them.
+struct ListArgs {
+  Workspace memory = {};  ///< where the lists go and stay; at least Runtime::list_bytes(spec, shape)
+  const std::int32_t* kv_lengths = nullptr;
+  BlockMapView block_map = {};
+  std::span<const Capture> captures = {};  ///< all that the calls give; those of the score are not read
+  const std::int32_t* cu_seqlens_q = nullptr;
+  const std::int32_t* cu_seqlens_kv = nullptr;
+};
+
+/// Tile lists that Runtime::build_lists() made, for any number of calls of the same pass, spec, shape and
+/// tile configuration, whose block map, lengths and values of the mask's names are the same. The memory is
+/// the caller's.
+struct BlockLists {
+  void* data = nullptr;
+  std::string built_for = {};                       ///< spec, shape and tile configuration
+  std::array<std::int64_t, 2> block_map_size = {};  ///< the map's batch and heads, which may be 1
+};
 
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
 /// out [b, hq, sq, dv].
@@ -51,6 +71,7 @@ struct ForwardArgs {
   std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
   const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
+  const BlockLists* lists = nullptr;  ///< of Runtime::build_lists(); null: made in this call, where needed
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's
@@ -74,6 +95,8 @@ struct BackwardArgs {
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
   const float* sinks = nullptr;
   float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
+  const BlockLists* lists =
+      nullptr;  ///< of Runtime::build_lists() with Pass::backward; null: made in this call
 };
 
 /// Whether a kernel that no pack and no cache holds may be compiled.
@@ -96,7 +119,8 @@ struct RuntimeOptions {
   /// Calls go on with what is known, and switch when it is done to a configuration of the same family that
   /// needs no more workspace; the record goes to the cache. Results may change in their last bits when it
   /// switches. Keep the context until the Runtime is destroyed, which waits for the measurement under way.
-  /// Needs NVRTC.
+  /// Needs NVRTC. Not for specs that have tile lists, which build_lists() makes for one configuration: tune
+  /// those beforehand.
   bool tune_in_background = false;
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
@@ -148,8 +172,19 @@ class FLASHJIT_API Runtime {
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config = {});
 
-  /// Bytes of Workspace that a call needs: see README, "Memory". spec.pass chooses the pass.
+  /// Bytes of Workspace that a call needs: see README, "Memory". spec.pass chooses the pass. A call that is
+  /// given its lists needs list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+
+  /// Bytes of memory that build_lists() needs; 0 where the kernels walk no lists. spec.pass chooses the pass.
+  std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
+
+  /// Makes the tile lists of a block map or a mask on `stream` once, for many layers and steps: calls that
+  /// are given the result do not make them again. spec.pass chooses the pass; each has lists of its own.
+  /// Where the kernels walk no lists, nothing is launched, and calls take the result all the same. Throws
+  /// Error as forward() does.
+  BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                         Stream stream);
 
   /// Whether some family can do the problem on the current device, or why none can.
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);

@@ -21,9 +21,10 @@ std::string dump(const Json& json, int indent) {
 }
 
 Json entry_json(const plan::Entry& entry) {
-  return {{"name", entry.name},       {"header", entry.header},          {"function", entry.function},
-          {"threads", entry.threads}, {"min_blocks", entry.min_blocks},  {"shared_bytes", entry.shared_bytes},
-          {"hot", entry.hot},         {"tensor_maps", entry.tensor_maps}};
+  return {
+      {"name", entry.name},       {"header", entry.header},           {"function", entry.function},
+      {"threads", entry.threads}, {"min_blocks", entry.min_blocks},   {"shared_bytes", entry.shared_bytes},
+      {"hot", entry.hot},         {"tensor_maps", entry.tensor_maps}, {"persistent", entry.persistent}};
 }
 
 Json resources_json(const EntryResources& used) {
@@ -54,7 +55,8 @@ plan::Entry parse_entry(const Json& json) {
           .min_blocks = int_field(json, "min_blocks"),
           .shared_bytes = int_field(json, "shared_bytes"),
           .hot = json.at("hot").get<bool>(),
-          .tensor_maps = json.at("tensor_maps").get<bool>()};
+          .tensor_maps = json.at("tensor_maps").get<bool>(),
+          .persistent = json.at("persistent").get<bool>()};
 }
 
 EntryResources parse_resources(const Json& json) {

@@ -141,6 +141,7 @@ std::string source_digest(const KernelSource& source, const std::vector<std::str
   for (const plan::Entry& entry : source.entries) {
     fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.shared_bytes);
     fields.add(entry.tensor_maps);
+    fields.add(entry.persistent);
   }
   for (const std::string& option : options) fields.add(option);
   return fields.digest();

@@ -99,11 +99,16 @@ Comparison negated(const Comparison& comparison) {
 
 NodePtr prepared_mask(const NodePtr& mask) { return without_abs(fold(mask)); }
 
-bool is_listed(const MaskProgram& mask) {
-  if (mask.empty()) return false;
+MaskTraits mask_traits(const MaskProgram& mask) {
+  if (mask.empty()) return {};
   Graph graph;
   const int root = graph.add(prepared_mask(mask.tree()));
-  return MaskAnalysis(graph, root).listed();
+  const MaskAnalysis analysis(graph, root);
+  return {.listed = analysis.listed(),
+          .uses_batch = (graph.uses(root) & kUsesBatch) != 0,
+          .uses_head = (graph.uses(root) & kUsesHead) != 0,
+          .q_reads = static_cast<int>(analysis.q_reads().size()),
+          .kv_reads = static_cast<int>(analysis.kv_reads().size())};
 }
 
 MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(root) {

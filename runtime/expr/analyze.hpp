@@ -69,8 +69,15 @@ class MaskAnalysis {
 /// the size of what is affine.
 NodePtr prepared_mask(const NodePtr& mask);
 
-/// Whether the kernels visit the mask's tiles by lists rather than within bounds.
-bool is_listed(const MaskProgram& mask);
+/// What a mask program means to the lists of tiles; the kernels' constants of the same names.
+struct MaskTraits {
+  bool listed = false;  ///< the kernels visit the mask's tiles by lists rather than within bounds
+  bool uses_batch = false, uses_head = false;
+  int q_reads = 0, kv_reads = 0;
+
+  bool operator==(const MaskTraits&) const = default;
+};
+MaskTraits mask_traits(const MaskProgram& mask);
 
 /// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison);

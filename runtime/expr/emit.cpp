@@ -118,11 +118,12 @@ class Hooks {
       std::vector<std::string> indices;
       for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
       const bool one = is_real(graph_.node(grad.derivative), 1);
-      additions += fmt::format("    flashjit::add_to_capture_grad(p.captures[{}], {}, {});\n",
-                               head_.slot(graph_.node(grad.read).declaration),
-                               one ? "ds" : "ds * " + code.value(grad.derivative), fmt::join(indices, ", "));
+      additions += fmt::format("    add(flashjit::capture_grad(p.captures[{}], {}), {});\n",
+                               head_.slot(graph_.node(grad.read).declaration), fmt::join(indices, ", "),
+                               one ? "ds" : "ds * " + code.value(grad.derivative));
     }
-    return function("void", "add_capture_grads", fmt::format("float ds, float dot, {}", kPair),
+    return "  template <class Add>\n" +
+           function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
            "\n";
   }

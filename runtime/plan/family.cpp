@@ -9,7 +9,7 @@ namespace flashjit::plan {
 
 bool has_tile_lists(const AttentionSpec& spec) {
   const bool ordered = spec.pass == Pass::backward && spec.deterministic;
-  return spec.has_block_map() || expr::is_listed(spec.mask) || (ordered && !spec.mask.empty());
+  return spec.has_block_map() || expr::mask_traits(spec.mask).listed || (ordered && !spec.mask.empty());
 }
 
 bool has_capture_grads(const AttentionSpec& spec) {

@@ -23,6 +23,7 @@ struct Entry {
   int shared_bytes = 0;      ///< dynamic shared memory
   bool hot = false;          ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
+  bool persistent = false;   ///< blocks take work until there is none: one a multiprocessor does
 
   bool operator==(const Entry&) const = default;
 };
@@ -30,7 +31,8 @@ struct Entry {
 /// One launch: an entry by its place in the family's list, and a one-dimensional grid.
 struct Launch {
   std::size_t entry = 0;
-  std::int64_t blocks = 0;  ///< 0: nothing to do, skipped
+  std::int64_t blocks = 0;   ///< 0: nothing to do, skipped
+  bool makes_lists = false;  ///< skipped where the call is given its tile lists
 
   bool operator==(const Launch&) const = default;
 };
@@ -40,9 +42,10 @@ struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool dq_accum = false;
   bool tickets = false;
-  bool lists = false;
   bool ranks = false;
+  std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
+  std::int64_t tile_reads = 0;  ///< values whose bounds over tiles a set of lists is made from
   std::int64_t q_tiles = 0;
 
   bool operator==(const WorkspaceNeeds&) const = default;
@@ -55,9 +58,9 @@ bool has_tile_lists(const AttentionSpec& spec);
 /// Whether the pass gives gradients to captured tensors.
 bool has_capture_grads(const AttentionSpec& spec);
 
-/// Why a deterministic pass cannot have them.
+/// Why the other families leave deterministic ones to simt.
 inline constexpr const char* kUnorderedGrads =
-    "gradients of captured tensors are added up in any order, the spec says det";
+    "adds gradients of captured tensors up in any order, the spec says det";
 
 /// Rows of Q, and of K and V, that the TMA unit copies at a time.
 struct TensorBoxes {

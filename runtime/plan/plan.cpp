@@ -100,6 +100,10 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
   plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);
+  for (Launch& launch : plan.launches) {
+    if (plan.entries[launch.entry].persistent)
+      launch.blocks = std::min<std::int64_t>(launch.blocks, device.multiprocessors);
+  }
   return plan;
 }
 

@@ -12,6 +12,11 @@ namespace flashjit::plan {
 namespace {
 
 constexpr int kOldestCapability = 75;
+/// More than any GPU runs at once; each block takes tiles until there are no more.
+constexpr std::int64_t kMostOrderedBlocks = 4096;
+
+/// Whether gradients of captured tensors are added up by a kernel of their own, in one order.
+bool orders_capture_grads(const AttentionSpec& spec) { return spec.deterministic && has_capture_grads(spec); }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
@@ -53,7 +58,6 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
-  if (spec.deterministic && has_capture_grads(spec)) return Support::no(kUnorderedGrads);
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,
@@ -108,6 +112,7 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& config) 
   std::vector<Entry> all{auxiliary_entry("preprocess"), entry("backward_dkdv", "backward", config, by_keys),
                          entry("backward_dq", "backward", config, by_queries)};
   if (spec.sinks) all.push_back(auxiliary_entry("sink_grads"));
+  if (orders_capture_grads(spec)) all.push_back(entry("capture_grads", "capture_grads", config, by_queries));
   return all;
 }
 
@@ -118,12 +123,16 @@ std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& sh
   const std::int64_t kv_blocks = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, config.bc);
   const std::int64_t row_blocks = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
   std::vector<Launch> all{{0, row_blocks}, {1, kv_blocks}, {2, q_blocks}};
-  if (spec.sinks) all.push_back({3, shape.heads_q});
+  if (spec.sinks) all.push_back({all.size(), shape.heads_q});
+  if (orders_capture_grads(spec))
+    all.push_back({all.size(), std::min(q_blocks * tiles(shape.seqlen_kv, config.bc), kMostOrderedBlocks)});
   return all;
 }
 
-WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape&, const TileConfig&) {
-  return {.row_stats = spec.pass == Pass::backward};
+WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
+  return {.row_stats = spec.pass == Pass::backward,
+          .tickets = orders_capture_grads(spec),
+          .q_tiles = tiles(shape.seqlen_q, config.br)};
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }

@@ -16,9 +16,17 @@ constexpr int kProducerThreads = 128;
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
 
+sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};
+}
+
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
-  if (is_forward(spec)) return sm90::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+  if (is_forward(spec)) return forward_layout(spec, c).bytes();
   return sm90_backward_layout(spec, c).bytes();
+}
+
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal() || mask == causal(CausalAlignment::top_left);
 }
 
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
@@ -100,19 +108,46 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
-    // A third warp group leaves each too few registers for a block map and dropout at once.
-    if (d <= 64 && !(spec.has_block_map() && (spec.dropout || spec.kv_lengths)))
-      choices.insert(choices.begin(), forward_config(12, 128, 2));
+    // A third warp group leaves each fewer registers, and masks of blocks and windows fit smaller tiles.
+    if (!spec.dropout && !spec.has_block_map() && (spec.mask.empty() || is_causal(spec.mask)))
+      choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : 80, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
   } else {
-    choices = {forward_config(8, 80, 2), forward_config(4, 80, 2)};
+    const int bc = spec.dropout ? 64 : 80;  // random numbers take registers
+    choices = {forward_config(8, bc, 2), forward_config(4, bc, 2)};
   }
   return choices;
 }
 
+/// Pairs that the tiles of one head compute, as far as the planner knows the mask.
+std::int64_t computed_pairs(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
+  const bool top_left = spec.mask == causal(CausalAlignment::top_left);
+  const std::int64_t shift = top_left ? 0 : shape.seqlen_kv - shape.seqlen_q;
+  std::int64_t pairs = 0;
+  for (std::int64_t end = c.br; end < shape.seqlen_q + c.br; end += c.br) {
+    const std::int64_t keys =
+        is_causal(spec.mask) ? std::clamp<std::int64_t>(end + shift, 0, shape.seqlen_kv) : shape.seqlen_kv;
+    pairs += tiles(keys, c.bc) * c.bc * c.br;
+  }
+  return pairs;
+}
+
+/// Larger tiles are faster for each pair; short lengths and masks make them compute more pairs in vain.
+bool wastes(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& large,
+            const TileConfig& small) {
+  constexpr std::int64_t kLongEnough = 16384;
+  if (shape.seqlen_q >= kLongEnough) return false;
+  const double gain = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;  // measured
+  return static_cast<double>(computed_pairs(spec, shape, large)) >
+         gain * static_cast<double>(computed_pairs(spec, shape, small));
+}
+
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  return first_that_fills(preferences(spec), sm90_traits(), spec, shape, device);
+  std::vector<TileConfig> choices = preferences(spec);
+  if (choices.front().warps == 12 && wastes(spec, shape, choices[0], choices[1]))
+    choices.erase(choices.begin());
+  return first_that_fills(choices, sm90_traits(), spec, shape, device);
 }
 
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
@@ -134,6 +169,10 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
+  // It pays where the next tile's Q comes while O is stored. Where tiles differ in work that only the kernel
+  // knows, the device's own scheduler is fairer.
+  main.persistent = is_forward(spec) && forward_layout(spec, c).own_o() && !spec.varlen && !spec.kv_lengths &&
+                    !has_tile_lists(spec);
   return with_auxiliaries(spec, Family::sm90, main);
 }
 

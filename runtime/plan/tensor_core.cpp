@@ -1,16 +1,38 @@
 #include "plan/tensor_core.hpp"
 
+#include "expr/analyze.hpp"
 #include "plan/workspace.hpp"
 
 namespace flashjit::plan {
 namespace {
 
 /// What a call launches, in order.
-enum class Step { preprocess, sink_grads, block_lists, list_ranks, main, convert_dq };
+enum class Step { preprocess, sink_grads, tile_reads, block_lists, list_ranks, main, convert_dq };
+
+bool makes_lists(Step step) {
+  return step == Step::tile_reads || step == Step::block_lists || step == Step::list_ranks;
+}
 
 /// Whether additions to dQ are ordered among lists of tiles.
 bool has_ranks(const AttentionSpec& spec) {
   return spec.pass == Pass::backward && spec.deterministic && has_tile_lists(spec);
+}
+
+/// Whether the mask is classed by the bounds of what it reads.
+bool has_tile_reads(const AttentionSpec& spec) {
+  const expr::MaskTraits mask = expr::mask_traits(spec.mask);
+  return mask.q_reads + mask.kv_reads > 0;
+}
+
+/// How many sets of lists there are at most: one that all share where neither mask nor map nor lengths tell
+/// batch entries or heads apart. The kernels' own rule: list_batch() and list_heads() in
+/// templates/common/tile_walk.cuh, which also know whether the map does.
+std::int64_t list_sets(const AttentionSpec& spec, const AttentionShape& shape) {
+  if (!has_tile_lists(spec)) return 0;
+  const expr::MaskTraits mask = expr::mask_traits(spec.mask);
+  const bool by_batch = spec.has_block_map() || spec.varlen || spec.kv_lengths || mask.uses_batch;
+  const bool by_head = spec.has_block_map() || mask.uses_head;
+  return (by_batch ? shape.batch : 1) * (by_head ? shape.heads_q : 1);
 }
 
 std::vector<Step> steps(const AttentionSpec& spec) {
@@ -18,6 +40,7 @@ std::vector<Step> steps(const AttentionSpec& spec) {
   std::vector<Step> all;
   if (backward) all.push_back(Step::preprocess);
   if (backward && spec.sinks) all.push_back(Step::sink_grads);
+  if (has_tile_reads(spec)) all.push_back(Step::tile_reads);
   if (has_tile_lists(spec)) all.push_back(Step::block_lists);
   if (has_ranks(spec)) all.push_back(Step::list_ranks);
   all.push_back(Step::main);
@@ -31,6 +54,8 @@ Entry entry_of(Step step, Family family, const Entry& main) {
       return auxiliary_entry("preprocess");
     case Step::sink_grads:
       return auxiliary_entry("sink_grads");
+    case Step::tile_reads:
+      return auxiliary_entry("tile_reads", "block_lists");
     case Step::block_lists:
       return auxiliary_entry("block_lists");
     case Step::list_ranks:
@@ -54,10 +79,12 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
       return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);
     case Step::sink_grads:
       return shape.heads_q;
+    case Step::tile_reads:
+      return tiles(list_sets(spec, shape) * (q_tiles + kv_tiles), kAuxiliaryThreads / 32);
     case Step::block_lists:
-      return heads * (backward ? kv_tiles : q_tiles);
+      return list_sets(spec, shape) * (backward ? kv_tiles : q_tiles);
     case Step::list_ranks:
-      return tiles(heads * q_tiles, kAuxiliaryThreads);
+      return list_sets(spec, shape) * tiles(q_tiles, 32);
     case Step::main:
       return backward ? shape.batch * shape.heads_kv * kv_tiles : heads * q_tiles;
   }
@@ -83,7 +110,8 @@ std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, co
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
   std::vector<Launch> all;
-  for (const Step step : steps(spec)) all.push_back({all.size(), blocks_of(step, spec, shape, config)});
+  for (const Step step : steps(spec))
+    all.push_back({all.size(), blocks_of(step, spec, shape, config), makes_lists(step)});
   return all;
 }
 
@@ -91,13 +119,15 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
                                      const TileConfig& config) {
   const bool backward = spec.pass == Pass::backward;
   const std::int64_t q_tiles = tiles(shape.seqlen_q, config.br), kv_tiles = tiles(shape.seqlen_kv, config.bc);
+  const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
           .dq_accum = backward,
           .tickets = backward && spec.deterministic,
-          .lists = has_tile_lists(spec),
           .ranks = has_ranks(spec),
+          .list_sets = list_sets(spec, shape),
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
+          .tile_reads = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
           .q_tiles = q_tiles};
 }
 

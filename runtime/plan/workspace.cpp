@@ -63,9 +63,11 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   out.tickets = allocator.place(needs.tickets, {heads, needs.q_tiles}, 1);
-  out.list_count = allocator.place(needs.lists, {heads, needs.list_rows});
-  out.list_entries = allocator.place(needs.lists, {heads, needs.list_rows, needs.list_columns});
-  out.list_rank = allocator.place(needs.ranks, {heads, needs.list_rows, needs.list_columns});
+  const std::int64_t sets = needs.list_sets;
+  out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
+  out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});
+  out.list_rank = allocator.place(needs.ranks, {sets, needs.list_rows, needs.list_columns});
+  out.tile_reads = allocator.place(needs.tile_reads > 0, {sets, needs.tile_reads, 2});
   out.bytes = allocator.bytes();
   return out;
 }

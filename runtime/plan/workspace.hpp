@@ -10,9 +10,13 @@ namespace flashjit::plan {
 /// Offsets in bytes from the workspace's start, each 256-byte aligned; a part that is not needed has size
 /// zero.
 struct WorkspaceLayout {
-  std::size_t d = 0, lse_padded = 0, dq_accum = 0, tickets = 0, list_count = 0, list_entries = 0,
-              list_rank = 0;
+  std::size_t d = 0, lse_padded = 0, dq_accum = 0, tickets = 0;
+  std::size_t list_count = 0, list_entries = 0, list_rank = 0, tile_reads = 0;
   std::size_t bytes = 0;
+
+  /// The lists stand last, so that a call that is given them needs a workspace without that end.
+  std::size_t bytes_without_lists() const { return list_count; }
+  std::size_t list_bytes() const { return bytes - list_count; }
 
   bool operator==(const WorkspaceLayout&) const = default;
 };

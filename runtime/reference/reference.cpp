@@ -325,7 +325,7 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
 /// One head's gradients; all but dq are its share of a sum over heads.
 struct HeadBackward {
   Matrix dq, dk, dv;
-  double dsink = 0;
+  std::vector<double> dsink_rows = {};
   CaptureGrads captures = {};
 };
 
@@ -355,7 +355,7 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
   arithmetic.round(kept);
 
   const double sink = context.sink(task);
-  double dsink = 0;
+  std::vector<double> dsink_rows(sink == -kInfinity ? 0 : fwd.p.rows);
   CaptureGrads captures;
   Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
   for (std::int64_t i = 0; i < ds.rows; ++i) {
@@ -367,12 +367,12 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
     }
     if (sink != -kInfinity) {
       const double p = arithmetic.rounded(std::exp(sink - fwd.lse[i]));
-      dsink = arithmetic.sum(dsink, -arithmetic.rounded(p * d));
+      dsink_rows[i] = -arithmetic.rounded(p * d);
     }
   }
   through_score_program(context, arithmetic, fwd, task, ds, captures);
   HeadBackward result{arithmetic.product(ds, head.k), arithmetic.product(transpose(ds), head.q),
-                      arithmetic.product(transpose(kept), dout), dsink, std::move(captures)};
+                      arithmetic.product(transpose(kept), dout), std::move(dsink_rows), std::move(captures)};
   for (double& value : result.dq.values) value *= context.scale;
   for (double& value : result.dk.values) value *= context.scale;
   arithmetic.round(result.dq);
@@ -414,7 +414,10 @@ Backward backward(const Problem& problem, Precision precision) {
   const std::int64_t dim_v = context.spec.v_dim();
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
   Backward result{std::vector<double>(problem.q.size()), {}, {}, {}, context.programs.zero_grads()};
-  if (context.spec.sinks) result.dsinks.resize(context.shape.heads_q);
+  if (context.spec.sinks) {
+    result.dsinks.resize(context.shape.heads_q);
+    result.dsink_rows.resize(context.tasks() * context.shape.seqlen_q);
+  }
   std::vector<HeadBackward> heads(context.tasks(), {Matrix(0, 0), Matrix(0, 0), Matrix(0, 0)});
   std::mutex captures_mutex;  // a head's share may be large: none is kept
   parallel_for(context.tasks(), [&](std::int64_t task) {
@@ -429,8 +432,12 @@ Backward backward(const Problem& problem, Precision precision) {
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
     put(heads[task].dq, result.dq, context.q_rows(task));
     if (context.spec.sinks) {
+      const std::vector<double>& rows = heads[task].dsink_rows;
+      std::copy(rows.begin(), rows.end(), result.dsink_rows.begin() + task * context.shape.seqlen_q);
+      const double of_task = std::accumulate(
+          rows.begin(), rows.end(), 0.0, [&](double sum, double row) { return arithmetic.sum(sum, row); });
       double& dsink = result.dsinks[context.head_of(task)];
-      dsink = arithmetic.sum(dsink, heads[task].dsink);
+      dsink = arithmetic.sum(dsink, of_task);
     }
   }
   result.dk = sum_groups(context, arithmetic, heads, &HeadBackward::dk, problem.k.size());
@@ -482,15 +489,35 @@ double max_abs_error(const std::vector<double>& a, const std::vector<double>& b)
   return largest;
 }
 
-Verdict judge(const std::vector<double>& got, const std::vector<double>& exact,
-              const std::vector<double>& rounded, double factor) {
-  const double limit = factor * max_abs_error(rounded, exact) + 1e-5;
+namespace {
+
+Verdict judged_by(double yardstick, double error, double factor) {
+  const double limit = factor * yardstick + 1e-5;
   if (!std::isfinite(limit)) {
     refuse(
         "the rounded computation overflows its element type, so it sets no error limit; use smaller values "
         "or fp32");
   }
-  return {max_abs_error(got, exact), limit};
+  return {error, limit};
+}
+
+}  // namespace
+
+Verdict judge(const std::vector<double>& got, const std::vector<double>& exact,
+              const std::vector<double>& rounded, double factor) {
+  return judged_by(max_abs_error(rounded, exact), max_abs_error(got, exact), factor);
+}
+
+Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got, SinkGrads exact,
+                     SinkGrads rounded, double factor) {
+  std::vector<double> squares(shape.heads_q);
+  for (std::int64_t row = 0; row < std::ssize(exact.rows); ++row) {
+    const double error = rounded.rows[row] - exact.rows[row];
+    squares[row / shape.seqlen_q % shape.heads_q] += error * error;
+  }
+  double yardstick = max_abs_error(rounded.sums, exact.sums);
+  for (const double sum : squares) yardstick = std::max(yardstick, std::sqrt(sum));
+  return judged_by(yardstick, max_abs_error(got, exact.sums), factor);
 }
 
 }  // namespace flashjit::reference

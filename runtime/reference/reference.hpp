@@ -45,6 +45,8 @@ struct Backward {
   std::vector<double> dq, dk, dv;
   std::vector<double> dsinks = {};  ///< [heads_q] with spec.sinks
   CaptureGrads captures = {};       ///< of each of Problem::captures
+  std::vector<double> dsink_rows =
+      {};  ///< [batch, heads_q, seqlen_q] with spec.sinks: what each query gives to dsinks
 };
 
 /// Both throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
@@ -77,5 +79,14 @@ struct Verdict {
 };
 Verdict judge(const std::vector<double>& got, const std::vector<double>& exact,
               const std::vector<double>& rounded, double factor);
+
+/// The same of the gradients of sinks. Each is one sum over all rows, and there are as few as heads, so that
+/// the rounded computation's errors may cancel by luck. What they are when they do not is the root of the sum
+/// of the squares of its rows' errors, which are many and independent: the yardstick is at least that.
+struct SinkGrads {
+  const std::vector<double>&sums, &rows;  ///< Backward::dsinks, Backward::dsink_rows
+};
+Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got, SinkGrads exact,
+                     SinkGrads rounded, double factor);
 
 }  // namespace flashjit::reference

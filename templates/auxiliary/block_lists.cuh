@@ -33,31 +33,80 @@ __device__ __forceinline__ Place place_among_threads(bool yes) {
   return place;
 }
 
-/// The bounds of what the mask reads over a range: reads at queries, or at keys.
+/// One set of lists: a batch entry and a head, or all those that share its lists.
+template <class P>
+struct ListSet {
+  long long at;
+  Sequence<P> sequence;
+  typename P::Head head;
+
+  __device__ ListSet(const Params& p, long long at_)
+      : at(at_),
+        sequence(p, static_cast<int>(at_ / list_heads<P>(p))),
+        head(sequence.head(p, static_cast<int>(at_ % list_heads<P>(p)))) {}
+
+  static __device__ long long count(const Params& p) {
+    return static_cast<long long>(list_batch<P>(p)) * list_heads<P>(p);
+  }
+  __device__ Range q_rows(const Params& p, int tile) const {
+    return tile_range(tile, P::kBr, sequence.seqlen_q(p));
+  }
+  __device__ Range kv_rows(const Params& p, int tile) const {
+    return tile_range(tile, P::kBc, sequence.kv_limit(p));
+  }
+};
+
+/// The bounds of what the mask reads over a tile's rows: of queries, or of keys.
 template <class P, bool kQueries>
 struct Reads {
   static constexpr int kCount = kQueries ? P::kQReads : P::kKvReads;
   Interval bounds[kCount > 0 ? kCount : 1];
 
-  /// By the threads `first`, `first` + `stride`, ... of those that share the work.
-  __device__ Reads(const Params& p, const typename P::Head& head, Range range, int first, int stride) {
+  __device__ Reads(const Params& p, const ListSet<P>& set, int tile) {
+    const int* reads = memory(p, set, tile);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) bounds[i] = {reads[2 * i], reads[2 * i + 1]};
+  }
+
+  /// Finds them with a whole warp and keeps them for block_lists.
+  static __device__ void store(const Params& p, const ListSet<P>& set, int tile) {
+    const Range range = kQueries ? set.q_rows(p, tile) : set.kv_rows(p, tile);
+    int* reads = memory(p, set, tile);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       int low = 0x7fffffff, high = static_cast<int>(0x80000000);
-      for (int at = range.begin + first; at < range.end; at += stride) {
-        const int value = kQueries ? P::q_read(p, head, i, at) : P::kv_read(p, head, i, at);
+      for (int at = range.begin + static_cast<int>(threadIdx.x) % 32; at < range.end; at += 32) {
+        const int value = kQueries ? P::q_read(p, set.head, i, at) : P::kv_read(p, set.head, i, at);
         low = min(low, value), high = max(high, value);
       }
-      bounds[i] = {low, high};
+      reads[2 * i] = __reduce_min_sync(kWholeWarp, low);
+      reads[2 * i + 1] = __reduce_max_sync(kWholeWarp, high);
     }
   }
-  __device__ void join_warp() {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      bounds[i] = {__reduce_min_sync(kWholeWarp, static_cast<int>(bounds[i].low)),
-                   __reduce_max_sync(kWholeWarp, static_cast<int>(bounds[i].high))};
+
+ private:
+  static __device__ int* memory(const Params& p, const ListSet<P>& set, int tile) {
+    if (kQueries) return p.lists.reads + (set.at * q_tiles<P>(p) + tile) * P::kQReads * 2;
+    return p.lists.reads + (ListSet<P>::count(p) * q_tiles<P>(p) * P::kQReads +
+                            (set.at * kv_tiles<P>(p) + tile) * P::kKvReads) *
+                               2;
   }
 };
+
+/// One warp for one tile of rows of one set of lists; grid: sets * (q_tiles + kv_tiles) / 4, rounded up. Each
+/// row is looked at once: the lists' columns would do it again for each of their rows.
+template <class P>
+__device__ void tile_reads(const Params& p) {
+  const int tiles = q_tiles<P>(p) + kv_tiles<P>(p);
+  const long long work = blockIdx.x * (kListThreads / 32ll) + threadIdx.x / 32;
+  if (work >= ListSet<P>::count(p) * tiles) return;
+  const ListSet<P> set(p, work / tiles);
+  const int tile = static_cast<int>(work % tiles);
+  if (tile < q_tiles<P>(p))
+    Reads<P, true>::store(p, set, tile);
+  else
+    Reads<P, false>::store(p, set, tile - q_tiles<P>(p));
+}
 
 /// Evaluates every pair of a tile with the whole warp, until both kinds have been seen.
 template <class P>
@@ -91,39 +140,32 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
   return kind;
 }
 
-/// One block of 128 threads for one list; grid: batch * heads_q * rows, of which broadcast lists leave some
-/// without work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
+/// One block of 128 threads for one list; grid: sets * rows, of which shared lists may leave some without
+/// work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
 template <class P>
 __device__ void block_lists(const Params& p) {
   const int rows = P::kBackward ? kv_tiles<P>(p) : q_tiles<P>(p);
   const int columns = P::kBackward ? q_tiles<P>(p) : kv_tiles<P>(p);
   const long long list = blockIdx.x;
-  if (list >= static_cast<long long>(list_batch<P>(p)) * list_heads<P>(p) * rows) return;
+  if (list >= ListSet<P>::count(p) * rows) return;
   const int row = static_cast<int>(list % rows);
-  const int h = static_cast<int>(list / rows % list_heads<P>(p));
-  const Sequence<P> sequence(p, static_cast<int>(list / rows / list_heads<P>(p)));
-  const auto head = sequence.head(p, h);
-  const int seqlen_q = sequence.seqlen_q(p), kv_limit = sequence.kv_limit(p);
-
-  const Range row_range =
-      P::kBackward ? tile_range(row, P::kBc, kv_limit) : tile_range(row, P::kBr, seqlen_q);
-  Reads<P, !P::kBackward> row_reads(p, head, row_range, threadIdx.x % 32, 32);
-  row_reads.join_warp();
+  const ListSet<P> set(p, list / rows);
+  const Range row_range = P::kBackward ? set.kv_rows(p, row) : set.q_rows(p, row);
+  const Reads<P, !P::kBackward> row_reads(p, set, row);
 
   int* entries = p.lists.entries + list * columns;
   int count = 0;
   for (int first = 0; first < columns; first += kListThreads) {
     const int column = first + static_cast<int>(threadIdx.x);
-    const Range column_range =
-        P::kBackward ? tile_range(column, P::kBr, seqlen_q) : tile_range(column, P::kBc, kv_limit);
+    const Range column_range = P::kBackward ? set.q_rows(p, column) : set.kv_rows(p, column);
     const Range q = P::kBackward ? column_range : row_range, kv = P::kBackward ? row_range : column_range;
     TileClass kind = TileClass::empty;
     if (q.begin < q.end && kv.begin < kv.end) {
-      const Reads<P, P::kBackward> column_reads(p, head, column_range, 0, 1);
-      kind = tile_class<P>(p, head, q, kv, P::kBackward ? column_reads.bounds : row_reads.bounds,
+      const Reads<P, P::kBackward> column_reads(p, set, column);
+      kind = tile_class<P>(p, set.head, q, kv, P::kBackward ? column_reads.bounds : row_reads.bounds,
                            P::kBackward ? row_reads.bounds : column_reads.bounds);
     }
-    if constexpr (P::kEvaluateTiles) kind = evaluate_partial<P>(p, head, q, kv, kind);
+    if constexpr (P::kEvaluateTiles) kind = evaluate_partial<P>(p, set.head, q, kv, kind);
     const bool listed = kind != TileClass::empty;
     const Place place = place_among_threads(listed);
     if (listed) entries[count + place.before] = column * 2 + (kind == TileClass::full ? 1 : 0);
@@ -136,19 +178,32 @@ __device__ void block_lists(const Params& p) {
 }
 
 /// From "which KV tiles list a Q tile" to the place of each among them, the last first: the order in which
-/// they add to its dQ. One thread for each column of all lists; grid: batch * heads_q * columns / 128,
-/// rounded up.
+/// they add to its dQ. One block for 32 columns of a set of lists, each warp for a part of the rows; grid:
+/// sets * columns / 32, rounded up.
 template <class P>
 __device__ void list_ranks(const Params& p) {
-  const int rows = kv_tiles<P>(p), columns = q_tiles<P>(p);
-  const long long at = static_cast<long long>(blockIdx.x) * kListThreads + threadIdx.x;
-  if (at >= static_cast<long long>(list_batch<P>(p)) * list_heads<P>(p) * columns) return;
-  int* rank = p.lists.rank + at / columns * rows * columns + at % columns;
+  constexpr int kParts = kListThreads / 32;
+  __shared__ int listed_in[kParts][32];
+  const int rows = kv_tiles<P>(p), columns = q_tiles<P>(p), column_blocks = (columns + 31) / 32;
+  const long long set = blockIdx.x / column_blocks;
+  if (set >= ListSet<P>::count(p)) return;
+  const int part = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int column = static_cast<int>(blockIdx.x % column_blocks) * 32 + lane;
+  const long long first = static_cast<long long>(rows) * part / kParts;
+  const long long end = column < columns ? static_cast<long long>(rows) * (part + 1) / kParts : first;
+  int* rank = p.lists.rank + set * rows * columns + column;
+
+  int listed = 0;
+#pragma unroll 8
+  for (long long row = first; row < end; ++row) listed += rank[row * columns];
+  listed_in[part][lane] = listed;
+  __syncthreads();
   int before = 0;
-  for (int row = rows - 1; row >= 0; --row) {
-    const int listed = rank[static_cast<long long>(row) * columns];
-    rank[static_cast<long long>(row) * columns] = before;
-    before += listed;
+  for (int later = part + 1; later < kParts; ++later) before += listed_in[later][lane];
+  for (long long row = end - 1; row >= first; --row) {
+    const int one = rank[row * columns];
+    rank[row * columns] = before;
+    before += one;
   }
 }
 

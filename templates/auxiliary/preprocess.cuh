@@ -54,7 +54,9 @@ __device__ void preprocess(const Params& p) {
   if constexpr (P::kDeterministic) {
     if (p.tickets != nullptr) {
       const long long q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
-      const long long count = 1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles;
+      // At least the two counters of simt/capture_grads.cuh; this part of the workspace has 256 bytes or
+      // more.
+      const long long count = max(1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles, 4ll);
       for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll)
         p.tickets[i] = 0;
     }

@@ -230,7 +230,7 @@ __device__ void reference_backward(const ReferenceParams& params) {
   for (int d = 0; d < P::kHeadDimV; ++d) row_d += r.dout[d] * r.out[d];
   if (P::kSinks && threadIdx.x == 0 && !softmax.nothing()) {
     const double prob = rounded<Element, Real>(softmax.prob(reference_sink<P>(r)));
-    atomicAdd(params.dsinks + r.h, -rounded<Element, Real>(prob * row_d));
+    params.dsink_rows[r.row] = -rounded<Element, Real>(prob * row_d);
   }
 
   const double scale = r.p.softmax_scale;

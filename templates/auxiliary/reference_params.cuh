@@ -22,7 +22,7 @@ struct ReferenceParams {
   double* dq;              ///< [batch, heads_q, q_count, head_dim]
   double* dk;              ///< [batch, heads_kv, kv_count, head_dim]: added to
   double* dv;              ///< [batch, heads_kv, kv_count, head_dim_v]: added to
-  double* dsinks;          ///< [heads_q]: added to
+  double* dsink_rows;      ///< [batch, heads_q, q_count]: what dsinks are the sums of
 };
 
 /// A tensor to fill with values of mean 0 and variance 1, a different one for each seed.

@@ -65,16 +65,20 @@ __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices
   return as_read(load_element(static_cast<const Element*>(tensor.data) + at));
 }
 
-/// Adds to the gradient of tensor[indices...]; the gradient is contiguous.
+/// Where the gradient of tensor[indices...] is; the gradient is contiguous.
 template <class... Indices>
-__device__ __forceinline__ void add_to_capture_grad(const CaptureParam& tensor, float value,
-                                                    Indices... indices) {
+__device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indices... indices) {
   const int index[] = {indices...};
   long long at = 0;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof...(indices)); ++i)
     at = at * tensor.size[i] + clamped_index(index[i], tensor.size[i]);
-  atomicAdd(tensor.grad + at, value);
+  return tensor.grad + at;
 }
+
+/// Adds to the gradients of captures in any order.
+struct AtomicAddition {
+  __device__ __forceinline__ void operator()(float* at, float value) const { atomicAdd(at, value); }
+};
 
 }  // namespace flashjit

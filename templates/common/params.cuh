@@ -9,13 +9,14 @@ struct TensorParam {
   long long stride_b, stride_h, stride_s;
 };
 
-/// Lists of the tiles that a block map leaves, made by the block_lists entry.
-/// Row r of map batch mb and map head mh starts at ((mb * map_heads + mh) * rows + r) * columns.
+/// Lists of the tiles that a block map and a mask leave, made by the block_lists entry; a set of lists for
+/// each batch entry and head that they tell apart.
 struct BlockListParam {
-  int* count;    ///< [map_batch, map_heads, rows]: tiles in the row's list
-  int* entries;  ///< [map_batch, map_heads, rows, columns]: tile * 2 + (1 if every pair of it attends),
-                 ///< ascending
-  int* rank;  ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
+  int* count;    ///< [sets, rows]: tiles in the row's list
+  int* entries;  ///< [sets, rows, columns]: tile * 2 + (1 if every pair of it attends), ascending
+  int* rank;   ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
+  int* reads;  ///< [sets, q_tiles, q_reads, 2], then [sets, kv_tiles, kv_reads, 2]: smallest and largest
+               ///< value of what the mask reads over each tile's rows; made by the tile_reads entry
 };
 
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;

@@ -66,9 +66,12 @@ struct ExampleProblem {
                                                      Position /*q*/, Position /*kv*/) {
     return 1.0f;
   }
-  /// Adds what a pair with the gradient ds = d loss / d score gives to the captures that want a gradient.
+  /// Calls add(float* at, float value) for what a pair with the gradient ds = d loss / d score gives to the
+  /// captures that want a gradient: kCaptureGrads times, always in one order.
+  template <class Add>
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
-                                                           float /*dot*/, Position /*q*/, Position /*kv*/) {}
+                                                           float /*dot*/, Position /*q*/, Position /*kv*/,
+                                                           Add&& /*add*/) {}
 
   /// Whether the pair attends. Lengths, padding and block maps are not its business.
   static __device__ __forceinline__ bool mask(const Params&, const Head&, Position /*q*/, Position /*kv*/) {

@@ -27,19 +27,17 @@ struct PairGradient {
   float p, ds;
 };
 
-/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with. One of the two kernels
-/// adds to the gradients of captured tensors.
-template <class Problem, bool kAddsCaptureGrads>
+/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with. `add` is called with
+/// what the pair adds to gradients of captured tensors.
+template <class Problem, class Add>
 __device__ __forceinline__ PairGradient pair_gradient(const Params& p, const typename Problem::Head& head,
                                                       int q, int kv, float dot, float dp, RowStats row,
-                                                      float dropout) {
+                                                      float dropout, Add&& add) {
   float score = scaled(p, dot);
   if constexpr (Problem::kHasScore) score = Problem::score(p, head, dot, position(q), position(kv));
   const float prob = exp2f((score - row.lse) * kLog2E);
   float ds = prob * (dp * dropout - row.d);
-  if constexpr (kAddsCaptureGrads && Problem::kCaptureGrads > 0) {
-    if (ds != 0.0f) Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv));
-  }
+  if (ds != 0.0f) Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv), add);
   // A slope may be anything where P is zero.
   if constexpr (Problem::kScoreGrad)
     ds = ds == 0.0f ? 0.0f : ds * Problem::score_grad(p, head, dot, position(q), position(kv));
@@ -53,6 +51,10 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
                                               const Sequence<Problem>& sequence,
                                               const typename Problem::Head& head) {
   constexpr int kQueries = kRowsAreQueries ? T::kM : T::kN;
+  // One of the two kernels adds to the gradients of captures, unless capture_grads does so in order.
+  const auto add = [](float* at, float value) {
+    if constexpr (kRowsAreQueries && !Problem::kDeterministic) atomicAdd(at, value);
+  };
   RowStats stats[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
@@ -68,8 +70,8 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
         const int kv = tile.kv.begin + (kRowsAreQueries ? T::column(j) : T::row(i));
         float dropout = 1.0f;
         if constexpr (Problem::kDropout) dropout = pairs.keeps(i * T::kN + j) ? p.keep_scale : 0.0f;
-        gradient = pair_gradient<Problem, kRowsAreQueries>(p, head, q, kv, s[i][j], dp[i][j],
-                                                           stats[kRowsAreQueries ? i : j], dropout);
+        gradient = pair_gradient<Problem>(p, head, q, kv, s[i][j], dp[i][j], stats[kRowsAreQueries ? i : j],
+                                          dropout, add);
       }
       s[i][j] = gradient.p;
       dp[i][j] = gradient.ds;

@@ -242,7 +242,8 @@ __device__ void backward(const Params& p) {
           grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
           if constexpr (P::kCaptureGrads > 0) {
             if ((P::kDSplit == 1 || split == 0) && grad != 0.0f)
-              P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e));
+              P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
+                                   AtomicAddition());
           }
           // A slope may be anything where P is zero.
           if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];

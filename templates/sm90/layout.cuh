@@ -13,16 +13,35 @@ constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
 constexpr int slices(int columns) { return (columns + kSliceColumns - 1) / kSliceColumns; }
 constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows * kRowBytes; }
 
-/// Q (and at the end O), then `stages` tiles of K, then of V, then the barriers.
+constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block of sm_90 can have
+
+constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of their Q tile
+
+/// Q, then `stages` tiles of K, then of V, then O where it fits (else it takes the place of Q), then what
+/// is known of this Q tile and of the next, then the barriers.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
   constexpr int q() const { return 0; }
-  constexpr int k() const { return tile_bytes(br, head_dim > head_dim_v ? head_dim : head_dim_v); }
+  constexpr int k() const { return own_o() ? q_bytes() : larger(q_bytes(), o_bytes()); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int barriers() const { return v() + stages * tile_bytes(bc, head_dim_v); }
-  /// One barrier for Q and four for each stage.
-  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
+  constexpr int o() const { return own_o() ? v() + stages * tile_bytes(bc, head_dim_v) : 0; }
+  constexpr int work() const { return v() + stages * tile_bytes(bc, head_dim_v) + (own_o() ? o_bytes() : 0); }
+  constexpr int barriers() const { return work() + 2 * kWorkBytes; }
+  constexpr int bytes() const { return work() + facts_bytes(); }
+  /// Whether the next tile's Q can be loaded while O is stored.
+  constexpr bool own_o() const {
+    return q_bytes() + stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v)) + o_bytes() +
+               facts_bytes() <=
+           kSharedLimit;
+  }
+
+ private:
+  constexpr int q_bytes() const { return tile_bytes(br, head_dim); }
+  constexpr int o_bytes() const { return tile_bytes(br, head_dim_v); }
+  /// Two barriers for Q and four for each stage.
+  constexpr int facts_bytes() const { return 2 * kWorkBytes + (2 + 4 * stages) * 8; }
+  static constexpr int larger(int a, int b) { return a > b ? a : b; }
 };
 
 constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of its work

@@ -134,6 +134,15 @@ INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
                          testing::Values("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
                          [](const auto& info) { return std::string(info.param); });
 
+TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const AttentionSpec spec = parse_spec(
+      "bwd:fp32:d64:score{m: fp32 2d grad; t: fp16 1d grad; score * m[q, kv] + t[kv]}:dropout:varlen:det");
+  const std::vector<TileConfig> configs = plan::simt_traits().search_space(spec, device);
+  EXPECT_GE(configs.size(), 10u);
+  for (const TileConfig& config : configs) EXPECT_EQ(compile_and_check(spec, config, device), "");
+}
+
 TEST(PerformanceLoss, IsFoundInTheLog) {
   const std::string fine = "ptxas info    : 0 bytes gmem\nptxas info    : Used 168 registers\n";
   EXPECT_EQ(performance_loss(fine), "");

@@ -50,6 +50,7 @@ struct AttentionCase {
   double score_size = 1;  ///< how much larger S is than that of normal data
   std::int64_t map_batch = 1, map_heads = 1;
   double map_density = 0.4;
+  bool built_lists = false;                        ///< calls are given lists that were built before
   std::vector<reference::Captured> captures = {};  ///< empty: plausible ones for what the programs declare
   std::string variant = {};                        ///< stands for the programs in the test's name
   unsigned seed = 0;
@@ -67,6 +68,7 @@ inline std::string name_of(const AttentionCase& test) {
   if (test.softmax_scale) name += "_scaled";
   if (test.dropout_p > 0) name += fmt::format("_p{}", static_cast<int>(100 * test.dropout_p));
   if (test.score_size > 100) name += "_extreme";
+  if (test.built_lists) name += "_lists";
   name += fmt::format("_{}", test.seed);
   std::ranges::replace_if(
       name, [](unsigned char c) { return !std::isalnum(c); }, '_');
@@ -290,6 +292,19 @@ class AttentionRun {
 
   const reference::Problem& problem() const { return problem_; }
 
+  /// Whether the reference's results are finite in both precisions, and so set limits.
+  bool has_limits() const {
+    const auto finite = [](const std::vector<double>& values) {
+      return std::ranges::all_of(values, [](double value) { return std::isfinite(value); });
+    };
+    const auto finite_grads = [&](const reference::Backward& grads) {
+      return finite(grads.dq) && finite(grads.dk) && finite(grads.dv) && finite(grads.dsinks) &&
+             std::ranges::all_of(grads.captures, finite);
+    };
+    return finite(exact_.out) && finite(rounded_.out) && finite_grads(exact_grad_) &&
+           finite_grads(rounded_grad_);
+  }
+
   /// Launches the forward pass into poisoned outputs and compares O and LSE.
   void check_forward(Runtime& runtime, const TileConfig& config) {
     SCOPED_TRACE("forward with " + to_string(config));
@@ -317,7 +332,11 @@ class AttentionRun {
     EXPECT_TRUE(gaps_untouched(grads_)) << "memory beside dQ, dK and dV was written";
     std::vector<double> dsinks = from_device(DType::fp32, dsinks_);
     for (double& value : dsinks) value -= kSinkGradBefore;  // it is added to what was there
-    expect_within_limit("dsinks", dsinks, exact_grad_.dsinks, rounded_grad_.dsinks, 3);
+    expect_within_limit(
+        "dsinks",
+        reference::judge_dsinks(test_.shape, dsinks, {exact_grad_.dsinks, exact_grad_.dsink_rows},
+                                {rounded_grad_.dsinks, rounded_grad_.dsink_rows}, 3),
+        exact_grad_.dsinks);
     check_capture_grads();
     if (test_.spec.deterministic) check_same_bits_again(runtime, config);
   }
@@ -347,7 +366,11 @@ class AttentionRun {
   /// fp32, so that every kernel's P is off by a few units in the last place of the largest of them.
   void expect_within_limit(const char* name, const std::vector<double>& got, const std::vector<double>& exact,
                            const std::vector<double>& rounded, double factor) const {
-    const auto [error, limit] = reference::judge(got, exact, rounded, factor);
+    expect_within_limit(name, reference::judge(got, exact, rounded, factor), exact);
+  }
+  void expect_within_limit(const char* name, const reference::Verdict& verdict,
+                           const std::vector<double>& exact) const {
+    const auto [error, limit] = verdict;
     const double allowed = limit + 4 * 0x1p-24 * largest_finite(exact_.lse) * largest_finite(exact);
     testing::Test::RecordProperty(name, fmt::format("error {:.3g}, limit {:.3g}", error, allowed));
     EXPECT_LE(error, allowed) << name;
@@ -362,30 +385,54 @@ class AttentionRun {
              (test_.shape.seqlen_kv + block.kv - 1) / block.kv}};
   }
 
-  /// What both passes are told beside their tensors.
+  /// What a call is lent: a poisoned workspace, and lists in memory of their own where the case has them
+  /// built, both of exactly the size that the runtime asks for.
+  struct Lent {
+    GuardedMemory work, list_memory;
+    BlockLists lists;
+  };
+  Lent lend(Runtime& runtime, const AttentionSpec& spec) const {
+    const std::size_t bytes = runtime.workspace_bytes(spec, test_.shape);
+    const std::size_t list_bytes = test_.built_lists ? runtime.list_bytes(spec, test_.shape) : 0;
+    Lent lent{GuardedMemory(bytes - list_bytes), GuardedMemory(list_bytes), {}};
+    if (!test_.built_lists) return lent;
+    ListArgs args{.memory = {lent.list_memory.data(), list_bytes}};
+    set_mask_args(args);
+    lent.lists = runtime.build_lists(spec, test_.shape, args, nullptr);
+    return lent;
+  }
+  static void expect_guards_intact(const Lent& lent) {
+    expect_guard_intact(lent.work, "workspace");
+    expect_guard_intact(lent.list_memory, "lists");
+  }
+
   template <class Args>
-  void set_common(Args& args, const GuardedMemory& work) const {
-    args.softmax_scale = test_.softmax_scale;
+  void set_mask_args(Args& args) const {
     args.kv_lengths = kv_lengths();
     args.block_map = block_map();
-    args.dropout_p = problem_.dropout_p;
-    args.seed = problem_.seed;
-    args.offset = problem_.offset;
-    args.workspace = {work.data(), work.bytes()};
     args.captures = captures_.view();
-    args.sinks = static_cast<const float*>(sinks_.data());
     if (!test_.spec.varlen) return;
     args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
     args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+  }
+
+  /// What both passes are told beside their tensors.
+  template <class Args>
+  void set_common(Args& args, const Lent& lent) const {
+    set_mask_args(args);
+    args.softmax_scale = test_.softmax_scale;
+    args.dropout_p = problem_.dropout_p;
+    args.seed = problem_.seed;
+    args.offset = problem_.offset;
+    args.workspace = {lent.work.data(), lent.work.bytes()};
+    if (test_.built_lists) args.lists = &lent.lists;
+    args.sinks = static_cast<const float*>(sinks_.data());
+    if (!test_.spec.varlen) return;
     args.batch_size = test_.shape.batch;
     args.max_seqlen_q = test_.shape.seqlen_q;
     args.max_seqlen_kv = test_.shape.seqlen_kv;
   }
 
-  /// A poisoned workspace of exactly the size that the runtime asks for.
-  GuardedMemory workspace(Runtime& runtime, const AttentionSpec& spec) const {
-    return GuardedMemory(runtime.workspace_bytes(spec, test_.shape));
-  }
   static void expect_guard_intact(const GuardedMemory& memory, const char* name) {
     const std::vector<std::uint8_t> image = memory.download();
     EXPECT_TRUE(std::all_of(image.begin() + static_cast<std::ptrdiff_t>(memory.bytes()), image.end(),
@@ -396,21 +443,21 @@ class AttentionRun {
   void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
     const AttentionSpec spec = with_pass(test_.spec, Pass::forward);
     runtime.prepare(spec, test_.shape, config);
-    const GuardedMemory work = workspace(runtime, spec);
+    const Lent lent = lend(runtime, spec);
     out_.memory->poison();
     if (lse) lse_.poison();
     ForwardArgs args{
         .q = inputs_[0].view, .k = inputs_[1].view, .v = inputs_[2].view, .out = out_.view, .lse = lse};
-    set_common(args, work);
+    set_common(args, lent);
     runtime.forward(spec, args, nullptr);
     gpu().context->synchronize();
-    expect_guard_intact(work, "workspace");
+    expect_guards_intact(lent);
   }
 
   void launch_backward(Runtime& runtime, const TileConfig& config) {
     const AttentionSpec spec = with_pass(test_.spec, Pass::backward);
     runtime.prepare(spec, test_.shape, config);
-    const GuardedMemory work = workspace(runtime, spec);
+    const Lent lent = lend(runtime, spec);
     for (Tensor& grad : grads_) grad.memory->poison();
     dsinks_ = to_device(DType::fp32, std::vector<double>(problem_.sinks.size(), kSinkGradBefore));
     captures_.zero_grads();
@@ -424,10 +471,10 @@ class AttentionRun {
                       .dk = grads_[1].view,
                       .dv = grads_[2].view,
                       .dsinks = static_cast<float*>(dsinks_.data())};
-    set_common(args, work);
+    set_common(args, lent);
     runtime.backward(spec, args, nullptr);
     gpu().context->synchronize();
-    expect_guard_intact(work, "workspace");
+    expect_guards_intact(lent);
   }
 
   void check_lse() const {
@@ -460,8 +507,10 @@ class AttentionRun {
     std::vector<std::vector<std::uint8_t>> first;
     for (const Tensor& grad : grads_) first.push_back(grad.memory->download());
     const std::vector<float> first_dsinks = device::download<float>(dsinks_);
+    const reference::CaptureGrads first_captures = captures_.grads();
     launch_backward(runtime, config);
     EXPECT_EQ(device::download<float>(dsinks_), first_dsinks);
+    EXPECT_EQ(captures_.grads() == first_captures, true) << "gradients of captures differ in a second run";
     for (std::size_t i = 0; i < grads_.size(); ++i) {
       EXPECT_EQ(grads_[i].memory->download() == first[i], true)
           << "gradient " << i << " differs in a second run";

@@ -25,14 +25,9 @@ constexpr std::array<std::array<int, 3>, 3> kBatchAndHeads = {{{2, 2, 2}, {3, 4,
 constexpr std::array<BlockSize, 3> kBlocks = {{{0, 0}, {64, 64}, {48, 80}}};
 enum Lengths { kDense, kPadded, kPacked };
 
-/// Whether the variant gives gradients to captured tensors.
-bool wants_grad(const Variant& variant) { return variant.score.find(" grad;") != std::string::npos; }
-
 AttentionCase case_of(const Variant& variant, AttentionSpec spec, const AttentionShape& shape, Family family,
                       unsigned seed) {
   spec = variant.in(spec);
-  // Atomic additions come in any order.
-  if (wants_grad(variant)) spec.deterministic = false;
   AttentionCase test{.spec = spec,
                      .shape = shape,
                      .family = spec.dtype == DType::fp32 ? Family::simt : family,
@@ -87,6 +82,7 @@ std::vector<AttentionCase> pair_cases() {
     test.dropout_p = dropout == 1 ? 0.2 : 0;
     test.layout = seed % 3 == 0 ? Layout::padded : seed % 3 == 1 ? Layout::bshd : Layout::bhsd;
     test.map_density = 0.6;
+    test.built_lists = seed % 5 < 2;
     if (seed % 2) test.map_batch = test.shape.batch, test.map_heads = heads_q;
     cases.push_back(test);
   }

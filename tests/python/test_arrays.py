@@ -145,6 +145,14 @@ class Foreign:
         return self.array.__dlpack_device__()
 
 
+def test_lists_of_cpu_arrays_are_empty_and_taken():
+    q, k, v, _ = arrays()
+    given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": np.arange(13, dtype=np.int32) // 4})
+    out, _ = flashjit.forward(q, k, v, **given)
+    again, _ = flashjit.forward(q, k, v, lists=flashjit.build_lists(q, k, v, **given), **given)
+    assert np.array_equal(again, out)
+
+
 def test_dlpack():
     q, k, v, _ = arrays()
     seen = _arrays.view(Foreign(q[:, 1:, ::2]), "q")

@@ -2,6 +2,7 @@
 import contextlib
 import math
 import os
+import shutil
 import threading
 import time
 
@@ -179,11 +180,15 @@ def test_flex_attention_s_block_mask(programs):
 # --- PyTorch's surroundings ---
 
 
+needs_compiler = pytest.mark.skipif(not shutil.which(os.environ.get("CXX", "g++")), reason="torch.compile needs a compiler")
+
+
 def compiled(function, **options):
     torch._dynamo.reset()
     return torch.compile(function, fullgraph=True, **options)
 
 
+@needs_compiler
 @pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}, {"dynamic": True}])
 def test_compile(options):
     q, k, v = tensors()
@@ -192,6 +197,7 @@ def test_compile(options):
         check(lambda: run(q, k, v).clone(), lambda dtype: reference(q, k, v, causal(200, 333), dtype=dtype), (q, k, v))
 
 
+@needs_compiler
 def test_compile_with_programs(programs):
     q, k, v = tensors()
     slopes = (torch.rand(4, device=DEVICE) * 0.1).requires_grad_()
@@ -203,6 +209,7 @@ def test_compile_with_programs(programs):
         q, k, v, score=lambda s: s + slopes.to(dtype)[:, None, None] * (j - i), dtype=dtype), (q, k, v, slopes))
 
 
+@needs_compiler
 def test_dropout_in_compiled_code():
     q, k, v = tensors()
     run = compiled(lambda q, k, v: flashjit.attention(q, k, v, dropout_p=0.3))
@@ -220,7 +227,8 @@ def test_operators_are_sound():
 
 def test_nothing_waits_for_the_gpu():
     q, k, v = tensors()
-    flashjit.attention(q, k, v, causal=True, dropout_p=0.1).sum().backward()
+    for dropout_p in (0.1, 0):  # what the first calls compile is there then
+        flashjit.attention(q, k, v, causal=True, dropout_p=dropout_p).sum().backward()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -426,3 +434,39 @@ def test_host_cost(record_property):
         record_property(name, cost)
         print(f"  {name}: {cost:.1f} us")
         assert cost < 60, name
+
+
+def test_deterministic_gradients_of_captures():
+    """The same bits on every run, of few elements that all pairs add to, and close to those in any order."""
+    q, k, v = tensors(queries=333)
+    slopes = torch.linspace(0.1, 1, 4, device=DEVICE).requires_grad_()
+    table = torch.randn(64, device=DEVICE).requires_grad_()
+
+    def grads(deterministic):
+        out = flashjit.attention(q, k, v, score_mod="score * s[h] + t[max(min(kv - q, 31), -32) + 32]",
+                                 captures={"s": slopes, "t": table}, deterministic=deterministic)
+        return torch.autograd.grad(out, (slopes, table, q), torch.ones_like(out))
+
+    first = grads(True)
+    for _ in range(3):
+        assert all(torch.equal(a, b) for a, b in zip(grads(True), first))
+    for a, b in zip(grads(False), first):
+        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2 * float(b.float().abs().max()))
+
+
+def test_lists_are_made_once_for_many_calls():
+    """Of documents, in both passes: the same bits as with lists of each call's own, and others are refused."""
+    q, k, v = (x.detach() for x in tensors())
+    documents = torch.arange(333, device=DEVICE, dtype=torch.int32) // 50
+    given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}:det", captures={"doc": documents})
+    out, lse = flashjit.forward(q, k, v, **given)
+    grads = flashjit.backward(q, k, v, out, lse, q, **given)
+    lists = flashjit.build_lists(q, k, v, **given)
+    backward_lists = flashjit.build_lists(q, k, v, backward=True, **given)
+    for _ in range(2):
+        again, lse_again = flashjit.forward(q, k, v, lists=lists, **given)
+        assert torch.equal(again, out) and torch.equal(lse_again, lse)
+        for one, other in zip(flashjit.backward(q, k, v, out, lse, q, lists=backward_lists, **given), grads):
+            assert torch.equal(one, other)
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for bwd"):
+        flashjit.forward(q, k, v, lists=backward_lists, **given)

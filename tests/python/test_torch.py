@@ -1,5 +1,7 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
 import math
+import os
+import pathlib
 import subprocess
 import sys
 import threading
@@ -254,6 +256,25 @@ def test_compile_with_programs(programs):
         (s + slopes.double()[:, None, None] * distance) / 5)), (q, k, v, slopes))
 
 
+def test_compile_with_numbers_as_captures(programs):
+    q, k, v = tensors()
+    distance = torch.arange(13) - torch.arange(9)[:, None]
+    check(lambda: compiled(lambda q, k, v, window: flashjit.attention(
+        q, k, v, mask_mod="kv - q < window", captures={"window": window}))(q, k, v, 4), lambda: reference(
+            q, k, v, distance < 4), (q, k, v))
+
+
+def test_compile_may_be_the_first_to_trace_a_program(programs):
+    text = """import torch, flashjit.torch
+q = torch.randn(1, 1, 4, 8)
+run = torch.compile(lambda q: flashjit.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 2), backend="aot_eager",
+                    fullgraph=True)
+torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=2 * 8 ** -0.5))"""
+    path = pathlib.Path(flashjit.__file__).parents[1]
+    subprocess.run([sys.executable, "-c", text], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
+        [str(path), *filter(None, [os.environ.get("PYTHONPATH")])])})
+
+
 def test_dropout_in_compiled_code():
     q, k, v = tensors()
     function = lambda q, k, v: (flashjit.attention(q, k, v, dropout_p=0.5), flashjit.attention(q, k, v, dropout_p=0.5))
@@ -363,19 +384,15 @@ def test_freed_captures_are_refused(programs):
         flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
 
 
-def test_deterministic_mode_refuses_what_is_not(programs):
+def test_deterministic_mode_takes_gradients_of_captures(programs):
     q, k, v = tensors()
     slopes = torch.rand(4, requires_grad=True)
-    call = lambda: flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
     torch.use_deterministic_algorithms(True)
     try:
-        with pytest.raises(flashjit.Unsupported, match="not deterministic"):
-            call()
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        with pytest.warns(UserWarning, match="not deterministic"):
-            call()
+        flashjit.attention(q, k, v, score_mod="score * s[h]", captures={"s": slopes}).sum().backward()
     finally:
         torch.use_deterministic_algorithms(False)
+    assert (slopes.grad != 0).any()
 
 
 def test_empty_tensors():

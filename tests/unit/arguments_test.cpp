@@ -511,7 +511,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
-  plan.needs = {.row_stats = true, .dq_accum = true, .tickets = true, .lists = true, .ranks = false};
+  plan.needs = {.row_stats = true, .dq_accum = true, .tickets = true, .list_sets = 1};
   plan.workspace = {.d = 0,
                     .lse_padded = 256,
                     .dq_accum = 512,

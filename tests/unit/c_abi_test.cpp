@@ -229,7 +229,7 @@ TEST_F(CAbi, StructSizes) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
   auto args = forward_args();
-  for (const std::size_t size : {std::size_t{0}, sizeof args - 8, sizeof args + 8}) {
+  for (const std::size_t size : {std::size_t{0}, sizeof args - 4, sizeof args + 8}) {
     args.struct_size = size;
     EXPECT_EQ(flashjit_forward(r.get(), s.get(), &args, nullptr), FLASHJIT_INVALID_ARGUMENT) << size;
     EXPECT_MESSAGE("struct_size is " + std::to_string(size));
@@ -248,6 +248,43 @@ TEST_F(CAbi, StructsOfProgramsThatKnewNoCapturesAreRead) {
   backward.struct_size = offsetof(flashjit_backward_args, captures);
   backward.dsinks = reinterpret_cast<float*>(0x100);
   EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
+TEST_F(CAbi, StructsOfProgramsThatKnewNoListsAreRead) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto forward = forward_args();
+  forward.struct_size = offsetof(flashjit_forward_args, lists);
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+  auto backward = backward_args();
+  backward.struct_size = offsetof(flashjit_backward_args, lists);
+  EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
+TEST_F(CAbi, ListsAreBuiltOfCheckedArguments) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  flashjit_block_lists* lists = nullptr;
+  const auto build = [&](const flashjit_list_args* args) {
+    return flashjit_build_lists(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, args, nullptr, &lists);
+  };
+  EXPECT_EQ(build(nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("flashjit_list_args is null");
+  flashjit_list_args args{};
+  EXPECT_EQ(build(&args), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("struct_size is 0");
+  args.struct_size = sizeof args;
+  args.kv_lengths = reinterpret_cast<std::int32_t*>(0x100);
+  EXPECT_EQ(build(&args), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("kv_lengths is given");
+  args.kv_lengths = nullptr;
+  EXPECT_EQ(build(&args), FLASHJIT_NO_DRIVER) << last_message();
+  EXPECT_EQ(lists, nullptr);
+  EXPECT_EQ(flashjit_build_lists(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, &args, nullptr, nullptr),
+            FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_list_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
+            FLASHJIT_INVALID_ARGUMENT);
+  flashjit_block_lists_destroy(nullptr);
 }
 
 TEST_F(CAbi, CapturesAreChecked) {

@@ -307,6 +307,137 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   check(maps.v, address(0x3000000), {40, 70, 2, 2}, {80, 5600, 11200}, plan.config.bc);
 }
 
+/// Documents, whose tiles are visited by lists.
+class EngineListsTest : public EngineTest {
+ protected:
+  static AttentionSpec documents(Pass pass = Pass::forward) {
+    AttentionSpec spec = kSpec;
+    spec.pass = pass;
+    spec.mask = MaskProgram("doc: int32 1d; doc[q] == doc[kv]");
+    return spec;
+  }
+  ListArgs list_args(std::size_t bytes = std::size_t{1} << 30) const {
+    return {.memory = {address(0xc000000), bytes}, .captures = {&doc_, 1}};
+  }
+  ForwardArgs forward_with(const BlockLists* lists) const {
+    ForwardArgs args = forward_args();
+    args.captures = {&doc_, 1};
+    args.lists = lists;
+    return args;
+  }
+
+  Capture doc_ = Capture::tensor("doc", address(0xd000000), {100});
+};
+
+TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) add_to_pack(documents(pass));
+  const auto runtime = engine();
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    const AttentionSpec spec = documents(pass);
+    const plan::ExecutionPlan plan = plan_of(spec, kShape);
+    const std::size_t bytes = runtime->list_bytes(spec, kShape);
+    EXPECT_EQ(bytes, plan.workspace.list_bytes());
+    EXPECT_GT(bytes, 0u);
+    fake().launches.clear();
+    const BlockLists lists = runtime->build_lists(spec, kShape, list_args(bytes), nullptr);
+    ASSERT_EQ(fake().launches.size(), 2u);  // what masks read, then the lists
+    for (int call = 0; call < 2; ++call) {
+      if (pass == Pass::forward) {
+        runtime->forward(spec, forward_with(&lists), nullptr);  // without a workspace
+      } else {
+        BackwardArgs args = backward_args();
+        args.workspace.bytes = runtime->workspace_bytes(spec, kShape) - bytes;
+        args.captures = {&doc_, 1};
+        args.lists = &lists;
+        runtime->backward(spec, args, nullptr);
+      }
+    }
+    EXPECT_EQ(fake().launches.size(), 2 + 2 * (plan.launches.size() - 2));
+    for (const FakeDriver::Launch& launch : fake().launches) {
+      EXPECT_EQ(launch.params.lists.count, address<int>(0xc000000));
+      EXPECT_EQ(launch.params.lists.entries,
+                address<int>(0xc000000 + plan.workspace.list_entries - plan.workspace.list_count));
+    }
+  }
+}
+
+TEST_F(EngineListsTest, OfAnotherCallAreRefused) {
+  for (const Pass pass : {Pass::forward, Pass::backward}) add_to_pack(documents(pass));
+  const auto runtime = engine();
+  const auto refusal = [&](const BlockLists& lists) {
+    fake().launches.clear();
+    const Error error = error_of([&] { runtime->forward(documents(), forward_with(&lists), nullptr); });
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    EXPECT_TRUE(fake().launches.empty());
+    EXPECT_CONTAINS(error.message(), "build_lists()");
+    EXPECT_CONTAINS(error.message(), to_string(documents()));
+    return error.message();
+  };
+  EXPECT_CONTAINS(refusal({}), "built for nothing");
+  EXPECT_CONTAINS(refusal(runtime->build_lists(documents(Pass::backward), kShape, list_args(), nullptr)),
+                  "bwd:bf16:d64");
+  const BlockLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
+  runtime->forward(documents(), forward_with(&lists), nullptr);
+
+  // Other tiles from now on.
+  const TileConfig other = parse_config("sm80:br64:bc64:w4:s1");
+  add_kernel(pack(), documents(), other);
+  runtime->prepare(documents(), kShape, other);
+  const std::string message = refusal(lists);
+  EXPECT_CONTAINS(message, to_string(plan_of(documents(), kShape).config));
+  EXPECT_CONTAINS(message, to_string(other));
+}
+
+TEST_F(EngineListsTest, NeedMemoryAndTheMasksValues) {
+  add_to_pack(documents());
+  const auto runtime = engine();
+  const auto refusal = [&](const ListArgs& args) {
+    return error_of([&] { runtime->build_lists(documents(), kShape, args, nullptr); }).message();
+  };
+  EXPECT_CONTAINS(refusal(list_args(8)), "has 8 bytes");
+  ListArgs args = list_args();
+  args.memory.data = address(0xc000010);
+  EXPECT_CONTAINS(refusal(args), "multiple of 256");
+  args = list_args();
+  args.captures = {};
+  EXPECT_CONTAINS(refusal(args), "doc");
+  args = list_args();
+  args.kv_lengths = address<std::int32_t>(0x100);
+  EXPECT_CONTAINS(refusal(args), "kv_lengths");
+  args = list_args();
+  args.cu_seqlens_q = address<std::int32_t>(0x100);
+  EXPECT_CONTAINS(refusal(args), "cu_seqlens_q");
+  EXPECT_TRUE(fake().launches.empty());
+}
+
+TEST_F(EngineListsTest, OfAnotherBlockMapsBatchAreRefused) {
+  AttentionSpec spec = kSpec;
+  spec.block_map = {64, 64};
+  add_to_pack(spec);
+  const auto runtime = engine();
+  ListArgs list_args{.memory = {address(0xc000000), 1 << 20}};
+  list_args.block_map = {address<std::uint8_t>(0xd000000), {1, 4, 2, 2}};
+  const BlockLists lists = runtime->build_lists(spec, kShape, list_args, nullptr);
+  ForwardArgs args = forward_args();
+  args.block_map = list_args.block_map;
+  args.lists = &lists;
+  runtime->forward(spec, args, nullptr);
+  args.block_map.size[0] = 2;
+  EXPECT_CONTAINS(error_of([&] { runtime->forward(spec, args, nullptr); }).message(), "has 2 and 4");
+}
+
+TEST_F(EngineListsTest, WhereKernelsWalkNoneAreEmptyAndTaken) {
+  add_to_pack(kSpec);
+  const auto runtime = engine();
+  EXPECT_EQ(runtime->list_bytes(kSpec, kShape), 0u);
+  const BlockLists lists = runtime->build_lists(kSpec, kShape, {}, nullptr);
+  EXPECT_TRUE(fake().launches.empty());
+  ForwardArgs args = forward_args();
+  args.lists = &lists;
+  runtime->forward(kSpec, args, nullptr);
+  EXPECT_EQ(fake().launches.size(), 1u);
+}
+
 TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
   const AttentionShape shape{1, 1, 1, 1, 70};
   AttentionSpec spec = kSpec;
@@ -669,6 +800,15 @@ TEST_F(BackgroundTest, WhatTheCallerHasChosenStays) {
   other->prepare(kSpec, kShape, planned);
   other->forward(kSpec, forward_args(), nullptr);
   EXPECT_TRUE(jobs_.empty()) << "a given configuration is not tuned";
+}
+
+TEST_F(BackgroundTest, SpecsWithTileListsAreLeftAlone) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64:mask{kv <= q || kv % 3 == 0}").normalized();
+  add_to_pack(spec);
+  const auto runtime = tuning_engine();
+  EXPECT_GT(runtime->list_bytes(spec, kShape), 0u);
+  runtime->prepare(spec, kShape, {});
+  EXPECT_TRUE(jobs_.empty());
 }
 
 TEST_F(BackgroundTest, AChoiceThatCannotBeLoadedChangesNothing) {

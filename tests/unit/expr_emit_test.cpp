@@ -1,4 +1,5 @@
 // The text of generated hooks: what they say of themselves, and that common programs come out short.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -22,6 +23,19 @@ std::string body(const std::string& hooks, std::string_view name) {
 }
 
 bool says(const std::string& text, std::string_view what) { return text.find(what) != std::string::npos; }
+
+/// The constants of the hooks that plans count on.
+MaskTraits traits_said(const std::string& hooks) {
+  const auto number = [&](std::string_view name) {
+    const std::string before = fmt::format("static constexpr int {} = ", name);
+    return std::stoi(hooks.substr(hooks.find(before) + before.size()));
+  };
+  return {.listed = says(hooks, "kListed = true;"),
+          .uses_batch = says(hooks, "kMaskUsesBatch = true;"),
+          .uses_head = says(hooks, "kMaskUsesHead = true;"),
+          .q_reads = number("kQReads"),
+          .kv_reads = number("kKvReads")};
+}
 
 TEST(Emit, HooksAreThoseOfTheContract) {
   for (const char* mask :
@@ -60,10 +74,11 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
   EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
 }
 
-TEST(Emit, ListedIsWhatPlansAssume) {
+TEST(Emit, TraitsAreWhatPlansAssume) {
   for (const char* mask :
-       {"", "causal", "w: int; q - kv < w", "q / 2 == kv / 2", "q < 3 || kv < 3", "kv % 1 == 0"})
-    EXPECT_EQ(says(hooks("", mask), "kListed = true;"), is_listed(MaskProgram(mask))) << mask;
+       {"", "causal", "w: int; q - kv < w", "q / 2 == kv / 2", "q < 3 || kv < 3", "kv % 1 == 0",
+        "n: int32 1d; kv < n[b]", "d: int32 2d; e: bool 2d; d[b, q] == d[b, kv] && e[h, kv]"})
+    EXPECT_EQ(traits_said(hooks("", mask)), mask_traits(MaskProgram(mask))) << mask;
 }
 
 TEST(Emit, CausalIsOneComparisonAPair) {
@@ -102,8 +117,8 @@ TEST(Emit, GradientsOfCapturesNameTheirPlace) {
       hooks("s: fp32 1d; bias: bf16 2d grad; score * s[h] + bias[q, kv] * 2.0 + bias[kv, q]", "");
   EXPECT_TRUE(says(text, "kCaptureGrads = 2;"));
   EXPECT_EQ(body(text, "add_capture_grads"),
-            "    flashjit::add_to_capture_grad(p.captures[1], ds * 2.0f, q.at, kv.at);\n"
-            "    flashjit::add_to_capture_grad(p.captures[1], ds, kv.at, q.at);");
+            "    add(flashjit::capture_grad(p.captures[1], q.at, kv.at), ds * 2.0f);\n"
+            "    add(flashjit::capture_grad(p.captures[1], kv.at, q.at), ds);");
 }
 
 TEST(Emit, ChecksOfIndicesAreOnDemand) {

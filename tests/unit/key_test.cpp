@@ -54,6 +54,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"min_blocks", [](auto& s) { s.entries[0].min_blocks = 2; }},
       {"shared bytes", [](auto& s) { s.entries[0].shared_bytes = 128; }},
       {"tensor maps", [](auto& s) { s.entries[0].tensor_maps = true; }},
+      {"persistent", [](auto& s) { s.entries[0].persistent = true; }},
       {"one entry more", [](auto& s) { s.entries.push_back(s.entries[0]); }},
       {"pass", [](auto& s) { s.spec.pass = Pass::backward; }},
       {"dtype", [](auto& s) { s.spec.dtype = DType::fp16; }},
@@ -108,7 +109,7 @@ TEST(Key, StaysWithEverythingElse) {
 
 // A pinned value: a change of it makes every user compile everything again, so it must be meant.
 TEST(Key, IsTheSameInEveryProcessAndRelease) {
-  EXPECT_EQ(source_digest(source(), kOptions), "978f88418161fe36b8bba3fa7affbd71");
+  EXPECT_EQ(source_digest(source(), kOptions), "c821bcb817718d7479ac2e757ec2379e");
 }
 
 TEST(Key, IsReadableAsAFolderName) {

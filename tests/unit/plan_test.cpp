@@ -57,6 +57,49 @@ TEST(Plan, TheFirstAbleFamilyDoesIt) {
   EXPECT_EQ(family("fwd:bf16:d128", "sm_75"), Family::simt);
 }
 
+TEST(Plan, DeterministicGradientsOfCapturesAreLeftToSimt) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  const auto plan = [&](const std::string& text) { return make_plan(parse_spec(text), kShape, hopper, {}); };
+  const std::string rest = "bf16:d64:score{t: fp32 1d grad; score + t[kv]}";
+  EXPECT_EQ(plan("bwd:" + rest).config.family, Family::sm80);
+  EXPECT_EQ(plan("fwd:" + rest + ":det").config.family, Family::sm90);
+  EXPECT_EQ(plan("bwd:bf16:d64:score{t: fp32 1d; score + t[kv]}:det").config.family, Family::sm90);
+  const ExecutionPlan ordered = plan("bwd:" + rest + ":det");
+  EXPECT_EQ(ordered.config.family, Family::simt);
+  EXPECT_EQ(ordered.entries.back().name, "capture_grads");
+  EXPECT_GT(ordered.launches.back().blocks, 1);
+  EXPECT_TRUE(ordered.needs.tickets);
+  EXPECT_FALSE(plan("bwd:fp32:d64:score{t: fp32 1d grad; score + t[kv]}").needs.tickets);
+}
+
+TEST(Plan, ListsAreSharedByThoseThatNothingTellsApart) {
+  const auto needs = [](const std::string& text) {
+    return make_plan(parse_spec(text), kShape, kA100, {}).needs;
+  };
+  const std::string documents = "mask{doc: int32 2d; doc[b, q] == doc[b, kv]}";
+  const std::int64_t batch = kShape.batch, heads = kShape.heads_q;
+  EXPECT_EQ(needs("fwd:bf16:d64:causal").list_sets, 0);
+  EXPECT_EQ(needs("fwd:bf16:d64:mask{q / 8 == kv / 8}").list_sets, 1);
+  EXPECT_EQ(needs("fwd:bf16:d64:" + documents).list_sets, batch);
+  EXPECT_EQ(needs("fwd:bf16:d64:mask{q / 8 == kv / 8}:kvlen").list_sets, batch);
+  EXPECT_EQ(needs("fwd:bf16:d64:mask{q / 8 == kv / 8}:varlen").list_sets, batch);
+  EXPECT_EQ(needs("fwd:bf16:d64:mask{q / (h + 1) == kv / 8}").list_sets, heads);
+  EXPECT_EQ(needs("fwd:bf16:d64:map64x64").list_sets, batch * heads);
+  EXPECT_EQ(needs("bwd:bf16:d64:causal:det").list_sets, 1);
+  EXPECT_EQ(needs("fwd:bf16:d64:map64x64").tile_reads, 0);
+  const WorkspaceNeeds read = needs("bwd:bf16:d64:" + documents);
+  EXPECT_EQ(read.tile_reads, read.list_rows + read.list_columns);
+}
+
+TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
+  const ExecutionPlan plan =
+      make_plan(parse_spec("bwd:bf16:d64:mask{q / 8 == kv / 8}:det"), kShape, kA100, {});
+  std::string order;
+  for (const Launch& launch : plan.launches)
+    order += plan.entries[launch.entry].name + (launch.makes_lists ? "+ " : " ");
+  EXPECT_EQ(order, "preprocess tile_reads+ block_lists+ list_ranks+ backward convert_dq ");
+}
+
 TEST(Plan, HoldsWhatTheFamilySays) {
   for (const char* text :
        {"fwd:bf16:d128:causal", "bwd:fp16:d64:det", "bwd:fp32:d40", "fwd:bf16:d64:map64x64",

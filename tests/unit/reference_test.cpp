@@ -625,6 +625,35 @@ TEST(Judge, AppliesTheProjectsRule) {
   EXPECT_THROW(judge({1, 2}, exact, rounded, 2), Error);
 }
 
+TEST(Judge, GradientsOfSinksAreMeasuredByTheirRowsErrors) {
+  // Two heads, of two rows in each of two batch entries; the first head's errors cancel in the sum.
+  const AttentionShape shape{2, 2, 1, 2, 5};
+  const std::vector<double> sums{10, 20}, rows{1, 2, 7, 3, 3, 4, 5, 5};
+  const std::vector<double> rounded_sums{10, 20.1}, rounded_rows{1.3, 2, 7.1, 3, 2.7, 4, 5, 5};
+  const SinkGrads exact{sums, rows}, rounded{rounded_sums, rounded_rows};
+  const double yardstick = std::sqrt(0.3 * 0.3 * 2);
+  EXPECT_NEAR(judge_dsinks(shape, sums, exact, rounded, 3).limit, 3 * yardstick + 1e-5, 1e-9);
+  EXPECT_TRUE(judge_dsinks(shape, {10, 20 + 2.9 * yardstick}, exact, rounded, 3).ok());
+  EXPECT_FALSE(judge_dsinks(shape, {10, 20 + 3.1 * yardstick}, exact, rounded, 3).ok());
+  EXPECT_FALSE(judge_dsinks(shape, {std::nan(""), 20}, exact, rounded, 3).ok());
+
+  // Where all errors have one sign, the sum's is the larger one.
+  const std::vector<double> biased{11, 20};
+  EXPECT_NEAR(judge_dsinks(shape, sums, exact, {biased, rounded_rows}, 3).limit, 3 + 1e-5, 1e-9);
+}
+
+TEST(Reference, TheRowsOfSinksGradientsAddUpToThem) {
+  Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true},
+                                   {3, 4, 2, 20, 30});
+  problem.sinks = {0.5, -1, 2, 0};
+  const Backward grads = backward(problem);
+  ASSERT_EQ(grads.dsink_rows.size(), 3u * 4 * 20);
+  std::vector<double> sums(4);
+  for (std::size_t i = 0; i < grads.dsink_rows.size(); ++i) sums[i / 20 % 4] += grads.dsink_rows[i];
+  EXPECT_LT(max_abs_error(sums, grads.dsinks), 1e-12);
+  EXPECT_GT(std::fabs(grads.dsinks[0]), 1e-3);
+}
+
 TEST(MaxAbsError, TreatsOnlyEqualInfinitiesAsEqual) {
   EXPECT_EQ(max_abs_error({-kInfinity, 1}, {-kInfinity, 1.5}), 0.5);
   EXPECT_EQ(max_abs_error({-kInfinity}, {kInfinity}), kInfinity);

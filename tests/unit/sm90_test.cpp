@@ -98,7 +98,8 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
     return to_string(family().heuristic(parse_spec(spec), shape, kH100));
   };
   EXPECT_EQ(chosen("fwd:bf16:d64", kLarge), "sm90:br192:bc128:w12:s2");
-  EXPECT_EQ(chosen("fwd:bf16:d128", kLarge), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128", kLarge), "sm90:br192:bc80:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:dropout", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d192x128", kLarge), "sm90:br128:bc112:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d256", kLarge), "sm90:br128:bc80:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:causal", kLarge), "sm90:br128:bc128:w8:s2");
@@ -108,22 +109,47 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
 }
 
+TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
+  const auto chosen = [](const char* spec, int length) {
+    const AttentionShape shape{
+        .batch = 32, .heads_q = 16, .heads_kv = 16, .seqlen_q = length, .seqlen_kv = length};
+    return to_string(family().heuristic(parse_spec(spec), shape, kH100));
+  };
+  EXPECT_EQ(chosen("fwd:bf16:d64", 512), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 1024), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 2048), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128", 512), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal_top_left", 1024), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", 4096), "sm90:br192:bc80:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:mask{q - kv < 256 && q >= kv}", 4096), "sm90:br128:bc128:w8:s2");
+}
+
 TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
-  ASSERT_EQ(to_string(plan.config), "sm90:br128:bc128:w8:s2");
-  const int bytes = sm90::ForwardLayout{128, 128, 128, 128, 2}.bytes();
+  ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
+  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2}.bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",
-                       .threads = 8 * 32 + 128,
+                       .threads = 12 * 32 + 128,
                        .shared_bytes = bytes,
                        .hot = true,
-                       .tensor_maps = true};
+                       .tensor_maps = true,
+                       .persistent = true};
   EXPECT_EQ(plan.entries, std::vector<Entry>{expected});
-  EXPECT_EQ(plan.launches, (std::vector<Launch>{{0, 2 * 16 * 9}}));
-  EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{128, 128}));
+  EXPECT_EQ(plan.launches, (std::vector<Launch>{{0, kH100.multiprocessors}}));  // of 2 * 16 * 6 tiles
+  EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{192, 80}));
   EXPECT_EQ(plan.workspace.bytes, 0u);
+}
+
+TEST(Sm90, BlocksTakeTilesInTurnWhereTheyCostWhatThePlannerCanTell) {
+  const auto blocks = [](const std::string& spec, const std::string& shape) {
+    return make_plan(parse_spec(spec), parse_shape(shape), kH100, {}).launches.back().blocks;
+  };
+  EXPECT_EQ(blocks("fwd:bf16:d128", "b2:hq4:hkv4:sq1024:skv1024"), 2 * 4 * 16);  // no more than there is work
+  for (const char* spec : {"fwd:bf16:d128:kvlen", "fwd:bf16:d128:varlen", "fwd:bf16:d128:map128x128"})
+    EXPECT_EQ(blocks(spec, "b2:hq16:hkv16:sq1024:skv1024"), 2 * 16 * 8) << spec;
 }
 
 TEST(Sm90, OtherFamiliesHaveNoTensorMaps) {

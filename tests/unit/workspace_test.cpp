@@ -29,10 +29,11 @@ TEST(Workspace, FormulaByHand) {
   const WorkspaceNeeds needs{.row_stats = true,
                              .dq_accum = true,
                              .tickets = true,
-                             .lists = true,
                              .ranks = true,
+                             .list_sets = 2,
                              .list_rows = 3,
                              .list_columns = 5,
+                             .tile_reads = 11,
                              .q_tiles = 7};
   // batch 2, heads 3, 130 queries: 256 padded rows; head_dim 72 becomes 80.
   const WorkspaceLayout layout = workspace_layout(needs, spec_of(72), {2, 3, 1, 130, 1000});
@@ -42,9 +43,12 @@ TEST(Workspace, FormulaByHand) {
   EXPECT_EQ(layout.dq_accum, 2 * stats);
   EXPECT_EQ(layout.tickets, 2 * stats + dq);
   EXPECT_EQ(layout.list_count, layout.tickets + aligned((1 + heads * 7) * 4));
-  EXPECT_EQ(layout.list_entries, layout.list_count + aligned(heads * 3 * 4));
-  EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(heads * 3 * 5 * 4));
-  EXPECT_EQ(layout.bytes, layout.list_rank + aligned(heads * 3 * 5 * 4));
+  EXPECT_EQ(layout.list_entries, layout.list_count + aligned(2 * 3 * 4));
+  EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(2 * 3 * 5 * 4));
+  EXPECT_EQ(layout.tile_reads, layout.list_rank + aligned(2 * 3 * 5 * 4));
+  EXPECT_EQ(layout.bytes, layout.tile_reads + aligned(2 * 11 * 2 * 4));
+  EXPECT_EQ(layout.bytes_without_lists(), layout.list_count);
+  EXPECT_EQ(layout.bytes_without_lists() + layout.list_bytes(), layout.bytes);
 }
 
 TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
@@ -52,24 +56,25 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(1) == 1, pick(20),     pick(20),     pick(20)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
+                               pick(20),     pick(20),     pick(4),      pick(20)};
     const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 
     const std::size_t heads = shape.batch * shape.heads_q, rows = padded_seqlen_q(shape);
-    const std::size_t cells = heads * needs.list_rows * needs.list_columns;
+    const std::size_t sets = needs.list_sets, cells = sets * needs.list_rows * needs.list_columns;
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
     if (needs.row_stats)
       parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * rows * 4}});
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
     if (needs.tickets) parts.emplace_back(layout.tickets, (1 + heads * needs.q_tiles) * 4);
-    if (needs.lists) {
+    if (sets > 0) {
       parts.insert(parts.end(),
-                   {{layout.list_count, heads * needs.list_rows * 4}, {layout.list_entries, cells * 4}});
+                   {{layout.list_count, sets * needs.list_rows * 4}, {layout.list_entries, cells * 4}});
     }
     if (needs.ranks) parts.emplace_back(layout.list_rank, cells * 4);
+    if (needs.tile_reads > 0) parts.emplace_back(layout.tile_reads, sets * needs.tile_reads * 2 * 4);
 
     std::size_t end = 0;
     for (const auto& [offset, bytes] : parts) {
@@ -92,8 +97,7 @@ TEST(Workspace, OverflowIsRefusedWithTheShape) {
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
                                  {.tickets = true, .q_tiles = 1 << 25},
-                                 {.lists = true, .list_rows = 1 << 20, .list_columns = 1 << 20},
-                                 {.ranks = true, .list_rows = 1 << 20, .list_columns = 1 << 20}};
+                                 {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {
     try {
       workspace_layout(needs, spec_of(128), huge);

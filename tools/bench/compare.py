@@ -1,23 +1,26 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
-as it chooses itself, and its portable family sm80. Sparse: a block map of 128-blocks, 12.5% of every row, against
-flashjit's own dense time. Results are checked before they are timed. Launches of all peers take turns, each between two
-CUDA events, and the median counts.
+as it chooses itself, and its portable family sm80. Others: fp16, grouped heads, problems too small for the device.
+Sparse: block maps of 128-blocks against flashjit's own dense time. Results are checked before they are timed. Launches
+of all peers take turns, each between two CUDA events, and the median counts.
 
     python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
-Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table sparse_ms / dense_ms (a share of the time).
+Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table ratio is sparse_ms / dense_ms, a share of the
+time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel.
 Exit code: 0 when every point of flashjit ran and was right, 1 when one was not, 3 when there is no GPU or PyTorch.
 """
 import argparse
 import csv
 import ctypes
 import datetime
+import itertools
 import os
 import statistics
 import subprocess
 import sys
+import typing
 
 try:
     import torch
@@ -27,9 +30,14 @@ except ImportError as error:
     print(f"compare: PyTorch is needed: {error}", file=sys.stderr)
     sys.exit(3)
 
+sys.path.insert(0, os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "python"))
+from flashjit import _library as abi  # noqa: E402
+
 TOKENS, HIDDEN = 16384, 2048
-BLOCK, DENSITY = 128, 0.125
-PASSES = {"fwd": 0, "bwd": 1}
+BLOCK = 128
+# Lengths, and shares of the blocks that a map keeps.
+SPARSE = ((4096, 0.125), (8192, 0.0625), (8192, 0.125), (8192, 0.5), (16384, 0.125), (65536, 0.0625), (65536, 0.5))
+PASSES = ("fwd", "bwd")
 # What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
 SM80_TILES = {("fwd", 64): "sm80:br128:bc80:w4:qreg", ("fwd", 128): "sm80:br128:bc48:w4",
               ("fwd", 256): "sm80:br128:bc64:w8", ("bwd", 64): "sm80:br32:bc128:w4",
@@ -42,145 +50,69 @@ NORM_LIMIT = {"out": 0.01, "dq": 0.02, "dk": 0.02, "dv": 0.02}
 WORST_LIMIT = 0.05  # of the largest magnitude
 
 
-# --- the C ABI, as include/flashjit/flashjit.h has it ---
+# --- flashjit through its C ABI, with the Python package's view of it and without its operators ---
 
 
-class Options(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("cache_dir", ctypes.c_char_p),
-                ("packs", ctypes.POINTER(ctypes.c_char_p)), ("pack_count", ctypes.c_size_t), ("jit", ctypes.c_int32),
-                ("template_dir", ctypes.c_char_p), ("log", ctypes.c_void_p), ("log_user", ctypes.c_void_p)]
-
-
-class Shape(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_int64) for name in ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")]
-
-
-class Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_int64 * 4), ("stride", ctypes.c_int64 * 4)]
-
-
-class BlockMap(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("size", ctypes.c_int64 * 4)]
-
-
-_TAIL = [("softmax_scale", ctypes.POINTER(ctypes.c_float)), ("kv_lengths", ctypes.c_void_p), ("block_map", BlockMap),
-         ("dropout_p", ctypes.c_double), ("seed", ctypes.c_uint64), ("offset", ctypes.c_uint64),
-         ("workspace", ctypes.c_void_p), ("workspace_bytes", ctypes.c_size_t)]
-
-
-class Capture(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("data", ctypes.c_void_p), ("grad", ctypes.c_void_p),
-                ("rank", ctypes.c_int32), ("type", ctypes.c_int32), ("size", ctypes.c_int64 * 4),
-                ("stride", ctypes.c_int64 * 4), ("scalar", ctypes.c_double)]
-
-
-_PROGRAM = [("captures", ctypes.POINTER(Capture)), ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", ctypes.c_void_p),
-            ("cu_seqlens_kv", ctypes.c_void_p), ("sinks", ctypes.c_void_p)]
-
-
-class ForwardArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", ctypes.c_void_p)] + _TAIL + _PROGRAM
-
-
-class BackwardArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", ctypes.c_void_p), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor), ("dv", Tensor)] + _TAIL + _PROGRAM
-
-
-class FlashJit:
-    """The shared library with one runtime; every call that fails raises RuntimeError with the library's message."""
-
-    def __init__(self, path):
-        self.lib = ctypes.CDLL(os.path.abspath(path))
-        self.lib.flashjit_last_error_message.restype = ctypes.c_char_p
-        self.lib.flashjit_last_error_detail.restype = ctypes.c_char_p
-        self.lib.flashjit_version.restype = ctypes.c_char_p
-        pointer = ctypes.c_void_p
-        signatures = {
-            "flashjit_runtime_create": [ctypes.POINTER(Options), ctypes.POINTER(pointer)],
-            "flashjit_spec_create": [ctypes.c_char_p, ctypes.POINTER(pointer)],
-            "flashjit_forward": [pointer, pointer, ctypes.POINTER(ForwardArgs), pointer],
-            "flashjit_backward": [pointer, pointer, ctypes.POINTER(BackwardArgs), pointer],
-            "flashjit_prepare": [pointer, ctypes.c_int32, pointer, ctypes.POINTER(Shape), ctypes.c_char_p],
-            "flashjit_workspace_bytes": [pointer, ctypes.c_int32, pointer, ctypes.POINTER(Shape),
-                                         ctypes.POINTER(ctypes.c_size_t)],
-        }
-        for name, arguments in signatures.items():
-            getattr(self.lib, name).argtypes = arguments
-            getattr(self.lib, name).restype = ctypes.c_int32
-        self.runtime = pointer()
-        self.call("flashjit_runtime_create", None, ctypes.byref(self.runtime))
-
-    def call(self, name, *arguments):
-        if getattr(self.lib, name)(*arguments) != 0:
-            message = self.lib.flashjit_last_error_message().decode(errors="replace")
-            detail = self.lib.flashjit_last_error_detail().decode(errors="replace")
-            raise RuntimeError(f"{name}: {message}" + (f"\n{detail[:2000]}" if detail else ""))
-
-    def spec(self, text):
-        handle = ctypes.c_void_p()
-        self.call("flashjit_spec_create", text.encode(), ctypes.byref(handle))
-        return handle
-
-    def workspace(self, pass_name, spec, shape, config):
-        """Compiles and loads the kernel, of the configuration if one is given, and lends it memory."""
-        self.call("flashjit_prepare", self.runtime, PASSES[pass_name], spec, ctypes.byref(shape),
-                  config.encode() if config else None)
-        size = ctypes.c_size_t()
-        self.call("flashjit_workspace_bytes", self.runtime, PASSES[pass_name], spec, ctypes.byref(shape),
-                  ctypes.byref(size))
-        return torch.empty(max(size.value, 256), dtype=torch.uint8, device="cuda"), size.value
+def use_library(path):
+    """The shared library that all runtimes of this process are of."""
+    os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(path)
 
 
 def view(tensor):
-    return Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.shape), (ctypes.c_int64 * 4)(*tensor.stride()))
+    return abi.Tensor(tensor.data_ptr(), (ctypes.c_int64 * 4)(*tensor.shape), (ctypes.c_int64 * 4)(*tensor.stride()))
 
 
 def capture_array(captures):
     """Tensors by the names that a program declares."""
     sizes = lambda values: (ctypes.c_int64 * 4)(*values)
-    return (Capture * len(captures))(*(Capture(name.encode(), x.data_ptr(), None, x.dim(), 0, sizes(x.shape),
-                                               sizes(x.stride()), 0.0) for name, x in captures.items()))
-
-
-def stream():
-    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    return (abi.Capture * len(captures))(*(abi.Capture(name.encode(), x.data_ptr(), None, x.dim(), 0, sizes(x.shape),
+                                                       sizes(x.stride()), 0.0) for name, x in captures.items()))
 
 
 class Ours:
-    """One problem for flashjit: its outputs, its workspaces, and the calls."""
+    """One problem for flashjit: its outputs, its workspaces, and the calls. tiles: a configuration by pass and head
+    dimension, if not what the library chooses."""
 
-    def __init__(self, jit, spec_text, q, k, v, dout, block_map=None, tiles=None, captures=None):
-        b, h, s, _ = q.shape
-        self.jit, self.spec, self.inputs = jit, jit.spec(spec_text), (q, k, v, dout, block_map)
+    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES):
+        b, h, s, dim = q.shape
+        self.runtime, self.spec, self.inputs = runtime, abi.spec_handle(spec), (q, k, v, dout, block_map)
         self.captures = capture_array(captures or {})
-        shape = Shape(b, h, k.shape[1], s, k.shape[2])
+        shape = (b, h, k.shape[1], s, k.shape[2])
         poisoned = lambda like: torch.full_like(like, float("nan"))
         self.out, self.dq, self.dk, self.dv = poisoned(dout), poisoned(q), poisoned(k), poisoned(v)
         self.lse = torch.full((b, h, s), float("nan"), device="cuda", dtype=torch.float32)
-        dim = q.shape[3]
-        self.spaces = {name: jit.workspace(name, self.spec, shape, tiles and tiles[name, dim]) for name in PASSES}
+        self.spaces = {name: self._workspace(name, spec, shape, tiles and tiles[name, dim]) for name in passes}
         tensors = {"q": view(q), "k": view(k), "v": view(v), "out": view(self.out)}
-        self.forward_args = self._args(ForwardArgs, "fwd", tensors)
+        self.forward_args = self._args(abi.ForwardArgs, "fwd", tensors)
         gradients = {"dout": view(dout), "dq": view(self.dq), "dk": view(self.dk), "dv": view(self.dv)}
-        self.backward_args = self._args(BackwardArgs, "bwd", {**tensors, **gradients})
+        if "bwd" in passes:
+            self.backward_args = self._args(abi.BackwardArgs, "bwd", {**tensors, **gradients})
+
+    def _workspace(self, name, spec, shape, config):
+        """Compiles and loads the kernel, of the configuration if one is given, and lends it memory."""
+        self.runtime.prepare(spec, shape, backward=name == "bwd", config=config)
+        size = self.runtime.workspace_bytes(spec, shape, backward=name == "bwd")
+        return torch.empty(max(size, 256), dtype=torch.uint8, device="cuda"), size
 
     def _args(self, kind, pass_name, tensors):
         space, size = self.spaces[pass_name]
         args = kind(struct_size=ctypes.sizeof(kind), lse=self.lse.data_ptr(), workspace=space.data_ptr(),
                     workspace_bytes=size, **tensors)
-        args.captures, args.capture_count = self.captures, len(self.captures)
+        args.captures, args.capture_count = ctypes.addressof(self.captures), len(self.captures)
         block_map = self.inputs[4]
         if block_map is not None:
-            args.block_map = BlockMap(block_map.data_ptr(), (ctypes.c_int64 * 4)(*block_map.shape))
+            args.block_map = abi.BlockMap(block_map.data_ptr(), (ctypes.c_int64 * 4)(*block_map.shape))
         return args
 
+    def _call(self, function, args):
+        abi.check(function(self.runtime.address, self.spec.address, ctypes.byref(args),
+                           torch.cuda.current_stream().cuda_stream))
+
     def forward(self):
-        self.jit.call("flashjit_forward", self.jit.runtime, self.spec, ctypes.byref(self.forward_args), stream())
+        self._call(abi.library().flashjit_forward, self.forward_args)
 
     def backward(self):
-        self.jit.call("flashjit_backward", self.jit.runtime, self.spec, ctypes.byref(self.backward_args), stream())
+        self._call(abi.library().flashjit_backward, self.backward_args)
 
     def results(self):
         return {"out": self.out, "dq": self.dq, "dk": self.dk, "dv": self.dv}
@@ -196,7 +128,8 @@ class Peer:
 
     def _attention(self):
         with sdpa_kernel(self.backend):
-            return F.scaled_dot_product_attention(*self.inputs, is_causal=self.causal)
+            grouped = self.inputs[0].shape[1] != self.inputs[1].shape[1]
+            return F.scaled_dot_product_attention(*self.inputs, is_causal=self.causal, enable_gqa=grouped)
 
     def forward(self):
         with torch.no_grad():
@@ -258,10 +191,11 @@ class Report:
         self.writer = csv.writer(self.file) if self.file else None
         if self.writer:
             self.writer.writerow(columns)
-        self.failures = []
+        self.failures, self.rows = [], []
 
     def row(self, **values):
         values = {**self.constants, **values}
+        self.rows.append(values)
         text = {name: f"{x:.4f}" if isinstance(x, float) else str(x) for name, x in values.items()}
         if self.writer:
             self.writer.writerow([text.get(name, "") for name in self.columns])
@@ -272,9 +206,42 @@ class Report:
         print(f"FAILED {text}", flush=True)
 
 
-def tensors(batch, heads, length, dim):
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Point(typing.NamedTuple):
+    dim: int
+    length: int
+    causal: bool
+    batch: int
+    heads: int
+    heads_kv: int
+    dtype: str = "bf16"
+
+    def label(self):
+        heads = f"{self.heads}/{self.heads_kv}" if self.heads != self.heads_kv else str(self.heads)
+        return f"{self.dtype} d{self.dim} {'causal' if self.causal else 'full'} b{self.batch} h{heads} s{self.length}"
+
+
+def dense_points(dim, lengths):
+    """The table that FlashAttention's papers have: as many tokens and as wide a model at every length."""
+    heads = HIDDEN // dim
+    return [Point(dim, length, causal, TOKENS // length, heads, heads) for length in lengths for causal in (False, True)]
+
+
+def other_points():
+    """fp16, grouped heads, and problems that do not fill the device."""
+    for dim in (64, 128, 256):
+        yield from (point._replace(dtype="fp16") for point in dense_points(dim, (4096,)))
+    yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
+    yield from (Point(128, length, causal, 1, 16, 16) for length in (512, 1024) for causal in (False, True))
+
+
+def tensors(batch, heads, length, dim, heads_kv=None, dtype="bf16"):
+    """Q, K, V and dO."""
     torch.manual_seed(length + dim)
-    return tuple(torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    random = lambda heads: torch.randn(batch, heads, length, dim, device="cuda", dtype=DTYPES[dtype])
+    return random(heads), random(heads_kv or heads), random(heads_kv or heads), random(heads)
 
 
 def teraflops(batch, heads, length, dim, causal, pass_name, ms):
@@ -282,14 +249,14 @@ def teraflops(batch, heads, length, dim, causal, pass_name, ms):
     return operations * (2.5 if pass_name == "bwd" else 1.0) / ms / 1e9
 
 
-def dense_point(jit, portable, report, dim, length, causal, rounds):
-    batch, heads = TOKENS // length, HIDDEN // dim
-    label = f"bf16 d{dim} {'causal' if causal else 'full'} b{batch} h{heads} s{length}"
-    q, k, v, dout = tensors(batch, heads, length, dim)
-    spec = f"bf16:d{dim}" + (":causal" if causal else "")
+def dense_point(runtime, portable, report, point, rounds):
+    dim, length, causal, batch, heads, heads_kv, dtype = point
+    label = point.label()
+    q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
+    spec = f"{dtype}:d{dim}" + (":causal" if causal else "")
     people = {}
     for name, make in {
-        "flashjit": lambda: Ours(jit, spec, q, k, v, dout),
+        "flashjit": lambda: Ours(runtime, spec, q, k, v, dout),
         "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=SM80_TILES),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal),
@@ -313,8 +280,8 @@ def dense_point(jit, portable, report, dim, length, causal, rounds):
         method = "forward" if pass_name == "fwd" else "backward"
         ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()}, rounds)
         ratio = lambda ours, peer: ms[peer] / ms[ours] if {ours, peer} <= ms.keys() else ""
-        report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, causal=int(causal), batch=batch, heads=heads,
-                   seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
+        report.row(**{"pass": pass_name}, dtype=dtype, head_dim=dim, causal=int(causal), batch=batch, heads=heads,
+                   heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
                    ratio_cudnn=ratio("flashjit", "cudnn"), ratio_fa2=ratio("flashjit", "fa2"),
                    sm80_ratio_fa2=ratio("sm80", "fa2"))
         rates = "  ".join(f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
@@ -322,10 +289,10 @@ def dense_point(jit, portable, report, dim, length, causal, rounds):
         print(f"{pass_name} {label:34} TFLOP/s: {rates}", flush=True)
 
 
-def window_map(length):
-    """uint8 [1, 1, n, n]: in every row a window of exactly DENSITY of the blocks, around the diagonal."""
+def window_map(length, density):
+    """uint8 [1, 1, n, n]: in every row a window of that share of the blocks, around the diagonal."""
     n = length // BLOCK
-    width = max(1, round(DENSITY * n))
+    width = max(1, round(density * n))
     begin = (torch.arange(n) - width // 2).clamp(0, n - width)[:, None]
     column = torch.arange(n)[None, :]
     return ((column >= begin) & (column < begin + width)).to(torch.uint8)[None, None].contiguous().cuda()
@@ -341,28 +308,43 @@ def masked_reference(q, k, v, dout, block_map):
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def sparse_point(jit, report, dim, length, rounds):
-    batch, heads = TOKENS // length, HIDDEN // dim
+def sparse_point(runtime, report, dim, length, density, rounds):
+    batch, heads = max(TOKENS // length, 1), min(HIDDEN, TOKENS * HIDDEN // length) // dim
     label = f"bf16 d{dim} map{BLOCK}x{BLOCK} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
-    block_map = window_map(length)
+    block_map = window_map(length, density)
     density = block_map.float().mean().item()
-    dense = Ours(jit, f"bf16:d{dim}", q, k, v, dout)
-    sparse = Ours(jit, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
+    dense = Ours(runtime, f"bf16:d{dim}", q, k, v, dout)
+    sparse = Ours(runtime, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
     for problem in (dense, sparse):
         problem.forward()
         problem.backward()
     torch.cuda.synchronize()
-    first_head = {name: tensor[0, 0] for name, tensor in sparse.results().items()}
-    for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
-        report.failure(f"{label}: {text}")
+    if length <= 16384:  # beyond, the written-out map does not fit
+        first_head = {name: tensor[0, 0] for name, tensor in sparse.results().items()}
+        for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
+            report.failure(f"{label}: {text}")
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        ms = interleaved_ms({"sparse": getattr(sparse, method), "dense": getattr(dense, method)}, rounds)
+        ms = interleaved_ms({"sparse": getattr(sparse, method), "dense": getattr(dense, method)},
+                            rounds if length <= 16384 else 5)
         ratio = ms["sparse"] / ms["dense"]
         report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, density=density, batch=batch, heads=heads,
-                   seqlen=length, sparse_ms=ms["sparse"], dense_ms=ms["dense"], ratio=ratio)
-        print(f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  "
-              f"share of the time {ratio:.3f} at density {density:.3f}", flush=True)
+                   heads_kv=heads, seqlen=length, sparse_ms=ms["sparse"], dense_ms=ms["dense"], ratio=ratio,
+                   rate=density / ratio)
+        print(f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  share of the time "
+              f"{ratio:.3f} at density {density:.3f}: {density / ratio:.2f} of the dense rate", flush=True)
+
+
+def summary(report):
+    """Geometric mean and worst of the speed beside the best peer of each point, by pass and head dimension."""
+    groups = {}
+    for row in report.rows:
+        peers = [row[name] for name in ("cudnn_ms", "fa2_ms") if name in row]
+        if peers and "flashjit_ms" in row:
+            groups.setdefault((row["pass"], row["head_dim"]), []).append(min(peers) / row["flashjit_ms"])
+    for (pass_name, dim), ratios in groups.items():
+        print(f"{pass_name} d{dim}: geometric mean {statistics.geometric_mean(ratios):.3f} of the best peer's speed, worst "
+              f"{min(ratios):.3f}, {len(ratios)} points")
 
 
 def guarded(report, label, point, *arguments):
@@ -389,7 +371,7 @@ def commit_name():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
-    parser.add_argument("--csv", help="write the dense table here, the sparse one beside it as *_sparse.csv")
+    parser.add_argument("--csv", help="write the dense table here, the others beside it as *_other.csv and *_sparse.csv")
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     arguments = parser.parse_args()
@@ -399,27 +381,29 @@ def main():
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the primary context current, which flashjit then uses
 
-    jit, portable = FlashJit(arguments.lib), FlashJit(arguments.lib)
+    use_library(arguments.lib)
+    runtime, portable = abi.Runtime(), abi.Runtime()
     constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
-    print(f"{constants['device']}, flashjit {jit.lib.flashjit_version().decode()} ({constants['commit']}), "
+    print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
           f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
-    start, kind = list(constants), ["pass", "dtype", "head_dim"]
-    sizes = ["batch", "heads", "seqlen"]
-    sparse_csv = "_sparse".join(os.path.splitext(arguments.csv)) if arguments.csv else None
-    dense = Report(arguments.csv, start + kind + ["causal"] + sizes + ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2",
-                                                            "sm80_ratio_fa2"],
-                   constants)
-    sparse = Report(sparse_csv, start + kind + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio"], constants)
-    for dim in (64, 128, 256):
-        for length in lengths:
-            for causal in (False, True):
-                guarded(dense, f"d{dim} s{length} causal={causal}", dense_point, jit, portable, dense, dim, length,
-                        causal, rounds)
-            if dim <= 128 and length >= 4096:
-                guarded(sparse, f"d{dim} s{length} sparse", sparse_point, jit, sparse, dim, length, rounds)
-    failures = dense.failures + sparse.failures
+    beside = lambda name: f"_{name}".join(os.path.splitext(arguments.csv)) if arguments.csv else None
+    about = list(constants) + ["pass", "dtype", "head_dim"]
+    times = ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2", "sm80_ratio_fa2"]
+    sizes = ["batch", "heads", "heads_kv", "seqlen"]
+    dense = Report(arguments.csv, about + ["causal"] + sizes + times, constants)
+    other = Report(beside("other"), about + ["causal"] + sizes + times, constants)
+    sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
+    points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)]
+    if not arguments.quick:
+        points += [(other, point) for point in other_points()]
+    for report, point in points:
+        guarded(report, point.label(), dense_point, runtime, portable, report, point, rounds)
+    for dim, (length, density) in itertools.product((64, 128), SPARSE[:1] if arguments.quick else SPARSE):
+        guarded(sparse, f"d{dim} s{length} sparse", sparse_point, runtime, sparse, dim, length, density, rounds)
+    summary(dense)
+    failures = dense.failures + other.failures + sparse.failures
     print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))
     return 1 if failures else 0
 

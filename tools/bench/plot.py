@@ -3,11 +3,8 @@
     python3 tools/bench/plot.py tools/bench/results/h100_dense.csv --png tools/bench/results/h100_dense.png
 
 The picture shows TFLOP/s over the sequence length, one panel for each pass, head dim and mask; it needs matplotlib.
---table prints the section that stands in the README between its two markers, with --sparse the sparse table too;
---readme puts the section there:
-
-    python3 tools/bench/plot.py tools/bench/results/h100_dense.csv --sparse tools/bench/results/h100_dense_sparse.csv \\
-        --png tools/bench/results/h100_dense.png --readme README.md
+--table prints the section that stands in the README between its two markers, with the tables *_other.csv and
+*_sparse.csv beside the given one, where they are; --readme puts the section there.
 
 The picture's path in the section is that of --png, else the CSV's with the ending .png.
 """
@@ -37,7 +34,7 @@ def read(path):
     if not rows:
         sys.exit(f"plot: {path} has no rows")
     for row in rows:
-        for name in ("head_dim", "causal", "batch", "heads", "seqlen"):
+        for name in ("head_dim", "causal", "batch", "heads", "heads_kv", "seqlen"):
             if name in row:
                 row[name] = int(row[name])
     return rows
@@ -147,17 +144,30 @@ def dense_table(rows):
 
 
 def sparse_table(rows):
-    problems = [(dim, length) for dim in values(rows, "head_dim") for length in values(rows, "seqlen")]
+    problems = sorted({(row["head_dim"], row["seqlen"], row["density"]) for row in rows})
     lines = []
-    for pass_name in PASSES:
-        cells = [select(rows, **{"pass": pass_name}, head_dim=dim, seqlen=length) for dim, length in problems]
-        lines.append([PASSES[pass_name]] + [f"{100 * float(cell[0]['ratio']):.0f}%" if cell else "-" for cell in cells])
-    return markdown(["Pass"] + [f"d{dim}, {short(length)}" for dim, length in problems], lines)
+    for dim, length, density in problems:
+        cells = [select(rows, **{"pass": pass_name}, head_dim=dim, seqlen=length, density=density)
+                 for pass_name in PASSES]
+        share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f})" if cell else "-" for cell in cells]
+        lines.append([str(dim), short(length), f"{100 * float(density):.1f}%"] + share)
+    return markdown(["Head dim", "Length", "Blocks kept"] + [f"{name}: time (rate)" for name in PASSES.values()], lines)
 
 
-def section(dense, dense_csv, sparse, sparse_csv, png):
+def other_table(rows):
+    lines = []
+    for row in rows:
+        heads = f"{row['heads']}/{row['heads_kv']}" if row["heads"] != row["heads_kv"] else row["heads"]
+        problem = f"{row['dtype']}, d{row['head_dim']}, {MASKS[row['causal']]}, b{row['batch']}, {heads} heads"
+        ratio = lambda name: f"{float(row[name]):.2f}" if row.get(name) else "-"
+        lines.append([PASSES[row["pass"]], problem, short(row["seqlen"]), ratio("ratio_cudnn"), ratio("ratio_fa2"),
+                      ratio("sm80_ratio_fa2")])
+    return markdown(["Pass", "Problem", "Length", "flashjit / cuDNN", "flashjit / FA2", "sm80 / FA2"], lines)
+
+
+def section(dense, other, sparse, dense_csv, png):
     """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
-    dense_csv, sparse_csv, png = (path and os.path.relpath(path, ROOT) for path in (dense_csv, sparse_csv, png))
+    dense_csv, png = (os.path.relpath(path, ROOT) for path in (dense_csv, png))
     lengths = values(dense, "seqlen")
     span = f"{short(lengths[0])} to {short(lengths[-1])}"
     parts = [
@@ -170,19 +180,18 @@ in all, hidden size 2048, bf16. `flashjit` is what the library chooses by itself
 The table has ratios of speed, above 1 the first is faster: geometric means over the lengths {span}.""",
         dense_table(dense),
     ]
+    if other:
+        parts += ["fp16, grouped heads, and problems too small for the device:", other_table(other)]
     if sparse:
-        density = " and ".join(f"{100 * float(x):g}%" for x in values(sparse, "density"))
-        parts += [f"Block-sparse, {density} of the 128x128 blocks: share of the time of flashjit's own dense kernel.",
+        parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
+                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel.",
                   sparse_table(sparse)]
-    sparse_option = f"--sparse {sparse_csv} " if sparse else ""
     parts += [f"""\
-To measure on the GPU machine, which writes the sparse CSV beside the dense one, and to renew the picture and this
-section:
+To measure on the GPU machine, and to renew the picture and this section:
 
 ```sh
 python3 tools/bench/compare.py --lib build/libflashjit.so --csv {dense_csv}
-python3 tools/bench/plot.py {dense_csv} \\
-  {sparse_option}--png {png} --readme README.md
+python3 tools/bench/plot.py {dense_csv} --png {png} --readme README.md
 ```"""]
     return "\n\n".join(parts)
 
@@ -202,7 +211,6 @@ def replace(path, name, text):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("csv", help="the dense table of compare.py")
-    parser.add_argument("--sparse", help="the sparse table of compare.py")
     parser.add_argument("--png", help="write the picture here")
     parser.add_argument("--table", action="store_true", help="print the README's section")
     parser.add_argument("--readme", help="replace the section in this file")
@@ -210,12 +218,13 @@ def main():
     if not (arguments.png or arguments.table or arguments.readme):
         parser.error("nothing to do: give --png, --table or --readme")
     dense = read(arguments.csv)
-    sparse = read(arguments.sparse) if arguments.sparse else None
+    beside = lambda name: f"_{name}".join(os.path.splitext(arguments.csv))
+    other, sparse = (read(beside(name)) if os.path.exists(beside(name)) else None for name in ("other", "sparse"))
     if arguments.png:
         draw(dense, arguments.png)
     if arguments.table or arguments.readme:
         png = arguments.png or os.path.splitext(arguments.csv)[0] + ".png"
-        text = section(dense, arguments.csv, sparse, arguments.sparse, png)
+        text = section(dense, other, sparse, arguments.csv, png)
         if arguments.table:
             print(text)
         if arguments.readme:

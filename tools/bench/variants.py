@@ -15,7 +15,7 @@ import sys
 import time
 
 import compare
-from compare import FlashJit, Ours, Report, interleaved_ms, reason, torch
+from compare import Ours, abi, Report, interleaved_ms, reason, torch
 
 try:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -110,11 +110,11 @@ class Flex:
         return {"out": self.out.detach(), **dict(zip(("dq", "dk", "dv"), self.backward()))}
 
 
-def point(jit, report, case, batch, heads, length, dim, rounds):
+def point(runtime, report, case, batch, heads, length, dim, rounds):
     label = f"{case.name} d{dim} b{batch} h{heads} s{length}"
     q, k, v, dout = compare.tensors(batch, heads, length, dim)
     begin = time.monotonic()
-    ours = Ours(jit, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures)
+    ours = Ours(runtime, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures)
     compile_ms = (time.monotonic() - begin) * 1e3
     ours.forward()
     ours.backward()
@@ -145,7 +145,8 @@ def main():
         print("variants: PyTorch finds no GPU", file=sys.stderr)
         return 3
     torch.zeros(1, device="cuda")
-    jit = FlashJit(arguments.lib)
+    compare.use_library(arguments.lib)
+    runtime = abi.Runtime()
     constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
@@ -155,11 +156,11 @@ def main():
     for dim in (64, 128):
         for case in cases(LENGTH):
             if arguments.only in case.name:
-                compare.guarded(report, f"{case.name} d{dim}", point, jit, report, case, BATCH, HIDDEN // dim, LENGTH, dim,
+                compare.guarded(report, f"{case.name} d{dim}", point, runtime, report, case, BATCH, HIDDEN // dim, LENGTH, dim,
                                 11)
     blocks = Case("butterfly", ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}", mask_mod=butterfly)
     if arguments.only in blocks.name:
-        compare.guarded(report, "butterfly", point, jit, report, blocks, 1, 8, 65536, 64, 5)
+        compare.guarded(report, "butterfly", point, runtime, report, blocks, 1, 8, 65536, 64, 5)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

@@ -27,6 +27,7 @@ Results reference_results(const reference::Problem& problem, Precision precision
   results.dk = std::move(backward.dk);
   results.dv = std::move(backward.dv);
   results.dsinks = std::move(backward.dsinks);
+  results.dsink_rows = std::move(backward.dsink_rows);
   results.capture_grads = std::move(backward.captures);
   return results;
 }
@@ -49,7 +50,12 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
   judge("dq", got.dq, exact.dq, rounded.dq, kGradientFactor);
   judge("dk", got.dk, exact.dk, rounded.dk, kGradientFactor);
   judge("dv", got.dv, exact.dv, rounded.dv, kGradientFactor);
-  if (problem.spec.sinks) judge("dsinks", got.dsinks, exact.dsinks, rounded.dsinks, kGradientFactor);
+  if (problem.spec.sinks) {
+    const reference::Verdict verdict =
+        reference::judge_dsinks(problem.shape, got.dsinks, {exact.dsinks, exact.dsink_rows},
+                                {rounded.dsinks, rounded.dsink_rows}, kGradientFactor);
+    comparisons.push_back({"dsinks", verdict.error, verdict.limit});
+  }
   for (std::size_t i = 0; i < exact.capture_grads.size(); ++i)
     if (!exact.capture_grads[i].empty())
       judge("grad of " + problem.captures[i].name, got.capture_grads.at(i), exact.capture_grads[i],

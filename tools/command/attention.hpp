@@ -21,7 +21,8 @@ struct Results {
   std::vector<double> out, lse, dq, dk, dv;
   std::vector<double> dsinks = {};  ///< [hq] with sinks
   reference::CaptureGrads capture_grads =
-      {};  ///< of each of the problem's captures; empty where none is wanted
+      {};                               ///< of each of the problem's captures; empty where none is wanted
+  std::vector<double> dsink_rows = {};  ///< the reference's alone: [b, hq, sq], what dsinks are the sums of
 };
 
 /// The CPU reference's results; the gradients too when problem.spec.pass is backward.

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ._library import Runtime, runtime, version
 from .errors import (CompileFailed, CudaError, Error, FileError, InternalError, InvalidArgument, KernelMissing, NoCompiler,
                      NoDevice, NoDriver, Unsupported, WrongType)
-from .functional import backward, forward
+from .functional import BlockLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
     from .torch import BlockMap, attention
 
-__all__ = ["attention", "backward", "forward", "trace", "runtime", "version", "BlockMap", "Program", "Runtime", "Error",
+__all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "BlockLists", "BlockMap", "Program", "Runtime", "Error",
            "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice", "NoCompiler", "CompileFailed",
            "KernelMissing", "FileError", "CudaError", "InternalError"]
 

@@ -8,12 +8,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from ._operators import through_operator
-from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, describe, names_with_grad, plan_of
-from ._tracing import is_real
+from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, describe, plan_of
+from ._tracing import is_real, torch_mode
 from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import EMPTY, Program, program_of, trace_unlocked
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
+torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 
 class BlockMap:
@@ -105,8 +106,6 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
     problem = Problem(options, scale, dropout_p, max_seqlen_q or 0, max_seqlen_kv or 0,
                       program.form.tensors + program.form.scalars)
-    if deterministic and wants_grad and values:
-        _check_deterministic(problem)
     if compiling or not _is_simple(q, k, v):
         out, lse = through_operator(q, k, v, fixed, values, problem)
         return (out, lse.detach()) if return_lse else out
@@ -219,18 +218,6 @@ def _cached_options(key: tuple[Any, ...]) -> str:
             _known_options.clear()
         text = _known_options[key] = _options(key)
     return text
-
-
-def _check_deterministic(problem: Problem) -> None:
-    """Gradients of captured tensors are summed by atomic additions, whose order changes."""
-    if not names_with_grad(problem.options):
-        return
-    text = ("gradients of captured tensors are summed in changing order, so they are not deterministic: detach() the "
-            "captured tensors, or switch torch.use_deterministic_algorithms() off")
-    if not torch.is_deterministic_algorithms_warn_only_enabled():
-        raise Unsupported(text + ".")
-    import warnings
-    warnings.warn(text, stacklevel=3)
 
 
 def _draw(q: Tensor) -> tuple[int, int]:

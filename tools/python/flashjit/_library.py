@@ -50,18 +50,24 @@ _COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("b
            ("workspace", _pointer), ("workspace_bytes", ctypes.c_size_t), ("captures", _pointer),
            ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer),
            ("sinks", _pointer)]
-_LENGTHS: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64)]
+_LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64), ("lists", _pointer)]
 
 
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer)] + _COMMON + _LENGTHS
+                ("lse", _pointer)] + _COMMON + _LAST
 
 
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
-                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LENGTHS
+                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST
+
+
+class ListArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("memory", _pointer), ("memory_bytes", ctypes.c_size_t),
+                ("kv_lengths", _pointer), ("block_map", BlockMap), ("captures", _pointer),
+                ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer)]
 
 
 def words_of(structure: type[ctypes.Structure]) -> type[ctypes.Array]:
@@ -88,6 +94,9 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
+    "flashjit_list_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
+    "flashjit_build_lists": (ctypes.c_int32, [_pointer, ctypes.c_int32] + [_pointer] * 5),
+    "flashjit_block_lists_destroy": (None, [_pointer]),
     "flashjit_supports": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer]),
     "flashjit_reference_forward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
@@ -206,27 +215,35 @@ class Runtime:
         config: tiles for this spec and shape from now on, such as "sm80:br128:bc64:w4:s2".
         """
         check(library().flashjit_prepare(self.address, int(backward), spec_handle(spec).address,
-                                         ctypes.byref(_shape(shape)), config.encode() if config else None))
+                                         ctypes.byref(shape_struct(shape)), config.encode() if config else None))
         self.generation += 1
 
     def workspace_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
-        """Bytes of device memory that a call on the current device needs lent."""
+        """Bytes of device memory that a call on the current device needs lent; list_bytes() fewer when it is given its
+        lists."""
+        return self._bytes("flashjit_workspace_bytes", spec, shape, backward)
+
+    def list_bytes(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> int:
+        """Bytes of device memory that tile lists need on the current device; 0 where the kernels walk none."""
+        return self._bytes("flashjit_list_bytes", spec, shape, backward)
+
+    def _bytes(self, function: str, spec: str, shape: Sequence[int], backward: bool) -> int:
         needed = ctypes.c_size_t()
-        check(library().flashjit_workspace_bytes(self.address, int(backward), spec_handle(spec).address,
-                                                 ctypes.byref(_shape(shape)), ctypes.byref(needed)))
+        check(getattr(library(), function)(self.address, int(backward), spec_handle(spec).address,
+                                           ctypes.byref(shape_struct(shape)), ctypes.byref(needed)))
         return needed.value
 
     def supports(self, spec: str, shape: Sequence[int], *, backward: bool = False) -> str | None:
         """None when some kernel family can do it on the current device, else each one's reason why not."""
         status = library().flashjit_supports(self.address, int(backward), spec_handle(spec).address,
-                                             ctypes.byref(_shape(shape)))
+                                             ctypes.byref(shape_struct(shape)))
         if status == 2:
             return library().flashjit_last_error_message().decode(errors="replace")
         check(status)
         return None
 
 
-def _shape(sizes: Sequence[int]) -> Shape:
+def shape_struct(sizes: Sequence[int]) -> Shape:
     if len(sizes) != 5:
         raise InvalidArgument(f"shape has {len(sizes)} numbers: give (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).")
     return Shape(*sizes)

@@ -94,7 +94,8 @@ def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     fixed, rng, captures = tensors[:5], tensors[5], list(tensors[6:])
     numbers, names, options, *_ = ctx.rest
-    rest = ([None] * len(numbers), [None] * len(names), *[None] * (len(ctx.rest) - 2))
+    # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
+    rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
     if dout is None:
         return (*[None] * 9, [None] * len(captures), *rest)
     dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, captures, *ctx.rest)

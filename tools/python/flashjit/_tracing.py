@@ -545,7 +545,7 @@ class Tracer:
             if torch is None:
                 result = function(*arguments)
             else:
-                with _torch_mode():
+                with torch_mode():
                     result = function(*arguments)
             result = self.value_of(result)
         except TypeError as error:
@@ -594,7 +594,7 @@ def _name_of(function: Any) -> str:
 _mode_class: Any = None
 
 
-def _torch_mode() -> Any:
+def torch_mode() -> Any:
     """Sees every call of torch on real tensors too: `slopes[h]` asks the tensor, not the stand-in."""
     global _mode_class
     if _mode_class is None:

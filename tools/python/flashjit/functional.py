@@ -12,7 +12,7 @@ from typing import Any, Mapping, Sequence, Union
 
 from . import _library
 from ._arrays import View, view
-from ._library import BackwardArgs, ForwardArgs, library, runtime, spec_handle
+from ._library import BackwardArgs, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from .errors import InvalidArgument, Unsupported, WrongType
 
 _FIXED = ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv", "sinks")
@@ -22,7 +22,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
             scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
             captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
             cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
-            sinks: Any = None, workspace: Any = None, stream: int = 0) -> tuple[Any, Any]:
+            sinks: Any = None, workspace: Any = None, lists: Union["BlockLists", None] = None,
+            stream: int = 0) -> tuple[Any, Any]:
     """O = softmax(scale * Q K^T) V, and the log of the softmax's row sums.
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
@@ -35,6 +36,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim];
         needs max_seqlen_q and max_seqlen_kv. sinks: float32 [heads_q].
     seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
+    lists: what build_lists() made for such calls; else made in this call, where needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there.
 
     Returns (out, lse). Raises flashjit.Error.
@@ -48,7 +50,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q)
     args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                        **call.tensors("q", "k", "v", "out"), **call.common(scale, dropout_p, seed, offset))
-    call.launch("forward", args, workspace, q)
+    call.launch("forward", args, workspace, lists, q)
     return out, lse
 
 
@@ -57,12 +59,12 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, options: 
              captures: Union[Mapping[str, Any], None] = None, capture_grads: Union[Mapping[str, Any], None] = None,
              block_map: Any = None, kv_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
              max_seqlen_q: int = 0, max_seqlen_kv: int = 0, sinks: Any = None, dsinks: Any = None, workspace: Any = None,
-             stream: int = 0) -> tuple[Any, Any, Any]:
+             lists: Union["BlockLists", None] = None, stream: int = 0) -> tuple[Any, Any, Any]:
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
     dout: like out. dq, dk, dv: like q, k and v; made where left out, as forward() makes out.
     capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
-    dsinks: float32 [heads_q], added to. All else: see forward().
+    dsinks: float32 [heads_q], added to. lists: of build_lists(backward=True). All else: see forward().
 
     Returns (dq, dk, dv). Raises flashjit.Error.
     """
@@ -76,8 +78,41 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, options: 
                         **call.common(scale, dropout_p, seed, offset))
     if dsinks is not None:
         args.dsinks = call.add("dsinks", dsinks).contiguous_pointer("dsinks")
-    call.launch("backward", args, workspace, q)
+    call.launch("backward", args, workspace, lists, q)
     return tuple(results)  # type: ignore[return-value]
+
+
+class BlockLists:
+    """Tile lists that build_lists() made, with their memory."""
+
+    def __init__(self, handle: Union[Handle, None], memory: Any, bytes: int) -> None:
+        self.handle, self.memory, self.bytes = handle, memory, bytes
+
+
+def build_lists(q: Any, k: Any, v: Any, *, backward: bool = False, options: str = "", dropout_p: float = 0.0,
+                captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
+                cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
+                sinks: Any = None, memory: Any = None, stream: int = 0) -> BlockLists:
+    """The tile lists of a block map or a mask, made once for many calls of forward(), or of backward() with
+    backward=True, that are given the same options, types and sizes, and the same values of what the mask reads.
+
+    memory: runtime().list_bytes() bytes of device memory, made like forward()'s out; the lists keep it.
+    All else: see forward(). Lists of another spec, shape or tile configuration are refused by the call.
+    """
+    call = _Call({"q": q, "k": k, "v": v}, options, dropout_p, captures,
+                 dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
+                 max_seqlen_q, max_seqlen_kv, stream)
+    if call.views["q"].device[0] == "cpu":  # where every pair is looked at
+        return BlockLists(None, None, 0)
+    members = {name: value for name, value in call.common(None, dropout_p, 0, 0).items()
+               if name in (field for field, _ in ListArgs._fields_)}
+    needed = runtime().list_bytes(call.spec, call.shape, backward=backward)
+    args = ListArgs(struct_size=ctypes.sizeof(ListArgs), **members)
+    args.memory, args.memory_bytes, memory = call.lent("memory", memory, needed, q)
+    handle = Handle("flashjit_build_lists", "flashjit_block_lists_destroy", runtime().address, int(backward),
+                    spec_handle(call.spec).address, ctypes.byref(_library.shape_struct(call.shape)), ctypes.byref(args),
+                    stream or None)
+    return BlockLists(handle, memory, needed)
 
 
 class _Call:
@@ -197,18 +232,24 @@ class _Call:
                                                      (ctypes.c_int64 * 4)(*blocks.size))
         return members
 
-    def launch(self, function: str, args: Any, workspace: Any, like: Any) -> None:
+    def lent(self, name: str, given: Any, needed: int, like: Any) -> tuple[Any, int, Any]:
+        """Address and bytes of device memory, and the array that holds it: `given`, or a new one."""
+        if not needed:
+            return None, 0, None
+        array = _empty(like, (needed,), "uint8", name) if given is None else given
+        lent = self.add(name, array)
+        return lent.contiguous_pointer(name), math.prod(lent.size) * lent.element_size, array
+
+    def launch(self, function: str, args: Any, workspace: Any, lists: Union[BlockLists, None], like: Any) -> None:
         spec = spec_handle(self.spec)
         if self.views["q"].device[0] == "cpu":
             _library.check(getattr(library(), f"flashjit_reference_{function}")(spec.address, ctypes.byref(args)))
             return
         needed = runtime().workspace_bytes(self.spec, self.shape, backward=function == "backward")
-        if needed:
-            if workspace is None:
-                workspace = _empty(like, (needed,), "uint8", "workspace")
-            lent = self.add("workspace", workspace)
-            args.workspace = lent.contiguous_pointer("workspace")
-            args.workspace_bytes = math.prod(lent.size) * lent.element_size
+        if lists is not None and lists.handle is not None:
+            args.lists = lists.handle.address
+            needed -= min(lists.bytes, needed)  # lists of another call are refused before their size matters
+        args.workspace, args.workspace_bytes, workspace = self.lent("workspace", workspace, needed, like)
         _library.check(getattr(library(), f"flashjit_{function}")(runtime().address, spec.address, ctypes.byref(args),
                                                                   self.stream or None))
 

@@ -1,0 +1,46 @@
+// The debug mode of captured tensors' indices: what its kernels print, in a process of their own.
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "gpu/gpu_support.hpp"
+#include "run_command.hpp"
+
+namespace flashjit::gpu_test {
+namespace {
+
+class CheckIndices : public GpuTest {
+ protected:
+  /// Both passes of one small problem with this score; what was printed.
+  std::string printed(const std::string& score, const std::string& mode) {
+    const testing::CommandResult result = testing::run_command(
+        folder_, "verify --shape b1:hq2:hkv1:sq5:skv6 --spec 'bwd:bf16:d64:score{t: fp32 1d; " + score + "}'",
+        "FLASHJIT_LIBCUDA='" + read_environment().libcuda + "' FLASHJIT_CHECK_INDICES=" + mode);
+    EXPECT_EQ(result.code, 0) << result.out << result.err;
+    return result.out;
+  }
+  static bool says(const std::string& text, const std::string& what) {
+    return text.find(what) != std::string::npos;
+  }
+
+  testing::TemporaryDirectory folder_;
+};
+
+TEST_F(CheckIndices, TellsOfEachThatIsOutOfRangeAndWhere) {
+  const std::string text = printed("score + t[kv - q - 6]", "on");
+  for (const char* place : {"index -6 of dimension 0 of the captured tensor 't' is not in [0, ",
+                            "at b 0, h 0, q 0, kv 0;", "at b 0, h 1, q 4, kv 5;"})
+    EXPECT_TRUE(says(text, place)) << place << "\n" << text;
+  EXPECT_FALSE(says(text, "kv 6")) << "a pair past the end was told of\n" << text;
+}
+
+TEST_F(CheckIndices, SaysNothingOfWhatIsInRange) {
+  EXPECT_FALSE(says(printed("score + t[0]", "on"), "captured tensor"));
+}
+
+TEST_F(CheckIndices, SaysNothingWhereNobodyAsked) {
+  EXPECT_FALSE(says(printed("score + t[kv - q - 6]", "off"), "captured tensor"));
+}
+
+}  // namespace
+}  // namespace flashjit::gpu_test

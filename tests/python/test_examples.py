@@ -1,0 +1,61 @@
+"""The examples that need a GPU for their figures, in small sizes on the CPU: that they run, agree, and write what they say."""
+import csv
+import os
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("torch")
+import flashjit  # noqa: E402
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+
+
+def run(script, *arguments):
+    paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], capture_output=True, text=True, timeout=120,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+
+
+def table(path):
+    with open(path, newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_a_gpt_learns_the_same_with_both(tmp_path):
+    done = run("tools/examples/python/gpt.py", "--device", "cpu", "--steps", 40, "--layers", 1, "--width", 32, "--heads", 2,
+               "--length", 16, "--batch", 2, "--rate", 0.01, "--csv", tmp_path / "gpt.csv")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(tmp_path / "gpt.csv")
+    assert len(rows) == 40 and float(rows[-1]["flashjit_loss"]) < float(rows[0]["flashjit_loss"]) - 0.1
+    assert all(abs(float(row["flashjit_loss"]) - float(row["pytorch_loss"])) < 1e-2 for row in rows)
+
+
+@pytest.mark.parametrize("causal", [(), ("--causal",)])
+def test_long_context_goes_on_where_a_backend_fails(tmp_path, causal):
+    done = run("tools/examples/python/long_context.py", "--device", "cpu", "--first", 64, "--last", 128, "--hidden", 64,
+               "--dims", 32, "--csv", tmp_path / "table.csv", *causal)
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {(row["backend"], row["seqlen"]): row["status"] for row in table(tmp_path / "table.csv")}
+    assert rows["cudnn", "64"] == "failed" and ("cudnn", "128") not in rows  # there is none on the CPU
+    assert all(rows[name, length] == "ok" for name in ("flashjit", "math") for length in ("64", "128"))
+
+
+def test_long_context_begins_nothing_without_time(tmp_path):
+    done = run("tools/examples/python/long_context.py", "--device", "cpu", "--first", 64, "--hidden", 64, "--dims", 32,
+               "--seconds", 0, "--csv", tmp_path / "table.csv")
+    assert done.returncode == 0 and {row["status"] for row in table(tmp_path / "table.csv")} == {"no time"}
+
+
+def test_the_host_bench_measures_every_row(tmp_path):
+    done = run("tools/bench/python_host.py", "--without-gpu", "--rounds", 20, "--csv", tmp_path / "host.csv")
+    assert done.returncode in (0, 1), done.stderr  # a slow machine may miss the goals
+    rows = {row["what"]: float(row["value"]) for row in table(tmp_path / "host.csv")}
+    assert rows.pop("import flashjit, after torch") > 0 and len(rows) == 6 and all(cost > 0 for cost in rows.values())
+
+
+def test_the_custom_attention():
+    done = run("tools/examples/python/custom_attention.py")
+    assert done.returncode == 0 and "so are the gradients" in done.stdout, done.stderr

@@ -1,0 +1,124 @@
+"""What a Python call costs on the CPU in steady state, flashjit's beside PyTorch's own, and what the import costs.
+
+    python3 tools/bench/python_host.py --csv python_host.csv
+
+Small problems, so that the GPU never holds the host up; the queue is kept short; the calls of all rows take turns, and
+medians count. --without-gpu leaves the launch out, on CPU tensors: what remains is Python's share, for profiling. Goals:
+15 us a call of flashjit.attention() without gradients, 0.2 s for the import beyond PyTorch's. Exit code: 1 where one is missed.
+"""
+import argparse
+import csv
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+
+import flashjit
+import flashjit.torch
+
+GOAL_US, GOAL_IMPORT_S = 15, 0.2
+IMPORT = "import time, torch; start = time.perf_counter(); import flashjit, flashjit.torch; print(time.perf_counter() - start)"
+
+
+def calls(device):
+    """The measured calls, by name: what the host does is timed, not what the GPU does."""
+    dtype = torch.bfloat16
+    q, k, v = (torch.randn(2, 4, 128, 64, device=device, dtype=dtype) for _ in range(3))
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    dout = torch.randn_like(q)
+    slopes = torch.rand(4, device=device)
+    alibi = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+    program = flashjit.trace(alibi)
+
+    def step(attention, **options):
+        return lambda: torch.autograd.grad(attention(*leaves, **options), leaves, dout)
+
+    return {
+        "flashjit.attention": lambda: flashjit.attention(q, k, v, causal=True),
+        "torch sdpa": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        "flashjit.torch.scaled_dot_product_attention": lambda: flashjit.torch.scaled_dot_product_attention(
+            q, k, v, is_causal=True),
+        "flashjit.attention, traced score_mod": lambda: flashjit.attention(q, k, v, score_mod=program),
+        "flashjit.attention, score_mod": lambda: flashjit.attention(q, k, v, score_mod=alibi),
+        "flashjit.attention, recorded": lambda: flashjit.attention(*leaves, causal=True),
+        "torch sdpa, recorded": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
+        "flashjit.attention, with backward": step(flashjit.attention, causal=True),
+        "torch sdpa, with backward": step(F.scaled_dot_product_attention, is_causal=True),
+    }
+
+
+def medians(rows, rounds, wait):
+    """Microseconds by name."""
+    costs = {name: [] for name in rows}
+    for i in range(rounds + 50):
+        for name, call in rows.items():
+            start = time.perf_counter_ns()
+            call()
+            costs[name].append(time.perf_counter_ns() - start)
+        if i % 10 == 0:
+            wait()
+    return {name: statistics.median(times[50:]) / 1e3 for name, times in costs.items()}
+
+
+def import_seconds():
+    """Of flashjit, after PyTorch; the best of five processes."""
+    run = lambda: float(subprocess.run([sys.executable, "-c", IMPORT], check=True, capture_output=True, text=True).stdout)
+    return min(run() for _ in range(5))
+
+
+def leave_the_launch_out():
+    from flashjit import _plans
+    _plans.Plan._launch = lambda self, function, words: None
+
+
+def profile(call):
+    import cProfile
+    import pstats
+    with cProfile.Profile() as profiler:
+        for _ in range(20000):
+            call()
+    pstats.Stats(profiler).sort_stats("tottime").print_stats(15)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--without-gpu", action="store_true", help="leave the launch out, on CPU tensors")
+    parser.add_argument("--profile", metavar="ROW", help="profile this row instead")
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--csv", help="write the table here")
+    options = parser.parse_args()
+    if not options.without_gpu and not torch.cuda.is_available():
+        print("python_host: PyTorch finds no GPU; --without-gpu leaves the launch out", file=sys.stderr)
+        return 77
+    torch.manual_seed(0)
+    if options.without_gpu:
+        leave_the_launch_out()
+    rows = calls("cpu" if options.without_gpu else "cuda")
+    if options.without_gpu:  # PyTorch's would compute
+        rows = {name: call for name, call in rows.items() if name.startswith("flashjit")}
+    if options.profile:
+        if options.profile not in rows:
+            sys.exit(f"python_host: there is no row {options.profile!r}; there are {', '.join(map(repr, rows))}")
+        profile(rows[options.profile])
+        return 0
+    table = medians(rows, options.rounds, (lambda: None) if options.without_gpu else torch.cuda.synchronize)
+    imports = import_seconds()
+    for name, cost in table.items():
+        print(f"{name:45} {cost:7.1f} us")
+    print(f"{'import flashjit, after torch':45} {imports:7.3f} s")
+    if options.csv:
+        with open(options.csv, "w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["device", "what", "value", "unit"])
+            device = os.uname().machine if options.without_gpu else torch.cuda.get_device_name()
+            writer.writerows([device, name, f"{cost:.2f}", "us"] for name, cost in table.items())
+            writer.writerow([device, "import flashjit, after torch", f"{imports:.3f}", "s"])
+    return 0 if table["flashjit.attention"] <= GOAL_US and imports <= GOAL_IMPORT_S else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,223 @@
+"""One attention, forward and backward, from 1k tokens to as many as the GPU's memory or the time holds, with flashjit and
+with each of PyTorch's backends: time and peak memory beside each other.
+
+    python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png
+
+Lengths double. A backend that runs out of memory, fails, or would run past the time limit says so in the table and is not
+tried again. Each result's last rows, of O and of dQ, are checked against fp32. Needs a GPU; --device cpu --last 512 runs a
+small one through the CPU reference, to see that all is wired up. Exit code: 1 where flashjit failed or a result is wrong.
+"""
+import argparse
+import contextlib
+import csv
+import statistics
+import sys
+import time
+
+import torch
+import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+import flashjit
+import flashjit.torch
+
+BACKENDS = {"flashjit": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+            "math": SDPBackend.MATH}
+COLUMNS = ("device", "head_dim", "heads", "causal", "seqlen", "backend", "status", "ms", "tflops", "peak_mib", "note")
+CHECKED_ROWS = 16
+ERROR_LIMIT = 0.03  # of the rows' norm: what bf16 leaves, with a margin
+REPEAT_SECONDS = 0.5
+LONG_SECONDS = 4  # a first run that takes longer counts: what a backend prepares in it is little then
+
+
+class Problem:
+    """The inputs of one length, and what the backends have to compute."""
+
+    def __init__(self, options, dim, length):
+        self.causal, self.device = options.causal, torch.device(options.device)
+        self.dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
+        heads = options.hidden // dim
+        make = lambda: torch.randn(1, heads, length, dim, device=self.device, dtype=self.dtype)
+        torch.manual_seed(length)
+        self.q, self.k, self.v = (make().requires_grad_() for _ in range(3))
+        self.dout = make()
+
+    def flops(self):
+        """Of both passes: 2 products forward and 5 backward, over the pairs that attend."""
+        _, heads, length, dim = self.q.shape
+        return 7 * 2 * heads * length * length * dim / (2 if self.causal else 1)
+
+    def run(self, backend):
+        """(O, dQ) of one forward and one backward pass."""
+        with contextlib.nullcontext() if BACKENDS[backend] is None else sdpa_kernel(BACKENDS[backend]):
+            attention = flashjit.torch.scaled_dot_product_attention if backend == "flashjit" else F.scaled_dot_product_attention
+            out = attention(self.q, self.k, self.v, is_causal=self.causal)
+        dq, _, _ = torch.autograd.grad(out, (self.q, self.k, self.v), self.dout)
+        return out.detach(), dq
+
+    def error(self, out, dq):
+        """The larger relative error of the last rows of O and of dQ."""
+        return max(self._error_of_head(head, out, dq) for head in {0, self.q.shape[1] - 1})
+
+    def _error_of_head(self, head, out, dq):
+        q, k, v = (x.detach()[0, head].float() for x in (self.q, self.k, self.v))
+        q = q[-CHECKED_ROWS:].requires_grad_()
+        rows, length = q.shape[0], k.shape[0]
+        s = q @ k.T * q.shape[1] ** -0.5
+        if self.causal:
+            s = s.masked_fill(~torch.ones(rows, length, dtype=torch.bool, device=s.device).tril(length - rows), -torch.inf)
+        want = torch.softmax(s, 1) @ v
+        want_dq, = torch.autograd.grad(want, q, self.dout[0, head, -rows:].float())
+        relative = lambda got, exact: ((got[0, head, -rows:].float() - exact).norm() / exact.norm()).item()
+        return max(relative(out, want.detach()), relative(dq, want_dq))
+
+
+def timed(device, run):
+    """(what run() returns, seconds)."""
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    wait()
+    start = time.perf_counter()
+    result = run()
+    wait()
+    return result, time.perf_counter() - start
+
+
+def measure(options, backend, dim, length):
+    """What stands in the table for one backend and one length. Raises what the backend raises."""
+    problem = Problem(options, dim, length)
+    on_gpu = problem.device.type == "cuda"
+    if on_gpu:
+        if backend == "flashjit":  # so that a first run, which may be the only one, does not compile
+            flashjit.torch.prepare(problem.q, problem.k, problem.v, backward=True, causal=problem.causal)
+        torch.cuda.reset_peak_memory_stats()
+    (out, dq), first = timed(problem.device, lambda: problem.run(backend))
+    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+    error = problem.error(out, dq)
+    del out, dq
+    again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
+    once = again() if first < LONG_SECONDS else first
+    middle = statistics.median([again() for _ in range(min(20, int(REPEAT_SECONDS / once)))] or [once])
+    return {"status": "ok" if error < ERROR_LIMIT else "wrong", "ms": middle * 1e3, "peak_mib": peak,
+            "tflops": problem.flops() / middle / 1e12, "note": f"error {error:.1e}"}
+
+
+def attempt(options, backend, dim, length):
+    """measure(), or why there is nothing to measure."""
+    try:
+        return measure(options, backend, dim, length)
+    except torch.OutOfMemoryError:
+        result = {"status": "out of memory"}
+    except Exception as error:  # noqa: BLE001  (whatever a backend does is a row of the table)
+        result = {"status": "failed", "note": " ".join(str(error).split())[:200]}
+    if options.device == "cuda":  # here, where the exception no longer holds the tensors
+        torch.cuda.empty_cache()
+        torch.cuda.synchronize()
+    return result
+
+
+def rows(options):
+    """Rows of the table, shortest lengths first, until no backend goes on."""
+    end = time.perf_counter() + options.seconds
+    name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
+    last = {(dim, backend): 0.0 for dim in options.dims for backend in BACKENDS}  # seconds of the length before
+    length = options.first
+    while last and length <= options.last:
+        for dim, backend in list(last):
+            next_run = 4 * last[dim, backend]  # twice the length
+            if time.perf_counter() + next_run * (2 if next_run < LONG_SECONDS else 1) > end:
+                result = {"status": "no time"}
+            else:
+                result = attempt(options, backend, dim, length)
+            yield {"device": name, "head_dim": dim, "heads": options.hidden // dim, "causal": int(options.causal),
+                   "seqlen": length, "backend": backend, **result}
+            if result["status"] in ("ok", "wrong"):
+                last[dim, backend] = result["ms"] / 1e3
+            else:
+                del last[dim, backend]
+        length *= 2
+
+
+def show(row):
+    value = lambda name, digits, unit: f"{row[name]:12,.{digits}f} {unit}" if row.get(name) is not None else " " * 16
+    print(f"d{row['head_dim']:<4} {row['seqlen']:>9,}  {row['backend']:9} {row['status']:14} {value('ms', 2, 'ms ')}"
+          f" {value('tflops', 1, 'TF ')} {value('peak_mib', 0, 'MiB')}  {row.get('note', '')}", flush=True)
+
+
+def read(path):
+    """The table that --csv wrote."""
+    kinds = {"head_dim": int, "heads": int, "causal": int, "seqlen": int, "ms": float, "tflops": float, "peak_mib": float}
+    with open(path, newline="") as file:
+        return [{name: kinds.get(name, str)(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
+
+
+def plot(path, table):
+    import matplotlib
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+    # Colours of Okabe and Ito, which the colour-blind can tell apart.
+    styles = {"flashjit": ("#0072B2", "o", 3), "flash": ("#009E73", "^", 1.5), "cudnn": ("#D55E00", "s", 1.5),
+              "math": ("#000000", "d", 1.5)}
+    dims = sorted({row["head_dim"] for row in table})
+    figure, axes = plt.subplots(2, len(dims), figsize=(5 * len(dims), 7.5), sharex=True, squeeze=False)
+    for column, dim in enumerate(dims):
+        for axis, what, scale in ((axes[0][column], "ms", 1), (axes[1][column], "peak_mib", 1 / 1024)):
+            for backend, (color, marker, width) in styles.items():
+                mine = [row for row in table if row["head_dim"] == dim and row["backend"] == backend and row["status"] == "ok"
+                        and row.get(what) is not None]
+                ends = [row["status"] for row in table if row["head_dim"] == dim and row["backend"] == backend][-1]
+                label = {"flash": "PyTorch: FlashAttention-2", "cudnn": "PyTorch: cuDNN", "math": "PyTorch: math"}.get(
+                    backend, backend) + (f" ({ends})" if ends not in ("ok", "no time") else "")
+                axis.plot([row["seqlen"] for row in mine], [row[what] * scale for row in mine], color=color, marker=marker,
+                          linewidth=width, markersize=4, label=label)
+            axis.set_xscale("log", base=2)
+            axis.set_yscale("log")
+            axis.grid(alpha=0.3)
+        axes[0][column].set_title(f"head dim {dim}, {table[0]['heads'] * table[0]['head_dim'] // dim} heads, "
+                                  f"{'causal' if table[0]['causal'] else 'full'}")
+        axes[0][column].legend(fontsize=8)
+        axes[1][column].set_xlabel("tokens")
+        axes[1][column].xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x < 2**20 else f"{x / 2**20:g}M")
+    axes[0][0].set_ylabel("forward and backward, ms")
+    axes[1][0].set_ylabel("peak memory, GiB")
+    figure.suptitle(f"One attention on {table[0]['device']}")
+    figure.savefig(path, dpi=130, bbox_inches="tight")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
+    parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dimensions")
+    parser.add_argument("--hidden", type=int, default=1024, help="heads times head dimension")
+    parser.add_argument("--causal", action="store_true")
+    parser.add_argument("--first", type=int, default=1024, help="the shortest length")
+    parser.add_argument("--last", type=int, default=2**24, help="no longer than this")
+    parser.add_argument("--seconds", type=float, default=90, help="begin nothing that would end later than this")
+    parser.add_argument("--csv", help="write the table here")
+    parser.add_argument("--png", help="draw it here; needs matplotlib")
+    parser.add_argument("--draw", metavar="CSV", help="measure nothing: draw what --csv wrote, e.g. on another machine")
+    options = parser.parse_args()
+    if options.draw:
+        plot(options.png or options.draw.removesuffix(".csv") + ".png", read(options.draw))
+        return 0
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print("long_context: PyTorch finds no GPU; --device cpu --last 512 runs without", file=sys.stderr)
+        return 77
+    table = []
+    with open(options.csv, "w", newline="") if options.csv else contextlib.nullcontext() as file:
+        writer = csv.DictWriter(file, COLUMNS) if file else None
+        if writer:
+            writer.writeheader()
+        for row in rows(options):
+            show(row)
+            table.append(row)
+            if writer:  # at once: what is measured stays if a later length ends the process
+                writer.writerow({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()})
+                file.flush()
+    if options.png:
+        plot(options.png, table)
+    bad = any(row["status"] == "wrong" or (row["backend"], row["status"]) == ("flashjit", "failed") for row in table)
+    return 1 if bad or not table else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -259,7 +259,7 @@ std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, cons
 
 void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
   if (plan.config_source == "given" || plan.config_source == "tuned") return;
-  if (plan.needs.lists) return;  // the caller may hold lists of the present tiles
+  if (plan.workspace.list_bytes() > 0) return;  // the caller may hold lists of the present tiles
   CUcontext context = nullptr;
   driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
   const std::unique_lock lock(mutex_);

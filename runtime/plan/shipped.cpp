@@ -78,8 +78,8 @@ std::string shipped_text(const std::vector<TuningRecord>& records) {
   std::string text;
   for (const auto& [word, field] : kHead) {
     const std::string& value = records.front().*field;
-    const auto other =
-        std::ranges::find_if(records, [&](const TuningRecord& r) { return r.*field != value; });
+    const auto other = std::ranges::find_if(
+        records, [&value, field = field](const TuningRecord& record) { return record.*field != value; });
     if (other != records.end())
       throw Error(ErrorCode::invalid_argument,
                   fmt::format("the records are of more than one {}: {} and {}; tune all again on one", word,

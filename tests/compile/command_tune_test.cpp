@@ -90,11 +90,26 @@ TEST_F(CommandTune, TheStudyWritesAPageAndItsRows) {
   EXPECT_EQ(records(), 0u) << "a study keeps none";
 }
 
+TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
+  const auto result =
+      testing::run_command(folder_, "tune --spec bwd:bf16:d128 --shape b1:hq4:hkv4:sq512:skv512 --exhaustive",
+                           "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_LIBCUDA "' timeout --preserve-status -s INT 4");
+  EXPECT_EQ(result.code, 130) << result.err;
+  if (result.err.find(" ms, best ") != std::string::npos) {
+    EXPECT_EQ(records(), 1u) << result.err;
+  }
+}
+
 TEST_F(CommandTune, ABudgetKeepsWhatIsKnown) {
   const auto result = tune(std::string(kProblem) + " --json --budget 0.001");
-  EXPECT_EQ(records(), 0u) << "nothing was measured: " << result.err;
+  const auto first = result.json()["problems"][0];
+  EXPECT_LE(first.value("measured", 0), 1) << result.err;
+  EXPECT_EQ(records(), first.value("measured", 0)) << result.out;
   const auto more = tune(std::string(kProblem) + " --json");
-  EXPECT_EQ(more.json()["problems"][0]["ending"], "complete") << more.err;
+  const auto second = more.json()["problems"][0];
+  EXPECT_EQ(second["ending"], "complete") << more.err;
+  EXPECT_EQ(second["measured"].get<int>() + first.value("measured", 0), 6)
+      << "what is known is not measured again";
 }
 
 }  // namespace

@@ -36,6 +36,9 @@ struct TuneCommand {
   bool force = false, exhaustive = false;
 };
 
+/// Clocks that settle and a warm GPU move times less than this.
+constexpr double kSuspiciousDrift = 0.10;
+
 /// One problem's result, or why it has none.
 struct Tuned {
   autotune::Problem problem;
@@ -178,6 +181,11 @@ autotune::TuneResult tune_one(const autotune::Problem& problem, const autotune::
     const std::lock_guard lock(shared.mutex);
     shared.records.add(result.record);
   }
+  if (result.drift > kSuspiciousDrift)
+    warn(fmt::format(
+        "{} {}: the best's time moved by {:.0f}% while others were measured beside it; let nothing else "
+        "use the GPU, and tune again with --force",
+        to_string(problem.spec), to_string(problem.shape), 100 * result.drift));
   if (result.measured > 0) keep_best(folder, problem, result.record.best);
   return result;
 }

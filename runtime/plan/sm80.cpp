@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 
+#include "expr/derive.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm80/layout.cuh"
 
@@ -78,10 +79,13 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
 }
 
 /// Good tiles, best first, by the wider head dimension; the last of each fits every device. The largest spill
-/// for Blackwell, where ptxas keeps more in registers, and beside what else takes registers.
+/// for Blackwell, where ptxas keeps more in registers, and beside what else takes registers: gradients of
+/// captured tensors keep S and their places until dS is known, slopes as many values again.
 std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
-  const bool large = device.compute_capability < 100;
+  const bool capture_grads = has_capture_grads(spec);
+  const bool and_slopes = capture_grads && expr::has_slope(spec.score.tree());
+  const bool large = device.compute_capability < 100 && !capture_grads;
   std::vector<TileConfig> choices;
   if (spec.pass == Pass::forward) {
     if (d <= 64) {
@@ -97,10 +101,16 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
   } else if (d <= 64) {
     choices = {config(32, 64, 4, 1)};
     if (large) choices.insert(choices.begin(), config(32, 128, 4, 1));
+  } else if (d <= 128 && capture_grads) {
+    if (and_slopes)
+      choices = {config(32, 64, 8, 1, false, 2)};
+    else
+      choices = {config(32, 128, 8, 1), config(32, 64, 4, 1)};
   } else if (d <= 128) {
     choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
   } else {
-    choices = {config(32, 64, 8, 1, false, 2), config(16, 64, 8, 1, false, 2)};
+    choices = {config(16, 64, 8, 1, false, 2)};
+    if (!and_slopes) choices.insert(choices.begin(), config(32, 64, 8, 1, false, 2));
     if (large && !spec.dropout) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
   }
   return choices;

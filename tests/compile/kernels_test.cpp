@@ -4,6 +4,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <iterator>
 #include <mutex>
@@ -133,6 +134,28 @@ TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
 INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
                          testing::Values("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
                          [](const auto& info) { return std::string(info.param); });
+
+/// With the tiles that the family takes by itself.
+TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
+  constexpr std::array kScores = {"slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)",
+                                  "bias: bf16 4d grad; score + bias[b, h, q, kv]",
+                                  "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
+                                  "gate: fp32 2d grad; score * gate[q, kv]"};
+  constexpr std::array kRests = {":causal", ":mask{doc: int32 1d; doc[q] == doc[kv]}:varlen",
+                                 ":dropout:map64x64"};
+  constexpr std::array kArchitectures = {"sm_80", "sm_90a", "sm_120"};
+  std::size_t i = 0;
+  for (const char* dims : {"d64", "d128", "d256"}) {
+    for (const char* score : kScores) {
+      const DeviceInfo device = DeviceInfo::parse(kArchitectures[i / 3 % 3]);
+      const AttentionSpec spec =
+          parse_spec(fmt::format("bwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 3]));
+      const TileConfig config = plan::sm80_traits().heuristic(spec, shape_of(0), device);
+      EXPECT_EQ(compile_and_check(spec, config, device), "");
+      ++i;
+    }
+  }
+}
 
 TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

@@ -99,42 +99,38 @@ struct TensorSet {
   DeviceBuffer q, k, v, out, lse, dout, dq, dk, dv;
 };
 
-RuntimeOptions candidate_options() {
-  return {
-      .cache_dir = "", .packs = {}, .jit = JitMode::on, .template_dir = {}, .log = [](std::string_view) {}};
-}
-
 /// The tensors of a problem, in enough sets that a launch does not find its input in the L2 cache.
 class Inputs {
  public:
-  Inputs(const device::PrimaryContext& context, const DeviceInfo& device, const Problem& problem,
-         double density, CUstream stream)
+  Inputs(const device::Context& context, const DeviceInfo& device, const Problem& problem,
+         const MeterOptions& options, CUstream stream)
       : driver_(context.driver()), problem_(problem), sizes_(problem), stream_(stream) {
     const bool backward = problem_.spec.pass == Pass::backward;
     const std::vector<char> pattern = random_pattern(problem_.spec.dtype);
     const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
     for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, backward));
     if (problem_.spec.kv_lengths) {
-      kv_lengths_ = device::upload(
-          driver_, std::vector<std::int32_t>(static_cast<std::size_t>(problem_.shape.batch),
-                                             static_cast<std::int32_t>(problem_.shape.seqlen_kv)));
+      kv_lengths_ =
+          device::upload(driver_,
+                         std::vector<std::int32_t>(static_cast<std::size_t>(problem_.shape.batch),
+                                                   static_cast<std::int32_t>(problem_.shape.seqlen_kv)),
+                         stream_);
     }
-    map_ = plausible_map(problem_.spec, problem_.shape, density);
-    map_blocks_ = device::upload(driver_, map_.blocks);
+    map_ = plausible_map(problem_.spec, problem_.shape, options.map_density);
+    map_blocks_ = device::upload(driver_, map_.blocks, stream_);
     if (problem_.spec.varlen) {
-      cu_seqlens_q_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_q));
-      cu_seqlens_kv_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_kv));
+      cu_seqlens_q_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_q), stream_);
+      cu_seqlens_kv_ = device::upload(driver_, equal_offsets(problem_.shape.seqlen_kv), stream_);
     }
     if (problem_.spec.sinks) {
       const std::vector<double> sinks = reference::random_sinks(problem_.shape.heads_q, kSeed);
-      sinks_ = device::upload(driver_, std::vector<float>(sinks.begin(), sinks.end()));
-      dsinks_ = DeviceBuffer(driver_, sinks_.bytes());
+      sinks_ = device::upload(driver_, std::vector<float>(sinks.begin(), sinks.end()), stream_);
+      dsinks_ = DeviceBuffer(driver_, sinks_.bytes(), stream_);
       dsinks_.fill(0);
     }
     captures_ = DeviceCaptures(driver_, problem_.spec,
-                               reference::plausible_captures(problem_.spec, problem_.shape, kSeed));
-    context.synchronize();  // uploads are on another stream than the launches
-    if (backward) run_forward(device);
+                               reference::plausible_captures(problem_.spec, problem_.shape, kSeed), stream_);
+    if (backward) run_forward(device, options.runtime);
   }
 
   const Problem& problem() const { return problem_; }
@@ -171,7 +167,7 @@ class Inputs {
   TensorSet make_set(const std::vector<char>& pattern, bool backward) const {
     int tensor = 0;
     const auto random = [&](std::size_t bytes) {
-      DeviceBuffer buffer(driver_, bytes);
+      DeviceBuffer buffer(driver_, bytes, stream_);
       fill(buffer, pattern, tensor++);
       return buffer;
     };
@@ -200,19 +196,18 @@ class Inputs {
     buffer.upload(pattern.data() + tensor * kPatternStep * element, period);
     for (std::size_t done = period; done < buffer.bytes();) {
       const std::size_t bytes = std::min(done, buffer.bytes() - done);
-      // On the default stream: in order with the upload, which may still be on its way.
-      driver_->check(driver_->memcpy_dtod_async(buffer.address() + done, buffer.address(), bytes, nullptr),
+      driver_->check(driver_->memcpy_dtod_async(buffer.address() + done, buffer.address(), bytes, stream_),
                      "cuMemcpyDtoDAsync");
       done += bytes;
     }
   }
 
   /// The backward pass needs O and LSE that belong to its inputs.
-  void run_forward(const DeviceInfo& device) {
+  void run_forward(const DeviceInfo& device, const RuntimeOptions& options) {
     AttentionSpec spec = problem_.spec;
     spec.pass = Pass::forward;
     spec = spec.normalized();
-    Runtime runtime(candidate_options());
+    Runtime runtime(options);
     const plan::ExecutionPlan plan = plan::make_plan(spec, problem_.shape, device, {});
     ensure_workspace(plan.workspace.bytes);
     runtime.prepare(spec, problem_.shape, plan.config);
@@ -296,17 +291,23 @@ struct EventPair {
 
 }  // namespace
 
-Setting read_setting(const device::PrimaryContext& context) {
+RuntimeOptions candidate_options() {
+  return {
+      .cache_dir = "", .packs = {}, .jit = JitMode::on, .template_dir = {}, .log = [](std::string_view) {}};
+}
+
+Setting read_setting(const device::Context& context, const RuntimeOptions& options) {
   const device::Driver& driver = *context.driver();
   return {device::query_device(driver, context.device()), cuda_version_text(driver.version),
-          compile::Compiler::open(read_environment().nvrtc)->tag(), std::string(library_version())};
+          compile::Compiler::open(options.nvrtc.value_or(read_environment().nvrtc))->tag(),
+          std::string(library_version())};
 }
 
 struct DeviceMeter::Impl {
-  const device::PrimaryContext& context;
+  const device::Context& context;
   const device::Driver& driver;
   DeviceInfo device;
-  double map_density;
+  MeterOptions options;
   device::StreamOwner stream;
   std::deque<EventPair> events;
   std::optional<Inputs> inputs;
@@ -316,11 +317,11 @@ struct DeviceMeter::Impl {
   AttentionSpec spec;
   std::map<std::string, std::shared_ptr<Runtime>> runtimes;  // by the configuration's text
 
-  Impl(const device::PrimaryContext& c, double density)
+  Impl(const device::Context& c, MeterOptions o)
       : context(c),
         driver(*c.driver()),
         device(device::query_device(driver, c.device())),
-        map_density(density),
+        options(std::move(o)),
         stream(c.driver()) {
     for (std::size_t i = 0; i < kLaunchesInQueue; ++i) events.emplace_back(c.driver());
   }
@@ -333,14 +334,14 @@ struct DeviceMeter::Impl {
       spec = problem.spec;
     }
     std::shared_ptr<Runtime>& slot = runtimes[to_string(config)];
-    if (!slot) slot = std::make_shared<Runtime>(candidate_options());
+    if (!slot) slot = std::make_shared<Runtime>(options.runtime);
     return slot;
   }
 
   Inputs& inputs_of(const Problem& problem) {
     if (!inputs || inputs->problem() != problem) {
       inputs.reset();  // before the next is made: both may not fit
-      inputs.emplace(context, device, problem, map_density, stream.get());
+      inputs.emplace(context, device, problem, options, stream.get());
     }
     return *inputs;
   }
@@ -393,23 +394,23 @@ struct DeviceMeter::Impl {
   }
 };
 
-DeviceMeter::DeviceMeter(const device::PrimaryContext& context, double map_density)
-    : impl_(std::make_unique<Impl>(context, map_density)) {}
+DeviceMeter::DeviceMeter(const device::Context& context, MeterOptions options)
+    : impl_(std::make_unique<Impl>(context, std::move(options))) {}
 DeviceMeter::~DeviceMeter() = default;
 
 KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& config) {
-  impl_->context.make_current();
+  impl_->context.make_current_apart();
   return impl_->runtime(problem, config)->prepare(problem.spec, problem.shape, config);
 }
 
 std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                            int repeats) {
-  impl_->context.make_current();
+  impl_->context.make_current_apart();
   try {
     return impl_->measure(problem, configs, repeats);
   } catch (const Error& error) {
     // A refused launch is the candidate's fault; a context that no longer answers is everyone's.
-    const bool sound = impl_->driver.ctx_synchronize() == CUDA_SUCCESS;
+    const bool sound = impl_->driver.stream_synchronize(impl_->stream.get()) == CUDA_SUCCESS;
     if (error.code() != ErrorCode::cuda || !sound) throw;
     throw Error(ErrorCode::unsupported, error.message(), error.detail());
   }

@@ -3,34 +3,55 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <array>
 #include <chrono>
-#include <map>
+#include <cmath>
 #include <set>
 #include <thread>
 
 #include "autotune/compile_ahead.hpp"
+#include "autotune/strategy.hpp"
 #include "plan/family.hpp"
+#include "plan/plan.hpp"
 #include "support/file.hpp"
 
 namespace flashjit::autotune {
 namespace {
 
-/// How a reason begins that does not last: the next run measures such a candidate.
+/// How a reason begins that does not last: the next run may measure such a candidate.
 constexpr std::string_view kNotReached = "not reached: ";
+/// How a reason begins for a candidate that the search passed over: an exhaustive run measures it.
+constexpr std::string_view kLeftOut = "left out: ";
+constexpr std::string_view kUnpromising = "left out: no improvement is expected of it";
+
+/// Candidates chosen at a time: what was measured before one batch decides on the next.
+constexpr std::size_t kBatch = 4;
+/// An expected improvement below this is not worth a measurement.
+constexpr double kWorthwhile = 0.001;
 
 /// Slower than this many times the best after one launch: not worth more launches.
-constexpr double kHopeless = 2.0;
+constexpr double kHopeless = 1.5;
+/// How long a candidate is measured for, and with how many launches.
+constexpr double kMeasureMs = 12;
+constexpr double kFewestRepeats = 5, kMostRepeats = 15;
 
 /// Within this factor of the best, a candidate is measured again beside the others.
-constexpr double kContender = 1.10;
+constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
+constexpr int kFinalRounds = 3;
+constexpr double kFinalRoundMs = 10;  // for each contender
+/// More than this is not noise but a measurement gone wrong.
+constexpr double kMostNoise = 0.02;
 
 double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
 bool measured(const plan::Timing& timing) { return timing.skipped.empty() && timing.ms > 0; }
-bool settled(const plan::Timing& timing) { return !timing.skipped.starts_with(kNotReached); }
+
+int repeats_for(double ms, double total_ms) {
+  return static_cast<int>(std::clamp(total_ms / ms, kFewestRepeats, kMostRepeats));
+}
 
 double least_ms(const std::vector<plan::Timing>& timings) {
   double least = 0;
@@ -45,64 +66,91 @@ bool rules_out_candidate_only(ErrorCode code) {
          code == ErrorCode::invalid_argument;
 }
 
-void require_work(const Problem& problem) {
+const Problem& require_work(const Problem& problem) {
+  problem.spec.validate();
+  problem.shape.validate();
   const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
-  if (batch > 0 && heads_q > 0 && heads_kv > 0 && seqlen_q > 0 && seqlen_kv > 0) return;
+  if (batch > 0 && heads_q > 0 && heads_kv > 0 && seqlen_q > 0 && seqlen_kv > 0) return problem;
   throw Error(ErrorCode::invalid_argument,
               fmt::format("{} has a size of 0, so there is nothing to measure; give sizes of at least 1",
                           to_string(problem.shape)));
 }
 
-struct CanonicalOrder {
-  bool operator()(const TileConfig& a, const TileConfig& b) const { return canonical_less(a, b); }
-};
+/// What a report says of the main kernel: of several, the one that needs most.
+void note_resources(plan::Timing& timing, const AttentionSpec& spec, const KernelReport& kernel) {
+  for (const plan::Entry& entry : plan::traits(kernel.config.family).entries(spec, kernel.config)) {
+    for (const EntryReport& report : kernel.entries) {
+      if (!entry.hot || report.entry != entry.name) continue;
+      timing.registers = std::max(timing.registers, report.registers);
+      timing.spill_bytes = std::max(timing.spill_bytes, report.spill_bytes);
+    }
+  }
+}
 
-/// One search over one problem: what is known of each candidate, and the steps that learn more.
+/// One search over one problem: what is known of each candidate, and the steps that learn more. Candidates go
+/// by their place in order_.
 class Search {
  public:
   Search(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options)
-      : problem_{problem.spec.normalized(), problem.shape},
-        setting_(setting),
+      : setting_(setting),
         meter_(meter),
         options_(options),
         now_(options.now ? options.now : steady_seconds),
-        start_(now_()) {
-    problem_.spec.validate();
-    problem_.shape.validate();
-    require_work(problem_);
-    order_ = candidates(problem_, setting_.device, options_.families);
-    const std::size_t chosen =
-        options_.max_candidates ? std::min(options_.max_candidates, order_.size()) : order_.size();
-    const std::string beyond = fmt::format("{}beyond the first {} candidates", kNotReached, chosen);
-    for (std::size_t i = chosen; i < order_.size(); ++i) set({order_[i], 0, beyond});
-    chosen_.assign(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(chosen));
-    for (const TileConfig& config : chosen_) set({config, 0, std::string(kNotReached) + "interrupted"});
+        start_(now_()),
+        model_(require_work(problem), setting.device, options.map_density),
+        problem_(model_.problem()),
+        heuristic_(autotune::candidates(model_, options.families).front()),
+        order_(within_workspace(autotune::candidates(model_, options.families))),
+        strategy_(order_, predicted()),
+        timings_(order_.size()),
+        prepared_(order_.size(), false) {
+    for (std::size_t i = 0; i < order_.size(); ++i) timings_[i] = {order_[i], 0, not_reached("interrupted")};
+    prune();
+    const double share = options_.share * static_cast<double>(order_.size());
+    limit_ = options_.exhaustive ? order_.size() : std::max(static_cast<std::size_t>(share), kFewest);
+    if (options_.max_candidates) limit_ = std::min(limit_, options_.max_candidates);
+    limit_ = std::min(limit_, order_.size());
+    for (const TileConfig& config : options_.leads) add_lead(config);
   }
 
-  /// Takes over what an earlier run settled under the same conditions.
+  /// Takes over what an earlier run settled under the same conditions; of other conditions the best is a
+  /// lead.
   void remember(const plan::TuningRecord& known) {
-    if (known.spec != problem_.spec || known.shape != problem_.shape || known.arch != setting_.device.arch ||
-        known.device != setting_.device.name || known.library != setting_.library) {
-      return;
-    }
+    if (known.spec != problem_.spec || known.shape != problem_.shape) return;
+    add_lead(known.best);
+    if (!is_current(known, problem_, setting_)) return;
     for (const plan::Timing& timing : known.timings) {
-      const bool meaningful = measured(timing) || (settled(timing) && !timing.skipped.empty());
-      if (meaningful && still_possible(timing.config)) set(timing);
+      const bool meaningful = measured(timing) || !timing.skipped.empty();
+      if (!meaningful || timing.skipped.starts_with(kNotReached)) continue;
+      if (const auto at = place(timing.config)) {
+        if (measured(timing) || !settled_now_.contains(*at)) timings_[*at] = timing;
+      } else if (plan::traits(timing.config.family).admits(problem_.spec, timing.config, setting_.device)) {
+        others_.push_back(timing);  // left out by the choice of families, say
+      }
+    }
+    if (options_.force) return;
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      if (open(i)) continue;
+      done_ += measured(timings_[i]);
+      tell_strategy(i);
     }
   }
 
-  std::vector<TileConfig> pending() const {
-    if (options_.force) return chosen_;
-    std::vector<TileConfig> left;
-    for (const TileConfig& config : chosen_) {
-      if (!settled(results_.at(config))) left.push_back(config);
-    }
-    return left;
+  /// Whether an earlier run left nothing to do.
+  bool is_done() const {
+    if (options_.force) return false;
+    if (done_ >= limit_) return true;
+    // A search that ended by itself is done; one that was stopped, or had a smaller share, is not.
+    return std::ranges::none_of(timings_, [&](const plan::Timing& timing) {
+      if (!options_.exhaustive && timing.skipped == kUnpromising) return false;
+      return timing.skipped.starts_with(kNotReached) || timing.skipped.starts_with(kLeftOut);
+    });
   }
 
-  Ending run(const std::vector<TileConfig>& pending) {
-    Ending ending = measure_each(pending);
+  Ending run() {
+    Ending ending = options_.exhaustive ? measure_all() : measure_promising();
     if (ending == Ending::complete) ending = measure_fastest_together();
+    seconds_ = now_() - start_;
     return ending;
   }
 
@@ -115,28 +163,83 @@ class Search {
                               .nvrtc = setting_.nvrtc,
                               .library = setting_.library,
                               .best = {},
-                              .timings = timings()};
-    const auto best = finalists_.empty() ? pick(record.timings) : pick(finalists_);
-    record.best = best.value_or(heuristic());
+                              .timings = timings_};
+    record.timings.insert(record.timings.end(), others_.begin(), others_.end());
+    std::sort(record.timings.begin(), record.timings.end(),
+              [](const auto& a, const auto& b) { return canonical_less(a.config, b.config); });
+    const auto best = finalists_.empty() ? pick(record.timings) : pick(finalists_, noise_);
+    record.best = best.value_or(heuristic_);
     return record;
   }
 
-  const TileConfig& heuristic() const { return order_.front(); }
+  TuneResult result(Ending ending) const {
+    return {record(), ending, heuristic_, measured_now_, order_.size(), seconds_, drift_};
+  }
+  const TileConfig& heuristic() const { return heuristic_; }
+  std::size_t candidates() const { return order_.size(); }
   std::size_t measured_now() const { return measured_now_; }
 
  private:
-  /// Also a candidate that this run leaves out (by family, say) keeps its timing.
-  bool still_possible(const TileConfig& config) const {
-    return results_.contains(config) ||
-           plan::traits(config.family).admits(problem_.spec, config, setting_.device).ok;
+  static std::string not_reached(std::string_view why) { return fmt::format("{}{}", kNotReached, why); }
+
+  std::vector<TileConfig> within_workspace(std::vector<TileConfig> configs) const {
+    if (!options_.max_workspace) return configs;
+    std::erase_if(configs, [&](const TileConfig& config) {
+      const auto plan = plan::make_plan(problem_.spec, problem_.shape, setting_.device, {}, config);
+      return plan.workspace.bytes > *options_.max_workspace;
+    });
+    if (configs.empty())
+      throw Error(ErrorCode::unsupported,
+                  fmt::format("no configuration of {} at {} does with {} bytes of workspace",
+                              to_string(problem_.spec), to_string(problem_.shape), *options_.max_workspace));
+    return configs;
   }
 
-  void set(plan::Timing timing) { results_[timing.config] = std::move(timing); }
+  /// What the model expects little of is left out before anything is known.
+  void prune() {
+    if (options_.prune <= 0) return;
+    const std::vector<double> ms = predicted();
+    const double least = std::ranges::min(ms);
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      if (order_[i] == heuristic_ || ms[i] <= options_.prune * least) continue;
+      timings_[i].skipped = fmt::format("{}predicted {:.1f} times slower", kLeftOut, ms[i] / least);
+      settled_now_.insert(i);
+      strategy_.rule_out(i);
+    }
+  }
 
-  std::vector<plan::Timing> timings() const {
-    std::vector<plan::Timing> all;
-    for (const auto& [config, timing] : results_) all.push_back(timing);
+  std::vector<double> predicted() const {
+    std::vector<double> ms;
+    for (const TileConfig& config : order_) ms.push_back(model_.predict(config).ms);
+    return ms;
+  }
+
+  std::vector<std::size_t> places() const {
+    std::vector<std::size_t> all(order_.size());
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = i;
     return all;
+  }
+  std::optional<std::size_t> place(const TileConfig& config) const {
+    const auto at = std::find(order_.begin(), order_.end(), config);
+    if (at == order_.end()) return {};
+    return static_cast<std::size_t>(at - order_.begin());
+  }
+  void add_lead(const TileConfig& config) {
+    const auto at = place(config);
+    if (at && std::ranges::find(leads_, *at) == leads_.end()) leads_.push_back(*at);
+  }
+
+  /// Whether a measurement would tell something new.
+  bool open(std::size_t i) const {
+    const std::string& skipped = timings_[i].skipped;
+    return settled_now_.contains(i) ? false
+           : options_.force         ? true
+                                    : skipped.starts_with(kNotReached) || skipped.starts_with(kLeftOut);
+  }
+
+  void tell_strategy(std::size_t i) {
+    if (measured(timings_[i])) strategy_.measured(i, timings_[i].ms);
+    if (!measured(timings_[i])) strategy_.rule_out(i);
   }
 
   /// Why to stop now, if so.
@@ -147,95 +250,203 @@ class Search {
     return {};
   }
 
-  Ending measure_each(const std::vector<TileConfig>& pending) {
+  CompileAhead<KernelReport> compile_ahead() {
     const unsigned threads = options_.compile_threads ? options_.compile_threads
                                                       : std::max(1u, std::thread::hardware_concurrency());
-    CompileAhead<KernelReport> kernels(pending.size(), threads,
-                                       [&](std::size_t i) { return meter_.prepare(problem_, pending[i]); });
-    for (std::size_t i = 0; i < pending.size(); ++i) {
-      if (const auto ending = asked_to_stop()) {
-        leave(pending, i, *ending);
-        return *ending;
-      }
-      plan::Timing timing = settle(pending[i], [&] { return kernels.take(i); });
-      set(timing);
-      if (options_.report) options_.report({timing, i + 1, pending.size(), least_ms(timings())});
+    return CompileAhead<KernelReport>(order_.size(), threads,
+                                      [this](std::size_t i) { return meter_.prepare(problem_, order_[i]); });
+  }
+
+  Ending measure_all() {
+    std::vector<std::size_t> pending = places();
+    std::erase_if(pending, [&](std::size_t i) { return !open(i); });
+    CompileAhead<KernelReport> kernels = compile_ahead();
+    for (const std::size_t i : pending) kernels.want(i);
+    std::size_t done = 0;
+    for (const std::size_t i : pending) {
+      if (done_ >= limit_) break;
+      if (const auto ending = asked_to_stop()) return leave(*ending), *ending;
+      settle(i, kernels);
+      tell(i, ++done, pending.size());
     }
+    leave_out(fmt::format("{}beyond the first {} candidates", kLeftOut, limit_));
     return Ending::complete;
   }
 
-  /// Marks the rest as not reached, unless an earlier run knows more.
-  void leave(const std::vector<TileConfig>& pending, std::size_t from, Ending why) {
-    for (std::size_t i = from; i < pending.size(); ++i) {
-      if (!settled(results_.at(pending[i]))) set({pending[i], 0, std::string(kNotReached) + to_string(why)});
+  Ending measure_promising() {
+    CompileAhead<KernelReport> kernels = compile_ahead();
+    std::vector<std::size_t> batch = first_batch();
+    const std::size_t ahead = 2 * kBatch;
+    while (done_ < limit_ && !batch.empty()) {
+      for (const std::size_t i : batch) kernels.want(i);
+      // While these are measured, idle threads compile what would come next if all went as expected.
+      for (const std::size_t i : strategy_.next(ahead, kWorthwhile)) kernels.want(i);
+      for (const std::size_t i : batch) {
+        if (done_ >= limit_) break;
+        if (const auto ending = asked_to_stop()) return leave(*ending), *ending;
+        settle(i, kernels);
+        tell(i, done_, limit_);
+      }
+      // Until something could be measured there is nothing to improve on, and anything may.
+      const double least = done_ < std::min(kFewest, limit_) ? 0 : kWorthwhile;
+      batch = strategy_.next(std::min(kBatch, limit_ - done_), least);
+    }
+    const bool spent = done_ >= limit_ && !strategy_.next(1, kWorthwhile).empty();
+    leave_out(spent ? fmt::format("{}beyond the first {} candidates", kLeftOut, limit_)
+                    : std::string(kUnpromising));
+    return Ending::complete;
+  }
+
+  /// The heuristic's choice, the leads, and of what is left the best by the model.
+  std::vector<std::size_t> first_batch() {
+    std::vector<std::size_t> batch;
+    const auto add = [&](std::size_t i) {
+      if (open(i) && std::ranges::find(batch, i) == batch.end()) batch.push_back(i);
+    };
+    if (const auto at = place(heuristic_)) add(*at);
+    for (const std::size_t lead : leads_) add(lead);
+    batch.resize(std::min(batch.size(), kBatch));
+    const std::size_t wanted = std::max(kBatch, batch.size() + 1);
+    for (const std::size_t i : strategy_.next(2 * kBatch, kWorthwhile)) {
+      if (batch.size() < wanted) add(i);
+    }
+    return batch;
+  }
+
+  /// Marks what no run has settled.
+  void leave(Ending why) { mark_open(not_reached(to_string(why))); }
+  void leave_out(const std::string& why) { mark_open(why); }
+  void mark_open(const std::string& why) {
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      const std::string& skipped = timings_[i].skipped;
+      if (settled_now_.contains(i)) continue;
+      if (skipped.starts_with(kNotReached) || skipped.starts_with(kLeftOut)) timings_[i].skipped = why;
     }
   }
 
-  plan::Timing settle(const TileConfig& config, const std::function<KernelReport()>& prepared) {
+  void tell(std::size_t i, std::size_t done, std::size_t total) const {
+    if (options_.report) options_.report({timings_[i], done, total, least_ms(timings_)});
+  }
+
+  void settle(std::size_t i, CompileAhead<KernelReport>& kernels) {
+    plan::Timing timing{order_[i], 0, {}};
     try {
-      const KernelReport kernel = prepared();
-      if (kernel.config != config) return {config, 0, "runs as " + to_string(kernel.config)};
-      const std::string reason = disqualified(problem_.spec, kernel, setting_.device);
-      if (!reason.empty()) return {config, 0, reason};
-      prepared_.insert(config);
-      const double ms = measure(config);
-      ++measured_now_;
-      return {config, ms, {}};
+      const KernelReport kernel = kernels.take(i);
+      note_resources(timing, problem_.spec, kernel);
+      timing.skipped = kernel.config != order_[i] ? "runs as " + to_string(kernel.config)
+                                                  : disqualified(problem_.spec, kernel, setting_.device);
+      if (timing.skipped.empty()) {
+        prepared_[i] = true;
+        timing.ms = measure(i);
+        ++measured_now_;
+        ++done_;
+      }
     } catch (const Error& error) {
       if (!rules_out_candidate_only(error.code())) throw;
-      return {config, 0, error.message()};
+      timing.skipped = error.message();
     }
+    timings_[i] = timing;
+    settled_now_.insert(i);
+    tell_strategy(i);
   }
 
-  double measure(const TileConfig& config) {
+  void prepare(std::size_t i) {
+    if (!prepared_[i]) meter_.prepare(problem_, order_[i]);
+    prepared_[i] = true;
+  }
+
+  /// Beside the best so far, whose time is the measure: a drift of the clocks meets both alike.
+  double measure(std::size_t i) {
+    const TileConfig& config = order_[i];
     const double first = meter_.median_ms(problem_, std::span(&config, 1), 1).front();
-    const double best = least_ms(timings());
-    if (best > 0 && first > kHopeless * best) return first;
-    return meter_.median_ms(problem_, std::span(&config, 1), options_.repeats).front();
+    const std::optional<std::size_t> best = fastest_but(i);
+    const double best_ms = best ? timings_[*best].ms : 0;
+    if (best && first > kHopeless * best_ms) return first;
+    const int repeats = repeats_for(first, kMeasureMs);
+    if (!best) return meter_.median_ms(problem_, std::span(&config, 1), repeats).front();
+    prepare(*best);
+    const std::array both{order_[*best], config};
+    const std::vector<double> ms = meter_.median_ms(problem_, both, repeats);
+    drift_ = std::max(drift_, std::abs(ms.at(0) / best_ms - 1));
+    return ms.at(1) * best_ms / ms.at(0);
+  }
+
+  /// Measured, and not so long ago that a forced run doubts it.
+  bool comparable(std::size_t i) const {
+    return measured(timings_[i]) && (!options_.force || settled_now_.contains(i));
+  }
+
+  std::optional<std::size_t> fastest_but(std::size_t excluded) const {
+    std::optional<std::size_t> best;
+    for (std::size_t i = 0; i < order_.size(); ++i) {
+      if (i == excluded || !comparable(i)) continue;
+      if (!best || timings_[i].ms < timings_[*best].ms) best = i;
+    }
+    return best;
   }
 
   /// The fastest few again, in turn with one another and while nothing compiles: theirs are the times that
-  /// decide.
+  /// decide. How far apart a candidate's rounds are is what counts as noise.
   Ending measure_fastest_together() {
-    std::vector<plan::Timing> fastest = contenders();
+    const std::vector<std::size_t> fastest = contenders();
     if (fastest.size() < 2) return Ending::complete;
     if (const auto ending = asked_to_stop()) return *ending;
     std::vector<TileConfig> configs;
-    for (const plan::Timing& timing : fastest) {
-      if (!prepared_.contains(timing.config)) meter_.prepare(problem_, timing.config);
-      configs.push_back(timing.config);
+    double slowest = 0;
+    for (const std::size_t i : fastest) {
+      prepare(i);
+      configs.push_back(order_[i]);
+      slowest = std::max(slowest, timings_[i].ms);
     }
-    const std::vector<double> ms = meter_.median_ms(problem_, configs, options_.final_repeats);
+    std::vector<std::vector<double>> rounds(fastest.size());
+    for (int round = 0; round < kFinalRounds; ++round) {
+      const std::vector<double> ms = meter_.median_ms(problem_, configs, repeats_for(slowest, kFinalRoundMs));
+      for (std::size_t i = 0; i < fastest.size(); ++i) rounds[i].push_back(ms.at(i));
+    }
+    noise_ = kNoise;
     for (std::size_t i = 0; i < fastest.size(); ++i) {
-      fastest[i].ms = ms.at(i);
-      set(fastest[i]);
+      const auto [least, most] = std::ranges::minmax(rounds[i]);
+      timings_[fastest[i]].ms = median(rounds[i]);
+      noise_ = std::max(noise_, std::min((most - least) / 2 / timings_[fastest[i]].ms, kMostNoise));
+      finalists_.push_back(timings_[fastest[i]]);
     }
-    finalists_ = std::move(fastest);
     return Ending::complete;
   }
 
-  std::vector<plan::Timing> contenders() const {
-    std::vector<plan::Timing> close;
-    const double least = least_ms(timings());
-    for (const plan::Timing& timing : timings()) {
-      if (measured(timing) && timing.ms <= least * kContender) close.push_back(timing);
-    }
-    std::stable_sort(close.begin(), close.end(), [](const auto& a, const auto& b) { return a.ms < b.ms; });
-    close.resize(std::min(close.size(), kMostContenders));
-    return close;
+  std::vector<std::size_t> contenders() const {
+    std::vector<std::size_t> close = places();
+    const double least = least_ms(timings_);
+    std::erase_if(
+        close, [&](std::size_t i) { return !measured(timings_[i]) || timings_[i].ms > least * kContender; });
+    std::ranges::stable_sort(close, {}, [&](std::size_t i) { return timings_[i].ms; });
+    std::vector<std::size_t> fastest(
+        close.begin(), close.begin() + static_cast<std::ptrdiff_t>(std::min(close.size(), kMostContenders)));
+    // What was best before is compared once more with what is best now.
+    for (const std::size_t i : close)
+      if (std::ranges::find(leads_, i) != leads_.end() && std::ranges::find(fastest, i) == fastest.end())
+        fastest.push_back(i);
+    return fastest;
   }
 
-  Problem problem_;
   const Setting& setting_;
   Meter& meter_;
   const TuneOptions& options_;
   std::function<double()> now_;
   double start_;
-  std::vector<TileConfig> order_, chosen_;
-  std::map<TileConfig, plan::Timing, CanonicalOrder> results_;
-  std::set<TileConfig, CanonicalOrder> prepared_;
+  Model model_;
+  Problem problem_;
+  TileConfig heuristic_;
+  std::vector<TileConfig> order_;
+  Strategy strategy_;
+  std::vector<plan::Timing> timings_;  // of order_
+  std::vector<plan::Timing> others_;   // of candidates that are not in order_
+  std::vector<bool> prepared_;
+  std::vector<std::size_t> leads_;
+  std::set<std::size_t> settled_now_;
   std::vector<plan::Timing> finalists_;
+  std::size_t limit_ = 0, done_ = 0;  // measured, in earlier runs too
   std::size_t measured_now_ = 0;
+  double noise_ = kNoise, drift_ = 0, seconds_ = 0;
 };
 
 double ms_of(const plan::TuningRecord& record, const TileConfig& config) {
@@ -276,14 +487,21 @@ bool TuneResult::has_best() const { return best_ms() > 0; }
 double TuneResult::best_ms() const { return ms_of(record, record.best); }
 double TuneResult::heuristic_ms() const { return ms_of(record, heuristic); }
 
-std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings) {
+std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, double noise) {
   const double least = least_ms(timings);
   std::optional<TileConfig> best;
   for (const plan::Timing& timing : timings) {
-    if (!measured(timing) || timing.ms > least * (1 + kNoise)) continue;
+    if (!measured(timing) || timing.ms > least * (1 + noise)) continue;
     if (!best || canonical_less(timing.config, *best)) best = timing.config;
   }
   return best;
+}
+
+bool is_current(const plan::TuningRecord& record, const Problem& problem, const Setting& setting) {
+  return record.spec == problem.spec.normalized() && record.shape == problem.shape &&
+         record.arch == setting.device.arch && record.device == setting.device.name &&
+         record.driver == setting.driver && record.nvrtc == setting.nvrtc &&
+         record.library == setting.library;
 }
 
 TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options,
@@ -291,21 +509,20 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
                 const std::function<void(const plan::TuningRecord&)>& keep) {
   Search search(problem, setting, meter, options);
   if (known) search.remember(*known);
-  const std::vector<TileConfig> pending = search.pending();
-  if (pending.empty()) return {*known, Ending::already_tuned, search.heuristic(), 0};
+  if (search.is_done()) return {*known, Ending::already_tuned, search.heuristic(), 0, search.candidates()};
 
   const auto keep_known = [&] {
     if (keep && search.measured_now() > 0) keep(search.record());
   };
   Ending ending;
   try {
-    ending = search.run(pending);
+    ending = search.run();
   } catch (...) {
     keep_known();
     throw;
   }
   keep_known();
-  return {search.record(), ending, search.heuristic(), search.measured_now()};
+  return search.result(ending);
 }
 
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,

@@ -13,8 +13,8 @@
 
 namespace flashjit::autotune {
 
-/// Timings closer than this are noise: the canonical order decides, so that every rank and machine picks
-/// alike.
+/// Timings closer than this are noise, or closer than what repeating them showed: the canonical order
+/// decides, so that every rank and machine picks alike.
 inline constexpr double kNoise = 0.01;
 
 /// What timings are valid for, beside the problem.
@@ -26,22 +26,30 @@ struct Setting {
 /// One candidate is settled; for progress bars and logs.
 struct Event {
   plan::Timing timing;
-  std::size_t done = 0, total = 0;  ///< candidates of this problem
+  std::size_t done = 0, total = 0;  ///< measured, and the most that will be; exhaustive: settled, and all
   double best_ms = 0;               ///< so far; 0: none measured
 };
 
 struct TuneOptions {
   std::vector<Family> families = {};  ///< empty: every family that can do the problem
-  std::size_t max_candidates = 0;     ///< the first of candidates(); 0: all
-  double budget_seconds = 0;          ///< for one problem, from the start of tune(); 0: no limit
-  bool force = false;                 ///< measure again what a record already holds
-  int repeats = 7;                    ///< of each candidate's first measurement
-  int final_repeats = 21;             ///< of the interleaved measurement of the fastest
-  unsigned compile_threads = 0;       ///< 0: as many as the machine runs at once
-  std::function<bool()> stop = {};    ///< asked between candidates; true: keep what is known and return
-  std::function<double()> now = {};   ///< seconds of a monotonic clock; default the steady clock
+  bool exhaustive = false;            ///< measure every candidate
+  double prune = 0;     ///< leave out what is predicted this many times slower than the best; 0: nothing
+  double share = 0.15;  ///< of the candidates: the most that are measured, but at least kFewest
+  std::size_t max_candidates = 0;  ///< the most that are measured, where that is fewer; 0: no such limit
+  double budget_seconds = 0;       ///< for one problem, from the start of tune(); 0: no limit
+  bool force = false;              ///< measure again what a record already holds
+  /// Measured first, beside the heuristic's: what is best for a near shape, or on another device.
+  std::vector<TileConfig> leads = {};
+  std::optional<std::size_t> max_workspace = {};  ///< candidates that need more bytes are left out
+  double map_density = kDefaultMapDensity;        ///< what the model assumes
+  unsigned compile_threads = 0;                   ///< 0: as many as the machine runs at once
+  std::function<bool()> stop = {};   ///< asked between candidates; true: keep what is known and return
+  std::function<double()> now = {};  ///< seconds of a monotonic clock; default the steady clock
   std::function<void(const Event&)> report = {};  ///< called from the tuning thread
 };
+
+/// The least number of candidates that a search which is not cut short measures, where there are so many.
+inline constexpr std::size_t kFewest = 6;
 
 enum class Ending : std::uint8_t {
   complete,       ///< every chosen candidate is settled
@@ -54,19 +62,25 @@ std::string to_string(Ending ending);  // "complete", "already tuned", "budget s
 struct TuneResult {
   plan::TuningRecord record;  ///< best is meaningful when any timing was measured
   Ending ending = Ending::complete;
-  TileConfig heuristic;      ///< what the runtime would take without the record
-  std::size_t measured = 0;  ///< candidates measured in this run
+  TileConfig heuristic;        ///< what the runtime would take without the record
+  std::size_t measured = 0;    ///< candidates measured in this run
+  std::size_t candidates = 0;  ///< that there are
+  double seconds = 0;          ///< that this run took
+  double drift = 0;            ///< the most that the best's time moved while others were measured beside it
 
   bool has_best() const;
   double best_ms() const;       ///< 0 when nothing was measured
   double heuristic_ms() const;  ///< 0 when it was not measured
 };
 
-/// Tunes one problem. `known` is an earlier record of it: what it settled on the same device and library
-/// version is not measured again (unless forced), so that an interrupted search goes on where it stopped.
-/// Throws Error(invalid_argument) when a size is 0, Error(unsupported) when no family can do the problem, and
-/// what the meter throws to end the tuning; `keep` (where given) is called with what is known before every
-/// return and throw, if anything was measured.
+/// Tunes one problem: the heuristic's choice, the leads and what the model thinks fastest are measured, then
+/// what the model thinks best after that, until nothing promises an improvement or the share is spent. The
+/// fastest few are measured once more in turn with one another, and decide. `known` is an earlier record of
+/// the problem: while is_current() what it settled is not measured again (unless forced), so that an
+/// interrupted search goes on where it stopped; else its best is a lead. Throws Error(invalid_argument) when
+/// a size is 0, Error(unsupported) when no family can do the problem, and what the meter throws to end the
+/// tuning; `keep` (where given) is called with what is known before every return and throw, if anything was
+/// measured.
 TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options = {},
                 const std::optional<plan::TuningRecord>& known = {},
                 const std::function<void(const plan::TuningRecord&)>& keep = {});
@@ -75,7 +89,12 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,
                      const Setting& setting, Meter& meter, const TuneOptions& options = {});
 
-/// The fastest; among those within kNoise of it the first in canonical order. None when nothing was measured.
-std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings);
+/// The fastest; among those within `noise` of it the first in canonical order. None when nothing was
+/// measured.
+std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, double noise = kNoise);
+
+/// Whether the record's timings may stand beside new ones: of the same problem, device, driver, NVRTC and
+/// library.
+bool is_current(const plan::TuningRecord& record, const Problem& problem, const Setting& setting);
 
 }  // namespace flashjit::autotune

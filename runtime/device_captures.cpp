@@ -8,7 +8,7 @@
 namespace flashjit {
 
 DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const AttentionSpec& spec,
-                               const std::vector<reference::Captured>& captures)
+                               const std::vector<reference::Captured>& captures, CUstream stream)
     : values_(captures.size()), grads_(captures.size()) {
   for (const reference::Captured& captured : captures) names_.push_back(captured.name);
   const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
@@ -19,9 +19,9 @@ DeviceCaptures::DeviceCaptures(const std::shared_ptr<const device::Driver>& driv
       view_.push_back(Capture::number(names_[i], captured.values.at(0)));
       continue;
     }
-    values_[i] = device::upload(driver, reference::encode(d->type, captured.values));
+    values_[i] = device::upload(driver, reference::encode(d->type, captured.values), stream);
     if (d->wants_grad && spec.pass == Pass::backward)
-      grads_[i] = device::DeviceBuffer(driver, captured.values.size() * sizeof(float));
+      grads_[i] = device::DeviceBuffer(driver, captured.values.size() * sizeof(float), stream);
     Capture view{.name = names_[i],
                  .data = values_[i].data(),
                  .grad = static_cast<float*>(grads_[i].data()),

@@ -17,9 +17,9 @@ class DeviceCaptures {
  public:
   DeviceCaptures() = default;
   /// `captures` are those that the spec's programs declare. Room for gradients is made, and zeroed, in the
-  /// backward pass alone.
+  /// backward pass alone. `stream` as DeviceBuffer takes it.
   DeviceCaptures(const std::shared_ptr<const device::Driver>& driver, const AttentionSpec& spec,
-                 const std::vector<reference::Captured>& captures);
+                 const std::vector<reference::Captured>& captures, CUstream stream = nullptr);
 
   /// For ForwardArgs and BackwardArgs; valid while this is.
   std::span<const Capture> view() const { return view_; }

@@ -26,6 +26,18 @@ std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
   return fmt::format("{} {}", to_string(spec.normalized()), to_string(shape));
 }
 
+std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device) {
+  return fmt::format("{} {}", given_key(spec, shape), device);
+}
+
+/// Whether another configuration may do: where the first does not compile, or where a record chose it and
+/// there is neither its kernel nor a compiler.
+bool may_try_another(const plan::ExecutionPlan& first, ErrorCode code) {
+  if (code == ErrorCode::compile_failed) return true;
+  const bool by_record = first.config_source != "given" && first.config_source != "heuristic";
+  return by_record && (code == ErrorCode::kernel_missing || code == ErrorCode::no_compiler);
+}
+
 bool has_work(const plan::ExecutionPlan& plan) {
   return std::ranges::any_of(plan.launches, [](const plan::Launch& launch) { return launch.blocks > 0; });
 }
@@ -69,8 +81,12 @@ void check_reachable(const device::Driver& driver, CUdevice device, const NamedP
 
 }  // namespace
 
-Engine::Engine(Settings settings, std::shared_ptr<const device::Driver> driver)
-    : settings_(std::move(settings)), driver_(std::move(driver)), library_(settings_) {}
+Engine::Engine(Settings settings, std::shared_ptr<const device::Driver> driver,
+               MakeBackgroundTuner make_tuner)
+    : settings_(std::move(settings)),
+      make_tuner_(std::move(make_tuner)),
+      driver_(std::move(driver)),
+      library_(settings_) {}
 
 void Engine::forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream) {
   run(spec, Pass::forward, args, stream);
@@ -165,7 +181,7 @@ plan::WorkspaceLayout Engine::workspace(const AttentionSpec& spec, const Attenti
   const CUdevice device = device::current_device(*driver());
   if (const OperationPtr operation = find(CallKeyView(spec, spec.pass, shape, device)))
     return operation->plan.workspace;
-  return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape)).workspace;
+  return plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device)).workspace;
 }
 
 std::size_t Engine::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
@@ -179,7 +195,7 @@ std::size_t Engine::list_bytes(const AttentionSpec& spec, const AttentionShape& 
 Support Engine::supports(const AttentionSpec& spec, const AttentionShape& shape) {
   const CUdevice device = device::current_device(*driver());
   try {
-    plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape));
+    plan(spec, shape, devices_.info(*driver(), device), remembered(spec, shape, device));
     return Support::yes();
   } catch (const Error& error) {
     if (error.code() != ErrorCode::unsupported && error.code() != ErrorCode::invalid_argument) throw;
@@ -203,9 +219,10 @@ Engine::OperationPtr Engine::add(const AttentionSpec& spec, const AttentionShape
     generation = generation_;
   }
   const DeviceInfo& info = devices_.info(*driver(), device);
-  const std::optional<TileConfig> wanted = config ? config : remembered(spec, shape);
-  OperationPtr operation = build(plan(spec, shape, info, wanted), info, device, capturing);
+  const std::optional<Chosen> chosen = config ? Chosen{*config, "given"} : remembered(spec, shape, device);
+  OperationPtr operation = build(plan(spec, shape, info, chosen), info, device, capturing);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
+  if (settings_.tune_in_background && operation->kernel) tune_in_background(operation->plan, device);
   return operation;
 }
 
@@ -226,19 +243,54 @@ void Engine::keep(const CallKeyView& key, OperationPtr operation, std::uint64_t 
   operations_.insert_or_assign(CallKey(key), std::move(operation));
 }
 
-std::optional<TileConfig> Engine::remembered(const AttentionSpec& spec, const AttentionShape& shape) const {
+std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, const AttentionShape& shape,
+                                                 CUdevice device) const {
   const std::shared_lock lock(mutex_);
-  if (given_.empty()) return {};
-  const auto found = given_.find(given_key(spec, shape));
-  return found == given_.end() ? std::nullopt : std::optional(found->second);
+  if (!given_.empty()) {
+    const auto given = given_.find(given_key(spec, shape));
+    if (given != given_.end()) return Chosen{given->second, "given"};
+  }
+  if (!tuned_.empty()) {
+    const auto tuned = tuned_.find(tuned_key(spec, shape, device));
+    if (tuned != tuned_.end()) return Chosen{tuned->second, "tuned"};
+  }
+  return {};
+}
+
+void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
+  if (plan.config_source == "given" || plan.config_source == "tuned") return;
+  if (plan.workspace.list_bytes() > 0) return;  // the caller may hold lists of the present tiles
+  CUcontext context = nullptr;
+  driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
+  const std::unique_lock lock(mutex_);
+  if (!wanted_.insert(tuned_key(plan.spec, plan.shape, device)).second) return;
+  if (!tuner_)
+    tuner_ = make_tuner_(settings_, [this](const auto& job, const auto& best) { adopt(job, best); });
+  tuner_->want(
+      {plan.spec, plan.shape, plan.config, plan.workspace.bytes, device::Context(driver(), device, context)});
+}
+
+void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {
+  const CUdevice device = job.context.device();
+  const DeviceInfo& info = devices_.info(*driver(), device);
+  // Loaded before calls know of it, so that none waits.
+  load(plan(job.spec, job.shape, info, Chosen{best, "tuned"}), info, device, false);
+  const std::unique_lock lock(mutex_);
+  tuned_.insert_or_assign(tuned_key(job.spec, job.shape, device), best);
+  ++generation_;
+  operations_
+      .clear();  // one spec may be written in several ways; making an operation anew costs microseconds
 }
 
 plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape& shape,
-                                 const DeviceInfo& info, const std::optional<TileConfig>& config) {
+                                 const DeviceInfo& info, const std::optional<Chosen>& chosen) {
   spec.validate();
   shape.validate();
   check_limits(shape);
-  return plan::make_plan(spec, shape, info, library_.records(), config);
+  if (!chosen) return plan::make_plan(spec, shape, info, library_.records());
+  plan::ExecutionPlan plan = plan::make_plan(spec, shape, info, library_.records(), chosen->config);
+  plan.config_source = chosen->source;
+  return plan;
 }
 
 std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan& failed,
@@ -262,7 +314,7 @@ Engine::OperationPtr Engine::build(plan::ExecutionPlan first, const DeviceInfo& 
     try {
       return load(plans[i], info, device, capturing);
     } catch (const Error& error) {
-      if (error.code() != ErrorCode::compile_failed) throw;
+      if (!may_try_another(plans[0], error.code())) throw;
       if (i == 0) std::ranges::move(alternatives(plans[0], info), std::back_inserter(plans));
       if (i + 1 == plans.size()) throw;
       settings_.log(fmt::format("{} does not work: {} Trying {}.", to_string(plans[i].config),

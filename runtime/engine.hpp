@@ -6,11 +6,13 @@
 #include <memory>
 #include <mutex>
 #include <optional>
+#include <set>
 #include <shared_mutex>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "background.hpp"
 #include "call_key.hpp"
 #include "device/device_info.hpp"
 #include "device/driver.hpp"
@@ -24,8 +26,10 @@ namespace flashjit {
 
 class Engine {
  public:
-  /// `driver` stands in for the one that settings name, which is opened when first needed.
-  explicit Engine(Settings settings, std::shared_ptr<const device::Driver> driver = {});
+  /// `driver` stands in for the one that settings name, which is opened when first needed; `make_tuner` for
+  /// the tuner of shapes in use.
+  explicit Engine(Settings settings, std::shared_ptr<const device::Driver> driver = {},
+                  MakeBackgroundTuner make_tuner = make_background_tuner);
 
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
@@ -73,10 +77,21 @@ class Engine {
                    const std::optional<TileConfig>& config, bool capturing);
   void keep(const CallKeyView& key, OperationPtr operation, std::uint64_t generation,
             const std::optional<TileConfig>& config);
-  std::optional<TileConfig> remembered(const AttentionSpec& spec, const AttentionShape& shape) const;
+  /// A configuration that was chosen in this process, and by whom.
+  struct Chosen {
+    TileConfig config;
+    const char* source;  ///< "given" or "tuned"
+  };
+  std::optional<Chosen> remembered(const AttentionSpec& spec, const AttentionShape& shape,
+                                   CUdevice device) const;
+
+  /// Asks for tuning once a shape, where it is switched on and nothing better than a lead is known.
+  void tune_in_background(const plan::ExecutionPlan& plan, CUdevice device);
+  /// What was tuned is loaded, and calls use it from then on.
+  void adopt(const BackgroundJob& job, const TileConfig& best);
 
   plan::ExecutionPlan plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& info,
-                           const std::optional<TileConfig>& config);
+                           const std::optional<Chosen>& chosen);
   /// The heuristics of the families that can do otherwise what the plan failed to; none for a given
   /// configuration.
   std::vector<plan::ExecutionPlan> alternatives(const plan::ExecutionPlan& failed, const DeviceInfo& info);
@@ -87,6 +102,7 @@ class Engine {
   bool is_capturing(Stream stream);
 
   const Settings settings_;
+  const MakeBackgroundTuner make_tuner_;
   Once driver_once_;
   std::shared_ptr<const device::Driver> driver_;
   device::DeviceTable devices_;
@@ -95,7 +111,11 @@ class Engine {
   mutable std::shared_mutex mutex_;  // guards what follows
   OperationTable operations_;
   std::map<std::string, TileConfig> given_;  // "<spec> <shape>"
-  std::uint64_t generation_ = 0;  // of given_: what was planned before a change is not kept after it
+  std::map<std::string, TileConfig> tuned_;  // "<spec> <shape> <device>"
+  std::set<std::string> wanted_;             // of tuned_: what was asked to be tuned
+  std::uint64_t generation_ =
+      0;  // of given_ and tuned_: what was planned before a change is not kept after it
+  std::unique_ptr<BackgroundTuner> tuner_;  // made when first wanted; last, so that its thread ends first
 };
 
 }  // namespace flashjit

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <chrono>
 
+#include "plan/shipped.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -207,6 +208,10 @@ const plan::TuningRecords& KernelLibrary::records() {
     for (const cache::EmbeddedStore& pack : embedded_) found.load(pack.records(), &warnings);
     for (const cache::Store& pack : packs_) found.load(pack.records_folder(), &warnings);
     if (cache_) found.load(cache_->records_folder(), &warnings);
+    // Without a compiler they would name kernels that no pack has.
+    if (settings_.jit)
+      for (const plan::TuningRecord& record : plan::shipped_records())
+        found.add(record, plan::TuningRecords::Origin::shipped);
     for (const std::string& warning : warnings) settings_.log(warning);
     records_ = std::move(found);
   });

@@ -46,7 +46,8 @@ class KernelLibrary {
   /// Whether get() would find it in memory.
   bool holds(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) const;
 
-  /// The tuning records of packs and cache, in that order; read once, at the first call.
+  /// The tuning records of packs and cache, in that order, and the shipped ones; read once, at the first
+  /// call.
   const plan::TuningRecords& records();
 
  private:

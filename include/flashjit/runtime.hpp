@@ -114,9 +114,17 @@ struct RuntimeOptions {
                                            ///< else the usual places
   std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
                                            ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
-  std::optional<std::uint64_t> cache_limit = {};   ///< bytes of kernels in cache_dir at which those that were
-                                                   ///< not used for longest are removed, which leaves 7/8;
-                                                   ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
+  std::optional<std::uint64_t> cache_limit = {};  ///< bytes of kernels in cache_dir at which those that were
+                                                  ///< not used for longest are removed, which leaves 7/8;
+                                                  ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
+  /// The first use of a shape that no record of this device was measured for starts its tuning: in a thread,
+  /// on a stream of its own, with inputs of its own in device memory for as long as it takes, some seconds.
+  /// Calls go on with what is known, and switch when it is done to a configuration of the same family that
+  /// needs no more workspace; the record goes to the cache. Results may change in their last bits when it
+  /// switches. Keep the context until the Runtime is destroyed, which waits for the measurement under way.
+  /// Needs NVRTC. Not for specs that have tile lists, which build_lists() makes for one configuration: tune
+  /// those beforehand.
+  bool tune_in_background = false;
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 
@@ -137,7 +145,8 @@ struct EntryReport {
 struct KernelReport {
   AttentionSpec spec = {};
   TileConfig config = {};
-  std::string config_source = {};  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::string config_source =
+      {};                ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
   std::string key = {};  ///< the directory's name in cache and pack; empty: nothing to launch, no kernel
   KernelOrigin origin = KernelOrigin::memory;
   double render_ms = 0, compile_ms = 0, load_ms = 0;  ///< spent by this call
@@ -145,9 +154,9 @@ struct KernelReport {
 };
 
 /// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is
-/// current at the call. Creates no context, allocates no device memory, and never synchronises. Keeps its
-/// kernels loaded until it is destroyed: wait for what was launched, and drop graphs that captured a launch,
-/// before that.
+/// current at the call. Creates no context, allocates no device memory, and never synchronises (but for the
+/// thread that RuntimeOptions::tune_in_background asks for). Keeps its kernels loaded until it is destroyed:
+/// wait for what was launched, and drop graphs that captured a launch, before that.
 class FLASHJIT_API Runtime {
  public:
   explicit Runtime(RuntimeOptions options = {});

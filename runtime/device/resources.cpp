@@ -4,27 +4,36 @@
 
 namespace flashjit::device {
 
-PrimaryContext::PrimaryContext(std::shared_ptr<const Driver> driver, int ordinal)
-    : driver_(std::move(driver)) {
+namespace {
+
+Context retain(std::shared_ptr<const Driver> driver, int ordinal) {
   int count = 0;
-  driver_->check(driver_->device_get_count(&count), "cuDeviceGetCount");
+  driver->check(driver->device_get_count(&count), "cuDeviceGetCount");
   if (ordinal < 0 || ordinal >= count)
     throw Error(
         ErrorCode::no_device,
         fmt::format("There is no CUDA device {}: this machine has {}, counted from 0.", ordinal, count));
-  driver_->check(driver_->device_get(&device_, ordinal), "cuDeviceGet");
-  driver_->check(driver_->device_primary_ctx_retain(&context_, device_), "cuDevicePrimaryCtxRetain");
-  const CUresult result = driver_->ctx_set_current(context_);
+  CUdevice device = 0;
+  CUcontext context = nullptr;
+  driver->check(driver->device_get(&device, ordinal), "cuDeviceGet");
+  driver->check(driver->device_primary_ctx_retain(&context, device), "cuDevicePrimaryCtxRetain");
+  const CUresult result = driver->ctx_set_current(context);
   if (result != CUDA_SUCCESS) {
-    driver_->device_primary_ctx_release(device_);
-    driver_->check(result, "cuCtxSetCurrent");
+    driver->device_primary_ctx_release(device);
+    driver->check(result, "cuCtxSetCurrent");
   }
+  return Context(std::move(driver), device, context);
 }
 
-PrimaryContext::~PrimaryContext() { driver_->device_primary_ctx_release(device_); }
+}  // namespace
 
-DeviceBuffer::DeviceBuffer(std::shared_ptr<const Driver> driver, std::size_t bytes)
-    : driver_(std::move(driver)), bytes_(bytes) {
+PrimaryContext::PrimaryContext(std::shared_ptr<const Driver> driver, int ordinal)
+    : Context(retain(std::move(driver), ordinal)) {}
+
+PrimaryContext::~PrimaryContext() { driver()->device_primary_ctx_release(device()); }
+
+DeviceBuffer::DeviceBuffer(std::shared_ptr<const Driver> driver, std::size_t bytes, CUstream stream)
+    : driver_(std::move(driver)), bytes_(bytes), stream_(stream) {
   if (bytes_)
     driver_->check(driver_->mem_alloc(&address_, bytes_), fmt::format("Allocating {} bytes", bytes_));
 }
@@ -37,6 +46,7 @@ void DeviceBuffer::swap(DeviceBuffer& other) noexcept {
   std::swap(driver_, other.driver_);
   std::swap(address_, other.address_);
   std::swap(bytes_, other.bytes_);
+  std::swap(stream_, other.stream_);
 }
 
 void DeviceBuffer::check_size(std::size_t bytes) const {
@@ -47,7 +57,10 @@ void DeviceBuffer::check_size(std::size_t bytes) const {
 
 void DeviceBuffer::upload(const void* source, std::size_t bytes) {
   check_size(bytes);
-  if (bytes) driver_->check(driver_->memcpy_htod(address_, source, bytes), "cuMemcpyHtoD");
+  if (bytes == 0) return;
+  if (!stream_) return driver_->check(driver_->memcpy_htod(address_, source, bytes), "cuMemcpyHtoD");
+  driver_->check(driver_->memcpy_htod_async(address_, source, bytes, stream_), "cuMemcpyHtoDAsync");
+  driver_->check(driver_->stream_synchronize(stream_), "cuStreamSynchronize");
 }
 
 void DeviceBuffer::download(void* target, std::size_t bytes) const {
@@ -56,7 +69,9 @@ void DeviceBuffer::download(void* target, std::size_t bytes) const {
 }
 
 void DeviceBuffer::fill(std::uint8_t byte) {
-  if (bytes_) driver_->check(driver_->memset_d8(address_, byte, bytes_), "cuMemsetD8");
+  if (bytes_ == 0) return;
+  if (!stream_) return driver_->check(driver_->memset_d8(address_, byte, bytes_), "cuMemsetD8");
+  driver_->check(driver_->memset_d8_async(address_, byte, bytes_, stream_), "cuMemsetD8Async");
 }
 
 StreamOwner::StreamOwner(std::shared_ptr<const Driver> driver) : driver_(std::move(driver)) {

@@ -9,33 +9,47 @@
 
 namespace flashjit::device {
 
-/// The primary context of a device, current on the constructing thread. It is not popped: a program has one.
-class PrimaryContext {
+/// A context of a device that someone keeps alive.
+class Context {
  public:
-  /// Throws Error(no_device) when there is no device `ordinal`.
-  explicit PrimaryContext(std::shared_ptr<const Driver> driver, int ordinal = 0);
-  ~PrimaryContext();
-  PrimaryContext(const PrimaryContext&) = delete;
-  PrimaryContext& operator=(const PrimaryContext&) = delete;
+  Context(std::shared_ptr<const Driver> driver, CUdevice device, CUcontext context)
+      : driver_(std::move(driver)), device_(device), context_(context) {}
 
   const std::shared_ptr<const Driver>& driver() const { return driver_; }
   CUdevice device() const { return device_; }
   CUcontext context() const { return context_; }
   /// Makes the context current on the calling thread.
   void make_current() const { driver_->check(driver_->ctx_set_current(context_), "cuCtxSetCurrent"); }
+  /// The same for a thread whose work is no part of a graph that another thread captures, in whatever mode.
+  void make_current_apart() const {
+    make_current();
+    CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
+    driver_->check(driver_->thread_exchange_stream_capture_mode(&mode), "cuThreadExchangeStreamCaptureMode");
+  }
   void synchronize() const { driver_->check(driver_->ctx_synchronize(), "cuCtxSynchronize"); }
 
  private:
   std::shared_ptr<const Driver> driver_;
-  CUdevice device_ = 0;
-  CUcontext context_ = nullptr;
+  CUdevice device_;
+  CUcontext context_;
 };
 
-/// Device memory, uninitialised; null when it has no bytes. Copies block until they are done.
+/// The primary context of a device, current on the constructing thread. It is not popped: a program has one.
+class PrimaryContext : public Context {
+ public:
+  /// Throws Error(no_device) when there is no device `ordinal`.
+  explicit PrimaryContext(std::shared_ptr<const Driver> driver, int ordinal = 0);
+  ~PrimaryContext();
+  PrimaryContext(const PrimaryContext&) = delete;
+  PrimaryContext& operator=(const PrimaryContext&) = delete;
+};
+
+/// Device memory, uninitialised; null when it has no bytes. Copies block until they are done; they are in
+/// order with `stream`, where one is given, and touch no other.
 class DeviceBuffer {
  public:
   DeviceBuffer() = default;
-  DeviceBuffer(std::shared_ptr<const Driver> driver, std::size_t bytes);
+  DeviceBuffer(std::shared_ptr<const Driver> driver, std::size_t bytes, CUstream stream = nullptr);
   DeviceBuffer(DeviceBuffer&& other) noexcept { swap(other); }
   DeviceBuffer& operator=(DeviceBuffer&& other) noexcept {
     DeviceBuffer moved(std::move(other));
@@ -60,11 +74,13 @@ class DeviceBuffer {
   std::shared_ptr<const Driver> driver_;
   CUdeviceptr address_ = 0;
   std::size_t bytes_ = 0;
+  CUstream stream_ = nullptr;
 };
 
 template <class T>
-DeviceBuffer upload(std::shared_ptr<const Driver> driver, const std::vector<T>& values) {
-  DeviceBuffer buffer(std::move(driver), values.size() * sizeof(T));
+DeviceBuffer upload(std::shared_ptr<const Driver> driver, const std::vector<T>& values,
+                    CUstream stream = nullptr) {
+  DeviceBuffer buffer(std::move(driver), values.size() * sizeof(T), stream);
   buffer.upload(values.data(), buffer.bytes());
   return buffer;
 }

@@ -49,8 +49,9 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
   }
   // A record may come from another version or a smaller sibling of the device.
   const auto usable = [&](const TileConfig& config) { return admits(spec, config, device).ok; };
-  if (const auto [record, exact] = records.find(spec, shape, device.arch, usable); record) {
-    return {record->best, exact ? "tuned" : "tuned for a near shape"};
+  if (const auto match = records.find(spec, shape, device, usable); match.record) {
+    const char* lead = match.same_shape ? "tuned elsewhere" : "tuned for a near shape";
+    return {match.record->best, match.exact ? "tuned" : lead};
   }
   const FamilyTraits* family = first_able(spec, device);
   if (!family) throw Error(ErrorCode::unsupported, every_reason(spec, device));

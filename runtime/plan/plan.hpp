@@ -17,7 +17,7 @@ struct ExecutionPlan {
   AttentionSpec spec;  ///< normalized
   AttentionShape shape;
   TileConfig config;
-  std::string config_source;  ///< "given", "tuned", "tuned for a near shape" or "heuristic"
+  std::string config_source;  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
   std::vector<Entry> entries;
   std::vector<Launch> launches;
   WorkspaceNeeds needs;

@@ -9,6 +9,8 @@
 #include <cmath>
 #include <limits>
 #include <nlohmann/json.hpp>
+#include <optional>
+#include <system_error>
 
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
@@ -54,6 +56,15 @@ class ObjectReader {
     return ms;
   }
 
+  int count(const char* name) const {
+    const Json& value = get(name);
+    if (!value.is_number_integer()) wrong_type(name, value, "an integer");
+    const auto number = value.get<std::int64_t>();
+    if (number < 0 || number > std::numeric_limits<int>::max())
+      refuse("'{}' is {}; it must not be negative and must fit 31 bits", name, value.dump());
+    return static_cast<int>(number);
+  }
+
   const Json& array(const char* name) const {
     const Json& value = get(name);
     if (!value.is_array()) wrong_type(name, value, "an array");
@@ -94,6 +105,8 @@ std::string checked_arch(std::string_view arch) {
 Json to_value(const Timing& timing) {
   Json out{{"config", to_string(timing.config)}, {"ms", timing.ms}};
   if (!timing.skipped.empty()) out["skipped"] = timing.skipped;
+  if (timing.registers > 0) out["registers"] = timing.registers;
+  if (timing.spill_bytes > 0) out["spill_bytes"] = timing.spill_bytes;
   return out;
 }
 
@@ -103,6 +116,8 @@ Timing timing_of(const Json& json) {
   out.config = reader.parsed("config", parse_config);
   out.ms = reader.milliseconds("ms");
   if (json.contains("skipped")) out.skipped = reader.text("skipped");
+  if (json.contains("registers")) out.registers = reader.count("registers");
+  if (json.contains("spill_bytes")) out.spill_bytes = reader.count("spill_bytes");
   return out;
 }
 
@@ -155,15 +170,53 @@ std::string problem_key(const AttentionSpec& spec, const std::string& arch) {
   return fmt::format("{}/{}", arch, to_string(spec));
 }
 
-/// |log2| of the ratio of two sizes; an empty size counts as one.
-double log_ratio(std::int64_t a, std::int64_t b) {
-  return std::abs(std::log2(static_cast<double>(std::max<std::int64_t>(a, 1))) -
-                  std::log2(static_cast<double>(std::max<std::int64_t>(b, 1))));
+/// |log2| of the ratio of two sizes, up to where larger ones are all alike; an empty size counts as one.
+double log_ratio(std::int64_t a, std::int64_t b, std::int64_t alike) {
+  const auto log = [&](std::int64_t size) {
+    return std::log2(static_cast<double>(std::clamp<std::int64_t>(size, 1, alike)));
+  };
+  return std::abs(log(a) - log(b));
 }
 
+constexpr std::int64_t kLong = 16384;              // a loop this long hides its beginning and end
+constexpr std::int64_t kManyRows = 128 * 132 * 8;  // some waves of blocks on a large GPU
+constexpr int kUsualTile = 128;
+
+/// In octaves of a length.
 double distance(const AttentionShape& a, const AttentionShape& b) {
-  return log_ratio(a.seqlen_q, b.seqlen_q) + log_ratio(a.seqlen_kv, b.seqlen_kv) +
-         log_ratio(a.batch * a.heads_q, b.batch * b.heads_q);
+  // In floating point: the product of a record's sizes may leave 64 bits.
+  const auto rows = [](const AttentionShape& shape) {
+    const double product = static_cast<double>(shape.batch) * static_cast<double>(shape.heads_q) *
+                           static_cast<double>(shape.seqlen_q);
+    return static_cast<std::int64_t>(std::min(product, static_cast<double>(kManyRows)));
+  };
+  const auto group = [](const AttentionShape& shape) {
+    return shape.heads_q / std::max<std::int64_t>(shape.heads_kv, 1);
+  };
+  const auto ragged = [](std::int64_t length) { return length % kUsualTile != 0; };
+  const double raggedness =
+      0.25 * ((ragged(a.seqlen_q) != ragged(b.seqlen_q)) + (ragged(a.seqlen_kv) != ragged(b.seqlen_kv)));
+  return log_ratio(a.seqlen_q, b.seqlen_q, kLong) + log_ratio(a.seqlen_kv, b.seqlen_kv, kLong) +
+         log_ratio(rows(a), rows(b), kManyRows) + 0.25 * log_ratio(group(a), group(b), kLong) + raggedness;
+}
+
+// What a record is further away for, in the same unit.
+constexpr double kOtherDevice = 1.0, kOtherVersion = 0.25, kOtherType = 0.5, kShipped = 2.0;
+
+/// A name that is not known is no other device: of one built by hand it is the architecture.
+bool same_device(const TuningRecord& record, const DeviceInfo& device) {
+  return record.device.empty() || device.name == device.arch || record.device == device.name;
+}
+
+bool same_version(const TuningRecord& record) {
+  return record.library.empty() || record.library == library_version();
+}
+
+/// The spec with the other 16-bit type: its kernels differ in an operand of the same instructions.
+std::optional<AttentionSpec> twin(AttentionSpec spec) {
+  if (spec.dtype == DType::fp32) return {};
+  spec.dtype = spec.dtype == DType::bf16 ? DType::fp16 : DType::bf16;
+  return spec;
 }
 
 }  // namespace
@@ -244,25 +297,35 @@ void TuningRecords::load(const std::vector<EmbeddedFile>& files, std::vector<std
   }
 }
 
-void TuningRecords::add(TuningRecord record) {
+void TuningRecords::add(TuningRecord record, Origin origin) {
   auto& records = by_problem_[problem_key(record.spec, record.arch)];
-  records.push_back(std::move(record));
+  records.push_back({std::move(record), origin});
 }
 
 TuningRecords::Match TuningRecords::find(const AttentionSpec& spec, const AttentionShape& shape,
-                                         const std::string& arch,
+                                         const DeviceInfo& device,
                                          const std::function<bool(const TileConfig&)>& usable) const {
   Match match;
-  const auto found = by_problem_.find(problem_key(spec, arch));
-  if (found == by_problem_.end()) return match;
   double nearest = std::numeric_limits<double>::infinity();
-  for (const TuningRecord& record : found->second) {
-    const bool exact = record.shape == shape;
-    const double far = exact ? -1 : distance(record.shape, shape);
-    if (far >= nearest || (usable && !usable(record.best))) continue;
-    nearest = far;
-    match = {&record, exact};
-  }
+  const auto look = [&](const AttentionSpec& of, double further) {
+    const auto found = by_problem_.find(problem_key(of, device.arch));
+    if (found == by_problem_.end()) return;
+    for (const auto& [record, origin] : found->second) {
+      const bool same_shape = record.shape == shape;
+      const bool current = same_device(record, device) && same_version(record);
+      double far = further + (same_shape ? 0 : distance(record.shape, shape));
+      if (!same_device(record, device)) far += kOtherDevice;
+      if (!same_version(record)) far += kOtherVersion;
+      if (origin == Origin::shipped) far += kShipped;
+      const bool exact = same_shape && current && further == 0;
+      if (exact && origin == Origin::own) far = -1;  // shapes of distance 0 are not all the same shape
+      if (far >= nearest || (usable && !usable(record.best))) continue;
+      nearest = far;
+      match = {&record, same_shape && further == 0, exact};
+    }
+  };
+  look(spec, 0);
+  if (const auto other = twin(spec)) look(*other, kOtherType);
   return match;
 }
 

@@ -1,6 +1,7 @@
 // Tuning records: which configuration was measured best for a spec, a shape and a device, and every timing.
 #pragma once
 
+#include <cstdint>
 #include <filesystem>
 #include <functional>
 #include <map>
@@ -16,6 +17,8 @@ struct Timing {
   TileConfig config;
   double ms = 0;        ///< median; 0 when it was not measured
   std::string skipped;  ///< why it was not measured: "spills 32 bytes", ...; empty when it was
+  int registers = 0;    ///< a thread of the main kernel; 0 when it was not compiled
+  int spill_bytes = 0;  ///< of the main kernel
 
   bool operator==(const Timing&) const = default;
 };
@@ -48,25 +51,36 @@ void write_record(const std::filesystem::path& folder, const TuningRecord& recor
 /// Records by spec and architecture.
 class TuningRecords {
  public:
+  enum class Origin : std::uint8_t { own, shipped };
+
   /// Reads every record below `folder`; files that cannot be read are reported through `warnings` and passed
   /// over.
   void load(const std::filesystem::path& folder, std::vector<std::string>* warnings = nullptr);
   /// Records that are in memory already.
   void load(const std::vector<EmbeddedFile>& files, std::vector<std::string>* warnings = nullptr);
-  void add(TuningRecord record);
+  void add(TuningRecord record, Origin origin = Origin::own);
   struct Match {
     const TuningRecord* record = nullptr;
-    bool exact = false;
+    bool same_shape = false;
+    bool exact = false;  ///< of this shape, device and library version; what matches less is a lead
   };
-  /// The record of this very shape, else of the nearest one (sum of |log2| ratios of lengths and of batch *
-  /// heads). Earlier additions win ties, so the first pack of a search path wins. Records whose best
-  /// configuration is not `usable` are passed over.
-  Match find(const AttentionSpec& spec, const AttentionShape& shape, const std::string& arch,
+  /// The nearest record of the spec, or of its twin of the other 16-bit type. Near is: a like length of Q and
+  /// of KV (ratios; beyond 16k all are alike), as many blocks for the multiprocessors (beyond some waves all
+  /// are alike), a like number of heads a KV head, lengths that are whole tiles or not. Another device of the
+  /// architecture, another library version and what ships with the library count as further away, and the
+  /// last so much that records of one's own win up to a shape four times as large. Earlier additions win
+  /// ties, so the first pack of a search path wins. Records whose best configuration is not `usable` are
+  /// passed over.
+  Match find(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
              const std::function<bool(const TileConfig&)>& usable = {}) const;
   std::size_t size() const;
 
  private:
-  std::map<std::string, std::vector<TuningRecord>> by_problem_;  // "<arch>/<spec>"
+  struct Held {
+    TuningRecord record;
+    Origin origin;
+  };
+  std::map<std::string, std::vector<Held>> by_problem_;  // "<arch>/<spec>"
 };
 
 }  // namespace flashjit::plan

@@ -88,11 +88,11 @@ double Programs::score_grad(const Point& point, double s) const {
   return has_score() ? score_.run(as_program_sees(point, s))[score_grad_].real : 1;
 }
 
-void Programs::add_grads(const Point& point, double s, double ds, const AddGrad& add) const {
+void Programs::add_grads(const Point& point, double s, const AddGrad& add) const {
   const std::vector<expr::Value> values = score_.run(as_program_sees(point, s));
   for (const auto& [read, derivative] : reads_) {
     const expr::Evaluation::Element element = score_.element(read, values);
-    add(element.capture, element.index, ds * values[derivative].real);
+    add(element.capture, element.index, values[derivative].real);
   }
 }
 

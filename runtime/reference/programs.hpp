@@ -43,10 +43,9 @@ class Programs {
   double score_grad(const Point& point, double s) const;
 
   CaptureGrads zero_grads() const;
-  /// Calls add(capture, element, gradient) for each read of a capture that wants a gradient; `ds` is the
-  /// pair's d loss / d score.
+  /// Calls add(capture, element, d score / d element) for each read of a capture that wants a gradient.
   using AddGrad = std::function<void(std::size_t, std::int64_t, double)>;
-  void add_grads(const Point& point, double s, double ds, const AddGrad& add) const;
+  void add_grads(const Point& point, double s, const AddGrad& add) const;
 
  private:
   /// The places of a read and of d score / d read among the values of score_.

@@ -326,22 +326,27 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
 struct HeadBackward {
   Matrix dq, dk, dv;
   std::vector<double> dsink_rows = {};
-  CaptureGrads captures = {};
+  CaptureGrads captures = {}, capture_squares = {}, capture_counts = {};
 };
 
 /// From d loss / d (scores after the program) to those before it, and what that gives to the captures.
+/// `sizes`: of the terms whose difference ds is.
 void through_score_program(const Context& context, const Arithmetic& arithmetic, const HeadForward& fwd,
-                           std::int64_t task, Matrix& ds, CaptureGrads& captures) {
+                           std::int64_t task, const Matrix& sizes, Matrix& ds, HeadBackward& result) {
   if (!context.programs.has_score()) return;
-  captures = context.programs.zero_grads();
-  const auto add = [&](std::size_t capture, std::int64_t element, double value) {
-    captures[capture][element] = arithmetic.sum(captures[capture][element], value);
-  };
+  result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     for (std::int64_t j = 0; j < ds.columns; ++j) {
       const Point at = context.point(task, i, j);
       if (!context.attends(at)) continue;  // the program may mean nothing there
-      if (context.programs.has_grads()) context.programs.add_grads(at, fwd.s[i][j], ds[i][j], add);
+      const auto add = [&](std::size_t capture, std::int64_t element, double derivative) {
+        double& grad = result.captures[capture][element];
+        grad = arithmetic.sum(grad, ds[i][j] * derivative);
+        const double size = sizes[i][j] * derivative;
+        result.capture_squares[capture][element] += size * size;
+        ++result.capture_counts[capture][element];
+      };
+      if (context.programs.has_grads()) context.programs.add_grads(at, fwd.s[i][j], add);
       ds[i][j] = arithmetic.rounded(ds[i][j] * context.programs.score_grad(at, fwd.s[i][j]));
     }
   }
@@ -356,7 +361,7 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
 
   const double sink = context.sink(task);
   std::vector<double> dsink_rows(sink == -kInfinity ? 0 : fwd.p.rows);
-  CaptureGrads captures;
+  Matrix sizes(fwd.p.rows, fwd.p.columns);
   Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
   for (std::int64_t i = 0; i < ds.rows; ++i) {
     double d = 0;
@@ -364,15 +369,18 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
     for (std::int64_t j = 0; j < ds.columns; ++j) {
       const double dp = arithmetic.rounded(arithmetic.rounded(ds[i][j]) * fwd.dropped[i][j]);
       ds[i][j] = arithmetic.rounded(fwd.p[i][j] * (dp - d));
+      sizes[i][j] = fwd.p[i][j] * (std::abs(dp) + std::abs(d));
     }
     if (sink != -kInfinity) {
       const double p = arithmetic.rounded(std::exp(sink - fwd.lse[i]));
       dsink_rows[i] = -arithmetic.rounded(p * d);
     }
   }
-  through_score_program(context, arithmetic, fwd, task, ds, captures);
-  HeadBackward result{arithmetic.product(ds, head.k), arithmetic.product(transpose(ds), head.q),
-                      arithmetic.product(transpose(kept), dout), std::move(dsink_rows), std::move(captures)};
+  HeadBackward result{Matrix(0, 0), Matrix(0, 0), arithmetic.product(transpose(kept), dout),
+                      std::move(dsink_rows)};
+  through_score_program(context, arithmetic, fwd, task, sizes, ds, result);
+  result.dq = arithmetic.product(ds, head.k);
+  result.dk = arithmetic.product(transpose(ds), head.q);
   for (double& value : result.dq.values) value *= context.scale;
   for (double& value : result.dk.values) value *= context.scale;
   arithmetic.round(result.dq);
@@ -413,7 +421,8 @@ Backward backward(const Problem& problem, Precision precision) {
   const Arithmetic arithmetic{context.spec.dtype, precision};
   const std::int64_t dim_v = context.spec.v_dim();
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
-  Backward result{std::vector<double>(problem.q.size()), {}, {}, {}, context.programs.zero_grads()};
+  Backward result{.dq = std::vector<double>(problem.q.size()), .dk = {}, .dv = {}};
+  result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
   if (context.spec.sinks) {
     result.dsinks.resize(context.shape.heads_q);
     result.dsink_rows.resize(context.tasks() * context.shape.seqlen_q);
@@ -424,10 +433,15 @@ Backward backward(const Problem& problem, Precision precision) {
     const Matrix dout = slice(problem.dout, context.q_rows(task), dim_v);
     heads[task] = backward_head(context, arithmetic, Head(context, task), dout, task);
     const CaptureGrads captures = std::move(heads[task].captures);
+    const CaptureGrads squares = std::move(heads[task].capture_squares);
+    const CaptureGrads counts = std::move(heads[task].capture_counts);
     const std::lock_guard lock(captures_mutex);
     for (std::size_t i = 0; i < captures.size(); ++i)
-      for (std::size_t j = 0; j < captures[i].size(); ++j)
+      for (std::size_t j = 0; j < captures[i].size(); ++j) {
         result.captures[i][j] = arithmetic.sum(result.captures[i][j], captures[i][j]);
+        result.capture_squares[i][j] += squares[i][j];
+        result.capture_counts[i][j] += counts[i][j];
+      }
   });
   for (std::int64_t task = 0; task < context.tasks(); ++task) {
     put(heads[task].dq, result.dq, context.q_rows(task));
@@ -491,6 +505,19 @@ double max_abs_error(const std::vector<double>& a, const std::vector<double>& b)
 
 namespace {
 
+/// Half the distance from 1 to the next number.
+double unit_roundoff(DType dtype) {
+  switch (dtype) {
+    case DType::fp32:
+      return 0x1p-24;
+    case DType::fp16:
+      return 0x1p-11;
+    case DType::bf16:
+      return 0x1p-8;
+  }
+  return 0;
+}
+
 Verdict judged_by(double yardstick, double error, double factor) {
   const double limit = factor * yardstick + 1e-5;
   if (!std::isfinite(limit)) {
@@ -518,6 +545,20 @@ Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got
   double yardstick = max_abs_error(rounded.sums, exact.sums);
   for (const double sum : squares) yardstick = std::max(yardstick, std::sqrt(sum));
   return judged_by(yardstick, max_abs_error(got, exact.sums), factor);
+}
+
+Verdict judge_capture(DType dtype, const std::vector<double>& got, const Backward& exact,
+                      const Backward& rounded, std::size_t capture, double factor) {
+  const std::vector<double>&sums = exact.captures[capture], &squares = exact.capture_squares[capture],
+        &counts = exact.capture_counts[capture];
+  const double rounding = unit_roundoff(dtype) / 2, adding = unit_roundoff(DType::fp32);
+  double yardstick = max_abs_error(rounded.captures[capture], sums);
+  for (std::size_t i = 0; i < sums.size(); ++i) {
+    const double terms = rounding * rounding * squares[i];
+    const double additions = adding * adding * counts[i] * (sums[i] * sums[i] + squares[i]);
+    yardstick = std::max(yardstick, std::sqrt(terms + additions));
+  }
+  return judged_by(yardstick, max_abs_error(got, sums), factor);
 }
 
 }  // namespace flashjit::reference

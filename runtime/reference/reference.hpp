@@ -47,6 +47,8 @@ struct Backward {
   CaptureGrads captures = {};       ///< of each of Problem::captures
   std::vector<double> dsink_rows =
       {};  ///< [batch, heads_q, seqlen_q] with spec.sinks: what each query gives to dsinks
+  CaptureGrads capture_squares = {};  ///< sums of the squares of P (|dP| + |D|) and of ...
+  CaptureGrads capture_counts = {};   ///< ... ones, over the pairs that `captures` sums
 };
 
 /// Both throw Error(invalid_argument) when the spec or the shape is not valid or a tensor has another size
@@ -88,5 +90,11 @@ struct SinkGrads {
 };
 Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got, SinkGrads exact,
                      SinkGrads rounded, double factor);
+
+/// The same of the gradient of a capture. Its elements are sums of P (dP - D) over pairs, few or many, where
+/// luck plays a part again: dP and D may cancel, and so may the errors of the sums. The yardstick is at least
+/// the root of the sum of the squares of what rounding P, dP and D once, and adding in fp32, bring with them.
+Verdict judge_capture(DType dtype, const std::vector<double>& got, const Backward& exact,
+                      const Backward& rounded, std::size_t capture, double factor);
 
 }  // namespace flashjit::reference

@@ -8,7 +8,7 @@
 
 namespace flashjit::render {
 
-std::map<std::string, std::string> embedded_template_texts();  // made by tools/embed_templates.cmake
+std::map<std::string, std::string> embedded_template_texts();  // made by tools/embed_files.cmake
 
 namespace {
 

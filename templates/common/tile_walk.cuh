@@ -42,13 +42,6 @@ __device__ __forceinline__ Range tile_range(int tile, int size, int length) {
   return {min(tile * size, length), min(tile * size + size, length)};
 }
 
-/// Between parts of a tile that is masked: what a mask reads for one part is read when its turn comes, or it would
-/// take the registers of the whole tile.
-template <class P>
-__device__ __forceinline__ void read_in_parts() {
-  if constexpr (P::kQReads + P::kKvReads > 0) __syncwarp();
-}
-
 /// The KV tiles that one Q tile visits, in order: a contiguous range, or a list.
 template <class P>
 struct KvTiles {

@@ -65,6 +65,13 @@ __device__ __forceinline__ Position operator+(Position position, int offset) {
   return {position.at + offset, position.base, position.offset + static_cast<float>(offset)};
 }
 
+/// A pair's score, -infinity unless all three hold. Without branches among them, what a mask reads is read
+/// once a row and once a column of a tile.
+__device__ __forceinline__ float mask_score(float score, bool by_map, bool by_length, bool by_mask) {
+  return static_cast<int>(by_map) & static_cast<int>(by_length) & static_cast<int>(by_mask) ? score
+                                                                                            : -infinity();
+}
+
 /// The map's row of entries for one block row of batch b and head h.
 template <class Problem>
 __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, int b, int h, int q) {

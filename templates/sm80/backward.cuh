@@ -177,8 +177,8 @@ __device__ void backward(const Params& p) {
           }
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (!block || at_kv(mt, e).at >= kv_limit || !P::mask(p, head, at_q(nt, e), at_kv(mt, e)))
-              s[mt][nt][e] = -infinity();
+            s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
+                                      P::mask(p, head, at_q(nt, e), at_kv(mt, e)));
         }
     }
 #pragma unroll

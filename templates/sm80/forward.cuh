@@ -182,8 +182,8 @@ __device__ void forward(const Params& p) {
           }
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            if (!block || at_kv(nt, e).at >= kv_limit || !P::mask(p, head, at_q(mt, e), at_kv(nt, e)))
-              s[mt][nt][e] = -infinity();
+            s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(nt, e).at < kv_limit,
+                                      P::mask(p, head, at_q(mt, e), at_kv(nt, e)));
         }
     }
 

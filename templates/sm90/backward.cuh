@@ -296,14 +296,11 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
           }
         }
         if constexpr (masked.value) {
-          if (n % 16 == 0) read_in_parts<P>();
           const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            s[n + e] = static_cast<int>(block) & static_cast<int>(at_kv(n + e).at < tile.kv_limit(p)) &
-                               static_cast<int>(P::mask(p, head, at_q(n + e), at_kv(n + e)))
-                           ? s[n + e]
-                           : -infinity();
+            s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p),
+                                  P::mask(p, head, at_q(n + e), at_kv(n + e)));
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {

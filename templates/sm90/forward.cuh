@@ -241,7 +241,6 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
     if (!full) {
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
-        if (n % 16 == 0) read_in_parts<P>();
         // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
         bool block = true;
         if constexpr (P::kBlockMap) {
@@ -251,10 +250,8 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const Position kv = at_kv(n + e);
-          // Without branches, what the mask reads is read once a row and once a column.
-          const bool attends = static_cast<int>(block) & static_cast<int>(kv.at < kv_limit) &
-                               static_cast<int>(P::mask(p, head, row_position + e / 2 * 8, kv));
-          s[n + e] = attends ? s[n + e] : -infinity();
+          s[n + e] =
+              masked(s[n + e], block, kv.at < kv_limit, P::mask(p, head, row_position + e / 2 * 8, kv));
         }
       }
     }

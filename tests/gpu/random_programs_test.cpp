@@ -60,7 +60,7 @@ AttentionCase random_case(unsigned seed) {
   constexpr std::array kDTypes = {DType::bf16, DType::fp16};
   constexpr std::array<int, 3> kDims = {64, 128, 40};
   const std::vector<Given> given = testing_support::tame_captures(seed), plain = without_grads(given);
-  AttentionCase test{.shape = {2, 4, 2, 150, 170}, .family = kFamilies[seed % 3], .seed = seed};
+  AttentionCase test{.spec = {}, .shape = {2, 4, 2, 150, 170}, .family = kFamilies[seed % 3], .seed = seed};
   test.spec.dtype = test.family == Family::simt ? DType::fp32 : kDTypes[seed / 3 % 2];
   test.spec.head_dim = kDims[seed / 6 % 3];
   test.spec.score = TameProgram(seed, given).score();

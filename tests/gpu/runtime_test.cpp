@@ -375,5 +375,52 @@ TEST_F(RuntimeTest, TheCInterfaceGivesTheSameBits) {
   flashjit_runtime_destroy(runtime);
 }
 
+/// Calls go on while a thread tunes, a graph is captured meanwhile, and results stay right.
+TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
+  RuntimeOptions with_tuning = options();
+  with_tuning.tune_in_background = true;
+  std::mutex log_mutex;
+  with_tuning.log = [&](std::string_view line) {
+    const std::lock_guard lock(log_mutex);
+    log_ += std::string(line) + "\n";
+  };
+  Runtime plain(options());
+  const std::vector<double> wanted = decode(DType::bf16, expected(plain));
+
+  Runtime runtime(with_tuning);
+  Problem problem;
+  synchronize();  // the stream below does not wait for the default one
+  const device::StreamOwner stream(gpu().context->driver());
+  const device::Driver& driver = *gpu().context->driver();
+  runtime.forward(kSpec, problem.forward(), stream.get());
+  // Global mode: an unsafe call of another thread would spoil the capture.
+  CUgraph graph = nullptr;
+  int captures = 0;
+  const auto start = std::chrono::steady_clock::now();
+  std::string source;
+  while (source != "tuned" && std::chrono::steady_clock::now() - start < std::chrono::seconds(90)) {
+    driver.check(driver.stream_begin_capture(stream.get(), CU_STREAM_CAPTURE_MODE_GLOBAL), "begin");
+    runtime.forward(kSpec, problem.forward(), stream.get());
+    driver.check(driver.stream_end_capture(stream.get(), &graph), "end");
+    driver.graph_destroy(graph);
+    ++captures;
+    runtime.forward(kSpec, problem.forward(), stream.get());
+    stream.synchronize();
+    source = runtime.prepare(kSpec, kShape).config_source;
+  }
+  EXPECT_EQ(source, "tuned") << log_;
+  EXPECT_GT(captures, 1);
+  EXPECT_NE(log_.find("in the background"), std::string::npos) << log_;
+  problem.out.fill(0xff);
+  synchronize();
+  runtime.forward(kSpec, problem.forward(), stream.get());
+  stream.synchronize();
+  const std::vector<double> got = from_device(DType::bf16, problem.out);
+  for (std::size_t i = 0; i < wanted.size(); ++i) ASSERT_NEAR(got[i], wanted[i], 0.03) << i;
+
+  // The record is in the cache: the next Runtime takes it at once.
+  EXPECT_EQ(Runtime(options()).prepare(kSpec, kShape).config_source, "tuned");
+}
+
 }  // namespace
 }  // namespace flashjit::gpu_test

@@ -597,6 +597,24 @@ TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
   EXPECT_EQ(report.config_source, "tuned");
 }
 
+TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
+  add_to_pack(kSpec);
+  plan::TuningRecord record;
+  record.spec = kSpec.normalized();
+  record.shape = kShape;
+  record.arch = "sm_90a";
+  record.best = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+  fs::create_directories(records);
+  plan::write_record(records, record);
+  const KernelReport report = engine()->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.config, plan_of(kSpec, kShape).config);
+  EXPECT_EQ(report.config_source, "heuristic");
+  EXPECT_CONTAINS(log_, to_string(record.best));
+  EXPECT_EQ(error_of([&] { engine()->prepare(backward_spec(), kShape, {}); }).code(),
+            ErrorCode::kernel_missing);
+}
+
 TEST_F(EngineTest, CaptureNeedsPrepare) {
   add_to_pack(kSpec);
   const auto runtime = engine();
@@ -721,6 +739,121 @@ TEST(CallKey, TellsProblemsApart) {
   EXPECT_TRUE(CallKeyEqual{}(owned, keys[5]));
   EXPECT_EQ(hash(owned), hash(keys[5]));
   EXPECT_TRUE(key("fwd:bf16:d64", shape) == key("fwd:bf16:d64x64", shape));
+}
+
+// --- tuning in the background
+
+/// A tuner that only remembers: the test says when it is done.
+class BackgroundTest : public EngineTest {
+ protected:
+  struct Remembers : BackgroundTuner {
+    std::vector<BackgroundJob>& jobs;
+    explicit Remembers(std::vector<BackgroundJob>& j) : jobs(j) {}
+    void want(BackgroundJob job) override { jobs.push_back(std::move(job)); }
+  };
+
+  std::unique_ptr<Engine> tuning_engine(bool on = true) {
+    Settings settings = this->settings();
+    settings.tune_in_background = on;
+    return std::make_unique<Engine>(settings, FakeDriver::driver(), [this](const Settings&, Adopt adopt) {
+      adopt_ = std::move(adopt);
+      return std::make_unique<Remembers>(jobs_);
+    });
+  }
+  static TileConfig better() {
+    return plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  }
+
+  std::vector<BackgroundJob> jobs_;
+  Adopt adopt_;
+};
+
+TEST_F(BackgroundTest, IsOffByDefault) {
+  EXPECT_FALSE(RuntimeOptions{}.tune_in_background);
+  add_to_pack(kSpec);
+  tuning_engine(false)->forward(kSpec, forward_args(), nullptr);
+  EXPECT_TRUE(jobs_.empty());
+  EXPECT_FALSE(resolve_settings({.jit = JitMode::off, .tune_in_background = true}, {}).tune_in_background)
+      << "without a compiler there is nothing to choose from";
+  EXPECT_TRUE(resolve_settings({.jit = JitMode::on, .tune_in_background = true}, {}).tune_in_background);
+}
+
+TEST_F(BackgroundTest, TheFirstUseOfAShapeAsksOnceAndCallsSwitchWhenItIsDone) {
+  add_to_pack(kSpec);
+  add_kernel(pack(), kSpec, better());
+  const auto runtime = tuning_engine();
+  for (int i = 0; i < 3; ++i) runtime->forward(kSpec, forward_args(), nullptr);
+  ASSERT_EQ(jobs_.size(), 1u);
+  EXPECT_EQ(jobs_[0].spec, kSpec.normalized());
+  EXPECT_EQ(jobs_[0].shape, kShape);
+  EXPECT_EQ(jobs_[0].current, plan_of(kSpec, kShape).config);
+  EXPECT_EQ(jobs_[0].workspace_bytes, runtime->workspace_bytes(kSpec, kShape));
+  EXPECT_EQ(jobs_[0].context.context(), reinterpret_cast<CUcontext>(0xc0));
+
+  adopt_(jobs_[0], better());
+  fake().launches.clear();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_EQ(fake().launches.at(0).blocks, plan_of(kSpec, kShape, better()).launches[0].blocks);
+  const KernelReport report = runtime->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.config, better());
+  EXPECT_EQ(report.config_source, "tuned");
+  EXPECT_EQ(jobs_.size(), 1u);
+}
+
+TEST_F(BackgroundTest, WhatTheCallerHasChosenStays) {
+  const TileConfig planned = plan_of(kSpec, kShape).config;
+  add_kernel(pack(), kSpec, planned);
+  add_kernel(pack(), kSpec, better());
+  const auto runtime = tuning_engine();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  runtime->prepare(kSpec, kShape, planned);
+  ASSERT_EQ(jobs_.size(), 1u);
+  adopt_(jobs_[0], better());
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config, planned);
+
+  jobs_.clear();
+  const auto other = tuning_engine();
+  other->prepare(kSpec, kShape, planned);
+  other->forward(kSpec, forward_args(), nullptr);
+  EXPECT_TRUE(jobs_.empty()) << "a given configuration is not tuned";
+}
+
+TEST_F(BackgroundTest, SpecsWithTileListsAreLeftAlone) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64:mask{kv <= q || kv % 3 == 0}").normalized();
+  add_to_pack(spec);
+  const auto runtime = tuning_engine();
+  EXPECT_GT(runtime->list_bytes(spec, kShape), 0u);
+  runtime->prepare(spec, kShape, {});
+  EXPECT_TRUE(jobs_.empty());
+}
+
+TEST_F(BackgroundTest, AChoiceThatCannotBeLoadedChangesNothing) {
+  add_to_pack(kSpec);
+  const auto runtime = tuning_engine();
+  runtime->forward(kSpec, forward_args(), nullptr);
+  ASSERT_EQ(jobs_.size(), 1u);
+  EXPECT_EQ(error_of([&] { adopt_(jobs_[0], better()); }).code(), ErrorCode::kernel_missing);
+  EXPECT_EQ(runtime->prepare(kSpec, kShape, {}).config, plan_of(kSpec, kShape).config);
+}
+
+TEST_F(BackgroundTest, TheRealTunerTellsWhatIsWrongAndEnds) {
+  add_to_pack(kSpec);
+  Settings settings = this->settings();
+  settings.tune_in_background = true;
+  fake().ctx_result = CUDA_ERROR_INVALID_VALUE;
+  const auto told = [&] {
+    const std::lock_guard lock(log_mutex_);
+    return log_.find("cannot tune fwd:bf16:d64 at b2:hq4:hkv2:sq100:skv70 in the background") !=
+           std::string::npos;
+  };
+  {
+    const auto runtime = engine(settings);
+    runtime->forward(kSpec, forward_args(), nullptr);
+    for (int i = 0; i < 500 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_TRUE(told());
+    runtime->forward(kSpec, forward_args(), nullptr);
+  }
+  EXPECT_EQ(fake().launches.size(), 2u);
 }
 
 }  // namespace

@@ -45,6 +45,7 @@ struct FakeDriver {
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
   int owner_of_pointers = 0;
   CUresult encode_result = CUDA_SUCCESS;
+  CUresult ctx_result = CUDA_SUCCESS;  ///< of cuCtxSetCurrent
   std::vector<Launch> launches;
   std::vector<EncodedMap> encoded;
   int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
@@ -64,7 +65,7 @@ struct FakeDriver {
     init_result = load_result = launch_result = CUDA_SUCCESS;
     unknown_pointers_below = 0;
     owner_of_pointers = 0;
-    encode_result = CUDA_SUCCESS;
+    encode_result = ctx_result = CUDA_SUCCESS;
     launches.clear();
     encoded.clear();
     libraries_loaded = libraries_unloaded = functions_touched = pointers_asked = 0;
@@ -99,6 +100,11 @@ struct FakeDriver {
       *device = own_device >= 0 ? own_device : state().device;
       return state().has_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
     };
+    d.ctx_get_current = [](CUcontext* context) {
+      *context = reinterpret_cast<CUcontext>(0xc0);
+      return CUDA_SUCCESS;
+    };
+    d.ctx_set_current = [](CUcontext) { return state().ctx_result; };
     d.device_get_name = [](char* name, int size, CUdevice) {
       std::strncpy(name, "Fake GPU", size);
       return CUDA_SUCCESS;

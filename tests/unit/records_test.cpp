@@ -16,6 +16,8 @@
 #include <thread>
 
 #include "flashjit/error.hpp"
+#include "plan/family.hpp"
+#include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "unit/expectations.hpp"
 
@@ -49,10 +51,16 @@ TuningRecord example() {
   record.device = "NVIDIA H100 80GB HBM3";
   record.driver = "13.0";
   record.nvrtc = "nvrtc13.0.88";
-  record.library = "0.1.0";
+  record.library = FLASHJIT_VERSION;
   record.best = parse_config("sm80:br128:bc64:w4:s2");
   record.timings = {{record.best, 1.25, ""}, {parse_config("sm80:br64:bc64:w4"), 0, "spills 32 bytes"}};
   return record;
+}
+
+DeviceInfo h100() {
+  DeviceInfo device = DeviceInfo::parse("sm_90a");
+  device.name = example().device;
+  return device;
 }
 
 TuningRecord with_shape(const std::string& shape, const std::string& best = "simt:br16:bc16:w4") {
@@ -281,7 +289,7 @@ TEST_F(RecordFile, WriteThenLoad) {
   records.load(folder_ / "new", &warnings);
   EXPECT_TRUE(warnings.empty());
   ASSERT_EQ(records.size(), 1u);
-  const auto match = records.find(record.spec, record.shape, record.arch);
+  const auto match = records.find(record.spec, record.shape, h100());
   ASSERT_NE(match.record, nullptr);
   EXPECT_TRUE(match.exact);
   EXPECT_EQ(*match.record, record);
@@ -343,7 +351,7 @@ class Choice : public testing::Test {
  protected:
   std::string found(const std::string& shape,
                     const std::function<bool(const TileConfig&)>& usable = {}) const {
-    const auto match = records_.find(example().spec, parse_shape(shape), "sm_90a", usable);
+    const auto match = records_.find(example().spec, parse_shape(shape), h100(), usable);
     if (!match.record) return "none";
     return to_string(match.record->best) + (match.exact ? " exact" : " near");
   }
@@ -354,13 +362,13 @@ class Choice : public testing::Test {
 TEST_F(Choice, NothingForAnotherProblemOrDevice) {
   records_.add(example());
   const AttentionShape shape = example().shape;
-  EXPECT_EQ(records_.find(parse_spec("bwd:bf16:d128:causal"), shape, "sm_90a").record, nullptr);
-  EXPECT_EQ(records_.find(parse_spec("fwd:bf16:d64:causal"), shape, "sm_90a").record, nullptr);
-  EXPECT_EQ(records_.find(example().spec, shape, "sm_80").record, nullptr);
-  EXPECT_NE(records_.find(example().spec, shape, "sm_90a").record, nullptr);
+  EXPECT_EQ(records_.find(parse_spec("bwd:bf16:d128:causal"), shape, h100()).record, nullptr);
+  EXPECT_EQ(records_.find(parse_spec("fwd:bf16:d64:causal"), shape, h100()).record, nullptr);
+  EXPECT_EQ(records_.find(example().spec, shape, DeviceInfo::parse("sm_80")).record, nullptr);
+  EXPECT_NE(records_.find(example().spec, shape, h100()).record, nullptr);
   AttentionSpec spelled = example().spec;
   spelled.head_dim_v = 0;
-  EXPECT_NE(records_.find(spelled, shape, "sm_90a").record, nullptr) << "equal problems have one spelling";
+  EXPECT_NE(records_.find(spelled, shape, h100()).record, nullptr) << "equal problems have one spelling";
 }
 
 TEST_F(Choice, ExactBeforeNear) {
@@ -395,6 +403,112 @@ TEST_F(Choice, UnusableRecordsArePassedOver) {
   const auto not_16 = [](const TileConfig& config) { return config.br != 16; };
   EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512", not_16), "simt:br32:bc32:w4 near");
   EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512", [](const TileConfig&) { return false; }), "none");
+}
+
+TEST_F(Choice, LongLoopsAndManyBlocksAreAllAlike) {
+  records_.add(with_shape("b1:hq8:hkv8:sq16384:skv16384", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq8:hkv8:sq1024:skv1024", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b16:hq32:hkv32:sq131072:skv131072"), "simt:br16:bc16:w4 near");
+  records_.add(with_shape("b64:hq32:hkv32:sq1024:skv1024", "simt:br64:bc64:w8"));
+  EXPECT_EQ(found("b512:hq32:hkv32:sq1024:skv1024"), "simt:br64:bc64:w8 near")
+      << "as many waves as one could want";
+  EXPECT_EQ(found("b1:hq4:hkv4:sq1024:skv1024"), "simt:br32:bc32:w4 near") << "hardly a wave";
+}
+
+TEST_F(Choice, LengthsThatAreWholeTilesAreUnlikeThoseThatAreNot) {
+  records_.add(with_shape("b1:hq8:hkv8:sq1024:skv1024", "simt:br16:bc16:w4"));
+  records_.add(with_shape("b1:hq8:hkv8:sq1100:skv1100", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq1050:skv1050"), "simt:br32:bc32:w4 near");
+}
+
+TEST_F(Choice, AnotherDevicesRecordIsALead) {
+  TuningRecord other = with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4");
+  other.device = "another GPU of this architecture";
+  records_.add(other);
+  const auto match = records_.find(example().spec, other.shape, h100());
+  ASSERT_NE(match.record, nullptr);
+  EXPECT_TRUE(match.same_shape);
+  EXPECT_FALSE(match.exact);
+  records_.add(with_shape("b1:hq8:hkv8:sq640:skv512", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br32:bc32:w4 near") << "a near shape of this device";
+  EXPECT_TRUE(records_.find(example().spec, other.shape, DeviceInfo::parse("sm_90a")).exact)
+      << "a device built by hand has no name that could differ";
+}
+
+TEST_F(Choice, AnotherVersionsRecordIsALead) {
+  TuningRecord other = with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4");
+  other.library = "0.0.1";
+  records_.add(other);
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 near");
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br32:bc32:w4 exact");
+}
+
+TEST_F(Choice, TheOther16BitTypeIsALead) {
+  TuningRecord other = with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4");
+  other.spec.dtype = DType::fp16;
+  records_.add(other);
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 near");
+  other.spec.dtype = DType::fp32;
+  EXPECT_EQ(records_.find(other.spec, other.shape, h100()).record, nullptr);
+}
+
+TEST_F(Choice, OnesOwnRecordsBeforeShippedOnes) {
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"), TuningRecords::Origin::shipped);
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 exact");
+  records_.add(with_shape("b1:hq8:hkv8:sq4096:skv4096", "simt:br64:bc64:w8"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br16:bc16:w4 exact") << "too far away to compare";
+  records_.add(with_shape("b1:hq8:hkv8:sq640:skv512", "simt:br32:bc32:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br32:bc32:w4 near")
+      << "nearly this shape, and one's own";
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br64:bc32:w8"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br64:bc32:w8 exact");
+}
+
+// --- what ships
+
+TEST(Shipped, TextAndBack) {
+  std::vector<TuningRecord> records;
+  for (const char* spec : {"fwd:bf16:d128:causal", "bwd:bf16:d64:mask{kv <= q && q - kv < 1024}"}) {
+    TuningRecord record = with_shape("b1:hq8:hkv8:sq512:skv512");
+    record.spec = parse_spec(spec).normalized();
+    record.timings.clear();
+    records.push_back(record);
+  }
+  const std::string text = shipped_text(records);
+  EXPECT_EQ(parse_shipped(text), records);
+  EXPECT_EQ(parse_shipped("# a comment\n\n" + text), records);
+  EXPECT_LT(text.size(), 400u) << "small";
+}
+
+TEST(Shipped, WhatIsWrongIsNamedWithItsLine) {
+  const auto message = [](const std::string& text) {
+    return failure(ErrorCode::io, [&] { parse_shipped(text); });
+  };
+  expect_in("line 1 of the shipped records: a line 'arch sm_90a'",
+            message("fwd:bf16:d128 b1:hq8:hkv8:sq512:skv512 simt:br16:bc16:w4\n"));
+  expect_in("line 2", message("arch sm_90a\nfwd:bf16:d128\n"));
+  expect_in("line 2", message("arch sm_90a\nfwd:bf16:d128 b1 simt:br16:bc16:w4\n"));
+  expect_in("line 3", message("arch sm_90a\n\nfwd:bf16:d7 b1:hq8:hkv8:sq512:skv512 simt:br16:bc16:w4"));
+}
+
+TEST(Shipped, RecordsOfSeveralDevicesAreNotMixed) {
+  std::vector<TuningRecord> records{example(), example()};
+  records[1].driver = "12.4";
+  expect_in("more than one driver", failure(ErrorCode::invalid_argument, [&] { shipped_text(records); }));
+  expect_in("no records", failure(ErrorCode::invalid_argument, [] { shipped_text({}); }));
+}
+
+TEST(Shipped, EveryRecordOfThisLibraryIsAdmitted) {
+  for (const TuningRecord& record : shipped_records()) {
+    const DeviceInfo device = DeviceInfo::parse(record.arch);
+    const Support admitted = traits(record.best.family).admits(record.spec, record.best, device);
+    EXPECT_TRUE(admitted) << to_string(record.spec) << " " << to_string(record.best) << ": "
+                          << admitted.reason;
+    EXPECT_FALSE(record.device.empty() || record.driver.empty() || record.nvrtc.empty() ||
+                 record.library.empty())
+        << "without a name nobody knows what it was measured on";
+  }
 }
 
 }  // namespace

@@ -642,6 +642,23 @@ TEST(Judge, GradientsOfSinksAreMeasuredByTheirRowsErrors) {
   EXPECT_NEAR(judge_dsinks(shape, sums, exact, {biased, rounded_rows}, 3).limit, 3 + 1e-5, 1e-9);
 }
 
+TEST(Judge, GradientsOfCapturesAreMeasuredByWhatTheirTermsRoundingBrings) {
+  Backward exact, rounded;
+  exact.captures = rounded.captures = {{0.0, 5.0}};  // the first is a difference of equals
+  exact.capture_squares = {{4.0, 1.0}};
+  exact.capture_counts = {{1.0, 1.0}};
+  const double yardstick = 2 * 0x1p-9;
+  EXPECT_NEAR(judge_capture(DType::bf16, {0, 5}, exact, rounded, 0, 3).limit, 3 * yardstick + 1e-5, 1e-9);
+  EXPECT_TRUE(judge_capture(DType::bf16, {2.9 * yardstick, 5}, exact, rounded, 0, 3).ok());
+  EXPECT_FALSE(judge_capture(DType::bf16, {3.1 * yardstick, 5}, exact, rounded, 0, 3).ok());
+  EXPECT_FALSE(judge_capture(DType::fp32, {1e-3, 5}, exact, rounded, 0, 3).ok());
+  EXPECT_FALSE(judge_capture(DType::bf16, {std::nan(""), 5}, exact, rounded, 0, 3).ok());
+
+  // A million terms are added to the second one after the other.
+  exact.capture_counts[0][1] = 1e6;
+  EXPECT_TRUE(judge_capture(DType::fp32, {0, 5.0005}, exact, rounded, 0, 3).ok());
+}
+
 TEST(Reference, TheRowsOfSinksGradientsAddUpToThem) {
   Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .mask = causal(), .sinks = true},
                                    {3, 4, 2, 20, 30});

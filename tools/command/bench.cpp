@@ -46,7 +46,7 @@ std::vector<Choice> choices_of(const BenchCommand& command, const autotune::Prob
                                const DeviceInfo& device) {
   if (command.all_configs) {
     std::vector<Choice> all;
-    for (const TileConfig& config : autotune::candidates(problem, device))
+    for (const TileConfig& config : autotune::candidates(autotune::Model(problem, device)))
       all.push_back({config, "searched"});
     return all;
   }
@@ -66,6 +66,7 @@ std::vector<Measurement> measure(const BenchCommand& command, const autotune::Pr
   autotune::CompileAhead<KernelReport> kernels(
       choices.size(), std::max(1u, std::thread::hardware_concurrency()),
       [&](std::size_t i) { return meter.prepare(problem, choices[i].config); });
+  for (std::size_t i = 0; i < choices.size(); ++i) kernels.want(i);
   Progress progress(fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape)), choices.size());
   std::vector<Measurement> measurements;
   for (std::size_t i = 0; i < choices.size() && !interrupted(); ++i) {
@@ -148,7 +149,7 @@ int bench(const BenchCommand& command, bool json) {
   }
   const device::PrimaryContext gpu(chosen_driver(), command.device);
   const autotune::Setting setting = autotune::read_setting(gpu);
-  autotune::DeviceMeter meter(gpu, command.map_density);
+  autotune::DeviceMeter meter(gpu, {.map_density = command.map_density});
 
   std::vector<Measurement> all;
   for (const autotune::Problem& problem : problems) {

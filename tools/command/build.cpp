@@ -6,6 +6,7 @@
 #include <map>
 
 #include "cache/folders.hpp"
+#include "plan/shipped.hpp"
 #include "support/environment.hpp"
 #include "support/text.hpp"
 
@@ -51,6 +52,8 @@ plan::TuningRecords chosen_records() {
   for (const std::filesystem::path& folder : kernel_folders())
     records.load(cache::Store(folder, cache::Store::Access::read_only).records_folder(), &warnings);
   for (const std::string& warning : warnings) warn(warning);
+  for (const plan::TuningRecord& record : plan::shipped_records())
+    records.add(record, plan::TuningRecords::Origin::shipped);
   return records;
 }
 

@@ -115,22 +115,28 @@ double seconds_now() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Progress::Progress(std::string what, std::size_t total)
-    : what_(std::move(what)), total_(total), terminal_(isatty(STDERR_FILENO) != 0), start_(seconds_now()) {}
+Progress::Progress(std::string what, std::size_t total, bool lines_only)
+    : what_(std::move(what)),
+      total_(total),
+      terminal_(!lines_only && isatty(STDERR_FILENO) != 0),
+      start_(seconds_now()) {}
 
 Progress::~Progress() {
   if (terminal_ && done_ > 0) std::fputc('\n', stderr);
 }
 
-void Progress::step(std::string_view item) {
-  ++done_;
+void Progress::step(std::string_view item) { at(done_ + 1, total_, item); }
+
+void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
+  done_ = done;
+  total_ = total;
   if (!terminal_) {
     fmt::print(stderr, "{} {}/{}: {}\n", what_, done_, total_, item);
     return;
   }
   constexpr std::size_t kBar = 24;
   const std::size_t filled = total_ ? std::min(kBar, kBar * done_ / total_) : kBar;
-  const double left = (seconds_now() - start_) / static_cast<double>(done_) *
+  const double left = (seconds_now() - start_) / static_cast<double>(std::max<std::size_t>(done_, 1)) *
                       static_cast<double>(total_ > done_ ? total_ - done_ : 0);
   fmt::print(stderr, "\r\033[K{} [{}{}] {}/{}, {:.0f} s left: {}", what_, std::string(filled, '#'),
              std::string(kBar - filled, '.'), done_, total_, left, item.substr(0, 60));

@@ -77,15 +77,16 @@ class Table {
   std::vector<std::vector<std::string>> rows_;  // the first is the header
 };
 
-/// Progress on stderr: a bar with the time left on a terminal, one line a step elsewhere. Not for several
-/// threads at once: the caller holds its own lock.
+/// Progress on stderr: a bar with the time left on a terminal, one line a step elsewhere, or everywhere where
+/// several work side by side. Not for several threads at once: the caller holds its own lock.
 class Progress {
  public:
-  Progress(std::string what, std::size_t total);
+  Progress(std::string what, std::size_t total, bool lines_only = false);
   ~Progress();  ///< ends the bar's line
   Progress(const Progress&) = delete;
   Progress& operator=(const Progress&) = delete;
-  void step(std::string_view item);  ///< one item is done
+  void step(std::string_view item);                                     ///< one item is done
+  void at(std::size_t done, std::size_t total, std::string_view item);  ///< where both are known elsewhere
 
  private:
   std::string what_;

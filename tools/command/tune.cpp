@@ -2,29 +2,42 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <atomic>
+#include <charconv>
+#include <functional>
+#include <future>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <thread>
 
 #include "autotune/device_meter.hpp"
+#include "autotune/report.hpp"
+#include "autotune/study.hpp"
 #include "autotune/tuner.hpp"
 #include "build.hpp"
 #include "cache/store.hpp"
 #include "command.hpp"
 #include "gpu.hpp"
+#include "plan/family.hpp"
+#include "plan/shipped.hpp"
 #include "support/environment.hpp"
+#include "support/file.hpp"
 
 namespace flashjit::command {
 namespace {
 
 struct TuneCommand {
-  std::vector<std::string> specs, shapes, families;
-  std::string suite, cache_dir;
+  std::vector<std::string> specs, shapes, families, devices;
+  std::string suite, cache_dir, report, study, ship;
   double budget_seconds = 0;
   double map_density = autotune::kDefaultMapDensity;
   std::size_t max_candidates = 0;
-  bool force = false;
-  int device = 0;
+  bool force = false, exhaustive = false;
 };
+
+/// Clocks that settle and a warm GPU move times less than this.
+constexpr double kSuspiciousDrift = 0.10;
 
 /// One problem's result, or why it has none.
 struct Tuned {
@@ -74,12 +87,24 @@ std::string cache_folder(const TuneCommand& command) {
   return folder;
 }
 
+/// Told before minutes are spent, not after.
+void require_folder_of(const std::string& file, const char* option) {
+  if (file.empty()) return;
+  const std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
+  if (!std::filesystem::is_directory(folder))
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("{} is '{}', but there is no folder '{}'; make it, or name another file", option,
+                            file, folder.string()));
+}
+
 autotune::TuneOptions options_of(const TuneCommand& command, double budget_seconds) {
   autotune::TuneOptions options;
   for (const std::string& family : command.families) options.families.push_back(parse_family(family));
   options.max_candidates = command.max_candidates;
   options.budget_seconds = budget_seconds;
   options.force = command.force;
+  options.exhaustive = command.exhaustive;
+  options.map_density = command.map_density;
   options.stop = interrupted;
   return options;
 }
@@ -108,17 +133,59 @@ std::string why_nothing_was_measured(const autotune::TuneResult& result) {
                      heuristic.skipped);
 }
 
+/// What several devices share: the records as they grow, and the right to print.
+struct Shared {
+  std::mutex mutex;
+  plan::TuningRecords records;
+  bool several_devices = false;
+};
+
+/// Where the search begins: what was found for a near shape, also in what this run has tuned before.
+std::vector<TileConfig> leads_for(const autotune::Problem& problem, const DeviceInfo& device,
+                                  Shared& shared) {
+  const auto usable = [&](const TileConfig& config) {
+    const plan::FamilyTraits& family = plan::traits(config.family);
+    return family.supports(problem.spec, device) && family.admits(problem.spec, config, device);
+  };
+  const std::lock_guard lock(shared.mutex);
+  const auto match = shared.records.find(problem.spec, problem.shape, device, usable);
+  return match.record ? std::vector{match.record->best} : std::vector<TileConfig>{};
+}
+
+/// Tells of every candidate on stderr.
+class Reporter {
+ public:
+  Reporter(const autotune::Problem& problem, int device, Shared& shared)
+      : what_(fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape))), shared_(shared) {
+    if (shared.several_devices) what_ = fmt::format("GPU {}: {}", device, what_);
+  }
+  void operator()(const autotune::Event& event) {
+    const std::lock_guard lock(shared_.mutex);
+    if (!progress_) progress_.emplace(what_, event.total, shared_.several_devices);
+    progress_->at(event.done, event.total, event_text(event));
+  }
+
+ private:
+  std::string what_;
+  Shared& shared_;
+  std::optional<Progress> progress_;
+};
+
 autotune::TuneResult tune_one(const autotune::Problem& problem, const autotune::Setting& setting,
                               autotune::Meter& meter, autotune::TuneOptions options,
-                              const std::string& folder) {
-  std::optional<Progress> progress;
-  options.report = [&](const autotune::Event& event) {
-    if (!progress)
-      progress.emplace(fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape)), event.total);
-    progress->step(event_text(event));
-  };
+                              const std::string& folder, Shared& shared) {
+  options.leads = leads_for(problem, setting.device, shared);
   const cache::Store store(folder, cache::Store::Access::read_write, warn);
   autotune::TuneResult result = autotune::tune_into(store.records_folder(), problem, setting, meter, options);
+  if (result.has_best()) {
+    const std::lock_guard lock(shared.mutex);
+    shared.records.add(result.record);
+  }
+  if (result.drift > kSuspiciousDrift)
+    warn(fmt::format(
+        "{} {}: the best's time moved by {:.0f}% while others were measured beside it; let nothing else "
+        "use the GPU, and tune again with --force",
+        to_string(problem.spec), to_string(problem.shape), 100 * result.drift));
   if (result.measured > 0) keep_best(folder, problem, result.record.best);
   return result;
 }
@@ -130,9 +197,9 @@ bool is_fatal(ErrorCode code) {
 }
 
 Tuned attempt(const autotune::Problem& problem, const autotune::Setting& setting, autotune::Meter& meter,
-              autotune::TuneOptions options, const std::string& folder) {
+              autotune::TuneOptions options, const std::string& folder, Shared& shared) {
   try {
-    Tuned tuned{problem, tune_one(problem, setting, meter, std::move(options), folder)};
+    Tuned tuned{problem, tune_one(problem, setting, meter, std::move(options), folder, shared)};
     if (!tuned.result.has_best()) {
       tuned.failure = why_nothing_was_measured(tuned.result);
       tuned.exit = kFailed;
@@ -145,7 +212,7 @@ Tuned attempt(const autotune::Problem& problem, const autotune::Setting& setting
 }
 
 void print_table(const std::vector<Tuned>& all) {
-  Table table({"spec", "shape", "best", "ms", "heuristic", "ms", "speed-up", "measured", "ending"});
+  Table table({"spec", "shape", "best", "ms", "heuristic", "ms", "speed-up", "measured", "s", "ending"});
   for (const Tuned& tuned : all) {
     std::vector<std::string> row{to_string(tuned.problem.spec), to_string(tuned.problem.shape)};
     if (tuned.ok()) {
@@ -154,9 +221,10 @@ void print_table(const std::vector<Tuned>& all) {
       row.insert(row.end(), {to_string(r.record.best), format_ms(r.best_ms()), to_string(r.heuristic),
                              heuristic_ms > 0 ? format_ms(heuristic_ms) : "-",
                              heuristic_ms > 0 ? fmt::format("{:.3f}", heuristic_ms / r.best_ms()) : "-",
-                             fmt::format("{}", r.measured), to_string(r.ending)});
+                             fmt::format("{}/{}", r.measured, r.candidates), fmt::format("{:.1f}", r.seconds),
+                             to_string(r.ending)});
     } else {
-      row.insert(row.end(), {"-", "-", "-", "-", "-", "-", tuned.failure});
+      row.insert(row.end(), {"-", "-", "-", "-", "-", "-", "-", tuned.failure});
     }
     table.add(std::move(row));
   }
@@ -175,6 +243,9 @@ Json tuned_json(const Tuned& tuned) {
                {"heuristic", to_string(result.heuristic)},
                {"heuristic_ms", result.heuristic_ms()},
                {"measured", result.measured},
+               {"candidates", result.candidates},
+               {"seconds", result.seconds},
+               {"drift", result.drift},
                {"ending", to_string(result.ending)}});
   for (const plan::Timing& timing : result.record.timings) {
     json["timings"].push_back(
@@ -201,28 +272,184 @@ void print_results(const std::vector<Tuned>& all, const autotune::Setting& setti
               {"problems", std::move(problems)}});
 }
 
-int tune(const TuneCommand& command, bool json) {
-  const std::vector<autotune::Problem> problems = problems_of(command);
-  const std::string folder = cache_folder(command);
-  options_of(command, 0);  // a wrong family is told before a GPU is looked for
-  const device::PrimaryContext gpu(chosen_driver(), command.device);
+/// Tunes and then measures everything; a page and, beside it, the rows as CSV, written anew after each
+/// problem.
+int study(const TuneCommand& command, const std::vector<autotune::Problem>& problems,
+          const std::shared_ptr<const device::Driver>& driver, int ordinal) {
+  const device::PrimaryContext gpu(driver, ordinal);
   const autotune::Setting setting = autotune::read_setting(gpu);
-  autotune::DeviceMeter meter(gpu, command.map_density);
-
+  autotune::DeviceMeter meter(gpu, {.map_density = command.map_density});
   const double end = seconds_now() + command.budget_seconds;
-  std::vector<Tuned> all;
-  for (std::size_t i = 0; i < problems.size() && !interrupted(); ++i) {
-    // What is left of the budget is shared evenly by the problems that are left.
-    const double share = (end - seconds_now()) / static_cast<double>(problems.size() - i);
-    const double budget = command.budget_seconds > 0 ? std::max(share, 1e-3) : 0;
+  std::vector<autotune::StudyRow> rows;
+  Shared shared;
+  for (const autotune::Problem& problem : problems) {
+    if (interrupted() || (command.budget_seconds > 0 && seconds_now() > end)) break;
+    Reporter reporter(problem, ordinal, shared);
+    autotune::TuneOptions options = options_of(command, 0);
+    options.exhaustive = false;
+    options.report = std::ref(reporter);
     try {
-      all.push_back(attempt(problems[i], setting, meter, options_of(command, budget), folder));
-    } catch (const Error&) {
-      if (!all.empty() && !json) print_table(all);  // what is done is recorded and told
+      rows.push_back(autotune::study(problem, setting, meter, options));
+    } catch (const Error& error) {
+      if (is_fatal(error.code())) throw;
+      warn(fmt::format("{} {}: {}", to_string(problem.spec), to_string(problem.shape), error.message()));
+      continue;
+    }
+    if (interrupted()) rows.pop_back();  // not all of it was measured
+    autotune::compare_untuned(rows, setting.device);
+    write_file_atomically(command.study, autotune::study_markdown(rows, setting));
+    write_file_atomically(std::filesystem::path(command.study).replace_extension(".csv"),
+                          autotune::study_csv(rows));
+  }
+  fmt::print("{}", autotune::study_markdown(rows, setting));
+  if (rows.size() < problems.size()) warn(fmt::format("{} of {} problems", rows.size(), problems.size()));
+  return interrupted() ? kInterrupted : rows.size() == problems.size() ? kOk : kCheckFailed;
+}
+
+/// The ordinals that --device names.
+std::vector<int> ordinals(const std::vector<std::string>& devices, const device::Driver& driver) {
+  if (devices.empty()) return {0};
+  int count = 0;
+  driver.check(driver.device_get_count(&count), "cuDeviceGetCount");
+  std::vector<int> all;
+  for (const std::string& text : devices) {
+    if (text == "all") {
+      for (int i = 0; i < count; ++i) all.push_back(i);
+      continue;
+    }
+    int ordinal = -1;
+    const auto [end, problem] = std::from_chars(text.data(), text.data() + text.size(), ordinal);
+    if (problem != std::errc() || end != text.data() + text.size() || ordinal < 0 || ordinal >= count)
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("--device is '{}'; there are {} devices: give numbers from 0 on, separated by "
+                              "commas, or all",
+                              text, count));
+    all.push_back(ordinal);
+  }
+  std::ranges::sort(all);
+  all.erase(std::unique(all.begin(), all.end()), all.end());
+  return all;
+}
+
+/// A run over all problems: devices take one after the other, side by side.
+class TuneRun {
+ public:
+  TuneRun(const TuneCommand& command, std::vector<autotune::Problem> problems, std::string folder)
+      : command_(command),
+        problems_(std::move(problems)),
+        folder_(std::move(folder)),
+        results_(problems_.size()),
+        end_(seconds_now() + command.budget_seconds) {
+    shared_.records = chosen_records();
+  }
+
+  /// Throws what ended the work of a device; the others end their problem first.
+  void run(const std::shared_ptr<const device::Driver>& driver, const std::vector<int>& devices) {
+    shared_.several_devices = devices.size() > 1;
+    devices_ = devices.size();
+    std::vector<std::future<void>> workers;
+    for (const int device : devices)
+      workers.push_back(std::async(std::launch::async, [this, driver, device] { work(driver, device); }));
+    std::exception_ptr failure;
+    for (std::future<void>& worker : workers) {
+      try {
+        worker.get();
+      } catch (...) {
+        if (!failure) failure = std::current_exception();
+      }
+    }
+    if (failure) std::rethrow_exception(failure);
+  }
+
+  /// In the order of the problems; those that were not reached are left out.
+  std::vector<Tuned> results() const {
+    std::vector<Tuned> done;
+    for (const std::optional<Tuned>& result : results_)
+      if (result) done.push_back(*result);
+    return done;
+  }
+  const autotune::Setting& setting() const { return setting_; }
+
+ private:
+  void work(const std::shared_ptr<const device::Driver>& driver, int ordinal) {
+    try {
+      const device::PrimaryContext gpu(driver, ordinal);
+      const autotune::Setting setting = autotune::read_setting(gpu);
+      {
+        const std::lock_guard lock(shared_.mutex);
+        setting_ = setting;
+      }
+      autotune::DeviceMeter meter(gpu, {.map_density = command_.map_density});
+      for (std::size_t i = next_++; i < problems_.size() && !interrupted() && !failed_; i = next_++) {
+        autotune::TuneOptions options = options_of(command_, budget(i));
+        options.compile_threads =
+            std::max(1u, std::thread::hardware_concurrency() / static_cast<unsigned>(devices_));
+        Reporter reporter(problems_[i], ordinal, shared_);
+        options.report = std::ref(reporter);
+        results_[i] = attempt(problems_[i], setting, meter, options, folder_, shared_);
+      }
+    } catch (...) {
+      failed_ = true;
       throw;
     }
   }
-  print_results(all, setting, folder, json);
+
+  /// What is left of the budget is shared evenly by the problems that are left.
+  double budget(std::size_t problem) const {
+    if (command_.budget_seconds <= 0) return 0;
+    const auto rounds = (problems_.size() - problem + devices_ - 1) / devices_;
+    return std::max((end_ - seconds_now()) / static_cast<double>(rounds), 1e-3);
+  }
+
+  const TuneCommand& command_;
+  std::vector<autotune::Problem> problems_;
+  std::string folder_;
+  std::vector<std::optional<Tuned>> results_;  // each written by the thread that took its problem
+  double end_;
+  std::size_t devices_ = 1;
+  Shared shared_;
+  autotune::Setting setting_;
+  std::atomic<std::size_t> next_{0};
+  std::atomic<bool> failed_{false};
+};
+
+/// The records of what was tuned, for --report and --ship.
+std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
+  std::vector<plan::TuningRecord> records;
+  for (const Tuned& tuned : all)
+    if (tuned.ok() && tuned.result.has_best()) records.push_back(tuned.result.record);
+  return records;
+}
+
+int tune(const TuneCommand& command, bool json) {
+  const std::vector<autotune::Problem> problems = problems_of(command);
+  const std::string folder = cache_folder(command);
+  if (!command.study.empty() && (command.exhaustive || !command.report.empty() || !command.ship.empty()))
+    throw Error(ErrorCode::invalid_argument,
+                "--study measures everything and keeps no records; give it without --exhaustive, --report "
+                "and --ship");
+  require_folder_of(command.report, "--report");
+  require_folder_of(command.study, "--study");
+  require_folder_of(command.ship, "--ship");
+  options_of(command, 0);  // a wrong family is told before a GPU is looked for
+  const std::shared_ptr<const device::Driver> driver = chosen_driver();
+  const std::vector<int> devices = ordinals(command.devices, *driver);
+  if (!command.study.empty()) return study(command, problems, driver, devices.front());
+
+  interrupted();  // from here on Ctrl-C is a question that is asked between candidates
+  TuneRun run(command, problems, folder);
+  try {
+    run.run(driver, devices);
+  } catch (const Error&) {
+    if (!run.results().empty() && !json) print_table(run.results());  // what is done is recorded and told
+    throw;
+  }
+  const std::vector<Tuned> all = run.results();
+  print_results(all, run.setting(), folder, json);
+  if (!command.report.empty())
+    write_file_atomically(command.report,
+                          autotune::report_html(records_of(all), run.setting().device, command.map_density));
+  if (!command.ship.empty()) write_file_atomically(command.ship, plan::shipped_text(records_of(all)));
   if (interrupted()) return kInterrupted;
   const auto failed = std::ranges::find_if(all, [](const Tuned& tuned) { return !tuned.ok(); });
   return failed == all.end() ? kOk : failed->exit;
@@ -251,13 +478,26 @@ void add_tune(CLI::App& app, Context& context) {
       ->add_option("--families", options->families,
                    "Kernel families to try: sm90,sm80,simt. Default: all that can")
       ->delimiter(',');
+  command->add_flag("--exhaustive", options->exhaustive,
+                    "Measure every candidate, not the promising ones alone");
   command->add_option("--max-candidates", options->max_candidates,
-                      "Candidates a problem, the most promising first. Default: all");
+                      "The most candidates that are measured a problem. Default: 15%, at least 6");
+  command->add_option("--report", options->report, "Write a page (HTML) on what was measured");
+  command->add_option(
+      "--study", options->study,
+      "Measure how good the search is: a page (Markdown) and beside it the rows (CSV); keeps no "
+      "records");
+  command->add_option("--ship", options->ship,
+                      "Write the choices as a file for runtime/plan/shipped, which the library embeds");
   command->add_option("--map-density", options->map_density,
                       "Share of blocks that attend, for specs with a block map. Default: 0.25");
   command->add_option("--dir", options->cache_dir,
                       "Cache folder. Default: FLASHJIT_CACHE_DIR and its defaults");
-  command->add_option("--device", options->device, "CUDA device, counted from 0 (default)");
+  command
+      ->add_option(
+          "--device", options->devices,
+          "CUDA devices, counted from 0 (default), separated by commas, or all: they work side by side")
+      ->delimiter(',');
 }
 
 }  // namespace flashjit::command

@@ -1,0 +1,100 @@
+// The tuner as a Runtime uses it in a running service: one thread, one shape after another.
+#include "background.hpp"
+
+#include <fmt/format.h>
+
+#include <condition_variable>
+#include <deque>
+#include <mutex>
+#include <thread>
+
+#include "autotune/device_meter.hpp"
+#include "autotune/tuner.hpp"
+#include "cache/store.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr unsigned kCompileThreads = 2;  // the rest of the machine is the service's
+constexpr double kBudgetSeconds = 60;    // a shape
+
+class Thread : public BackgroundTuner {
+ public:
+  Thread(const Settings& settings, Adopt adopt) : settings_(settings), adopt_(std::move(adopt)) {
+    thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
+  }
+
+  void want(BackgroundJob job) override {
+    {
+      const std::lock_guard lock(mutex_);
+      jobs_.push_back(std::move(job));
+    }
+    changed_.notify_one();
+  }
+
+ private:
+  void run(const std::stop_token& stop) {
+    for (;;) {
+      std::unique_lock lock(mutex_);
+      if (!changed_.wait(lock, stop, [&] { return !jobs_.empty(); })) return;
+      const BackgroundJob job = std::move(jobs_.front());
+      jobs_.pop_front();
+      lock.unlock();
+      // A service goes on without: whatever is wrong here is told, and calls keep what they have.
+      try {
+        tune(job, stop);
+      } catch (const std::exception& error) {
+        settings_.log(fmt::format("cannot tune {} at {} in the background: {}", to_string(job.spec),
+                                  to_string(job.shape), error.what()));
+      }
+    }
+  }
+
+  RuntimeOptions candidate_options() const {
+    RuntimeOptions options = autotune::candidate_options();
+    options.nvrtc = settings_.nvrtc;
+    options.template_dir = settings_.template_dir;
+    return options;
+  }
+
+  void tune(const BackgroundJob& job, const std::stop_token& stop) {
+    job.context.make_current_apart();
+    autotune::DeviceMeter meter(job.context, {.runtime = candidate_options()});
+    const autotune::Setting setting = autotune::read_setting(job.context, candidate_options());
+    autotune::TuneOptions options;
+    options.families = {job.current.family};
+    options.leads = {job.current};
+    options.max_workspace = job.workspace_bytes;
+    options.budget_seconds = kBudgetSeconds;
+    options.compile_threads = kCompileThreads;
+    options.stop = [&] { return stop.stop_requested(); };
+    const autotune::Problem problem{job.spec, job.shape};
+    const autotune::TuneResult result =
+        settings_.cache_dir.empty()
+            ? autotune::tune(problem, setting, meter, options)
+            : autotune::tune_into(
+                  cache::Store(settings_.cache_dir, cache::Store::Access::read_write, settings_.log)
+                      .records_folder(),
+                  problem, setting, meter, options);
+    if (!result.has_best() || stop.stop_requested()) return;
+    adopt_(job, result.record.best);
+    settings_.log(fmt::format("tuned {} at {} in the background: {} takes {:.4f} ms, {} measured in {:.1f} s",
+                              to_string(job.spec), to_string(job.shape), to_string(result.record.best),
+                              result.best_ms(), result.measured, result.seconds));
+  }
+
+  const Settings& settings_;
+  Adopt adopt_;
+  std::mutex mutex_;
+  std::condition_variable_any changed_;
+  std::deque<BackgroundJob> jobs_;
+  std::jthread thread_;  // last: ended before the rest goes
+};
+
+}  // namespace
+
+std::unique_ptr<BackgroundTuner> make_background_tuner(const Settings& settings, Adopt adopt) {
+  return std::make_unique<Thread>(settings, std::move(adopt));
+}
+
+}  // namespace flashjit

@@ -1,0 +1,253 @@
+#include "autotune/model.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <functional>
+#include <queue>
+
+#include "expr/graph.hpp"
+#include "plan/family.hpp"
+
+namespace flashjit::autotune {
+namespace {
+
+// Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and NOTES.md;
+// `flashjit tune --study` tells how well they order candidates.
+constexpr double kSharedBytesPerClock = 128;
+constexpr double kL2BytesPerClock = 40;
+constexpr double kReducedBytesPerClock = 16;  // dQ's additions in global memory
+constexpr double kLanes = 128;                // plain instructions a clock
+constexpr double kForwardInstructions = 7;    // of a pair, beside products and exponential
+constexpr double kBackwardInstructions = 18;
+constexpr double kGroupEfficiency = 0.88;   // of wgmma's peak, for what it waits for shared memory and power
+constexpr double kClocksPerTile = 150;      // barriers
+constexpr double kWarpClocksPerTile = 200;  // the same and addresses, where each warp loads and computes
+constexpr double kClocksPerBlock = 5000;    // first loads, a softmax that nothing hides, last stores
+constexpr double kLaunchMs = 0.003;
+constexpr int kGroupWarps = 4;
+constexpr int kSchedulers = 4;                   // of a multiprocessor
+constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
+constexpr int kReservedSharedBytes = 1024;       // the driver's, each thread block
+constexpr int kOtherRegisters = 70;              // of a thread, beside accumulators
+constexpr double kManyWaves = 40;                // from here on the order of the blocks does not matter
+
+double round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+
+/// How long each unit of a multiprocessor is busy with one tile.
+struct TileClocks {
+  double products = 0, exponentials = 0, arithmetic = 0, shared = 0, l2 = 0, reductions = 0;
+  double overhead = 0;
+
+  std::array<std::pair<double, const char*>, 6> units() const {
+    return {{{products, "products"},
+             {exponentials, "exponentials"},
+             {arithmetic, "arithmetic"},
+             {shared, "shared memory"},
+             {l2, "L2 cache"},
+             {reductions, "reductions"}}};
+  }
+  double sum() const { return products + exponentials + arithmetic + shared + l2 + reductions; }
+};
+
+bool is_backward(const AttentionSpec& spec) { return spec.pass == Pass::backward; }
+
+double macs_per_clock(Family family, const Rates& rates) {
+  if (family == Family::simt) return rates.plain_macs / 2;  // operands come from shared memory
+  return family == Family::sm90 ? rates.group_macs * kGroupEfficiency : rates.tensor_macs;
+}
+
+/// Warps, or warp groups, each of which reads the whole streamed tile.
+int readers(const TileConfig& c) {
+  return std::max(1, c.family == Family::sm90 ? c.warps / kGroupWarps : c.warps);
+}
+
+double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
+  const double d = round_up(spec.head_dim, 16), dv = round_up(spec.v_dim(), 16);
+  // Warps that share columns of dK and dV each compute S and dP.
+  return is_backward(spec) ? c.d_split * (d + dv) + 2 * d + dv : d + dv;
+}
+
+/// Bytes that the products read from shared memory for one tile.
+double shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+  const double dims = spec.head_dim + spec.v_dim();
+  const double element = c.family == Family::simt ? 4 : size_of(spec.dtype);
+  if (!is_backward(spec)) {
+    const double q = c.q_in_registers ? 0 : c.br * static_cast<double>(spec.head_dim);
+    return element * (readers(c) * c.bc * dims + q);
+  }
+  // K and V by the rows that own them; Q and dO twice by everyone; dS once more for dQ, with K.
+  const double own = c.bc * dims, streamed = 2.0 * readers(c) * c.br * dims / c.d_split;
+  return element * (own * c.d_split + streamed + c.bc * static_cast<double>(spec.head_dim + 2 * c.br));
+}
+
+TileClocks tile_clocks(const AttentionSpec& spec, const TileConfig& c, const Rates& rates,
+                       double program_operations) {
+  const double pairs = static_cast<double>(c.br) * c.bc;
+  const double instructions = is_backward(spec) ? kBackwardInstructions : kForwardInstructions;
+  const double streamed_rows = is_backward(spec) ? c.br : c.bc;
+  TileClocks clocks;
+  clocks.products = pairs * multiply_adds(spec, c) / macs_per_clock(c.family, rates);
+  clocks.exponentials = pairs * c.d_split / rates.exponentials;
+  clocks.arithmetic = pairs * c.d_split * (instructions + program_operations) / kLanes;
+  clocks.shared = shared_bytes(spec, c) / kSharedBytesPerClock;
+  clocks.l2 = streamed_rows * (spec.head_dim + spec.v_dim()) * size_of(spec.dtype) / kL2BytesPerClock;
+  if (is_backward(spec) && c.family != Family::simt)
+    clocks.reductions = 4.0 * c.br * spec.head_dim / kReducedBytesPerClock;
+  clocks.overhead = c.family == Family::sm90 ? kClocksPerTile : kWarpClocksPerTile;
+  return clocks;
+}
+
+/// A tile's time when units work side by side as far as the resident warps let them.
+double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const TileConfig& c, int resident) {
+  double busiest = 0;
+  for (const auto& [unit, name] : clocks.units()) busiest = std::max(busiest, unit);
+  if (c.family == Family::sm90) {
+    // Loads have their own warps; products run under the softmax of the same and of other groups.
+    const double hidden_loads = is_backward(spec) ? 0 : clocks.shared;
+    const double rest = std::max(0.0, clocks.sum() - busiest - clocks.l2 - hidden_loads);
+    const int groups = c.warps / kGroupWarps * resident;
+    const double exposed = is_backward(spec) ? 0.35 : groups <= 1 ? 0.5 : groups == 2 ? 0.15 : 0.07;
+    const double late = c.stages == 1 ? clocks.l2 : 0;
+    return busiest + exposed * rest + late + clocks.overhead;
+  }
+  // Each scheduler's warps take turns; one warp alone does one thing after another.
+  const double turns = std::max(1.0, static_cast<double>(c.warps) * resident / kSchedulers);
+  const double serial = (clocks.sum() - (c.stages > 1 ? clocks.l2 : 0) + clocks.overhead) / turns;
+  constexpr double kSharpness = 4;
+  return std::pow(std::pow(busiest, kSharpness) + std::pow(serial, kSharpness), 1 / kSharpness);
+}
+
+int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
+  if (c.family == Family::sm90) return 168;  // setmaxnreg shares out what the block has
+  const double threads = c.warps * 32.0;
+  const double kept = is_backward(spec) ? c.d_split * 2.0 * c.br * c.bc / threads +
+                                              c.bc * (spec.head_dim + spec.v_dim()) / threads
+                                        : c.br * (c.bc + spec.v_dim()) / threads;
+  const double q = c.q_in_registers ? c.br * spec.head_dim / 2.0 / threads : 0;
+  return static_cast<int>(std::min(255.0, kept + q + kOtherRegisters));
+}
+
+int resident_blocks(const AttentionSpec& spec, const TileConfig& c, const plan::Entry& entry,
+                    const DeviceInfo& device) {
+  const int by_shared = device.shared_per_sm / (entry.shared_bytes + kReservedSharedBytes);
+  const int by_threads = kThreadsPerMultiprocessor / std::max(entry.threads, 1);
+  const int by_registers = device.registers_per_sm / std::max(1, registers_a_thread(spec, c) * entry.threads);
+  return std::max(1, std::min({by_shared, by_threads, by_registers}));
+}
+
+/// When the last of the blocks ends, longest first on `slots`. Each entry of `blocks` stands for `copies`.
+double makespan(std::vector<double> blocks, std::int64_t copies, double slots) {
+  double total = 0;
+  for (const double block : blocks) total += block * static_cast<double>(copies);
+  if (blocks.empty()) return 0;
+  const double count = static_cast<double>(blocks.size()) * static_cast<double>(copies);
+  if (count >= kManyWaves * slots) return total / slots + total / count / 2;
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
+      std::greater<>(), std::vector<double>(static_cast<std::size_t>(slots), 0.0));
+  double end = 0;
+  for (const double block : blocks) {
+    for (std::int64_t i = 0; i < copies; ++i) {
+      const double done = free_at.top() + block;
+      free_at.pop();
+      free_at.push(done);
+      end = std::max(end, done);
+    }
+  }
+  return end;
+}
+
+double operations_of(const AttentionSpec& spec) {
+  expr::Graph graph;
+  if (!spec.score.empty()) graph.add(spec.score.tree());
+  const bool derived = is_backward(spec) && !spec.score.empty();
+  double operations = graph.size() * (derived ? 2.0 : 1.0);
+  if (spec.dropout) operations += 12;  // Philox, shared by neighbours
+  return operations;
+}
+
+}  // namespace
+
+Rates rates_of(const DeviceInfo& device) {
+  const int capability = device.compute_capability;
+  if (capability >= 120) return {2.4e6, 1024, 512, 128, 16, 1.8e9};
+  if (capability >= 100) return {1.9e6, 4096, 1024, 128, 16, 8.0e9};
+  if (capability >= 90) return {1.65e6, 2048, 1024, 128, 16, 3.0e9};
+  if (capability >= 86) return {1.8e6, 512, 512, 128, 16, 0.9e9};
+  if (capability >= 80) return {1.4e6, 1024, 1024, 64, 16, 1.9e9};
+  return {1.5e6, 512, 512, 64, 16, 0.3e9};
+}
+
+double roofline_ms(const AttentionSpec& spec, const Work& work, const DeviceInfo& device) {
+  const Rates rates = rates_of(device);
+  const double multiprocessors = std::max(device.multiprocessors, 1);
+  const double macs =
+      spec.dtype == DType::fp32 ? rates.plain_macs : std::max(rates.tensor_macs, rates.group_macs);
+  const double products = work.operations / 2 / macs / multiprocessors / rates.clocks_per_ms;
+  const double exponentials = work.pairs / rates.exponentials / multiprocessors / rates.clocks_per_ms;
+  return std::max({products, exponentials, work.bytes / rates.bytes_per_ms});
+}
+
+Model::Model(const Problem& problem, const DeviceInfo& device, double map_density)
+    : problem_{problem.spec.normalized(), problem.shape},
+      device_(device),
+      rates_(rates_of(device)),
+      program_operations_(operations_of(problem_.spec)),
+      coverage_(problem_.spec, problem_.shape, plausible_map(problem_.spec, problem_.shape, map_density)),
+      work_(work_of(problem_.spec, problem_.shape,
+                    plausible_map(problem_.spec, problem_.shape, map_density))) {}
+
+Prediction Model::predict(const TileConfig& config) const {
+  const AttentionSpec& spec = problem_.spec;
+  const AttentionShape& shape = problem_.shape;
+  const plan::FamilyTraits& traits = plan::traits(config.family);
+  const std::vector<plan::Entry> entries = traits.entries(spec, config);
+  const TileClocks clocks = tile_clocks(spec, config, rates_, program_operations_);
+
+  Prediction out;
+  double busiest = 0;
+  for (const auto& [unit, name] : clocks.units()) {
+    if (unit <= busiest) continue;
+    busiest = unit;
+    out.bound = name;
+  }
+  for (const plan::Launch& launch : traits.launches(spec, shape, config)) {
+    if (launch.blocks == 0) continue;
+    out.ms += kLaunchMs;
+    const plan::Entry& entry = entries.at(launch.entry);
+    if (!entry.hot) continue;
+    // A grid too small to fill the device spreads out.
+    const double multiprocessors = std::max(device_.multiprocessors, 1);
+    const double share = std::ceil(static_cast<double>(launch.blocks) / multiprocessors);
+    const int resident =
+        static_cast<int>(std::min<double>(resident_blocks(spec, config, entry, device_), share));
+    const double tile = overlapped(clocks, spec, config, resident);
+
+    // Backward, a block owns keys, but for the kernel of simt that computes dQ.
+    const bool by_columns = is_backward(spec) && entry.name != "backward_dq";
+    const std::vector<std::int64_t> visited = by_columns ? coverage_.tiles_of_columns(config.br, config.bc)
+                                                         : coverage_.tiles_of_rows(config.br, config.bc);
+    const std::int64_t heads = by_columns ? shape.heads_kv : shape.heads_q;
+    const double group = by_columns ? static_cast<double>(shape.heads_q) /
+                                          static_cast<double>(std::max<std::int64_t>(heads, 1))
+                                    : 1;
+    std::vector<double> blocks;
+    for (const std::int64_t tiles : visited) {
+      out.tiles += static_cast<double>(tiles * shape.batch * shape.heads_q);
+      blocks.push_back(resident * (static_cast<double>(tiles) * group * tile + kClocksPerBlock));
+    }
+    const double slots = resident * multiprocessors;
+    const double copies = static_cast<double>(shape.batch * heads);
+    out.ms += makespan(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
+    out.tile_clocks = std::max(out.tile_clocks, tile);
+    out.waves = std::max(out.waves, static_cast<double>(launch.blocks) / slots);
+    out.blocks_resident = resident;
+  }
+  // The passes around the main loop: D, zeroing and conversion of dQ.
+  out.ms += (is_backward(spec) ? 2 : 0) * work_.bytes / 2 / rates_.bytes_per_ms;
+  out.ms = std::max(out.ms, work_.bytes / rates_.bytes_per_ms);
+  return out;
+}
+
+}  // namespace flashjit::autotune

@@ -1,0 +1,74 @@
+// Tuning in a running service from end to end: real kernels, compiled by NVRTC, on a GPU that only tells
+// times.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "device/resources.hpp"
+#include "flashjit/flashjit.hpp"
+#include "run_command.hpp"
+
+namespace flashjit {
+namespace {
+
+const AttentionSpec kSpec{.dtype = DType::fp32, .head_dim = 32};
+constexpr AttentionShape kShape{1, 4, 4, 256, 256};
+
+class Background : public ::testing::Test {
+ protected:
+  Background() { setenv("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_LIBCUDA, 1); }
+  ~Background() override { unsetenv("FLASHJIT_LIBCUDA"); }
+
+  Runtime runtime(bool tune) {
+    return Runtime({.cache_dir = folder_.file("cache"),
+                    .tune_in_background = tune,
+                    .log = [this](std::string_view line) {
+                      const std::lock_guard lock(mutex_);
+                      log_ += std::string(line) + "\n";
+                    }});
+  }
+  std::string log() {
+    const std::lock_guard lock(mutex_);
+    return log_;
+  }
+
+  testing::TemporaryDirectory folder_;
+  std::mutex mutex_;
+  std::string log_;
+};
+
+TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
+  const device::PrimaryContext gpu(device::Driver::open(FLASHJIT_FAKE_LIBCUDA));
+  {
+    Runtime tuning = runtime(true);
+    EXPECT_EQ(tuning.prepare(kSpec, kShape).config_source, "heuristic");
+    const auto start = std::chrono::steady_clock::now();
+    std::string source;
+    while (source != "tuned" && std::chrono::steady_clock::now() - start < std::chrono::seconds(60)) {
+      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      source = tuning.prepare(kSpec, kShape).config_source;
+    }
+    EXPECT_EQ(source, "tuned") << log();
+    EXPECT_NE(log().find("tuned fwd:fp32:d32 at b1:hq4:hkv4:sq256:skv256 in the background"),
+              std::string::npos)
+        << log();
+  }
+  Runtime next = runtime(false);
+  EXPECT_EQ(next.prepare(kSpec, kShape).config_source, "tuned");
+}
+
+TEST_F(Background, ARuntimeThatIsDestroyedMeanwhileEndsSoon) {
+  const device::PrimaryContext gpu(device::Driver::open(FLASHJIT_FAKE_LIBCUDA));
+  const AttentionSpec slow{.dtype = DType::bf16, .head_dim = 128};
+  const auto start = std::chrono::steady_clock::now();
+  { runtime(true).prepare(slow, {1, 8, 8, 1024, 1024}); }
+  EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
+  EXPECT_EQ(log().find("cannot tune"), std::string::npos) << log();
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -251,7 +251,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
         for (int e = 0; e < 4; ++e) {
           const Position kv = at_kv(n + e);
           s[n + e] =
-              masked(s[n + e], block, kv.at < kv_limit, P::mask(p, head, row_position + e / 2 * 8, kv));
+              mask_score(s[n + e], block, kv.at < kv_limit, P::mask(p, head, row_position + e / 2 * 8, kv));
         }
       }
     }

@@ -43,7 +43,7 @@ TileConfig first_that_fills(std::span<const TileConfig> good, const FamilyTraits
       best = config;
       most = blocks;
     }
-    if (blocks >= device.multiprocessors) break;
+    if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) break;
   }
   return best;
 }

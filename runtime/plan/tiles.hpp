@@ -17,8 +17,8 @@ Entry family_entry(Family family, const std::string& name, const std::string& he
 /// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
 Entry auxiliary_entry(const std::string& name, const std::string& header = {});
 
-/// Of good configurations, best first, the first whose main loops give every multiprocessor a block, else the
-/// one with the most blocks. Those that the family does not admit are passed over.
+/// Of good configurations, best first, the first whose main loops give nine multiprocessors of ten a block,
+/// else the one with the most blocks. Those that the family does not admit are passed over.
 TileConfig first_that_fills(std::span<const TileConfig> good, const FamilyTraits& family,
                             const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device);
 

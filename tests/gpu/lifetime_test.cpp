@@ -152,7 +152,11 @@ TEST_F(Lifetime, AFaultOfTheDeviceIsReportedByEveryLaterCall) {
   });
 }
 
+/// Shards of the tests run side by side on one device: then its memory is not this process's own.
+bool shares_the_device() { return std::getenv("GTEST_TOTAL_SHARDS") != nullptr; }
+
 TEST_F(Lifetime, NoMemoryForAKernelIsAnErrorAndPasses) {
+  if (shares_the_device()) GTEST_SKIP() << "takes all memory of the device, which other shards use";
   expect_in_its_own_process([] {
     Runtime runtime(in_memory());
     std::vector<device::DeviceBuffer> all;
@@ -228,7 +232,9 @@ TEST_F(Lifetime, RandomCallsAreRightAndMemoryStaysFlat) {
   EXPECT_EQ(wrong, 0);
   EXPECT_EQ(failed, 0);
   // The driver keeps what it has taken in steps of 2 MiB.
-  EXPECT_LE(device_before, free_device_bytes() + (std::size_t{16} << 20));
+  if (!shares_the_device()) {
+    EXPECT_LE(device_before, free_device_bytes() + (std::size_t{16} << 20));
+  }
   EXPECT_LE(::mallinfo2().uordblks, host_before + (std::size_t{16} << 20));
   fs::remove_all(folder);
 }

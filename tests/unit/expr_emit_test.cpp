@@ -16,7 +16,7 @@ std::string hooks(std::string_view score, std::string_view mask) {
 
 /// What stands between the braces of a static member function.
 std::string body(const std::string& hooks, std::string_view name) {
-  const std::size_t at = hooks.find(" " + std::string(name) + "(");
+  const std::size_t at = hooks.find(fmt::format(" {}(", name));
   if (at == std::string::npos) return {};
   const std::size_t begin = hooks.find("{\n", at) + 2;
   return hooks.substr(begin, hooks.find("\n  }", begin) - begin);

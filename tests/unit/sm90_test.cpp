@@ -107,6 +107,8 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
+  // 128 blocks for 132 multiprocessors: twice as many of half the size would take two rounds.
+  EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq16:hkv16:sq1024:skv1024")), "sm90:br128:bc128:w8:s2");
 }
 
 TEST(Sm90, TheHeuristicComputesFewPairsInVain) {

@@ -547,12 +547,11 @@ Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got
   return judged_by(yardstick, max_abs_error(got, exact.sums), factor);
 }
 
-Verdict judge_capture(DType dtype, const std::vector<double>& got, const Backward& exact,
-                      const Backward& rounded, std::size_t capture, double factor) {
-  const std::vector<double>&sums = exact.captures[capture], &squares = exact.capture_squares[capture],
-        &counts = exact.capture_counts[capture];
+Verdict judge_capture(DType dtype, const std::vector<double>& got, CaptureGrad exact,
+                      const std::vector<double>& rounded, double factor) {
+  const auto& [sums, squares, counts] = exact;
   const double rounding = unit_roundoff(dtype) / 2, adding = unit_roundoff(DType::fp32);
-  double yardstick = max_abs_error(rounded.captures[capture], sums);
+  double yardstick = max_abs_error(rounded, sums);
   for (std::size_t i = 0; i < sums.size(); ++i) {
     const double terms = rounding * rounding * squares[i];
     const double additions = adding * adding * counts[i] * (sums[i] * sums[i] + squares[i]);

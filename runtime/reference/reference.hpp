@@ -94,7 +94,10 @@ Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got
 /// The same of the gradient of a capture. Its elements are sums of P (dP - D) over pairs, few or many, where
 /// luck plays a part again: dP and D may cancel, and so may the errors of the sums. The yardstick is at least
 /// the root of the sum of the squares of what rounding P, dP and D once, and adding in fp32, bring with them.
-Verdict judge_capture(DType dtype, const std::vector<double>& got, const Backward& exact,
-                      const Backward& rounded, std::size_t capture, double factor);
+struct CaptureGrad {
+  const std::vector<double>&sums, &squares, &counts;  ///< one capture's of Backward
+};
+Verdict judge_capture(DType dtype, const std::vector<double>& got, CaptureGrad exact,
+                      const std::vector<double>& rounded, double factor);
 
 }  // namespace flashjit::reference

@@ -498,10 +498,12 @@ class AttentionRun {
     const reference::CaptureGrads grads = captures_.grads();
     for (std::size_t i = 0; i < grads.size(); ++i) {
       if (exact_grad_.captures[i].empty()) continue;
-      expect_within_limit(
-          ("grad of " + problem_.captures[i].name).c_str(),
-          reference::judge_capture(test_.spec.dtype, grads[i], exact_grad_, rounded_grad_, i, 3),
-          exact_grad_.captures[i]);
+      expect_within_limit(("grad of " + problem_.captures[i].name).c_str(),
+                          reference::judge_capture(test_.spec.dtype, grads[i],
+                                                   {exact_grad_.captures[i], exact_grad_.capture_squares[i],
+                                                    exact_grad_.capture_counts[i]},
+                                                   rounded_grad_.captures[i], 3),
+                          exact_grad_.captures[i]);
     }
   }
 

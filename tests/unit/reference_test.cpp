@@ -643,20 +643,19 @@ TEST(Judge, GradientsOfSinksAreMeasuredByTheirRowsErrors) {
 }
 
 TEST(Judge, GradientsOfCapturesAreMeasuredByWhatTheirTermsRoundingBrings) {
-  Backward exact, rounded;
-  exact.captures = rounded.captures = {{0.0, 5.0}};  // the first is a difference of equals
-  exact.capture_squares = {{4.0, 1.0}};
-  exact.capture_counts = {{1.0, 1.0}};
+  const std::vector<double> sums{0, 5}, squares{4, 1};  // the first is a difference of equals
+  const auto judged = [&](DType dtype, double first, double second, double count) {
+    const std::vector<double> counts{1, count};
+    return judge_capture(dtype, {first, second}, {sums, squares, counts}, sums, 3);
+  };
   const double yardstick = 2 * 0x1p-9;
-  EXPECT_NEAR(judge_capture(DType::bf16, {0, 5}, exact, rounded, 0, 3).limit, 3 * yardstick + 1e-5, 1e-9);
-  EXPECT_TRUE(judge_capture(DType::bf16, {2.9 * yardstick, 5}, exact, rounded, 0, 3).ok());
-  EXPECT_FALSE(judge_capture(DType::bf16, {3.1 * yardstick, 5}, exact, rounded, 0, 3).ok());
-  EXPECT_FALSE(judge_capture(DType::fp32, {1e-3, 5}, exact, rounded, 0, 3).ok());
-  EXPECT_FALSE(judge_capture(DType::bf16, {std::nan(""), 5}, exact, rounded, 0, 3).ok());
-
-  // A million terms are added to the second one after the other.
-  exact.capture_counts[0][1] = 1e6;
-  EXPECT_TRUE(judge_capture(DType::fp32, {0, 5.0005}, exact, rounded, 0, 3).ok());
+  EXPECT_NEAR(judged(DType::bf16, 0, 5, 1).limit, 3 * yardstick + 1e-5, 1e-9);
+  EXPECT_TRUE(judged(DType::bf16, 2.9 * yardstick, 5, 1).ok());
+  EXPECT_FALSE(judged(DType::bf16, 3.1 * yardstick, 5, 1).ok());
+  EXPECT_FALSE(judged(DType::bf16, std::nan(""), 5, 1).ok());
+  // In fp32 what counts is how many terms are added one after the other.
+  EXPECT_FALSE(judged(DType::fp32, 0, 5.0005, 1).ok());
+  EXPECT_TRUE(judged(DType::fp32, 0, 5.0005, 1e6).ok());
 }
 
 TEST(Reference, TheRowsOfSinksGradientsAddUpToThem) {

@@ -29,6 +29,8 @@ Results reference_results(const reference::Problem& problem, Precision precision
   results.dsinks = std::move(backward.dsinks);
   results.dsink_rows = std::move(backward.dsink_rows);
   results.capture_grads = std::move(backward.captures);
+  results.capture_squares = std::move(backward.capture_squares);
+  results.capture_counts = std::move(backward.capture_counts);
   return results;
 }
 
@@ -56,10 +58,14 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
                                 {rounded.dsinks, rounded.dsink_rows}, kGradientFactor);
     comparisons.push_back({"dsinks", verdict.error, verdict.limit});
   }
-  for (std::size_t i = 0; i < exact.capture_grads.size(); ++i)
-    if (!exact.capture_grads[i].empty())
-      judge("grad of " + problem.captures[i].name, got.capture_grads.at(i), exact.capture_grads[i],
-            rounded.capture_grads[i], kGradientFactor);
+  for (std::size_t i = 0; i < exact.capture_grads.size(); ++i) {
+    if (exact.capture_grads[i].empty()) continue;
+    const reference::Verdict verdict =
+        reference::judge_capture(problem.spec.dtype, got.capture_grads.at(i),
+                                 {exact.capture_grads[i], exact.capture_squares[i], exact.capture_counts[i]},
+                                 rounded.capture_grads[i], kGradientFactor);
+    comparisons.push_back({"grad of " + problem.captures[i].name, verdict.error, verdict.limit});
+  }
   return comparisons;
 }
 

@@ -23,6 +23,7 @@ struct Results {
   reference::CaptureGrads capture_grads =
       {};                               ///< of each of the problem's captures; empty where none is wanted
   std::vector<double> dsink_rows = {};  ///< the reference's alone: [b, hq, sq], what dsinks are the sums of
+  reference::CaptureGrads capture_squares = {}, capture_counts = {};  ///< as in reference::Backward
 };
 
 /// The CPU reference's results; the gradients too when problem.spec.pass is backward.

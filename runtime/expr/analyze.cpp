@@ -4,11 +4,11 @@
 
 #include "expr/fold.hpp"
 #include "expr/nodes.hpp"
+#include "expr/ops.hpp"
 
 namespace flashjit::expr {
 namespace {
 
-bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
 bool is_connective(Op op) { return op == Op::logical_not || op == Op::logical_and || op == Op::logical_or; }
 
 /// Whether an int is affine in positions, and neither it nor its negative wraps anywhere.

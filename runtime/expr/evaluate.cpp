@@ -5,31 +5,12 @@
 
 #include <fmt/format.h>
 
+#include "expr/ops.hpp"
 #include "flashjit/error.hpp"
 #include "templates/common/int_math.cuh"
 
 namespace flashjit::expr {
 namespace {
-
-template <class T>
-bool compare(Op op, T a, T b) {
-  switch (op) {
-    case Op::equal:
-      return a == b;
-    case Op::not_equal:
-      return a != b;
-    case Op::less:
-      return a < b;
-    case Op::less_equal:
-      return a <= b;
-    case Op::greater:
-      return a > b;
-    default:
-      return a >= b;
-  }
-}
-
-bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
 
 std::int32_t integer_operation(Op op, std::int32_t a, std::int32_t b) {
   switch (op) {

@@ -57,24 +57,6 @@ Folded of_literal(Op op, const Expr& x) {
   }
 }
 
-template <class Value>
-bool compare(Op op, Value x, Value y) {
-  switch (op) {
-    case Op::equal:
-      return x == y;
-    case Op::not_equal:
-      return x != y;
-    case Op::less:
-      return x < y;
-    case Op::less_equal:
-      return x <= y;
-    case Op::greater:
-      return x > y;
-    default:
-      return x >= y;
-  }
-}
-
 Expr of_ints(Op op, std::int32_t x, std::int32_t y) {
   switch (op) {
     case Op::add:

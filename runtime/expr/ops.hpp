@@ -43,6 +43,26 @@ const OpInfo& info(Op op);
 inline bool is_operator(Op op) { return info(op).precedence < kCallPrecedence; }
 inline bool is_function(Op op) { return !is_operator(op) && info(op).takes != Takes::leaf; }
 
+inline bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
+/// What a comparison says of two values.
+template <class Value>
+bool compare(Op op, Value a, Value b) {
+  switch (op) {
+    case Op::equal:
+      return a == b;
+    case Op::not_equal:
+      return a != b;
+    case Op::less:
+      return a < b;
+    case Op::less_equal:
+      return a <= b;
+    case Op::greater:
+      return a > b;
+    default:
+      return a >= b;
+  }
+}
+
 std::string_view to_string(Name name);  // "score", ..., "seqlen_kv"
 std::string_view to_string(Type type);  // "bool", "int", "float"
 inline constexpr Name kNames[] = {Name::score, Name::b,  Name::h,        Name::h_kv,

@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "c_abi_support.hpp"
 #include "fakes.hpp"
 #include "flashjit/flashjit.h"
 #include "support/file.hpp"
@@ -16,14 +17,9 @@ namespace {
 
 namespace fs = std::filesystem;
 using test::FakeDriver;
+using test::RuntimePtr;
+using test::SpecPtr;
 using test::Variable;
-
-struct Deleter {
-  void operator()(flashjit_runtime* runtime) const { flashjit_runtime_destroy(runtime); }
-  void operator()(flashjit_spec* spec) const { flashjit_spec_destroy(spec); }
-};
-using RuntimePtr = std::unique_ptr<flashjit_runtime, Deleter>;
-using SpecPtr = std::unique_ptr<flashjit_spec, Deleter>;
 
 /// A runtime over the fake driver and the fake NVRTC that keeps nothing on disk, unless its options are
 /// changed.
@@ -39,27 +35,10 @@ class CAbiErrors : public testing::Test {
 
   static FakeDriver& fake() { return test::fake_cuda(); }
 
-  RuntimePtr runtime() {
-    flashjit_runtime* made = nullptr;
-    EXPECT_EQ(flashjit_runtime_create(&options_, &made), FLASHJIT_OK) << flashjit_last_error_message();
-    return RuntimePtr(made);
-  }
-  static SpecPtr spec(const char* text) {
-    flashjit_spec* made = nullptr;
-    EXPECT_EQ(flashjit_spec_create(text, &made), FLASHJIT_OK) << flashjit_last_error_message();
-    return SpecPtr(made);
-  }
+  RuntimePtr runtime() { return test::make_runtime(options_); }
+  static SpecPtr spec(const char* text) { return test::make_spec(text); }
   static flashjit_status forward(flashjit_runtime* runtime) {
-    const auto tensor = [](std::uintptr_t address) {
-      return flashjit_tensor{
-          reinterpret_cast<void*>(address), {1, 2, 128, 64}, {2 * 128 * 64, 128 * 64, 64, 1}};
-    };
-    flashjit_forward_args args{};
-    args.struct_size = sizeof args;
-    args.q = tensor(0x10000);
-    args.k = tensor(0x20000);
-    args.v = tensor(0x30000);
-    args.out = tensor(0x40000);
+    const flashjit_forward_args args = test::make_forward_args();
     return flashjit_forward(runtime, spec("bf16:d64:causal").get(), &args, nullptr);
   }
   /// The call fails so, names what is wrong, and launches nothing; afterwards the runtime still works.

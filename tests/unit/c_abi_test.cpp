@@ -7,18 +7,15 @@
 #include <string>
 #include <thread>
 
+#include "c_abi_support.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
 #include "versioned_struct.hpp"
 
 namespace {
 
-struct Deleter {
-  void operator()(flashjit_runtime* runtime) const { flashjit_runtime_destroy(runtime); }
-  void operator()(flashjit_spec* spec) const { flashjit_spec_destroy(spec); }
-};
-using RuntimePtr = std::unique_ptr<flashjit_runtime, Deleter>;
-using SpecPtr = std::unique_ptr<flashjit_spec, Deleter>;
+using flashjit::test::RuntimePtr;
+using flashjit::test::SpecPtr;
 
 std::string last_message() { return flashjit_last_error_message(); }
 
@@ -34,27 +31,11 @@ class CAbi : public testing::Test {
     flashjit_options options{};
     options.struct_size = sizeof options;
     options.cache_dir = "";
-    flashjit_runtime* made = nullptr;
-    EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_OK) << last_message();
-    return RuntimePtr(made);
+    return flashjit::test::make_runtime(options);
   }
-  static SpecPtr spec(const char* text = "bf16:d64:causal") {
-    flashjit_spec* made = nullptr;
-    EXPECT_EQ(flashjit_spec_create(text, &made), FLASHJIT_OK) << last_message();
-    return SpecPtr(made);
-  }
-  static flashjit_tensor tensor(std::uintptr_t address) {
-    return {reinterpret_cast<void*>(address), {1, 2, 128, 64}, {2 * 128 * 64, 128 * 64, 64, 1}};
-  }
-  static flashjit_forward_args forward_args() {
-    flashjit_forward_args args{};
-    args.struct_size = sizeof args;
-    args.q = tensor(0x10000);
-    args.k = tensor(0x20000);
-    args.v = tensor(0x30000);
-    args.out = tensor(0x40000);
-    return args;
-  }
+  static SpecPtr spec(const char* text = "bf16:d64:causal") { return flashjit::test::make_spec(text); }
+  static flashjit_tensor tensor(std::uintptr_t address) { return flashjit::test::make_tensor(address); }
+  static flashjit_forward_args forward_args() { return flashjit::test::make_forward_args(); }
   static flashjit_backward_args backward_args() {
     const flashjit_forward_args f = forward_args();
     flashjit_backward_args args{};

@@ -168,7 +168,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
   using Places = ForwardPlaces<P>;
   constexpr int kS = P::kBc / 2, kO = P::kHeadDimV / 2;  // accumulators of a thread
   constexpr int kKSteps = (P::kHeadDim + 15) / 16, kPSteps = P::kBc / 16;
-  constexpr bool kOwnO = Places::kLayout.own_o();
+  constexpr bool kOwnO = Places::kLayout.own_o(), kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int row = work.q_begin + group * 64 + warp * 16 + lane / 4;  // and row + 8
   const int seqlen_q = work.sequence.seqlen_q(p), kv_limit = work.sequence.kv_limit(p);
@@ -262,7 +262,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
       for (int n = 2 * half; n < kS; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-      if (kSlack < P >> 0 && !((highest - row_max[half]) * scale_log2 > kSlack<P>)) highest = row_max[half];
+      if (kLazy && !((highest - row_max[half]) * scale_log2 > kSlack<P>)) highest = row_max[half];
       const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
       rescale[half] =
           row_max[half] == -infinity() ? 0.0f : exp2_approx(__fmul_rn(row_max[half], scale_log2) - shift);
@@ -310,7 +310,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
       multiply_wait<0>();
       pin(o);
       release(at.v_empty(before + i - 1));
-      if (kSlack<P> == 0 || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+      if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
 #pragma unroll
         for (int n = 0; n < kO; ++n) o[n] *= rescale[n / 2 % 2];
       }

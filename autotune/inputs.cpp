@@ -6,6 +6,7 @@
 #include <cmath>
 
 #include "flashjit/error.hpp"
+#include "plan/family.hpp"
 #include "reference/inputs.hpp"
 
 namespace flashjit::autotune {
@@ -13,10 +14,6 @@ namespace {
 
 constexpr std::int64_t kSampledRows = 256;
 constexpr std::uint64_t kSeed = 1;  // of captures, as the tuner measures with
-
-bool is_causal(const MaskProgram& mask) {
-  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
-}
 
 /// Keys that no mask or a causal one leaves to query q: a prefix of them.
 std::int64_t visible_keys(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t q) {
@@ -96,7 +93,7 @@ BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shap
 }
 
 Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
-  const bool prefix = spec.mask.empty() || is_causal(spec.mask);
+  const bool prefix = spec.mask.empty() || plan::is_causal(spec.mask);
   const double pairs = prefix ? prefix_pairs(spec, shape, map) : sampled_pairs(spec, shape, map);
   const bool backward = spec.pass == Pass::backward;
   const double d = spec.head_dim, dv = spec.v_dim();

@@ -12,6 +12,10 @@ bool has_tile_lists(const AttentionSpec& spec) {
   return spec.has_block_map() || expr::mask_traits(spec.mask).listed || (ordered && !spec.mask.empty());
 }
 
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
+}
+
 bool has_capture_grads(const AttentionSpec& spec) {
   return spec.pass == Pass::backward &&
          std::ranges::any_of(expr::declarations(spec.score, spec.mask), &expr::Declaration::wants_grad);

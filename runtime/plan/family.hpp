@@ -55,6 +55,9 @@ struct WorkspaceNeeds {
 /// mask where additions to dQ are ordered. The kernels' own rule: kLists in templates/common/tile_walk.cuh.
 bool has_tile_lists(const AttentionSpec& spec);
 
+/// Whether it is a causal mask, of either alignment.
+bool is_causal(const MaskProgram& mask);
+
 /// Whether the pass gives gradients to captured tensors.
 bool has_capture_grads(const AttentionSpec& spec);
 

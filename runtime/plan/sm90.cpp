@@ -25,10 +25,6 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   return sm90_backward_layout(spec, c).bytes();
 }
 
-bool is_causal(const MaskProgram& mask) {
-  return mask == causal() || mask == causal(CausalAlignment::top_left);
-}
-
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.

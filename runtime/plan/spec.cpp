@@ -14,6 +14,7 @@
 
 #include "expr/declarations.hpp"
 #include "flashjit/error.hpp"
+#include "plan/family.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -177,11 +178,6 @@ constexpr std::string_view kConfigAllowed =
     "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
     "occ<blocks>";
 
-/// Those masks stand in a spec by their names.
-bool is_causal(const MaskProgram& mask) {
-  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
-}
-
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   if (reader.flag(field, "dropout")) {
     spec.dropout = true;
@@ -283,7 +279,7 @@ std::string to_string(const AttentionSpec& given) {
   };
   if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
   if (!spec.score.empty()) append(":score{{{}}}", spec.score.text());
-  if (is_causal(spec.mask)) {
+  if (plan::is_causal(spec.mask)) {  // these stand in a spec by their names
     append(":{}", spec.mask.text());
   } else if (!spec.mask.empty()) {
     append(":mask{{{}}}", spec.mask.text());

@@ -1,6 +1,7 @@
 # Sums the output of `ctest --verbose` to one line "N passed, N failed, N skipped" and exits with 1 on any failure.
 # A GoogleTest binary and pytest count test by test, every other test counts as one. What was announced and gave no result, as
-# after a crash, counts as failed. -v status=N hands in ctest's own exit code.
+# after a crash, counts as failed. -v status=N hands in ctest's own exit code. What a failed GoogleTest test printed stands
+# once more before the sum: a log is often cut from its start.
 
 function finish(number, verdict,   counted) {
   counted = ok[number] + bad[number] + left_out[number]
@@ -20,8 +21,10 @@ function finish(number, verdict,   counted) {
 # "    Start 3: gpu", and what that test prints: "3: [       OK ] Suite.name (0 ms)".
 /^ +Start +[0-9]+: / { number = $2 + 0; name[number] = $3; started++ }
 /^[0-9]+: \[==========\] Running [0-9]+ tests? from / { announced[$1 + 0] = $4 }
+/^[0-9]+: \[ RUN      \] / { output[$1 + 0] = ""; lines[$1 + 0] = 0 }
+/^[0-9]+: / && ++lines[$1 + 0] <= 40 { output[$1 + 0] = output[$1 + 0] $0 "\n" }
 /^[0-9]+: .*\[       OK \] .*\([0-9]+ ms\)$/ { ok[$1 + 0]++ }
-/^[0-9]+: .*\[  FAILED  \] .*\([0-9]+ ms\)$/ { bad[$1 + 0]++ }
+/^[0-9]+: .*\[  FAILED  \] .*\([0-9]+ ms\)$/ { bad[$1 + 0]++; failures = failures output[$1 + 0] }
 /^[0-9]+: .*\[  SKIPPED \] .*\([0-9]+ ms\)$/ { left_out[$1 + 0]++ }
 
 # pytest's last line: "4: 1 failed, 35 passed, 3 skipped in 0.31s".

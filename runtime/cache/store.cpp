@@ -306,12 +306,12 @@ Store::Pruned Store::prune(std::uintmax_t bytes) {
                    [](const Candidate& a, const Candidate& b) { return a.used < b.used; });
   for (const Candidate& candidate : candidates) {
     if (pruned.bytes <= bytes) break;
+    const bool removed = remove_entry(root(), candidate.path);
     // Another process may prune at the same time: what it removed is gone, too.
     std::error_code error;
-    const bool gone = !fs::exists(candidate.path, error) && !error;
-    if (!gone && !remove_entry(root(), candidate.path)) continue;
+    if (!removed && (fs::exists(candidate.path, error) || error)) continue;
     pruned.bytes -= candidate.bytes;
-    pruned.removed += !gone;
+    pruned.removed += removed;
   }
   return pruned;
 }

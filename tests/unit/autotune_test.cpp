@@ -608,7 +608,7 @@ TEST(CompileAhead, WorksOnlyOnWhatIsWantedAndFirstOnWhatIsWaitedFor) {
     for (const std::size_t i : {0, 5, 6, 7}) work.want(i);
     started.get_future().wait();
     std::jthread opener([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(20));
+      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // till take(7) waits
       go.set_value();
     });
     work.take(7);

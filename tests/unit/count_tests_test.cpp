@@ -12,7 +12,7 @@
 namespace {
 
 struct Count {
-  std::string last_line;
+  std::string all, last_line;
   int exit_code = -1;
 };
 
@@ -28,7 +28,7 @@ Count count(const std::string& log, int status) {
   FILE* pipe = popen(command.c_str(), "r");
   Count result;
   for (std::array<char, 256> line; std::fgets(line.data(), line.size(), pipe);)
-    result.last_line = line.data();
+    result.all += result.last_line = line.data();
   result.exit_code = WEXITSTATUS(pclose(pipe));
   std::filesystem::remove(path);
   return result;
@@ -54,6 +54,15 @@ TEST(CountTests, SumsTestByTest) {
       count(kStart + kRunThree + kOk + kSkipped + kFailed + kSummaryOfFailed + kFailedTest, 8);
   EXPECT_EQ(one_failed.last_line, "1 passed, 1 failed, 1 skipped\n");
   EXPECT_EQ(one_failed.exit_code, 1);
+}
+
+TEST(CountTests, WhatAFailedTestPrintedStandsBeforeTheSum) {
+  const std::string run = "1: [ RUN      ] A.", why = "1: a.cpp:7: Failure\n";
+  const Count one_failed = count(kStart + kRunThree + run + "a\n1: chatter\n" + kOk + run + "c/0\n" + why +
+                                     kFailed + kSkipped + kFailedTest,
+                                 8);
+  EXPECT_EQ(one_failed.all,
+            run + "c/0\n" + why + kFailed + "failed: unit (1)\n1 passed, 1 failed, 1 skipped\n");
 }
 
 TEST(CountTests, PytestCountsTestByTest) {

@@ -849,7 +849,7 @@ TEST_F(BackgroundTest, TheRealTunerTellsWhatIsWrongAndEnds) {
   {
     const auto runtime = engine(settings);
     runtime->forward(kSpec, forward_args(), nullptr);
-    for (int i = 0; i < 500 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    for (int i = 0; i < 6000 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
     EXPECT_TRUE(told());
     runtime->forward(kSpec, forward_args(), nullptr);
   }

@@ -1,9 +1,11 @@
 // The runtime as services use it: many processes, threads and devices, fork, locks that fail, contexts that
 // go, a library that is unloaded. NVRTC and the driver are those of tests/fake.
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <gtest/gtest.h>
 #include <malloc.h>
 #include <signal.h>
+#include <sys/file.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -83,10 +85,19 @@ class Service : public testing::Test {
       engine()->prepare(spec(), kShape, {});
       ::_exit(0);
     }
-    const fs::path locks = cache() / "v1" / "locks";
-    while (!fs::exists(locks) || fs::is_empty(locks))
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    while (!a_lock_is_held()) std::this_thread::sleep_for(std::chrono::milliseconds(1));
     return child;
+  }
+  /// A lock's file is there before the lock is.
+  bool a_lock_is_held() const {
+    std::error_code none_yet;
+    for (const auto& file : fs::directory_iterator(cache() / "v1" / "locks", none_yet)) {
+      const int fd = ::open(file.path().c_str(), O_RDWR | O_CLOEXEC);
+      const bool held = fd >= 0 && ::flock(fd, LOCK_EX | LOCK_NB) != 0;
+      ::close(fd);
+      if (held) return true;
+    }
+    return false;
   }
   static void end(pid_t child) {
     ::kill(child, SIGKILL);

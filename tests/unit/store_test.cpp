@@ -652,9 +652,10 @@ TEST_F(StoreTest, ManyProcessesMayStoreOneEntry) {
 // Readers see a whole entry or none while others remove and write it.
 TEST_F(StoreTest, ReadersNeverSeeHalfAnEntry) {
   std::atomic<bool> done{false};
+  std::atomic<std::size_t> hits{0};
   std::thread writer([&] {
     Store store = open();
-    for (int round = 0; round < 10; ++round) {
+    for (int round = 0; round < 10 || (!hits && round < 5000); ++round) {
       keep(store, source());
       std::this_thread::sleep_for(std::chrono::milliseconds(2));
       store.prune(0);
@@ -662,7 +663,7 @@ TEST_F(StoreTest, ReadersNeverSeeHalfAnEntry) {
     done = true;
   });
   const Store reader = open();
-  std::size_t hits = 0, wrong = 0;
+  std::size_t wrong = 0;
   while (!done) {
     const auto found = find(reader, source());
     hits += found.has_value();

@@ -178,11 +178,11 @@ def test_texts_with_captures(programs):
 
 
 def test_autocast_uses_the_lower_precision():
-    from flashjit._attention import _autocast
+    from flashjit._problem import autocast
     q, k, v = tensors()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
         assert flashjit.attention(q, k, v).dtype == torch.float32  # CPU tensors stay as they are
-    assert all(a is b for a, b in zip(_autocast(q, k, v), (q, k, v)))
+    assert all(a is b for a, b in zip(autocast(q, k, v), (q, k, v)))
 
 
 def test_double_backward_is_refused():
@@ -293,7 +293,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, None, None, None, None, None, None, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 8, [], [], [], ":causal", None, 0.0, 0, 0)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -310,7 +310,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(q, k, v, None, None, None, None, None, None, [], [], [], "", None, 0.0, 0, 0)[0]
+    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 8, [], [], [], "", None, 0.0, 0, 0)[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()

@@ -163,6 +163,21 @@ TEST_F(CAbiErrors, TheCacheLimitIsPassedOn) {
   }
 }
 
+TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextNames) {
+  const RuntimePtr r = runtime();
+  const flashjit_shape shape{1, 2, 2, 512, 512};
+  const auto bytes = [&](const char* text) {
+    std::size_t needed = 0;
+    EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, spec(text).get(), &shape, &needed),
+              FLASHJIT_OK);
+    return needed;
+  };
+  const std::size_t with_tickets = bytes("bwd:bf16:d64:det");
+  EXPECT_GT(with_tickets, bytes("bwd:bf16:d64"));
+  EXPECT_EQ(bytes("bf16:d64:det"), with_tickets);
+  EXPECT_EQ(bytes("fwd:bf16:d64:det"), with_tickets);
+}
+
 /// The tuner starts where it is asked for and nowhere else, and lives until it is stopped: that the fake GPU
 /// cannot be tuned on is what it tells.
 TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {

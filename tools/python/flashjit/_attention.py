@@ -57,7 +57,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     wants_grad = torch.is_grad_enabled()
     fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                           cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                          wants_grad)
+                                          wants_grad, compiling)
     wants_grad = wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
                                  or (sinks is not None and sinks.requires_grad) or _any_grad(values))
     if lists is not None:

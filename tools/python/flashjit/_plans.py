@@ -87,7 +87,7 @@ class BuiltLists:
 
     def __init__(self, plan: "Plan", backward: bool, handle: Any, bytes: int) -> None:
         self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
-        self.spec, self.shape, self.device = plan.specs[backward], plan.shape, plan.device
+        self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
         self.text = plan.described(backward)
 
 
@@ -110,10 +110,8 @@ class Plan:
         self.lse_partial = varlen
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
-        # The forward pass is the same, and its tile lists, whether captures want gradients or not.
-        self.spec_texts = tuple(f"{SPEC_TYPES[q.dtype]}:d{dims}{options}"
-                                for options in (without_grad(problem.options), problem.options))
-        self.specs = tuple(map(spec_handle, self.spec_texts))  # forward, backward
+        self.spec_text = f"{SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
+        self.spec = spec_handle(self.spec_text)
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
         self.generation = -1
@@ -164,8 +162,8 @@ class Plan:
         if self.index >= 0:
             with torch.cuda.device(self.index):
                 bind_context(self.device)
-                self.workspace_forward = shared.workspace_bytes(self.spec_texts[0], self.shape)
-                self.workspace_backward = shared.workspace_bytes(self.spec_texts[1], self.shape, backward=True)
+                self.workspace_forward = shared.workspace_bytes(self.spec_text, self.shape)
+                self.workspace_backward = shared.workspace_bytes(self.spec_text, self.shape, backward=True)
         self.generation = shared.generation
 
     def _fill_captures(self, values: Sequence[Any]) -> Any:
@@ -178,29 +176,29 @@ class Plan:
                 doubles[i * _C_SIZE + _C_SCALAR] = float(values[i])
         return words
 
-    def _launch(self, function: str, spec: Handle, words: Any) -> None:
+    def _launch(self, function: str, words: Any) -> None:
         if self.index < 0:
-            status = getattr(library(), f"flashjit_reference_{function}")(spec.address, words)
+            status = getattr(library(), f"flashjit_reference_{function}")(self.spec.address, words)
         else:
             launch = _launchers[function]
             shared = runtime().address
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             if torch._C._cuda_getDevice() == self.index:
-                status = launch(shared, spec.address, words, stream)
+                status = launch(shared, self.spec.address, words, stream)
             else:
                 with torch.cuda.device(self.index):
-                    status = launch(shared, spec.address, words, stream)
+                    status = launch(shared, self.spec.address, words, stream)
             if status == 4:  # a thread that has not used CUDA has no context yet, such as autograd's
                 with torch.cuda.device(self.index):
                     bind_context(self.device)
-                    status = launch(shared, spec.address, words, stream)
+                    status = launch(shared, self.spec.address, words, stream)
         if status:
             _library.raise_error(status)
 
     def described(self, backward: bool) -> str:
         names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
         sizes = ", ".join(f"{name} {size}" for name, size in zip(names, self.shape))
-        return f"{'bwd' if backward else 'fwd'}:{self.spec_texts[backward]} with {sizes} on {self.device}"
+        return f"{'bwd' if backward else 'fwd'}:{self.spec_text} with {sizes} on {self.device}"
 
     def build_lists(self, fixed: Fixed, values: Sequence[Any], backward: bool) -> tuple[BuiltLists, Tensor]:
         """The tile lists of one pass, and their memory."""
@@ -209,7 +207,7 @@ class Plan:
         with torch.cuda.device(self.index):
             bind_context(self.device)
             shared = runtime()
-            needed = shared.list_bytes(self.spec_texts[backward], self.shape, backward=backward)
+            needed = shared.list_bytes(self.spec_text, self.shape, backward=backward)
             memory = torch.empty(max(1, needed), dtype=torch.uint8, device=self.device)
             args = ListArgs(struct_size=ctypes.sizeof(ListArgs), memory=memory.data_ptr(), memory_bytes=needed,
                             capture_count=len(self.captures))
@@ -222,13 +220,13 @@ class Plan:
                 captures = self._fill_captures(values)
                 args.captures = ctypes.addressof(captures)
             handle = Handle("flashjit_build_lists", "flashjit_block_lists_destroy", shared.address, int(backward),
-                            self.specs[backward].address, ctypes.byref(_library.shape_struct(self.shape)), ctypes.byref(args),
+                            self.spec.address, ctypes.byref(_library.shape_struct(self.shape)), ctypes.byref(args),
                             torch._C._cuda_getCurrentRawStream(self.index))
         return BuiltLists(self, backward, handle, needed), memory
 
     def _check_lists(self, lists: BuiltLists, backward: bool) -> None:
         """The library compares the tile configurations too, and block maps."""
-        if lists.spec is not self.specs[backward] or lists.shape != self.shape or lists.device != self.device:
+        if lists.spec is not self.spec or lists.shape != self.shape or lists.device != self.device:
             raise InvalidArgument(f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
                                   "call's arguments to flashjit.torch.TileLists() too.")
 
@@ -262,7 +260,7 @@ class Plan:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
         words[_F_SEED], words[_F_OFFSET] = seed, offset
-        self._launch("forward", self.specs[0], words)
+        self._launch("forward", words)
         return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fixed: Fixed,
@@ -307,7 +305,7 @@ class Plan:
                 dvalues.append(grad)
             words[_B_CAPTURES] = ctypes.addressof(captures)
         words[_B_SEED], words[_B_OFFSET] = seed, offset
-        self._launch("backward", self.specs[1], words)
+        self._launch("backward", words)
         dvalues = [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
         return grads, dsinks, dvalues
 
@@ -338,11 +336,6 @@ def names_with_grad(options: str) -> set[str]:
     """The captured tensors that a score program declares with "grad"."""
     score = options.partition(":score{")[2].partition("}")[0]
     return {line.partition(":")[0].strip() for line in score.split(";") if line.rstrip().endswith(" grad")}
-
-
-def without_grad(options: str) -> str:
-    """The same programs, which declare no gradients."""
-    return options.replace(" grad;", ";")
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:

@@ -45,12 +45,12 @@ def check_types(q: Any, k: Any, v: Any) -> None:
 def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p: float, score_mod: Any, mask_mod: Any,
                  captures: Union[Mapping[str, Any], None], block_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
                  max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
-                 deterministic: Union[bool, None], wants_grad: bool) -> tuple[Fixed, tuple[Any, ...], Problem]:
+                 deterministic: Union[bool, None], wants_grad: bool,
+                 compiling: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments beside Q, K and V, and the values of the names in its programs.
 
-    wants_grad: whether captured tensors that require gradients get them.
+    wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
     """
-    compiling = torch.compiler.is_compiling()
     program, fixed = EMPTY, NOTHING
     values: tuple[Any, ...] = ()
     block = None
@@ -120,10 +120,11 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
         if not isinstance(tensor, Tensor) or tensor.dtype not in ELEMENTS:
             raise WrongType(f"captures[{name!r}] is {describe(tensor)}: give a number, or a tensor of "
                             f"{', '.join(str(t).removeprefix('torch.') for t in ELEMENTS)}.")
-        grad = wants_grad and tensor.requires_grad
-        if grad and name not in program.form.in_score:
+        if wants_grad and tensor.requires_grad and name not in program.form.in_score:
             raise InvalidArgument(f"the captured tensor {name} requires a gradient, but only the mask reads it, and a mask "
                                   "has none: give its detach().")
+        # Under no_grad() too where nothing speaks against it, so that kernels and lists of training serve there.
+        grad = tensor.requires_grad and (wants_grad or name in program.form.in_score and name not in program.form.known)
         kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))
     return (*kinds, *map(is_real, program.scalars))
 

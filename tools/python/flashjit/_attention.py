@@ -113,6 +113,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     plan = plan_of(q, k, v, fixed, values, problem)
     if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
                        or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
+        if not plan.prepared_both:
+            plan.prepare_both()
         call = _Call(plan, fixed, values, seed, offset)
         if fixed is NOTHING and not values:
             out = _record(call, q, k, v)

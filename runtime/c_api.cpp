@@ -357,6 +357,11 @@ flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, 
   });
 }
 
+flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                      const flashjit_shape* shape) noexcept {
+  return guarded([&] { get(runtime).prepare_both(get(spec).forward, get(shape)); });
+}
+
 flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                          const flashjit_spec* spec, const flashjit_shape* shape,
                                          size_t* bytes) noexcept {

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <future>
 #include <iterator>
 
 #include "arguments.hpp"
@@ -175,6 +176,19 @@ KernelReport Engine::prepare(const AttentionSpec& spec, const AttentionShape& sh
     report.load_ms = kernel.load_ms;
   }
   return report;
+}
+
+std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, const AttentionShape& shape) {
+  const CUdevice device = device::current_device(*driver());
+  CUcontext context = nullptr;
+  driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
+  // Nearly all of the time is the compiler's, which works in as many threads as ask.
+  std::future<KernelReport> backward = std::async(std::launch::async, [&] {
+    device::Context(driver(), device, context).make_current();
+    return prepare(with_pass(spec, Pass::backward), shape, {});
+  });
+  KernelReport forward = prepare(with_pass(spec, Pass::forward), shape, {});
+  return {std::move(forward), backward.get()};
 }
 
 plan::WorkspaceLayout Engine::workspace(const AttentionSpec& spec, const AttentionShape& shape) {

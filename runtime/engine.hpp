@@ -1,6 +1,7 @@
 // What a Runtime does: from a call to its launches.
 #pragma once
 
+#include <array>
 #include <atomic>
 #include <map>
 #include <memory>
@@ -35,6 +36,7 @@ class Engine {
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
+  std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
   BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,

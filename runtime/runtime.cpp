@@ -27,6 +27,10 @@ KernelReport Runtime::prepare(const AttentionSpec& spec, const AttentionShape& s
   return impl_->prepare(spec, shape, config);
 }
 
+std::array<KernelReport, 2> Runtime::prepare_both(const AttentionSpec& spec, const AttentionShape& shape) {
+  return impl_->prepare_both(spec, shape);
+}
+
 std::size_t Runtime::workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape) {
   return impl_->workspace_bytes(spec, shape);
 }

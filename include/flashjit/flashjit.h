@@ -251,6 +251,10 @@ FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flash
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
                                                 const char* config) FLASHJIT_NOEXCEPT;
 
+/** The same for both passes at once, in little more time than one takes: before training. */
+FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                     const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
+
 /** Bytes of device memory that a call needs lent; flashjit_list_bytes() fewer when it is given its lists. */
 FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                         const flashjit_spec* spec,

@@ -174,6 +174,9 @@ class FLASHJIT_API Runtime {
   /// With `config`, that configuration is used for this spec and shape from now on.
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config = {});
+  /// The same for both passes at once, whatever spec.pass is, in little more time than one takes: before
+  /// training. Returns the forward pass's report, then the backward's.
+  std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
   /// Bytes of Workspace that a call needs: see README, "Memory". spec.pass chooses the pass. A call that is
   /// given its lists needs list_bytes() less.

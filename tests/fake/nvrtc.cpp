@@ -2,14 +2,17 @@
 //   FAKE_NVRTC_LOG=FILE  a line is added for each compilation: its process
 //   FAKE_NVRTC_MS=N      each takes that long
 //   FAKE_NVRTC_FAIL=1    each fails
+//   FAKE_NVRTC_MEET=N    each waits till N of this process are under way at once; after a minute it fails
 #include <fcntl.h>
 #include <nvrtc.h>
 #include <unistd.h>
 
 #include <chrono>
+#include <condition_variable>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <mutex>
 #include <string>
 #include <thread>
 
@@ -34,6 +37,17 @@ void note_compilation() {
   const std::string line = std::to_string(::getpid()) + "\n";
   if (fd < 0 || ::write(fd, line.data(), line.size()) < 0) std::abort();
   ::close(fd);
+}
+
+/// Whether `wanted` compilations came to be under way at once.
+bool meet(int wanted) {
+  static std::mutex mutex;
+  static std::condition_variable arrived;
+  static int under_way = 0;
+  std::unique_lock lock(mutex);
+  ++under_way;
+  arrived.notify_all();
+  return arrived.wait_for(lock, std::chrono::minutes(1), [&] { return under_way >= wanted; });
 }
 
 }  // namespace
@@ -77,7 +91,8 @@ nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int, const char* const*) {
   if (const char* ms = std::getenv("FAKE_NVRTC_MS"))
     std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
   note_compilation();
-  if (std::getenv("FAKE_NVRTC_FAIL")) {
+  const char* meeting = std::getenv("FAKE_NVRTC_MEET");
+  if (std::getenv("FAKE_NVRTC_FAIL") || (meeting && !meet(std::atoi(meeting)))) {
     program->log = "flashjit.cu(1): error: as the test asked";
     return NVRTC_ERROR_COMPILATION;
   }

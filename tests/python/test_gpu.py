@@ -470,3 +470,16 @@ def test_lists_are_made_once_for_many_calls():
             assert torch.equal(one, other)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for bwd"):
         flashjit.forward(q, k, v, lists=backward_lists, **given)
+
+
+def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
+    monkeypatch.setattr(flashjit._plans, "runtime", lambda shared=flashjit.Runtime(cache_dir=tmp_path): shared)
+    monkeypatch.setattr(flashjit._plans, "_plans", {})
+    kernels = lambda: len(list(tmp_path.glob("v1/*/*/kernel.cubin")))
+    q, k, v = tensors()
+    flashjit.attention(q.detach(), k.detach(), v.detach())
+    assert kernels() == 1
+    out = flashjit.attention(q, k, v)
+    assert kernels() == 2
+    out.sum().backward()
+    assert kernels() == 2

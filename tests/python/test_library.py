@@ -72,6 +72,7 @@ def test_a_runtime_without_a_driver_says_so(monkeypatch):
     monkeypatch.setenv("FLASHJIT_LIBCUDA", "/nonexistent/libcuda.so.1")
     runtime = flashjit.Runtime(cache_dir="", jit=False, packs=["/nonexistent"])
     for call in (lambda: runtime.prepare("bf16:d64", (1, 1, 1, 8, 8)),
+                 lambda: runtime.prepare_both("bf16:d64", (1, 1, 1, 8, 8)),
                  lambda: runtime.workspace_bytes("bf16:d64", (1, 1, 1, 8, 8), backward=True),
                  lambda: runtime.supports("bf16:d64", (1, 1, 1, 8, 8))):
         with pytest.raises(flashjit.NoDriver, match="FLASHJIT_LIBCUDA"):

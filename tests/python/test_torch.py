@@ -351,6 +351,7 @@ def on_fake_gpu(fake_gpu, monkeypatch):
     monkeypatch.setattr(_plans, "bind_context", lambda device: None)
     monkeypatch.setattr(torch, "empty", aligned)
     monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
     for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
         monkeypatch.setattr(torch._C, name, lambda *index: 0, raising=False)
     return fake_gpu

@@ -81,6 +81,7 @@ TEST_F(CAbi, WithoutADriverEveryCallThatNeedsItSaysSo) {
        {flashjit_forward(r.get(), s.get(), &forward, nullptr),
         flashjit_backward(r.get(), s.get(), &backward, nullptr),
         flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
+        flashjit_prepare_both(r.get(), s.get(), &kShape),
         flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, s.get(), &kShape, &bytes),
         flashjit_supports(r.get(), FLASHJIT_FORWARD, s.get(), &kShape)}) {
     EXPECT_EQ(status, FLASHJIT_NO_DRIVER) << last_message();
@@ -110,6 +111,9 @@ TEST_F(CAbi, NullHandlesAreRefusedNotFollowed) {
   EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_FORWARD, s.get(), nullptr, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("shape is null");
+  EXPECT_EQ(flashjit_prepare_both(nullptr, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_both(r.get(), nullptr, &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare_both(r.get(), s.get(), nullptr), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("bytes is null");

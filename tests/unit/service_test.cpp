@@ -201,6 +201,25 @@ TEST_F(Service, CompilingSaysSoWithItsTimeAndHowToAvoidIt) {
   EXPECT_NE(log_.find("flashjit pack"), log_.npos) << log_;
 }
 
+TEST_F(Service, BothPassesCompileSideBySide) {
+  const Variable together("FAKE_NVRTC_MEET", "2");
+  const auto runtime = engine();
+  const auto [forward, backward] = runtime->prepare_both(spec(), kShape);
+  EXPECT_EQ(forward.spec.pass, Pass::forward);
+  EXPECT_EQ(backward.spec.pass, Pass::backward);
+  for (const KernelReport& report : {forward, backward}) EXPECT_EQ(report.origin, KernelOrigin::compiled);
+  EXPECT_EQ(compilations(), 2);
+  for (const KernelReport& report : runtime->prepare_both(spec(), kShape))
+    EXPECT_EQ(report.origin, KernelOrigin::memory);
+  EXPECT_EQ(compilations(), 2);
+}
+
+TEST_F(Service, WhatFailsInEitherPassIsThrown) {
+  const Variable failing("FAKE_NVRTC_FAIL", "1");
+  EXPECT_THROW(engine()->prepare_both(spec(), kShape), Error);
+  EXPECT_THROW(engine()->prepare_both(spec(7), kShape), Error);
+}
+
 TEST_F(Service, AFolderThatIsDeletedWhileInUseIsMadeAgain) {
   const auto runtime = engine();
   runtime->prepare(spec(64), kShape, {});

@@ -68,6 +68,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     seed, offset = _draw(q) if dropout_p else (0, 0)
     plan = plan_of(q, k, v, fixed, values, problem)
     if wants_grad:
+        if not plan.prepared_both:
+            plan.prepare_both()
         call = _Call(plan, fixed, values, seed, offset, lists)
         if fixed is NOTHING and not values:
             out = _record(call, q, k, v)

@@ -47,6 +47,8 @@ class TileLists:
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               both)
         plan = plan_of(q, k, v, fixed, values, problem)
+        if both and not plan.prepared_both:
+            plan.prepare_both()
         made = [plan.build_lists(fixed, values, which) for which in ((False, True) if both else (False,))]
         self.built = tuple(built for built, _ in made)
         self.memory = tuple(memory for _, memory in made)

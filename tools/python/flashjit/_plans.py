@@ -1,6 +1,7 @@
 """What is filled in once for all calls that look alike: checked sizes, filled structs, the workspace's size."""
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 from typing import Any, NamedTuple, Sequence, Union
@@ -11,7 +12,7 @@ from torch import Tensor
 from . import _library
 from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from ._tracing import is_scalar
-from .errors import InvalidArgument, WrongType
+from .errors import Error, InvalidArgument, WrongType
 
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
@@ -115,6 +116,7 @@ class Plan:
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
         self.generation = -1
+        self.prepared_both = False
         self.workspace_forward = self.workspace_backward = 0
         self.deterministic = problem.options.endswith(":det")
 
@@ -156,6 +158,15 @@ class Plan:
         self.backward_template = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common)
 
     # Launches.
+
+    def prepare_both(self) -> None:
+        """Before a call with gradients is launched first: its two passes are compiled side by side."""
+        self.prepared_both = True
+        if self.index < 0 or torch.cuda.is_current_stream_capturing():
+            return
+        with torch.cuda.device(self.index), contextlib.suppress(Error):  # which the call itself raises
+            bind_context(self.device)
+            runtime().prepare_both(self.spec_text, self.shape)
 
     def _refresh(self, shared: _library.Runtime) -> None:
         """Asks how much workspace the calls need: again after something was prepared, which may have changed it."""

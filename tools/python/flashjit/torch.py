@@ -33,6 +33,9 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: 
     shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     with torch.cuda.device(q.device):
         bind_context(q.device)
+        if backward and config is None:
+            runtime().prepare_both(spec, shape)
+            return
         for which in (False, True) if backward else (False,):
             runtime().prepare(spec, shape, backward=which, config=config)
 

@@ -23,8 +23,8 @@ if TYPE_CHECKING or "torch" in _sys.modules:
     from .torch import BlockMap, TileLists, attention
 
 __all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "BlockLists", "BlockMap",
-           "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice", "NoCompiler", "CompileFailed",
-           "KernelMissing", "FileError", "CudaError", "InternalError"]
+           "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice",
+           "NoCompiler", "CompileFailed", "KernelMissing", "FileError", "CudaError", "InternalError"]
 
 
 def __getattr__(name: str) -> Any:

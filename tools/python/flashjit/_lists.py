@@ -26,7 +26,8 @@ class TileLists:
     backward: whether to make the backward pass's lists too; None: where gradients are recorded, not under no_grad().
 
     Takes some microseconds on the current stream, beside compiling. Make it outside of compiled code; torch.compile takes
-    another one without compiling again. On the CPU, and for masks whose tiles need no lists, such as causal, it is empty.
+    another one without compiling again. Empty on the CPU, and where kernels walk no lists. What is lost under
+    torch.compile(mode="reduce-overhead") is the gain: its CUDA graphs copy the memory, and calls make their own lists.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = False, dropout_p: float = 0.0,
@@ -66,8 +67,8 @@ class TileLists:
 
 def check_lists(lists: Any, wants_grad: bool) -> None:
     if not isinstance(lists, TileLists):
-        raise WrongType(f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() makes "
-                        "is for flashjit.forward() and backward().")
+        raise WrongType(f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
+                        "makes is for flashjit.forward() and backward().")
     if wants_grad and len(lists.memory) < 2:
         raise InvalidArgument("lists were built for the forward pass alone, but this call's gradients are wanted: build them "
                               "with backward=True, or where gradients are recorded.")

@@ -249,10 +249,10 @@ def test_lists_of_the_forward_pass_alone(programs):
         lists = TileLists(q, k, v, mask_mod=mask)
         assert torch.equal(flashjit.attention(q, k, v, mask_mod=mask, lists=lists), flashjit.attention(q, k, v, mask_mod=mask))
         both = TileLists(q, k, v, mask_mod=mask, backward=True)
-    with pytest.raises(flashjit.InvalidArgument, match="for the forward pass alone, .* backward=True"):
-        flashjit.attention(q, k, v, mask_mod=mask, lists=lists)
-    flashjit.attention(q, k, v, mask_mod=mask, lists=both).sum().backward()
-    flashjit.attention(q.detach(), k.detach(), v.detach(), mask_mod=mask, lists=lists)
+    want = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask).square().sum(), (q, k, v))
+    for some in (lists, both):
+        got = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask, lists=some).square().sum(), (q, k, v))
+        assert all(map(torch.equal, got, want))
 
 
 def test_lists_in_checkpoints(programs):
@@ -295,10 +295,8 @@ def test_compiled_code_refuses_lists_that_do_not_belong(programs):
     document = documents()[0]
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for fwd:fp32.* but this call is fwd:fp32"):
         run(q, k, v, document, TileLists(q, k, v, causal=True))
-    with torch.no_grad():
-        forward = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
-    with pytest.raises(Exception, match="for the forward pass alone"):
-        run(q, k, v, document, forward)
+    with pytest.raises(Exception, match="lists is a int: give a flashjit.torch.TileLists"):
+        run(q, k, v, document, 3)
     with pytest.raises(Exception, match="TileLists cannot be made in compiled code"):
         compiled(lambda q, k, v: flashjit.attention(q, k, v, lists=TileLists(q, k, v)))(q, k, v)
 
@@ -314,6 +312,13 @@ def test_the_operators_are_sound_with_lists(programs):
     out = torch.ops.flashjit.attention_forward(*arguments[:9], *copied, *arguments[11:])[0]
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(
         torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)))
+
+
+def test_compiled_code_shows_the_library_s_message():
+    q, k, v = tensors()
+    for function in (compiled, lambda f: torch.compile(f, backend="aot_eager")):
+        with pytest.raises(Exception, match="dropout_p is 2.0: it must be at least 0 and less than 1"):
+            function(lambda q, k, v: flashjit.attention(q, k, v, dropout_p=2.0))(q, k, v)
 
 
 def test_what_is_known_of_lists_ends_with_their_memory():
@@ -385,6 +390,15 @@ def test_lists_spare_launches_and_workspace(on_fake_gpu, programs):
     plan.workspace_forward -= lists.built[0].bytes
     with pytest.raises(flashjit.InvalidArgument, match="workspace has .* are needed"):
         attention()
+
+
+def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake_gpu, programs):
+    q, k, v, given = on_gpu_with_documents()
+    forward = TileLists(q, k, v, **given, backward=False)
+    launches = lambda call, **more: on_fake_gpu.launches(lambda: call(q, k, v, **given, **more).sum().backward())
+    alone = on_fake_gpu.launches(lambda: TileLists(q, k, v, **given, backward=False))
+    assert alone == launches(flashjit.attention) - launches(flashjit.attention, lists=forward) > 0
+    assert launches(compiled(flashjit.attention), lists=forward) == launches(flashjit.attention, lists=forward)
 
 
 def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu, programs):

@@ -58,16 +58,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                           cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                           wants_grad, compiling)
-    wants_grad = wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
-                                 or (sinks is not None and sinks.requires_grad) or _any_grad(values))
     if lists is not None:
-        check_lists(lists, wants_grad)
+        check_lists(lists)
     if compiling or not _is_simple(q, k, v):
-        out, lse = through_operator(q, k, v, fixed, values, problem, () if lists is None else lists.memory)
+        out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
         return (out, lse.detach()) if return_lse else out
     seed, offset = _draw(q) if dropout_p else (0, 0)
     plan = plan_of(q, k, v, fixed, values, problem)
-    if wants_grad:
+    if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
+                       or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
         if not plan.prepared_both:
             plan.prepare_both()
         call = _Call(plan, fixed, values, seed, offset, lists)

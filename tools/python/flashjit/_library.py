@@ -136,7 +136,9 @@ def raise_error(status: int) -> None:
     """Raises the last call's error as a Python exception."""
     message = library().flashjit_last_error_message().decode(errors="replace")
     detail = library().flashjit_last_error_detail().decode(errors="replace")
-    raise (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message, detail)
+    error = (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message)
+    error.detail = detail
+    raise error
 
 
 def check(status: int) -> None:

@@ -9,7 +9,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ._plans import BuiltLists, plan_of
 from ._problem import autocast, check_types, read_problem
-from .errors import InvalidArgument, Unsupported, WrongType
+from .errors import Unsupported, WrongType
 
 
 class TileLists:
@@ -23,7 +23,8 @@ class TileLists:
     q, k, v: tensors of the calls' type, sizes and device; their values are not looked at.
     All else: the calls' arguments, see attention(). What the mask reads (captures, block map, lengths) must keep its
         values; that of score_mod may change. Calls with other programs, sizes or devices are refused.
-    backward: whether to make the backward pass's lists too; None: where gradients are recorded, not under no_grad().
+    backward: whether to make the backward pass's lists too; None: where gradients are recorded, not under no_grad(). A
+        backward pass without them makes its own.
 
     Takes some microseconds on the current stream, beside compiling. Make it outside of compiled code; torch.compile takes
     another one without compiling again. Empty on the CPU, and where kernels walk no lists. What is lost under
@@ -50,28 +51,26 @@ class TileLists:
         plan = plan_of(q, k, v, fixed, values, problem)
         if both and not plan.prepared_both:
             plan.prepare_both()
-        made = [plan.build_lists(fixed, values, which) for which in ((False, True) if both else (False,))]
-        self.built = tuple(built for built, _ in made)
-        self.memory = tuple(memory for _, memory in made)
-        for built, memory in made:
+        made: list[tuple[Any, Any]] = [plan.build_lists(fixed, values, False)]
+        made.append(plan.build_lists(fixed, values, True) if both else (None, None))
+        self.built: tuple[Any, Any] = (made[0][0], made[1][0])  # of the forward pass, and of the backward pass or None
+        self.memory: tuple[Any, Any] = (made[0][1], made[1][1])
+        for built, memory in made[:1 + both]:
             _remember(memory, built)
 
     @property
     def bytes(self) -> int:
         """Of device memory."""
-        return sum(built.bytes for built in self.built)
+        return sum(built.bytes for built in self.built if built)
 
     def __repr__(self) -> str:
-        return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built)}>"
+        return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built if built)}>"
 
 
-def check_lists(lists: Any, wants_grad: bool) -> None:
+def check_lists(lists: Any) -> None:
     if not isinstance(lists, TileLists):
         raise WrongType(f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
                         "makes is for flashjit.forward() and backward().")
-    if wants_grad and len(lists.memory) < 2:
-        raise InvalidArgument("lists were built for the forward pass alone, but this call's gradients are wanted: build them "
-                              "with backward=True, or where gradients are recorded.")
 
 
 # The operators see tensors only: the memory of lists stands for them. What is known of it ends with it.

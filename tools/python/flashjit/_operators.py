@@ -24,15 +24,14 @@ torch.library.define("flashjit::attention_backward",
 
 
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
-                     problem: Problem, lists: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """lists: the memory of those of the forward pass, then the backward pass's, as far as they are given."""
+                     problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
     rng = None
     if problem.dropout_p:
         rng = torch.randint(0, 2**62, (2,), dtype=torch.int64)  # on the CPU, where the launch reads it
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, lists[0] if lists else None,
-                                                lists[1] if len(lists) > 1 else None, tensors, numbers, list(problem.names),
+    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, *lists, tensors, numbers, list(problem.names),
                                                 problem.options, problem.scale, float(problem.dropout_p),
                                                 problem.max_seqlen_q, problem.max_seqlen_kv)
 

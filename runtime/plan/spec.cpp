@@ -327,7 +327,7 @@ AttentionSpec parse_spec(std::string_view text) {
   while (!reader.done()) read_option(reader, reader.take("a field"), spec);
   reader.validate(spec);
   spec.head_dim_v = spec.v_dim();
-  return spec;  // not normalized: callers set another pass, which must not have lost what is the backward's alone
+  return spec;  // with `det`, which a backward pass made of it must not have lost
 }
 
 AttentionShape parse_shape(std::string_view text) {

@@ -292,8 +292,12 @@ struct EventPair {
 }  // namespace
 
 RuntimeOptions candidate_options() {
-  return {
-      .cache_dir = "", .packs = {}, .jit = JitMode::on, .template_dir = {}, .log = [](std::string_view) {}};
+  return {.cache_dir = "",
+          .packs = {},
+          .jit = JitMode::on,
+          .template_dir = {},
+          .tune_in_background = false,
+          .log = [](std::string_view) {}};
 }
 
 Setting read_setting(const device::Context& context, const RuntimeOptions& options) {

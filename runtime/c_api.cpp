@@ -213,12 +213,29 @@ std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
                   jit));
 }
 
+std::optional<bool> tuning(flashjit_tuning tuning) {
+  switch (tuning) {
+    case FLASHJIT_TUNING_DEFAULT:
+      return std::nullopt;
+    case FLASHJIT_TUNING_ON:
+      return true;
+    case FLASHJIT_TUNING_OFF:
+      return false;
+  }
+  throw Error(
+      ErrorCode::invalid_argument,
+      fmt::format("tune_in_background is {}: give FLASHJIT_TUNING_DEFAULT (0), FLASHJIT_TUNING_ON (1) "
+                  "or FLASHJIT_TUNING_OFF (2).",
+                  tuning));
+}
+
 flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   flashjit::RuntimeOptions options;
   if (!given) return options;
   const auto c =
       flashjit::read_struct("flashjit_options", given,
-                            {offsetof(flashjit_options, nvrtc), offsetof(flashjit_options, cache_limit)});
+                            {offsetof(flashjit_options, nvrtc), offsetof(flashjit_options, cache_limit),
+                             offsetof(flashjit_options, tune_in_background)});
   if (c.cache_dir) options.cache_dir = c.cache_dir;
   if (c.pack_count > 0) required(c.packs, "packs", "give pack_count paths");
   for (std::size_t i = 0; i < c.pack_count; ++i)
@@ -227,6 +244,7 @@ flashjit::RuntimeOptions runtime_options(const flashjit_options* given) {
   if (c.template_dir) options.template_dir = c.template_dir;
   if (c.nvrtc) options.nvrtc = c.nvrtc;
   if (c.cache_limit != 0) options.cache_limit = c.cache_limit;
+  options.tune_in_background = tuning(c.tune_in_background);
   if (c.log)
     options.log = [log = c.log, user = c.log_user](std::string_view line) {
       log(user, std::string(line).c_str());
@@ -294,6 +312,10 @@ flashjit_status flashjit_runtime_create(const flashjit_options* options,
 }
 
 void flashjit_runtime_destroy(flashjit_runtime* runtime) noexcept { delete runtime; }
+
+flashjit_status flashjit_stop_tuning(flashjit_runtime* runtime) noexcept {
+  return guarded([&] { get(runtime).stop_tuning(); });
+}
 
 flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noexcept {
   return guarded([&] {

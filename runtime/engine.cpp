@@ -277,11 +277,19 @@ void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device
   CUcontext context = nullptr;
   driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
   const std::unique_lock lock(mutex_);
+  if (tuning_stopped_) return;
   if (!wanted_.insert(tuned_key(plan.spec, plan.shape, device)).second) return;
   if (!tuner_)
     tuner_ = make_tuner_(settings_, [this](const auto& job, const auto& best) { adopt(job, best); });
   tuner_->want(
       {plan.spec, plan.shape, plan.config, plan.workspace.bytes, device::Context(driver(), device, context)});
+}
+
+void Engine::stop_tuning() {
+  std::unique_ptr<BackgroundTuner> ended;  // without the lock, which its thread may wait for
+  const std::unique_lock lock(mutex_);
+  tuning_stopped_ = true;
+  ended = std::move(tuner_);
 }
 
 void Engine::adopt(const BackgroundJob& job, const TileConfig& best) {

@@ -42,6 +42,7 @@ class Engine {
   BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
                          Stream stream);
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+  void stop_tuning();
   DeviceInfo device();
 
  private:
@@ -117,6 +118,7 @@ class Engine {
   std::set<std::string> wanted_;             // of tuned_: what was asked to be tuned
   std::uint64_t generation_ =
       0;  // of given_ and tuned_: what was planned before a change is not kept after it
+  bool tuning_stopped_ = false;
   std::unique_ptr<BackgroundTuner> tuner_;  // made when first wanted; last, so that its thread ends first
 };
 

@@ -48,6 +48,8 @@ Support Runtime::supports(const AttentionSpec& spec, const AttentionShape& shape
   return impl_->supports(spec, shape);
 }
 
+void Runtime::stop_tuning() { impl_->stop_tuning(); }
+
 DeviceInfo Runtime::device() { return impl_->device(); }
 
 std::string to_string(KernelOrigin origin) {

@@ -56,6 +56,14 @@ enum {
   FLASHJIT_JIT_OFF = 2
 };
 
+/** Whether shapes in use are tuned by a thread beside the calls. */
+typedef int32_t flashjit_tuning;
+enum {
+  FLASHJIT_TUNING_DEFAULT = 0, /**< the environment variable FLASHJIT_TUNE_IN_BACKGROUND, else off */
+  FLASHJIT_TUNING_ON = 1,
+  FLASHJIT_TUNING_OFF = 2
+};
+
 /** Compiles, keeps and launches kernels; flashjit_runtime_create() makes it. */
 typedef struct flashjit_runtime flashjit_runtime;
 /** What is computed, read from text; flashjit_spec_create() makes it. */
@@ -77,6 +85,12 @@ typedef struct flashjit_options {
   const char* nvrtc; /**< libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
   uint64_t cache_limit; /**< bytes of kernels in cache_dir at which those that were not used for longest are
                              removed; 0: FLASHJIT_CACHE_LIMIT, else 2 GiB; UINT64_MAX: none */
+  /** Whether the first use of a shape starts its tuning: in a thread, on a stream of its own, with inputs of
+   * its own in device memory, for some seconds. Calls go on, and switch when it is done to a configuration
+   * that needs no more workspace: the last bits of results may change then. Keep the context until
+   * flashjit_stop_tuning() or flashjit_runtime_destroy(). Needs NVRTC: without `jit` nothing is tuned. Shapes
+   * with tile lists are left alone. */
+  flashjit_tuning tune_in_background;
 } flashjit_options;
 
 /** Sizes of a problem. heads_q is a multiple of heads_kv. */
@@ -208,6 +222,11 @@ FLASHJIT_C_API flashjit_status flashjit_runtime_create(const flashjit_options* o
                                                        flashjit_runtime** runtime) FLASHJIT_NOEXCEPT;
 /** Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
 FLASHJIT_C_API void flashjit_runtime_destroy(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
+
+/** Ends tuning in the background for good: waits for the compile or measurement under way, some seconds at
+ * most, and drops the rest. What was tuned stays in use. For before a context is destroyed or the program
+ * ends with a runtime that is not destroyed. Does nothing where nothing is tuned. */
+FLASHJIT_C_API flashjit_status flashjit_stop_tuning(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
 /** Reads a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. A pass in
  * the text ("fwd:", "bwd:") is overruled by the function that is called. */

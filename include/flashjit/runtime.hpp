@@ -121,10 +121,10 @@ struct RuntimeOptions {
   /// on a stream of its own, with inputs of its own in device memory for as long as it takes, some seconds.
   /// Calls go on with what is known, and switch when it is done to a configuration of the same family that
   /// needs no more workspace; the record goes to the cache. Results may change in their last bits when it
-  /// switches. Keep the context until the Runtime is destroyed, which waits for the measurement under way.
-  /// Needs NVRTC. Not for specs that have tile lists, which build_lists() makes for one configuration: tune
-  /// those beforehand.
-  bool tune_in_background = false;
+  /// switches. Keep the context until stop_tuning() was called or the Runtime destroyed. Needs NVRTC. Not for
+  /// specs that have tile lists, which build_lists() makes for one configuration: tune those beforehand.
+  /// Default FLASHJIT_TUNE_IN_BACKGROUND, else false.
+  std::optional<bool> tune_in_background = {};
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 
@@ -194,6 +194,10 @@ class FLASHJIT_API Runtime {
 
   /// Whether some family can do the problem on the current device, or why none can.
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
+
+  /// Ends the tuning that RuntimeOptions::tune_in_background asked for, for good: waits for the compile or
+  /// measurement under way, some seconds at most, and drops the rest. What was tuned stays in use.
+  void stop_tuning();
 
   /// The device of the current context. Throws Error(no_driver) or Error(no_device).
   DeviceInfo device();

@@ -326,7 +326,8 @@ AttentionSpec parse_spec(std::string_view text) {
 
   while (!reader.done()) read_option(reader, reader.take("a field"), spec);
   reader.validate(spec);
-  return spec.normalized();
+  spec.head_dim_v = spec.v_dim();
+  return spec;  // with `det`, which a backward pass made of it must not have lost
 }
 
 AttentionShape parse_shape(std::string_view text) {

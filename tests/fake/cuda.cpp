@@ -26,6 +26,11 @@ extern "C" {
 
 __attribute__((visibility("default"))) FakeDriver* flashjit_fake_cuda() { return &FakeDriver::state(); }
 
+/// For Python: how many kernels were launched so far.
+__attribute__((visibility("default"))) std::size_t flashjit_fake_launches() {
+  return FakeDriver::state().launches.size();
+}
+
 __attribute__((visibility("default"))) CUresult cuGetProcAddress_v2(const char* symbol, void** address, int,
                                                                     cuuint64_t,
                                                                     CUdriverProcAddressQueryResult*) {

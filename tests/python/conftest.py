@@ -1,4 +1,5 @@
 """The package under test: the installed one, else tools/python with the library of the build folder."""
+import ctypes
 import importlib.util
 import os
 import pathlib
@@ -11,6 +12,7 @@ ROOT = pathlib.Path(__file__).resolve().parents[2]
 if importlib.util.find_spec("flashjit") is None:
     sys.path.insert(0, str(ROOT / "tools" / "python"))
 import flashjit._library  # noqa: E402  (the path is set above)
+import flashjit.functional  # noqa: E402
 
 if not flashjit._library.library_path().exists():
     os.environ.setdefault("FLASHJIT_LIBRARY", str(ROOT / "build" / "libflashjit.so"))
@@ -24,3 +26,30 @@ def programs():
         flashjit._library.spec_handle("fp32:d8:score{score * 2.0}")
     except flashjit.Error as error:
         pytest.skip(f"this library has no general programs: {error}")
+
+
+class FakeGpu:
+    """The driver of tests/fake, which launches nothing, under a runtime of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.runtime = flashjit.Runtime(cache_dir="", nvrtc=folder / "libflashjit_fake_nvrtc.so")
+        self._launches = ctypes.CDLL(str(folder / "libflashjit_fake_cuda.so")).flashjit_fake_launches
+        self._launches.restype = ctypes.c_size_t
+
+    def launches(self, work):
+        """How many kernels `work` launches."""
+        before = self._launches()
+        work()
+        return self._launches() - before
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    folder = pathlib.Path(os.environ.get("FLASHJIT_FAKES", ROOT / "build" / "tests"))
+    if not (folder / "libflashjit_fake_cuda.so").exists():
+        pytest.skip("the fake driver is not built: build the target flashjit_unit_tests")
+    monkeypatch.setenv("FLASHJIT_LIBCUDA", str(folder / "libflashjit_fake_cuda.so"))
+    gpu = FakeGpu(folder)
+    monkeypatch.setattr(flashjit.functional, "runtime", lambda: gpu.runtime)
+    return gpu

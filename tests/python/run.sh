@@ -29,6 +29,7 @@ FLASHJIT_NATIVE=$native "$environment/bin/pip" wheel -q --disable-pip-version-ch
 
 cd "$native" # not the repository: the installed package is what is tested
 unset PYTHONPATH FLASHJIT_LIBRARY
+export FLASHJIT_FAKES=$build/tests
 "$environment/bin/python" -c 'import flashjit; print("flashjit", flashjit.version(), "from", flashjit.__file__)'
 "$environment/bin/python" -m flashjit --help >/dev/null
 "$environment/bin/python" -m pytest -q -p no:cacheprovider "$root/tests/python"

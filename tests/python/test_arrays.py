@@ -153,6 +153,22 @@ def test_lists_of_cpu_arrays_are_empty_and_taken():
     assert np.array_equal(again, out)
 
 
+def test_lists_are_built_once_on_a_gpu(fake_gpu):
+    q, out = (OnGpu(4096 * i, (1, 2, 512, 64), "<f2") for i in (1, 2))
+    given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": OnGpu(1 << 20, (512,), "<i4")})
+    lend = lambda bytes: OnGpu(1 << 24, (bytes,), "|u1")
+    spec, shape = "fp16:d64:" + given["options"], (1, 2, 2, 512, 512)
+    needed, own = fake_gpu.runtime.workspace_bytes(spec, shape), fake_gpu.runtime.list_bytes(spec, shape)
+    call = lambda **more: flashjit.forward(q, q, q, out=out, lse=OnGpu(1 << 22, (1, 2, 512)), **given, **more)
+    assert needed >= own > 0
+    without = fake_gpu.launches(lambda: call(workspace=lend(needed)))
+    lists = flashjit.build_lists(q, q, q, memory=lend(own), **given)
+    more = {"workspace": lend(needed - own)} if needed > own else {}
+    assert fake_gpu.launches(lambda: call(lists=lists, **more)) < without
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for fwd.* but this call is"):
+        flashjit.forward(q, q, q, out=out, lse=OnGpu(1 << 22, (1, 2, 512)), lists=lists)
+
+
 def test_dlpack():
     q, k, v, _ = arrays()
     seen = _arrays.view(Foreign(q[:, 1:, ::2]), "q")

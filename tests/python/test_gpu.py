@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
 import flashjit  # noqa: E402
-from flashjit.torch import BlockMap, scaled_dot_product_attention  # noqa: E402
+from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
 
 F = torch.nn.functional
 DEVICE = "cuda"
@@ -220,7 +220,7 @@ def test_dropout_in_compiled_code():
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, None, None, None, None, None, None, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 8, [], [], [], ":causal", None, 0.0, 0, 0)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
@@ -483,3 +483,146 @@ def test_a_call_with_gradients_compiles_both_passes(tmp_path, monkeypatch):
     assert kernels() == 2
     out.sum().backward()
     assert kernels() == 2
+
+
+def documents(tokens=50, keys=333):
+    document = torch.arange(keys, device=DEVICE, dtype=torch.int32) // tokens
+    return document, lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx]
+
+
+def bits(*tensors):
+    return [tensor.detach().clone() for tensor in tensors]
+
+
+def same(some, others):
+    return all(torch.equal(a, b) for a, b in zip(some, others))
+
+
+@pytest.mark.parametrize("dim", [64, 128])
+def test_attention_takes_lists(programs, dim):
+    """Of documents, in both passes and under no_grad: the same bits as with lists of each call's own."""
+    q, k, v = tensors(dim=dim)
+    slopes = torch.rand(4, device=DEVICE, requires_grad=True)
+    given = dict(mask_mod=documents()[1], score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i), deterministic=True)
+    dout = torch.randn_like(q)
+
+    def step(**more):
+        out = flashjit.attention(q, k, v, **given, **more)
+        return bits(out, *torch.autograd.grad(out, (q, k, v, slopes), dout))
+    want, lists = step(), TileLists(q, k, v, **given)
+    assert lists.bytes > 0
+    for _ in range(3):
+        assert same(step(lists=lists), want)
+    with torch.no_grad():
+        assert same([flashjit.attention(q, k, v, **given, lists=lists)], want)
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
+        flashjit.attention(q, k, v, causal=True, lists=lists)
+
+
+def test_lists_of_a_block_map_and_of_packed_sequences(programs):
+    q, k, v = (x.detach() for x in tensors(queries=256, keys=384))
+    blocks = BlockMap(torch.rand(2, 4, 2, 3, device=DEVICE) > 0.4, 128)
+    cu = [torch.tensor(x, device=DEVICE, dtype=torch.int32) for x in ([0, 100, 256], [0, 150, 384])]
+    packed = dict(cu_seqlens_q=cu[0], cu_seqlens_kv=cu[1], max_seqlen_q=156, max_seqlen_kv=234, mask_mod=documents(50, 384)[1])
+    for given, tensors_ in ((dict(block_mask=blocks), (q, k, v)), (packed, (q[:1], k[:1], v[:1]))):
+        lists = TileLists(*tensors_, **given)
+        assert lists.bytes > 0
+        assert same([flashjit.attention(*tensors_, **given, lists=lists)], [flashjit.attention(*tensors_, **given)])
+    other = BlockMap(blocks.blocks[:1], 128)
+    with pytest.raises(flashjit.InvalidArgument, match="block_map of batch 2"):
+        flashjit.attention(q, k, v, block_mask=other, lists=TileLists(q, k, v, block_mask=blocks))
+
+
+def test_lists_need_no_workspace_and_no_wait(programs):
+    q, k, v = (x.detach() for x in tensors(queries=4096, keys=4096))
+    given = dict(mask_mod=documents(500, 4096)[1])
+    lists = TileLists(q, k, v, **given)
+
+    def peak(**more):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        flashjit.attention(q, k, v, **given, **more)
+        return torch.cuda.max_memory_allocated() - before
+    assert peak(lists=lists) <= peak() - lists.built[0].bytes // 2
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        flashjit.attention(q, k, v, **given, lists=TileLists(q, k, v, **given))
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_code_takes_lists(programs, mode):
+    """CUDA graphs copy their inputs, of which nothing is known: right there, too."""
+    q, k, v = tensors()
+    dout = torch.randn_like(q)
+
+    def step(q, k, v, document, lists):
+        return flashjit.attention(q, k, v, mask_mod=lambda b, h, i, j: document[i] == document[j], lists=lists,
+                                  deterministic=True)
+    torch._dynamo.reset()
+    run = torch.compile(step, fullgraph=True, mode=mode)
+    for tokens in (50, 64, 33, 50):
+        document, mask = documents(tokens)
+        lists = TileLists(q, k, v, mask_mod=mask, deterministic=True)
+        results = []
+        for function in (step, run):
+            out = function(q, k, v, document, lists)
+            results.append(bits(out, *torch.autograd.grad(out, (q, k, v), dout)))
+        torch.testing.assert_close(results[1], results[0])
+
+
+def test_graph_capture_with_lists(programs):
+    """The graph's own work holds no list making: other lists in the same memory are what a replay sees."""
+    q, k, v = (x.detach() for x in tensors())
+    document, mask = documents()
+    lists = TileLists(q, k, v, mask_mod=mask)
+    want = flashjit.attention(q, k, v, mask_mod=mask, lists=lists)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = flashjit.attention(q, k, v, mask_mod=mask, lists=lists)
+    graph.replay()
+    assert same([out], [want])
+    document.copy_(documents(64)[0])
+    fresh = TileLists(q, k, v, mask_mod=mask)
+    lists.memory[0].copy_(fresh.memory[0])
+    graph.replay()
+    assert same([out], [flashjit.attention(q, k, v, mask_mod=mask)]) and not same([out], [want])
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_lists_of_another_gpu_are_refused(programs):
+    q, k, v = (x.detach() for x in tensors())
+    given = dict(captures={"n": 7}, mask_mod="q % n == kv % n")
+    elsewhere = TileLists(*(x.to("cuda:1") for x in (q, k, v)), **given)
+    with pytest.raises(flashjit.InvalidArgument, match="on cuda:1, but this call is .* on cuda:0"):
+        flashjit.attention(q, k, v, **given, lists=elsewhere)
+
+
+def test_a_deterministic_backward_pass_is_another_kernel():
+    """What "deterministic" asks for reaches the backward pass: it needs tickets."""
+    q, k, v = tensors()
+    shape = (2, 4, 2, 200, 333)
+    torch.zeros(1, device=DEVICE)
+    bytes = [flashjit.runtime().workspace_bytes(spec, shape, backward=True) for spec in ("bf16:d64", "bf16:d64:det")]
+    assert bytes[1] > bytes[0]
+
+
+def test_tuning_in_the_background(tmp_path, monkeypatch):
+    """While calls go on: a record is kept, results stay right, and it ends when it is told to."""
+    tuning = flashjit.Runtime(cache_dir=tmp_path, tune_in_background=True)
+    monkeypatch.setattr(flashjit._plans, "runtime", lambda: tuning)
+    monkeypatch.setattr(flashjit._plans, "_plans", {})
+    q, k, v = (x.detach() for x in tensors(queries=512, keys=512))
+    call = lambda: flashjit.attention(q, k, v, causal=True)
+    first = call()
+    end = time.monotonic() + 90
+    while not list(tmp_path.glob("v1/tuning/*/*.json")) and time.monotonic() < end:
+        torch.testing.assert_close(call(), first, atol=1e-2, rtol=1e-2)
+        time.sleep(0.05)
+    assert list(tmp_path.glob("v1/tuning/*/*.json"))
+    tuning.stop_tuning()
+    torch.testing.assert_close(call(), first, atol=1e-2, rtol=1e-2)
+    torch.cuda.synchronize()

@@ -81,6 +81,39 @@ def test_a_runtime_without_a_driver_says_so(monkeypatch):
         runtime.supports("bf16:d64", (1, 1, 8, 8))
 
 
+@pytest.mark.parametrize("option, environment, tunes", [(True, "", True), (None, "on", True), (None, "", False),
+                                                        (False, "on", False)])
+def test_tuning_in_the_background_is_asked_for_and_ended(fake_gpu, option, environment, tunes, tmp_path):
+    """In a process that ends while it tunes: the thread ends first, so that nothing crashes."""
+    code = f'''import threading, os, flashjit
+runtime = flashjit.Runtime(cache_dir="", nvrtc={str(fake_gpu.folder / "libflashjit_fake_nvrtc.so")!r}, tune_in_background={option})
+threads = lambda: len(os.listdir("/proc/self/task"))
+before = threads()
+runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
+print(threads() - before)'''
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+                         env={**os.environ, "FLASHJIT_TUNE_IN_BACKGROUND": environment, "PYTHONPATH": os.pathsep.join(
+                             [str(pathlib.Path(flashjit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])})
+    assert (int(run.stdout) > 0) == tunes
+
+
+def test_tuning_can_be_ended(fake_gpu):
+    runtime = flashjit.Runtime(cache_dir="", nvrtc=fake_gpu.folder / "libflashjit_fake_nvrtc.so", tune_in_background=True)
+    runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
+    threads = len(os.listdir("/proc/self/task"))
+    runtime.stop_tuning()
+    assert len(os.listdir("/proc/self/task")) < threads
+    runtime.stop_tuning()
+    runtime.prepare("bf16:d64", (1, 2, 2, 128, 256))
+    assert len(os.listdir("/proc/self/task")) < threads
+
+
+def test_a_wrong_switch_is_named(monkeypatch):
+    monkeypatch.setenv("FLASHJIT_TUNE_IN_BACKGROUND", "maybe")
+    with pytest.raises(flashjit.InvalidArgument, match="FLASHJIT_TUNE_IN_BACKGROUND is 'maybe'"):
+        flashjit.Runtime(cache_dir="")
+
+
 def test_nvrtc_of_the_environment_decides(monkeypatch):
     monkeypatch.setenv("FLASHJIT_NVRTC", "/somewhere/libnvrtc.so.13")
     assert _library.nvrtc_folder() is None

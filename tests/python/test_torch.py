@@ -1,4 +1,6 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
+import contextlib
+import gc
 import math
 import os
 import pathlib
@@ -10,7 +12,8 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import flashjit  # noqa: E402
-from flashjit.torch import BlockMap, scaled_dot_product_attention  # noqa: E402
+from flashjit import _lists, _plans  # noqa: E402
+from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
 
 F = torch.nn.functional
 
@@ -174,15 +177,262 @@ def test_texts_with_captures(programs):
           lambda: reference(q, k, v, -distance < 3, slopes.double()[:, None, None] * distance), (q, k, v, slopes))
 
 
+# --- tile lists made once ---
+
+
+def documents(keys=13, tokens=4):
+    document = torch.arange(keys, dtype=torch.int32) // tokens
+    return document, lambda b, h, q, kv: document[q] == document[kv]
+
+
+def test_lists_serve_many_calls(programs):
+    q, k, v = tensors()
+    document, mask = documents()
+    slopes = torch.rand(4, requires_grad=True)
+    given = dict(score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q), mask_mod=mask, causal=True)
+    lists = TileLists(q, k, v, **given)
+    distance = (torch.arange(13) - torch.arange(9)[:, None]).double()
+    want = lambda: reference(q, k, v, causal(9, 13) & (document[:9, None] == document),
+                             slopes.double()[:, None, None] * distance)
+    for _ in range(2):
+        check(lambda: flashjit.attention(q, k, v, lists=lists, **given), want, (q, k, v, slopes))
+    with torch.no_grad():  # also where no gradients are recorded
+        torch.testing.assert_close(flashjit.attention(q, k, v, lists=lists, **given).double(), want(), atol=1e-5, rtol=1e-4)
+    k2 = k.transpose(1, 2).contiguous().transpose(1, 2)  # strides do not matter
+    assert torch.equal(flashjit.attention(q, k2, v, lists=lists, scale=0.5, **given),
+                       flashjit.attention(q, k, v, scale=0.5, **given))
+
+
+def test_lists_of_a_block_map_and_of_packed_sequences():
+    q, k, v = tensors(queries=32, keys=32)
+    given = dict(block_mask=BlockMap(torch.tensor([[True, False], [True, True]]), 16))
+    keep = given["block_mask"].blocks[0, 0].bool().repeat_interleave(16, 0).repeat_interleave(16, 1)
+    check(lambda: flashjit.attention(q, k, v, lists=TileLists(q, k, v, **given), **given), lambda: reference(q, k, v, keep),
+          (q, k, v))
+    q, k, v = tensors(batch=1)
+    cu = dict(cu_seqlens_q=torch.tensor([0, 2, 9], dtype=torch.int32), max_seqlen_q=7,
+              cu_seqlens_kv=torch.tensor([0, 8, 13], dtype=torch.int32), max_seqlen_kv=8, causal=True)
+    assert torch.equal(flashjit.attention(q, k, v, lists=TileLists(q, k, v, **cu), **cu), flashjit.attention(q, k, v, **cu))
+
+
+def test_lists_that_do_not_belong_are_refused(programs):
+    q, k, v = tensors()
+    mask = documents()[1]
+    lists = TileLists(q, k, v, mask_mod=mask)
+    call = lambda q=q, k=k, v=v, lists=lists, **other: flashjit.attention(q, k, v, lists=lists, **{"mask_mod": mask, **other})
+    with pytest.raises(flashjit.InvalidArgument, match=r"lists were built for fwd:fp32.*mask.* but this call is fwd:fp32:d16x8 "
+                                                       r"with batch 2.*TileLists\(\)"):
+        call(mask_mod=None)
+    for other in (dict(causal=True), dict(dropout_p=0.1), dict(score_mod="score * 2.0"), dict(sinks=torch.zeros(4))):
+        with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
+            call(**other)
+    with pytest.raises(flashjit.InvalidArgument, match="seqlen_kv 13 on cpu, but this call is .* seqlen_kv 12 on cpu"):
+        call(k=k[:, :, :12], v=v[:, :, :12])
+    with pytest.raises(flashjit.InvalidArgument, match="fp32:d16x8.* but this call is fwd:bf16:d16x8"):
+        call(*(x.bfloat16() for x in (q, k, v)))
+    with pytest.raises(flashjit.WrongType, match="a BlockLists: .* flashjit.torch.TileLists; what flashjit.build_lists"):
+        call(lists=flashjit.BlockLists(None, None, 0))
+    elsewhere = TileLists(q, k, v, mask_mod=mask)
+    elsewhere.built[0].device = torch.device("cuda", 1)
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for .*, but this call is .* on cpu"):
+        call(lists=elsewhere)
+    with pytest.raises(flashjit.WrongType, match="k is a list: give a torch.Tensor"):
+        TileLists(q, [1.0], v)
+    with pytest.raises(flashjit.InvalidArgument, match="batches must be equal"):
+        TileLists(q, k[:1], v)
+
+
+def test_lists_of_the_forward_pass_alone(programs):
+    q, k, v = tensors()
+    mask = documents()[1]
+    with torch.no_grad():
+        lists = TileLists(q, k, v, mask_mod=mask)
+        assert torch.equal(flashjit.attention(q, k, v, mask_mod=mask, lists=lists), flashjit.attention(q, k, v, mask_mod=mask))
+        both = TileLists(q, k, v, mask_mod=mask, backward=True)
+    want = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask).square().sum(), (q, k, v))
+    for some in (lists, both):
+        got = torch.autograd.grad(flashjit.attention(q, k, v, mask_mod=mask, lists=some).square().sum(), (q, k, v))
+        assert all(map(torch.equal, got, want))
+
+
+def test_lists_in_checkpoints(programs):
+    from torch.utils.checkpoint import checkpoint
+    q, k, v = tensors()
+    mask = documents()[1]
+    lists = TileLists(q, k, v, mask_mod=mask)
+    call = lambda q, k, v: flashjit.attention(q, k, v, mask_mod=mask, lists=lists)
+    want = torch.autograd.grad(call(q, k, v).square().sum(), q)[0]
+    for reentrant in (False, True):
+        q.grad = None
+        checkpoint(call, q, k, v, use_reentrant=reentrant).square().sum().backward()
+        torch.testing.assert_close(q.grad, want)
+
+
+def compiled_steps():
+    """A function of documents and lists, and how often it was compiled."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+
+    def step(q, k, v, document, lists):
+        return flashjit.attention(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv], lists=lists)
+    return torch.compile(step, backend=counter, fullgraph=True), step, counter
+
+
+def test_compiled_code_takes_other_lists_without_compiling_again(programs):
+    q, k, v = tensors()
+    run, step, counter = compiled_steps()
+    for tokens in (4, 3, 5):
+        document = documents(tokens=tokens)[0]
+        lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
+        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+    assert counter.frame_count == 1
+
+
+def test_compiled_code_refuses_lists_that_do_not_belong(programs):
+    q, k, v = tensors()
+    run, _, _ = compiled_steps()
+    document = documents()[0]
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for fwd:fp32.* but this call is fwd:fp32"):
+        run(q, k, v, document, TileLists(q, k, v, causal=True))
+    with pytest.raises(Exception, match="lists is a int: give a flashjit.torch.TileLists"):
+        run(q, k, v, document, 3)
+    with pytest.raises(Exception, match="TileLists cannot be made in compiled code"):
+        compiled(lambda q, k, v: flashjit.attention(q, k, v, lists=TileLists(q, k, v)))(q, k, v)
+
+
+def test_the_operators_are_sound_with_lists(programs):
+    q, k, v = tensors()
+    lists = TileLists(q, k, v, causal=True)
+    arguments = (q, k, v, *[None] * 6, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0)
+    torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
+        torch.ops.flashjit.attention_forward(*arguments[:14], "", *arguments[15:])
+    copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
+    out = torch.ops.flashjit.attention_forward(*arguments[:9], *copied, *arguments[11:])[0]
+    torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(
+        torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)))
+
+
+def test_compiled_code_shows_the_library_s_message():
+    q, k, v = tensors()
+    for function in (compiled, lambda f: torch.compile(f, backend="aot_eager")):
+        with pytest.raises(Exception, match="dropout_p is 2.0: it must be at least 0 and less than 1"):
+            function(lambda q, k, v: flashjit.attention(q, k, v, dropout_p=2.0))(q, k, v)
+
+
+def test_what_is_known_of_lists_ends_with_their_memory():
+    q, k, v = tensors()
+    lists = TileLists(q, k, v)
+    memory = lists.memory[0].view(-1)  # as autograd may keep it
+    address = memory.data_ptr()
+    built = lists.built[0]
+    del lists
+    gc.collect()
+    assert _lists.built_at(memory) is built
+    del memory
+    another = TileLists(q, k, v)
+    assert all(known.storage.expired() is False for known in _lists._known.values())
+    assert _lists.built_at(another.memory[0]) is another.built[0]
+    assert address not in _lists._known or _lists._known[address].built is not built
+
+
+@pytest.fixture
+def on_fake_gpu(fake_gpu, monkeypatch):
+    """Tensors on the CPU are taken for tensors on a GPU, whose kernels do nothing."""
+    class OnGpu(_plans.Plan):
+        def __init__(self, *arguments):
+            super().__init__(*arguments)
+            self.index = 0
+
+    def aligned(size, *more, real=torch.empty, **named):
+        if named.get("dtype") is not torch.uint8:
+            return real(size, *more, **named)
+        raw = real(size + 256, *more, **named)
+        return raw[-raw.data_ptr() % 256:][:size]
+    monkeypatch.setattr(_plans, "Plan", OnGpu)
+    monkeypatch.setattr(_plans, "_plans", {})
+    monkeypatch.setattr(_plans, "runtime", lambda: fake_gpu.runtime)
+    monkeypatch.setattr(_plans, "bind_context", lambda device: None)
+    monkeypatch.setattr(torch, "empty", aligned)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    for name in ("_cuda_getDevice", "_cuda_getCurrentRawStream"):
+        monkeypatch.setattr(torch._C, name, lambda *index: 0, raising=False)
+    return fake_gpu
+
+
+def on_gpu_with_documents():
+    torch.manual_seed(0)
+    q, k, v = (torch.zeros(1, 2, 512, 64, dtype=torch.bfloat16).requires_grad_() for _ in range(3))
+    slopes = torch.zeros(2, requires_grad=True)
+    return q, k, v, dict(mask_mod=documents(512, 100)[1], score_mod=lambda s, b, h, q, kv: s + slopes[h] * (kv - q))
+
+
+def test_lists_spare_launches_and_workspace(on_fake_gpu, programs):
+    q, k, v, given = on_gpu_with_documents()
+    launches = on_fake_gpu.launches
+    attention = lambda **more: flashjit.attention(q, k, v, **given, **more)
+    step = lambda **more: attention(**more).sum().backward()
+    forward, both = (launches(lambda: TileLists(q, k, v, **given, backward=backward)) for backward in (False, True))
+    assert both > forward > 0
+    lists = TileLists(q, k, v, **given)
+    plan, = _plans._plans.values()
+    assert lists.bytes == sum(on_fake_gpu.runtime.list_bytes(plan.spec_text, plan.shape, backward=backward)
+                              for backward in (False, True)) > 0
+    assert launches(lambda: attention(lists=lists)) == launches(attention) - forward
+    with torch.no_grad():
+        assert launches(lambda: attention(lists=lists)) == launches(attention) - forward
+    assert launches(lambda: step(lists=lists)) == launches(step) - both
+    run = compiled(lambda q, k, v, lists: flashjit.attention(q, k, v, **given, lists=lists))
+    assert launches(lambda: run(q, k, v, lists).sum().backward()) == launches(step) - both
+    # The library refuses a workspace that is smaller than it needs, so that the calls above gave their lists.
+    plan.workspace_forward -= lists.built[0].bytes
+    with pytest.raises(flashjit.InvalidArgument, match="workspace has .* are needed"):
+        attention()
+
+
+def test_lists_of_the_forward_pass_alone_leave_the_backward_pass_its_own(on_fake_gpu, programs):
+    q, k, v, given = on_gpu_with_documents()
+    forward = TileLists(q, k, v, **given, backward=False)
+    launches = lambda call, **more: on_fake_gpu.launches(lambda: call(q, k, v, **given, **more).sum().backward())
+    alone = on_fake_gpu.launches(lambda: TileLists(q, k, v, **given, backward=False))
+    assert alone == launches(flashjit.attention) - launches(flashjit.attention, lists=forward) > 0
+    assert launches(compiled(flashjit.attention), lists=forward) == launches(flashjit.attention, lists=forward)
+
+
+def test_lists_outlive_their_object_until_the_backward_pass(on_fake_gpu, programs):
+    q, k, v, given = on_gpu_with_documents()
+    kept = TileLists(q, k, v, **given)
+    want = on_fake_gpu.launches(flashjit.attention(q, k, v, **given, lists=kept).sum().backward)
+    assert want < on_fake_gpu.launches(flashjit.attention(q, k, v, **given).sum().backward)
+    for function in (flashjit.attention, compiled(flashjit.attention)):
+        lists = TileLists(q, k, v, **given)
+        out = function(q, k, v, **given, lists=lists)
+        del lists
+        gc.collect()
+        TileLists(q, k, v, **given)  # forgets those whose memory is gone
+        assert on_fake_gpu.launches(out.sum().backward) == want
+
+
+def test_lists_of_other_tiles_are_refused(on_fake_gpu, programs):
+    q, k, v, given = on_gpu_with_documents()
+    lists = TileLists(q, k, v, **given)
+    plan = next(iter(_plans._plans.values()))
+    on_fake_gpu.runtime.prepare(plan.spec_text, plan.shape, config="simt:br32:bc32:w4:s1")
+    with pytest.raises(flashjit.InvalidArgument, match="lists were built for .* but this call is .*simt"):
+        flashjit.attention(q, k, v, **given, lists=lists)
+
+
 # --- PyTorch's surroundings ---
 
 
 def test_autocast_uses_the_lower_precision():
-    from flashjit._attention import _autocast
+    from flashjit._problem import autocast
     q, k, v = tensors()
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=torch.cuda.is_available()):
         assert flashjit.attention(q, k, v).dtype == torch.float32  # CPU tensors stay as they are
-    assert all(a is b for a, b in zip(_autocast(q, k, v), (q, k, v)))
+    assert all(a is b for a, b in zip(autocast(q, k, v), (q, k, v)))
 
 
 def test_double_backward_is_refused():
@@ -293,7 +543,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, None, None, None, None, None, None, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 8, [], [], [], ":causal", None, 0.0, 0, 0)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -310,7 +560,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(q, k, v, None, None, None, None, None, None, [], [], [], "", None, 0.0, 0, 0)[0]
+    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 8, [], [], [], "", None, 0.0, 0, 0)[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()

@@ -2,10 +2,13 @@
 // it.
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <filesystem>
+#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
+#include <thread>
 
 #include "c_abi_support.hpp"
 #include "fakes.hpp"
@@ -158,6 +161,58 @@ TEST_F(CAbiErrors, TheCacheLimitIsPassedOn) {
     EXPECT_EQ(log.find("limit of 1 bytes") != log.npos, limited) << log;
     fs::remove_all(folder);
   }
+}
+
+TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextNames) {
+  const RuntimePtr r = runtime();
+  const flashjit_shape shape{1, 2, 2, 512, 512};
+  const auto bytes = [&](const char* text) {
+    std::size_t needed = 0;
+    EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, spec(text).get(), &shape, &needed),
+              FLASHJIT_OK);
+    return needed;
+  };
+  const std::size_t with_tickets = bytes("bwd:bf16:d64:det");
+  EXPECT_GT(with_tickets, bytes("bwd:bf16:d64"));
+  EXPECT_EQ(bytes("bf16:d64:det"), with_tickets);
+  EXPECT_EQ(bytes("fwd:bf16:d64:det"), with_tickets);
+}
+
+/// The tuner starts where it is asked for and nowhere else, and lives until it is stopped: that the fake GPU
+/// cannot be tuned on is what it tells.
+TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {
+  struct Told {
+    std::mutex mutex;
+    std::string text;
+  };
+  options_.log = [](void* user, const char* line) {
+    Told& told = *static_cast<Told*>(user);
+    const std::lock_guard lock(told.mutex);
+    told.text += line;
+  };
+  const auto tunes = [&](flashjit_tuning option, const char* environment) {
+    const Variable variable("FLASHJIT_TUNE_IN_BACKGROUND", environment);
+    Told told;
+    options_.log_user = &told;
+    options_.tune_in_background = option;
+    fake().reset();
+    fake().ctx_result = CUDA_ERROR_INVALID_VALUE;
+    const RuntimePtr r = runtime();
+    expect_that_it_works(r.get());
+    const auto heard = [&] {
+      const std::lock_guard lock(told.mutex);
+      return told.text.find("cannot tune fwd:bf16:d64:causal") != told.text.npos;
+    };
+    const bool expected = option == FLASHJIT_TUNING_ON || (!option && std::string(environment) == "on");
+    for (int i = 0; i < (expected ? 1000 : 5) && !heard(); ++i)
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    EXPECT_EQ(flashjit_stop_tuning(r.get()), FLASHJIT_OK) << flashjit_last_error_message();
+    return heard();
+  };
+  EXPECT_TRUE(tunes(FLASHJIT_TUNING_ON, ""));
+  EXPECT_TRUE(tunes(FLASHJIT_TUNING_DEFAULT, "on"));
+  EXPECT_FALSE(tunes(FLASHJIT_TUNING_DEFAULT, ""));
+  EXPECT_FALSE(tunes(FLASHJIT_TUNING_OFF, "on"));
 }
 
 // Runs last: gtest runs the tests of a file in their order.

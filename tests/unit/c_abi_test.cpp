@@ -162,6 +162,10 @@ TEST_F(CAbi, EnumsAreChecked) {
   flashjit_runtime* made = nullptr;
   EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("jit is 7");
+  options.jit = FLASHJIT_JIT_DEFAULT;
+  options.tune_in_background = 3;
+  EXPECT_EQ(flashjit_runtime_create(&options, &made), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("tune_in_background is 3");
   EXPECT_EQ(made, nullptr);
 }
 
@@ -244,6 +248,23 @@ TEST_F(CAbi, StructsOfProgramsThatKnewNoListsAreRead) {
   auto backward = backward_args();
   backward.struct_size = offsetof(flashjit_backward_args, lists);
   EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
+TEST_F(CAbi, OptionsOfProgramsThatKnewLessAreRead) {
+  flashjit_options options{};
+  options.cache_dir = "";
+  options.tune_in_background = 3;  // not part of what the caller knows
+  for (const std::size_t size : {offsetof(flashjit_options, nvrtc), offsetof(flashjit_options, cache_limit),
+                                 offsetof(flashjit_options, tune_in_background)}) {
+    options.struct_size = size;
+    EXPECT_NE(flashjit::test::make_runtime(options), nullptr) << size;
+  }
+}
+
+TEST_F(CAbi, TuningCanBeStoppedWhereNoneIs) {
+  EXPECT_EQ(flashjit_stop_tuning(runtime().get()), FLASHJIT_OK);
+  EXPECT_EQ(flashjit_stop_tuning(nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("runtime is null");
 }
 
 TEST_F(CAbi, ListsAreBuiltOfCheckedArguments) {

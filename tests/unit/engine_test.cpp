@@ -769,13 +769,42 @@ class BackgroundTest : public EngineTest {
 };
 
 TEST_F(BackgroundTest, IsOffByDefault) {
-  EXPECT_FALSE(RuntimeOptions{}.tune_in_background);
+  EXPECT_FALSE(resolve_settings({}, {}).tune_in_background);
   add_to_pack(kSpec);
   tuning_engine(false)->forward(kSpec, forward_args(), nullptr);
   EXPECT_TRUE(jobs_.empty());
   EXPECT_FALSE(resolve_settings({.jit = JitMode::off, .tune_in_background = true}, {}).tune_in_background)
       << "without a compiler there is nothing to choose from";
   EXPECT_TRUE(resolve_settings({.jit = JitMode::on, .tune_in_background = true}, {}).tune_in_background);
+}
+
+TEST_F(BackgroundTest, OptionsWinOverTheEnvironment) {
+  Environment on;
+  on.tune_in_background = true;
+  EXPECT_TRUE(resolve_settings({}, on).tune_in_background);
+  EXPECT_FALSE(resolve_settings({.tune_in_background = false}, on).tune_in_background);
+  EXPECT_FALSE(resolve_settings({.jit = JitMode::off}, on).tune_in_background);
+}
+
+TEST_F(BackgroundTest, WhatIsStoppedStaysSoAndKeepsWhatWasTuned) {
+  add_to_pack(kSpec);
+  add_kernel(pack(), kSpec, better());
+  const auto runtime = tuning_engine();
+  runtime->stop_tuning();  // before there is anything to stop
+  runtime->forward(kSpec, forward_args(), nullptr);
+  EXPECT_TRUE(jobs_.empty());
+
+  const auto later = tuning_engine();
+  later->forward(kSpec, forward_args(), nullptr);
+  ASSERT_EQ(jobs_.size(), 1u);
+  adopt_(jobs_[0], better());
+  later->stop_tuning();
+  later->stop_tuning();
+  EXPECT_EQ(later->prepare(kSpec, kShape, {}).config, better());
+  AttentionShape other = kShape;
+  other.seqlen_kv *= 2;
+  later->prepare(kSpec, other, {});
+  EXPECT_EQ(jobs_.size(), 1u);
 }
 
 TEST_F(BackgroundTest, TheFirstUseOfAShapeAsksOnceAndCallsSwitchWhenItIsDone) {

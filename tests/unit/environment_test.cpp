@@ -89,6 +89,15 @@ TEST(Environment, CheckingIndicesIsOnOrOff) {
             "the environment variable FLASHJIT_CHECK_INDICES is '1'; set it to on or off, or unset it");
 }
 
+TEST(Environment, TuningInTheBackgroundIsOnOrOff) {
+  EXPECT_FALSE(read({}).tune_in_background);
+  EXPECT_FALSE(read({{"FLASHJIT_TUNE_IN_BACKGROUND", "off"}}).tune_in_background);
+  EXPECT_TRUE(read({{"FLASHJIT_TUNE_IN_BACKGROUND", "on"}}).tune_in_background);
+  EXPECT_EQ(
+      refusal({{"FLASHJIT_TUNE_IN_BACKGROUND", "yes"}}),
+      "the environment variable FLASHJIT_TUNE_IN_BACKGROUND is 'yes'; set it to on or off, or unset it");
+}
+
 TEST(Environment, LogLevels) {
   EXPECT_TRUE(read({{"FLASHJIT_LOG", "debug"}}).verbose);
   EXPECT_TRUE(read({{"FLASHJIT_LOG", "quiet"}}).quiet);

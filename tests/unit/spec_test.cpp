@@ -184,6 +184,13 @@ TEST(Spec, EqualProblemsHaveOneSpelling) {
                   .deterministic);
 }
 
+TEST(Spec, WhatTheBackwardPassAloneNeedsIsReadWhateverThePass) {
+  AttentionSpec spec = parse_spec("bf16:d64:det");
+  EXPECT_EQ(to_string(spec), "fwd:bf16:d64");
+  spec.pass = Pass::backward;
+  EXPECT_EQ(to_string(spec), "bwd:bf16:d64:det");
+}
+
 TEST(Spec, RoundTrip) {
   Random random;
   for (int round = 0; round < 5000; ++round) {

@@ -33,6 +33,9 @@ def calls(device):
     slopes = torch.rand(4, device=device)
     alibi = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
     program = flashjit.trace(alibi)
+    document = torch.arange(128, device=device) // 32
+    documents = flashjit.trace(mask_mod=lambda b, h, q_idx, kv_idx: document[q_idx] == document[kv_idx])
+    lists = flashjit.TileLists(q, k, v, mask_mod=documents)
 
     def step(attention, **options):
         return lambda: torch.autograd.grad(attention(*leaves, **options), leaves, dout)
@@ -44,6 +47,8 @@ def calls(device):
             q, k, v, is_causal=True),
         "flashjit.attention, traced score_mod": lambda: flashjit.attention(q, k, v, score_mod=program),
         "flashjit.attention, score_mod": lambda: flashjit.attention(q, k, v, score_mod=alibi),
+        "flashjit.attention, documents": lambda: flashjit.attention(q, k, v, mask_mod=documents),
+        "flashjit.attention, documents, lists": lambda: flashjit.attention(q, k, v, mask_mod=documents, lists=lists),
         "flashjit.attention, recorded": lambda: flashjit.attention(*leaves, causal=True),
         "torch sdpa, recorded": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
         "flashjit.attention, with backward": step(flashjit.attention, causal=True),

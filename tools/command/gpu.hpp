@@ -13,7 +13,7 @@ namespace flashjit::command {
 /// The driver that the environment chooses. Throws Error(no_driver) or Error(no_device).
 std::shared_ptr<const device::Driver> chosen_driver();
 
-/// Options of a runtime that logs through warn().
+/// Options of a runtime that logs through warn() and tunes nothing by itself.
 RuntimeOptions runtime_options();
 
 /// What the launches of a problem took, in milliseconds between events.

@@ -20,17 +20,17 @@ from .functional import BlockLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, attention
+    from .torch import BlockMap, TileLists, attention
 
-__all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "BlockLists", "BlockMap", "Program", "Runtime", "Error",
-           "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice", "NoCompiler", "CompileFailed",
-           "KernelMissing", "FileError", "CudaError", "InternalError"]
+__all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "BlockLists", "BlockMap",
+           "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice",
+           "NoCompiler", "CompileFailed", "KernelMissing", "FileError", "CudaError", "InternalError"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for."""
-    if name in ("attention", "BlockMap"):
+    if name in ("attention", "BlockMap", "TileLists"):
         from . import torch
-        globals().update(attention=torch.attention, BlockMap=torch.BlockMap)
+        globals().update(attention=torch.attention, BlockMap=torch.BlockMap, TileLists=torch.TileLists)
         return globals()[name]
     raise AttributeError(f"module 'flashjit' has no attribute {name!r}")

@@ -7,6 +7,7 @@ import importlib.util
 import os
 import pathlib
 import sys
+import weakref
 from typing import Any, Iterable, Sequence
 
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver
@@ -25,7 +26,8 @@ class Options(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("cache_dir", ctypes.c_char_p),
                 ("packs", ctypes.POINTER(ctypes.c_char_p)), ("pack_count", ctypes.c_size_t), ("jit", ctypes.c_int32),
                 ("template_dir", ctypes.c_char_p), ("log", _pointer), ("log_user", _pointer),
-                ("nvrtc", ctypes.c_char_p), ("cache_limit", ctypes.c_uint64)]
+                ("nvrtc", ctypes.c_char_p), ("cache_limit", ctypes.c_uint64),
+                ("tune_in_background", ctypes.c_int32)]
 
 
 class Shape(ctypes.Structure):
@@ -88,6 +90,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_last_error_detail": (ctypes.c_char_p, []),
     "flashjit_runtime_create": (ctypes.c_int32, [_pointer, _pointer]),
     "flashjit_runtime_destroy": (None, [_pointer]),
+    "flashjit_stop_tuning": (ctypes.c_int32, [_pointer]),
     "flashjit_spec_create": (ctypes.c_int32, [ctypes.c_char_p, _pointer]),
     "flashjit_spec_destroy": (None, [_pointer]),
     "flashjit_forward": (ctypes.c_int32, [_pointer] * 4),
@@ -133,7 +136,9 @@ def raise_error(status: int) -> None:
     """Raises the last call's error as a Python exception."""
     message = library().flashjit_last_error_message().decode(errors="replace")
     detail = library().flashjit_last_error_detail().decode(errors="replace")
-    raise (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message, detail)
+    error = (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message)
+    error.detail = detail
+    raise error
 
 
 def check(status: int) -> None:
@@ -185,6 +190,10 @@ def spec_handle(text: str) -> Handle:
     return Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode())
 
 
+#: flashjit_jit and flashjit_tuning, by what the arguments say.
+_SWITCH = {None: 0, True: 1, False: 2}
+
+
 class Runtime:
     """Compiles, caches and launches kernels. flashjit.runtime() is the one that all calls use unless told otherwise.
 
@@ -196,21 +205,32 @@ class Runtime:
     nvrtc: libnvrtc or the folder that holds it; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
     cache_limit: bytes of kernels in cache_dir at which those that were not used for longest are removed;
         None: FLASHJIT_CACHE_LIMIT, else 2 GiB.
+    tune_in_background: whether the first use of a shape starts its tuning, in a thread beside the calls, for some seconds;
+        calls switch when it is done, and results may change in their last bits. Needs NVRTC; shapes with tile lists are
+        left alone. None: FLASHJIT_TUNE_IN_BACKGROUND, else no.
     """
 
     def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None,
                  packs: Sequence[str | os.PathLike[str]] = (), jit: bool | None = None,
                  template_dir: str | os.PathLike[str] | None = None,
-                 nvrtc: str | os.PathLike[str] | None = None, cache_limit: int | None = None) -> None:
+                 nvrtc: str | os.PathLike[str] | None = None, cache_limit: int | None = None,
+                 tune_in_background: bool | None = None) -> None:
         text = lambda path: None if path is None else os.fsencode(path)
         paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
         options = Options(struct_size=ctypes.sizeof(Options), cache_dir=text(cache_dir), packs=paths,
-                          pack_count=len(packs), jit={None: 0, True: 1, False: 2}[jit],
+                          pack_count=len(packs), jit=_SWITCH[jit],
                           template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
-                          cache_limit=cache_limit or 0)
+                          cache_limit=cache_limit or 0, tune_in_background=_SWITCH[tune_in_background])
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address
         self.generation = 0  # counts what may change the workspace that calls need
+        # At exit too, when the driver and NVRTC must not be in use any more.
+        weakref.finalize(self, _stop_tuning, self._handle, os.getpid())
+
+    def stop_tuning(self) -> None:
+        """Ends tuning in the background for good: waits for the compile or measurement under way, some seconds at most.
+        What was tuned stays in use. Happens by itself when Python ends."""
+        check(library().flashjit_stop_tuning(self.address))
 
     def prepare(self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None) -> None:
         """Compiles and loads now on the current device, e.g. before a CUDA graph capture.
@@ -249,6 +269,11 @@ class Runtime:
             return library().flashjit_last_error_message().decode(errors="replace")
         check(status)
         return None
+
+
+def _stop_tuning(runtime: Handle, process: int) -> None:
+    if os.getpid() == process:  # a fork has no such thread
+        library().flashjit_stop_tuning(runtime.address)
 
 
 def shape_struct(sizes: Sequence[int]) -> Shape:

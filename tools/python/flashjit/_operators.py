@@ -1,4 +1,7 @@
-"""flashjit::attention_forward and attention_backward: what torch.compile, export and tensor subclasses see."""
+"""flashjit::attention_forward and attention_backward: what torch.compile, export and tensor subclasses see.
+
+Tile lists are the memory of a TileLists: by it, and not by an object, the operators know them again.
+"""
 from __future__ import annotations
 
 from typing import Any, Sequence
@@ -6,12 +9,13 @@ from typing import Any, Sequence
 import torch
 from torch import Tensor
 
+from ._lists import built_at
 from ._plans import NOTHING, Fixed, Plan, Problem, dense_strides, names_with_grad, plan_of, takes
 from .errors import Unsupported
 
 _FIXED_SCHEMA = "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
-_PROBLEM_SCHEMA = ("Tensor? rng, Tensor[] captures, float[] numbers, str[] names, str options, float? scale, "
-                   "float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv")
+_PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
+                   "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv")
 torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
                      " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 torch.library.define("flashjit::attention_backward",
@@ -20,42 +24,44 @@ torch.library.define("flashjit::attention_backward",
 
 
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
-                      problem: Problem) -> tuple[Tensor, Tensor]:
+                     problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
+    """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
     rng = None
     if problem.dropout_p:
         rng = torch.randint(0, 2**62, (2,), dtype=torch.int64)  # on the CPU, where the launch reads it
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, tensors, numbers, list(problem.names),
+    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, *lists, tensors, numbers, list(problem.names),
                                                 problem.options, problem.scale, float(problem.dropout_p),
                                                 problem.max_seqlen_q, problem.max_seqlen_kv)
 
 
-def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Plan, Fixed, Any, int, int]:
-    """The plan of an operator's arguments, and what its launches need beside Q, K, V."""
-    five, (rng, captures, numbers, names, options, scale, dropout_p, max_q, max_kv) = arguments[:5], arguments[5:]
+def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Plan, Fixed, Any, int, int, Any]:
+    """The plan of an operator's arguments, what its launches need beside Q, K, V, and the memory of both passes' lists."""
+    five, rng, lists = arguments[:5], arguments[5], arguments[6:8]
+    captures, numbers, names, options, scale, dropout_p, max_q, max_kv = arguments[8:]
     fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
     values = (*captures, *numbers)
     seed, offset = rng.tolist() if rng is not None else (0, 0)
     plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names)))
-    return plan, fixed, values, seed, offset
+    return plan, fixed, values, seed, offset, lists
 
 
 @torch.library.impl("flashjit::attention_forward", ("cuda", "cpu"))
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    plan, fixed, values, seed, offset = _unpack(q, k, v, arguments)
-    return plan.forward(q, k, v, fixed, values, seed, offset, True)
+    plan, fixed, values, seed, offset, lists = _unpack(q, k, v, arguments)
+    return plan.forward(q, k, v, fixed, values, seed, offset, True, built_at(lists[0]))
 
 
 @torch.library.impl("flashjit::attention_backward", ("cuda", "cpu"))
 def _operator_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                        *arguments: Any) -> list[Tensor]:
-    plan, fixed, values, seed, offset = _unpack(q, k, v, arguments)
+    plan, fixed, values, seed, offset, lists = _unpack(q, k, v, arguments)
     if not takes(lse) or not lse.is_contiguous():
         lse = lse.contiguous()
     if out.stride() != plan.out_stride:
         out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
-    grads, dsinks, dvalues = plan.backward(dout, q, k, v, out, lse, fixed, values, seed, offset)
+    grads, dsinks, dvalues = plan.backward(dout, q, k, v, out, lse, fixed, values, seed, offset, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
 
 
@@ -74,7 +80,7 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
                    *arguments: Any) -> list[Tensor]:
     grads = [torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
              for t in (q, k, v)]
-    sinks, captures, names, options = arguments[4], arguments[6], arguments[8], arguments[9]
+    sinks, captures, names, options = arguments[4], arguments[8], arguments[10], arguments[11]
     if sinks is not None:
         grads.append(torch.empty(sinks.shape, dtype=torch.float32, device=q.device))
     with_grad = names_with_grad(options)
@@ -84,25 +90,26 @@ def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, l
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
-    tensors = [*arguments[:5], arguments[5]]
-    ctx.save_for_backward(q, k, v, *output, *tensors, *arguments[6])
-    ctx.rest = arguments[7:]
+    fixed, rng, lists_backward, captures = arguments[:5], arguments[5], arguments[7], arguments[8]
+    ctx.save_for_backward(q, k, v, *output, *fixed, rng, lists_backward, *captures)
+    ctx.rest = arguments[9:]
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    fixed, rng, captures = tensors[:5], tensors[5], list(tensors[6:])
+    fixed, rng, lists_backward, captures = tensors[:5], tensors[5], tensors[6], list(tensors[7:])
     numbers, names, options, *_ = ctx.rest
     # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
     rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
     if dout is None:
-        return (*[None] * 9, [None] * len(captures), *rest)
-    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, captures, *ctx.rest)
+        return (*[None] * 11, [None] * len(captures), *rest)
+    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, None,
+                                                                 lists_backward, captures, *ctx.rest)
     dsinks = others.pop(0) if fixed[4] is not None else None
     with_grad = names_with_grad(options)
     dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
-    return dq, dk, dv, None, None, None, None, dsinks, None, dcaptures, *rest
+    return dq, dk, dv, None, None, None, None, dsinks, None, None, None, dcaptures, *rest
 
 
 torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)

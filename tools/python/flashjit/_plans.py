@@ -4,13 +4,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import math
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
 
 from . import _library
-from ._library import BackwardArgs, Capture, ForwardArgs, library, runtime, spec_handle
+from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
 
@@ -48,12 +48,12 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
 
 
 _FWD, _BWD = _library.words_of(ForwardArgs), _library.words_of(BackwardArgs)
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_WORKSPACE, _F_CAPTURES = _word(
-    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "workspace", "captures")
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_WORKSPACE, _F_CAPTURES, _F_LISTS = _word(
+    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "workspace", "captures", "lists")
 _F_FIXED = _word(ForwardArgs, *Fixed._fields)
-_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_WORKSPACE, _B_CAPTURES, _B_DSINKS = _word(
-    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "workspace", "captures",
-    "dsinks")
+(_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_WORKSPACE, _B_CAPTURES, _B_DSINKS,
+ _B_LISTS) = _word(BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "workspace",
+                   "captures", "dsinks", "lists")
 _B_FIXED = _word(BackwardArgs, *Fixed._fields)
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _C_SIZE = ctypes.sizeof(Capture) // 8
@@ -78,6 +78,18 @@ def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 def _tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
     return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
+
+
+class BuiltLists:
+    """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
+    owner's, so that it lives as long as who uses it."""
+
+    __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
+
+    def __init__(self, plan: "Plan", backward: bool, handle: Any, bytes: int) -> None:
+        self.handle, self.address, self.bytes = handle, handle.address if handle else 0, bytes
+        self.spec, self.shape, self.device = plan.spec, plan.shape, plan.device
+        self.text = plan.described(backward)
 
 
 class Plan:
@@ -194,8 +206,43 @@ class Plan:
         if status:
             _library.raise_error(status)
 
+    def described(self, backward: bool) -> str:
+        names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
+        sizes = ", ".join(f"{name} {size}" for name, size in zip(names, self.shape))
+        return f"{'bwd' if backward else 'fwd'}:{self.spec_text} with {sizes} on {self.device}"
+
+    def build_lists(self, fixed: Fixed, values: Sequence[Any], backward: bool) -> tuple[BuiltLists, Tensor]:
+        """The tile lists of one pass, and their memory."""
+        if self.index < 0:  # where every pair is looked at
+            return BuiltLists(self, backward, None, 0), torch.empty(1, dtype=torch.uint8)
+        with torch.cuda.device(self.index):
+            bind_context(self.device)
+            shared = runtime()
+            needed = shared.list_bytes(self.spec_text, self.shape, backward=backward)
+            memory = torch.empty(max(1, needed), dtype=torch.uint8, device=self.device)
+            args = ListArgs(struct_size=ctypes.sizeof(ListArgs), memory=memory.data_ptr(), memory_bytes=needed,
+                            capture_count=len(self.captures))
+            for name in ("kv_lengths", "cu_seqlens_q", "cu_seqlens_kv"):
+                if getattr(fixed, name) is not None:
+                    setattr(args, name, getattr(fixed, name).data_ptr())
+            if fixed.block_map is not None:
+                args.block_map = _library.BlockMap(fixed.block_map.data_ptr(), (ctypes.c_int64 * 4)(*fixed.block_map.shape))
+            if values:
+                captures = self._fill_captures(values)
+                args.captures = ctypes.addressof(captures)
+            handle = Handle("flashjit_build_lists", "flashjit_block_lists_destroy", shared.address, int(backward),
+                            self.spec.address, ctypes.byref(_library.shape_struct(self.shape)), ctypes.byref(args),
+                            torch._C._cuda_getCurrentRawStream(self.index))
+        return BuiltLists(self, backward, handle, needed), memory
+
+    def _check_lists(self, lists: BuiltLists, backward: bool) -> None:
+        """The library compares the tile configurations too, and block maps."""
+        if lists.spec is not self.spec or lists.shape != self.shape or lists.device != self.device:
+            raise InvalidArgument(f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
+                                  "call's arguments to flashjit.torch.TileLists() too.")
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], seed: int, offset: int,
-                want_lse: bool) -> tuple[Tensor, Any]:
+                want_lse: bool, lists: Union[BuiltLists, None] = None) -> tuple[Tensor, Any]:
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -208,9 +255,14 @@ class Plan:
             if self.lse_partial:
                 lse.fill_(-math.inf)  # of rows past a sequence's end
             words[_F_LSE] = lse.data_ptr()
-        if self.workspace_forward:
-            workspace = torch.empty(self.workspace_forward, dtype=torch.uint8, device=self.device)
-            words[_F_WORKSPACE], words[_F_WORKSPACE + 1] = workspace.data_ptr(), self.workspace_forward
+        needed = self.workspace_forward
+        if lists is not None:
+            self._check_lists(lists, False)
+            words[_F_LISTS] = lists.address
+            needed = max(0, needed - lists.bytes)
+        if needed:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            words[_F_WORKSPACE], words[_F_WORKSPACE + 1] = workspace.data_ptr(), needed
         if fixed is not NOTHING:
             for at, tensor in zip(_F_FIXED, fixed):
                 if tensor is not None:
@@ -223,7 +275,8 @@ class Plan:
         return out, lse
 
     def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fixed: Fixed,
-                 values: Sequence[Any], seed: int, offset: int) -> tuple[list[Tensor], Any, list[Tensor]]:
+                 values: Sequence[Any], seed: int, offset: int,
+                 lists: Union[BuiltLists, None] = None) -> tuple[list[Tensor], Any, list[Tensor]]:
         """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places."""
         shared = runtime()
         if self.generation != shared.generation:
@@ -238,9 +291,14 @@ class Plan:
         words[_B_DOUT] = dout.data_ptr()
         grads = [torch.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
-        if self.workspace_backward:
-            workspace = torch.empty(self.workspace_backward, dtype=torch.uint8, device=self.device)
-            words[_B_WORKSPACE], words[_B_WORKSPACE + 1] = workspace.data_ptr(), self.workspace_backward
+        needed = self.workspace_backward
+        if lists is not None:
+            self._check_lists(lists, True)
+            words[_B_LISTS] = lists.address
+            needed = max(0, needed - lists.bytes)
+        if needed:
+            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
+            words[_B_WORKSPACE], words[_B_WORKSPACE + 1] = workspace.data_ptr(), needed
         dsinks = None
         if fixed is not NOTHING:
             for at, tensor in zip(_B_FIXED, fixed):

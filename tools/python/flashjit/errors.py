@@ -10,11 +10,9 @@ class Error(Exception):
     detail: long material such as a compiler's log; often "".
     """
 
+    # No __init__ of its own: torch.compile could not follow it, and would show its own message instead.
     code = "internal"
-
-    def __init__(self, message: str, detail: str = "") -> None:
-        super().__init__(message)
-        self.detail = detail
+    detail = ""
 
 
 class InvalidArgument(Error, ValueError):

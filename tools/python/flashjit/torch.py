@@ -10,12 +10,14 @@ from typing import Union
 import torch
 from torch import Tensor
 
-from ._attention import BlockMap, attention
+from ._attention import attention
 from ._library import runtime
+from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
+from ._problem import BlockMap
 from ._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "prepare", "register_with_transformers"]
+__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_transformers"]
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: Union[str, None] = None,

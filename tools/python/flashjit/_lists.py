@@ -1,0 +1,100 @@
+"""TileLists: which tiles the kernels visit, made once for many layers and steps."""
+from __future__ import annotations
+
+from typing import Any, Mapping, NamedTuple, Union
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ._plans import BuiltLists, plan_of
+from ._problem import autocast, check_types, read_problem
+from .errors import Unsupported, WrongType
+
+
+class TileLists:
+    """Which tiles of a mask or a block map the kernels visit, in both passes: made once for calls of attention() that are
+    given it as `lists`, such as all layers and steps that see the same documents. Other calls make theirs each time.
+
+        lists = flashjit.TileLists(q, k, v, mask_mod=documents)
+        for layer in layers:
+            ... flashjit.attention(q, k, v, mask_mod=documents, lists=lists)
+
+    q, k, v: tensors of the calls' type, sizes and device; their values are not looked at.
+    All else: the calls' arguments, see attention(). What the mask reads (captures, block map, lengths) must keep its
+        values; that of score_mod may change. Calls with other programs, sizes or devices are refused.
+    backward: whether to make the backward pass's lists too; None: where gradients are recorded, not under no_grad(). A
+        backward pass without them makes its own.
+
+    Takes some microseconds on the current stream, beside compiling. Make it outside of compiled code; torch.compile takes
+    another one without compiling again. Empty on the CPU, and where kernels walk no lists. What is lost under
+    torch.compile(mode="reduce-overhead") is the gain: its CUDA graphs copy the memory, and calls make their own lists.
+    """
+
+    def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = False, dropout_p: float = 0.0,
+                 score_mod: Any = None, mask_mod: Any = None, captures: Union[Mapping[str, Any], None] = None,
+                 block_mask: Any = None, cu_seqlens_q: Union[Tensor, None] = None,
+                 cu_seqlens_kv: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None,
+                 max_seqlen_kv: Union[int, None] = None, sinks: Union[Tensor, None] = None,
+                 kv_lengths: Union[Tensor, None] = None, deterministic: Union[bool, None] = None,
+                 backward: Union[bool, None] = None) -> None:
+        if torch.compiler.is_compiling():
+            raise Unsupported("TileLists cannot be made in compiled code: make it outside, and give it to the compiled "
+                              "function.")
+        check_types(q, k, v)
+        if torch.is_autocast_enabled():
+            q, k, v = autocast(q, k, v)
+        both = torch.is_grad_enabled() if backward is None else backward
+        fixed, values, problem = read_problem(causal, None, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
+                                              cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
+                                              both)
+        plan = plan_of(q, k, v, fixed, values, problem)
+        if both and not plan.prepared_both:
+            plan.prepare_both()
+        made: list[tuple[Any, Any]] = [plan.build_lists(fixed, values, False)]
+        made.append(plan.build_lists(fixed, values, True) if both else (None, None))
+        self.built: tuple[Any, Any] = (made[0][0], made[1][0])  # of the forward pass, and of the backward pass or None
+        self.memory: tuple[Any, Any] = (made[0][1], made[1][1])
+        for built, memory in made[:1 + both]:
+            _remember(memory, built)
+
+    @property
+    def bytes(self) -> int:
+        """Of device memory."""
+        return sum(built.bytes for built in self.built if built)
+
+    def __repr__(self) -> str:
+        return f"<flashjit.TileLists for {' and '.join(built.text for built in self.built if built)}>"
+
+
+def check_lists(lists: Any) -> None:
+    if not isinstance(lists, TileLists):
+        raise WrongType(f"lists is a {type(lists).__name__}: give a flashjit.torch.TileLists; what flashjit.build_lists() "
+                        "makes is for flashjit.forward() and backward().")
+
+
+# The operators see tensors only: the memory of lists stands for them. What is known of it ends with it.
+
+
+class _Known(NamedTuple):
+    storage: StorageWeakRef
+    built: BuiltLists
+
+
+_known: dict[int, _Known] = {}
+
+
+def _remember(memory: Tensor, built: BuiltLists) -> None:
+    for address, known in list(_known.items()):
+        if known.storage.expired():
+            _known.pop(address, None)
+    _known[memory.data_ptr()] = _Known(StorageWeakRef(memory.untyped_storage()), built)
+
+
+def built_at(memory: Union[Tensor, None]) -> Union[BuiltLists, None]:
+    """The lists whose memory it is. None for a copy, such as CUDA graphs of torch.compile make of their inputs: the call
+    then makes its own."""
+    if memory is None:
+        return None
+    known = _known.get(memory.data_ptr())
+    return known.built if known is not None and not known.storage.expired() else None

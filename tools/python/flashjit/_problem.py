@@ -1,0 +1,169 @@
+"""What attention() and TileLists are asked for, as tensors, values and a spec's options."""
+from __future__ import annotations
+
+from typing import Any, Mapping, Union
+
+import torch
+from torch import Tensor
+
+from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe
+from ._tracing import is_real
+from .errors import InvalidArgument, WrongType
+from .programs import EMPTY, Program, program_of, trace_unlocked
+
+
+class BlockMap:
+    """Which blocks of queries and keys attend to each other; the rest costs nothing.
+
+    blocks: [batch or 1, heads_q or 1, ceil(seqlen_q / bq), ceil(seqlen_kv / bkv)], or the last two only, of bool or
+        integers: nonzero attends.
+    block: (bq, bkv), or one number for both: multiples of 16 from 16 to 256.
+    """
+
+    def __init__(self, blocks: Tensor, block: Union[int, tuple[int, int]] = 128) -> None:
+        if not isinstance(blocks, Tensor) or blocks.dim() not in (2, 4) or blocks.is_floating_point():
+            raise WrongType(f"blocks is {describe(blocks)}: give booleans or integers [batch or 1, heads or 1, block rows, "
+                            "block columns], or [block rows, block columns].")
+        blocks = blocks if blocks.dim() == 4 else blocks[None, None]
+        self.blocks = (blocks != 0).to(torch.uint8).contiguous()
+        self.block = (block, block) if isinstance(block, int) else (int(block[0]), int(block[1]))
+
+    @staticmethod
+    def from_flex(block_mask: Any) -> "BlockMap":
+        """From a BlockMask of torch.nn.attention.flex_attention; its mask_mod is not part of it."""
+        size = block_mask.BLOCK_SIZE
+        return BlockMap(block_mask.to_dense(), size if isinstance(size, int) else tuple(size))
+
+
+def check_types(q: Any, k: Any, v: Any) -> None:
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(value, Tensor):
+            raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
+                            "arrays.")
+
+
+def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p: float, score_mod: Any, mask_mod: Any,
+                 captures: Union[Mapping[str, Any], None], block_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
+                 max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
+                 deterministic: Union[bool, None], wants_grad: bool,
+                 compiling: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
+    """attention()'s arguments beside Q, K and V, and the values of the names in its programs.
+
+    wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
+    """
+    program, fixed = EMPTY, NOTHING
+    values: tuple[Any, ...] = ()
+    block = None
+    if block_mask is not None:
+        block_map, mask_mod = _block_map(block_mask, mask_mod)
+        block = block_map.block
+    if score_mod is not None or mask_mod is not None or captures:
+        program = (trace_unlocked if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
+                   else program_of)(score_mod, mask_mod, captures)
+        values = (*program.tensors, *program.scalars)
+    varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
+    if varlen or block is not None or sinks is not None or kv_lengths is not None:
+        if sinks is not None and sinks.dtype != torch.float32:
+            sinks = sinks.float()
+        fixed = Fixed(None if block is None else block_map.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks)
+    if varlen:
+        _check_varlen(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    elif max_seqlen_q is not None or max_seqlen_kv is not None:
+        raise InvalidArgument("max_seqlen_q and max_seqlen_kv belong to cu_seqlens_q and cu_seqlens_kv: give those too, or "
+                              "none of them.")
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    key = (program.form, causal, _kinds(program, wants_grad) if values else (), dropout_p > 0, block, kv_lengths is None,
+           varlen, sinks is None, deterministic)
+    options = _options(key) if compiling else _cached_options(key)
+    if not -1 < dropout_p < 1:
+        raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
+    problem = Problem(options, scale, dropout_p, max_seqlen_q or 0, max_seqlen_kv or 0,
+                      program.form.tensors + program.form.scalars)
+    return fixed, values, problem
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under torch.autocast attention runs in the lower precision, as PyTorch's own does."""
+    dtype = torch.get_autocast_dtype("cuda")
+    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_cuda and t.dtype in SPEC_TYPES else t
+                 for t in (q, k, v))  # type: ignore[return-value]
+
+
+def _block_map(block_mask: Any, mask_mod: Any) -> tuple[BlockMap, Any]:
+    if isinstance(block_mask, BlockMap):
+        return block_mask, mask_mod
+    if not hasattr(block_mask, "kv_num_blocks"):
+        raise WrongType(f"block_mask is {describe(block_mask)}: give a flashjit.torch.BlockMap, or FlexAttention's "
+                        "BlockMask.")
+    if mask_mod is None and getattr(block_mask.mask_mod, "__name__", "") != "noop_mask":
+        mask_mod = block_mask.mask_mod
+    made = getattr(block_mask, "_flashjit_map", None)
+    if made is None:
+        made = block_mask._flashjit_map = BlockMap.from_flex(block_mask)
+    return made, mask_mod
+
+
+def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
+    for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
+        if not isinstance(value, Tensor):
+            raise WrongType(f"{name} is {describe(value)}: give cu_seqlens_q and cu_seqlens_kv as int32 tensors.")
+    if max_seqlen_q is None or max_seqlen_kv is None:
+        raise InvalidArgument("cu_seqlens come without max_seqlen_q or max_seqlen_kv: give both as Python ints; to find "
+                              "them from cu_seqlens would wait for the GPU.")
+
+
+def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
+    """(type, rank, whether a gradient is wanted) of each captured tensor, then whether each scalar is a float."""
+    kinds = []
+    for name, tensor in zip(program.form.tensors, program.tensors):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in ELEMENTS:
+            raise WrongType(f"captures[{name!r}] is {describe(tensor)}: give a number, or a tensor of "
+                            f"{', '.join(str(t).removeprefix('torch.') for t in ELEMENTS)}.")
+        if wants_grad and tensor.requires_grad and name not in program.form.in_score:
+            raise InvalidArgument(f"the captured tensor {name} requires a gradient, but only the mask reads it, and a mask "
+                                  "has none: give its detach().")
+        # Under no_grad() too where nothing speaks against it, so that kernels and lists of training serve there.
+        grad = tensor.requires_grad and (wants_grad or name in program.form.in_score and name not in program.form.known)
+        kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))
+    return (*kinds, *map(is_real, program.scalars))
+
+
+def _options(key: tuple[Any, ...]) -> str:
+    """The options of a spec, from what attention() was asked for."""
+    form, causal, kinds, dropout, block, no_kv_lengths, fixed_length, no_sinks, deterministic = key
+    named = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
+    if causal not in named:
+        raise InvalidArgument(f"causal is {causal!r}: give True, False, \"bottom_right\" or \"top_left\".")
+    count = len(form.tensors)
+    for name, kind in zip(form.tensors, kinds):
+        if kind[2] and name in form.known and not any(
+                line.partition(":")[0].strip() == name and line.endswith(" grad") for line in form.declared):
+            raise InvalidArgument(f"the captured tensor {name} requires a gradient, but the program declares it without: "
+                                  f"end its declaration with \"grad\", or give its detach().")
+    text = form.options(named[causal], kinds[:count], kinds[count:])
+    if dropout:
+        text += ":dropout"
+    if not no_kv_lengths:
+        text += ":kvlen"
+    if block is not None:
+        text += f":map{block[0]}x{block[1]}"
+    if fixed_length:
+        text += ":varlen"
+    if not no_sinks:
+        text += ":sinks"
+    if deterministic:
+        text += ":det"
+    return text
+
+
+_known_options: dict[Any, str] = {}
+
+
+def _cached_options(key: tuple[Any, ...]) -> str:
+    text = _known_options.get(key)
+    if text is None:
+        if len(_known_options) >= KEEP_PLANS:
+            _known_options.clear()
+        text = _known_options[key] = _options(key)
+    return text

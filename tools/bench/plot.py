@@ -171,9 +171,8 @@ def section(dense, other, sparse, dense_csv, png):
     lengths = values(dense, "seqlen")
     span = f"{short(lengths[0])} to {short(lengths[-1])}"
     parts = [
-        f"![TFLOP/s over the sequence length, forward and backward]({png})",
         f"""\
-{origin(dense)}.
+[The picture above]({png}) and this section: {origin(dense)}.
 Measured by [tools/bench/compare.py](tools/bench/compare.py): flashjit, cuDNN and FlashAttention-2 (both through
 PyTorch) in one process on the same tensors, checked before they are timed, launches interleaved, medians; 16k tokens
 in all, hidden size 2048, bf16. `flashjit` is what the library chooses by itself, `sm80` its portable family, forced.

@@ -2,6 +2,7 @@
 #include "background.hpp"
 
 #include <fmt/format.h>
+#include <unistd.h>
 
 #include <condition_variable>
 #include <deque>
@@ -18,13 +19,13 @@ namespace {
 constexpr unsigned kCompileThreads = 2;  // the rest of the machine is the service's
 constexpr double kBudgetSeconds = 60;    // a shape
 
-class Thread : public BackgroundTuner {
+class Thread {
  public:
   Thread(const Settings& settings, Adopt adopt) : settings_(settings), adopt_(std::move(adopt)) {
     thread_ = std::jthread([this](const std::stop_token& stop) { run(stop); });
   }
 
-  void want(BackgroundJob job) override {
+  void want(BackgroundJob job) {
     {
       const std::lock_guard lock(mutex_);
       jobs_.push_back(std::move(job));
@@ -91,10 +92,30 @@ class Thread : public BackgroundTuner {
   std::jthread thread_;  // last: ended before the rest goes
 };
 
+/// A forked child has a copy of the thread's memory and no thread: to wait for it, or to touch a lock that it
+/// may hold, would take for ever.
+class ThisProcessOnly : public BackgroundTuner {
+ public:
+  explicit ThisProcessOnly(std::unique_ptr<Thread> thread) : thread_(std::move(thread)) {}
+  ~ThisProcessOnly() override {
+    if (!is_here()) (void)thread_.release();
+  }
+
+  void want(BackgroundJob job) override {
+    if (is_here()) thread_->want(std::move(job));
+  }
+
+ private:
+  bool is_here() const { return ::getpid() == process_; }
+
+  const pid_t process_ = ::getpid();
+  std::unique_ptr<Thread> thread_;
+};
+
 }  // namespace
 
 std::unique_ptr<BackgroundTuner> make_background_tuner(const Settings& settings, Adopt adopt) {
-  return std::make_unique<Thread>(settings, std::move(adopt));
+  return std::make_unique<ThisProcessOnly>(std::make_unique<Thread>(settings, std::move(adopt)));
 }
 
 }  // namespace flashjit

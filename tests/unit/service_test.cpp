@@ -337,6 +337,28 @@ TEST_F(Service, ADeviceThatFailedIsReportedAtEveryCall) {
   }
 }
 
+TEST_F(Service, AForkedChildEndsWithoutTheThreadThatTunes) {
+  Settings tuning = settings();
+  tuning.tune_in_background = true;
+  fake().ctx_result = CUDA_ERROR_INVALID_VALUE;  // it ends its job soon, and waits
+  auto runtime = engine(tuning);
+  runtime->forward(spec(), forward_args(), nullptr);
+  const auto told = [&] {
+    const std::lock_guard lock(log_mutex_);
+    return log_.find("cannot tune") != log_.npos;
+  };
+  for (int i = 0; i < 6000 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  ASSERT_TRUE(told());
+  const pid_t child = ::fork();
+  if (child == 0) {
+    ::alarm(60);  // ends a child that waits for ever
+    runtime->forward(spec(), forward_args(64, {1, 2, 2, 100, 100}), nullptr);
+    runtime.reset();
+    ::_exit(0);
+  }
+  EXPECT_TRUE(ended_well(child));
+}
+
 TEST_F(Service, NoMemoryToLoadIsSaidAndNotWorkedAround) {
   engine()->prepare(spec(), kShape, {});
   fake().load_result = CUDA_ERROR_OUT_OF_MEMORY;

@@ -265,7 +265,7 @@ class Inputs {
   }
   ForwardArgs forward_args(const TensorSet& set) const { return common_args<ForwardArgs>(set); }
   BackwardArgs backward_args(const TensorSet& set) const {
-    BackwardArgs args = common_args<BackwardArgs>(set);
+    auto args = common_args<BackwardArgs>(set);
     args.dout = rows_of_q(set.dout, problem_.spec.v_dim());
     args.dq = rows_of_q(set.dq, problem_.spec.head_dim);
     args.dk = rows_of_kv(set.dk, problem_.spec.head_dim);

@@ -32,7 +32,10 @@ constexpr int kReservedSharedBytes = 1024;       // the driver's, each thread bl
 constexpr int kOtherRegisters = 70;              // of a thread, beside accumulators
 constexpr double kManyWaves = 40;                // from here on the order of the blocks does not matter
 
-double round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
+double round_up(int value, int unit) {
+  const int units = (value + unit - 1) / unit;
+  return units * unit;
+}
 
 /// How long each unit of a multiprocessor is busy with one tile.
 struct TileClocks {
@@ -238,7 +241,7 @@ Prediction Model::predict(const TileConfig& config) const {
       blocks.push_back(resident * (static_cast<double>(tiles) * group * tile + kClocksPerBlock));
     }
     const double slots = resident * multiprocessors;
-    const double copies = static_cast<double>(shape.batch * heads);
+    const auto copies = static_cast<double>(shape.batch * heads);
     out.ms += makespan(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
     out.tile_clocks = std::max(out.tile_clocks, tile);
     out.waves = std::max(out.waves, static_cast<double>(launch.blocks) / slots);

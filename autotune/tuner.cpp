@@ -253,8 +253,7 @@ class Search {
   CompileAhead<KernelReport> compile_ahead() {
     const unsigned threads = options_.compile_threads ? options_.compile_threads
                                                       : std::max(1u, std::thread::hardware_concurrency());
-    return CompileAhead<KernelReport>(order_.size(), threads,
-                                      [this](std::size_t i) { return meter_.prepare(problem_, order_[i]); });
+    return {order_.size(), threads, [this](std::size_t i) { return meter_.prepare(problem_, order_[i]); }};
   }
 
   Ending measure_all() {

@@ -53,7 +53,8 @@ std::vector<EntryReport> reports_of(const KernelSource& source, const CompiledKe
 /// What the planner foresees by formula, checked against what ptxas made of it.
 void check_fits(const KernelSource& source, const std::vector<EntryReport>& entries, const DeviceInfo& info) {
   for (const EntryReport& entry : entries) {
-    const std::int64_t unit = (entry.registers + kRegisterUnit - 1) / kRegisterUnit * kRegisterUnit;
+    const std::int64_t unit =
+        (std::int64_t{entry.registers} + kRegisterUnit - 1) / kRegisterUnit * kRegisterUnit;
     const bool fits =
         entry.shared_bytes <= info.shared_per_block && unit * entry.threads <= info.registers_per_sm;
     if (fits) continue;

@@ -8,6 +8,7 @@ struct Runtime::Impl : Engine {
   using Engine::Engine;
 };
 
+// NOLINTNEXTLINE(performance-unnecessary-value-param): as the public interface has it
 Runtime::Runtime(RuntimeOptions options)
     : impl_(std::make_unique<Impl>(resolve_settings(options, read_environment()))) {}
 Runtime::~Runtime() = default;

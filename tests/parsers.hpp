@@ -2,11 +2,14 @@
 // Error, or read and written so that they come back. Shared by the tests and by tests/fuzz.
 #pragma once
 
+#include <algorithm>
+#include <filesystem>
 #include <string>
 #include <string_view>
 #include <vector>
 
 #include "cache/digest.hpp"
+#include "cache/manifest.hpp"
 #include "cache/meta.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
@@ -80,6 +83,16 @@ inline Outcome read_record(std::string_view text) {
   });
 }
 
+inline Outcome read_manifest(std::string_view text) {
+  return outcome_of(ErrorCode::io, [&] {
+    const std::vector<cache::ManifestLine> lines = cache::parse_manifest(text);
+    const bool inside = std::ranges::all_of(lines, [](const cache::ManifestLine& line) {
+      return (std::filesystem::path("/pack") / line.path).lexically_normal().string() == "/pack/" + line.path;
+    });
+    return inside && cache::parse_manifest(cache::to_text(lines)) == lines;
+  });
+}
+
 inline cache::Meta example_meta() {
   return {.arch = "sm_80",
           .spec = "fwd:bf16:d64",
@@ -141,6 +154,11 @@ inline std::vector<Parser> parsers() {
       {"meta", read_meta, {meta}},
       {"meta_body", read_meta_body, {parse_json(meta).at("kernel").dump()}},
       {"record", read_record, {plan::to_json(example_record())}},
+      {"manifest",
+       read_manifest,
+       {cache::to_text(
+            {{std::string(64, '0'), "sm_90a/key/kernel.cubin"}, {std::string(64, 'f'), "..a/..b"}}),
+        ""}},
   };
 }
 

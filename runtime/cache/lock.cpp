@@ -57,7 +57,7 @@ Store::Lock Store::lock(const std::string& arch, const std::string& key, double 
     const int fd = ::open(path.c_str(), O_RDWR | O_CREAT | O_CLOEXEC | O_NOFOLLOW, 0600);
     if (fd < 0) return {};
     if (::flock(fd, LOCK_EX | LOCK_NB) == 0) {
-      if (still_named(fd, path)) return Lock(fd, path);
+      if (still_named(fd, path)) return {fd, path};
       ::close(fd);
       continue;
     }

@@ -217,7 +217,7 @@ struct Compiler::Impl {
 
   // From 12.9 on NVRTC keeps a cache of its own, and answers from it without ptxas's report.
   std::vector<std::string> with_own_cache_off(std::vector<std::string> options) const {
-    if (version >= 1209) options.push_back("--no-cache");
+    if (version >= 1209) options.emplace_back("--no-cache");
     return options;
   }
 

@@ -22,7 +22,7 @@ Context retain(std::shared_ptr<const Driver> driver, int ordinal) {
     driver->device_primary_ctx_release(device);
     driver->check(result, "cuCtxSetCurrent");
   }
-  return Context(std::move(driver), device, context);
+  return {std::move(driver), device, context};
 }
 
 }  // namespace

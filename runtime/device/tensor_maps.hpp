@@ -11,7 +11,7 @@ namespace flashjit::device {
 struct TensorMaps {
   CUtensorMap q, k, v, dout;
 };
-static_assert(sizeof(TensorMaps) == 4 * 128 && alignof(TensorMaps) >= 64);
+static_assert(sizeof(TensorMaps) == std::size_t{4} * 128 && alignof(TensorMaps) >= 64);
 
 /// The maps of one call's tensors; a tensor without elements, or none at all, leaves its map zeroed: no
 /// kernel reads it. Throws Error(unsupported) that names the tensor whose strides the driver refuses.

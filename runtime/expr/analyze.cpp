@@ -51,7 +51,7 @@ Affine plus_one(Affine form) {
   return form;
 }
 
-Comparison compared(Op op, Affine left, Affine right, bool fits) {
+Comparison compared(Op op, const Affine& left, const Affine& right, bool fits) {
   switch (op) {
     case Op::equal:
       return {Relation::zero, left - right, left, right, fits};

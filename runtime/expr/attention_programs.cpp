@@ -30,7 +30,7 @@ Expr position() { return q + seqlen_kv - seqlen_q; }
 
 /// The smallest distance of each bucket behind those of single distances, with T5's own fp32 arithmetic.
 std::vector<std::int32_t> bucket_begins(int buckets, int single, int max_distance) {
-  const float scale = static_cast<float>(std::log(static_cast<double>(max_distance) / single));
+  const auto scale = static_cast<float>(std::log(static_cast<double>(max_distance) / single));
   const auto bucket = [&](int distance) {
     const float share = std::log(static_cast<float>(distance) / static_cast<float>(single)) / scale;
     return std::min(single + static_cast<int>(share * static_cast<float>(buckets - single)), buckets - 1);

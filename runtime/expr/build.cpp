@@ -156,7 +156,7 @@ Expr apply(Op op, std::vector<Expr> args) {
   return finish({.op = op, .type = type, .args = pointers(args)});
 }
 
-Expr read(const Declaration& tensor, std::vector<Expr> indices) {
+Expr read(const Declaration& tensor, const std::vector<Expr>& indices) {
   if (static_cast<int>(indices.size()) != tensor.rank)
     refuse("'{}' has {} dimension{}, but is read with {} {}", tensor.name, tensor.rank,
            tensor.rank == 1 ? "" : "s", indices.size(), indices.size() == 1 ? "index" : "indices");
@@ -197,7 +197,8 @@ Tensor Tensor::with_grad() const {
 }
 
 Expr Tensor::operator[](const Expr& index) const { return read({index}); }
-Expr Tensor::read(std::vector<Expr> indices) const { return expr::read(declaration_, std::move(indices)); }
+// NOLINTNEXTLINE(performance-unnecessary-value-param): as the public interface has it
+Expr Tensor::read(std::vector<Expr> indices) const { return expr::read(declaration_, indices); }
 
 Expr scalar_int(std::string name) { return scalar({std::move(name), ElementType::int32, 0, false}); }
 Expr scalar_float(std::string name) { return scalar({std::move(name), ElementType::fp32, 0, false}); }

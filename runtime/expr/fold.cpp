@@ -204,7 +204,7 @@ class Folder {
       args.emplace_back(fold(arg));
       changed |= args.back().pointer() != arg;
     }
-    if (tree->op == Op::read) return changed ? read(tree->declaration, std::move(args)).pointer() : tree;
+    if (tree->op == Op::read) return changed ? read(tree->declaration, args).pointer() : tree;
     if (const Folded folded = fold_once(tree->op, args)) return folded->pointer();
     return changed ? apply(tree->op, std::move(args)).pointer() : tree;
   }

@@ -90,7 +90,7 @@ Type read_type(ElementType element);
 
 /// The operation on operands, checked and promoted as the operators of Expr do: those are this.
 Expr apply(Op op, std::vector<Expr> args);
-Expr read(const Declaration& tensor, std::vector<Expr> indices);
+Expr read(const Declaration& tensor, const std::vector<Expr>& indices);
 Expr scalar(const Declaration& declaration);
 
 /// The text of an expression without its declarations; for messages and within to_string.

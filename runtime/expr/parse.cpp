@@ -269,8 +269,8 @@ class Parser {
     }
     require("[", fmt::format("'[' and {} ind{} of '{}'", declaration.rank,
                              declaration.rank == 1 ? "ex" : "ices", token.text));
-    std::vector<Expr> indices = parse_list("]");
-    return at(token, [&] { return read(declaration, std::move(indices)); });
+    const std::vector<Expr> indices = parse_list("]");
+    return at(token, [&] { return read(declaration, indices); });
   }
 
   /// Expressions separated by commas, up to `close`.

@@ -178,8 +178,8 @@ double log_ratio(std::int64_t a, std::int64_t b, std::int64_t alike) {
   return std::abs(log(a) - log(b));
 }
 
-constexpr std::int64_t kLong = 16384;              // a loop this long hides its beginning and end
-constexpr std::int64_t kManyRows = 128 * 132 * 8;  // some waves of blocks on a large GPU
+constexpr std::int64_t kLong = 16384;  // a loop this long hides its beginning and end
+constexpr std::int64_t kManyRows = std::int64_t{128} * 132 * 8;  // some waves of blocks on a large GPU
 constexpr int kUsualTile = 128;
 
 /// In octaves of a length.

@@ -17,8 +17,8 @@ namespace {
 
 template <class Integer>
 double clamped(double value) {
-  constexpr double kLow = static_cast<double>(std::numeric_limits<Integer>::min());
-  constexpr double kHigh = static_cast<double>(std::numeric_limits<Integer>::max());
+  constexpr auto kLow = static_cast<double>(std::numeric_limits<Integer>::min());
+  constexpr auto kHigh = static_cast<double>(std::numeric_limits<Integer>::max());
   return std::isnan(value) ? 0 : std::clamp(std::trunc(value), kLow, kHigh);
 }
 

@@ -18,7 +18,7 @@ constexpr const char* kProblem =
 class CommandTune : public ::testing::Test {
  protected:
   testing::CommandResult tune(const std::string& arguments) const {
-    return testing::run_command(folder_, "tune " + arguments, "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_LIBCUDA "'");
+    return testing::run_command(folder_, "tune " + arguments, "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "'");
   }
   std::string file(const std::string& name) const { return folder_.file(name); }
   std::string text(const std::string& name) const { return read_file(folder_.file(name)); }
@@ -93,7 +93,7 @@ TEST_F(CommandTune, TheStudyWritesAPageAndItsRows) {
 TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
   const auto result =
       testing::run_command(folder_, "tune --spec bwd:bf16:d128 --shape b1:hq4:hkv4:sq512:skv512 --exhaustive",
-                           "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_LIBCUDA "' timeout --preserve-status -s INT 4");
+                           "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' timeout --preserve-status -s INT 4");
   EXPECT_EQ(result.code, 130) << result.err;
   if (result.err.find(" ms, best ") != std::string::npos) {
     EXPECT_EQ(records(), 1u) << result.err;

@@ -6,9 +6,11 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 inputs=${1:-200000}
 build=${2:-$root/build-fuzz}
 
+log=$build/build.log
+mkdir -p "$build"
 cmake -S "$root" -B "$build" -G Ninja -DCMAKE_CXX_COMPILER=clang++ -DCMAKE_C_COMPILER=clang -DFLASHJIT_FUZZ=ON \
-  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -g1" -DFLASHJIT_TOOLS=OFF ${CMAKE_ARGS:-} >"$build.log"
-cmake --build "$build" --target flashjit_fuzzers >>"$build.log" || { tail -20 "$build.log"; exit 1; }
+  -DCMAKE_BUILD_TYPE=Release -DCMAKE_CXX_FLAGS_RELEASE="-O1 -g1" -DFLASHJIT_TOOLS=OFF ${CMAKE_ARGS:-} >"$log"
+cmake --build "$build" --target flashjit_fuzzers >>"$log" || { tail -20 "$log"; exit 1; }
 "$build/tests/fuzz/flashjit_fuzz_seeds" "$build/corpus"
 
 for fuzzer in "$build"/tests/fuzz/flashjit_fuzz_*; do

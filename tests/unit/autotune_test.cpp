@@ -620,16 +620,17 @@ TEST(CompileAhead, WorksOnlyOnWhatIsWantedAndFirstOnWhatIsWaitedFor) {
 }
 
 TEST(CompileAhead, LeavesOutTheRestWhenDropped) {
+  constexpr int kItems = 100000;  // almost a minute of work, however late this thread comes
   std::atomic<int> done{0};
   {
-    CompileAhead<int> work(1000, 2, [&](std::size_t) {
+    CompileAhead<int> work(kItems, 2, [&](std::size_t) {
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
       return ++done;
     });
-    for (std::size_t i = 0; i < 1000; ++i) work.want(i);
+    for (std::size_t i = 0; i < kItems; ++i) work.want(i);
     work.take(0);
   }
-  EXPECT_LT(done.load(), 1000);
+  EXPECT_LT(done.load(), kItems);
 }
 
 TEST(Tune, TheRecordDoesNotDependOnTheCompileThreads) {

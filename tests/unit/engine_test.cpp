@@ -817,7 +817,7 @@ TEST_F(BackgroundTest, TheFirstUseOfAShapeAsksOnceAndCallsSwitchWhenItIsDone) {
   EXPECT_EQ(jobs_[0].shape, kShape);
   EXPECT_EQ(jobs_[0].current, plan_of(kSpec, kShape).config);
   EXPECT_EQ(jobs_[0].workspace_bytes, runtime->workspace_bytes(kSpec, kShape));
-  EXPECT_EQ(jobs_[0].context.context(), reinterpret_cast<CUcontext>(0xc0));
+  EXPECT_EQ(jobs_[0].context.context(), FakeDriver::context_of(FakeDriver::own_device));
 
   adopt_(jobs_[0], better());
   fake().launches.clear();

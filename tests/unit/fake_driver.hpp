@@ -1,4 +1,5 @@
-// A driver for tests without a GPU: it remembers what it was asked and launches nothing.
+// A driver for tests without a GPU: it remembers what it was asked and launches nothing. Every launch takes a
+// time that its grid tells.
 #pragma once
 
 #include <atomic>
@@ -40,6 +41,8 @@ struct FakeDriver {
   bool capturing = false;
   int device = 0;
   static inline thread_local int own_device = -1;  ///< of this thread, and its memory's; -1: `device`
+  static constexpr int kDevices = 2;
+  static constexpr std::intptr_t kFirstContext = 0xc0;
   int compute_capability = 90;
   CUresult init_result = CUDA_SUCCESS, load_result = CUDA_SUCCESS, launch_result = CUDA_SUCCESS;
   std::size_t unknown_pointers_below = 0;  ///< addresses that are no CUDA memory
@@ -49,7 +52,9 @@ struct FakeDriver {
   std::vector<Launch> launches;
   std::vector<EncodedMap> encoded;
   int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
-  std::map<int, int> opt_ins;  ///< calls of cuKernelSetAttribute by device
+  std::map<int, int> opt_ins;             ///< calls of cuKernelSetAttribute by device
+  double clock_ms = 0;                    ///< of all streams: what was launched so far
+  CUdeviceptr next_address = 1ull << 40;  ///< nobody looks behind it
 
   static FakeDriver& state() {
     static FakeDriver fake;
@@ -72,12 +77,18 @@ struct FakeDriver {
     opt_ins.clear();
   }
 
+  /// Of -1, too, which stands for `device`; never null.
+  static CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kFirstContext + device); }
+
   static std::shared_ptr<const device::Driver> driver() {
     auto fake = std::make_shared<device::Driver>();
     fake->version = 13000;
     fake->path = "fake";
     set_errors(*fake);
+    set_context(*fake);
     set_device(*fake);
+    set_memory(*fake);
+    set_events(*fake);
     set_library(*fake);
     set_launch(*fake);
     return fake;
@@ -95,16 +106,35 @@ struct FakeDriver {
     };
   }
 
-  static void set_device(device::Driver& d) {
+  static void set_context(device::Driver& d) {
+    d.device_primary_ctx_retain = [](CUcontext* context, CUdevice device) {
+      *context = context_of(device);
+      return CUDA_SUCCESS;
+    };
+    d.ctx_get_current = [](CUcontext* context) {
+      *context = context_of(own_device);
+      return CUDA_SUCCESS;
+    };
+    d.ctx_set_current = [](CUcontext context) {
+      if (state().ctx_result == CUDA_SUCCESS)
+        own_device = static_cast<int>(reinterpret_cast<std::intptr_t>(context) - kFirstContext);
+      return state().ctx_result;
+    };
     d.ctx_get_device = [](CUdevice* device) {
       *device = own_device >= 0 ? own_device : state().device;
       return state().has_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
     };
-    d.ctx_get_current = [](CUcontext* context) {
-      *context = reinterpret_cast<CUcontext>(0xc0);
+  }
+
+  static void set_device(device::Driver& d) {
+    d.device_get_count = [](int* count) {
+      *count = kDevices;
       return CUDA_SUCCESS;
     };
-    d.ctx_set_current = [](CUcontext) { return state().ctx_result; };
+    d.device_get = [](CUdevice* device, int ordinal) {
+      *device = ordinal;
+      return CUDA_SUCCESS;
+    };
     d.device_get_name = [](char* name, int size, CUdevice) {
       std::strncpy(name, "Fake GPU", size);
       return CUDA_SUCCESS;
@@ -137,8 +167,18 @@ struct FakeDriver {
       }
       return CUDA_SUCCESS;
     };
-    d.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
-      *status = state().capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+  }
+
+  static void set_memory(device::Driver& d) {
+    d.mem_get_info = [](std::size_t* free, std::size_t* total) {
+      *free = *total = std::size_t{1} << 30;
+      return CUDA_SUCCESS;
+    };
+    d.mem_alloc = [](CUdeviceptr* address, std::size_t bytes) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      *address = fake.next_address;
+      fake.next_address += (bytes + 4095) / 4096 * 4096;
       return CUDA_SUCCESS;
     };
     d.pointer_get_attribute = [](void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
@@ -160,6 +200,32 @@ struct FakeDriver {
     };
   }
 
+  /// An event is the time at which it was recorded.
+  static void set_events(device::Driver& d) {
+    d.event_create = [](CUevent* event, unsigned) {
+      *event = reinterpret_cast<CUevent>(new double(0));
+      return CUDA_SUCCESS;
+    };
+    d.event_destroy = [](CUevent event) {
+      delete reinterpret_cast<double*>(event);
+      return CUDA_SUCCESS;
+    };
+    d.event_record = [](CUevent event, CUstream) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      *reinterpret_cast<double*>(event) = fake.clock_ms;
+      return CUDA_SUCCESS;
+    };
+    d.event_elapsed_time = [](float* ms, CUevent start, CUevent stop) {
+      *ms = static_cast<float>(*reinterpret_cast<double*>(stop) - *reinterpret_cast<double*>(start));
+      return CUDA_SUCCESS;
+    };
+    d.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
+      *status = state().capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+      return CUDA_SUCCESS;
+    };
+  }
+
   static void set_library(device::Driver& d) {
     d.library_load_data = [](CUlibrary* library, const void*, CUjit_option*, void**, unsigned,
                              CUlibraryOption*, void**, unsigned) {
@@ -177,6 +243,10 @@ struct FakeDriver {
     };
     d.library_get_kernel = [](CUkernel* kernel, CUlibrary, const char*) {
       *kernel = nullptr;
+      return CUDA_SUCCESS;
+    };
+    d.kernel_get_attribute = [](int* value, CUfunction_attribute, CUkernel, CUdevice) {
+      *value = 1;
       return CUDA_SUCCESS;
     };
     d.kernel_set_attribute = [](CUfunction_attribute, int, CUkernel, CUdevice device) {
@@ -224,6 +294,8 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       if (fake.launch_result != CUDA_SUCCESS) return fake.launch_result;
+      // Few large blocks are fast here, whatever a real GPU would say.
+      fake.clock_ms += 0.01 + 1e-4 * config->gridDimX + 1e-5 * config->blockDimX;
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
                                *static_cast<const Params*>(parameters[0]),
                                *static_cast<const device::TensorMaps*>(parameters[1])});

@@ -74,7 +74,7 @@ class Bench {
   }
 
  private:
-  static constexpr std::size_t kTensorBytes = 64 * 64 * 2;
+  static constexpr std::size_t kTensorBytes = std::size_t{64} * 64 * 2;
   device::PrimaryContext context_;
   DeviceInfo info_;
   plan::ExecutionPlan plan_;

@@ -99,7 +99,7 @@ std::string disassemble(const std::string& cubin) {
         "/usr/local/cuda/bin; install them (apt: cuda-cuobjdump, cuda-nvdisasm; PyPI: nvidia-cuda-nvdisasm)");
   const TemporaryFile file(cubin);
   std::vector<std::string> command{*tool};
-  if (tool->ends_with("cuobjdump")) command.push_back("-sass");
+  if (tool->ends_with("cuobjdump")) command.emplace_back("-sass");
   command.push_back(file.path());
   int status = 0;
   std::string output = output_of(command, &status);

@@ -10,41 +10,14 @@
 #include <set>
 
 #include "cache/folders.hpp"
+#include "cache/manifest.hpp"
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
-#include "support/text.hpp"
 
 namespace flashjit::command {
 namespace {
 
 namespace fs = std::filesystem;
-
-constexpr std::size_t kDigits = 2 * SHA256_DIGEST_LENGTH;
-constexpr std::string_view kGap = "  ";
-
-bool is_digest(std::string_view text) {
-  return text.size() == kDigits &&
-         std::ranges::all_of(text, [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
-}
-
-/// Without a step up, and in the one spelling that a path has.
-bool stays_inside(std::string_view text) {
-  const fs::path path(text);
-  return text.find('\0') == text.npos && path.is_relative() && text == path.lexically_normal().string() &&
-         path.has_filename() && path != "." && *path.begin() != "..";
-}
-
-ManifestLine parse_line(std::string_view line, std::size_t number) {
-  const auto refuse = [&](std::string_view why) {
-    throw Error(ErrorCode::io, fmt::format("line {} of {} {}", number, cache::kManifestFile, why));
-  };
-  if (line.size() <= kDigits + kGap.size() || !is_digest(line.substr(0, kDigits)) ||
-      line.substr(kDigits, kGap.size()) != kGap)
-    refuse("is not a digest of 64 digits, two spaces and a path");
-  const std::string_view path = line.substr(kDigits + kGap.size());
-  if (!stays_inside(path)) refuse(fmt::format("names {}, which is no path within the pack", quoted(path)));
-  return {std::string(line.substr(0, kDigits)), std::string(path)};
-}
 
 /// No part of a pack: what a process is just writing, locks, and the manifest itself.
 bool is_left_out(const fs::path& name) {
@@ -80,7 +53,7 @@ bool passes_a_link(const fs::path& root, const fs::path& relative) {
 }
 
 /// What is wrong with a named file; empty: nothing.
-std::string complaint(const fs::path& root, const ManifestLine& line) {
+std::string complaint(const fs::path& root, const cache::ManifestLine& line) {
   std::error_code error;
   if (!fs::exists(fs::symlink_status(root / line.path, error))) return "is missing";
   if (passes_a_link(root, line.path)) return "is reached through a link";
@@ -104,29 +77,15 @@ std::string sha256(std::string_view bytes) {
   return text;
 }
 
-std::vector<ManifestLine> parse_manifest(std::string_view text) {
-  std::vector<ManifestLine> lines;
-  std::set<std::string> paths;
-  if (text.ends_with('\n')) text.remove_suffix(1);
-  if (text.empty()) return lines;
-  for (const std::string_view line : split(text, '\n')) {
-    lines.push_back(parse_line(line, lines.size() + 1));
-    if (!paths.insert(lines.back().path).second)
-      throw Error(ErrorCode::io, fmt::format("{} names {} twice", cache::kManifestFile,
-                                             quoted(std::string_view(lines.back().path))));
-  }
-  return lines;
-}
-
 fs::path manifest_path(const fs::path& folder) {
   return folder / cache::kVersionFolder / cache::kManifestFile;
 }
 
 std::string write_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
-  std::string text;
-  for (const std::string& file : files_below(root))
-    text += fmt::format("{}{}{}\n", sha256(read_file(root / file)), kGap, file);
+  std::vector<cache::ManifestLine> lines;
+  for (const std::string& file : files_below(root)) lines.push_back({sha256(read_file(root / file)), file});
+  const std::string text = to_text(lines);
   write_file_atomically(manifest, text, Audience::user);
   return sha256(text);
 }
@@ -135,7 +94,7 @@ std::vector<std::string> check_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<std::string> differences;
   std::set<std::string> named;
-  for (const ManifestLine& line : parse_manifest(read_file(manifest))) {
+  for (const cache::ManifestLine& line : cache::parse_manifest(read_file(manifest))) {
     named.insert(line.path);
     if (const std::string wrong = complaint(root, line); !wrong.empty())
       differences.push_back(fmt::format("{} {}", line.path, wrong));

@@ -90,7 +90,7 @@ void check_out_dir(const RunOptions& options, const AttentionSpec& spec) {
   std::vector<std::string> names{"out.npy", "lse.npy"};
   if (spec.pass == Pass::backward) {
     names.insert(names.end(), {"dq.npy", "dk.npy", "dv.npy"});
-    if (spec.sinks) names.push_back("dsinks.npy");
+    if (spec.sinks) names.emplace_back("dsinks.npy");
     for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask))
       if (d.wants_grad) names.push_back(grad_file(d.name));
   }

@@ -37,7 +37,7 @@ std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, 
   std::vector<std::optional<TileConfig>> configs;
   for (const plan::FamilyTraits& family : plan::families())
     if (family.supports(spec, device))
-      for (const TileConfig& config : family.search_space(spec, device)) configs.push_back(config);
+      for (const TileConfig& config : family.search_space(spec, device)) configs.emplace_back(config);
   return configs;
 }
 

@@ -17,7 +17,10 @@ int main() {
     std::printf("%.0f%% of the blocks\n", 100 * pattern.density());
 
     std::vector<float> values(kElements);  // every element of V's row j is j's block
-    for (std::int64_t i = 0; i < kElements; ++i) values[i] = static_cast<float>(i / kDim % kLength / kBlock);
+    for (std::int64_t i = 0; i < kElements; ++i) {
+      const std::int64_t block = i / kDim % kLength / kBlock;
+      values[i] = static_cast<float>(block);
+    }
     const auto tensor = [&](const std::vector<float>& from) {
       return flashjit::TensorView::bhsd(example::upload(cuda, from), 1, kHeads, kLength, kDim);
     };

@@ -19,7 +19,7 @@ static int failed(const char* what) {
 static int make_tensor(const cuda_functions* cuda, unsigned short bits, flashjit_tensor* tensor) {
   const flashjit_tensor made = {make_filled(cuda, bits, kElements),
                                 {kBatch, kHeads, kLength, kDim},
-                                {kHeads * kLength * kDim, kLength * kDim, kDim, 1}};
+                                {(int64_t)kHeads * kLength * kDim, (int64_t)kLength * kDim, kDim, 1}};
   *tensor = made;
   return made.data != NULL;
 }
@@ -29,7 +29,7 @@ static int forward_is_right(const cuda_functions* cuda, flashjit_runtime* runtim
                             const flashjit_spec* spec) {
   const unsigned short one = 0x3f80, half = 0x3f00, nan = 0x7fff;
   flashjit_forward_args args = {.struct_size = sizeof args};
-  unsigned short* out = malloc(kElements * 2);
+  unsigned short* out = malloc(kElements * sizeof *out);
   int right = 1, i;
   if (!out || !make_tensor(cuda, one, &args.q) || !make_tensor(cuda, one, &args.k) ||
       !make_tensor(cuda, half, &args.v) || !make_tensor(cuda, nan, &args.out)) {
@@ -43,7 +43,7 @@ static int forward_is_right(const cuda_functions* cuda, flashjit_runtime* runtim
     return 0;
   }
   right = cuda->synchronize() == CUDA_SUCCESS &&
-          cuda->download(out, (CUdeviceptr)(size_t)args.out.data, kElements * 2) == CUDA_SUCCESS;
+          cuda->download(out, (CUdeviceptr)(size_t)args.out.data, kElements * sizeof *out) == CUDA_SUCCESS;
   for (i = 0; i < kElements && right; ++i) right = out[i] == half;
   free(out);
   return right;

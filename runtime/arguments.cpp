@@ -356,6 +356,24 @@ const void* memory_of(const View& view) {
   return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
 }
 
+/// Memory of the caller's; `subject` begins a sentence, `name` stands within one.
+void check_lent(const char* subject, const char* name, const char* ask, const Workspace& memory,
+                std::size_t needed) {
+  if (needed == 0) return;
+  if (memory.bytes < needed || !memory.data)
+    refuse("{} has {} bytes{}, but {} are needed: ask Runtime::{}() and give that much.", subject,
+           memory.bytes, memory.data ? "" : " at null", needed, ask);
+  check_pointer(name, memory.data, kWorkspaceAlignment);
+}
+
+/// These and the captures, without nulls.
+std::vector<NamedPointer> with_captures(std::vector<NamedPointer> pointers,
+                                        std::span<const Capture> captures) {
+  for (const Capture& capture : captures) pointers.push_back({capture.name, capture.data});
+  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
+  return pointers;
+}
+
 /// What both passes have, and what one has beside it, without nulls.
 template <class Args>
 std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<NamedPointer> more) {
@@ -372,9 +390,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"workspace", args.workspace.data},
                                      {"lists", args.lists ? args.lists->data : nullptr}};
   pointers.insert(pointers.end(), more);
-  for (const Capture& capture : args.captures) pointers.push_back({capture.name, capture.data});
-  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
-  return pointers;
+  return with_captures(std::move(pointers), args.captures);
 }
 
 }  // namespace
@@ -426,21 +442,11 @@ void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, con
 }
 
 void check_workspace(const Workspace& workspace, std::size_t needed) {
-  if (needed == 0) return;
-  if (workspace.bytes < needed || !workspace.data)
-    refuse(
-        "The workspace has {} bytes{}, but {} are needed: ask Runtime::workspace_bytes() and give that much.",
-        workspace.bytes, workspace.data ? "" : " at null", needed);
-  check_pointer("workspace", workspace.data, kWorkspaceAlignment);
+  check_lent("The workspace", "workspace", "workspace_bytes", workspace, needed);
 }
 
 void check_list_memory(const Workspace& memory, std::size_t needed) {
-  if (needed == 0) return;
-  if (memory.bytes < needed || !memory.data)
-    refuse(
-        "The lists' memory has {} bytes{}, but {} are needed: ask Runtime::list_bytes() and give that much.",
-        memory.bytes, memory.data ? "" : " at null", needed);
-  check_pointer("the lists' memory", memory.data, kWorkspaceAlignment);
+  check_lent("The lists' memory", "the lists' memory", "list_bytes", memory, needed);
 }
 
 void check_lists(const BlockLists& lists, std::string_view wanted, const BlockMapView& map) {
@@ -483,14 +489,12 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) { return pointers_with(args, {}); }
 
 std::vector<NamedPointer> pointers_of(const ListArgs& args) {
-  std::vector<NamedPointer> pointers{{"the lists' memory", args.memory.data},
-                                     {"kv_lengths", args.kv_lengths},
-                                     {"block_map", args.block_map.data},
-                                     {"cu_seqlens_q", args.cu_seqlens_q},
-                                     {"cu_seqlens_kv", args.cu_seqlens_kv}};
-  for (const Capture& capture : args.captures) pointers.push_back({capture.name, capture.data});
-  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
-  return pointers;
+  return with_captures({{"the lists' memory", args.memory.data},
+                        {"kv_lengths", args.kv_lengths},
+                        {"block_map", args.block_map.data},
+                        {"cu_seqlens_q", args.cu_seqlens_q},
+                        {"cu_seqlens_kv", args.cu_seqlens_kv}},
+                       args.captures);
 }
 
 std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {

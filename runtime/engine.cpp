@@ -55,6 +55,16 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
     return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v);
 }
 
+/// Launches those of an operation's steps that `wanted` says yes to, in order.
+template <class Steps, class Wanted>
+void launch_steps(const device::Driver& driver, const Steps& steps, Params params, device::TensorMaps maps,
+                  Stream stream, Wanted wanted) {
+  std::array<void*, 2> parameters{&params, &maps};
+  for (const auto& step : steps)
+    if (wanted(step))
+      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
+}
+
 /// Refuses memory that kernels in the current context cannot reach.
 void check_reachable(const device::Driver& driver, CUdevice device, const NamedPointer& named) {
   const auto address = reinterpret_cast<CUdeviceptr>(named.pointer);
@@ -112,13 +122,9 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
     operation->pointers_checked.store(true, std::memory_order_relaxed);
   }
   if (operation->steps.empty()) return;
-  Params params = make_params(operation->plan, args);
-  device::TensorMaps maps = tensor_maps(driver, operation->plan, args);
-  std::array<void*, 2> parameters{&params, &maps};
-  for (const Operation::Step& step : operation->steps) {
-    if (args.lists && step.makes_lists) continue;
-    device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
-  }
+  launch_steps(driver, operation->steps, make_params(operation->plan, args),
+               tensor_maps(driver, operation->plan, args), stream,
+               [&](const Operation::Step& step) { return !(args.lists && step.makes_lists); });
 }
 
 BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -131,12 +137,8 @@ BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& 
       operation_of(spec, spec.pass, shape, args.captures, Pass::forward, device, stream);
   check_list_memory(args.memory, operation->plan.workspace.list_bytes());
   check_pointers(args, device);
-  Params params = make_params(operation->plan, args);
-  device::TensorMaps maps{};
-  std::array<void*, 2> parameters{&params, &maps};
-  for (const Operation::Step& step : operation->steps)
-    if (step.makes_lists)
-      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
+  launch_steps(driver, operation->steps, make_params(operation->plan, args), {}, stream,
+               [](const Operation::Step& step) { return step.makes_lists; });
   return {.data = args.memory.data,
           .built_for = operation->name,
           .block_map_size = {args.block_map.size[0], args.block_map.size[1]}};
@@ -179,12 +181,10 @@ KernelReport Engine::prepare(const AttentionSpec& spec, const AttentionShape& sh
 }
 
 std::array<KernelReport, 2> Engine::prepare_both(const AttentionSpec& spec, const AttentionShape& shape) {
-  const CUdevice device = device::current_device(*driver());
-  CUcontext context = nullptr;
-  driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
+  const device::Context context = device::current_context(driver());
   // Nearly all of the time is the compiler's, which works in as many threads as ask.
   std::future<KernelReport> backward = std::async(std::launch::async, [&] {
-    device::Context(driver(), device, context).make_current();
+    context.make_current();
     return prepare(with_pass(spec, Pass::backward), shape, {});
   });
   KernelReport forward = prepare(with_pass(spec, Pass::forward), shape, {});
@@ -274,15 +274,13 @@ std::optional<Engine::Chosen> Engine::remembered(const AttentionSpec& spec, cons
 void Engine::tune_in_background(const plan::ExecutionPlan& plan, CUdevice device) {
   if (plan.config_source == "given" || plan.config_source == "tuned") return;
   if (plan.workspace.list_bytes() > 0) return;  // the caller may hold lists of the present tiles
-  CUcontext context = nullptr;
-  driver()->check(driver()->ctx_get_current(&context), "cuCtxGetCurrent");
+  device::Context context = device::current_context(driver());
   const std::unique_lock lock(mutex_);
   if (tuning_stopped_) return;
   if (!wanted_.insert(tuned_key(plan.spec, plan.shape, device)).second) return;
   if (!tuner_)
     tuner_ = make_tuner_(settings_, [this](const auto& job, const auto& best) { adopt(job, best); });
-  tuner_->want(
-      {plan.spec, plan.shape, plan.config, plan.workspace.bytes, device::Context(driver(), device, context)});
+  tuner_->want({plan.spec, plan.shape, plan.config, plan.workspace.bytes, std::move(context)});
 }
 
 void Engine::stop_tuning() {

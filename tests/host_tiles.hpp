@@ -7,6 +7,7 @@
 #include "expr/classify.hpp"
 #include "expr/evaluate.hpp"
 #include "expr/nodes.hpp"
+#include "expr/ops.hpp"
 
 namespace flashjit::testing_support {
 
@@ -122,29 +123,12 @@ class HostTiles {
           return flashjit::abs(a[0]);
       }
     }
-    template <class Value>
-    static Truth compared(Op op, Value a, Value b) {
-      return op == Op::equal ? a == b : a != b;
-    }
-    Truth compare_ints(Op op, Interval a, Interval b) {
-      switch (op) {
-        case Op::less:
-          return a < b;
-        case Op::less_equal:
-          return a <= b;
-        case Op::greater:
-          return a > b;
-        case Op::greater_equal:
-          return a >= b;
-        default:
-          return compared(op, a, b);
-      }
-    }
+    Truth compare_ints(Op op, Interval a, Interval b) { return expr::compare(op, a, b); }
     Truth bool_operation(Op op, const std::vector<Truth>& a) {
       if (op == Op::logical_not) return !a[0];
       if (op == Op::logical_and) return a[0] && a[1];
       if (op == Op::logical_or) return a[0] || a[1];
-      return compared(op, a[0], a[1]);
+      return op == Op::equal ? a[0] == a[1] : a[0] != a[1];
     }
     template <class Value>
     Value select(Truth condition, Value a, Value b) {

@@ -11,6 +11,8 @@ std::string digest_of(std::string_view bytes) {
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
+bool is_hexadecimal(std::string_view text) { return text.find_first_not_of("0123456789abcdef") == text.npos; }
+
 Fields& Fields::add(std::string_view field) {
   bytes_ += fmt::format("{}:", field.size());
   bytes_ += field;

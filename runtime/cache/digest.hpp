@@ -11,6 +11,9 @@ namespace flashjit::cache {
 /// 32 lower-case hexadecimal digits.
 std::string digest_of(std::string_view bytes);
 
+/// Whether all of it are lower-case hexadecimal digits, as digests are written.
+bool is_hexadecimal(std::string_view text);
+
 /// Fields run together unambiguously: each is preceded by its length.
 class Fields {
  public:

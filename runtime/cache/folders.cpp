@@ -10,6 +10,7 @@
 #include <cerrno>
 #include <system_error>
 
+#include "cache/digest.hpp"
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
 
@@ -100,8 +101,7 @@ bool is_key_name(std::string_view name) {
   constexpr std::size_t kDigits = 32;
   if (name.size() < kDigits + 2 || name.size() > 200 || name[kDigits] != '-') return false;
   const std::string_view digest = name.substr(0, kDigits), tag = name.substr(kDigits + 1);
-  return std::all_of(digest.begin(), digest.end(),
-                     [](char c) { return is_digit(c) || (c >= 'a' && c <= 'f'); }) &&
+  return is_hexadecimal(digest) &&
          std::all_of(tag.begin(), tag.end(), [](char c) { return is_digit(c) || is_letter(c) || c == '.'; });
 }
 

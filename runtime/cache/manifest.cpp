@@ -2,10 +2,10 @@
 
 #include <fmt/format.h>
 
-#include <algorithm>
 #include <filesystem>
 #include <set>
 
+#include "cache/digest.hpp"
 #include "cache/folders.hpp"
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
@@ -18,11 +18,6 @@ namespace fs = std::filesystem;
 constexpr std::size_t kDigits = 64;
 constexpr std::string_view kGap = "  ";
 
-bool is_digest(std::string_view text) {
-  return text.size() == kDigits &&
-         std::ranges::all_of(text, [](char c) { return (c >= '0' && c <= '9') || (c >= 'a' && c <= 'f'); });
-}
-
 /// Without a step up, and in the one spelling that a path has.
 bool stays_inside(std::string_view text) {
   const fs::path path(text);
@@ -34,7 +29,7 @@ ManifestLine parse_line(std::string_view line, std::size_t number) {
   const auto refuse = [&](std::string_view why) {
     throw Error(ErrorCode::io, fmt::format("line {} of {} {}", number, kManifestFile, why));
   };
-  if (line.size() <= kDigits + kGap.size() || !is_digest(line.substr(0, kDigits)) ||
+  if (line.size() <= kDigits + kGap.size() || !is_hexadecimal(line.substr(0, kDigits)) ||
       line.substr(kDigits, kGap.size()) != kGap)
     refuse("is not a digest of 64 digits, two spaces and a path");
   const std::string_view path = line.substr(kDigits + kGap.size());

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "device/device_info.hpp"
+
 namespace flashjit::device {
 
 namespace {
@@ -26,6 +28,13 @@ Context retain(std::shared_ptr<const Driver> driver, int ordinal) {
 }
 
 }  // namespace
+
+Context current_context(const std::shared_ptr<const Driver>& driver) {
+  const CUdevice device = current_device(*driver);
+  CUcontext context = nullptr;
+  driver->check(driver->ctx_get_current(&context), "cuCtxGetCurrent");
+  return {driver, device, context};
+}
 
 PrimaryContext::PrimaryContext(std::shared_ptr<const Driver> driver, int ordinal)
     : Context(retain(std::move(driver), ordinal)) {}

@@ -34,6 +34,9 @@ class Context {
   CUcontext context_;
 };
 
+/// The calling thread's. Throws Error(no_device) when none is current.
+Context current_context(const std::shared_ptr<const Driver>& driver);
+
 /// The primary context of a device, current on the constructing thread. It is not popped: a program has one.
 class PrimaryContext : public Context {
  public:

@@ -44,9 +44,9 @@ inline bool is_operator(Op op) { return info(op).precedence < kCallPrecedence; }
 inline bool is_function(Op op) { return !is_operator(op) && info(op).takes != Takes::leaf; }
 
 inline bool is_comparison(Op op) { return op >= Op::equal && op <= Op::greater_equal; }
-/// What a comparison says of two values.
+/// What a comparison says of two values, or of two intervals.
 template <class Value>
-bool compare(Op op, Value a, Value b) {
+auto compare(Op op, Value a, Value b) {
   switch (op) {
     case Op::equal:
       return a == b;

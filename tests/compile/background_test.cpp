@@ -4,12 +4,12 @@
 
 #include <chrono>
 #include <cstdlib>
-#include <mutex>
 #include <string>
 #include <thread>
 
 #include "device/resources.hpp"
 #include "flashjit/flashjit.hpp"
+#include "kept_log.hpp"
 #include "run_command.hpp"
 
 namespace flashjit {
@@ -24,21 +24,11 @@ class Background : public ::testing::Test {
   ~Background() override { unsetenv("FLASHJIT_LIBCUDA"); }
 
   Runtime runtime(bool tune) {
-    return Runtime({.cache_dir = folder_.file("cache"),
-                    .tune_in_background = tune,
-                    .log = [this](std::string_view line) {
-                      const std::lock_guard lock(mutex_);
-                      log_ += std::string(line) + "\n";
-                    }});
-  }
-  std::string log() {
-    const std::lock_guard lock(mutex_);
-    return log_;
+    return Runtime({.cache_dir = folder_.file("cache"), .tune_in_background = tune, .log = log_.writer()});
   }
 
   testing::TemporaryDirectory folder_;
-  std::mutex mutex_;
-  std::string log_;
+  testing_support::KeptLog log_;
 };
 
 TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
@@ -52,10 +42,8 @@ TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
       std::this_thread::sleep_for(std::chrono::milliseconds(20));
       source = tuning.prepare(kSpec, kShape).config_source;
     }
-    EXPECT_EQ(source, "tuned") << log();
-    EXPECT_NE(log().find("tuned fwd:fp32:d32 at b1:hq4:hkv4:sq256:skv256 in the background"),
-              std::string::npos)
-        << log();
+    EXPECT_EQ(source, "tuned") << log_.text();
+    EXPECT_TRUE(log_.has("tuned fwd:fp32:d32 at b1:hq4:hkv4:sq256:skv256 in the background")) << log_.text();
   }
   Runtime next = runtime(false);
   EXPECT_EQ(next.prepare(kSpec, kShape).config_source, "tuned");
@@ -67,7 +55,7 @@ TEST_F(Background, ARuntimeThatIsDestroyedMeanwhileEndsSoon) {
   const auto start = std::chrono::steady_clock::now();
   { runtime(true).prepare(slow, {1, 8, 8, 1024, 1024}); }
   EXPECT_LT(std::chrono::steady_clock::now() - start, std::chrono::seconds(30));
-  EXPECT_EQ(log().find("cannot tune"), std::string::npos) << log();
+  EXPECT_FALSE(log_.has("cannot tune")) << log_.text();
 }
 
 }  // namespace

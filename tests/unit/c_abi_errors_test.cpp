@@ -4,15 +4,14 @@
 
 #include <chrono>
 #include <filesystem>
-#include <mutex>
 #include <set>
 #include <stdexcept>
 #include <string>
-#include <thread>
 
 #include "c_abi_support.hpp"
 #include "fakes.hpp"
 #include "flashjit/flashjit.h"
+#include "kept_log.hpp"
 #include "support/file.hpp"
 
 namespace flashjit {
@@ -181,33 +180,23 @@ TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextName
 /// The tuner starts where it is asked for and nowhere else, and lives until it is stopped: that the fake GPU
 /// cannot be tuned on is what it tells.
 TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {
-  struct Told {
-    std::mutex mutex;
-    std::string text;
-  };
   options_.log = [](void* user, const char* line) {
-    Told& told = *static_cast<Told*>(user);
-    const std::lock_guard lock(told.mutex);
-    told.text += line;
+    static_cast<testing_support::KeptLog*>(user)->add(line);
   };
   const auto tunes = [&](flashjit_tuning option, const char* environment) {
     const Variable variable("FLASHJIT_TUNE_IN_BACKGROUND", environment);
-    Told told;
-    options_.log_user = &told;
+    testing_support::KeptLog log;
+    options_.log_user = &log;
     options_.tune_in_background = option;
     fake().reset();
     fake().ctx_result = CUDA_ERROR_INVALID_VALUE;
     const RuntimePtr r = runtime();
     expect_that_it_works(r.get());
-    const auto heard = [&] {
-      const std::lock_guard lock(told.mutex);
-      return told.text.find("cannot tune fwd:bf16:d64:causal") != told.text.npos;
-    };
+    const char* line = "cannot tune fwd:bf16:d64:causal";
     const bool expected = option == FLASHJIT_TUNING_ON || (!option && std::string(environment) == "on");
-    for (int i = 0; i < (expected ? 1000 : 5) && !heard(); ++i)
-      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    log.hears(line, std::chrono::milliseconds(expected ? 10000 : 50));
     EXPECT_EQ(flashjit_stop_tuning(r.get()), FLASHJIT_OK) << flashjit_last_error_message();
-    return heard();
+    return log.has(line);
   };
   EXPECT_TRUE(tunes(FLASHJIT_TUNING_ON, ""));
   EXPECT_TRUE(tunes(FLASHJIT_TUNING_DEFAULT, "on"));

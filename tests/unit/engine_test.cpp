@@ -9,6 +9,7 @@
 #include <thread>
 
 #include "fake_driver.hpp"
+#include "kept_log.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
 
@@ -64,10 +65,7 @@ class EngineTest : public testing::Test {
     Settings settings;
     settings.packs = {pack().string()};
     settings.jit = false;
-    settings.log = [this](std::string_view line) {
-      const std::lock_guard lock(log_mutex_);
-      log_ += std::string(line) + "\n";
-    };
+    settings.log = log_.writer();
     return settings;
   }
   std::unique_ptr<Engine> engine(Settings settings) {
@@ -109,8 +107,7 @@ class EngineTest : public testing::Test {
   }
 
   fs::path folder_;
-  std::mutex log_mutex_;
-  std::string log_;
+  testing_support::KeptLog log_;
 };
 
 AttentionSpec backward_spec() {
@@ -238,7 +235,7 @@ TEST_F(EngineTest, TheDiskCacheServesWithoutCompilingAndDamageIsAMiss) {
   for (const auto& entry : fs::recursive_directory_iterator(cached.cache_dir))
     if (entry.path().extension() == ".cubin") std::ofstream(entry.path(), std::ios::trunc) << "damaged";
   EXPECT_EQ(error_of([&] { engine(cached)->prepare(kSpec, kShape, {}); }).code(), ErrorCode::kernel_missing);
-  EXPECT_CONTAINS(log_, "ignoring");
+  EXPECT_CONTAINS(log_.text(), "ignoring");
 }
 
 TEST_F(EngineTest, ThePackComesBeforeTheCache) {
@@ -270,7 +267,7 @@ TEST_F(EngineTest, AKernelThatTheDriverRefusesIsPassedOver) {
   fake().load_result = CUDA_ERROR_NO_BINARY_FOR_GPU;
   const Error error = error_of([&] { engine()->prepare(kSpec, kShape, {}); });
   EXPECT_EQ(error.code(), ErrorCode::kernel_missing);
-  EXPECT_CONTAINS(log_, "from the pack: cuLibraryLoadData failed");
+  EXPECT_CONTAINS(log_.text(), "from the pack: cuLibraryLoadData failed");
 }
 
 TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
@@ -282,7 +279,7 @@ TEST_F(EngineTest, AKernelThatDoesNotFitGivesWayToTheNextFamily) {
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, last);
   EXPECT_EQ(report.config_source, "heuristic");
-  EXPECT_CONTAINS(log_, to_string(first) + " does not work");
+  EXPECT_CONTAINS(log_.text(), to_string(first) + " does not work");
   // A configuration that was asked for is not exchanged.
   EXPECT_EQ(error_of([&] { engine()->prepare(kSpec, kShape, first); }).code(), ErrorCode::compile_failed);
 }
@@ -610,7 +607,7 @@ TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, plan_of(kSpec, kShape).config);
   EXPECT_EQ(report.config_source, "heuristic");
-  EXPECT_CONTAINS(log_, to_string(record.best));
+  EXPECT_CONTAINS(log_.text(), to_string(record.best));
   EXPECT_EQ(error_of([&] { engine()->prepare(backward_spec(), kShape, {}); }).code(),
             ErrorCode::kernel_missing);
 }
@@ -870,16 +867,10 @@ TEST_F(BackgroundTest, TheRealTunerTellsWhatIsWrongAndEnds) {
   Settings settings = this->settings();
   settings.tune_in_background = true;
   fake().ctx_result = CUDA_ERROR_INVALID_VALUE;
-  const auto told = [&] {
-    const std::lock_guard lock(log_mutex_);
-    return log_.find("cannot tune fwd:bf16:d64 at b2:hq4:hkv2:sq100:skv70 in the background") !=
-           std::string::npos;
-  };
   {
     const auto runtime = engine(settings);
     runtime->forward(kSpec, forward_args(), nullptr);
-    for (int i = 0; i < 6000 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-    EXPECT_TRUE(told());
+    EXPECT_TRUE(log_.hears("cannot tune fwd:bf16:d64 at b2:hq4:hkv2:sq100:skv70 in the background"));
     runtime->forward(kSpec, forward_args(), nullptr);
   }
   EXPECT_EQ(fake().launches.size(), 2u);

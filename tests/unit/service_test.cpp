@@ -13,13 +13,13 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
-#include <mutex>
 #include <random>
 #include <thread>
 
 #include "engine.hpp"
 #include "fakes.hpp"
 #include "flashjit/flashjit.h"
+#include "kept_log.hpp"
 #include "support/file.hpp"
 #include "traced_child.hpp"
 
@@ -60,10 +60,7 @@ class Service : public testing::Test {
     settings.cache_dir = cache().string();
     settings.cache_limit = std::uint64_t{1} << 40;
     settings.nvrtc = FLASHJIT_FAKE_NVRTC;
-    settings.log = [this](std::string_view line) {
-      const std::lock_guard lock(log_mutex_);
-      log_ += std::string(line) + "\n";
-    };
+    settings.log = log_.writer();
     return settings;
   }
   std::unique_ptr<Engine> engine() { return engine(settings()); }
@@ -112,8 +109,7 @@ class Service : public testing::Test {
   fs::path folder_ = fs::path(testing::TempDir()) / ("service-" + unique_suffix());
   const std::string compilations_ = (folder_ / "compilations").string();
   const Variable log_variable_{"FAKE_NVRTC_LOG", compilations_};
-  std::mutex log_mutex_;
-  std::string log_;
+  testing_support::KeptLog log_;
 };
 
 TEST_F(Service, ManyProcessesAndThreadsCompileEachKernelOnce) {
@@ -137,7 +133,7 @@ TEST_F(Service, ManyProcessesAndThreadsCompileEachKernelOnce) {
       });
     for (std::thread& thread : threads) thread.join();
     const std::size_t launches = fake().launches.size();
-    return failures == 0 && launches == kThreads * head_dims.size() && log_.find("ignoring") == log_.npos;
+    return failures == 0 && launches == kThreads * head_dims.size() && !log_.has("ignoring");
   };
   std::vector<pid_t> children;
   for (int i = 0; i < kProcesses; ++i) {
@@ -153,7 +149,7 @@ TEST_F(Service, WithoutLocksEveryProcessCompilesAndTheEntryIsWhole) {
   const auto work = [&] {
     try {
       engine()->prepare(spec(), kShape, {});
-      return log_.find("ignoring") == log_.npos ? 0 : 1;
+      return !log_.has("ignoring") ? 0 : 1;
     } catch (...) {
       return 2;
     }
@@ -197,8 +193,8 @@ TEST_F(Service, AHolderThatDiesLetsTheNextGoOn) {
 
 TEST_F(Service, CompilingSaysSoWithItsTimeAndHowToAvoidIt) {
   engine()->prepare(spec(), kShape, {});
-  EXPECT_NE(log_.find("compiled fwd:bf16:d64 for sm_90a in "), log_.npos) << log_;
-  EXPECT_NE(log_.find("flashjit pack"), log_.npos) << log_;
+  EXPECT_TRUE(log_.has("compiled fwd:bf16:d64 for sm_90a in ")) << log_.text();
+  EXPECT_TRUE(log_.has("flashjit pack")) << log_.text();
 }
 
 TEST_F(Service, BothPassesCompileSideBySide) {
@@ -248,7 +244,7 @@ TEST_F(Service, APathThatIsTooLongKeepsKernelsInMemory) {
   const auto runtime = engine(deep);
   EXPECT_EQ(runtime->prepare(spec(), kShape, {}).origin, KernelOrigin::compiled);
   EXPECT_EQ(runtime->prepare(spec(), kShape, {}).origin, KernelOrigin::memory);
-  EXPECT_NE(log_.find("memory only"), log_.npos);
+  EXPECT_TRUE(log_.has("memory only"));
 
   deep.cache_dir = cache().string();
   while (deep.cache_dir.size() < 3000) deep.cache_dir += "/" + std::string(200, 'd');
@@ -271,7 +267,7 @@ TEST_F(Service, TheCacheStaysBelowItsLimit) {
     }
   EXPECT_LE(most, small.cache_limit);
   EXPECT_GT(most, small.cache_limit / 2);
-  EXPECT_NE(log_.find("reached its limit of 40000 bytes"), log_.npos) << log_;
+  EXPECT_TRUE(log_.has("reached its limit of 40000 bytes")) << log_.text();
   EXPECT_EQ(engine(small)->prepare(spec(128), kShape, {}).origin, KernelOrigin::disk) << "the latest stays";
   EXPECT_EQ(engine(small)->prepare(spec(8), kShape, {}).origin, KernelOrigin::compiled) << "the oldest went";
 }
@@ -343,12 +339,7 @@ TEST_F(Service, AForkedChildEndsWithoutTheThreadThatTunes) {
   fake().ctx_result = CUDA_ERROR_INVALID_VALUE;  // it ends its job soon, and waits
   auto runtime = engine(tuning);
   runtime->forward(spec(), forward_args(), nullptr);
-  const auto told = [&] {
-    const std::lock_guard lock(log_mutex_);
-    return log_.find("cannot tune") != log_.npos;
-  };
-  for (int i = 0; i < 6000 && !told(); ++i) std::this_thread::sleep_for(std::chrono::milliseconds(10));
-  ASSERT_TRUE(told());
+  ASSERT_TRUE(log_.hears("cannot tune"));
   const pid_t child = ::fork();
   if (child == 0) {
     ::alarm(60);  // ends a child that waits for ever
@@ -408,7 +399,7 @@ TEST_F(Service, RandomCallsWhileTheCacheIsWipedAreAllServed) {
   for (std::thread& thread : threads) thread.join();
   done = true;
   wiper.join();
-  EXPECT_EQ(failures, 0) << log_;
+  EXPECT_EQ(failures, 0) << log_.text();
   EXPECT_EQ(fake().launches.size(), static_cast<std::size_t>(kThreads * kCalls));
 }
 

@@ -43,19 +43,27 @@ class Problem(NamedTuple):
     max_seqlen_kv: int
     names: tuple[str, ...]  # of the captures' values
 
+
+class Lent(NamedTuple):
+    """Where a call's struct has what both passes are lent alike, in words."""
+
+    workspace: int
+    lists: int
+    fixed: tuple[int, ...]
+
+
 def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
     return tuple(_library.word(structure, member) for member in members)
 
 
 _FWD, _BWD = _library.words_of(ForwardArgs), _library.words_of(BackwardArgs)
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_WORKSPACE, _F_CAPTURES, _F_LISTS = _word(
-    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "workspace", "captures", "lists")
-_F_FIXED = _word(ForwardArgs, *Fixed._fields)
-(_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_WORKSPACE, _B_CAPTURES, _B_DSINKS,
- _B_LISTS) = _word(BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "workspace",
-                   "captures", "dsinks", "lists")
-_B_FIXED = _word(BackwardArgs, *Fixed._fields)
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_CAPTURES = _word(
+    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "captures")
+_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_CAPTURES, _B_DSINKS = _word(
+    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
+_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists"), _word(structure, *Fixed._fields))
+                    for structure in (ForwardArgs, BackwardArgs))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -241,6 +249,22 @@ class Plan:
             raise InvalidArgument(f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
                                   "call's arguments to flashjit.torch.TileLists() too.")
 
+    def _lend(self, words: Any, at: Lent, needed: int, fixed: Fixed, lists: Union[BuiltLists, None], backward: bool) -> Any:
+        """Sets the pointers that both passes have alike. Returns the workspace, which must live until the launch."""
+        if fixed is not NOTHING:
+            for place, tensor in zip(at.fixed, fixed):
+                if tensor is not None:
+                    words[place] = tensor.data_ptr()
+        if lists is not None:
+            self._check_lists(lists, backward)
+            words[at.lists] = lists.address
+            needed = max(0, needed - lists.bytes)
+        if not needed:
+            return None
+        workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
+        words[at.workspace], words[at.workspace + 1] = workspace.data_ptr(), needed
+        return workspace
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], seed: int, offset: int,
                 want_lse: bool, lists: Union[BuiltLists, None] = None) -> tuple[Tensor, Any]:
         shared = runtime()
@@ -255,18 +279,7 @@ class Plan:
             if self.lse_partial:
                 lse.fill_(-math.inf)  # of rows past a sequence's end
             words[_F_LSE] = lse.data_ptr()
-        needed = self.workspace_forward
-        if lists is not None:
-            self._check_lists(lists, False)
-            words[_F_LISTS] = lists.address
-            needed = max(0, needed - lists.bytes)
-        if needed:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
-            words[_F_WORKSPACE], words[_F_WORKSPACE + 1] = workspace.data_ptr(), needed
-        if fixed is not NOTHING:
-            for at, tensor in zip(_F_FIXED, fixed):
-                if tensor is not None:
-                    words[at] = tensor.data_ptr()
+        workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, lists, False)  # lives until the launch
         if values:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
@@ -291,22 +304,11 @@ class Plan:
         words[_B_DOUT] = dout.data_ptr()
         grads = [torch.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
-        needed = self.workspace_backward
-        if lists is not None:
-            self._check_lists(lists, True)
-            words[_B_LISTS] = lists.address
-            needed = max(0, needed - lists.bytes)
-        if needed:
-            workspace = torch.empty(needed, dtype=torch.uint8, device=self.device)
-            words[_B_WORKSPACE], words[_B_WORKSPACE + 1] = workspace.data_ptr(), needed
+        workspace = self._lend(words, _B_LENT, self.workspace_backward, fixed, lists, True)  # lives until the launch
         dsinks = None
-        if fixed is not NOTHING:
-            for at, tensor in zip(_B_FIXED, fixed):
-                if tensor is not None:
-                    words[at] = tensor.data_ptr()
-            if fixed.sinks is not None:
-                dsinks = torch.zeros(fixed.sinks.shape, dtype=torch.float32, device=self.device)
-                words[_B_DSINKS] = dsinks.data_ptr()
+        if fixed.sinks is not None:
+            dsinks = torch.zeros(fixed.sinks.shape, dtype=torch.float32, device=self.device)
+            words[_B_DSINKS] = dsinks.data_ptr()
         dvalues = []
         if values:
             captures = self._fill_captures(values)

@@ -33,7 +33,7 @@ int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
   if (layout.wide()) return gradients / 2 + layout.columns() / 4;
-  return gradients + c.br + (layout.from_shared() ? 0 : c.br / 4);
+  return gradients + c.br;
 }
 
 /// Three groups have 160 registers a thread, fewer have 240.
@@ -179,8 +179,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& 
 }  // namespace
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br,         c.bc,     spec.head_dim,
-          spec.v_dim(), c.stages, spec.dropout || expr::has_slope(spec.score.tree())};
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};
 }
 
 const FamilyTraits& sm90_traits() {

@@ -1,7 +1,8 @@
 // Backward pass for Hopper: one thread block a KV tile, one warp group loads Q tiles through the TMA unit,
 // two compute with wgmma, each 64 rows of the KV tile. S and dP are computed transposed, so that P^T and dS^T
 // feed dV and dK from registers; dS goes through shared memory for dQ, which is added up in fp32 in global
-// memory.
+// memory. Of dQ each group needs the other's dS too, but only a Q tile later, so that neither waits and one
+// group's products run under the other's softmax.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -12,19 +13,17 @@ namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardTile {
-  static constexpr BackwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
-                                          P::kHeadDimV, P::kStages, P::kDropout || P::kScoreGrad};
+  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
   static constexpr int kGroups = 2;
   static constexpr int kThreads = (kGroups + 1) * 128;
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
   // Wide: both groups have all keys; of S and dP each computes half of the queries, of dK and dV half of the
-  // columns.
+  // columns, for which each needs the other's P and dS at once.
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
-  // Whether P and dS feed dV and dK from shared memory, for want of registers.
-  static constexpr bool kFromShared = kLayout.from_shared();
+  static constexpr unsigned kDqDelay = kWide ? 0 : 1;  // in Q tiles
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
   static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
   // dQ is 64 rows a warp group where there are 128, else half of the columns.
@@ -48,10 +47,13 @@ struct BackwardTile {
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
   __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
-  __device__ unsigned ds(int buffer) const {
-    return base + kLayout.ds() + buffer * tile_bytes(P::kBc, P::kBr);
+  // Of Q tile i there are dS, P where it is there, and a barrier that says that both groups have written them.
+  // Two are enough: who has seen the other's dS of one tile knows that the other has read the tile before.
+  __device__ unsigned ds(unsigned i) const {
+    return base + kLayout.ds() + i % 2 * tile_bytes(P::kBc, P::kBr);
   }
-  __device__ unsigned p(int buffer) const { return base + kLayout.p() + buffer * tile_bytes(P::kBc, P::kBr); }
+  __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * tile_bytes(P::kBc, P::kBr); }
+  __device__ unsigned ds_full(unsigned i) const { return kv_full() + (1 + P::kStages * 4 + i % 2) * 8; }
   /// Where a group's own columns begin in a tile of slices.
   static __device__ unsigned own_columns(int group, int columns, int slice_bytes) {
     return columns < kSliceColumns ? group * columns * 2 : group * (columns / kSliceColumns) * slice_bytes;
@@ -165,6 +167,8 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     }
   } else {
     float4* staged = reinterpret_cast<float4*>(shared + Tile::kLayout.dq()) + group * Tile::kDqFloats / 4;
+    if (thread == 0) added_lines_read();  // then their place is free
+    named_barrier_sync(2 + group, 128);
 #pragma unroll
     for (int n = 0; n < Tile::kDqColumns / 2; n += 4)
       staged[n / 4 * 128 + thread] = {dq[n], dq[n + 1], dq[n + 2], dq[n + 3]};
@@ -208,9 +212,32 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     publish_to_async_proxy();
     named_barrier_sync(2 + group, 128);
   }
+  // Stores sixteen queries of a warp's rows of P^T or dS^T, as [KV row][query]. Lane l says where row l % 8 of
+  // matrix l / 8 is to be.
+  const int matrix_row = first_row + warp * 16 + lane % 16, matrix_chunk = first_query / 8 + lane / 16;
+  const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
+    store_matrices(to + chunk_offset<P::kBc>(matrix_row, matrix_chunk + step * 2), words);
+  };
+  const auto start_dq = [&](unsigned i, float(&dq)[Tile::kDqColumns / 2]) {
+    const unsigned long long left =
+        tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
+    const unsigned long long right = tile_descriptor(
+        tile.k() + (Tile::kSplitRows ? 0 : Tile::own_columns(group, Tile::kDqColumns, Tile::kKvSlice)),
+        Tile::kKvSlice);
+    barrier_wait(tile.ds_full(i), i / 2 & 1);
+    pin(dq);
+    multiply_fence();
+#pragma unroll
+    for (int step = 0; step < P::kBc / 16; ++step)
+      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
+    multiply_commit();
+    pin(dq);
+  };
   // One counter for stage, phase and buffer: registers are short.
-  for (unsigned i = 0;; ++i) {
-    const int slot = i % P::kStages, phase = i / P::kStages & 1, buffer = i % Tile::kLayout.buffers();
+  unsigned i = 0;
+  StagedTile before;  // the tile before this one, whose dQ is computed now
+  for (;; ++i) {
+    const int slot = i % P::kStages, phase = i / P::kStages & 1;
     barrier_wait(tile.q_full(slot), phase);
     const StagedTile& now = staged[slot];  // read again where needed: registers are short
     if (now.head < 0) break;
@@ -247,8 +274,6 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     barrier_wait(tile.dout_full(slot), phase);
     start_transposed<P, P::kHeadDimV>(dp, tile.v() + first_row * kRowBytes,
                                       tile.dout(slot) + first_query * kRowBytes);
-    multiply_wait<1>();
-    pin(s);
 
     // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
     // warp's sixteen keys lie in one.
@@ -264,28 +289,16 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
             __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
       }
     }
-    // P is never negative: unless a slope comes to it, its sign says that dropout drops the pair.
-    constexpr bool kSignDrops = P::kDropout && !P::kScoreGrad;
-    const auto drops = [&](int n) {
-      if constexpr (!P::kDropout) {
-        return false;
-      } else if constexpr (kSignDrops) {
-        return signbit(s[n]) != 0;
-      } else {
-        return (dropped[n / 32] >> (n % 32) & 1u) != 0;
-      }
-    };
-    // Word r of sixteen queries of a tile of P^T or dS^T in shared memory, as [KV row][query].
-    const auto store_word = [&](unsigned to, int step, int r, unsigned word) {
-      const int at = chunk_offset<P::kBc>(kv_row + r % 2 * 8, first_query / 8 + step * 2 + r / 2);
-      *reinterpret_cast<unsigned*>(shared + (to - tile.base) + at + lane % 4 * 4) = word;
-    };
-    // S becomes P, eight queries at a time, and P times the slope of the score program.
-    [[maybe_unused]] unsigned probability[kSteps][4];
-    const auto exponentials = [&](auto masked) {
+    multiply_wait<0>();
+    pin(s);
+    pin(dp);
+    // S becomes P and dP becomes dS, eight queries at a time.
+    unsigned probability[kSteps][4], gradient[kSteps][4];
+    const auto differentiate = [&](auto masked) {
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
         const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 2 + lane % 4 * 2);
+        const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
         [[maybe_unused]] float slope[4];
         if constexpr (P::kHasScore) {
 #pragma unroll
@@ -304,98 +317,60 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
         }
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          s[n + e] = exp2_approx((natural(s[n + e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
-          if constexpr (kSignDrops)
-            if (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) s[n + e] = -s[n + e];
+          float& score = s[n + e];
+          float& slope_of_p = dp[n + e];
+          score = exp2_approx((natural(score) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
+          const bool drop = P::kDropout && (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) != 0;
+          if constexpr (P::kDropout) slope_of_p = drop ? 0.0f : slope_of_p * p.keep_scale;
+          slope_of_p = score * (slope_of_p - (e % 2 ? d.y : d.x));
+          // A slope may be anything where P is zero.
+          if constexpr (P::kScoreGrad) slope_of_p = score == 0.0f ? 0.0f : slope_of_p * slope[e];
+          if (drop) score = 0.0f;
         }
 #pragma unroll
         for (int e = 0; e < 4; e += 2) {
-          const unsigned word =
-              pack<Element>(drops(n + e) ? 0.0f : s[n + e], drops(n + e + 1) ? 0.0f : s[n + e + 1]);
-          if constexpr (Tile::kFromShared)
-            store_word(tile.p(buffer), n / 8, n % 8 / 2 + e / 2, word);
-          else
-            probability[n / 8][n % 8 / 2 + e / 2] = word;
+          probability[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
+          gradient[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
         }
-        // A slope may be anything where P is zero.
-        if constexpr (P::kScoreGrad) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) s[n + e] = s[n + e] == 0.0f ? 0.0f : s[n + e] * slope[e];
-        }
+        if (n % 8 == 0) continue;
+        if constexpr (Tile::kWide) store_step(tile.p(i), n / 8, probability[n / 8]);
+        store_step(tile.ds(i), n / 8, gradient[n / 8]);
       }
     };
     // Two copies, since a branch inside costs what it saves.
     if (partial)
-      exponentials(Flag<true>{});
+      differentiate(Flag<true>{});
     else
-      exponentials(Flag<false>{});
-    multiply_wait<0>();
-    pin(dp);
+      differentiate(Flag<false>{});
+    publish_to_async_proxy();
+    if constexpr (Tile::kDqDelay == 0) barrier_arrive(tile.ds_full(i));
 
+    float dq[Tile::kDqColumns / 2];
+    // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
+    start_dq(i - Tile::kDqDelay, dq);
     const unsigned long long dout = tile_descriptor(
         tile.dout(slot) + (Tile::kWide ? Tile::own_columns(group, Tile::kOwnDimV, Tile::kQSlice) : 0),
         Tile::kQSlice);
-    if constexpr (!Tile::kFromShared) {
-      pin(dv);
-      multiply_fence();
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
-      multiply_commit();
-    }
-
-    unsigned gradient[kSteps][4];
-#pragma unroll
-    for (int n = 0; n < kS; n += 4) {
-      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (P::kDropout) dp[n + e] = drops(n + e) ? 0.0f : dp[n + e] * p.keep_scale;
-        dp[n + e] = (kSignDrops ? fabsf(s[n + e]) : s[n + e]) * (dp[n + e] - (e % 2 ? d.y : d.x));
-      }
-#pragma unroll
-      for (int e = 0; e < 4; e += 2) {
-        unsigned& word = gradient[n / 8][n % 8 / 2 + e / 2];
-        word = pack<Element>(dp[n + e], dp[n + e + 1]);
-        store_word(tile.ds(buffer), n / 8, n % 8 / 2 + e / 2, word);
-      }
-    }
-    publish_to_async_proxy();
-    if (!Tile::kWide && threadIdx.x % 128 == 0) added_lines_read();  // then dQ's place is free
-    named_barrier_sync(1, kConsumerThreads);
-
-    float dq[Tile::kDqColumns / 2];
-    const unsigned long long left =
-        tile_descriptor(tile.ds(buffer) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
-    const unsigned long long right = tile_descriptor(
-        tile.k() + (Tile::kSplitRows ? 0 : Tile::own_columns(group, Tile::kDqColumns, Tile::kKvSlice)),
-        Tile::kKvSlice);
     const unsigned long long q = tile_descriptor(
         tile.q(slot) + (Tile::kWide ? Tile::own_columns(group, Tile::kOwnDim, Tile::kQSlice) : 0),
         Tile::kQSlice);
-    pin(dq);
-    multiply_fence();
-#pragma unroll
-    for (int step = 0; step < P::kBc / 16; ++step)
-      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
-    multiply_commit();
-    pin(dq);
+    pin(dv);
     pin(dk);
     multiply_fence();
-    if constexpr (Tile::kFromShared) {
+    if constexpr (Tile::kWide) {
       // The summed queries are the columns of P^T and dS^T.
-      const unsigned long long p_tile = tile_descriptor(tile.p(buffer) + first_row * kRowBytes, 0);
-      const unsigned long long ds_tile = tile_descriptor(tile.ds(buffer) + first_row * kRowBytes, 0);
-      pin(dv);
+      const unsigned long long p_tile = tile_descriptor(tile.p(i), 0);
+      const unsigned long long ds_tile = tile_descriptor(tile.ds(i), 0);
 #pragma unroll
       for (int step = 0; step < P::kBr / 16; ++step)
-        P::multiply_dv(dv, p_tile + ((step / 4 * Tile::kKvSlice + step % 4 * 32) >> 4),
-                       dout + (step * 16 * kRowBytes >> 4), 1);
+        P::multiply_dv(dv, p_tile + (step * 32 >> 4), dout + (step * 16 * kRowBytes >> 4), 1);
 #pragma unroll
       for (int step = 0; step < P::kBr / 16; ++step)
-        P::multiply_dk(dk, ds_tile + ((step / 4 * Tile::kKvSlice + step % 4 * 32) >> 4),
-                       q + (step * 16 * kRowBytes >> 4), 1);
+        P::multiply_dk(dk, ds_tile + (step * 32 >> 4), q + (step * 16 * kRowBytes >> 4), 1);
     } else {
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step)
+        P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
 #pragma unroll
       for (int step = 0; step < kSteps; ++step)
         P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
@@ -403,18 +378,25 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     multiply_commit();
     multiply_wait<1>();
     pin(dq);
-    if constexpr (!Tile::kFromShared) {
-      pin(dv);
-      release(tile.dout_empty(slot));
+    if constexpr (Tile::kDqDelay == 0) {
+      add_dq<P>(p, tile, now, group, dq, shared);
+    } else {
+      barrier_arrive(tile.ds_full(i));
+      if (i > 0) add_dq<P>(p, tile, before, group, dq, shared);
+      before = now;
     }
-    add_dq<P>(p, tile, now, group, dq, shared);
     multiply_wait<0>();
     pin(dk);
     pin(dv);
-    if constexpr (Tile::kFromShared) release(tile.dout_empty(slot));
+    release(tile.dout_empty(slot));
     release(tile.q_empty(slot));
-    // With two buffers of dS, who writes one knows that the other is read.
-    if constexpr (Tile::kLayout.buffers() == 1) named_barrier_sync(1, kConsumerThreads);
+  }
+  if (Tile::kDqDelay > 0 && i > 0) {
+    float dq[Tile::kDqColumns / 2];
+    start_dq(i - 1, dq);
+    multiply_wait<0>();
+    pin(dq);
+    add_dq<P>(p, tile, before, group, dq, shared);
   }
 
   if (threadIdx.x % 128 == 0) added_lines_done();
@@ -449,6 +431,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   if (threadIdx.x == 0) {
     *place = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
     barrier_init(tile.kv_full(), 1);
+    for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);

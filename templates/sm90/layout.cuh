@@ -57,18 +57,13 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// tiles of dS, of P where the groups share rows, else one of dQ in fp32, what each stage holds, the
-/// tile's place and the barriers.
+/// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO, two of dS, where the groups
+/// share rows two of P, else one of dQ in fp32, the rows' LSE and D, what each stage holds, the tile's place
+/// and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool tight;  ///< dropout's bits or the slopes of a score program take registers
 
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
-  /// Whether P goes through shared memory like dS.
-  constexpr bool from_shared() const {
-    return wide() || br == 128 || (tight && slices(head_dim) + slices(head_dim_v) > 2);
-  }
   constexpr int columns() const { return backward_columns(head_dim); }
   constexpr int columns_v() const { return backward_columns(head_dim_v); }
   constexpr int k() const { return 0; }
@@ -76,17 +71,15 @@ struct BackwardLayout {
   constexpr int q() const { return v() + tile_bytes(bc, columns_v()); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
   constexpr int ds() const { return dout() + stages * tile_bytes(br, columns_v()); }
-  /// Of dS and P each.
-  constexpr int buffers() const { return br == 128 ? 1 : 2; }
-  constexpr int p() const { return ds() + buffers() * tile_bytes(bc, br); }
-  constexpr int dq() const { return p() + (from_shared() ? buffers() * tile_bytes(bc, br) : 0); }
+  constexpr int p() const { return ds() + 2 * tile_bytes(bc, br); }
+  constexpr int dq() const { return p() + (wide() ? 2 * tile_bytes(bc, br) : 0); }
   constexpr int lse() const { return dq() + (wide() ? 0 : br * columns() * 4); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int place() const { return staged() + stages * 16; }
   constexpr int barriers() const { return place() + kPlaceBytes; }
-  /// One barrier for K and V and four for each stage.
-  constexpr int bytes() const { return barriers() + (1 + 4 * stages) * 8; }
+  /// One barrier for K and V, four for each stage and two for dS.
+  constexpr int bytes() const { return barriers() + (3 + 4 * stages) * 8; }
 };
 
 }  // namespace flashjit::sm90

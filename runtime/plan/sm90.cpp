@@ -96,10 +96,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
-    // Random numbers, slopes and maps take the registers that 128 queries at a time would need.
-    const bool plain =
-        !spec.dropout && !expr::has_slope(spec.score.tree()) && !spec.has_block_map() && !spec.deterministic;
-    return {config(plain && d <= 64 ? 128 : 64, 128, 8, 2)};
+    // The blocks of a map fit smaller tiles.
+    return {config(d <= 64 && !spec.has_block_map() ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
   if (d <= 128) {

@@ -60,7 +60,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   Allocator allocator(shape);
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
-  out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
+  out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   out.tickets = allocator.place(needs.tickets, {heads, needs.q_tiles}, 1);
   const std::int64_t sets = needs.list_sets;

@@ -91,7 +91,7 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
   const auto gradient = [&](const char* name, int columns) {
     return layout.wide() ? from_shared(name, {dtype, columns / own}, "0, 1")
-                                : from_registers(name, {dtype, columns});
+                         : from_registers(name, {dtype, columns});
   };
   return from_shared("multiply_scores", {dtype, config.br / own}, "0, 0") + gradient("multiply_dv", dv) +
          gradient("multiply_dk", d) +

@@ -42,7 +42,7 @@ __device__ void preprocess(const Params& p) {
       const long long at = head * p.seqlen_q_padded + row;
       const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
       p.d[at] = sum;
-      p.lse_padded[at] = lse == -infinity() ? infinity() : lse;
+      p.lse_log2[at] = lse == -infinity() ? infinity() : lse * kLog2E;
     }
   }
   if (p.dq_accum != nullptr) {

@@ -34,9 +34,9 @@ struct Params {
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
-  float* lse_padded;  ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows that attend to nothing or
-                      ///< do not exist: their P is exp(S - inf) = 0
-  float* dq_accum;    ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
+  float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows that attend to
+                    ///< nothing or do not exist: their P is exp2(S - inf) = 0
+  float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
   int* tickets;  ///< deterministic backward: [0] next work item, [1 + (b * heads_q + h) * q_tiles + i] turn
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
   BlockListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round

@@ -110,7 +110,7 @@ __device__ void backward(const Params& p) {
         const bool first = threadIdx.x < P::kBr / 4;
         const int part = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
         copy_async_16(base + (first ? kLayout.lse() : kLayout.d()) + (slot * P::kBr + part) * 4,
-                      (first ? p.lse_padded : p.d) + row + part, true);
+                      (first ? p.lse_log2 : p.d) + row + part, true);
       }
     }
     copy_async_commit();
@@ -122,7 +122,7 @@ __device__ void backward(const Params& p) {
   const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
   // Rounded as the forward pass rounds its LSE: where one score dominates, both are equal and P is 1 to the
   // last bit.
-  const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
+  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
   float dk[kMt][2 * kDkOwn][4] = {}, dv[kMt][2 * kDvOwn][4] = {};
 
   for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
@@ -188,7 +188,7 @@ __device__ void backward(const Params& p) {
       for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[mt][nt][e] = exp2_approx((natural(s[mt][nt][e]) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
+          s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, e % 2 ? -row_lse.y : -row_lse.x));
     }
 
     // P is never negative: its sign says that dropout drops the pair.

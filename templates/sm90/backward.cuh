@@ -1,8 +1,13 @@
 // Backward pass for Hopper: one thread block a KV tile, one warp group loads Q tiles through the TMA unit,
-// two compute with wgmma, each 64 rows of the KV tile. S and dP are computed transposed, so that P^T and dS^T
-// feed dV and dK from registers; dS goes through shared memory for dQ, which is added up in fp32 in global
-// memory. Of dQ each group needs the other's dS too, but only a Q tile later, so that neither waits and one
-// group's products run under the other's softmax.
+// two compute with wgmma. S and dP are computed transposed; dQ is added up in fp32 in global memory.
+//
+// Up to 128 columns each group has 64 keys, and P^T and dS^T feed dV and dK from registers. dS goes through
+// shared memory for dQ, for which each group needs the other's too, but only a Q tile later, so that neither
+// waits and one group's products run under the other's softmax.
+//
+// Above ("wide") one group's registers do not hold its rows of dK and dV. Then both groups have the same 64
+// keys: of S and dP each computes half of the queries, of dK and dV half of the columns, from P and dS in
+// shared memory.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -19,24 +24,22 @@ struct BackwardTile {
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
-  // Wide: both groups have all keys; of S and dP each computes half of the queries, of dK and dV half of the
-  // columns, for which each needs the other's P and dS at once.
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
-  static constexpr unsigned kDqDelay = kWide ? 0 : 1;  // in Q tiles
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
   static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
-  // dQ is 64 rows a warp group where there are 128, else half of the columns.
+  static constexpr unsigned kDqDelay = kWide ? 0 : 1;                       // in Q tiles
+  // A group's part of dQ is 64 rows where there are 128, else half of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
   static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
-  static constexpr int kDqFloats = kDqRows * kDqColumns;  // of a warp group
+  static constexpr int kDqFloats = kDqRows * kDqColumns;  // of a group
   struct Place {
     Sequence<P> sequence;
     int h_kv, kv_tile;
     int kv_limit;  ///< keys of the sequence that are no padding
   };
   static_assert(sizeof(Place) == kPlaceBytes);
-  static_assert(P::kBc == (kWide ? 64 : kGroups * 64) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
+  static_assert(P::kBc == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   unsigned base;       ///< of shared memory
   const Place* place;  ///< in shared memory, since registers are short and it is seldom read
@@ -47,17 +50,13 @@ struct BackwardTile {
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
   __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
-  // Of Q tile i there are dS, P where it is there, and a barrier that says that both groups have written them.
-  // Two are enough: who has seen the other's dS of one tile knows that the other has read the tile before.
+  // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them. Two
+  // are enough: who sees that dS of one tile is written knows that the tile before has been read.
   __device__ unsigned ds(unsigned i) const {
     return base + kLayout.ds() + i % 2 * tile_bytes(P::kBc, P::kBr);
   }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * tile_bytes(P::kBc, P::kBr); }
   __device__ unsigned ds_full(unsigned i) const { return kv_full() + (1 + P::kStages * 4 + i % 2) * 8; }
-  /// Where a group's own columns begin in a tile of slices.
-  static __device__ unsigned own_columns(int group, int columns, int slice_bytes) {
-    return columns < kSliceColumns ? group * columns * 2 : group * (columns / kSliceColumns) * slice_bytes;
-  }
   __device__ unsigned kv_full() const { return base + kLayout.barriers(); }
   __device__ unsigned q_full(int slot) const { return kv_full() + (1 + slot * 4) * 8; }
   __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
@@ -94,7 +93,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       staged[slot] = next;
       barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, tile.q_full(slot), q_row, h, batch);
-      load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_padded + row, P::kBr * 4,
+      load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4,
                 tile.q_full(slot));
       barrier_wait(tile.dout_empty(slot), phase);
       barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
@@ -187,235 +186,255 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
   }
 }
 
+/// Waits for Q tile i; false when there are no more.
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group,
-                                        char* shared) {
+__device__ __forceinline__ bool find(const BackwardTile<P>& tile, unsigned i, StagedTile& now,
+                                     const char* shared) {
+  barrier_wait(tile.q_full(i % P::kStages), i / P::kStages & 1);
+  now = reinterpret_cast<const StagedTile*>(shared + BackwardTile<P>::kLayout.staged())[i % P::kStages];
+  return now.head >= 0;
+}
+
+/// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
+/// reads it, go to shared memory, too.
+template <class P>
+__device__ __forceinline__ void differentiate(const Params& p, const BackwardTile<P>& tile, unsigned i,
+                                              const StagedTile& now, int group, char* shared,
+                                              unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
+                                              unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4]) {
   using Element = typename P::Element;
   using Tile = BackwardTile<P>;
-  constexpr int kS = Tile::kQueries / 2, kSteps = Tile::kQueries / 16;
-  constexpr int kConsumerThreads = Tile::kGroups * 128;
+  constexpr int kS = Tile::kQueries / 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_row = Tile::kWide ? 0 : group * 64, first_query = Tile::kWide ? group * Tile::kQueries : 0;
   const int kv_row = first_row + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
-  const StagedTile* staged = reinterpret_cast<const StagedTile*>(shared + Tile::kLayout.staged());
-  const auto natural = [&](float score) { return P::kHasScore ? score : __fmul_rn(score, p.softmax_scale); };
-  // Every thread says for itself that it has read LSE, D and what the stage holds; wgmma's reads are the
-  // group's.
-  const auto release = [&](unsigned barrier) { barrier_arrive(barrier); };
+  const int slot = i % P::kStages, phase = i / P::kStages & 1;
+  const int h = now.head, q_begin = now.tile * P::kBr + first_query;
+  const float* row_lse =
+      reinterpret_cast<const float*>(shared + Tile::kLayout.lse()) + slot * P::kBr + first_query;
+  const float* row_d =
+      reinterpret_cast<const float*>(shared + Tile::kLayout.d()) + slot * P::kBr + first_query;
+  const Position q_position = position(q_begin + lane % 4 * 2);
+  const Position kv_position = position(tile.kv_begin() + kv_row);
+  const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
+  const auto at_kv = [&](int n) { return kv_position + n / 2 % 2 * 8; };
+  const Sequence<P>& sequence = tile.place->sequence;
+  [[maybe_unused]] const auto head = sequence.head(p, h);
+  if constexpr (P::kVarlen) {
+    if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
+      // The rows behind belong to the next sequence.
+      barrier_wait(tile.dout_full(slot), phase);
+      clear_rows<P::kBr, P::kHeadDim>(shared + (tile.q(slot) - tile.base), valid);
+      clear_rows<P::kBr, P::kHeadDimV>(shared + (tile.dout(slot) - tile.base), valid);
+      publish_to_async_proxy();
+      named_barrier_sync(2 + group, 128);
+    }
+  }
 
+  float s[kS], dp[kS];
+  start_transposed<P, P::kHeadDim>(s, tile.k() + first_row * kRowBytes,
+                                   tile.q(slot) + first_query * kRowBytes);
+  [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
+  // Before dP takes its registers.
+  if constexpr (P::kDropout)
+    dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
+  const bool partial = !now.full || tile.kv_begin() + P::kBc > tile.kv_limit(p);
+  barrier_wait(tile.dout_full(slot), phase);
+  start_transposed<P, P::kHeadDimV>(dp, tile.v() + first_row * kRowBytes,
+                                    tile.dout(slot) + first_query * kRowBytes);
+
+  // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
+  // warp's sixteen keys lie in one.
+  [[maybe_unused]] unsigned blocks = ~0u;
+  if constexpr (P::kBlockMap) {
+    if (partial) {
+      const unsigned char* column =
+          block_map_row<P>(p, sequence.b, h, 0) +
+          min(tile.kv_begin() + kv_row - lane / 4, tile.kv_limit(p) - 1) / P::kBlockKv;
+      // Lane i asks for the i-th eight queries.
+      const int q = min(q_begin + lane % (kS / 4) * 8, sequence.seqlen_q(p) - 1);
+      blocks = __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
+    }
+  }
+  // Of sixteen queries of a tile in shared memory, [KV row][query], lane l says where row l % 8 of matrix l /
+  // 8 is to be.
+  const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
+    store_matrices(
+        to + chunk_offset<P::kBc>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16 + step * 2),
+        words);
+  };
+  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+  multiply_wait<0>();
+  pin(s);
+  pin(dp);
+  const auto eight_queries_at_a_time = [&](auto masked) {
+#pragma unroll
+    for (int n = 0; n < kS; n += 4) {
+      const float2 lse = *reinterpret_cast<const float2*>(row_lse + n * 2 + lane % 4 * 2);
+      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
+      [[maybe_unused]] float slope[4];
+      if constexpr (P::kHasScore) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float dot = s[n + e];
+          if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
+          s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
+        }
+      }
+      if constexpr (masked.value) {
+        const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p),
+                                P::mask(p, head, at_q(n + e), at_kv(n + e)));
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float probable = exp2_approx(fmaf(s[n + e], scale_log2, e % 2 ? -lse.y : -lse.x));
+        const bool drop = P::kDropout && (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) != 0;
+        const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
+        s[n + e] = drop ? 0.0f : probable;
+        dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));
+        // A slope may be anything where P is zero.
+        if constexpr (P::kScoreGrad) dp[n + e] = probable == 0.0f ? 0.0f : dp[n + e] * slope[e];
+      }
+#pragma unroll
+      for (int e = 0; e < 4; e += 2) {
+        probability[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
+        gradient[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
+      }
+      if (n % 8 == 0) continue;
+      if constexpr (Tile::kWide) store_step(tile.p(i), n / 8, probability[n / 8]);
+      store_step(tile.ds(i), n / 8, gradient[n / 8]);
+    }
+  };
+  // Two copies, since a branch inside costs what it saves.
+  if (partial)
+    eight_queries_at_a_time(Flag<true>{});
+  else
+    eight_queries_at_a_time(Flag<false>{});
+  publish_to_async_proxy();
+}
+
+/// Starts a group's part of dQ of Q tile i.
+template <class P>
+__device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i, int group,
+                                         float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
+  using Tile = BackwardTile<P>;
+  const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
+  const unsigned long long left =
+      tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
+  const unsigned long long right = tile_descriptor(
+      tile.k() + first_column / kSliceColumns * Tile::kKvSlice + first_column % kSliceColumns * 2,
+      Tile::kKvSlice);
+  barrier_wait(tile.ds_full(i), i / 2 & 1);
+  pin(dq);
+  multiply_fence();
+#pragma unroll
+  for (int step = 0; step < P::kBc / 16; ++step)
+    P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
+  multiply_commit();
+  pin(dq);
+}
+
+/// Starts a group's part of dV and dK of Q tile i.
+template <class P>
+__device__ __forceinline__ void start_gradients(
+    const BackwardTile<P>& tile, unsigned i, int group,
+    const unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
+    const unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4], float (&dk)[BackwardTile<P>::kOwnDim / 2],
+    float (&dv)[BackwardTile<P>::kOwnDimV / 2]) {
+  using Tile = BackwardTile<P>;
+  const auto own_columns = [&](unsigned at, int columns) {
+    return tile_descriptor(at + (Tile::kWide ? group * columns / kSliceColumns * Tile::kQSlice : 0),
+                           Tile::kQSlice);
+  };
+  const unsigned long long dout = own_columns(tile.dout(i % P::kStages), Tile::kOwnDimV);
+  const unsigned long long q = own_columns(tile.q(i % P::kStages), Tile::kOwnDim);
+  pin(dv);
+  pin(dk);
+  multiply_fence();
+  if constexpr (Tile::kWide) {
+    // The summed queries are the columns of P^T and dS^T.
+    const unsigned long long p_tile = tile_descriptor(tile.p(i), 0), ds_tile = tile_descriptor(tile.ds(i), 0);
+#pragma unroll
+    for (int step = 0; step < P::kBr / 16; ++step)
+      P::multiply_dv(dv, p_tile + (step * 32 >> 4), dout + (step * 16 * kRowBytes >> 4), 1);
+#pragma unroll
+    for (int step = 0; step < P::kBr / 16; ++step)
+      P::multiply_dk(dk, ds_tile + (step * 32 >> 4), q + (step * 16 * kRowBytes >> 4), 1);
+  } else {
+#pragma unroll
+    for (int step = 0; step < P::kBr / 16; ++step)
+      P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
+#pragma unroll
+    for (int step = 0; step < P::kBr / 16; ++step)
+      P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
+  }
+  multiply_commit();
+}
+
+template <class P>
+__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group,
+                                        char* shared) {
+  using Tile = BackwardTile<P>;
+  constexpr int kSteps = Tile::kQueries / 16;
   float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
   barrier_wait(tile.kv_full(), 0);
   if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p)) {
     // What stands behind the last key may be anything, and zero times anything is not zero.
-    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), max(tile.kv_limit(p) - tile.kv_begin(), 0));
-    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), max(tile.kv_limit(p) - tile.kv_begin(), 0));
+    const int valid = max(tile.kv_limit(p) - tile.kv_begin(), 0);
+    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), valid);
+    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), valid);
     publish_to_async_proxy();
     named_barrier_sync(2 + group, 128);
   }
-  // Stores sixteen queries of a warp's rows of P^T or dS^T, as [KV row][query]. Lane l says where row l % 8 of
-  // matrix l / 8 is to be.
-  const int matrix_row = first_row + warp * 16 + lane % 16, matrix_chunk = first_query / 8 + lane / 16;
-  const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
-    store_matrices(to + chunk_offset<P::kBc>(matrix_row, matrix_chunk + step * 2), words);
-  };
-  const auto start_dq = [&](unsigned i, float(&dq)[Tile::kDqColumns / 2]) {
-    const unsigned long long left =
-        tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
-    const unsigned long long right = tile_descriptor(
-        tile.k() + (Tile::kSplitRows ? 0 : Tile::own_columns(group, Tile::kDqColumns, Tile::kKvSlice)),
-        Tile::kKvSlice);
-    barrier_wait(tile.ds_full(i), i / 2 & 1);
-    pin(dq);
-    multiply_fence();
-#pragma unroll
-    for (int step = 0; step < P::kBc / 16; ++step)
-      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
-    multiply_commit();
-    pin(dq);
-  };
   // One counter for stage, phase and buffer: registers are short.
   unsigned i = 0;
-  StagedTile before;  // the tile before this one, whose dQ is computed now
-  for (;; ++i) {
-    const int slot = i % P::kStages, phase = i / P::kStages & 1;
-    barrier_wait(tile.q_full(slot), phase);
-    const StagedTile& now = staged[slot];  // read again where needed: registers are short
-    if (now.head < 0) break;
-    const int h = now.head, q_begin = now.tile * P::kBr + first_query;
-    const float* lse =
-        reinterpret_cast<const float*>(shared + Tile::kLayout.lse()) + slot * P::kBr + first_query;
-    const float* row_d =
-        reinterpret_cast<const float*>(shared + Tile::kLayout.d()) + slot * P::kBr + first_query;
-    const Position q_position = position(q_begin + lane % 4 * 2);
-    const Position kv_position = position(tile.kv_begin() + kv_row);
-    const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
-    const auto at_kv = [&](int n) { return kv_position + n / 2 % 2 * 8; };
-    const Sequence<P>& sequence = tile.place->sequence;
-    [[maybe_unused]] const auto head = sequence.head(p, h);
-    if constexpr (P::kVarlen) {
-      if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
-        // The rows behind belong to the next sequence.
-        barrier_wait(tile.dout_full(slot), phase);
-        clear_rows<P::kBr, P::kHeadDim>(shared + (tile.q(slot) - tile.base), valid);
-        clear_rows<P::kBr, P::kHeadDimV>(shared + (tile.dout(slot) - tile.base), valid);
-        publish_to_async_proxy();
-        named_barrier_sync(2 + group, 128);
-      }
-    }
-
-    float s[kS], dp[kS];
-    start_transposed<P, P::kHeadDim>(s, tile.k() + first_row * kRowBytes,
-                                     tile.q(slot) + first_query * kRowBytes);
-    [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
-    // Before dP takes its registers.
-    if constexpr (P::kDropout)
-      dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
-    const bool partial = !now.full || tile.kv_begin() + P::kBc > tile.kv_limit(p);
-    barrier_wait(tile.dout_full(slot), phase);
-    start_transposed<P, P::kHeadDimV>(dp, tile.v() + first_row * kRowBytes,
-                                      tile.dout(slot) + first_query * kRowBytes);
-
-    // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
-    // warp's sixteen keys lie in one.
-    [[maybe_unused]] unsigned blocks = ~0u;
-    if constexpr (P::kBlockMap) {
-      if (partial) {
-        const unsigned char* column =
-            block_map_row<P>(p, sequence.b, h, 0) +
-            min(tile.kv_begin() + kv_row - lane / 4, tile.kv_limit(p) - 1) / P::kBlockKv;
-        // Lane i asks for the i-th eight queries.
-        const int q = min(q_begin + lane % (kS / 4) * 8, sequence.seqlen_q(p) - 1);
-        blocks =
-            __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
-      }
-    }
-    multiply_wait<0>();
-    pin(s);
-    pin(dp);
-    // S becomes P and dP becomes dS, eight queries at a time.
+  StagedTile now, before;
+  for (; find(tile, i, now, shared); ++i) {
+    const int slot = i % P::kStages;
     unsigned probability[kSteps][4], gradient[kSteps][4];
-    const auto differentiate = [&](auto masked) {
-#pragma unroll
-      for (int n = 0; n < kS; n += 4) {
-        const float2 row_lse = *reinterpret_cast<const float2*>(lse + n * 2 + lane % 4 * 2);
-        const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
-        [[maybe_unused]] float slope[4];
-        if constexpr (P::kHasScore) {
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float dot = s[n + e];
-            if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
-            s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
-          }
-        }
-        if constexpr (masked.value) {
-          const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p),
-                                  P::mask(p, head, at_q(n + e), at_kv(n + e)));
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float& score = s[n + e];
-          float& slope_of_p = dp[n + e];
-          score = exp2_approx((natural(score) - (e % 2 ? row_lse.y : row_lse.x)) * kLog2E);
-          const bool drop = P::kDropout && (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) != 0;
-          if constexpr (P::kDropout) slope_of_p = drop ? 0.0f : slope_of_p * p.keep_scale;
-          slope_of_p = score * (slope_of_p - (e % 2 ? d.y : d.x));
-          // A slope may be anything where P is zero.
-          if constexpr (P::kScoreGrad) slope_of_p = score == 0.0f ? 0.0f : slope_of_p * slope[e];
-          if (drop) score = 0.0f;
-        }
-#pragma unroll
-        for (int e = 0; e < 4; e += 2) {
-          probability[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
-          gradient[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
-        }
-        if (n % 8 == 0) continue;
-        if constexpr (Tile::kWide) store_step(tile.p(i), n / 8, probability[n / 8]);
-        store_step(tile.ds(i), n / 8, gradient[n / 8]);
-      }
-    };
-    // Two copies, since a branch inside costs what it saves.
-    if (partial)
-      differentiate(Flag<true>{});
-    else
-      differentiate(Flag<false>{});
-    publish_to_async_proxy();
+    differentiate(p, tile, i, now, group, shared, probability, gradient);
     if constexpr (Tile::kDqDelay == 0) barrier_arrive(tile.ds_full(i));
-
+    // Before the first tile there is none: then nobody looks at the result.
     float dq[Tile::kDqColumns / 2];
-    // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
-    start_dq(i - Tile::kDqDelay, dq);
-    const unsigned long long dout = tile_descriptor(
-        tile.dout(slot) + (Tile::kWide ? Tile::own_columns(group, Tile::kOwnDimV, Tile::kQSlice) : 0),
-        Tile::kQSlice);
-    const unsigned long long q = tile_descriptor(
-        tile.q(slot) + (Tile::kWide ? Tile::own_columns(group, Tile::kOwnDim, Tile::kQSlice) : 0),
-        Tile::kQSlice);
-    pin(dv);
-    pin(dk);
-    multiply_fence();
-    if constexpr (Tile::kWide) {
-      // The summed queries are the columns of P^T and dS^T.
-      const unsigned long long p_tile = tile_descriptor(tile.p(i), 0);
-      const unsigned long long ds_tile = tile_descriptor(tile.ds(i), 0);
-#pragma unroll
-      for (int step = 0; step < P::kBr / 16; ++step)
-        P::multiply_dv(dv, p_tile + (step * 32 >> 4), dout + (step * 16 * kRowBytes >> 4), 1);
-#pragma unroll
-      for (int step = 0; step < P::kBr / 16; ++step)
-        P::multiply_dk(dk, ds_tile + (step * 32 >> 4), q + (step * 16 * kRowBytes >> 4), 1);
-    } else {
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
-#pragma unroll
-      for (int step = 0; step < kSteps; ++step)
-        P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
-    }
-    multiply_commit();
+    start_dq(tile, i - Tile::kDqDelay, group, dq);
+    start_gradients(tile, i, group, probability, gradient, dk, dv);
     multiply_wait<1>();
     pin(dq);
-    if constexpr (Tile::kDqDelay == 0) {
-      add_dq<P>(p, tile, now, group, dq, shared);
-    } else {
-      barrier_arrive(tile.ds_full(i));
-      if (i > 0) add_dq<P>(p, tile, before, group, dq, shared);
-      before = now;
-    }
+    if constexpr (Tile::kDqDelay > 0) barrier_arrive(tile.ds_full(i));
+    if (i >= Tile::kDqDelay) add_dq(p, tile, Tile::kDqDelay > 0 ? before : now, group, dq, shared);
     multiply_wait<0>();
     pin(dk);
     pin(dv);
-    release(tile.dout_empty(slot));
-    release(tile.q_empty(slot));
+    // Every thread says for itself that it has read LSE, D and what the stage holds.
+    barrier_arrive(tile.dout_empty(slot));
+    barrier_arrive(tile.q_empty(slot));
+    before = now;
   }
   if (Tile::kDqDelay > 0 && i > 0) {
     float dq[Tile::kDqColumns / 2];
-    start_dq(i - 1, dq);
+    start_dq(tile, i - 1, group, dq);
     multiply_wait<0>();
     pin(dq);
-    add_dq<P>(p, tile, before, group, dq, shared);
+    add_dq(p, tile, before, group, dq, shared);
   }
-
   if (threadIdx.x % 128 == 0) added_lines_done();
-  named_barrier_sync(1, kConsumerThreads);  // K and V are read no more: dK and dV take their place
+  named_barrier_sync(1, Tile::kGroups * 128);  // K and V are read no more: dK and dV take their place
   const auto& place = *tile.place;
-  const int first = first_row + warp * 16;
-  const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
-  const int seqlen_kv = place.sequence.seqlen_kv(p);
+  const int first = (Tile::kWide ? 0 : group * 64) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   const auto store = [&](char* at, int columns, const auto& c, float scale, const TensorParam& to) {
     constexpr int kChunks = sizeof(c) / 16;  // of a group
     const int first_chunk = Tile::kWide ? group * kChunks : 0;
     const int chunks = min(columns / 8 - first_chunk, kChunks);
     if (chunks > 0)
-      store_rows<Element, P::kBc>(at, first, first_chunk, chunks, c, scale, scale,
-                                  place.sequence.kv_pointer(to, place.h_kv, 0), to.stride_s, tile.kv_begin(),
-                                  seqlen_kv);
+      store_rows<typename P::Element, P::kBc>(at, first, first_chunk, chunks, c, scale, scale,
+                                              place.sequence.kv_pointer(to, place.h_kv, 0), to.stride_s,
+                                              tile.kv_begin(), place.sequence.seqlen_kv(p));
   };
   store(shared + Tile::kLayout.k(), P::kHeadDim, dk, p.softmax_scale, p.dk);
-  store(shared + Tile::kLayout.v(), P::kHeadDimV, dv, v_scale, p.dv);
+  store(shared + Tile::kLayout.v(), P::kHeadDimV, dv, P::kDropout ? p.keep_scale : 1.0f, p.dv);
 }
 
 template <class P>
@@ -444,10 +463,10 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
 
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
-    lower_register_limit<24>();
+    lower_register_limit<producer_registers(Tile::kGroups)>();
     if (threadIdx.x == 0) produce(p, tile, maps, shared);
   } else {
-    raise_register_limit<240>();
+    raise_register_limit<consumer_registers(Tile::kGroups)>();
     consume(p, tile, group - 1, shared);
   }
 }

@@ -63,8 +63,8 @@ __device__ __forceinline__ void load_line(unsigned to, const void* from, int byt
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-/// Stores four matrices of 8 x 8 16-bit elements, held as by mma; lane l gives the place of row l % 8 of matrix
-/// l / 8.
+/// Stores four matrices of 8 x 8 16-bit elements, held as by mma; lane l gives the place of row l % 8 of
+/// matrix l / 8.
 __device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&words)[4]) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to), "r"(words[0]),
                "r"(words[1]), "r"(words[2]), "r"(words[3])
@@ -74,6 +74,10 @@ __device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&wor
 __device__ __forceinline__ void publish_to_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
+
+/// Registers of a producer and of a consumer thread, by the number of consumer warp groups.
+constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 24 : 32; }
+constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 240 : 160; }
 
 template <int kRegisters>
 __device__ __forceinline__ void lower_register_limit() {

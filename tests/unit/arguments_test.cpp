@@ -513,7 +513,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
   plan.needs = {.row_stats = true, .dq_accum = true, .tickets = true, .list_sets = 1};
   plan.workspace = {.d = 0,
-                    .lse_padded = 256,
+                    .lse_log2 = 256,
                     .dq_accum = 512,
                     .tickets = 768,
                     .list_count = 1024,
@@ -532,7 +532,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.lse, args.lse);
   EXPECT_EQ(p.kv_lengths, args.kv_lengths);
   EXPECT_EQ(p.d, address<float>(0x100000));
-  EXPECT_EQ(p.lse_padded, address<float>(0x100100));
+  EXPECT_EQ(p.lse_log2, address<float>(0x100100));
   EXPECT_EQ(p.dq_accum, address<float>(0x100200));
   EXPECT_EQ(p.tickets, address<int>(0x100300));
   EXPECT_EQ(p.lists.count, address<int>(0x100400));

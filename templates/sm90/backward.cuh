@@ -28,7 +28,7 @@ struct BackwardTile {
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
   static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
-  static constexpr unsigned kDqDelay = kWide ? 0 : 1;                       // in Q tiles
+  static constexpr bool kLateDq = !kWide;                                   // by a tile
   // A group's part of dQ is 64 rows where there are 128, else half of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
   static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
@@ -396,15 +396,15 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     const int slot = i % P::kStages;
     unsigned probability[kSteps][4], gradient[kSteps][4];
     differentiate(p, tile, i, now, group, shared, probability, gradient);
-    if constexpr (Tile::kDqDelay == 0) barrier_arrive(tile.ds_full(i));
+    if constexpr (!Tile::kLateDq) barrier_arrive(tile.ds_full(i));
     // Before the first tile there is none: then nobody looks at the result.
     float dq[Tile::kDqColumns / 2];
-    start_dq(tile, i - Tile::kDqDelay, group, dq);
+    start_dq(tile, Tile::kLateDq ? i - 1 : i, group, dq);
     start_gradients(tile, i, group, probability, gradient, dk, dv);
     multiply_wait<1>();
     pin(dq);
-    if constexpr (Tile::kDqDelay > 0) barrier_arrive(tile.ds_full(i));
-    if (i >= Tile::kDqDelay) add_dq(p, tile, Tile::kDqDelay > 0 ? before : now, group, dq, shared);
+    if constexpr (Tile::kLateDq) barrier_arrive(tile.ds_full(i));
+    if (!Tile::kLateDq || i > 0) add_dq(p, tile, Tile::kLateDq ? before : now, group, dq, shared);
     multiply_wait<0>();
     pin(dk);
     pin(dv);
@@ -413,7 +413,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     barrier_arrive(tile.q_empty(slot));
     before = now;
   }
-  if (Tile::kDqDelay > 0 && i > 0) {
+  if (Tile::kLateDq && i > 0) {
     float dq[Tile::kDqColumns / 2];
     start_dq(tile, i - 1, group, dq);
     multiply_wait<0>();

@@ -96,8 +96,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
-    // The blocks of a map fit smaller tiles.
-    return {config(d <= 64 && !spec.has_block_map() ? 128 : 64, 128, 8, 2)};
+    const bool fits_map = spec.block_map.q % 128 == 0;  // or there is none
+    return {config(d <= 64 && fits_map ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
   if (d <= 128) {

@@ -1,5 +1,6 @@
-// Backward pass for Hopper: one thread block a KV tile, one warp group loads Q tiles through the TMA unit,
-// two compute with wgmma. S and dP are computed transposed; dQ is added up in fp32 in global memory.
+// Backward pass for Hopper: one thread block a KV tile. Of one warp group a thread loads Q tiles through the
+// TMA unit and two add dQ to global memory; the two other groups compute with wgmma. S and dP are computed
+// transposed.
 //
 // Up to 128 columns each group has 64 keys, and P^T and dS^T feed dV and dK from registers. dS goes through
 // shared memory for dQ, for which each group needs the other's too, but only a Q tile later, so that neither
@@ -20,7 +21,7 @@ template <class P>
 struct BackwardTile {
   static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
   static constexpr int kGroups = 2;
-  static constexpr int kThreads = (kGroups + 1) * 128;
+  static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
@@ -28,11 +29,14 @@ struct BackwardTile {
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
   static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
-  static constexpr bool kLateDq = !kWide;                                   // by a tile
   // A group's part of dQ is 64 rows where there are 128, else half of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
   static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
-  static constexpr int kDqFloats = kDqRows * kDqColumns;  // of a group
+  // It leaves through shared memory, eight columns a step: `kDqInDout` and `kDqInQ` steps lie in what this
+  // group alone reads of dO and Q, when it has read it, the others in a place of their own.
+  static constexpr int kDqSteps = kDqColumns / 8;
+  static constexpr int kDqInDout = kLayout.dq_within(kDimV) / kDqStepBytes;
+  static constexpr int kDqInQ = kLayout.dq_within(kDim) / kDqStepBytes;
   struct Place {
     Sequence<P> sequence;
     int h_kv, kv_tile;
@@ -57,11 +61,24 @@ struct BackwardTile {
   }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * tile_bytes(P::kBc, P::kBr); }
   __device__ unsigned ds_full(unsigned i) const { return kv_full() + (1 + P::kStages * 4 + i % 2) * 8; }
+  /// Where a step of a group's dQ lies.
+  __device__ unsigned dq(int group, int slot, int step) const {
+    if (step < kDqInDout) return dout(slot) + group * kLayout.dq_within(kDimV) + step * kDqStepBytes;
+    step -= kDqInDout;
+    if (step < kDqInQ) return q(slot) + group * kLayout.dq_within(kDim) + step * kDqStepBytes;
+    return base + kLayout.dq() + group * kLayout.dq_bytes() + (step - kDqInQ) * kDqStepBytes;
+  }
+  /// A column of a tile of slices.
+  static __device__ unsigned column(unsigned at, int column, int slice_bytes) {
+    return at + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
+  }
   __device__ unsigned kv_full() const { return base + kLayout.barriers(); }
   __device__ unsigned q_full(int slot) const { return kv_full() + (1 + slot * 4) * 8; }
   __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
   __device__ unsigned dout_full(int slot) const { return q_full(slot) + 16; }
   __device__ unsigned dout_empty(int slot) const { return q_full(slot) + 24; }
+  __device__ unsigned dq_full(int group) const { return kv_full() + (3 + P::kStages * 4 + group * 2) * 8; }
+  __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
 };
 
 template <class P>
@@ -127,63 +144,74 @@ __device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned le
   pin(c);
 }
 
-/// Adds a group's part of dQ: by the TMA unit from shared memory, or, where that is full, from registers.
+/// A thread adds a group's parts of dQ to global memory. Wide, it also gives back the stages in which they
+/// lay.
 template <class P>
-__device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, const StagedTile& now,
-                                       int group, const float (&dq)[BackwardTile<P>::kDqColumns / 2],
-                                       char* shared) {
+__device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, int group,
+                                       const char* shared) {
   using Tile = BackwardTile<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  const Sequence<P>& sequence = tile.place->sequence;
   const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
-  const int columns = min(kColumns - first_column, Tile::kDqColumns);
-  const int first_row = now.tile * P::kBr + (Tile::kSplitRows ? group * kDqRows : 0);
-  float* to =
-      p.dq_accum + (sequence.stats_row(p, now.head) + first_row) * kColumns + first_column / 8 * kDqStep;
-  // The groups of a block take their turns one after the other.
-  const auto turn = [&] {
-    return p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + now.head) * q_tiles<P>(p) +
-           now.tile;
-  };
-  const auto wait_for_turn = [&] {
-    while (*static_cast<volatile int*>(turn()) != now.turn * Tile::kGroups + group) __nanosleep(64);
-    __threadfence();
-  };
-  const int thread = threadIdx.x % 128;
-  if constexpr (Tile::kWide) {
+  const int steps = min(kColumns - first_column, Tile::kDqColumns) / 8;
+  const StagedTile& now = reinterpret_cast<const StagedTile*>(shared + Tile::kLayout.adding())[group];
+  for (unsigned n = 0;; ++n) {
+    barrier_wait(tile.dq_full(group), n & 1);
+    if (now.head < 0) break;
+    const Sequence<P>& sequence = tile.place->sequence;
+    const int first_row = now.tile * P::kBr + (Tile::kSplitRows ? group * kDqRows : 0);
+    float* to =
+        p.dq_accum + (sequence.stats_row(p, now.head) + first_row) * kColumns + first_column / 8 * kDqStep;
+    const auto add_steps = [&](int first, int end) {
+      if (first < min(end, steps))
+        add_line(to + first * kDqStep, tile.dq(group, n % P::kStages, first),
+                 (min(end, steps) - first) * kDqStepBytes);
+    };
+    // The groups of a block take their turns one after the other.
+    int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      if (thread == 0) wait_for_turn();
-      named_barrier_sync(2 + group, 128);
-    }
-#pragma unroll
-    for (int n = 0; n < Tile::kDqColumns / 2; n += 4)
-      if (n * 2 < columns)
-        add_four(to + n / 4 * kDqStep + thread * 4, dq[n], dq[n + 1], dq[n + 2], dq[n + 3]);
-    if constexpr (P::kDeterministic) {
+      turn = p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + now.head) * q_tiles<P>(p) +
+             now.tile;
+      while (*static_cast<volatile int*>(turn) != now.turn * Tile::kGroups + group) __nanosleep(64);
       __threadfence();
-      named_barrier_sync(2 + group, 128);
-      if (thread == 0) atomicAdd(turn(), 1);
     }
-  } else {
-    float4* staged = reinterpret_cast<float4*>(shared + Tile::kLayout.dq()) + group * Tile::kDqFloats / 4;
-    if (thread == 0) added_lines_read();  // then their place is free
-    named_barrier_sync(2 + group, 128);
-#pragma unroll
-    for (int n = 0; n < Tile::kDqColumns / 2; n += 4)
-      staged[n / 4 * 128 + thread] = {dq[n], dq[n + 1], dq[n + 2], dq[n + 3]};
-    publish_to_async_proxy();
-    named_barrier_sync(2 + group, 128);
-    if (thread == 0) {
-      if constexpr (P::kDeterministic) wait_for_turn();
-      if (columns > 0)
-        add_line(to, tile.base + Tile::kLayout.dq() + group * Tile::kDqFloats * 4, columns / 8 * kDqStep * 4);
-      if constexpr (P::kDeterministic) {
-        added_lines_done();
-        __threadfence();
-        atomicAdd(turn(), 1);
-      }
+    if constexpr (Tile::kDqInDout > 0) add_steps(0, Tile::kDqInDout);
+    if constexpr (Tile::kDqInQ > 0) add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
+    if constexpr (Tile::kDqInDout + Tile::kDqInQ < Tile::kDqSteps)
+      add_steps(Tile::kDqInDout + Tile::kDqInQ, Tile::kDqSteps);
+    if constexpr (P::kDeterministic) {
+      added_lines_done();
+      __threadfence();
+      atomicAdd(turn, 1);
+    } else {
+      added_lines_read();
+    }
+    barrier_arrive(tile.dq_empty(group));
+    if constexpr (Tile::kWide) {
+      barrier_arrive(tile.dout_empty(n % P::kStages));
+      barrier_arrive(tile.q_empty(n % P::kStages));
     }
   }
+  added_lines_done();
+}
+
+/// Stores steps [kFirst, kEnd) of a group's dQ to shared memory.
+template <int kFirst, int kEnd, class P>
+__device__ __forceinline__ void stage_dq(const BackwardTile<P>& tile, int group, int slot,
+                                         const float (&dq)[BackwardTile<P>::kDqColumns / 2], char* shared) {
+#pragma unroll
+  for (int step = kFirst; step < kEnd; ++step)
+    *reinterpret_cast<float4*>(shared + (tile.dq(group, slot, step) - tile.base) + threadIdx.x % 128 * 16) = {
+        dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
+}
+
+/// Gives what a group has staged, or, without a head, the word that this was all, to the thread that adds it.
+template <class P>
+__device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group, const StagedTile& now,
+                                        char* shared) {
+  if (threadIdx.x % 128 == 0)
+    reinterpret_cast<StagedTile*>(shared + BackwardTile<P>::kLayout.adding())[group] = now;
+  publish_to_async_proxy();
+  barrier_arrive(tile.dq_full(group));
 }
 
 /// Waits for Q tile i; false when there are no more.
@@ -324,9 +352,8 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
   const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
   const unsigned long long left =
       tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
-  const unsigned long long right = tile_descriptor(
-      tile.k() + first_column / kSliceColumns * Tile::kKvSlice + first_column % kSliceColumns * 2,
-      Tile::kKvSlice);
+  const unsigned long long right =
+      tile_descriptor(Tile::column(tile.k(), first_column, Tile::kKvSlice), Tile::kKvSlice);
   barrier_wait(tile.ds_full(i), i / 2 & 1);
   pin(dq);
   multiply_fence();
@@ -337,7 +364,7 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
   pin(dq);
 }
 
-/// Starts a group's part of dV and dK of Q tile i.
+/// Starts a group's part of dV and then of dK of Q tile i.
 template <class P>
 __device__ __forceinline__ void start_gradients(
     const BackwardTile<P>& tile, unsigned i, int group,
@@ -346,8 +373,7 @@ __device__ __forceinline__ void start_gradients(
     float (&dv)[BackwardTile<P>::kOwnDimV / 2]) {
   using Tile = BackwardTile<P>;
   const auto own_columns = [&](unsigned at, int columns) {
-    return tile_descriptor(at + (Tile::kWide ? group * columns / kSliceColumns * Tile::kQSlice : 0),
-                           Tile::kQSlice);
+    return tile_descriptor(Tile::column(at, Tile::kWide ? group * columns : 0, Tile::kQSlice), Tile::kQSlice);
   };
   const unsigned long long dout = own_columns(tile.dout(i % P::kStages), Tile::kOwnDimV);
   const unsigned long long q = own_columns(tile.q(i % P::kStages), Tile::kOwnDim);
@@ -360,6 +386,7 @@ __device__ __forceinline__ void start_gradients(
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
       P::multiply_dv(dv, p_tile + (step * 32 >> 4), dout + (step * 16 * kRowBytes >> 4), 1);
+    multiply_commit();
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
       P::multiply_dk(dk, ds_tile + (step * 32 >> 4), q + (step * 16 * kRowBytes >> 4), 1);
@@ -367,6 +394,7 @@ __device__ __forceinline__ void start_gradients(
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
       P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
+    multiply_commit();
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
       P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
@@ -396,31 +424,52 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     const int slot = i % P::kStages;
     unsigned probability[kSteps][4], gradient[kSteps][4];
     differentiate(p, tile, i, now, group, shared, probability, gradient);
-    if constexpr (!Tile::kLateDq) barrier_arrive(tile.ds_full(i));
-    // Before the first tile there is none: then nobody looks at the result.
     float dq[Tile::kDqColumns / 2];
-    start_dq(tile, Tile::kLateDq ? i - 1 : i, group, dq);
-    start_gradients(tile, i, group, probability, gradient, dk, dv);
-    multiply_wait<1>();
-    pin(dq);
-    if constexpr (Tile::kLateDq) barrier_arrive(tile.ds_full(i));
-    if (!Tile::kLateDq || i > 0) add_dq(p, tile, Tile::kLateDq ? before : now, group, dq, shared);
-    multiply_wait<0>();
-    pin(dk);
-    pin(dv);
-    // Every thread says for itself that it has read LSE, D and what the stage holds.
-    barrier_arrive(tile.dout_empty(slot));
-    barrier_arrive(tile.q_empty(slot));
-    before = now;
+    if constexpr (Tile::kWide) {
+      barrier_arrive(tile.ds_full(i));
+      start_dq(tile, i, group, dq);
+      start_gradients(tile, i, group, probability, gradient, dk, dv);
+      multiply_wait<1>();
+      pin(dq);
+      pin(dv);
+      barrier_wait(tile.dq_empty(group), (i & 1) ^ 1);
+      stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq, shared);
+      multiply_wait<0>();
+      pin(dk);
+      stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq, shared);
+      give_dq(tile, group, now, shared);
+    } else {
+      // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
+      start_dq(tile, i - 1, group, dq);
+      start_gradients(tile, i, group, probability, gradient, dk, dv);
+      multiply_wait<2>();
+      pin(dq);
+      barrier_arrive(tile.ds_full(i));
+      if (i > 0) {
+        barrier_wait(tile.dq_empty(group), i & 1);
+        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq, shared);
+        give_dq(tile, group, before, shared);
+      }
+      before = now;
+      multiply_wait<0>();
+      pin(dk);
+      pin(dv);
+      // Every thread says for itself that it has read LSE, D and what the stage holds.
+      barrier_arrive(tile.dout_empty(slot));
+      barrier_arrive(tile.q_empty(slot));
+    }
   }
-  if (Tile::kLateDq && i > 0) {
+  if (!Tile::kWide && i > 0) {
     float dq[Tile::kDqColumns / 2];
     start_dq(tile, i - 1, group, dq);
     multiply_wait<0>();
     pin(dq);
-    add_dq(p, tile, before, group, dq, shared);
+    barrier_wait(tile.dq_empty(group), i & 1);
+    stage_dq<0, Tile::kDqSteps>(tile, group, 0, dq, shared);
+    give_dq(tile, group, before, shared);
   }
-  if (threadIdx.x % 128 == 0) added_lines_done();
+  barrier_wait(tile.dq_empty(group), (i & 1) ^ 1);
+  give_dq(tile, group, {-1}, shared);
   named_barrier_sync(1, Tile::kGroups * 128);  // K and V are read no more: dK and dV take their place
   const auto& place = *tile.place;
   const int first = (Tile::kWide ? 0 : group * 64) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
@@ -454,8 +503,12 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
-      barrier_init(tile.q_empty(slot), Tile::kGroups * 128);
-      barrier_init(tile.dout_empty(slot), Tile::kGroups * 128);
+      barrier_init(tile.q_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
+      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
+    }
+    for (int group = 0; group < Tile::kGroups; ++group) {
+      barrier_init(tile.dq_full(group), 128);
+      barrier_init(tile.dq_empty(group), 1);
     }
     barrier_init_fence();
   }
@@ -463,10 +516,13 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
 
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
-    lower_register_limit<producer_registers(Tile::kGroups)>();
-    if (threadIdx.x == 0) produce(p, tile, maps, shared);
+    lower_register_limit<Tile::kHelperRegisters>();
+    const int warp = static_cast<int>(threadIdx.x) / 32;
+    if (threadIdx.x % 32 != 0) return;
+    if (warp == 0) produce(p, tile, maps, shared);
+    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1, shared);
   } else {
-    raise_register_limit<consumer_registers(Tile::kGroups)>();
+    raise_register_limit<Tile::kConsumerRegisters>();
     consume(p, tile, group - 1, shared);
   }
 }

@@ -13,13 +13,8 @@ constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 /// Floats from one eight columns of a block to the next: four for each thread of a warp group, two columns of
 /// rows lane / 4 and lane / 4 + 8 of the warp's sixteen.
 constexpr int kDqStep = 128 * 4;
+constexpr int kDqStepBytes = kDqStep * 4;
 
-/// Adds four neighbouring floats.
-__device__ __forceinline__ void add_four(float* to, float x0, float x1, float x2, float x3) {
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(x0), "f"(x1),
-               "f"(x2), "f"(x3)
-               : "memory");
-}
 /// Starts adding `bytes` of shared memory to global memory; of this thread's bulk group.
 __device__ __forceinline__ void add_line(float* to, unsigned from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),

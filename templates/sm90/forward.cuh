@@ -10,6 +10,10 @@
 
 namespace flashjit::sm90 {
 
+/// Registers of a producer and of a consumer thread, by the number of consumer warp groups.
+constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 24 : 32; }
+constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 240 : 160; }
+
 /// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
 /// the factor. Asking whether to rescale costs more than doing it for few columns.
 template <class P>

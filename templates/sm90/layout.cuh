@@ -57,9 +57,9 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO, two of dS, where the groups
-/// share rows two of P, else one of dQ in fp32, the rows' LSE and D, what each stage holds, the tile's place
-/// and the barriers.
+/// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO, two of dS, wide two of P, dQ
+/// where it does not lie in Q and dO, the rows' LSE and D, what each stage holds, what is added to dQ, the
+/// tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -73,13 +73,23 @@ struct BackwardLayout {
   constexpr int ds() const { return dout() + stages * tile_bytes(br, columns_v()); }
   constexpr int p() const { return ds() + 2 * tile_bytes(bc, br); }
   constexpr int dq() const { return p() + (wide() ? 2 * tile_bytes(bc, br) : 0); }
-  constexpr int lse() const { return dq() + (wide() ? 0 : br * columns() * 4); }
+  /// Bytes of a warp group's dQ that lie in what it alone reads of a tile of Q, or of dO.
+  constexpr int dq_within(int columns) const {
+    return wide() && columns >= 2 * kSliceColumns ? columns / 2 * br * 2 : 0;
+  }
+  /// And the rest, in fp32 as all of it, for which there is a place.
+  constexpr int dq_bytes() const {
+    const int rest = columns() / 2 * br * 4 - dq_within(columns()) - dq_within(columns_v());
+    return rest > 0 ? rest : 0;
+  }
+  constexpr int lse() const { return dq() + 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
-  constexpr int place() const { return staged() + stages * 16; }
+  constexpr int adding() const { return staged() + stages * 16; }
+  constexpr int place() const { return adding() + 2 * 16; }
   constexpr int barriers() const { return place() + kPlaceBytes; }
-  /// One barrier for K and V, four for each stage and two for dS.
-  constexpr int bytes() const { return barriers() + (3 + 4 * stages) * 8; }
+  /// One barrier for K and V, four for each stage, two for dS and four for dQ.
+  constexpr int bytes() const { return barriers() + (7 + 4 * stages) * 8; }
 };
 
 }  // namespace flashjit::sm90

@@ -56,7 +56,7 @@ __device__ void preprocess(const Params& p) {
       const long long q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
       // At least the two counters of simt/capture_grads.cuh; this part of the workspace has 256 bytes or
       // more.
-      const long long count = max(1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles, 4ll);
+      const long long count = max(1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles * 2, 4ll);
       for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll)
         p.tickets[i] = 0;
     }

@@ -121,6 +121,13 @@ struct QTiles {
   }
 };
 
+/// Ordered additions: how many KV tiles have added to a Q tile's dQ, or, `part` 0 and 1, to each of its
+/// halves.
+template <class P>
+__device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_tile, int part = 0) {
+  return p.tickets + 1 + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * 2 + part;
+}
+
 /// The KV tile of a block's work in the backward pass.
 struct KvWork {
   int b, h_kv, kv_tile;

@@ -283,8 +283,7 @@ __device__ void backward(const Params& p) {
     }
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      turn = p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + h) * q_tiles<P>(p) +
-             q_begin / P::kBr;
+      turn = turn_of<P>(p, sequence.b, h, q_begin / P::kBr);
       if (threadIdx.x == 0) {
         while (*static_cast<volatile int*>(turn) != mine) __nanosleep(64);
         __threadfence();

@@ -166,12 +166,10 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
         add_line(to + first * kDqStep, tile.dq(group, n % P::kStages, first),
                  (min(end, steps) - first) * kDqStepBytes);
     };
-    // The groups of a block take their turns one after the other.
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      turn = p.tickets + 1 + (static_cast<long long>(sequence.b) * p.heads_q + now.head) * q_tiles<P>(p) +
-             now.tile;
-      while (*static_cast<volatile int*>(turn) != now.turn * Tile::kGroups + group) __nanosleep(64);
+      turn = turn_of<P>(p, sequence.b, now.head, now.tile, group);
+      while (*static_cast<volatile int*>(turn) != now.turn) __nanosleep(32);
       __threadfence();
     }
     if constexpr (Tile::kDqInDout > 0) add_steps(0, Tile::kDqInDout);

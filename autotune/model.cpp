@@ -110,7 +110,7 @@ double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const Til
     const double hidden_loads = is_backward(spec) ? 0 : clocks.shared;
     const double rest = std::max(0.0, clocks.sum() - busiest - clocks.l2 - hidden_loads);
     const int groups = c.warps / kGroupWarps * resident;
-    const double exposed = is_backward(spec) ? 0.35 : groups <= 1 ? 0.5 : groups == 2 ? 0.15 : 0.07;
+    const double exposed = is_backward(spec) ? 0.12 : groups <= 1 ? 0.5 : groups == 2 ? 0.15 : 0.07;
     const double late = c.stages == 1 ? clocks.l2 : 0;
     return busiest + exposed * rest + late + clocks.overhead;
   }

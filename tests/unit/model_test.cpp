@@ -170,7 +170,6 @@ TEST(Model, TheH100sFiguresAreMostlyWithinAQuarter) {
   ASSERT_GT(figures.rows.size(), 30u);
   std::vector<double> ratios;
   for (auto row : figures.rows) {
-    if (row["pass"] == "bwd" && row["head_dim"] == "256") continue;  // measured before sm90 had it
     const std::string n = row["heads"];
     const Problem p = problem_of(
         row["pass"] + ":bf16:d" + row["head_dim"] + (row["causal"] == "1" ? ":causal" : ""),

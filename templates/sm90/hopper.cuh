@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/wait.cuh"
 #include "flashjit/sm90/layout.cuh"
 
 namespace flashjit {
@@ -29,16 +30,35 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+/// Whether the phase is over; the hardware may wait for it a while.
+__device__ __forceinline__ bool barrier_try_wait(unsigned barrier, int parity) {
+  int over;
   asm volatile(
       "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
+      ".reg .pred over;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
+      "selp.b32 %0, 1, 0, over;\n"
+      "}\n"
+      : "=r"(over)
+      : "r"(barrier), "r"(parity)
       : "memory");
+  return over != 0;
+}
+template <class P>
+__device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
+  if constexpr (P::kCheckWaits) {
+    for (const HangTrap trap; !barrier_try_wait(barrier, parity);) trap.check();
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  }
 }
 /// Makes initialised barriers visible to the TMA unit.
 __device__ __forceinline__ void barrier_init_fence() {

@@ -26,7 +26,7 @@ class HangTrap {
 
 /// Until `*turn` is `mine`. What was written before it became so may be read afterwards.
 template <class P, unsigned kSleepNanoseconds, class Turn>
-__device__ __forceinline__ void await_turn(const volatile Turn* turn, Turn mine) {
+__device__ __forceinline__ void await_turn(const volatile Turn* turn, const Turn& mine) {
   if constexpr (P::kCheckWaits) {
     for (const HangTrap trap; *turn != mine; trap.check()) __nanosleep(kSleepNanoseconds);
   } else {

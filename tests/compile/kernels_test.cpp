@@ -166,6 +166,32 @@ TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   for (const TileConfig& config : configs) EXPECT_EQ(compile_and_check(spec, config, device), "");
 }
 
+// The debug form may spill; products that wait for each other would change what is debugged.
+TEST(KernelsOfCheckedWaits, Compile) {
+  const render::TemplateSet& templates = render::TemplateSet::embedded();
+  const auto expect_traps = [&](const char* arch, const std::string& spec_text, Family family) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    const AttentionSpec spec = parse_spec(spec_text).normalized();
+    const TileConfig config = plan::traits(family).heuristic(spec, shape_of(0), device);
+    const KernelSource plain = render::render(spec, config, device, templates);
+    const KernelSource checked = render::render(spec, config, device, templates, {.check_waits = true});
+    SCOPED_TRACE(fmt::format("{} {} {}", arch, to_string(spec), to_string(config)));
+    const auto traps = [](const KernelSource& source) {
+      return compiler().ptx(source).find("trap;") != std::string::npos;
+    };
+    EXPECT_FALSE(traps(plain));
+    EXPECT_TRUE(traps(checked));
+    const CompiledKernel kernel = compiler().compile(checked);
+    EXPECT_EQ(performance_loss(kernel.log), "");
+    EXPECT_EQ(kernel.log.find("warning"), std::string::npos) << kernel.log;
+  };
+  for (const char* spec : {"fwd:bf16:d64:causal", "fwd:fp16:d128", "fwd:bf16:d256:causal", "bwd:bf16:d64:det",
+                           "bwd:bf16:d128:causal", "bwd:bf16:d256:det"})
+    expect_traps("sm_90a", spec, Family::sm90);
+  expect_traps("sm_80", "bwd:bf16:d128:causal:det", Family::sm80);
+  expect_traps("sm_80", "bwd:fp32:d64:score{t: fp32 1d grad; score + t[h]}:det", Family::simt);
+}
+
 TEST(PerformanceLoss, IsFoundInTheLog) {
   const std::string fine = "ptxas info    : 0 bytes gmem\nptxas info    : Used 168 registers\n";
   EXPECT_EQ(performance_loss(fine), "");

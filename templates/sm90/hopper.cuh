@@ -30,24 +30,27 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-/// Whether the phase is over; the hardware may wait for it a while.
-__device__ __forceinline__ bool barrier_try_wait(unsigned barrier, int parity) {
-  int over;
-  asm volatile(
-      "{\n"
-      ".reg .pred over;\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 over, [%1], %2;\n"
-      "selp.b32 %0, 1, 0, over;\n"
-      "}\n"
-      : "=r"(over)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return over != 0;
-}
 template <class P>
 __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
   if constexpr (P::kCheckWaits) {
-    for (const HangTrap trap; !barrier_try_wait(barrier, parity);) trap.check();
+    // In one piece: of the same loop in C++ ptxas makes spills, and products that wait for each other.
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        ".reg .u64 begin, now;\n"
+        "mov.u64 begin, %%globaltimer;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "mov.u64 now, %%globaltimer;\n"
+        "sub.u64 now, now, begin;\n"
+        "setp.le.u64 done, now, %2;\n"
+        "@done bra again;\n"
+        "trap;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity), "n"(kHangNanoseconds)
+        : "memory");
   } else {
     asm volatile(
         "{\n"

@@ -118,7 +118,8 @@ struct RuntimeOptions {
   /// of the launch in place of a hang: a bug of a kernel, or of templates in template_dir. What next reaches
   /// the device, such as a synchronise or the next call, reports CUDA_ERROR_LAUNCH_FAILED or
   /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so does all that follows in this process, whose context is lost.
-  /// Somewhat slower; the results are the same. Default FLASHJIT_CHECK_WAITS, else false.
+  /// The results are the same. Needs NVRTC: packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
+  /// false.
   std::optional<bool> check_waits = {};
   std::optional<std::uint64_t> cache_limit = {};  ///< bytes of kernels in cache_dir at which those that were
                                                   ///< not used for longest are removed, which leaves 7/8;

@@ -17,9 +17,10 @@ namespace fs = std::filesystem;
 class CheckWaits : public GpuTest {
  protected:
   testing::CommandResult verify(const std::string& arguments) {
-    return testing::run_command(folder_, "verify " + arguments,
-                                fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_CHECK_WAITS=on {} timeout 60",
-                                            read_environment().libcuda, templates_));
+    return testing::run_command(
+        folder_, "verify " + arguments,
+        fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_CHECK_WAITS=on {} timeout -s KILL 60",
+                    read_environment().libcuda, templates_));
   }
   /// From now on kernels are made of templates in which `was`, which stands there once, is `is`.
   void change_template(const std::string& name, const std::string& was, const std::string& is) {
@@ -34,7 +35,7 @@ class CheckWaits : public GpuTest {
   }
   void expect_launch_error(const std::string& arguments) {
     const testing::CommandResult result = verify(arguments);
-    EXPECT_EQ(result.code, 4) << "124: it hung\n" << result.out << result.err;
+    EXPECT_EQ(result.code, 4) << "137: it hung\n" << result.out << result.err;
     const auto says = [&](const char* what) { return result.err.find(what) != std::string::npos; };
     EXPECT_TRUE(says("CUDA_ERROR_LAUNCH_FAILED") || says("CUDA_ERROR_ILLEGAL_INSTRUCTION")) << result.err;
   }
@@ -46,7 +47,8 @@ class CheckWaits : public GpuTest {
 };
 
 TEST_F(CheckWaits, LeavesResultsRight) {
-  for (const char* spec : {"bf16:d64", "fp16:d128:causal", "bf16:d128:det", "bf16:d256:causal:det"}) {
+  for (const char* spec : {"bf16:d64", "fp16:d128:causal", "bf16:d128:det", "bf16:d256:causal:det",
+                           "bwd:bf16:d64:det --config sm80:br32:bc64:w4"}) {
     const testing::CommandResult result =
         verify(fmt::format("--shape b1:hq4:hkv2:sq700:skv900 --spec {}", spec));
     EXPECT_EQ(result.code, 0) << spec << "\n" << result.out << result.err;

@@ -208,4 +208,13 @@ bool MaskAnalysis::inexact(int place, bool negated) const {
   }
 }
 
+bool reads_by_position(const NodePtr& program) {
+  if (!program) return false;
+  Graph graph;
+  graph.add(program);
+  for (int i = 0; i < graph.size(); ++i)
+    if (graph.node(i).op == Op::read && graph.uses_positions(i)) return true;
+  return false;
+}
+
 }  // namespace flashjit::expr

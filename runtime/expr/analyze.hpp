@@ -79,6 +79,9 @@ struct MaskTraits {
 };
 MaskTraits mask_traits(const MaskProgram& mask);
 
+/// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
+bool reads_by_position(const NodePtr& program);
+
 /// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison);
 

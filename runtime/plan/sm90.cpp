@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "expr/derive.hpp"
+#include "expr/analyze.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm90/layout.cuh"
@@ -96,8 +96,10 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
-    const bool fits_map = spec.block_map.q % 128 == 0;  // or there is none
-    return {config(d <= 64 && fits_map ? 128 : 64, 128, 8, 2)};
+    // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors.
+    const bool reads =
+        expr::reads_by_position(spec.score.tree()) || expr::reads_by_position(spec.mask.tree());
+    return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
   if (d <= 128) {

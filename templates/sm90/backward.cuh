@@ -54,8 +54,8 @@ struct BackwardTile {
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
   __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
-  // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them. Two
-  // are enough: who sees that dS of one tile is written knows that the tile before has been read.
+  // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them and
+  // have read those of the tile before.
   __device__ unsigned ds(unsigned i) const {
     return base + kLayout.ds() + i % 2 * tile_bytes(P::kBc, P::kBr);
   }
@@ -292,6 +292,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   multiply_wait<0>();
   pin(s);
   pin(dp);
+  // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
+  if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
@@ -351,7 +353,6 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
       tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
   const unsigned long long right =
       tile_descriptor(Tile::column(tile.k(), first_column, Tile::kKvSlice), Tile::kKvSlice);
-  barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
   pin(dq);
   multiply_fence();
 #pragma unroll
@@ -424,6 +425,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     float dq[Tile::kDqColumns / 2];
     if constexpr (Tile::kWide) {
       barrier_arrive(tile.ds_full(i));
+      barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
       start_dq(tile, i, group, dq);
       start_gradients(tile, i, group, probability, gradient, dk, dv);
       multiply_wait<1>();
@@ -458,6 +460,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   }
   if (!Tile::kWide && i > 0) {
     float dq[Tile::kDqColumns / 2];
+    barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
     start_dq(tile, i - 1, group, dq);
     multiply_wait<0>();
     pin(dq);

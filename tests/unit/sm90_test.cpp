@@ -106,6 +106,9 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d64:dropout", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:map128x128", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:map64x128", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:score{slopes: fp32 1d; score + slopes[h]}", kLarge),
+            "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");

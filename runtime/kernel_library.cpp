@@ -92,7 +92,12 @@ KernelLibrary::Result KernelLibrary::get(const AttentionSpec& spec, const TileCo
   return kernels_.get(memory_key(spec, config, info), [&] {
     const Stopwatch stopwatch;
     Request request{
-        info, driver, render::render(spec, config, info, templates(), {settings_.check_indices}), {}, 0};
+        info,
+        driver,
+        render::render(spec, config, info, templates(),
+                       {.check_indices = settings_.check_indices, .check_waits = settings_.check_waits}),
+        {},
+        0};
     request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
     request.render_ms = stopwatch.ms();
     return make(request);

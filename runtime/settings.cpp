@@ -38,6 +38,7 @@ Settings resolve_settings(const RuntimeOptions& options, const Environment& envi
   settings.nvrtc = options.nvrtc.value_or(environment.nvrtc);
   settings.libcuda = environment.libcuda;
   settings.check_indices = options.check_indices.value_or(environment.check_indices);
+  settings.check_waits = options.check_waits.value_or(environment.check_waits);
   settings.tune_in_background =
       options.tune_in_background.value_or(environment.tune_in_background) && settings.jit;
   settings.verbose = environment.verbose;

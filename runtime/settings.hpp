@@ -23,6 +23,7 @@ struct Settings {
   std::string template_dir;         ///< "": the embedded templates
   std::string nvrtc, libcuda;       ///< "": the usual places
   bool check_indices = false;       ///< kernels print each index of a captured tensor that is clamped
+  bool check_waits = false;         ///< kernels trap where they would hang
   bool tune_in_background = false;  ///< as RuntimeOptions::tune_in_background says
   bool verbose = false;             ///< also log what came from packs and caches
   Log log;                          ///< never empty; one line at a time, from one thread at a time

@@ -114,6 +114,13 @@ struct RuntimeOptions {
                                            ///< else the usual places
   std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
                                            ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
+  /// Kernels whose waits for each other's threads, should one take longer than 10 seconds, end with an error
+  /// of the launch in place of a hang: a bug of a kernel, or of templates in template_dir. What next reaches
+  /// the device, such as a synchronise or the next call, reports CUDA_ERROR_LAUNCH_FAILED or
+  /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so does all that follows in this process, whose context is lost.
+  /// The results are the same. Needs NVRTC: packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
+  /// false.
+  std::optional<bool> check_waits = {};
   std::optional<std::uint64_t> cache_limit = {};  ///< bytes of kernels in cache_dir at which those that were
                                                   ///< not used for longest are removed, which leaves 7/8;
                                                   ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB

@@ -33,7 +33,8 @@ std::string bool_constant(std::string_view name, bool value) {
 }
 
 // The same names in the same order as ExampleProblem in templates/common/problem.cuh.
-std::string constants(const AttentionSpec& spec, const TileConfig& config, int compute_capability) {
+std::string constants(const AttentionSpec& spec, const TileConfig& config, int compute_capability,
+                      bool check_waits) {
   return fmt::format("  using Element = {};\n", element_name(spec.dtype)) +
          int_constant("kArch", compute_capability) + bool_constant("kBackward", spec.pass == Pass::backward) +
          int_constant("kHeadDim", spec.head_dim) + int_constant("kHeadDimV", spec.v_dim()) +
@@ -44,7 +45,8 @@ std::string constants(const AttentionSpec& spec, const TileConfig& config, int c
          int_constant("kBlockKv", spec.block_map.kv) + int_constant("kBr", config.br) +
          int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
          int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
-         int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks);
+         int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks) +
+         bool_constant("kCheckWaits", check_waits);
 }
 
 std::string includes(const std::vector<plan::Entry>& entries) {
@@ -102,7 +104,7 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
   source.entries = plan::traits(config.family).entries(source.spec, config);
   source.text = fmt::format("// {} {}\n", to_string(source.spec), to_string(config)) +
                 includes(source.entries) + "\nnamespace flashjit {\n\nstruct Problem {\n" +
-                constants(source.spec, config, device.compute_capability) + "\n" +
+                constants(source.spec, config, device.compute_capability, options.check_waits) + "\n" +
                 expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}) +
                 (config.family == Family::sm90 ? "\n" + wgmma_functions(source.spec, config) : "") +
                 "};\n\n}  // namespace flashjit\n";

@@ -25,6 +25,7 @@ class TemplateSet {
 
 struct RenderOptions {
   bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
+  bool check_waits = false;    ///< kernels trap where they would hang
 };
 
 /// Deterministic: equal arguments give equal text. The text names no path, date or version.

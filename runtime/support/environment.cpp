@@ -12,7 +12,7 @@
 namespace flashjit {
 namespace {
 
-constexpr std::array<EnvironmentVariable, 10> kVariables{{
+constexpr std::array<EnvironmentVariable, 11> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit."},
@@ -28,6 +28,9 @@ constexpr std::array<EnvironmentVariable, 10> kVariables{{
     {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
     {"FLASHJIT_CHECK_INDICES",
      "on: slow kernels that print each index of a captured tensor that is out of range, and where; off "
+     "(default)."},
+    {"FLASHJIT_CHECK_WAITS",
+     "on: kernels whose waits end with an error of the launch after 10 seconds, in place of a hang; off "
      "(default)."},
     {"FLASHJIT_TUNE_IN_BACKGROUND",
      "on: tune each shape at its first use, in a thread beside the calls; off (default). Needs NVRTC."},
@@ -105,6 +108,7 @@ Environment read_environment(const Get& get) {
   out.nvrtc = value_of(get, "FLASHJIT_NVRTC");
   out.libcuda = value_of(get, "FLASHJIT_LIBCUDA");
   out.check_indices = on_or_off(get, "FLASHJIT_CHECK_INDICES", false);
+  out.check_waits = on_or_off(get, "FLASHJIT_CHECK_WAITS", false);
   out.tune_in_background = on_or_off(get, "FLASHJIT_TUNE_IN_BACKGROUND", false);
   const std::string log = value_of(get, "FLASHJIT_LOG");
   if (!log.empty() && log != "quiet" && log != "info" && log != "debug") {

@@ -27,6 +27,7 @@ struct Environment {
   std::string nvrtc;                ///< FLASHJIT_NVRTC: path of libnvrtc
   std::string libcuda;              ///< FLASHJIT_LIBCUDA: path of libcuda
   bool check_indices = false;       ///< FLASHJIT_CHECK_INDICES: on or off
+  bool check_waits = false;         ///< FLASHJIT_CHECK_WAITS: on or off
   bool tune_in_background = false;  ///< FLASHJIT_TUNE_IN_BACKGROUND: on or off
   bool verbose = false;             ///< FLASHJIT_LOG: quiet, info (default) or debug
   bool quiet = false;

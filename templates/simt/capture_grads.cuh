@@ -3,6 +3,7 @@
 // comes: one tile after the other, and so slowly.
 #pragma once
 
+#include "flashjit/common/wait.cuh"
 #include "flashjit/simt/backward.cuh"
 
 namespace flashjit::simt {
@@ -138,10 +139,7 @@ __device__ void capture_grads(const Params& p) {
       const int pair = static_cast<int>(threadIdx.x) + i * T::kThreads;
       if (any) sum_for_place(PairAdditions<T>(shared), pair, at[i], sum[i]);
     }
-    if (threadIdx.x == 0) {
-      while (*turn != mine) __nanosleep(32);
-      __threadfence();
-    }
+    if (threadIdx.x == 0) await_turn<Problem, 32>(turn, mine);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)

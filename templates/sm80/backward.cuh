@@ -5,6 +5,7 @@
 
 #include "flashjit/common/philox.cuh"
 #include "flashjit/common/visible.cuh"
+#include "flashjit/common/wait.cuh"
 #include "flashjit/sm80/dq_layout.cuh"
 #include "flashjit/sm80/forward.cuh"
 
@@ -284,10 +285,7 @@ __device__ void backward(const Params& p) {
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
       turn = turn_of<P>(p, sequence.b, h, q_begin / P::kBr);
-      if (threadIdx.x == 0) {
-        while (*static_cast<volatile int*>(turn) != mine) __nanosleep(64);
-        __threadfence();
-      }
+      if (threadIdx.x == 0) await_turn<P, 64>(turn, mine);
       __syncthreads();
     }
     float* accumulator = p.dq_accum + (sequence.stats_row(p, h) + q_begin) * (kDUnits * 16);

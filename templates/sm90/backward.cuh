@@ -106,13 +106,13 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const StagedTile next = tiles.at(p, head, i, place.kv_tile, kv, kv_limit);
       const int q_begin = next.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long row = sequence.stats_row(p, h) + q_begin;
-      barrier_wait(tile.q_empty(slot), phase);
+      barrier_wait<P>(tile.q_empty(slot), phase);
       staged[slot] = next;
       barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, tile.q_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4,
                 tile.q_full(slot));
-      barrier_wait(tile.dout_empty(slot), phase);
+      barrier_wait<P>(tile.dout_empty(slot), phase);
       barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
       load_tile<P::kBr, Tile::kDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
@@ -120,7 +120,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       next_slot();
     }
   }
-  barrier_wait(tile.q_empty(slot), phase);
+  barrier_wait<P>(tile.q_empty(slot), phase);
   staged[slot].head = -1;
   barrier_arrive(tile.q_full(slot));
 }
@@ -155,7 +155,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
   const int steps = min(kColumns - first_column, Tile::kDqColumns) / 8;
   const StagedTile& now = reinterpret_cast<const StagedTile*>(shared + Tile::kLayout.adding())[group];
   for (unsigned n = 0;; ++n) {
-    barrier_wait(tile.dq_full(group), n & 1);
+    barrier_wait<P>(tile.dq_full(group), n & 1);
     if (now.head < 0) break;
     const Sequence<P>& sequence = tile.place->sequence;
     const int first_row = now.tile * P::kBr + (Tile::kSplitRows ? group * kDqRows : 0);
@@ -169,8 +169,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
       turn = turn_of<P>(p, sequence.b, now.head, now.tile, group);
-      while (*static_cast<volatile int*>(turn) != now.turn) __nanosleep(32);
-      __threadfence();
+      await_turn<P, 32>(turn, now.turn);
     }
     if constexpr (Tile::kDqInDout > 0) add_steps(0, Tile::kDqInDout);
     if constexpr (Tile::kDqInQ > 0) add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
@@ -216,7 +215,7 @@ __device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group, 
 template <class P>
 __device__ __forceinline__ bool find(const BackwardTile<P>& tile, unsigned i, StagedTile& now,
                                      const char* shared) {
-  barrier_wait(tile.q_full(i % P::kStages), i / P::kStages & 1);
+  barrier_wait<P>(tile.q_full(i % P::kStages), i / P::kStages & 1);
   now = reinterpret_cast<const StagedTile*>(shared + BackwardTile<P>::kLayout.staged())[i % P::kStages];
   return now.head >= 0;
 }
@@ -249,7 +248,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   if constexpr (P::kVarlen) {
     if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
       // The rows behind belong to the next sequence.
-      barrier_wait(tile.dout_full(slot), phase);
+      barrier_wait<P>(tile.dout_full(slot), phase);
       clear_rows<P::kBr, P::kHeadDim>(shared + (tile.q(slot) - tile.base), valid);
       clear_rows<P::kBr, P::kHeadDimV>(shared + (tile.dout(slot) - tile.base), valid);
       publish_to_async_proxy();
@@ -265,7 +264,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   if constexpr (P::kDropout)
     dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
   const bool partial = !now.full || tile.kv_begin() + P::kBc > tile.kv_limit(p);
-  barrier_wait(tile.dout_full(slot), phase);
+  barrier_wait<P>(tile.dout_full(slot), phase);
   start_transposed<P, P::kHeadDimV>(dp, tile.v() + first_row * kRowBytes,
                                     tile.dout(slot) + first_query * kRowBytes);
 
@@ -294,7 +293,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   pin(s);
   pin(dp);
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
-  if constexpr (!Tile::kWide) barrier_wait(tile.ds_full(i - 1), (i - 1) / 2 & 1);
+  if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
@@ -407,7 +406,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   using Tile = BackwardTile<P>;
   constexpr int kSteps = Tile::kQueries / 16;
   float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
-  barrier_wait(tile.kv_full(), 0);
+  barrier_wait<P>(tile.kv_full(), 0);
   if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p)) {
     // What stands behind the last key may be anything, and zero times anything is not zero.
     const int valid = max(tile.kv_limit(p) - tile.kv_begin(), 0);
@@ -426,13 +425,13 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     float dq[Tile::kDqColumns / 2];
     if constexpr (Tile::kWide) {
       barrier_arrive(tile.ds_full(i));
-      barrier_wait(tile.ds_full(i), i / 2 & 1);
+      barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
       start_dq(tile, i, group, dq);
       start_gradients(tile, i, group, probability, gradient, dk, dv);
       multiply_wait<1>();
       pin(dq);
       pin(dv);
-      barrier_wait(tile.dq_empty(group), (i & 1) ^ 1);
+      barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
       stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq, shared);
       multiply_wait<0>();
       pin(dk);
@@ -446,7 +445,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
       pin(dq);
       barrier_arrive(tile.ds_full(i));
       if (i > 0) {
-        barrier_wait(tile.dq_empty(group), i & 1);
+        barrier_wait<P>(tile.dq_empty(group), i & 1);
         stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq, shared);
         give_dq(tile, group, before, shared);
       }
@@ -461,15 +460,15 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   }
   if (!Tile::kWide && i > 0) {
     float dq[Tile::kDqColumns / 2];
-    barrier_wait(tile.ds_full(i - 1), (i - 1) / 2 & 1);
+    barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
     start_dq(tile, i - 1, group, dq);
     multiply_wait<0>();
     pin(dq);
-    barrier_wait(tile.dq_empty(group), i & 1);
+    barrier_wait<P>(tile.dq_empty(group), i & 1);
     stage_dq<0, Tile::kDqSteps>(tile, group, 0, dq, shared);
     give_dq(tile, group, before, shared);
   }
-  barrier_wait(tile.dq_empty(group), (i & 1) ^ 1);
+  barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
   give_dq(tile, group, {-1}, shared);
   named_barrier_sync(1, Tile::kGroups * 128);  // K and V are read no more: dK and dV take their place
   const auto& place = *tile.place;

@@ -109,20 +109,20 @@ __device__ __forceinline__ void load(const Params& p, const ForwardPlaces<P>& at
   const int h_kv = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
   const auto load_k = [&](int i) {
     const int n = before + i;
-    barrier_wait(at.k_empty(n), at.phase(n) ^ 1);
+    barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
     barrier_expect(at.k_full(n), Places::kKBytes);
     load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), work.sequence.kv_row(work.kv_begin(i)),
                                    h_kv, batch);
   };
   const auto load_v = [&](int i) {
     const int n = before + i;
-    barrier_wait(at.v_empty(n), at.phase(n) ^ 1);
+    barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
     barrier_expect(at.v_full(n), Places::kVBytes);
     load_tile<P::kBc, P::kHeadDimV>(at.v(n), maps.v, at.v_full(n), work.sequence.kv_row(work.kv_begin(i)),
                                     h_kv, batch);
   };
   if (work.count() > 0) load_k(0);
-  barrier_wait(at.q_empty(), (round & 1) ^ 1);
+  barrier_wait<P>(at.q_empty(), (round & 1) ^ 1);
   at.work(round) = work;
   if (work.count() == 0) return barrier_arrive(at.q_full());
   barrier_expect(at.q_full(), tile_bytes(P::kBr, P::kHeadDim));
@@ -145,7 +145,7 @@ __device__ __forceinline__ void produce(const Params& p, const ForwardPlaces<P>&
     load(p, at, maps, work, round, before);
     before += work.count();
   }
-  barrier_wait(at.q_empty(), (round & 1) ^ 1);
+  barrier_wait<P>(at.q_empty(), (round & 1) ^ 1);
   at.work(round).h = -1;
   barrier_arrive(at.q_full());
 }
@@ -200,7 +200,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
   // What stands behind the last key may be anything, and zero times anything is not zero.
   const auto wait_for_v = [&](int i) {
     const int valid = kv_limit - work.kv_begin(i);
-    barrier_wait(at.v_full(before + i), at.phase(before + i));
+    barrier_wait<P>(at.v_full(before + i), at.phase(before + i));
     if (kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(before + i) - at.base), valid);
       publish_to_async_proxy();
@@ -289,7 +289,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
   if (kOwnO && work.count() == 0) release(at.q_empty());
   if (work.count() > 0) {
     float rescale[2];
-    barrier_wait(at.k_full(before), at.phase(before));
+    barrier_wait<P>(at.k_full(before), at.phase(before));
     wait_for_turn<Places::kGroups>(group);
     start_scores(0);
     pass_turn<Places::kGroups>(group);
@@ -298,7 +298,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
     softmax(0, rescale);
     as_left_operand<Element>(probability, s);
     for (int i = 1; i < work.count(); ++i) {
-      barrier_wait(at.k_full(before + i), at.phase(before + i));
+      barrier_wait<P>(at.k_full(before + i), at.phase(before + i));
       wait_for_turn<Places::kGroups>(group);
       start_scores(i);
       wait_for_v(i - 1);
@@ -358,7 +358,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   int before = 0;
   if (group == kGroups - 1) pass_turn<kGroups>(group);
   for (int round = 0;; ++round) {
-    barrier_wait(at.q_full(), round & 1);
+    barrier_wait<P>(at.q_full(), round & 1);
     const ForwardWork<P>& work = at.work(round);
     if (work.h < 0) break;
     compute(p, at, work, group, before);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/wait.cuh"
 #include "flashjit/sm90/layout.cuh"
 
 namespace flashjit {
@@ -29,16 +30,38 @@ __device__ __forceinline__ void barrier_expect(unsigned barrier, int bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+template <class P>
 __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@!done bra again;\n"
-      "}\n" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
+  if constexpr (P::kCheckWaits) {
+    // In one piece: of the same loop in C++ ptxas makes spills, and products that wait for each other.
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        ".reg .u64 begin, now;\n"
+        "mov.u64 begin, %%globaltimer;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@done bra over;\n"
+        "mov.u64 now, %%globaltimer;\n"
+        "sub.u64 now, now, begin;\n"
+        "setp.le.u64 done, now, %2;\n"
+        "@done bra again;\n"
+        "trap;\n"
+        "over:\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity), "n"(kHangNanoseconds)
+        : "memory");
+  } else {
+    asm volatile(
+        "{\n"
+        ".reg .pred done;\n"
+        "again:\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+        "@!done bra again;\n"
+        "}\n" ::"r"(barrier),
+        "r"(parity)
+        : "memory");
+  }
 }
 /// Makes initialised barriers visible to the TMA unit.
 __device__ __forceinline__ void barrier_init_fence() {

@@ -64,11 +64,13 @@ std::string fault(const plan::Entry& entry, const CompiledKernel& kernel, const 
 }
 
 /// What is wrong with one kernel; empty: nothing.
-std::string compile_and_check(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+std::string compile_and_check(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+                              const render::RenderOptions& options = {}) {
   const std::string name = fmt::format("{} {} {}", device.arch, to_string(spec), to_string(config));
   std::string faults;
   try {
-    const KernelSource source = render::render(spec, config, device, render::TemplateSet::embedded());
+    const KernelSource source =
+        render::render(spec, config, device, render::TemplateSet::embedded(), options);
     const CompiledKernel kernel = compiler().compile(source);
     for (const plan::Entry& entry : source.entries) {
       const std::string what = fault(entry, kernel, device);
@@ -164,6 +166,29 @@ TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const std::vector<TileConfig> configs = plan::simt_traits().search_space(spec, device);
   EXPECT_GE(configs.size(), 10u);
   for (const TileConfig& config : configs) EXPECT_EQ(compile_and_check(spec, config, device), "");
+}
+
+// As quick as the plain ones, so that a hang that needs their timing is found, too.
+TEST(KernelsOfCheckedWaits, CompileWithoutSpillsAndTrap) {
+  const auto expect_traps = [](const char* arch, Family family, const std::string& text) {
+    SCOPED_TRACE(fmt::format("{} {} {}", arch, to_string(family), text));
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    const AttentionSpec spec = parse_spec(text).normalized();
+    const TileConfig config = plan::traits(family).heuristic(spec, shape_of(0), device);
+    const auto traps = [&](const render::RenderOptions& options) {
+      const auto& templates = render::TemplateSet::embedded();
+      return compiler().ptx(render::render(spec, config, device, templates, options)).find("trap;") !=
+             std::string::npos;
+    };
+    EXPECT_FALSE(traps({}));
+    EXPECT_TRUE(traps({.check_waits = true}));
+    EXPECT_EQ(compile_and_check(spec, config, device, {.check_waits = true}), "");
+  };
+  for (const char* text :
+       {"fwd:fp16:d128:causal", "fwd:bf16:d256", "bwd:bf16:d128:causal:det", "bwd:bf16:d256"})
+    expect_traps("sm_90a", Family::sm90, text);
+  expect_traps("sm_80", Family::sm80, "bwd:bf16:d128:causal:det");
+  expect_traps("sm_80", Family::simt, "bwd:fp32:d64:score{t: fp32 1d grad; score + t[h]}:det");
 }
 
 TEST(PerformanceLoss, IsFoundInTheLog) {

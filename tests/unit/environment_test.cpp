@@ -89,6 +89,14 @@ TEST(Environment, CheckingIndicesIsOnOrOff) {
             "the environment variable FLASHJIT_CHECK_INDICES is '1'; set it to on or off, or unset it");
 }
 
+TEST(Environment, CheckingWaitsIsOnOrOff) {
+  EXPECT_FALSE(read({}).check_waits);
+  EXPECT_FALSE(read({{"FLASHJIT_CHECK_WAITS", "off"}}).check_waits);
+  EXPECT_TRUE(read({{"FLASHJIT_CHECK_WAITS", "on"}}).check_waits);
+  EXPECT_EQ(refusal({{"FLASHJIT_CHECK_WAITS", "10"}}),
+            "the environment variable FLASHJIT_CHECK_WAITS is '10'; set it to on or off, or unset it");
+}
+
 TEST(Environment, TuningInTheBackgroundIsOnOrOff) {
   EXPECT_FALSE(read({}).tune_in_background);
   EXPECT_FALSE(read({{"FLASHJIT_TUNE_IN_BACKGROUND", "off"}}).tune_in_background);

@@ -199,14 +199,16 @@ TEST(Key, HoldsTheParametersOfTheLaunch) {
   EXPECT_NE(source_digest(changed, kOptions), source_digest(s, kOptions));
 }
 
-TEST(Key, ChangesWithTheDebugMode) {
+TEST(Key, ChangesWithEachDebugMode) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
-  const auto key = [&](bool check_indices) {
+  const auto key = [&](const render::RenderOptions& options) {
     return source_digest(render::render(spec, parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_80"),
-                                        render::TemplateSet::embedded(), {check_indices}),
+                                        render::TemplateSet::embedded(), options),
                          kOptions);
   };
-  EXPECT_NE(key(true), key(false));
+  const std::set<std::string> keys{key({}), key({.check_indices = true}), key({.check_waits = true}),
+                                   key({.check_indices = true, .check_waits = true})};
+  EXPECT_EQ(keys.size(), 4u);
 }
 
 // The options are those that NVRTC is given: a kernel made with other ones has another key.

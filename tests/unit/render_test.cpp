@@ -84,6 +84,18 @@ TEST(Render, WritesTheProblem) {
   EXPECT_TRUE(source.text.starts_with("// " + to_string(source.spec) + " " + to_string(config) + "\n"));
 }
 
+TEST(Render, WritesWhetherWaitsAreChecked) {
+  const AttentionSpec spec = parse_spec("fwd:bf16:d64");
+  const DeviceInfo device = DeviceInfo::parse("sm_80");
+  const TileConfig config =
+      plan::traits(Family::sm80).heuristic(spec, parse_shape("b1:hq1:hkv1:sq64:skv64"), device);
+  const auto text = [&](const render::RenderOptions& options) {
+    return render::render(spec, config, device, TemplateSet::embedded(), options).text;
+  };
+  EXPECT_TRUE(contains(text({}), "kCheckWaits = false;"));
+  EXPECT_TRUE(contains(text({.check_waits = true}), "kCheckWaits = true;"));
+}
+
 // The struct that editors see and the one that is generated must not drift apart.
 TEST(Render, HasEveryConstantAndHookOfTheExampleProblem) {
   const std::string& example = TemplateSet::embedded().get("flashjit/common/problem.cuh");

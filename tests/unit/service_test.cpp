@@ -333,6 +333,22 @@ TEST_F(Service, ADeviceThatFailedIsReportedAtEveryCall) {
   }
 }
 
+TEST_F(Service, ADebugModeHasKernelsOfItsOwn) {
+  Environment environment;
+  EXPECT_FALSE(resolve_settings({}, environment).check_waits);
+  EXPECT_TRUE(resolve_settings({.check_waits = true}, environment).check_waits);
+  environment.check_waits = true;
+  EXPECT_TRUE(resolve_settings({}, environment).check_waits);
+  EXPECT_FALSE(resolve_settings({.check_waits = false}, environment).check_waits);
+
+  Settings checked = settings();
+  checked.check_waits = true;
+  const std::string plain_key = engine()->prepare(spec(), kShape, {}).key;
+  EXPECT_EQ(engine()->prepare(spec(), kShape, {}).key, plain_key);
+  EXPECT_NE(engine(checked)->prepare(spec(), kShape, {}).key, plain_key);
+  EXPECT_EQ(compilations(), 2) << "the cache gave one mode's kernel to the other";
+}
+
 TEST_F(Service, AForkedChildEndsWithoutTheThreadThatTunes) {
   Settings tuning = settings();
   tuning.tune_in_background = true;

@@ -102,12 +102,14 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
   source.config = config;
   source.arch = device.arch;
   source.entries = plan::traits(config.family).entries(source.spec, config);
-  source.text = fmt::format("// {} {}\n", to_string(source.spec), to_string(config)) +
-                includes(source.entries) + "\nnamespace flashjit {\n\nstruct Problem {\n" +
-                constants(source.spec, config, device.compute_capability, options.check_waits) + "\n" +
-                expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}) +
-                (config.family == Family::sm90 ? "\n" + wgmma_functions(source.spec, config) : "") +
-                "};\n\n}  // namespace flashjit\n";
+  const std::string products = config.family == Family::sm90 ? wgmma_functions(source.spec, config) : "";
+  source.text = fmt::format(
+      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n{}\n{}{}{}}};\n\n}}  // namespace "
+      "flashjit\n",
+      to_string(source.spec), to_string(config), includes(source.entries),
+      constants(source.spec, config, device.compute_capability, options.check_waits),
+      expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}),
+      products.empty() ? "" : "\n", products);
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry);
 
   std::map<std::string, std::string> headers;

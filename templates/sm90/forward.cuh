@@ -307,6 +307,7 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
       multiply_wait<1>();
       scores_are_done(i);
       softmax(i, rescale);
+      finish_before_wait(row_sum[0] + row_sum[1], at.base);
       multiply_wait<0>();
       pin(o);
       release(at.v_empty(before + i - 1));

@@ -123,6 +123,19 @@ template <int kPending>
 __device__ __forceinline__ void multiply_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
+/// ptxas lets a wait for products overtake arithmetic that does not need them, which then runs when they are
+/// done, not beside them. It stays behind this: a store to `place` that never happens, as `value` is not
+/// negative.
+__device__ __forceinline__ void finish_before_wait(float value, unsigned place) {
+  asm volatile(
+      "{\n"
+      ".reg .pred negative;\n"
+      "setp.lt.f32 negative, %0, 0f00000000;\n"
+      "@negative st.shared.f32 [%1], %0;\n"
+      "}\n" ::"f"(value),
+      "r"(place)
+      : "memory");
+}
 /// Keeps the compiler from moving reads and writes of an accumulator across an asynchronous product.
 template <int kCount>
 __device__ __forceinline__ void pin(float (&values)[kCount]) {

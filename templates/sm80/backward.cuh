@@ -121,8 +121,6 @@ __device__ void backward(const Params& p) {
 
   const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
   const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
-  // Rounded as the forward pass rounds its LSE: where one score dominates, both are equal and P is 1 to the
-  // last bit.
   const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
   float dk[kMt][2 * kDkOwn][4] = {}, dv[kMt][2 * kDvOwn][4] = {};
 

@@ -45,6 +45,10 @@ struct BackwardTile {
   static_assert(sizeof(Place) == kPlaceBytes);
   static_assert(P::kBc == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
+  /// Of a group, in the tiles of S^T and dP^T.
+  static __device__ int first_row(int group) { return kWide ? 0 : group * 64; }
+  static __device__ int first_query(int group) { return kWide ? group * kQueries : 0; }
+
   unsigned base;       ///< of shared memory
   const Place* place;  ///< in shared memory, since registers are short and it is seldom read
 
@@ -171,10 +175,9 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
       turn = turn_of<P>(p, sequence.b, now.head, now.tile, group);
       await_turn<P, 32>(turn, now.turn);
     }
-    if constexpr (Tile::kDqInDout > 0) add_steps(0, Tile::kDqInDout);
-    if constexpr (Tile::kDqInQ > 0) add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
-    if constexpr (Tile::kDqInDout + Tile::kDqInQ < Tile::kDqSteps)
-      add_steps(Tile::kDqInDout + Tile::kDqInQ, Tile::kDqSteps);
+    add_steps(0, Tile::kDqInDout);
+    add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
+    add_steps(Tile::kDqInDout + Tile::kDqInQ, Tile::kDqSteps);
     if constexpr (P::kDeterministic) {
       added_lines_done();
       __threadfence();
@@ -231,7 +234,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   using Tile = BackwardTile<P>;
   constexpr int kS = Tile::kQueries / 2;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first_row = Tile::kWide ? 0 : group * 64, first_query = Tile::kWide ? group * Tile::kQueries : 0;
+  const int first_row = Tile::first_row(group), first_query = Tile::first_query(group);
   const int kv_row = first_row + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
   const int slot = i % P::kStages, phase = i / P::kStages & 1;
   const int h = now.head, q_begin = now.tile * P::kBr + first_query;
@@ -472,7 +475,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   give_dq(tile, group, {-1}, shared);
   named_barrier_sync(1, Tile::kGroups * 128);  // K and V are read no more: dK and dV take their place
   const auto& place = *tile.place;
-  const int first = (Tile::kWide ? 0 : group * 64) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
+  const int first = Tile::first_row(group) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
   const auto store = [&](char* at, int columns, const auto& c, float scale, const TensorParam& to) {
     constexpr int kChunks = sizeof(c) / 16;  // of a group
     const int first_chunk = Tile::kWide ? group * kChunks : 0;

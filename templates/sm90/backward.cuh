@@ -238,10 +238,10 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const int kv_row = first_row + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
   const int slot = i % P::kStages, phase = i / P::kStages & 1;
   const int h = now.head, q_begin = now.tile * P::kBr + first_query;
-  const float* row_lse =
-      reinterpret_cast<const float*>(shared + Tile::kLayout.lse()) + slot * P::kBr + first_query;
-  const float* row_d =
-      reinterpret_cast<const float*>(shared + Tile::kLayout.d()) + slot * P::kBr + first_query;
+  // Of this thread's first query; opaque, so that the others' are offsets in the instructions.
+  const int own = opaque((slot * P::kBr + first_query + lane % 4 * 2) * 4);
+  const char* row_lse = shared + Tile::kLayout.lse() + own;
+  const char* row_d = shared + Tile::kLayout.d() + own;
   const Position q_position = position(q_begin + lane % 4 * 2);
   const Position kv_position = position(tile.kv_begin() + kv_row);
   const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
@@ -285,11 +285,11 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
     }
   }
   // Of sixteen queries of a tile in shared memory, [KV row][query], lane l says where row l % 8 of matrix l /
-  // 8 is to be.
+  // 8 is to be. The swizzle lets a step change two bits of the place.
+  const int first_place =
+      opaque(chunk_offset<P::kBc>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16));
   const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
-    store_matrices(
-        to + chunk_offset<P::kBc>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16 + step * 2),
-        words);
+    store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
   };
   const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
   multiply_wait<0>();
@@ -300,8 +300,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const auto eight_queries_at_a_time = [&](auto masked) {
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
-      const float2 lse = *reinterpret_cast<const float2*>(row_lse + n * 2 + lane % 4 * 2);
-      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 2 + lane % 4 * 2);
+      const float2 lse = *reinterpret_cast<const float2*>(row_lse + n * 8);
+      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 8);
       [[maybe_unused]] float slope[4];
       if constexpr (P::kHasScore) {
 #pragma unroll

@@ -9,6 +9,12 @@
 
 namespace flashjit::sm90 {
 
+/// A value that the compiler knows nothing of: it cannot take it apart.
+__device__ __forceinline__ int opaque(int value) {
+  asm("" : "+r"(value));
+  return value;
+}
+
 /// Packs an accumulator as the left operand, in registers, of the next product: 16 columns a step.
 template <class Element, int kSteps>
 __device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const float (&c)[kSteps * 8]) {

@@ -11,7 +11,7 @@
 namespace flashjit::plan {
 namespace {
 
-constexpr int kGroupWarps = 4, kGroupRows = 64;  // of a warp group, which computes together
+constexpr int kGroupWarps = 4;  // of a warp group, which computes together
 constexpr int kProducerThreads = 128;
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
@@ -52,7 +52,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12)
       return Support::no(fmt::format("warps is 4, 8 or 12, not {}", c.warps));
-    if (const int rows = c.warps / kGroupWarps * kGroupRows; c.br != rows)
+    if (const int rows = c.warps / kGroupWarps * sm90::kGroupRows; c.br != rows)
       return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
@@ -88,7 +88,7 @@ TileConfig config(int br, int bc, int warps, int stages) {
 
 /// The forward pass's: a warp group computes 64 rows.
 TileConfig forward_config(int warps, int bc, int stages) {
-  return config(warps / kGroupWarps * kGroupRows, bc, warps, stages);
+  return config(warps / kGroupWarps * sm90::kGroupRows, bc, warps, stages);
 }
 
 /// Good tiles, best first, by the wider head dimension; all are admitted.
@@ -106,12 +106,11 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks and windows fit smaller tiles.
     if (!spec.dropout && !spec.has_block_map() && (spec.mask.empty() || is_causal(spec.mask)))
-      choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : 80, 2));
+      choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, 2));
   } else if (d <= 192) {
-    choices = {forward_config(8, 112, 2), forward_config(4, 96, 2)};
+    choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2), forward_config(4, 96, 2)};
   } else {
-    const int bc = spec.dropout ? 64 : 80;  // random numbers take registers
-    choices = {forward_config(8, bc, 2), forward_config(4, bc, 2)};
+    choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
   }
   return choices;
 }
@@ -165,15 +164,13 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
-  // It pays where the next tile's Q comes while O is stored. Where tiles differ in work that only the kernel
-  // knows, the device's own scheduler is fairer.
-  main.persistent = is_forward(spec) && forward_layout(spec, c).own_o() && !spec.varlen && !spec.kv_lengths &&
-                    !has_tile_lists(spec);
+  // Where lengths differ that only the kernel knows, the device's own scheduler is fairer.
+  main.persistent = is_forward(spec) && !spec.varlen && !spec.kv_lengths;
   return with_auxiliaries(spec, Family::sm90, main);
 }
 
-std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig& c) {
-  return TensorBoxes{c.br, c.bc};
+std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
+  return TensorBoxes{is_forward(spec) ? sm90::kGroupRows : c.br, c.bc};
 }
 
 }  // namespace

@@ -11,13 +11,18 @@
 namespace flashjit::sm90 {
 
 /// Registers of a producer and of a consumer thread, by the number of consumer warp groups.
-constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 24 : 32; }
-constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 240 : 160; }
+constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 40 : 32; }
+constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 232 : 160; }
 
 /// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
 /// the factor. Asking whether to rescale costs more than doing it for few columns.
 template <class P>
 constexpr float kSlack = P::kHeadDimV > 64 ? 8.0f : 0.0f;
+
+/// Whether a warp group's own P V runs under its softmax, too. For few columns it is so short that the other
+/// groups' products fill the time, and then a wait in the right place is worth more.
+template <class P>
+constexpr bool kOutputUnderSoftmax = P::kHeadDimV > 64;
 
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
@@ -60,25 +65,24 @@ struct ForwardWork {
   KvTiles<P> tiles;  ///< visited from the last to the first
 
   __device__ ForwardWork() {}
-  __device__ ForwardWork(const Params& p, const ForwardWalk<P>& walk, unsigned round) {
-    unsigned batch_head, tile;
-    if (!walk.find(round, batch_head, tile)) return;
-    h = static_cast<int>(batch_head % p.heads_q);
-    sequence = Sequence<P>(p, static_cast<int>(batch_head / p.heads_q));
+  __device__ ForwardWork(const Params& p, unsigned batch_head, unsigned tile)
+      : sequence(p, static_cast<int>(batch_head / p.heads_q)), h(static_cast<int>(batch_head % p.heads_q)) {
     q_begin = static_cast<int>(tile) * P::kBr;
     const Range q_range = tile_range(static_cast<int>(tile), P::kBr, sequence.seqlen_q(p));
     if (q_range.begin < q_range.end)
       tiles = KvTiles<P>(p, sequence.head(p, h), static_cast<int>(tile), q_range, sequence.kv_limit(p));
   }
   __device__ int count() const { return tiles.count; }
-  __device__ int kv_begin(int i) const { return tiles.tile(tiles.count - 1 - i) * P::kBc; }
+  __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
 };
 
-/// Where things are in shared memory. Tiles of K and V are counted through all of a block's work, as `n`.
+/// Where things are in shared memory. `n` counts the tiles of K and V, `round` the Q tiles with keys, through
+/// all of a block's work.
 template <class P>
 struct ForwardPlaces {
   static constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
-  static constexpr int kGroups = P::kWarps / 4;
+  static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
+  static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static_assert(sizeof(ForwardWork<P>) <= kWorkBytes);
@@ -87,67 +91,110 @@ struct ForwardPlaces {
   unsigned base;  ///< its address
 
   __device__ ForwardWork<P>& work(int round) const {
-    return *reinterpret_cast<ForwardWork<P>*>(shared + kLayout.work() + round % 2 * kWorkBytes);
+    return *reinterpret_cast<ForwardWork<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
   }
-  __device__ unsigned q() const { return base + kLayout.q(); }
+  __device__ unsigned q(int group, int round) const {
+    return base + kLayout.q() + (group + round % kQStages * kGroups) * kQBytes;
+  }
   __device__ unsigned k(int n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(int n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
-  __device__ unsigned q_full() const { return base + kLayout.barriers(); }
-  __device__ unsigned q_empty() const { return q_full() + 8; }
-  __device__ unsigned k_full(int n) const { return q_full() + (2 + n % P::kStages * 4) * 8; }
+  __device__ unsigned q_full(int group, int round) const {
+    return base + kLayout.barriers() + (group + round % kQStages * kGroups) * 16;
+  }
+  __device__ unsigned q_empty(int group, int round) const { return q_full(group, round) + 8; }
+  /// That `work(round)` is there.
+  __device__ unsigned found(int round) const { return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8; }
+  __device__ int found_phase(int round) const { return round / kKeptWorks & 1; }
+  __device__ int q_phase(int round) const { return round / kQStages & 1; }
+  __device__ unsigned k_full(int n) const {
+    return base + kLayout.barriers() + kQStages * kGroups * 16 + n % P::kStages * 32;
+  }
   __device__ unsigned k_empty(int n) const { return k_full(n) + 8; }
   __device__ unsigned v_full(int n) const { return k_full(n) + 16; }
   __device__ unsigned v_empty(int n) const { return k_full(n) + 24; }
   __device__ int phase(int n) const { return n / P::kStages & 1; }
 };
 
-/// Loads what the work reads; `before` counts the tiles of K and V until then.
+/// Writes O and LSE of the tiles without keys, which the other warps pass over. By one warp.
 template <class P>
-__device__ __forceinline__ void load(const Params& p, const ForwardPlaces<P>& at, const TensorMaps& maps,
-                                     const ForwardWork<P>& work, int round, int before) {
-  using Places = ForwardPlaces<P>;
-  const int h_kv = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
-  const auto load_k = [&](int i) {
-    const int n = before + i;
-    barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
-    barrier_expect(at.k_full(n), Places::kKBytes);
-    load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), work.sequence.kv_row(work.kv_begin(i)),
-                                   h_kv, batch);
-  };
-  const auto load_v = [&](int i) {
-    const int n = before + i;
-    barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
-    barrier_expect(at.v_full(n), Places::kVBytes);
-    load_tile<P::kBc, P::kHeadDimV>(at.v(n), maps.v, at.v_full(n), work.sequence.kv_row(work.kv_begin(i)),
-                                    h_kv, batch);
-  };
-  if (work.count() > 0) load_k(0);
-  barrier_wait<P>(at.q_empty(), (round & 1) ^ 1);
-  at.work(round) = work;
-  if (work.count() == 0) return barrier_arrive(at.q_full());
-  barrier_expect(at.q_full(), tile_bytes(P::kBr, P::kHeadDim));
-  load_tile<P::kBr, P::kHeadDim>(at.q(), maps.q, at.q_full(), work.sequence.q_row(work.q_begin), work.h,
-                                 batch);
-  for (int i = 1; i < work.count(); ++i) {
-    load_k(i);
-    load_v(i - 1);
+__device__ __forceinline__ void write_rows_without_keys(const Params& p) {
+  constexpr int kChunks = P::kHeadDimV / 8;
+  const unsigned rows = q_tiles<P>(p), all = rows * p.batch * p.heads_q;
+#pragma unroll 1
+  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
+    const ForwardWork<P> work(p, index / rows, index % rows);
+    if (work.count() > 0) continue;
+    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, P::kBr);
+    unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
+#pragma unroll 1
+    for (int chunk = threadIdx.x % 32; chunk < count * kChunks; chunk += 32)
+      *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) = uint4{0, 0, 0, 0};
+    if (p.lse == nullptr) continue;
+    float* lse = p.lse + work.sequence.lse_row(p, work.h) + work.q_begin;
+#pragma unroll 1
+    for (int row = threadIdx.x % 32; row < count; row += 32)
+      lse[row] = end_of_row<P>(p, work.h, -infinity()).lse;
   }
-  load_v(work.count() - 1);
 }
 
+/// Loads K and V in the order in which they are needed: V of a tile after K of the next one, which may be
+/// another Q tile's. By one thread.
 template <class P>
-__device__ __forceinline__ void produce(const Params& p, const ForwardPlaces<P>& at, const TensorMaps& maps) {
-  const ForwardWalk<P> walk(p);
-  int before = 0, round = 0;
-  for (;; ++round) {
-    const ForwardWork<P> work(p, walk, round);
+__device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P>& at,
+                                          const TensorMaps& maps) {
+  using Places = ForwardPlaces<P>;
+  int v_row = 0, v_head = 0, v_batch = 0;  // of the tile of which K was loaded last
+  const auto load_v = [&](int n) {
+    barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
+    barrier_expect(at.v_full(n), Places::kVBytes);
+    load_tile<P::kBc, P::kHeadDimV>(at.v(n), maps.v, at.v_full(n), v_row, v_head, v_batch);
+  };
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(at.found(round), at.found_phase(round));
+    const ForwardWork<P>& work = at.work(round);
     if (work.h < 0) break;
-    load(p, at, maps, work, round, before);
-    before += work.count();
+    const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      const int row = work.sequence.kv_row(work.kv_begin(i));
+      barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
+      barrier_expect(at.k_full(n), Places::kKBytes);
+      load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
+      if (n > 0) load_v(n - 1);
+      v_row = row, v_head = head, v_batch = batch;
+    }
   }
-  barrier_wait<P>(at.q_empty(), (round & 1) ^ 1);
-  at.work(round).h = -1;
-  barrier_arrive(at.q_full());
+  if (n > 0) load_v(n - 1);
+}
+
+/// Finds the work, and loads each warp group's Q as soon as there is room. By one thread.
+template <class P>
+__device__ __forceinline__ void load_queries(const Params& p, const ForwardPlaces<P>& at,
+                                             const TensorMaps& maps) {
+  using Places = ForwardPlaces<P>;
+  const ForwardWalk<P> walk(p);
+#pragma unroll 1
+  for (int round = 0, index = 0;; ++index) {
+    ForwardWork<P>& work = at.work(round);
+    unsigned batch_head, tile;
+    const bool more = walk.find(index, batch_head, tile);
+    work = more ? ForwardWork<P>(p, batch_head, tile) : ForwardWork<P>();
+    if (more && work.count() == 0) continue;
+    barrier_arrive(at.found(round));
+#pragma unroll 1
+    for (int group = 0; group < Places::kGroups; ++group) {
+      barrier_wait<P>(at.q_empty(group, round), at.q_phase(round) ^ 1);
+      barrier_expect(at.q_full(group, round), more ? Places::kQBytes : 0);
+      if (!more) continue;
+      load_tile<kGroupRows, P::kHeadDim>(at.q(group, round), maps.q, at.q_full(group, round),
+                                         work.sequence.q_row(work.q_begin) + group * kGroupRows, work.h,
+                                         work.sequence.batch());
+    }
+    if (!more) break;
+    ++round;
+  }
 }
 
 /// The warp groups take turns at starting products.
@@ -160,61 +207,77 @@ __device__ __forceinline__ void pass_turn(int group) {
   if constexpr (kGroups > 1) named_barrier_arrive(1 + (group + 1 == kGroups ? 0 : group + 1), 256);
 }
 
-/// Computes a warp group's rows of O, and releases Q.
+/// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
+/// from one Q tile to the next: each starts its own scores and then the last step's P V.
 template <class P>
-__device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>& at,
-                                        const ForwardWork<P>& work, int group, int before) {
+__device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>& at, int group) {
   using Element = typename P::Element;
   using Places = ForwardPlaces<P>;
+  constexpr int kGroups = Places::kGroups;
   constexpr int kS = P::kBc / 2, kO = P::kHeadDimV / 2;  // accumulators of a thread
   constexpr int kKSteps = (P::kHeadDim + 15) / 16, kPSteps = P::kBc / 16;
-  constexpr bool kOwnO = Places::kLayout.own_o(), kLazy = (kSlack<P>) != 0.0f;
+  constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int row = work.q_begin + group * 64 + warp * 16 + lane / 4;  // and row + 8
-  const int seqlen_q = work.sequence.seqlen_q(p), kv_limit = work.sequence.kv_limit(p);
-  const Range q_range{work.q_begin, min(work.q_begin + P::kBr, seqlen_q)};
-  [[maybe_unused]] const auto head = work.sequence.head(p, work.h);
-  [[maybe_unused]] const Position row_position = position(row);
+  const int first_row = group * kGroupRows + warp * 16 + lane / 4;  // of the thread in a Q tile; and + 8
   const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
 
+  // The Q tile: its number, the KV tile (the last is 0), and what the steps read most; rows are the group's.
+  int round = 0, i = 0, kv_limit = 0;
+  Range q_range{0, 0};
+  [[maybe_unused]] typename P::Head head;
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
   float row_max[2] = {-infinity(), -infinity()}, row_sum[2] = {0.0f, 0.0f};
 
-  const auto start_scores = [&](int i) {
-    const unsigned long long q = tile_descriptor(at.q() + group * 64 * kRowBytes, 0);
-    const unsigned long long k = tile_descriptor(at.k(before + i), 0);
+  // False when there is no more work.
+  const auto find_work = [&] {
+    barrier_wait<P>(at.q_full(group, round), at.q_phase(round));
+    const ForwardWork<P>& work = at.work(round);
+    i = work.count() - 1;
+    return work.h >= 0;
+  };
+  const auto begin_work = [&] {
+    const ForwardWork<P>& work = at.work(round);
+    kv_limit = work.sequence.kv_limit(p);
+    const int q_begin = work.q_begin + group * kGroupRows;
+    q_range = {q_begin, min(q_begin + kGroupRows, work.sequence.seqlen_q(p))};
+    head = work.sequence.head(p, work.h);
+  };
+  // Who has the turn is to start at once: what it needs is known from the step before.
+  unsigned long long q_tile, k_tile, v_tile;
+  const auto find_tiles = [&](int n) {
+    k_tile = tile_descriptor(at.k(n), 0);
+    v_tile = tile_descriptor(at.v(n - 1), Places::kSliceBytes);
+  };
+  const auto start_scores = [&] {
     pin(s);
     multiply_fence();
 #pragma unroll
     for (int step = 0; step < kKSteps; ++step) {
       // Four steps of 16 columns (32 bytes) make a slice.
-      const int q_offset = step / 4 * P::kBr * kRowBytes + step % 4 * 32;
+      const int q_offset = step / 4 * kGroupRows * kRowBytes + step % 4 * 32;
       const int k_offset = step / 4 * Places::kSliceBytes + step % 4 * 32;
-      P::multiply_scores(s, q + (q_offset >> 4), k + (k_offset >> 4), step > 0);
+      P::multiply_scores(s, q_tile + (q_offset >> 4), k_tile + (k_offset >> 4), step > 0);
     }
     multiply_commit();
     pin(s);
   };
   // What stands behind the last key may be anything, and zero times anything is not zero.
-  const auto wait_for_v = [&](int i) {
-    const int valid = kv_limit - work.kv_begin(i);
-    barrier_wait<P>(at.v_full(before + i), at.phase(before + i));
+  const auto wait_for_v = [&](int n, int valid) {
+    barrier_wait<P>(at.v_full(n), at.phase(n));
     if (kForeignKeys<P> && valid < P::kBc) {
-      clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(before + i) - at.base), valid);
+      clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(n) - at.base), valid);
       publish_to_async_proxy();
-      named_barrier_sync(1 + Places::kGroups + group, 128);
+      named_barrier_sync(1 + kGroups + group, 128);
     }
   };
-  const auto start_output = [&](int i) {
-    const unsigned long long v = tile_descriptor(at.v(before + i), Places::kSliceBytes);
+  const auto start_output = [&] {
     pin(o);
     multiply_fence();
 #pragma unroll
     for (int step = 0; step < kPSteps; ++step)
-      P::multiply_output(o, probability[step], v + (step * 16 * kRowBytes >> 4));
-    multiply_commit();
+      P::multiply_output(o, probability[step], v_tile + (step * 16 * kRowBytes >> 4));
     pin(o);
   };
   // One arrival a warp, when all of its lanes have read.
@@ -222,29 +285,38 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
     __syncwarp();
     if (lane == 0) barrier_arrive(barrier);
   };
-  const auto scores_are_done = [&](int i) {
+  const auto scores_are_done = [&](int n) {
     pin(s);
-    release(at.k_empty(before + i));
-    if (kOwnO && i == work.count() - 1) release(at.q_empty());
+    release(at.k_empty(n));
+    if (i == 0) release(at.q_empty(group, round));
+  };
+  const auto keys_of_step = [&] { return kForeignKeys<P> ? kv_limit - at.work(round).kv_begin(i) : P::kBc; };
+  // Of the step: its first key, and whether every pair attends.
+  int kv_begin = 0;
+  bool full = false;
+  const auto look_at_tile = [&] {
+    const ForwardWork<P>& work = at.work(round);
+    kv_begin = work.kv_begin(i);
+    full = kv_begin + P::kBc <= kv_limit && work.tiles.full(p, head, q_range, i);
   };
   // Scores to exponentials; returns what O and the sums so far are multiplied with.
-  const auto softmax = [&](int i, float(&rescale)[2]) {
-    const int kv_begin = work.kv_begin(i);
+  const auto softmax = [&](float(&rescale)[2]) {
+    [[maybe_unused]] const ForwardWork<P>& work = at.work(round);
+    [[maybe_unused]] const int row = q_range.begin + warp * 16 + lane / 4;
+    [[maybe_unused]] const Position row_position = position(row);
     [[maybe_unused]] const Position column_position = position(kv_begin + lane % 4 * 2);
     [[maybe_unused]] const auto at_kv = [&](int n) { return column_position + (n / 4 * 8 + n % 2); };
     if constexpr (P::kHasScore) {
 #pragma unroll
       for (int n = 0; n < kS; ++n) s[n] = P::score(p, head, s[n], row_position + n / 2 % 2 * 8, at_kv(n));
     }
-    const bool full =
-        kv_begin + P::kBc <= kv_limit && work.tiles.full(p, head, q_range, work.count() - 1 - i);
     if (!full) {
 #pragma unroll
       for (int n = 0; n < kS; n += 4) {
         // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
         bool block = true;
         if constexpr (P::kBlockMap) {
-          const int q = min(row - lane / 4, seqlen_q - 1), kv = min(kv_begin + n * 2, kv_limit - 1);
+          const int q = min(row - lane / 4, q_range.end - 1), kv = min(kv_begin + n * 2, kv_limit - 1);
           block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
         }
 #pragma unroll
@@ -286,84 +358,104 @@ __device__ __forceinline__ void compute(const Params& p, const ForwardPlaces<P>&
         if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;
     }
   };
-  if (kOwnO && work.count() == 0) release(at.q_empty());
-  if (work.count() > 0) {
-    float rescale[2];
-    barrier_wait<P>(at.k_full(before), at.phase(before));
-    wait_for_turn<Places::kGroups>(group);
-    start_scores(0);
-    pass_turn<Places::kGroups>(group);
-    multiply_wait<0>();
-    scores_are_done(0);
-    softmax(0, rescale);
-    as_left_operand<Element>(probability, s);
-    for (int i = 1; i < work.count(); ++i) {
-      barrier_wait<P>(at.k_full(before + i), at.phase(before + i));
-      wait_for_turn<Places::kGroups>(group);
-      start_scores(i);
-      wait_for_v(i - 1);
-      start_output(i - 1);
-      pass_turn<Places::kGroups>(group);
-      multiply_wait<1>();
-      scores_are_done(i);
-      softmax(i, rescale);
-      finish_before_wait(row_sum[0] + row_sum[1], at.base);
-      multiply_wait<0>();
-      pin(o);
-      release(at.v_empty(before + i - 1));
-      if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+  // Writes the rows' LSE; returns what makes them rows of O.
+  const auto end_rows = [&](int of_round, float(&scale)[2]) {
+    const ForwardWork<P>& work = at.work(of_round);
 #pragma unroll
-        for (int n = 0; n < kO; ++n) o[n] *= rescale[n / 2 % 2];
-      }
-      as_left_operand<Element>(probability, s);
+    for (int half = 0; half < 2; ++half) {
+      float sum = row_sum[half];
+      sum += __shfl_xor_sync(kWholeWarp, sum, 1);
+      sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+      // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
+      const float highest = P::kHasScore ? row_max[half] : __fmul_rn(row_max[half], p.softmax_scale);
+      const float rest = fmaf(row_max[half], scale_log2, -__fmul_rn(row_max[half], scale_log2));
+      const float lse = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
+      const RowEnd end = end_of_row<P>(p, work.h, lse);
+      const int q = work.q_begin + first_row + half * 8;
+      if (p.lse != nullptr && lane % 4 == 0 && q < work.sequence.seqlen_q(p))
+        p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
+      scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
     }
-    const int last = work.count() - 1;
-    wait_for_v(last);
-    start_output(last);
+  };
+  const auto store_output = [&](int of_round, const float(&scale)[2]) {
+#pragma unroll
+    for (int value = 0; value < kO; ++value) o[value] *= scale[value / 2 % 2];
+    const ForwardWork<P>& work = at.work(of_round);
+    const int q = work.q_begin + first_row;
+    store_half_rows<Element>(o, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
+                             work.sequence.seqlen_q(p) - q);
+  };
+
+  float rescale[2], scale[2];
+  int n = 0, keys = 0;
+  find_tiles(0);
+  if (group == kGroups - 1) pass_turn<kGroups>(group);
+  for (; find_work(); ++round) {
+    const bool follows = n > 0;
+    q_tile = tile_descriptor(at.q(group, round), 0);
+    barrier_wait<P>(at.k_full(n), at.phase(n));
+    wait_for_turn<kGroups>(group);
+    start_scores();
+    // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
+    if (__any_sync(kWholeWarp, follows)) {
+      wait_for_v(n - 1, keys);
+      start_output();
+    }
+    multiply_commit();
+    pass_turn<kGroups>(group);
+    find_tiles(n + 1);
+    begin_work();
+    look_at_tile();
+    multiply_wait<1>();
+    scores_are_done(n);
+    if (follows) end_rows(round - 1, scale);
+    row_max[0] = row_max[1] = -infinity();
+    row_sum[0] = row_sum[1] = 0.0f;
+    softmax(rescale);
     multiply_wait<0>();
     pin(o);
-    release(at.v_empty(before + last));
-  }
-
-  float scale[2];
+    as_left_operand<Element>(probability, s);
+    if (follows) {
+      release(at.v_empty(n - 1));
+      store_output(round - 1, scale);
+    }
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float sum = row_sum[half];
-    sum += __shfl_xor_sync(kWholeWarp, sum, 1);
-    sum += __shfl_xor_sync(kWholeWarp, sum, 2);
-    // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-    const float highest = P::kHasScore ? row_max[half] : __fmul_rn(row_max[half], p.softmax_scale);
-    const float rest = fmaf(row_max[half], scale_log2, -__fmul_rn(row_max[half], scale_log2));
-    const float lse = sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
-    const RowEnd end = end_of_row<P>(p, work.h, lse);
-    const int q = row + half * 8;
-    if (p.lse != nullptr && lane % 4 == 0 && q < seqlen_q)
-      p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
-    scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
+    for (int value = 0; value < kO; ++value) o[value] = 0.0f;
+    keys = keys_of_step();
+    for (++n; i > 0; ++n) {
+      --i;
+      barrier_wait<P>(at.k_full(n), at.phase(n));
+      wait_for_turn<kGroups>(group);
+      start_scores();
+      wait_for_v(n - 1, keys);
+      start_output();
+      multiply_commit();
+      pass_turn<kGroups>(group);
+      find_tiles(n + 1);
+      look_at_tile();
+      multiply_wait<1>();
+      scores_are_done(n);
+      softmax(rescale);
+      if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(row_sum[0] + row_sum[1], at.base);
+      multiply_wait<0>();
+      pin(o);
+      release(at.v_empty(n - 1));
+      if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
+#pragma unroll
+        for (int value = 0; value < kO; ++value) o[value] *= rescale[value / 2 % 2];
+      }
+      as_left_operand<Element>(probability, s);
+      keys = keys_of_step();
+    }
   }
-  // Without a place of its own, O takes that of the rows of Q that only this warp group has read.
-  if constexpr (!kOwnO) named_barrier_sync(1 + Places::kGroups + group, 128);
-  const int first_row = group * 64 + warp * 16;
-  store_rows<Element, P::kBr>(at.shared + Places::kLayout.o(), first_row, 0, P::kHeadDimV / 8, o, scale[0],
-                              scale[1], work.sequence.q_pointer(p.o, work.h, 0), p.o.stride_s, work.q_begin,
-                              seqlen_q);
-  if constexpr (!kOwnO) {
-    publish_to_async_proxy();
-    release(at.q_empty());
-  }
-}
-
-template <class P>
-__device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>& at, int group) {
-  constexpr int kGroups = ForwardPlaces<P>::kGroups;
-  int before = 0;
-  if (group == kGroups - 1) pass_turn<kGroups>(group);
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(at.q_full(), round & 1);
-    const ForwardWork<P>& work = at.work(round);
-    if (work.h < 0) break;
-    compute(p, at, work, group, before);
-    before += work.count();
+  if (n > 0) {
+    wait_for_v(n - 1, keys);
+    start_output();
+    multiply_commit();
+    end_rows(round - 1, scale);
+    multiply_wait<0>();
+    pin(o);
+    store_output(round - 1, scale);
   }
   if (group == 0) wait_for_turn<kGroups>(group);  // takes the turn that nobody else wants
 }
@@ -376,8 +468,13 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   at.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
   at.shared = shared + (at.base - shared_address(shared));
   if (threadIdx.x == 0) {
-    barrier_init(at.q_full(), 1);
-    barrier_init(at.q_empty(), Places::kGroups * 4);
+    for (int group = 0; group < Places::kGroups; ++group) {
+      for (int round = 0; round < Places::kQStages; ++round) {
+        barrier_init(at.q_full(group, round), 1);
+        barrier_init(at.q_empty(group, round), 4);
+      }
+    }
+    for (int round = 0; round < kKeptWorks; ++round) barrier_init(at.found(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       barrier_init(at.k_full(stage), 1);
       barrier_init(at.v_full(stage), 1);
@@ -391,7 +488,13 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   if (group < 0) {
     lower_register_limit<producer_registers(Places::kGroups)>();
-    if (threadIdx.x == 0) produce(p, at, maps);
+    const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 2)
+      write_rows_without_keys<P>(p);
+    else if (threadIdx.x == 32)
+      load_queries(p, at, maps);
+    else if (threadIdx.x == 0)
+      load_keys(p, at, maps);
   } else {
     raise_register_limit<consumer_registers(Places::kGroups)>();
     consume(p, at, group);

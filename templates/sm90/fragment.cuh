@@ -94,4 +94,29 @@ __device__ __forceinline__ void store_rows(char* tile, int first, int first_chun
   }
 }
 
+/// Stores a warp's sixteen rows of an accumulator from registers. `to` is the thread's first row, of which
+/// `rows` and more are inside. Lanes exchange words, so that each stores eight bytes and four of them 32
+/// bytes of a row.
+template <class Element, int kCount>
+__device__ __forceinline__ void store_half_rows(const float (&c)[kCount], unsigned short* to,
+                                                long long stride, int rows) {
+  constexpr int kChunks = kCount / 4;
+  const int lane = threadIdx.x % 32, odd = lane % 2;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto word = [&](int chunk) {
+      return chunk < kChunks ? pack<Element>(c[chunk * 4 + half * 2], c[chunk * 4 + half * 2 + 1]) : 0u;
+    };
+    // The even lanes' words of the first chunk and of their neighbour's, the odd lanes' of the second.
+    unsigned short* at = to + half * 8 * stride + odd * 8 + lane % 4 / 2 * 4;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; chunk += 2) {
+      const unsigned first = word(chunk), second = word(chunk + 1);
+      const unsigned other = __shfl_xor_sync(kWholeWarp, odd ? first : second, 1);
+      const uint2 both = odd ? uint2{other, second} : uint2{first, other};
+      if (half * 8 < rows && chunk + odd < kChunks) *reinterpret_cast<uint2*>(at + chunk * 8) = both;
+    }
+  }
+}
+
 }  // namespace flashjit::sm90

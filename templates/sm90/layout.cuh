@@ -15,33 +15,35 @@ constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows 
 
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block of sm_90 can have
 
-constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of their Q tile
+constexpr int kGroupRows = 64;  ///< of Q, that a warp group computes in the forward pass
 
-/// Q, then `stages` tiles of K, then of V, then O where it fits (else it takes the place of Q), then what
-/// is known of this Q tile and of the next, then the barriers.
+constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of a Q tile
+/// Tiles of which that is kept. Five would do: while one is ended, two more have begun or wait in shared
+/// memory, a third waits for their room, and the fourth is looked for.
+constexpr int kKeptWorks = 8;
+
+/// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
+/// V, then what is known of Q tiles, then the barriers.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
+  constexpr int groups() const { return br / kGroupRows; }
+  /// Two where they fit: then the next tile is there before it is needed.
+  constexpr int q_stages() const { return bytes_of(2) <= kSharedLimit ? 2 : 1; }
   constexpr int q() const { return 0; }
-  constexpr int k() const { return own_o() ? q_bytes() : larger(q_bytes(), o_bytes()); }
+  constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int o() const { return own_o() ? v() + stages * tile_bytes(bc, head_dim_v) : 0; }
-  constexpr int work() const { return v() + stages * tile_bytes(bc, head_dim_v) + (own_o() ? o_bytes() : 0); }
-  constexpr int barriers() const { return work() + 2 * kWorkBytes; }
-  constexpr int bytes() const { return work() + facts_bytes(); }
-  /// Whether the next tile's Q can be loaded while O is stored.
-  constexpr bool own_o() const {
-    return q_bytes() + stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v)) + o_bytes() +
-               facts_bytes() <=
-           kSharedLimit;
-  }
+  constexpr int work() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int barriers() const { return work() + kKeptWorks * kWorkBytes; }
+  constexpr int bytes() const { return bytes_of(q_stages()); }
 
  private:
-  constexpr int q_bytes() const { return tile_bytes(br, head_dim); }
-  constexpr int o_bytes() const { return tile_bytes(br, head_dim_v); }
-  /// Two barriers for Q and four for each stage.
-  constexpr int facts_bytes() const { return 2 * kWorkBytes + (2 + 4 * stages) * 8; }
-  static constexpr int larger(int a, int b) { return a > b ? a : b; }
+  constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
+  /// With two barriers for each group's Q, four for each stage, and one for each piece of work.
+  constexpr int bytes_of(int q_count) const {
+    return q_count * q_bytes() + stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v)) +
+           kKeptWorks * kWorkBytes + (2 * groups() * q_count + 4 * stages + kKeptWorks) * 8;
+  }
 };
 
 constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of its work

@@ -79,7 +79,7 @@ std::vector<AttentionCase> make_cases() {
     cases.push_back(test);
   }
   // More tiles than the device has multiprocessors: blocks of family sm90 take several, some without keys.
-  for (const int head_dim : {64, 128}) {
+  for (const int head_dim : {64, 128, 256}) {
     for (const MaskProgram& mask : kMasks) {
       cases.push_back({.spec = {.dtype = DType::bf16, .head_dim = head_dim, .mask = mask},
                        .shape = {9, 8, 4, 450, 120},

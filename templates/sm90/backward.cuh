@@ -25,6 +25,7 @@ struct BackwardTile {
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
+  static constexpr int kKBytes = tile_bytes(P::kBc, kDim), kVBytes = tile_bytes(P::kBc, kDimV);
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
@@ -64,7 +65,7 @@ struct BackwardTile {
     return base + kLayout.ds() + i % 2 * tile_bytes(P::kBc, P::kBr);
   }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * tile_bytes(P::kBc, P::kBr); }
-  __device__ unsigned ds_full(unsigned i) const { return kv_full() + (1 + P::kStages * 4 + i % 2) * 8; }
+  __device__ unsigned ds_full(unsigned i) const { return q_full(P::kStages) + i % 2 * 8; }
   /// Where a step of a group's dQ lies.
   __device__ unsigned dq(int group, int slot, int step) const {
     if (step < kDqInDout) return dout(slot) + group * kLayout.dq_within(kDimV) + step * kDqStepBytes;
@@ -76,12 +77,12 @@ struct BackwardTile {
   static __device__ unsigned column(unsigned at, int column, int slice_bytes) {
     return at + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
   }
-  __device__ unsigned kv_full() const { return base + kLayout.barriers(); }
-  __device__ unsigned q_full(int slot) const { return kv_full() + (1 + slot * 4) * 8; }
+  // The first Q tile's are K's and V's, too.
+  __device__ unsigned q_full(int slot) const { return base + kLayout.barriers() + slot * 4 * 8; }
   __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
   __device__ unsigned dout_full(int slot) const { return q_full(slot) + 16; }
   __device__ unsigned dout_empty(int slot) const { return q_full(slot) + 24; }
-  __device__ unsigned dq_full(int group) const { return kv_full() + (3 + P::kStages * 4 + group * 2) * 8; }
+  __device__ unsigned dq_full(int group) const { return ds_full(0) + (2 + group * 2) * 8; }
   __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
 };
 
@@ -94,11 +95,9 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
   const int kv_limit = tile.kv_limit(p), kv_row = sequence.kv_row(tile.kv_begin()), batch = sequence.batch();
   const Range kv = tile_range(place.kv_tile, P::kBc, kv_limit);
   StagedTile* staged = reinterpret_cast<StagedTile*>(shared + Tile::kLayout.staged());
-  barrier_expect(tile.kv_full(), Tile::kLayout.q());
-  load_tile<P::kBc, Tile::kDim>(tile.k(), maps.k, tile.kv_full(), kv_row, place.h_kv, batch);
-  load_tile<P::kBc, Tile::kDimV>(tile.v(), maps.v, tile.kv_full(), kv_row, place.h_kv, batch);
   const int group_size = p.heads_q / p.heads_kv;
   int slot = 0, phase = 1;
+  bool first = true;
   const auto next_slot = [&] {
     if (++slot == P::kStages) slot = 0, phase ^= 1;
   };
@@ -112,15 +111,20 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const long long row = sequence.stats_row(p, h) + q_begin;
       barrier_wait<P>(tile.q_empty(slot), phase);
       staged[slot] = next;
-      barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4);
+      barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes : 0));
+      if (first)
+        load_tile<P::kBc, Tile::kDim>(tile.k(), maps.k, tile.q_full(slot), kv_row, place.h_kv, batch);
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, tile.q_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4,
                 tile.q_full(slot));
       barrier_wait<P>(tile.dout_empty(slot), phase);
-      barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4);
+      barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
+      if (first)
+        load_tile<P::kBc, Tile::kDimV>(tile.v(), maps.v, tile.dout_full(slot), kv_row, place.h_kv, batch);
       load_tile<P::kBr, Tile::kDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_row, h, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
                 tile.dout_full(slot));
+      first = false;
       next_slot();
     }
   }
@@ -191,7 +195,6 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
       barrier_arrive(tile.q_empty(n % P::kStages));
     }
   }
-  added_lines_done();
 }
 
 /// Stores steps [kFirst, kEnd) of a group's dQ to shared memory.
@@ -409,9 +412,10 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   using Tile = BackwardTile<P>;
   constexpr int kSteps = Tile::kQueries / 16;
   float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
-  barrier_wait<P>(tile.kv_full(), 0);
-  if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p)) {
+  StagedTile now, before;
+  if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p) && find(tile, 0, now, shared)) {
     // What stands behind the last key may be anything, and zero times anything is not zero.
+    barrier_wait<P>(tile.dout_full(0), 0);
     const int valid = max(tile.kv_limit(p) - tile.kv_begin(), 0);
     clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), valid);
     clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), valid);
@@ -420,7 +424,6 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
   }
   // One counter for stage, phase and buffer: registers are short.
   unsigned i = 0;
-  StagedTile now, before;
   for (; find(tile, i, now, shared); ++i) {
     const int slot = i % P::kStages;
     unsigned probability[kSteps][4], gradient[kSteps][4];
@@ -471,22 +474,23 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     stage_dq<0, Tile::kDqSteps>(tile, group, 0, dq, shared);
     give_dq(tile, group, before, shared);
   }
-  barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-  give_dq(tile, group, {-1}, shared);
-  named_barrier_sync(1, Tile::kGroups * 128);  // K and V are read no more: dK and dV take their place
   const auto& place = *tile.place;
-  const int first = Tile::first_row(group) + static_cast<int>(threadIdx.x) / 32 % 4 * 16;
-  const auto store = [&](char* at, int columns, const auto& c, float scale, const TensorParam& to) {
+  const int row = tile.kv_begin() + Tile::first_row(group) + static_cast<int>(threadIdx.x) / 32 % 4 * 16 +
+                  static_cast<int>(threadIdx.x) % 32 / 4;
+  const auto store = [&](auto& c, int columns, float scale, const TensorParam& to) {
     constexpr int kChunks = sizeof(c) / 16;  // of a group
     const int first_chunk = Tile::kWide ? group * kChunks : 0;
-    const int chunks = min(columns / 8 - first_chunk, kChunks);
-    if (chunks > 0)
-      store_rows<typename P::Element, P::kBc>(at, first, first_chunk, chunks, c, scale, scale,
-                                              place.sequence.kv_pointer(to, place.h_kv, 0), to.stride_s,
-                                              tile.kv_begin(), place.sequence.seqlen_kv(p));
+#pragma unroll
+    for (float& value : c) value *= scale;
+    store_rows<typename P::Element>(c, min(columns / 8 - first_chunk, kChunks),
+                                    place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
+                                    to.stride_s, place.sequence.seqlen_kv(p) - row);
   };
-  store(shared + Tile::kLayout.k(), P::kHeadDim, dk, p.softmax_scale, p.dk);
-  store(shared + Tile::kLayout.v(), P::kHeadDimV, dv, P::kDropout ? p.keep_scale : 1.0f, p.dv);
+  store(dk, P::kHeadDim, p.softmax_scale, p.dk);
+  store(dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv);
+  // Only now, as the last dQ takes its time to leave.
+  barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+  give_dq(tile, group, {-1}, shared);
 }
 
 template <class P>
@@ -501,7 +505,6 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
 
   if (threadIdx.x == 0) {
     *place = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
-    barrier_init(tile.kv_full(), 1);
     for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);

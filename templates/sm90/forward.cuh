@@ -382,8 +382,8 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     for (int value = 0; value < kO; ++value) o[value] *= scale[value / 2 % 2];
     const ForwardWork<P>& work = at.work(of_round);
     const int q = work.q_begin + first_row;
-    store_half_rows<Element>(o, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
-                             work.sequence.seqlen_q(p) - q);
+    store_rows<Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
+                        work.sequence.seqlen_q(p) - q);
   };
 
   float rescale[2], scale[2];

@@ -66,40 +66,12 @@ __device__ __forceinline__ void clear_rows(char* tile, int first) {
   }
 }
 
-/// Stores a warp's sixteen rows of an accumulator, scaled by row halves, to global memory through its own
-/// rows of a tile in shared memory: `chunks` chunks of eight columns from `first_chunk` on. `first` is the
-/// warp's first row in the tile, `begin` the tile's first row in the tensor.
-template <class Element, int kRows, int kCount>
-__device__ __forceinline__ void store_rows(char* tile, int first, int first_chunk, int chunks,
-                                           const float (&c)[kCount], float scale0, float scale1,
-                                           unsigned short* to, long long stride, int begin, int end) {
-  const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int chunk = 0; chunk < kCount / 4; ++chunk) {
-    if (chunk >= chunks) break;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float scale = half ? scale1 : scale0;
-      *reinterpret_cast<unsigned*>(
-          tile + chunk_offset<kRows>(first + lane / 4 + half * 8, first_chunk + chunk) + lane % 4 * 4) =
-          pack<Element>(c[chunk * 4 + half * 2] * scale, c[chunk * 4 + half * 2 + 1] * scale);
-    }
-  }
-  __syncwarp();
-  for (int index = lane; index < 16 * chunks; index += 32) {
-    const int row = first + index / chunks, chunk = first_chunk + index % chunks;
-    if (begin + row < end)
-      *reinterpret_cast<uint4*>(to + (begin + row) * stride + chunk * 8) =
-          *reinterpret_cast<const uint4*>(tile + chunk_offset<kRows>(row, chunk));
-  }
-}
-
-/// Stores a warp's sixteen rows of an accumulator from registers. `to` is the thread's first row, of which
-/// `rows` and more are inside. Lanes exchange words, so that each stores eight bytes and four of them 32
-/// bytes of a row.
+/// Stores a warp's sixteen rows of an accumulator, `chunks` chunks of eight columns. `to` is the thread's
+/// first row, which is inside when `rows` is positive; the other is eight rows on. Lanes exchange words, so
+/// that each stores eight bytes and four of them 32 bytes of a row.
 template <class Element, int kCount>
-__device__ __forceinline__ void store_half_rows(const float (&c)[kCount], unsigned short* to,
-                                                long long stride, int rows) {
+__device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks, unsigned short* to,
+                                           long long stride, int rows) {
   constexpr int kChunks = kCount / 4;
   const int lane = threadIdx.x % 32, odd = lane % 2;
 #pragma unroll
@@ -114,7 +86,7 @@ __device__ __forceinline__ void store_half_rows(const float (&c)[kCount], unsign
       const unsigned first = word(chunk), second = word(chunk + 1);
       const unsigned other = __shfl_xor_sync(kWholeWarp, odd ? first : second, 1);
       const uint2 both = odd ? uint2{other, second} : uint2{first, other};
-      if (half * 8 < rows && chunk + odd < kChunks) *reinterpret_cast<uint2*>(at + chunk * 8) = both;
+      if (half * 8 < rows && chunk + odd < chunks) *reinterpret_cast<uint2*>(at + chunk * 8) = both;
     }
   }
 }

@@ -59,7 +59,7 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO, two of dS, wide two of P, dQ
+/// K, V, `stages` tiles of Q and of dO, two of dS, wide two of P, dQ
 /// where it does not lie in Q and dO, the rows' LSE and D, what each stage holds, what is added to dQ, the
 /// tile's place and the barriers.
 struct BackwardLayout {
@@ -90,8 +90,8 @@ struct BackwardLayout {
   constexpr int adding() const { return staged() + stages * 16; }
   constexpr int place() const { return adding() + 2 * 16; }
   constexpr int barriers() const { return place() + kPlaceBytes; }
-  /// One barrier for K and V, four for each stage, two for dS and four for dQ.
-  constexpr int bytes() const { return barriers() + (7 + 4 * stages) * 8; }
+  /// Four barriers for each stage, two for dS and four for dQ.
+  constexpr int bytes() const { return barriers() + (6 + 4 * stages) * 8; }
 };
 
 }  // namespace flashjit::sm90

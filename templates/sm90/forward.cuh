@@ -404,14 +404,15 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     multiply_commit();
     pass_turn<kGroups>(group);
     find_tiles(n + 1);
+    if (follows) end_rows(round - 1, scale);
     begin_work();
     look_at_tile();
     multiply_wait<1>();
     scores_are_done(n);
-    if (follows) end_rows(round - 1, scale);
     row_max[0] = row_max[1] = -infinity();
     row_sum[0] = row_sum[1] = 0.0f;
     softmax(rescale);
+    if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(row_sum[0] + row_sum[1], at.base);
     multiply_wait<0>();
     pin(o);
     as_left_operand<Element>(probability, s);

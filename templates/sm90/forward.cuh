@@ -207,6 +207,140 @@ __device__ __forceinline__ void pass_turn(int group) {
   if constexpr (kGroups > 1) named_barrier_arrive(1 + (group + 1 == kGroups ? 0 : group + 1), 256);
 }
 
+/// What the steps read most of a warp group's rows of a Q tile, and of this thread's two rows, of which the
+/// second is eight on, the maximum and the sum of the exponentials so far.
+template <class P>
+struct ForwardRows {
+  Range q{0, 0};  ///< the group's
+  int kv_limit = 0;
+  typename P::Head head;
+  float max[2], sum[2];
+
+  __device__ void begin(const Params& p, const ForwardWork<P>& work, int group) {
+    const int q_begin = work.q_begin + group * kGroupRows;
+    q = {q_begin, min(q_begin + kGroupRows, work.sequence.seqlen_q(p))};
+    kv_limit = work.sequence.kv_limit(p);
+    head = work.sequence.head(p, work.h);
+    max[0] = max[1] = -infinity();
+    sum[0] = sum[1] = 0.0f;
+  }
+  /// This thread's first row, among the group's.
+  static __device__ int own() {
+    return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+  }
+};
+
+template <class P>
+__device__ __forceinline__ float scale_log2(const Params& p) {
+  return P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+}
+
+/// -infinity for the pairs that do not attend, in a tile of which not all do.
+template <class P, int kCount>
+__device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P>& work,
+                                            const ForwardRows<P>& rows, int kv_begin, float (&s)[kCount]) {
+  const int lane = threadIdx.x % 32, row = rows.q.begin + rows.own();
+  const Position row_position = position(row), column_position = position(kv_begin + lane % 4 * 2);
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4) {
+    // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
+    bool block = true;
+    if constexpr (P::kBlockMap) {
+      const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.kv_limit - 1);
+      block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
+    }
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const Position kv = column_position + (n / 4 * 8 + e % 2);
+      s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
+                            P::mask(p, rows.head, row_position + e / 2 * 8, kv));
+    }
+  }
+}
+
+/// Scores to exponentials; returns what O and the sums so far are multiplied with.
+template <class P, int kCount>
+__device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
+                                        int kv_begin, bool full, float (&s)[kCount], float (&rescale)[2]) {
+  constexpr bool kLazy = (kSlack<P>) != 0.0f;
+  const int lane = threadIdx.x % 32, row = rows.q.begin + rows.own(), column = kv_begin + lane % 4 * 2;
+  const float scale = scale_log2<P>(p);
+  if constexpr (P::kHasScore) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      s[n] =
+          P::score(p, rows.head, s[n], position(row) + n / 2 % 2 * 8, position(column) + (n / 4 * 8 + n % 2));
+  }
+  if (!full) mask_scores(p, work, rows, kv_begin, s);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float before = rows.max[half];
+    float highest = before;
+#pragma unroll
+    for (int n = 2 * half; n < kCount; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+    if (kLazy && !((highest - before) * scale > kSlack<P>)) highest = before;
+    const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
+    rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
+    rows.max[half] = highest;
+    float sum = 0.0f;
+#pragma unroll
+    for (int n = 2 * half; n < kCount; n += 4)
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        s[n + e] = exp2_approx(fmaf(s[n + e], scale, -shift));
+        sum += s[n + e];
+      }
+    rows.sum[half] = rows.sum[half] * rescale[half] + sum;
+  }
+  if constexpr (P::kDropout) {
+    unsigned dropped[(kCount + 31) / 32];
+    dropped_values<kCount, false>(dropped, p, work.sequence.b * p.heads_q + work.h, row, column);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n)
+      if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;
+  }
+}
+
+/// Writes the rows' LSE; returns what makes them rows of O.
+template <class P>
+__device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& work,
+                                         const ForwardRows<P>& rows, int group, float (&scale)[2]) {
+  const float to_log2 = scale_log2<P>(p);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(kWholeWarp, sum, 1);
+    sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+    // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
+    const float highest = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
+    const float rest = fmaf(rows.max[half], to_log2, -__fmul_rn(rows.max[half], to_log2));
+    const float lse = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    const RowEnd end = end_of_row<P>(p, work.h, lse);
+    const int q = work.q_begin + group * kGroupRows + rows.own() + half * 8;
+    if (p.lse != nullptr && threadIdx.x % 4 == 0 && q < work.sequence.seqlen_q(p))
+      p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
+    scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
+  }
+}
+
+/// Multiplies rows of O by what they have each.
+template <int kCount>
+__device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&scale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) o[n] *= scale[n / 2 % 2];
+}
+
+/// Stores O, scaled already.
+template <class P, int kCount>
+__device__ __forceinline__ void store_output(const Params& p, const ForwardWork<P>& work, int group,
+                                             const float (&o)[kCount]) {
+  const int q = work.q_begin + group * kGroupRows + ForwardRows<P>::own();
+  store_rows<typename P::Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
+                                  work.sequence.seqlen_q(p) - q);
+}
+
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.
 template <class P>
@@ -217,32 +351,17 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   constexpr int kS = P::kBc / 2, kO = P::kHeadDimV / 2;  // accumulators of a thread
   constexpr int kKSteps = (P::kHeadDim + 15) / 16, kPSteps = P::kBc / 16;
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first_row = group * kGroupRows + warp * 16 + lane / 4;  // of the thread in a Q tile; and + 8
-  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
-
-  // The Q tile: its number, the KV tile (the last is 0), and what the steps read most; rows are the group's.
-  int round = 0, i = 0, kv_limit = 0;
-  Range q_range{0, 0};
-  [[maybe_unused]] typename P::Head head;
+  int round = 0, i = 0;  // of the Q tile and the KV tile, of which the last is 0
+  ForwardRows<P> rows;
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
-  float row_max[2] = {-infinity(), -infinity()}, row_sum[2] = {0.0f, 0.0f};
 
   // False when there is no more work.
   const auto find_work = [&] {
     barrier_wait<P>(at.q_full(group, round), at.q_phase(round));
-    const ForwardWork<P>& work = at.work(round);
-    i = work.count() - 1;
-    return work.h >= 0;
-  };
-  const auto begin_work = [&] {
-    const ForwardWork<P>& work = at.work(round);
-    kv_limit = work.sequence.kv_limit(p);
-    const int q_begin = work.q_begin + group * kGroupRows;
-    q_range = {q_begin, min(q_begin + kGroupRows, work.sequence.seqlen_q(p))};
-    head = work.sequence.head(p, work.h);
+    i = at.work(round).count() - 1;
+    return at.work(round).h >= 0;
   };
   // Who has the turn is to start at once: what it needs is known from the step before.
   unsigned long long q_tile, k_tile, v_tile;
@@ -283,109 +402,24 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   // One arrival a warp, when all of its lanes have read.
   const auto release = [&](unsigned barrier) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
+    if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   };
   const auto scores_are_done = [&](int n) {
     pin(s);
     release(at.k_empty(n));
     if (i == 0) release(at.q_empty(group, round));
   };
-  const auto keys_of_step = [&] { return kForeignKeys<P> ? kv_limit - at.work(round).kv_begin(i) : P::kBc; };
+  const auto keys_of_step = [&] {
+    return kForeignKeys<P> ? rows.kv_limit - at.work(round).kv_begin(i) : P::kBc;
+  };
   // Of the step: its first key, and whether every pair attends.
   int kv_begin = 0;
   bool full = false;
   const auto look_at_tile = [&] {
     const ForwardWork<P>& work = at.work(round);
     kv_begin = work.kv_begin(i);
-    full = kv_begin + P::kBc <= kv_limit && work.tiles.full(p, head, q_range, i);
+    full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, i);
   };
-  // Scores to exponentials; returns what O and the sums so far are multiplied with.
-  const auto softmax = [&](float(&rescale)[2]) {
-    [[maybe_unused]] const ForwardWork<P>& work = at.work(round);
-    [[maybe_unused]] const int row = q_range.begin + warp * 16 + lane / 4;
-    [[maybe_unused]] const Position row_position = position(row);
-    [[maybe_unused]] const Position column_position = position(kv_begin + lane % 4 * 2);
-    [[maybe_unused]] const auto at_kv = [&](int n) { return column_position + (n / 4 * 8 + n % 2); };
-    if constexpr (P::kHasScore) {
-#pragma unroll
-      for (int n = 0; n < kS; ++n) s[n] = P::score(p, head, s[n], row_position + n / 2 % 2 * 8, at_kv(n));
-    }
-    if (!full) {
-#pragma unroll
-      for (int n = 0; n < kS; n += 4) {
-        // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
-        bool block = true;
-        if constexpr (P::kBlockMap) {
-          const int q = min(row - lane / 4, q_range.end - 1), kv = min(kv_begin + n * 2, kv_limit - 1);
-          block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
-        }
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const Position kv = at_kv(n + e);
-          s[n + e] =
-              mask_score(s[n + e], block, kv.at < kv_limit, P::mask(p, head, row_position + e / 2 * 8, kv));
-        }
-      }
-    }
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float highest = row_max[half];
-#pragma unroll
-      for (int n = 2 * half; n < kS; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-      if (kLazy && !((highest - row_max[half]) * scale_log2 > kSlack<P>)) highest = row_max[half];
-      const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
-      rescale[half] =
-          row_max[half] == -infinity() ? 0.0f : exp2_approx(__fmul_rn(row_max[half], scale_log2) - shift);
-      row_max[half] = highest;
-      float sum = 0.0f;
-#pragma unroll
-      for (int n = 2 * half; n < kS; n += 4)
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          s[n + e] = exp2_approx(fmaf(s[n + e], scale_log2, -shift));
-          sum += s[n + e];
-        }
-      row_sum[half] = row_sum[half] * rescale[half] + sum;
-    }
-    if constexpr (P::kDropout) {
-      unsigned dropped[(kS + 31) / 32];
-      dropped_values<kS, false>(dropped, p, work.sequence.b * p.heads_q + work.h, row,
-                                kv_begin + lane % 4 * 2);
-#pragma unroll
-      for (int n = 0; n < kS; ++n)
-        if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;
-    }
-  };
-  // Writes the rows' LSE; returns what makes them rows of O.
-  const auto end_rows = [&](int of_round, float(&scale)[2]) {
-    const ForwardWork<P>& work = at.work(of_round);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float sum = row_sum[half];
-      sum += __shfl_xor_sync(kWholeWarp, sum, 1);
-      sum += __shfl_xor_sync(kWholeWarp, sum, 2);
-      // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-      const float highest = P::kHasScore ? row_max[half] : __fmul_rn(row_max[half], p.softmax_scale);
-      const float rest = fmaf(row_max[half], scale_log2, -__fmul_rn(row_max[half], scale_log2));
-      const float lse = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
-      const RowEnd end = end_of_row<P>(p, work.h, lse);
-      const int q = work.q_begin + first_row + half * 8;
-      if (p.lse != nullptr && lane % 4 == 0 && q < work.sequence.seqlen_q(p))
-        p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
-      scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
-    }
-  };
-  const auto store_output = [&](int of_round, const float(&scale)[2]) {
-#pragma unroll
-    for (int value = 0; value < kO; ++value) o[value] *= scale[value / 2 % 2];
-    const ForwardWork<P>& work = at.work(of_round);
-    const int q = work.q_begin + first_row;
-    store_rows<Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
-                        work.sequence.seqlen_q(p) - q);
-  };
-
   float rescale[2], scale[2];
   int n = 0, keys = 0;
   find_tiles(0);
@@ -404,21 +438,20 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     multiply_commit();
     pass_turn<kGroups>(group);
     find_tiles(n + 1);
-    if (follows) end_rows(round - 1, scale);
-    begin_work();
+    if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
+    rows.begin(p, at.work(round), group);
     look_at_tile();
     multiply_wait<1>();
     scores_are_done(n);
-    row_max[0] = row_max[1] = -infinity();
-    row_sum[0] = row_sum[1] = 0.0f;
-    softmax(rescale);
-    if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(row_sum[0] + row_sum[1], at.base);
+    softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+    if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
     pin(o);
     as_left_operand<Element>(probability, s);
     if (follows) {
       release(at.v_empty(n - 1));
-      store_output(round - 1, scale);
+      scale_rows(o, scale);
+      store_output(p, at.work(round - 1), group, o);
     }
 #pragma unroll
     for (int value = 0; value < kO; ++value) o[value] = 0.0f;
@@ -436,15 +469,12 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
       look_at_tile();
       multiply_wait<1>();
       scores_are_done(n);
-      softmax(rescale);
-      if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(row_sum[0] + row_sum[1], at.base);
+      softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+      if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
       pin(o);
       release(at.v_empty(n - 1));
-      if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) {
-#pragma unroll
-        for (int value = 0; value < kO; ++value) o[value] *= rescale[value / 2 % 2];
-      }
+      if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
       as_left_operand<Element>(probability, s);
       keys = keys_of_step();
     }
@@ -453,10 +483,11 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     wait_for_v(n - 1, keys);
     start_output();
     multiply_commit();
-    end_rows(round - 1, scale);
+    end_rows(p, at.work(round - 1), rows, group, scale);
     multiply_wait<0>();
     pin(o);
-    store_output(round - 1, scale);
+    scale_rows(o, scale);
+    store_output(p, at.work(round - 1), group, o);
   }
   if (group == 0) wait_for_turn<kGroups>(group);  // takes the turn that nobody else wants
 }

@@ -36,8 +36,11 @@ int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   return gradients + c.br;
 }
 
-/// Three groups have 160 registers a thread, fewer have 240.
-int kept_limit(const TileConfig& c) { return c.warps == 3 * kGroupWarps ? 128 : 216; }
+/// Three groups have 160 registers a thread, two have 232 and one 240.
+int kept_limit(const TileConfig& c) {
+  const int groups = c.warps / kGroupWarps;
+  return groups == 1 ? 216 : groups == 2 ? 200 : 128;
+}
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")

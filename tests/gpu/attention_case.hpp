@@ -11,6 +11,7 @@
 #include <cctype>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <filesystem>
 #include <memory>
@@ -598,14 +599,16 @@ inline std::vector<Wanted> kernels_of(const std::vector<AttentionCase>& cases) {
   return kernels;
 }
 
-/// A runtime with a cache of its own, gone with it.
+/// A runtime with a cache of its own, gone with it; or with the one that FLASHJIT_TEST_CACHE names, which
+/// stays.
 class TemporaryRuntime {
  public:
   TemporaryRuntime()
-      : runtime_(RuntimeOptions{.cache_dir = folder_.string(), .log = [](std::string_view) {}}) {}
+      : runtime_(
+            RuntimeOptions{.cache_dir = kept() ? kept() : own_.string(), .log = [](std::string_view) {}}) {}
   ~TemporaryRuntime() {
     std::error_code ignored;
-    std::filesystem::remove_all(folder_, ignored);
+    std::filesystem::remove_all(own_, ignored);
   }
   TemporaryRuntime(const TemporaryRuntime&) = delete;
   TemporaryRuntime& operator=(const TemporaryRuntime&) = delete;
@@ -613,7 +616,9 @@ class TemporaryRuntime {
   Runtime& get() { return runtime_; }
 
  private:
-  std::filesystem::path folder_ =
+  static const char* kept() { return std::getenv("FLASHJIT_TEST_CACHE"); }
+
+  std::filesystem::path own_ =
       std::filesystem::temp_directory_path() / ("flashjit-gpu-test-" + unique_suffix());
   Runtime runtime_;
 };

@@ -107,65 +107,37 @@ INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
 
 /// A few specs that stress different parts of a tile, at a shape that is no multiple of any.
 std::vector<AttentionCase> sweep_cases() {
-  const AttentionShape shape{2, 2, 1, 333, 200};
-  return {
-      {.spec = {.dtype = DType::bf16, .head_dim = 128, .mask = causal()},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::fp16, .head_dim = 64}, .shape = shape, .family = Family::sm90},
-      {.spec = {.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
-       .shape = shape,
-       .family = Family::sm90,
-       .dropout_p = 0.3},
-      {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::bf16, .head_dim = 32, .deterministic = true},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::bf16,
-                .head_dim = 192,
-                .head_dim_v = 128,
-                .mask = causal(),
-                .deterministic = true},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::fp16, .head_dim = 256, .deterministic = true},
-       .shape = shape,
-       .family = Family::sm90},
-      {.spec = {.dtype = DType::bf16, .head_dim = 64, .mask = causal()},
-       .shape = shape,
-       .family = Family::sm80},
-      {.spec = {.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
-       .shape = shape,
-       .family = Family::sm80,
-       .dropout_p = 0.3},
-      {.spec = {.dtype = DType::bf16,
-                .head_dim = 192,
-                .head_dim_v = 128,
-                .mask = causal(),
-                .deterministic = true},
-       .shape = shape,
-       .family = Family::sm80},
-      {.spec = {.dtype = DType::bf16, .head_dim = 256, .mask = causal()},
-       .shape = shape,
-       .family = Family::sm80},
-      {.spec = {.dtype = DType::fp16, .head_dim = 40}, .shape = shape, .family = Family::sm80},
-      {.spec =
-           {.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
-       .shape = shape,
-       .family = Family::simt,
-       .dropout_p = 0.3},
-      {.spec = {.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true},
-       .shape = shape,
-       .family = Family::simt},
+  struct Sweep {
+    AttentionSpec spec;
+    std::vector<Family> families;
   };
+  const Sweep sweeps[] = {
+      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal()}, {Family::sm90}},
+      {{.dtype = DType::fp16, .head_dim = 64}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40}, {Family::sm90}},
+      {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
+       {Family::sm90, Family::sm80}},
+      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 32, .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128, .mask = causal(), .deterministic = true},
+       {Family::sm90, Family::sm80}},
+      {{.dtype = DType::fp16, .head_dim = 256, .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal()}, {Family::sm80}},
+      {{.dtype = DType::bf16, .head_dim = 256, .mask = causal()}, {Family::sm80}},
+      {{.dtype = DType::fp16, .head_dim = 40}, {Family::sm80}},
+      {{.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
+       {Family::simt}},
+      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true}, {Family::simt}},
+  };
+  std::vector<AttentionCase> cases;
+  for (const auto& [spec, families] : sweeps)
+    for (const Family family : families)
+      cases.push_back({.spec = spec,
+                       .shape = {2, 2, 1, 333, 200},
+                       .family = family,
+                       .dropout_p = spec.dropout ? 0.3 : 0.0});
+  return cases;
 }
 
 class EveryConfiguration : public GpuTestWith<AttentionCase> {};

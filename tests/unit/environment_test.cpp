@@ -81,29 +81,24 @@ TEST(Environment, JitIsOnOrOff) {
             "the environment variable FLASHJIT_JIT is '0'; set it to on or off, or unset it");
 }
 
+void expect_switch(const char* name, bool Environment::*is_on, const char* neither) {
+  EXPECT_FALSE(read({}).*is_on);
+  EXPECT_FALSE(read({{name, "off"}}).*is_on);
+  EXPECT_TRUE(read({{name, "on"}}).*is_on);
+  EXPECT_EQ(refusal({{name, neither}}), std::string("the environment variable ") + name + " is '" + neither +
+                                            "'; set it to on or off, or unset it");
+}
+
 TEST(Environment, CheckingIndicesIsOnOrOff) {
-  EXPECT_FALSE(read({}).check_indices);
-  EXPECT_FALSE(read({{"FLASHJIT_CHECK_INDICES", "off"}}).check_indices);
-  EXPECT_TRUE(read({{"FLASHJIT_CHECK_INDICES", "on"}}).check_indices);
-  EXPECT_EQ(refusal({{"FLASHJIT_CHECK_INDICES", "1"}}),
-            "the environment variable FLASHJIT_CHECK_INDICES is '1'; set it to on or off, or unset it");
+  expect_switch("FLASHJIT_CHECK_INDICES", &Environment::check_indices, "1");
 }
 
 TEST(Environment, CheckingWaitsIsOnOrOff) {
-  EXPECT_FALSE(read({}).check_waits);
-  EXPECT_FALSE(read({{"FLASHJIT_CHECK_WAITS", "off"}}).check_waits);
-  EXPECT_TRUE(read({{"FLASHJIT_CHECK_WAITS", "on"}}).check_waits);
-  EXPECT_EQ(refusal({{"FLASHJIT_CHECK_WAITS", "10"}}),
-            "the environment variable FLASHJIT_CHECK_WAITS is '10'; set it to on or off, or unset it");
+  expect_switch("FLASHJIT_CHECK_WAITS", &Environment::check_waits, "10");
 }
 
 TEST(Environment, TuningInTheBackgroundIsOnOrOff) {
-  EXPECT_FALSE(read({}).tune_in_background);
-  EXPECT_FALSE(read({{"FLASHJIT_TUNE_IN_BACKGROUND", "off"}}).tune_in_background);
-  EXPECT_TRUE(read({{"FLASHJIT_TUNE_IN_BACKGROUND", "on"}}).tune_in_background);
-  EXPECT_EQ(
-      refusal({{"FLASHJIT_TUNE_IN_BACKGROUND", "yes"}}),
-      "the environment variable FLASHJIT_TUNE_IN_BACKGROUND is 'yes'; set it to on or off, or unset it");
+  expect_switch("FLASHJIT_TUNE_IN_BACKGROUND", &Environment::tune_in_background, "yes");
 }
 
 TEST(Environment, LogLevels) {

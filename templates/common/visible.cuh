@@ -65,6 +65,12 @@ __device__ __forceinline__ Position operator+(Position position, int offset) {
   return {position.at + offset, position.base, position.offset + static_cast<float>(offset)};
 }
 
+/// What takes a score to the exponent of a power of two: one of a program is in natural units already.
+template <class Problem>
+__device__ __forceinline__ float score_scale_log2(const Params& p) {
+  return Problem::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+}
+
 /// A pair's score, -infinity unless all three hold. Without branches among them, what a mask reads is read
 /// once a row and once a column of a tile.
 __device__ __forceinline__ float mask_score(float score, bool by_map, bool by_length, bool by_mask) {

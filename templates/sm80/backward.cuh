@@ -121,7 +121,7 @@ __device__ void backward(const Params& p) {
 
   const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
   const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
-  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+  const float scale_log2 = score_scale_log2<P>(p);
   float dk[kMt][2 * kDkOwn][4] = {}, dv[kMt][2 * kDvOwn][4] = {};
 
   for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {

@@ -108,7 +108,7 @@ __device__ void forward(const Params& p) {
   };
 
   // Scores stay unscaled until the exponent where no score program needs their natural units.
-  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+  const float scale_log2 = score_scale_log2<P>(p);
   float o[kMt][kOt][4] = {};
   float row_max[kMt][2], row_sum[kMt][2];
 #pragma unroll

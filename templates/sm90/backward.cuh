@@ -294,7 +294,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
     store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
   };
-  const float scale_log2 = P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+  const float scale_log2 = score_scale_log2<P>(p);
   multiply_wait<0>();
   pin(s);
   pin(dp);
@@ -475,8 +475,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     give_dq(tile, group, before, shared);
   }
   const auto& place = *tile.place;
-  const int row = tile.kv_begin() + Tile::first_row(group) + static_cast<int>(threadIdx.x) / 32 % 4 * 16 +
-                  static_cast<int>(threadIdx.x) % 32 / 4;
+  const int row = tile.kv_begin() + Tile::first_row(group) + own_row();
   const auto store = [&](auto& c, int columns, float scale, const TensorParam& to) {
     constexpr int kChunks = sizeof(c) / 16;  // of a group
     const int first_chunk = Tile::kWide ? group * kChunks : 0;

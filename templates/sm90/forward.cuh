@@ -1,7 +1,7 @@
-// Forward pass for Hopper: one warp group loads tiles through the TMA unit, the others each own 64 rows of Q
-// and compute with wgmma. The products of one tile run under the softmax of the tile before, and the warp
-// groups take turns, so that one group's softmax runs under another's products (FlashAttention-3,
-// sections 3.1 and 3.2).
+// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and a
+// warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma. The
+// products of one tile run under the softmax of the tile before, and the warp groups take turns, so that one
+// group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
 #pragma once
 
 #include "flashjit/common/sink.cuh"
@@ -12,7 +12,7 @@ namespace flashjit::sm90 {
 
 /// Registers of a producer and of a consumer thread, by the number of consumer warp groups.
 constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 40 : 32; }
-constexpr int consumer_registers(int groups) { return groups == 1 ? 256 - 16 : groups == 2 ? 232 : 160; }
+constexpr int consumer_registers(int groups) { return groups == 1 ? 240 : groups == 2 ? 232 : 160; }
 
 /// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
 /// the factor. Asking whether to rescale costs more than doing it for few columns.
@@ -224,22 +224,13 @@ struct ForwardRows {
     max[0] = max[1] = -infinity();
     sum[0] = sum[1] = 0.0f;
   }
-  /// This thread's first row, among the group's.
-  static __device__ int own() {
-    return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
-  }
 };
-
-template <class P>
-__device__ __forceinline__ float scale_log2(const Params& p) {
-  return P::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
-}
 
 /// -infinity for the pairs that do not attend, in a tile of which not all do.
 template <class P, int kCount>
 __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P>& work,
                                             const ForwardRows<P>& rows, int kv_begin, float (&s)[kCount]) {
-  const int lane = threadIdx.x % 32, row = rows.q.begin + rows.own();
+  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row();
   const Position row_position = position(row), column_position = position(kv_begin + lane % 4 * 2);
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
@@ -263,8 +254,8 @@ template <class P, int kCount>
 __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
                                         int kv_begin, bool full, float (&s)[kCount], float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
-  const int lane = threadIdx.x % 32, row = rows.q.begin + rows.own(), column = kv_begin + lane % 4 * 2;
-  const float scale = scale_log2<P>(p);
+  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
+  const float scale = score_scale_log2<P>(p);
   if constexpr (P::kHasScore) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
@@ -307,7 +298,7 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
 template <class P>
 __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& work,
                                          const ForwardRows<P>& rows, int group, float (&scale)[2]) {
-  const float to_log2 = scale_log2<P>(p);
+  const float to_log2 = score_scale_log2<P>(p);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
@@ -318,7 +309,7 @@ __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& 
     const float rest = fmaf(rows.max[half], to_log2, -__fmul_rn(rows.max[half], to_log2));
     const float lse = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
     const RowEnd end = end_of_row<P>(p, work.h, lse);
-    const int q = work.q_begin + group * kGroupRows + rows.own() + half * 8;
+    const int q = work.q_begin + group * kGroupRows + own_row() + half * 8;
     if (p.lse != nullptr && threadIdx.x % 4 == 0 && q < work.sequence.seqlen_q(p))
       p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
@@ -336,7 +327,7 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&sca
 template <class P, int kCount>
 __device__ __forceinline__ void store_output(const Params& p, const ForwardWork<P>& work, int group,
                                              const float (&o)[kCount]) {
-  const int q = work.q_begin + group * kGroupRows + ForwardRows<P>::own();
+  const int q = work.q_begin + group * kGroupRows + own_row();
   store_rows<typename P::Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
                                   work.sequence.seqlen_q(p) - q);
 }
@@ -353,6 +344,9 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   int round = 0, i = 0;  // of the Q tile and the KV tile, of which the last is 0
   ForwardRows<P> rows;
+  // Of the step, until the next one looks at its tile: its first key, and whether every pair attends.
+  int kv_begin = 0;
+  bool full = false;
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
@@ -383,9 +377,9 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     pin(s);
   };
   // What stands behind the last key may be anything, and zero times anything is not zero.
-  const auto wait_for_v = [&](int n, int valid) {
+  const auto wait_for_v = [&](int n) {
     barrier_wait<P>(at.v_full(n), at.phase(n));
-    if (kForeignKeys<P> && valid < P::kBc) {
+    if (const int valid = rows.kv_limit - kv_begin; kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(n) - at.base), valid);
       publish_to_async_proxy();
       named_barrier_sync(1 + kGroups + group, 128);
@@ -409,19 +403,13 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     release(at.k_empty(n));
     if (i == 0) release(at.q_empty(group, round));
   };
-  const auto keys_of_step = [&] {
-    return kForeignKeys<P> ? rows.kv_limit - at.work(round).kv_begin(i) : P::kBc;
-  };
-  // Of the step: its first key, and whether every pair attends.
-  int kv_begin = 0;
-  bool full = false;
   const auto look_at_tile = [&] {
     const ForwardWork<P>& work = at.work(round);
     kv_begin = work.kv_begin(i);
     full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, i);
   };
   float rescale[2], scale[2];
-  int n = 0, keys = 0;
+  int n = 0;
   find_tiles(0);
   if (group == kGroups - 1) pass_turn<kGroups>(group);
   for (; find_work(); ++round) {
@@ -432,7 +420,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     start_scores();
     // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
     if (__any_sync(kWholeWarp, follows)) {
-      wait_for_v(n - 1, keys);
+      wait_for_v(n - 1);
       start_output();
     }
     multiply_commit();
@@ -455,13 +443,12 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     }
 #pragma unroll
     for (int value = 0; value < kO; ++value) o[value] = 0.0f;
-    keys = keys_of_step();
     for (++n; i > 0; ++n) {
       --i;
       barrier_wait<P>(at.k_full(n), at.phase(n));
       wait_for_turn<kGroups>(group);
       start_scores();
-      wait_for_v(n - 1, keys);
+      wait_for_v(n - 1);
       start_output();
       multiply_commit();
       pass_turn<kGroups>(group);
@@ -476,11 +463,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
       release(at.v_empty(n - 1));
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
       as_left_operand<Element>(probability, s);
-      keys = keys_of_step();
     }
   }
   if (n > 0) {
-    wait_for_v(n - 1, keys);
+    wait_for_v(n - 1);
     start_output();
     multiply_commit();
     end_rows(p, at.work(round - 1), rows, group, scale);

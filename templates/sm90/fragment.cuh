@@ -15,6 +15,11 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+/// Of a warp group's 64 rows of an accumulator, this thread's first; the other is eight on.
+__device__ __forceinline__ int own_row() {
+  return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+}
+
 /// Packs an accumulator as the left operand, in registers, of the next product: 16 columns a step.
 template <class Element, int kSteps>
 __device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const float (&c)[kSteps * 8]) {

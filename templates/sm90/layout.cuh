@@ -59,9 +59,8 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// K, V, `stages` tiles of Q and of dO, two of dS, wide two of P, dQ
-/// where it does not lie in Q and dO, the rows' LSE and D, what each stage holds, what is added to dQ, the
-/// tile's place and the barriers.
+/// K, V, `stages` tiles of Q and of dO, two of dS, wide two of P, dQ where it does not lie in Q and dO, the
+/// rows' LSE and D, what each stage holds, what is added to dQ, the tile's place and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 

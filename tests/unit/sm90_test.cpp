@@ -155,6 +155,7 @@ TEST(Sm90, BlocksTakeTilesInTurnWhereTheyCostWhatThePlannerCanTell) {
     return make_plan(parse_spec(spec), parse_shape(shape), kH100, {}).launches.back().blocks;
   };
   EXPECT_EQ(blocks("fwd:bf16:d128", "b2:hq4:hkv4:sq1024:skv1024"), 2 * 4 * 16);  // no more than there is work
+  EXPECT_EQ(blocks("fwd:bf16:d128:map128x128", "b2:hq16:hkv16:sq1024:skv1024"), kH100.multiprocessors);
   for (const char* spec : {"fwd:bf16:d128:kvlen", "fwd:bf16:d128:varlen"})
     EXPECT_EQ(blocks(spec, "b2:hq16:hkv16:sq1024:skv1024"), 2 * 16 * 8) << spec;
 }

@@ -132,7 +132,7 @@ std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& sh
 WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
   return {.row_stats = spec.pass == Pass::backward,
           .tickets = orders_capture_grads(spec),
-          .q_tiles = tiles(shape.seqlen_q, config.br)};
+          .ordered_q_tiles = tiles(shape.seqlen_q, config.br)};
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }

@@ -167,8 +167,9 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
-  // Where lengths differ that only the kernel knows, the device's own scheduler is fairer.
-  main.persistent = is_forward(spec) && !spec.varlen && !spec.kv_lengths;
+  // The forward pass shares its work out beforehand: where lengths differ that only the kernel knows, the
+  // device's own scheduler is fairer.
+  main.persistent = !is_forward(spec) || (!spec.varlen && !spec.kv_lengths);
   return with_auxiliaries(spec, Family::sm90, main);
 }
 

@@ -1,5 +1,7 @@
 #include "plan/tensor_core.hpp"
 
+#include <algorithm>
+
 #include "expr/analyze.hpp"
 #include "plan/workspace.hpp"
 
@@ -35,7 +37,7 @@ std::int64_t list_sets(const AttentionSpec& spec, const AttentionShape& shape) {
   return (by_batch ? shape.batch : 1) * (by_head ? shape.heads_q : 1);
 }
 
-std::vector<Step> steps(const AttentionSpec& spec) {
+std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   const bool backward = spec.pass == Pass::backward;
   std::vector<Step> all;
   if (backward) all.push_back(Step::preprocess);
@@ -44,7 +46,7 @@ std::vector<Step> steps(const AttentionSpec& spec) {
   if (has_tile_lists(spec)) all.push_back(Step::block_lists);
   if (has_ranks(spec)) all.push_back(Step::list_ranks);
   all.push_back(Step::main);
-  if (backward) all.push_back(Step::convert_dq);
+  if (backward && family != Family::sm90) all.push_back(Step::convert_dq);  // sm90's main kernel converts
   return all;
 }
 
@@ -86,7 +88,10 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
     case Step::list_ranks:
       return list_sets(spec, shape) * tiles(q_tiles, 32);
     case Step::main:
-      return backward ? shape.batch * shape.heads_kv * kv_tiles : heads * q_tiles;
+      if (!backward) return heads * q_tiles;
+      if (config.family == Family::sm90)  // also converts dQ
+        return std::max(shape.batch * shape.heads_kv * kv_tiles, heads * q_tiles);
+      return shape.batch * shape.heads_kv * kv_tiles;
   }
   return 0;
 }
@@ -103,14 +108,14 @@ Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shar
 
 std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, const Entry& main) {
   std::vector<Entry> all;
-  for (const Step step : steps(spec)) all.push_back(entry_of(step, family, main));
+  for (const Step step : steps(spec, family)) all.push_back(entry_of(step, family, main));
   return all;
 }
 
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
   std::vector<Launch> all;
-  for (const Step step : steps(spec))
+  for (const Step step : steps(spec, config.family))
     all.push_back({all.size(), blocks_of(step, spec, shape, config), makes_lists(step)});
   return all;
 }
@@ -122,13 +127,13 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
           .dq_accum = backward,
-          .tickets = backward && spec.deterministic,
+          .tickets = backward && (spec.deterministic || config.family == Family::sm90),
           .ranks = has_ranks(spec),
           .list_sets = list_sets(spec, shape),
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
           .tile_reads = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
-          .q_tiles = q_tiles};
+          .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0};
 }
 
 }  // namespace flashjit::plan

@@ -51,15 +51,12 @@ __device__ void preprocess(const Params& p) {
         reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
     for (int i = threadIdx.x; i < kRows * kColumns / 4; i += 128) accumulator[i] = float4{0, 0, 0, 0};
   }
-  if constexpr (P::kDeterministic) {
-    if (p.tickets != nullptr) {
-      const long long q_tiles = (p.seqlen_q + P::kBr - 1) / P::kBr;
-      // At least the two counters of simt/capture_grads.cuh; this part of the workspace has 256 bytes or
-      // more.
-      const long long count = max(1 + static_cast<long long>(p.batch) * p.heads_q * q_tiles * 2, 4ll);
-      for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll)
-        p.tickets[i] = 0;
-    }
+  if (p.tickets != nullptr) {
+    // All of common/tile_walk.cuh, or the two counters of simt/capture_grads.cuh.
+    const long long q_tiles = P::kDeterministic ? (p.seqlen_q + P::kBr - 1) / P::kBr : 0;
+    const long long count =
+        max(3 + p.batch * (p.heads_kv + static_cast<long long>(p.heads_q) * q_tiles * 2), 4ll);
+    for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) p.tickets[i] = 0;
   }
 }
 

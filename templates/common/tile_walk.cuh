@@ -121,34 +121,62 @@ struct QTiles {
   }
 };
 
+// What the blocks of the backward pass count together: which KV tile is next, which to look at for lack of
+// rows, which rows of dQ are next, for each head of K and V how many parts of its KV tiles have added all
+// that they add to dQ, and the turns. Work belongs to a block that runs: whoever waits for it waits for
+// something.
+__device__ __forceinline__ int* next_kv_work(const Params& p) { return p.tickets; }
+__device__ __forceinline__ int* next_empty_work(const Params& p) { return p.tickets + 1; }
+__device__ __forceinline__ int* next_dq_work(const Params& p) { return p.tickets + 2; }
+__device__ __forceinline__ int* done_of(const Params& p, int b, int h_kv) {
+  return p.tickets + 3 + b * p.heads_kv + h_kv;
+}
 /// Ordered additions: how many KV tiles have added to a Q tile's dQ, or, `part` 0 and 1, to each of its
 /// halves.
 template <class P>
 __device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_tile, int part = 0) {
-  return p.tickets + 1 + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * 2 + part;
+  return done_of(p, p.batch, 0) + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * 2 +
+         part;
 }
 
-/// The KV tile of a block's work in the backward pass.
+template <class P>
+__device__ __forceinline__ unsigned kv_works(const Params& p) {
+  return static_cast<unsigned>(kv_tiles<P>(p)) * p.heads_kv * p.batch;
+}
+/// The KV tile that is a block's work in the backward pass.
+template <class P>
 struct KvWork {
   int b, h_kv, kv_tile;
+
+  __device__ KvWork(const Params& p, unsigned number) {
+    const int tiles = kv_tiles<P>(p), place = static_cast<int>(number % tiles);
+    b = static_cast<int>(number / tiles / p.heads_kv);
+    h_kv = static_cast<int>(number / tiles % p.heads_kv);
+    kv_tile = P::kDeterministic ? tiles - 1 - place : place;
+  }
 };
 
-/// The work of this block. With ordered additions work is numbered as it starts: whoever waits for its turn
-/// waits for a block that already runs. Uses the first word of shared memory.
+/// The Q tiles that a KV tile meets, of all query heads that share it, one after the other.
 template <class P>
-__device__ __forceinline__ KvWork next_work(const Params& p, char* shared) {
-  unsigned work = blockIdx.x;
-  if constexpr (P::kDeterministic) {
-    // Without queries nobody waits, and nobody has cleared the counter.
-    int* next = reinterpret_cast<int*>(shared);
-    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(p.tickets, 1) : static_cast<int>(blockIdx.x);
-    __syncthreads();
-    work = static_cast<unsigned>(*next);
-    __syncthreads();
+struct QWalk {
+  int kv_tile, kv_limit, head, end_head, index = 0;
+  Range kv;
+
+  __device__ QWalk(const Params& p, const Sequence<P>& sequence, const KvWork<P>& work)
+      : kv_tile(work.kv_tile), kv_limit(sequence.kv_limit(p)) {
+    const int group_size = p.heads_q / p.heads_kv;
+    head = work.h_kv * group_size;
+    end_head = kv_tile * P::kBc < kv_limit ? head + group_size : head;
+    kv = tile_range(kv_tile, P::kBc, kv_limit);
   }
-  const int tiles = kv_tiles<P>(p), place = static_cast<int>(work % tiles);
-  return {static_cast<int>(work / tiles / p.heads_kv), static_cast<int>(work / tiles % p.heads_kv),
-          P::kDeterministic ? tiles - 1 - place : place};
-}
+  __device__ StagedTile next(const Params& p, const Sequence<P>& sequence) {
+    for (; head < end_head; ++head, index = 0) {
+      const auto program_head = sequence.head(p, head);
+      const QTiles<P> tiles(p, program_head, kv_tile, kv);
+      if (index < tiles.count) return tiles.at(p, program_head, index++, kv_tile, kv, kv_limit);
+    }
+    return {-1, 0, 0, 0};
+  }
+};
 
 }  // namespace flashjit

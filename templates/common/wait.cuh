@@ -12,19 +12,30 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   return now;
 }
 
+/// What was written before `*at` became what is read may be read afterwards.
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+__device__ __forceinline__ unsigned long long load_acquire(const unsigned long long* at) {
+  unsigned long long value;
+  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+  return value;
+}
+
 /// Until `*turn` is `mine`. What was written before it became so may be read afterwards.
 template <class P, unsigned kSleepNanoseconds, class Turn>
-__device__ __forceinline__ void await_turn(const volatile Turn* turn, const Turn& mine) {
+__device__ __forceinline__ void await_turn(const Turn* turn, const Turn& mine) {
   if constexpr (P::kCheckWaits) {
     const unsigned long long begin = nanoseconds();
-    while (*turn != mine) {
+    while (load_acquire(turn) != mine) {
       if (nanoseconds() - begin > kHangNanoseconds) asm volatile("trap;");
       __nanosleep(kSleepNanoseconds);
     }
   } else {
-    while (*turn != mine) __nanosleep(kSleepNanoseconds);
+    while (load_acquire(turn) != mine) __nanosleep(kSleepNanoseconds);
   }
-  __threadfence();
 }
 
 }  // namespace flashjit

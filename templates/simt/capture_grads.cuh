@@ -121,7 +121,7 @@ __device__ void capture_grads(const Params& p) {
   constexpr int kOwn = T::kM * T::kN;
   __shared__ unsigned long long started;
   unsigned long long* next = reinterpret_cast<unsigned long long*>(p.tickets);
-  volatile unsigned long long* turn = next + 1;
+  unsigned long long* turn = next + 1;
   const unsigned long long count = TileAddition::count<Problem>(p);
   const Shared shared = shared_memory<T>();
   for (;;) {
@@ -146,7 +146,7 @@ __device__ void capture_grads(const Params& p) {
       if (at[i] != nullptr) __stcg(at[i], __ldcg(at[i]) + sum[i]);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) *turn = mine + 1;
+    if (threadIdx.x == 0) atomicExch(turn, mine + 1);
   }
 }
 

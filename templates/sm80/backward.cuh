@@ -43,6 +43,22 @@ __device__ __forceinline__ void multiply_step(float (&c)[kMt][2 * kUnits][4], co
   }
 }
 
+/// The work of this block. With ordered additions work is numbered as it starts: whoever waits for its turn
+/// waits for a block that already runs. Uses the first word of shared memory.
+template <class P>
+__device__ __forceinline__ KvWork<P> next_work(const Params& p, char* shared) {
+  unsigned work = blockIdx.x;
+  if constexpr (P::kDeterministic) {
+    // Without queries nobody waits, and nobody has cleared the counter.
+    int* next = reinterpret_cast<int*>(shared);
+    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(next_kv_work(p), 1) : static_cast<int>(blockIdx.x);
+    __syncthreads();
+    work = static_cast<unsigned>(*next);
+    __syncthreads();
+  }
+  return KvWork<P>(p, work);
+}
+
 template <class P>
 __device__ void backward(const Params& p) {
   using Element = typename P::Element;
@@ -66,11 +82,10 @@ __device__ void backward(const Params& p) {
   extern __shared__ __align__(128) char shared[];
   const unsigned base = shared_address(shared);
 
-  const KvWork work = next_work<P>(p, shared);
+  const KvWork<P> work = next_work<P>(p, shared);
   const Sequence<P> sequence(p, work.b);
   const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
   const int kv_limit = sequence.kv_limit(p);
-  const Range kv_range = tile_range(kv_tile, P::kBc, kv_limit);
   if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p)) return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -82,22 +97,11 @@ __device__ void backward(const Params& p) {
   load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), sequence.kv_pointer(p.v, h_kv, kv_begin),
                                             p.v.stride_s, kv_limit - kv_begin);
 
-  const int group_size = p.heads_q / p.heads_kv;
-  // Loading walks over the query heads of the group and their Q tiles; what a stage holds it says in shared
-  // memory.
+  // What a stage holds loading says in shared memory.
   StagedTile* staged = reinterpret_cast<StagedTile*>(shared + kLayout.staged());
-  int next_head = kv_begin < kv_limit ? h_kv * group_size : p.heads_q, next_index = 0;
-  const int end_head = (h_kv + 1) * group_size;
+  QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int slot) {
-    StagedTile next{-1, 0, 0, 0};
-    for (; next_head < end_head; ++next_head, next_index = 0) {
-      const auto head = sequence.head(p, next_head);
-      const QTiles<P> tiles(p, head, kv_tile, kv_range);
-      if (next_index < tiles.count) {
-        next = tiles.at(p, head, next_index++, kv_tile, kv_range, kv_limit);
-        break;
-      }
-    }
+    const StagedTile next = walk.next(p, sequence);
     if (threadIdx.x == 0) staged[slot] = next;
     if (next.head >= 0) {
       const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;

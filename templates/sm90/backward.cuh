@@ -1,6 +1,6 @@
-// Backward pass for Hopper: one thread block a KV tile. Of one warp group a thread loads Q tiles through the
-// TMA unit and two add dQ to global memory; the two other groups compute with wgmma. S and dP are computed
-// transposed.
+// Backward pass for Hopper: thread blocks that take one KV tile after the other. Of one warp group a thread
+// loads, through the TMA unit, and two add dQ to global memory; the two other groups compute with wgmma. S
+// and dP are computed transposed.
 //
 // Up to 128 columns each group has 64 keys, and P^T and dS^T feed dV and dK from registers. dS goes through
 // shared memory for dQ, for which each group needs the other's too, but only a Q tile later, so that neither
@@ -12,6 +12,7 @@
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm90/convert_dq.cuh"
 #include "flashjit/sm90/dq_fragments.cuh"
 #include "flashjit/sm90/fragment.cuh"
 
@@ -43,18 +44,34 @@ struct BackwardTile {
     int h_kv, kv_tile;
     int kv_limit;  ///< keys of the sequence that are no padding
   };
-  static_assert(sizeof(Place) == kPlaceBytes);
+  /// A Q tile; without a head the word that there are no more.
+  struct alignas(16) QTile : StagedTile {
+    long long row;      ///< its first among [batch, heads_q, seqlen_q_padded]
+    int place;          ///< of its KV tile
+    short first, last;  ///< of that KV tile's
+  };
+  static_assert(sizeof(Place) == kPlaceBytes && sizeof(QTile) == kQTileBytes);
   static_assert(P::kBc == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// Of a group, in the tiles of S^T and dP^T.
   static __device__ int first_row(int group) { return kWide ? 0 : group * 64; }
   static __device__ int first_query(int group) { return kWide ? group * kQueries : 0; }
 
-  unsigned base;       ///< of shared memory
-  const Place* place;  ///< in shared memory, since registers are short and it is seldom read
+  char* shared;
+  unsigned base;  ///< its address
 
-  __device__ int kv_begin() const { return place->kv_tile * P::kBc; }
-  __device__ int kv_limit(const Params& p) const { return kForeignKeys<P> ? place->kv_limit : p.seqlen_kv; }
+  __device__ BackwardTile(char* memory, unsigned address) : shared(memory), base(address) {}
+
+  __device__ Place* places() const { return reinterpret_cast<Place*>(shared + kLayout.places()); }
+  __device__ QTile& staged(unsigned i) const {
+    return reinterpret_cast<QTile*>(shared + kLayout.staged())[i % kKeptQTiles];
+  }
+  /// Of Q tile i's KV tile: read again where needed, since registers are short.
+  __device__ const Place& place(unsigned i) const { return places()[staged(i).place]; }
+  __device__ int kv_begin(unsigned i) const { return place(i).kv_tile * P::kBc; }
+  __device__ int kv_limit(const Params& p, unsigned i) const {
+    return kForeignKeys<P> ? place(i).kv_limit : p.seqlen_kv;
+  }
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
@@ -77,60 +94,103 @@ struct BackwardTile {
   static __device__ unsigned column(unsigned at, int column, int slice_bytes) {
     return at + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
   }
-  // The first Q tile's are K's and V's, too.
+  // The first Q tile's of a KV tile are K's and V's, too.
   __device__ unsigned q_full(int slot) const { return base + kLayout.barriers() + slot * 4 * 8; }
   __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
   __device__ unsigned dout_full(int slot) const { return q_full(slot) + 16; }
   __device__ unsigned dout_empty(int slot) const { return q_full(slot) + 24; }
   __device__ unsigned dq_full(int group) const { return ds_full(0) + (2 + group * 2) * 8; }
   __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
+  __device__ unsigned kv_empty() const { return ds_full(0) + 6 * 8; }
 };
 
+/// Finds the KV tiles and loads them and their Q tiles as soon as there is room. By one thread.
 template <class P>
-__device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile, const TensorMaps& maps,
-                                        char* shared) {
+__device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile,
+                                        const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
-  const auto& place = *tile.place;  // read again where needed: registers are short
-  const Sequence<P>& sequence = place.sequence;
-  const int kv_limit = tile.kv_limit(p), kv_row = sequence.kv_row(tile.kv_begin()), batch = sequence.batch();
-  const Range kv = tile_range(place.kv_tile, P::kBc, kv_limit);
-  StagedTile* staged = reinterpret_cast<StagedTile*>(shared + Tile::kLayout.staged());
-  const int group_size = p.heads_q / p.heads_kv;
-  int slot = 0, phase = 1;
-  bool first = true;
-  const auto next_slot = [&] {
-    if (++slot == P::kStages) slot = 0, phase ^= 1;
-  };
-  const int end_head = tile.kv_begin() < kv_limit ? (place.h_kv + 1) * group_size : 0;
-  for (int h = place.h_kv * group_size; h < end_head; ++h) {
-    const auto head = sequence.head(p, h);
-    const QTiles<P> tiles(p, head, place.kv_tile, kv);
-    for (int i = 0; i < tiles.count; ++i) {
-      const StagedTile next = tiles.at(p, head, i, place.kv_tile, kv, kv_limit);
-      const int q_begin = next.tile * P::kBr, q_row = sequence.q_row(q_begin);
-      const long long row = sequence.stats_row(p, h) + q_begin;
-      barrier_wait<P>(tile.q_empty(slot), phase);
-      staged[slot] = next;
-      barrier_expect(tile.q_full(slot), Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes : 0));
-      if (first)
-        load_tile<P::kBc, Tile::kDim>(tile.k(), maps.k, tile.q_full(slot), kv_row, place.h_kv, batch);
-      load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, tile.q_full(slot), q_row, h, batch);
-      load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4,
-                tile.q_full(slot));
-      barrier_wait<P>(tile.dout_empty(slot), phase);
-      barrier_expect(tile.dout_full(slot), Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
-      if (first)
-        load_tile<P::kBc, Tile::kDimV>(tile.v(), maps.v, tile.dout_full(slot), kv_row, place.h_kv, batch);
-      load_tile<P::kBr, Tile::kDimV>(tile.dout(slot), maps.dout, tile.dout_full(slot), q_row, h, batch);
-      load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4,
-                tile.dout_full(slot));
+  // Without queries there is no work, and nobody has cleared the counter.
+  const unsigned works = p.seqlen_q > 0 ? kv_works<P>(p) : 0;
+  const auto take = [&] { return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1)); };
+  unsigned n = 0, i = 0;
+  for (unsigned number = works > 0 ? take() : 0; number < works; number = take()) {
+    const KvWork<P> work(p, number);
+    const Sequence<P> sequence(p, work.b);
+    QWalk<P> walk(p, sequence, work);
+    StagedTile now = walk.next(p, sequence);
+    if (now.head < 0) continue;
+    const int place = n % kPlaces, batch = sequence.batch();
+    tile.places()[place] = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
+    bool first = true;
+#pragma unroll 1
+    while (now.head >= 0) {
+      const StagedTile next = walk.next(p, sequence);
+      const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
+      const long long row = sequence.stats_row(p, now.head) + q_begin;
+      tile.staged(i) = {now, row, place, first, next.head < 0};
+      const int slot = i % P::kStages, free = i / P::kStages & 1 ^ 1;
+      const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(slot);
+      barrier_wait<P>(tile.q_empty(slot), free);
+      barrier_expect(q_full, Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes : 0));
+      load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
+      load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
+      barrier_wait<P>(tile.dout_empty(slot), free);
+      barrier_expect(dout_full, Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
+      load_tile<P::kBr, Tile::kDimV>(tile.dout(slot), maps.dout, dout_full, q_row, now.head, batch);
+      load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
+      if (first) {
+        const int kv_row = sequence.kv_row(work.kv_tile * P::kBc);
+        barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1);
+        load_tile<P::kBc, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
+        load_tile<P::kBc, Tile::kDimV>(tile.v(), maps.v, dout_full, kv_row, work.h_kv, batch);
+      }
       first = false;
-      next_slot();
+      now = next;
+      ++i;
+    }
+    ++n;
+  }
+  barrier_wait<P>(tile.q_empty(i % P::kStages), i / P::kStages & 1 ^ 1);
+  tile.staged(i).head = -1;
+  barrier_arrive(tile.q_full(i % P::kStages));
+}
+
+/// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number.
+template <class P>
+__device__ __forceinline__ void write_keys_without_rows(const Params& p) {
+  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && p.seqlen_q > 0) return;
+  const unsigned works = kv_works<P>(p), lane = threadIdx.x % 32;
+  // Without queries there are no counters, and nobody waits.
+  const auto take = [&](unsigned before) {
+    if (p.seqlen_q == 0) return before + gridDim.x * 32;
+    const unsigned number = lane == 0 ? atomicAdd(next_empty_work(p), 32) : 0u;
+    return __shfl_sync(kWholeWarp, number, 0);
+  };
+  const auto is_empty = [&](const KvWork<P>& work) {
+    const Sequence<P> sequence(p, work.b);
+    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work).next(p, sequence).head < 0;
+  };
+  const auto clear = [&](const KvWork<P>& work, const TensorParam& tensor, int columns) {
+    const Sequence<P> sequence(p, work.b);
+    const int first = work.kv_tile * P::kBc, rows = min(sequence.seqlen_kv(p) - first, P::kBc);
+    unsigned short* to = sequence.kv_pointer(tensor, work.h_kv, first);
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row)
+      for (int chunk = lane; chunk < columns / 8; chunk += 32)
+        *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * 8) = uint4{0, 0, 0, 0};
+  };
+#pragma unroll 1
+  for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < works; first = take(first)) {
+    // Each lane looks at one.
+    const bool empty = first + lane < works && is_empty(KvWork<P>(p, first + lane));
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
+      const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
+      clear(work, p.dk, P::kHeadDim);
+      clear(work, p.dv, P::kHeadDimV);
+      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), 2);
     }
   }
-  barrier_wait<P>(tile.q_empty(slot), phase);
-  staged[slot].head = -1;
-  barrier_arrive(tile.q_full(slot));
 }
 
 template <bool kValue>
@@ -138,16 +198,16 @@ struct Flag {
   static constexpr bool value = kValue;
 };
 
-/// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO.
+/// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO, by descriptors of both.
 template <class P, int kColumns, int kCount>
-__device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned left, unsigned right) {
-  const unsigned long long a = tile_descriptor(left, 0), b = tile_descriptor(right, 0);
+__device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned long long left,
+                                                 unsigned long long right) {
   pin(c);
   multiply_fence();
 #pragma unroll
   for (int step = 0; step < (kColumns + 15) / 16; ++step)
-    P::multiply_scores(c, a + ((step / 4 * BackwardTile<P>::kKvSlice + step % 4 * 32) >> 4),
-                       b + ((step / 4 * BackwardTile<P>::kQSlice + step % 4 * 32) >> 4), step > 0);
+    P::multiply_scores(c, left + ((step / 4 * BackwardTile<P>::kKvSlice + step % 4 * 32) >> 4),
+                       right + ((step / 4 * BackwardTile<P>::kQSlice + step % 4 * 32) >> 4), step > 0);
   multiply_commit();
   pin(c);
 }
@@ -155,20 +215,17 @@ __device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned le
 /// A thread adds a group's parts of dQ to global memory. Wide, it also gives back the stages in which they
 /// lay.
 template <class P>
-__device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, int group,
-                                       const char* shared) {
+__device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, int group) {
   using Tile = BackwardTile<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
   const int steps = min(kColumns - first_column, Tile::kDqColumns) / 8;
-  const StagedTile& now = reinterpret_cast<const StagedTile*>(shared + Tile::kLayout.adding())[group];
   for (unsigned n = 0;; ++n) {
     barrier_wait<P>(tile.dq_full(group), n & 1);
+    const typename Tile::QTile& now = tile.staged(n);
     if (now.head < 0) break;
-    const Sequence<P>& sequence = tile.place->sequence;
-    const int first_row = now.tile * P::kBr + (Tile::kSplitRows ? group * kDqRows : 0);
-    float* to =
-        p.dq_accum + (sequence.stats_row(p, now.head) + first_row) * kColumns + first_column / 8 * kDqStep;
+    float* to = p.dq_accum + (now.row + (Tile::kSplitRows ? group * kDqRows : 0)) * kColumns +
+                first_column / 8 * kDqStep;
     const auto add_steps = [&](int first, int end) {
       if (first < min(end, steps))
         add_line(to + first * kDqStep, tile.dq(group, n % P::kStages, first),
@@ -176,7 +233,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     };
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      turn = turn_of<P>(p, sequence.b, now.head, now.tile, group);
+      turn = turn_of<P>(p, tile.place(n).sequence.b, now.head, now.tile, group);
       await_turn<P, 32>(turn, now.turn);
     }
     add_steps(0, Tile::kDqInDout);
@@ -194,43 +251,46 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
       barrier_arrive(tile.dout_empty(n % P::kStages));
       barrier_arrive(tile.q_empty(n % P::kStages));
     }
+    if (now.last) {
+      added_lines_done();
+      __threadfence();
+      atomicAdd(done_of(p, tile.place(n).sequence.b, tile.place(n).h_kv), 1);
+    }
   }
 }
 
 /// Stores steps [kFirst, kEnd) of a group's dQ to shared memory.
 template <int kFirst, int kEnd, class P>
 __device__ __forceinline__ void stage_dq(const BackwardTile<P>& tile, int group, int slot,
-                                         const float (&dq)[BackwardTile<P>::kDqColumns / 2], char* shared) {
+                                         const float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
 #pragma unroll
   for (int step = kFirst; step < kEnd; ++step)
-    *reinterpret_cast<float4*>(shared + (tile.dq(group, slot, step) - tile.base) + threadIdx.x % 128 * 16) = {
-        dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
+    *reinterpret_cast<float4*>(tile.shared + (tile.dq(group, slot, step) - tile.base) +
+                               threadIdx.x % 128 * 16) = {dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2],
+                                                          dq[step * 4 + 3]};
 }
 
-/// Gives what a group has staged, or, without a head, the word that this was all, to the thread that adds it.
+/// Gives what a group has staged, or the word that this was all, to the thread that adds it.
 template <class P>
-__device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group, const StagedTile& now,
-                                        char* shared) {
-  if (threadIdx.x % 128 == 0)
-    reinterpret_cast<StagedTile*>(shared + BackwardTile<P>::kLayout.adding())[group] = now;
+__device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group) {
   publish_to_async_proxy();
   barrier_arrive(tile.dq_full(group));
 }
 
-/// Waits for Q tile i; false when there are no more.
-template <class P>
-__device__ __forceinline__ bool find(const BackwardTile<P>& tile, unsigned i, StagedTile& now,
-                                     const char* shared) {
-  barrier_wait<P>(tile.q_full(i % P::kStages), i / P::kStages & 1);
-  now = reinterpret_cast<const StagedTile*>(shared + BackwardTile<P>::kLayout.staged())[i % P::kStages];
-  return now.head >= 0;
+/// Starts S^T of Q tile i, whose descriptor is known.
+template <class P, int kCount>
+__device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int group, unsigned long long q,
+                                             float (&s)[kCount]) {
+  start_transposed<P, P::kHeadDim>(
+      s, tile_descriptor(tile.k() + BackwardTile<P>::first_row(group) * kRowBytes, 0), q);
 }
 
 /// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
 /// reads it, go to shared memory, too.
 template <class P>
 __device__ __forceinline__ void differentiate(const Params& p, const BackwardTile<P>& tile, unsigned i,
-                                              const StagedTile& now, int group, char* shared,
+                                              const StagedTile& now, int group, unsigned long long q_rows,
+                                              float (&s)[BackwardTile<P>::kQueries / 2],
                                               unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
                                               unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4]) {
   using Element = typename P::Element;
@@ -243,36 +303,35 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const int h = now.head, q_begin = now.tile * P::kBr + first_query;
   // Of this thread's first query; opaque, so that the others' are offsets in the instructions.
   const int own = opaque((slot * P::kBr + first_query + lane % 4 * 2) * 4);
-  const char* row_lse = shared + Tile::kLayout.lse() + own;
-  const char* row_d = shared + Tile::kLayout.d() + own;
+  const char* row_lse = tile.shared + Tile::kLayout.lse() + own;
+  const char* row_d = tile.shared + Tile::kLayout.d() + own;
   const Position q_position = position(q_begin + lane % 4 * 2);
-  const Position kv_position = position(tile.kv_begin() + kv_row);
+  const Position kv_position = position(tile.kv_begin(i) + kv_row);
   const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
   const auto at_kv = [&](int n) { return kv_position + n / 2 % 2 * 8; };
-  const Sequence<P>& sequence = tile.place->sequence;
+  const Sequence<P>& sequence = tile.place(i).sequence;
   [[maybe_unused]] const auto head = sequence.head(p, h);
   if constexpr (P::kVarlen) {
     if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
       // The rows behind belong to the next sequence.
       barrier_wait<P>(tile.dout_full(slot), phase);
-      clear_rows<P::kBr, P::kHeadDim>(shared + (tile.q(slot) - tile.base), valid);
-      clear_rows<P::kBr, P::kHeadDimV>(shared + (tile.dout(slot) - tile.base), valid);
+      clear_rows<P::kBr, P::kHeadDim>(tile.shared + (tile.q(slot) - tile.base), valid);
+      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(slot) - tile.base), valid);
       publish_to_async_proxy();
       named_barrier_sync(2 + group, 128);
     }
   }
 
-  float s[kS], dp[kS];
-  start_transposed<P, P::kHeadDim>(s, tile.k() + first_row * kRowBytes,
-                                   tile.q(slot) + first_query * kRowBytes);
+  float dp[kS];
+  if constexpr (kForeignKeys<P>) start_scores(tile, group, q_rows, s);
   [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
   // Before dP takes its registers.
   if constexpr (P::kDropout)
     dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
-  const bool partial = !now.full || tile.kv_begin() + P::kBc > tile.kv_limit(p);
+  const bool partial = !now.full || tile.kv_begin(i) + P::kBc > tile.kv_limit(p, i);
   barrier_wait<P>(tile.dout_full(slot), phase);
-  start_transposed<P, P::kHeadDimV>(dp, tile.v() + first_row * kRowBytes,
-                                    tile.dout(slot) + first_query * kRowBytes);
+  start_transposed<P, P::kHeadDimV>(dp, tile_descriptor(tile.v() + first_row * kRowBytes, 0),
+                                    tile_descriptor(tile.dout(slot) + first_query * kRowBytes, 0));
 
   // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
   // warp's sixteen keys lie in one.
@@ -281,7 +340,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
     if (partial) {
       const unsigned char* column =
           block_map_row<P>(p, sequence.b, h, 0) +
-          min(tile.kv_begin() + kv_row - lane / 4, tile.kv_limit(p) - 1) / P::kBlockKv;
+          min(tile.kv_begin(i) + kv_row - lane / 4, tile.kv_limit(p, i) - 1) / P::kBlockKv;
       // Lane i asks for the i-th eight queries.
       const int q = min(q_begin + lane % (kS / 4) * 8, sequence.seqlen_q(p) - 1);
       blocks = __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
@@ -295,6 +354,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
     store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
   };
   const float scale_log2 = score_scale_log2<P>(p);
+  const auto at_pair = [](const char* row, int n) { return *reinterpret_cast<const float2*>(row + n * 8); };
+  const float2 first_lse = at_pair(row_lse, 0), first_d = at_pair(row_d, 0);
   multiply_wait<0>();
   pin(s);
   pin(dp);
@@ -303,8 +364,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const auto eight_queries_at_a_time = [&](auto masked) {
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
-      const float2 lse = *reinterpret_cast<const float2*>(row_lse + n * 8);
-      const float2 d = *reinterpret_cast<const float2*>(row_d + n * 8);
+      const float2 lse = n == 0 ? first_lse : at_pair(row_lse, n);
+      const float2 d = n == 0 ? first_d : at_pair(row_d, n);
       [[maybe_unused]] float slope[4];
       if constexpr (P::kHasScore) {
 #pragma unroll
@@ -318,7 +379,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
         const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p),
+          s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),
                                 P::mask(p, head, at_q(n + e), at_kv(n + e)));
       }
 #pragma unroll
@@ -346,7 +407,6 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
     eight_queries_at_a_time(Flag<true>{});
   else
     eight_queries_at_a_time(Flag<false>{});
-  publish_to_async_proxy();
 }
 
 /// Starts a group's part of dQ of Q tile i.
@@ -406,104 +466,133 @@ __device__ __forceinline__ void start_gradients(
   multiply_commit();
 }
 
+/// Clears what stands behind the last key: it may be anything, and zero times anything is not zero.
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group,
-                                        char* shared) {
+__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardTile<P>& tile, unsigned i,
+                                                   int group) {
+  using Tile = BackwardTile<P>;
+  const int valid = tile.kv_limit(p, i) - tile.kv_begin(i);
+  if (valid >= P::kBc) return;
+  barrier_wait<P>(tile.dout_full(i % P::kStages), i / P::kStages & 1);
+  clear_rows<P::kBc, P::kHeadDim>(tile.shared + Tile::kLayout.k(), valid);
+  clear_rows<P::kBc, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), valid);
+  publish_to_async_proxy();
+  named_barrier_sync(2 + group, 128);
+}
+
+/// Stores a group's part of dK or dV, and clears it for the next KV tile.
+template <class P, int kCount>
+__device__ __forceinline__ void store_gradient(const Params& p, const BackwardTile<P>& tile, unsigned i,
+                                               int group, float (&c)[kCount], int columns, float scale,
+                                               const TensorParam& to) {
+  constexpr int kChunks = kCount / 4;  // of a group
+  const auto& place = tile.place(i);
+  const int first_chunk = BackwardTile<P>::kWide ? group * kChunks : 0;
+  const int thread = thread_now(),
+            row = tile.kv_begin(i) + BackwardTile<P>::first_row(group) + own_row(thread);
+#pragma unroll
+  for (float& value : c) value *= scale;
+  store_rows<typename P::Element>(c, min(columns / 8 - first_chunk, kChunks),
+                                  place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
+                                  to.stride_s, place.sequence.seqlen_kv(p) - row, thread);
+#pragma unroll
+  for (float& value : c) value = 0.0f;
+}
+
+template <class P>
+__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group) {
   using Tile = BackwardTile<P>;
   constexpr int kSteps = Tile::kQueries / 16;
   float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
-  StagedTile now, before;
-  if (kForeignKeys<P> && tile.kv_begin() + P::kBc > tile.kv_limit(p) && find(tile, 0, now, shared)) {
-    // What stands behind the last key may be anything, and zero times anything is not zero.
-    barrier_wait<P>(tile.dout_full(0), 0);
-    const int valid = max(tile.kv_limit(p) - tile.kv_begin(), 0);
-    clear_rows<P::kBc, P::kHeadDim>(shared + Tile::kLayout.k(), valid);
-    clear_rows<P::kBc, P::kHeadDimV>(shared + Tile::kLayout.v(), valid);
-    publish_to_async_proxy();
-    named_barrier_sync(2 + group, 128);
-  }
   // One counter for stage, phase and buffer: registers are short.
   unsigned i = 0;
-  for (; find(tile, i, now, shared); ++i) {
+  const auto q_rows_of = [&](unsigned j) {
+    return tile_descriptor(tile.q(j % P::kStages) + Tile::first_query(group) * kRowBytes, 0);
+  };
+  unsigned long long q_rows = q_rows_of(0);
+  float s[Tile::kQueries / 2];
+#pragma unroll 1
+  for (;; ++i) {
     const int slot = i % P::kStages;
+    barrier_wait<P>(tile.q_full(slot), i / P::kStages & 1);
+    // Also when there is no tile: then nobody looks at the scores of what is there.
+    if constexpr (!kForeignKeys<P>) start_scores(tile, group, q_rows, s);
+    const typename Tile::QTile& now = tile.staged(i);
+    if (now.head < 0) break;
+    if (kForeignKeys<P> && now.first) clear_foreign_keys(p, tile, i, group);
     unsigned probability[kSteps][4], gradient[kSteps][4];
-    differentiate(p, tile, i, now, group, shared, probability, gradient);
+    differentiate(p, tile, i, now, group, q_rows, s, probability, gradient);
+    q_rows = q_rows_of(i + 1);
     float dq[Tile::kDqColumns / 2];
+    bool last;
     if constexpr (Tile::kWide) {
+      publish_to_async_proxy();
       barrier_arrive(tile.ds_full(i));
       barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
       start_dq(tile, i, group, dq);
       start_gradients(tile, i, group, probability, gradient, dk, dv);
+      last = now.last;
       multiply_wait<1>();
       pin(dq);
       pin(dv);
       barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-      stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq, shared);
+      stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq);
       multiply_wait<0>();
       pin(dk);
-      stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq, shared);
-      give_dq(tile, group, now, shared);
+      stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq);
+      give_dq(tile, group);
     } else {
       // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
       start_dq(tile, i - 1, group, dq);
       start_gradients(tile, i, group, probability, gradient, dk, dv);
+      publish_to_async_proxy();  // dS, which nobody has read yet: the products need not wait for it
+      const bool first = now.first;
       multiply_wait<2>();
       pin(dq);
       barrier_arrive(tile.ds_full(i));
-      if (i > 0) {
+      if (!first) {
         barrier_wait<P>(tile.dq_empty(group), i & 1);
-        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq, shared);
-        give_dq(tile, group, before, shared);
+        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq);
+        give_dq(tile, group);
       }
-      before = now;
+      last = now.last;
       multiply_wait<0>();
       pin(dk);
       pin(dv);
       // Every thread says for itself that it has read LSE, D and what the stage holds.
       barrier_arrive(tile.dout_empty(slot));
       barrier_arrive(tile.q_empty(slot));
+      if (last) {
+        barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
+        start_dq(tile, i, group, dq);
+        multiply_wait<0>();
+        pin(dq);
+        barrier_arrive(tile.kv_empty());
+        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq);
+        give_dq(tile, group);
+      }
+    }
+    if (last) {
+      if (Tile::kWide) barrier_arrive(tile.kv_empty());
+      store_gradient(p, tile, i, group, dk, P::kHeadDim, p.softmax_scale, p.dk);
+      store_gradient(p, tile, i, group, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv);
     }
   }
-  if (!Tile::kWide && i > 0) {
-    float dq[Tile::kDqColumns / 2];
-    barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
-    start_dq(tile, i - 1, group, dq);
-    multiply_wait<0>();
-    pin(dq);
-    barrier_wait<P>(tile.dq_empty(group), i & 1);
-    stage_dq<0, Tile::kDqSteps>(tile, group, 0, dq, shared);
-    give_dq(tile, group, before, shared);
-  }
-  const auto& place = *tile.place;
-  const int row = tile.kv_begin() + Tile::first_row(group) + own_row();
-  const auto store = [&](auto& c, int columns, float scale, const TensorParam& to) {
-    constexpr int kChunks = sizeof(c) / 16;  // of a group
-    const int first_chunk = Tile::kWide ? group * kChunks : 0;
-#pragma unroll
-    for (float& value : c) value *= scale;
-    store_rows<typename P::Element>(c, min(columns / 8 - first_chunk, kChunks),
-                                    place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
-                                    to.stride_s, place.sequence.seqlen_kv(p) - row);
-  };
-  store(dk, P::kHeadDim, p.softmax_scale, p.dk);
-  store(dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv);
-  // Only now, as the last dQ takes its time to leave.
+  multiply_wait<0>();
+  pin(s);
   barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-  give_dq(tile, group, {-1}, shared);
+  give_dq(tile, group);
 }
 
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
   extern __shared__ __align__(kAlignment) char shared[];
-  const KvWork work = next_work<P>(p, shared);
-  const Sequence<P> sequence(p, work.b);
-  auto* place = reinterpret_cast<typename Tile::Place*>(shared + Tile::kLayout.place());
-  const Tile tile{shared_address(shared), place};
-  if (P::kVarlen && work.kv_tile * P::kBc >= sequence.seqlen_kv(p)) return;
+  // Through a shuffle, as ptxas else asks for it again in each step, before the first product.
+  const Tile tile(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
   if (threadIdx.x == 0) {
-    *place = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
     for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
@@ -515,6 +604,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       barrier_init(tile.dq_full(group), 128);
       barrier_init(tile.dq_empty(group), 1);
     }
+    barrier_init(tile.kv_empty(), Tile::kGroups * 128);
     barrier_init_fence();
   }
   __syncthreads();
@@ -522,13 +612,19 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     lower_register_limit<Tile::kHelperRegisters>();
-    const int warp = static_cast<int>(threadIdx.x) / 32;
-    if (threadIdx.x % 32 != 0) return;
-    if (warp == 0) produce(p, tile, maps, shared);
-    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1, shared);
+    const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
+    if (warp == 3) {
+      write_keys_without_rows<P>(p);
+      convert_dq<P>(p);
+      return;
+    }
+    if (!elected()) return;
+    if (warp == 0) produce(p, tile, maps);
+    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1);
   } else {
     raise_register_limit<Tile::kConsumerRegisters>();
-    consume(p, tile, group - 1, shared);
+    consume(p, tile, group - 1);
+    convert_dq<P>(p);  // the last heads'
   }
 }
 

@@ -509,9 +509,9 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 2)
       write_rows_without_keys<P>(p);
-    else if (threadIdx.x == 32)
+    else if (warp == 1 && elected())
       load_queries(p, at, maps);
-    else if (threadIdx.x == 0)
+    else if (warp == 0 && elected())
       load_keys(p, at, maps);
   } else {
     raise_register_limit<consumer_registers(Places::kGroups)>();

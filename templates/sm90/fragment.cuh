@@ -15,9 +15,16 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
+/// threadIdx.x, read anew: else what follows from it keeps registers through a loop that does not need it.
+__device__ __forceinline__ int thread_now() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
+
 /// Of a warp group's 64 rows of an accumulator, this thread's first; the other is eight on.
-__device__ __forceinline__ int own_row() {
-  return static_cast<int>(threadIdx.x) / 32 % 4 * 16 + static_cast<int>(threadIdx.x) % 32 / 4;
+__device__ __forceinline__ int own_row(int thread = static_cast<int>(threadIdx.x)) {
+  return thread / 32 % 4 * 16 + thread % 32 / 4;
 }
 
 /// Packs an accumulator as the left operand, in registers, of the next product: 16 columns a step.
@@ -76,9 +83,10 @@ __device__ __forceinline__ void clear_rows(char* tile, int first) {
 /// that each stores eight bytes and four of them 32 bytes of a row.
 template <class Element, int kCount>
 __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks, unsigned short* to,
-                                           long long stride, int rows) {
+                                           long long stride, int rows,
+                                           int thread = static_cast<int>(threadIdx.x)) {
   constexpr int kChunks = kCount / 4;
-  const int lane = threadIdx.x % 32, odd = lane % 2;
+  const int lane = thread % 32, odd = lane % 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto word = [&](int chunk) {

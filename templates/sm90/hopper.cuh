@@ -19,6 +19,20 @@ struct TensorMaps {
 
 namespace sm90 {
 
+/// True for one thread of a whole warp. Where it branches on this, ptxas knows that it is one, and need not
+/// find that out before each instruction of the TMA unit.
+__device__ __forceinline__ bool elected() {
+  unsigned yes;
+  asm volatile(
+      "{\n"
+      ".reg .pred one;\n"
+      "elect.sync _|one, 0xffffffff;\n"
+      "selp.u32 %0, 1, 0, one;\n"
+      "}\n"
+      : "=r"(yes));
+  return yes != 0;
+}
+
 __device__ __forceinline__ void barrier_init(unsigned barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
 }

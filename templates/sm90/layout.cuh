@@ -46,7 +46,14 @@ struct ForwardLayout {
   }
 };
 
-constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of its work
+constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of a KV tile
+/// KV tiles of which that is kept. The loader finds one when it has loaded K and V of the last, for which the
+/// groups were done with those before: but dQ of the one before may still be waiting, and be added.
+constexpr int kPlaces = 4;
+constexpr int kQTileBytes = 32;  ///< of what it knows of a Q tile
+/// Q tiles of which that is kept: of those in the stages, of which there are four at most, and of the two
+/// before, whose dQ may still be waiting, and be added.
+constexpr int kKeptQTiles = 8;
 
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
 /// groups share them.
@@ -60,7 +67,7 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 }
 
 /// K, V, `stages` tiles of Q and of dO, two of dS, wide two of P, dQ where it does not lie in Q and dO, the
-/// rows' LSE and D, what each stage holds, what is added to dQ, the tile's place and the barriers.
+/// rows' LSE and D, what is known of Q tiles and of KV tiles, and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -86,11 +93,10 @@ struct BackwardLayout {
   constexpr int lse() const { return dq() + 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
-  constexpr int adding() const { return staged() + stages * 16; }
-  constexpr int place() const { return adding() + 2 * 16; }
-  constexpr int barriers() const { return place() + kPlaceBytes; }
-  /// Four barriers for each stage, two for dS and four for dQ.
-  constexpr int bytes() const { return barriers() + (6 + 4 * stages) * 8; }
+  constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
+  constexpr int barriers() const { return places() + kPlaces * kPlaceBytes; }
+  /// Four barriers for each stage, two for dS, four for dQ and one for K and V.
+  constexpr int bytes() const { return barriers() + (7 + 4 * stages) * 8; }
 };
 
 }  // namespace flashjit::sm90

@@ -34,7 +34,7 @@ TEST(Workspace, FormulaByHand) {
                              .list_rows = 3,
                              .list_columns = 5,
                              .tile_reads = 11,
-                             .q_tiles = 7};
+                             .ordered_q_tiles = 7};
   // batch 2, heads 3, 130 queries: 256 padded rows; head_dim 72 becomes 80.
   const WorkspaceLayout layout = workspace_layout(needs, spec_of(72), {2, 3, 1, 130, 1000});
   const std::size_t heads = 6, stats = heads * 256 * 4, dq = heads * 256 * 80 * 4;
@@ -42,7 +42,7 @@ TEST(Workspace, FormulaByHand) {
   EXPECT_EQ(layout.lse_log2, stats);
   EXPECT_EQ(layout.dq_accum, 2 * stats);
   EXPECT_EQ(layout.tickets, 2 * stats + dq);
-  EXPECT_EQ(layout.list_count, layout.tickets + aligned((1 + heads * 7 * 2) * 4));
+  EXPECT_EQ(layout.list_count, layout.tickets + aligned((3 + 2 * 1 + heads * 7 * 2) * 4));
   EXPECT_EQ(layout.list_entries, layout.list_count + aligned(2 * 3 * 4));
   EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(2 * 3 * 5 * 4));
   EXPECT_EQ(layout.tile_reads, layout.list_rank + aligned(2 * 3 * 5 * 4));
@@ -68,7 +68,9 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
       parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_log2, heads * rows * 4}});
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
-    if (needs.tickets) parts.emplace_back(layout.tickets, (1 + heads * needs.q_tiles * 2) * 4);
+    if (needs.tickets)
+      parts.emplace_back(layout.tickets,
+                         (3 + shape.batch * shape.heads_kv + heads * needs.ordered_q_tiles * 2) * 4);
     if (sets > 0) {
       parts.insert(parts.end(),
                    {{layout.list_count, sets * needs.list_rows * 4}, {layout.list_entries, cells * 4}});
@@ -96,7 +98,7 @@ TEST(Workspace, OverflowIsRefusedWithTheShape) {
   const AttentionShape huge{2147483647, 2147483647, 1, 2147482624, 1};
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
-                                 {.tickets = true, .q_tiles = 1 << 25},
+                                 {.tickets = true, .ordered_q_tiles = 1 << 25},
                                  {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {
     try {

@@ -67,6 +67,13 @@ TEST_F(CheckWaits, EndATurnThatNeverComesOnHopper) {
   expect_launch_error("--spec bwd:bf16:d64:det --shape b1:hq1:hkv1:sq64:skv1024");
 }
 
+TEST_F(CheckWaits, EndAHeadThatIsNeverDone) {
+  if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
+  change_template("sm90/backward.cuh",
+                  "atomicAdd(done_of(p, tile.place(n).sequence.b, tile.place(n).h_kv), 1);", "");
+  expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq64:skv64");
+}
+
 TEST_F(CheckWaits, EndATurnThatNeverComes) {
   if (gpu().info.compute_capability < 80) GTEST_SKIP() << "needs sm_80";
   change_template("sm80/backward.cuh", "if (threadIdx.x == 0) atomicAdd(turn, 1);", "");

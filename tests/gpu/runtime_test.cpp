@@ -6,6 +6,7 @@
 #include <cmath>
 #include <filesystem>
 #include <fstream>
+#include <list>
 #include <random>
 #include <thread>
 
@@ -32,27 +33,28 @@ std::vector<double> random_values(std::int64_t count, unsigned seed) {
 
 /// Q, K, V and dO on the device, with poisoned places for all results of both passes.
 struct Problem {
-  Problem()
-      : q(random_tensor(queries(), 1)),
+  explicit Problem(const AttentionShape& of = kShape)
+      : shape(of),
+        q(random_tensor(queries(), 1)),
         k(random_tensor(keys(), 2)),
         v(random_tensor(keys(), 3)),
         dout(random_tensor(queries(), 4)),
         out(poisoned(queries() * 2)),
-        lse(poisoned(kShape.batch * kShape.heads_q * kShape.seqlen_q * 4)),
+        lse(poisoned(shape.batch * shape.heads_q * shape.seqlen_q * 4)),
         dq(poisoned(queries() * 2)),
         dk(poisoned(keys() * 2)),
         dv(poisoned(keys() * 2)) {}
 
-  static std::int64_t queries() { return kShape.batch * kShape.heads_q * kShape.seqlen_q * kDim; }
-  static std::int64_t keys() { return kShape.batch * kShape.heads_kv * kShape.seqlen_kv * kDim; }
+  std::int64_t queries() const { return shape.batch * shape.heads_q * shape.seqlen_q * kDim; }
+  std::int64_t keys() const { return shape.batch * shape.heads_kv * shape.seqlen_kv * kDim; }
   static device::DeviceBuffer random_tensor(std::int64_t count, unsigned seed) {
     return to_device(DType::bf16, random_values(count, seed));
   }
-  static TensorView of_queries(const device::DeviceBuffer& buffer) {
-    return TensorView::bhsd(buffer.data(), kShape.batch, kShape.heads_q, kShape.seqlen_q, kDim);
+  TensorView of_queries(const device::DeviceBuffer& buffer) const {
+    return TensorView::bhsd(buffer.data(), shape.batch, shape.heads_q, shape.seqlen_q, kDim);
   }
-  static TensorView of_keys(const device::DeviceBuffer& buffer) {
-    return TensorView::bhsd(buffer.data(), kShape.batch, kShape.heads_kv, kShape.seqlen_kv, kDim);
+  TensorView of_keys(const device::DeviceBuffer& buffer) const {
+    return TensorView::bhsd(buffer.data(), shape.batch, shape.heads_kv, shape.seqlen_kv, kDim);
   }
 
   ForwardArgs forward() const {
@@ -76,10 +78,13 @@ struct Problem {
   }
   std::vector<std::uint8_t> result() const { return device::download<std::uint8_t>(out); }
 
+  AttentionShape shape;
   device::DeviceBuffer q, k, v, dout, out, lse, dq, dk, dv, workspace;
 };
 
-std::vector<std::uint8_t> poison() { return std::vector<std::uint8_t>(Problem::queries() * 2, 0xff); }
+std::vector<std::uint8_t> poison(const Problem& problem) {
+  return std::vector<std::uint8_t>(problem.queries() * 2, 0xff);
+}
 
 bool all_finite(DType dtype, const device::DeviceBuffer& buffer) {
   for (const double value : from_device(dtype, buffer))
@@ -241,6 +246,33 @@ TEST_F(RuntimeTest, ManyThreadsShareOneRuntime) {
   EXPECT_NE(log_.find("compiled"), log_.npos);
 }
 
+/// Blocks of the backward pass wait for others of the same launch: launches that share the device must not
+/// wait for blocks that find no room.
+TEST_F(RuntimeTest, BackwardPassesOfManyStreamsEnd) {
+  constexpr AttentionShape kMany{8, 8, 8, 520, 520};  // more KV tiles than a device has multiprocessors
+  constexpr int kStreams = 4, kCalls = 10;
+  Runtime runtime(options());
+  std::vector<Problem> problems;
+  for (int i = 0; i <= kStreams; ++i) {
+    Problem& problem = problems.emplace_back(kMany);
+    problem.workspace = poisoned(runtime.workspace_bytes(backward_spec(true), kMany));
+    runtime.forward(kSpec, problem.forward(), nullptr);
+  }
+  runtime.backward(backward_spec(true), problems[kStreams].backward(), nullptr);
+  synchronize();
+  std::list<device::StreamOwner> streams;
+  for (int i = 0; i < kStreams; ++i) streams.emplace_back(gpu().driver());
+  for (int call = 0; call < kCalls; ++call) {
+    auto problem = problems.begin();
+    for (const device::StreamOwner& stream : streams)
+      runtime.backward(backward_spec(call + 1 == kCalls), (problem++)->backward(), stream.get());
+  }
+  synchronize();
+  const auto dq = [&](int i) { return device::download<std::uint8_t>(problems[i].dq); };
+  EXPECT_TRUE(all_finite(DType::bf16, problems[kStreams].dq));
+  for (int i = 0; i < kStreams; ++i) EXPECT_EQ(dq(i), dq(kStreams)) << i;
+}
+
 TEST_F(RuntimeTest, ASecondRuntimeHitsTheDiskCache) {
   Runtime first(options());
   const KernelReport compiled = first.prepare(kSpec, kShape);
@@ -306,7 +338,7 @@ TEST_F(RuntimeTest, WithoutAContextNothingHappens) {
   EXPECT_EQ(code_of([&] { runtime.forward(kSpec, problem.forward(), nullptr); }), ErrorCode::no_device);
   EXPECT_EQ(code_of([&] { runtime.prepare(kSpec, kShape); }), ErrorCode::no_device);
   gpu().context->make_current();
-  EXPECT_EQ(problem.result(), poison());
+  EXPECT_EQ(problem.result(), poison(problem));
 }
 
 TEST_F(RuntimeTest, BadArgumentsLaunchNothing) {
@@ -325,7 +357,7 @@ TEST_F(RuntimeTest, BadArgumentsLaunchNothing) {
   EXPECT_EQ(refused([](ForwardArgs& args) { args.q.data = static_cast<const char*>(args.q.data) + 2; }),
             ErrorCode::invalid_argument);
   synchronize();
-  EXPECT_EQ(problem.result(), poison());
+  EXPECT_EQ(problem.result(), poison(problem));
 }
 
 TEST_F(RuntimeTest, HostMemoryIsRefusedWhereTheDeviceCannotReadIt) {
@@ -340,7 +372,7 @@ TEST_F(RuntimeTest, HostMemoryIsRefusedWhereTheDeviceCannotReadIt) {
   args.q.data = host;
   EXPECT_EQ(code_of([&] { runtime.forward(kSpec, args, nullptr); }), ErrorCode::invalid_argument);
   synchronize();
-  EXPECT_EQ(problem.result(), poison());
+  EXPECT_EQ(problem.result(), poison(problem));
 }
 
 TEST_F(RuntimeTest, TheCInterfaceGivesTheSameBits) {

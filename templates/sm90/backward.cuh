@@ -224,6 +224,8 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     barrier_wait<P>(tile.dq_full(group), n & 1);
     const typename Tile::QTile& now = tile.staged(n);
     if (now.head < 0) break;
+    // Now, since all that is known of the tile is gone when it is given back.
+    int* done = now.last ? done_of(p, tile.place(n).sequence.b, tile.place(n).h_kv) : nullptr;
     float* to = p.dq_accum + (now.row + (Tile::kSplitRows ? group * kDqRows : 0)) * kColumns +
                 first_column / 8 * kDqStep;
     const auto add_steps = [&](int first, int end) {
@@ -251,10 +253,10 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
       barrier_arrive(tile.dout_empty(n % P::kStages));
       barrier_arrive(tile.q_empty(n % P::kStages));
     }
-    if (now.last) {
+    if (done != nullptr) {
       added_lines_done();
       __threadfence();
-      atomicAdd(done_of(p, tile.place(n).sequence.b, tile.place(n).h_kv), 1);
+      atomicAdd(done, 1);
     }
   }
 }

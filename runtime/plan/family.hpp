@@ -45,7 +45,7 @@ struct WorkspaceNeeds {
   bool ranks = false;
   std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
-  std::int64_t tile_reads = 0;  ///< values whose bounds over tiles a set of lists is made from
+  std::int64_t tile_reads = 0;       ///< values whose bounds over tiles a set of lists is made from
   std::int64_t ordered_q_tiles = 0;  ///< a head's, to whose dQ is added in turns
 
   bool operator==(const WorkspaceNeeds&) const = default;

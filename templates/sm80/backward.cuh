@@ -51,7 +51,8 @@ __device__ __forceinline__ KvWork<P> next_work(const Params& p, char* shared) {
   if constexpr (P::kDeterministic) {
     // Without queries nobody waits, and nobody has cleared the counter.
     int* next = reinterpret_cast<int*>(shared);
-    if (threadIdx.x == 0) *next = p.seqlen_q > 0 ? atomicAdd(next_kv_work(p), 1) : static_cast<int>(blockIdx.x);
+    if (threadIdx.x == 0)
+      *next = p.seqlen_q > 0 ? atomicAdd(next_kv_work(p), 1) : static_cast<int>(blockIdx.x);
     __syncthreads();
     work = static_cast<unsigned>(*next);
     __syncthreads();

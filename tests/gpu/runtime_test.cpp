@@ -83,7 +83,8 @@ struct Problem {
 };
 
 std::vector<std::uint8_t> poison(const Problem& problem) {
-  return std::vector<std::uint8_t>(problem.queries() * 2, 0xff);
+  std::vector<std::uint8_t> bytes(problem.queries() * 2, 0xff);
+  return bytes;
 }
 
 bool all_finite(DType dtype, const device::DeviceBuffer& buffer) {

@@ -37,6 +37,9 @@ std::int64_t list_sets(const AttentionSpec& spec, const AttentionShape& shape) {
   return (by_batch ? shape.batch : 1) * (by_head ? shape.heads_q : 1);
 }
 
+/// Whether the blocks of its backward pass take KV tiles until there are none, and convert dQ themselves.
+bool takes_backward_work(Family family) { return family == Family::sm90; }
+
 std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   const bool backward = spec.pass == Pass::backward;
   std::vector<Step> all;
@@ -46,7 +49,7 @@ std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   if (has_tile_lists(spec)) all.push_back(Step::block_lists);
   if (has_ranks(spec)) all.push_back(Step::list_ranks);
   all.push_back(Step::main);
-  if (backward && family != Family::sm90) all.push_back(Step::convert_dq);  // sm90's main kernel converts
+  if (backward && !takes_backward_work(family)) all.push_back(Step::convert_dq);
   return all;
 }
 
@@ -87,11 +90,13 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
       return list_sets(spec, shape) * (backward ? kv_tiles : q_tiles);
     case Step::list_ranks:
       return list_sets(spec, shape) * tiles(q_tiles, 32);
-    case Step::main:
-      if (!backward) return heads * q_tiles;
-      if (config.family == Family::sm90)  // also converts dQ
-        return std::max(shape.batch * shape.heads_kv * kv_tiles, heads * q_tiles);
-      return shape.batch * shape.heads_kv * kv_tiles;
+    case Step::main: {
+      const std::int64_t forward_blocks = heads * q_tiles;
+      const std::int64_t backward_blocks = shape.batch * shape.heads_kv * kv_tiles;
+      if (!backward) return forward_blocks;
+      // Without keys there is dQ to write all the same.
+      return takes_backward_work(config.family) ? std::max(backward_blocks, forward_blocks) : backward_blocks;
+    }
   }
   return 0;
 }
@@ -127,7 +132,7 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
           .dq_accum = backward,
-          .tickets = backward && (spec.deterministic || config.family == Family::sm90),
+          .tickets = backward && (spec.deterministic || takes_backward_work(config.family)),
           .ranks = has_ranks(spec),
           .list_sets = list_sets(spec, shape),
           .list_rows = backward ? kv_tiles : q_tiles,

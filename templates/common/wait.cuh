@@ -3,7 +3,8 @@
 
 namespace flashjit {
 
-/// A hang. Any other wait ends sooner by far: the longest are for what another block does with a tile.
+/// A hang. Any other wait ends sooner: the longest is for all blocks' work on a head, seconds at a million
+/// tokens.
 constexpr unsigned long long kHangNanoseconds = 10'000'000'000;
 
 __device__ __forceinline__ unsigned long long nanoseconds() {

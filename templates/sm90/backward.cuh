@@ -21,7 +21,7 @@ namespace flashjit::sm90 {
 template <class P>
 struct BackwardTile {
   static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
-  static constexpr int kGroups = 2;
+  static constexpr int kGroups = kDqGroups;
   static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
@@ -188,7 +188,7 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
       const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
       clear(work, p.dk, P::kHeadDim);
       clear(work, p.dv, P::kHeadDimV);
-      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), 2);
+      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqGroups);
     }
   }
 }

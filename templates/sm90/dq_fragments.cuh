@@ -7,6 +7,7 @@
 namespace flashjit::sm90 {
 
 constexpr int kDqRows = 64;
+constexpr int kDqGroups = 2;  ///< that compute a KV tile's part of it, and say when it has been added
 
 /// Columns of the accumulator.
 constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }

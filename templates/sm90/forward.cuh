@@ -24,17 +24,30 @@ constexpr float kSlack = P::kHeadDimV > 64 ? 8.0f : 0.0f;
 template <class P>
 constexpr bool kOutputUnderSoftmax = P::kHeadDimV > 64;
 
+/// Without a mask all tiles cost the same, and the last round may have few: its tiles are cut, so that more
+/// blocks have some warp groups' rows of them.
+template <class P>
+constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && P::kBr > kGroupRows;
+
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
 /// blocks get the same. As few heads are mixed as make whole pairs of rounds.
 template <class P>
 struct ForwardWalk {
-  unsigned rows, heads, mixed;
+  static constexpr unsigned kGroups = P::kBr / kGroupRows;
+  unsigned rows, heads, mixed = 1;
+  unsigned whole, pieces = 1;  ///< from which tile on they are cut, and in how many pieces
 
   __device__ explicit ForwardWalk(const Params& p)
-      : rows(q_tiles<P>(p)), heads(p.batch * p.heads_q), mixed(1) {
-    if (!P::kHasMask || gridDim.x >= rows * heads) return;  // every block has one tile: no rounds
+      : rows(q_tiles<P>(p)), heads(p.batch * p.heads_q), whole(rows * heads) {
+    if (gridDim.x >= rows * heads) return;  // every block has one tile: no rounds
+    if constexpr (kCutsTiles<P>) {
+      const unsigned over = whole % gridDim.x;
+      whole -= over;
+      for (pieces = kGroups; over * pieces > gridDim.x;) --pieces;
+    }
+    if (!P::kHasMask) return;
     unsigned divisor = 2 * gridDim.x, rest = rows;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;
@@ -42,9 +55,16 @@ struct ForwardWalk {
     }
     mixed = min(2 * gridDim.x / divisor, heads);
   }
-  /// The batch and head, and the tile, of this block; false when there is none.
-  __device__ bool find(unsigned round, unsigned& batch_head, unsigned& tile) const {
-    const unsigned index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  /// The batch and head, the tile, and which of its warp groups' rows, of this block; false when there is
+  /// none.
+  __device__ bool find(unsigned round, unsigned& batch_head, unsigned& tile, Range& groups) const {
+    unsigned index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    groups = {0, static_cast<int>(kGroups)};
+    if (kCutsTiles<P> && index >= whole) {
+      const unsigned piece = (index - whole) % pieces, size = (kGroups + pieces - 1) / pieces;
+      index = whole + (index - whole) / pieces;
+      groups = {static_cast<int>(piece * size), static_cast<int>(min((piece + 1) * size, kGroups))};
+    }
     if (index >= rows * heads) return false;
     // A few last heads are mixed with those before them.
     const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1, group = min(index / (rows * mixed), last);
@@ -62,12 +82,15 @@ struct ForwardWork {
   Sequence<P> sequence;
   int h = -1;  ///< -1: there is no more work
   int q_begin = 0;
+  int groups = 0;    ///< whose rows these are
   KvTiles<P> tiles;  ///< visited from the last to the first
 
   __device__ ForwardWork() {}
-  __device__ ForwardWork(const Params& p, unsigned batch_head, unsigned tile)
-      : sequence(p, static_cast<int>(batch_head / p.heads_q)), h(static_cast<int>(batch_head % p.heads_q)) {
-    q_begin = static_cast<int>(tile) * P::kBr;
+  __device__ ForwardWork(const Params& p, unsigned batch_head, unsigned tile, Range of)
+      : sequence(p, static_cast<int>(batch_head / p.heads_q)),
+        h(static_cast<int>(batch_head % p.heads_q)),
+        q_begin(static_cast<int>(tile) * P::kBr + of.begin * kGroupRows),
+        groups(of.end - of.begin) {
     const Range q_range = tile_range(static_cast<int>(tile), P::kBr, sequence.seqlen_q(p));
     if (q_range.begin < q_range.end)
       tiles = KvTiles<P>(p, sequence.head(p, h), static_cast<int>(tile), q_range, sequence.kv_limit(p));
@@ -122,7 +145,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p) {
   const unsigned rows = q_tiles<P>(p), all = rows * p.batch * p.heads_q;
 #pragma unroll 1
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
-    const ForwardWork<P> work(p, index / rows, index % rows);
+    const ForwardWork<P> work(p, index / rows, index % rows, {0, P::kBr / kGroupRows});
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, P::kBr);
     unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
@@ -179,8 +202,9 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
   for (int round = 0, index = 0;; ++index) {
     ForwardWork<P>& work = at.work(round);
     unsigned batch_head, tile;
-    const bool more = walk.find(index, batch_head, tile);
-    work = more ? ForwardWork<P>(p, batch_head, tile) : ForwardWork<P>();
+    Range groups;
+    const bool more = walk.find(index, batch_head, tile, groups);
+    work = more ? ForwardWork<P>(p, batch_head, tile, groups) : ForwardWork<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(at.found(round));
 #pragma unroll 1
@@ -413,6 +437,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   find_tiles(0);
   if (group == kGroups - 1) pass_turn<kGroups>(group);
   for (; find_work(); ++round) {
+    if (kCutsTiles<P> && group >= at.work(round).groups) break;  // its last
     const bool follows = n > 0;
     q_tile = tile_descriptor(at.q(group, round), 0);
     barrier_wait<P>(at.k_full(n), at.phase(n));
@@ -474,6 +499,21 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     pin(o);
     scale_rows(o, scale);
     store_output(p, at.work(round - 1), group, o);
+  }
+  if constexpr (kCutsTiles<P>) {
+    // Other groups have rows of one more tile: the order in which its KV tiles come and go is kept.
+    if (i >= 0) {
+      release(at.q_empty(group, round));
+      release(at.v_empty(n - 1));
+    }
+    for (; i >= 0; --i, ++n) {
+      wait_for_turn<kGroups>(group);
+      pass_turn<kGroups>(group);
+      barrier_wait<P>(at.k_full(n), at.phase(n));
+      release(at.k_empty(n));
+      barrier_wait<P>(at.v_full(n), at.phase(n));
+      release(at.v_empty(n));
+    }
   }
   if (group == 0) wait_for_turn<kGroups>(group);  // takes the turn that nobody else wants
 }

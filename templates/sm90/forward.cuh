@@ -29,6 +29,13 @@ constexpr bool kOutputUnderSoftmax = P::kHeadDimV > 64;
 template <class P>
 constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && P::kBr > kGroupRows;
 
+/// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
+/// softmax of a Q tile's first step is over the tile's first keys alone.
+template <class P>
+constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
+template <class P>
+constexpr bool kShortSteps = P::kHasMask && !kLists<P> && kFewKeys<P> < P::kBc;
+
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
@@ -82,8 +89,9 @@ struct ForwardWork {
   Sequence<P> sequence;
   int h = -1;  ///< -1: there is no more work
   int q_begin = 0;
-  int groups = 0;    ///< whose rows these are
-  KvTiles<P> tiles;  ///< visited from the last to the first
+  int groups = 0;         ///< whose rows these are
+  unsigned is_short = 0;  ///< bit n: warp group n has a short first step
+  KvTiles<P> tiles;       ///< visited from the last to the first
 
   __device__ ForwardWork() {}
   __device__ ForwardWork(const Params& p, unsigned batch_head, unsigned tile, Range of)
@@ -92,8 +100,19 @@ struct ForwardWork {
         q_begin(static_cast<int>(tile) * P::kBr + of.begin * kGroupRows),
         groups(of.end - of.begin) {
     const Range q_range = tile_range(static_cast<int>(tile), P::kBr, sequence.seqlen_q(p));
-    if (q_range.begin < q_range.end)
-      tiles = KvTiles<P>(p, sequence.head(p, h), static_cast<int>(tile), q_range, sequence.kv_limit(p));
+    if (q_range.begin >= q_range.end) return;
+    const auto head = sequence.head(p, h);
+    tiles = KvTiles<P>(p, head, static_cast<int>(tile), q_range, sequence.kv_limit(p));
+    if constexpr (kShortSteps<P>) {
+      const int end = kv_begin(count() - 1) + kFewKeys<P>;
+#pragma unroll
+      for (int group = 0; group < P::kBr / kGroupRows; ++group) {
+        const Range q{min(q_begin + group * kGroupRows, q_range.end),
+                      min(q_begin + group * kGroupRows + kGroupRows, q_range.end)};
+        if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.kv_limit(p)) <= end)
+          is_short |= 1u << group;
+      }
+    }
   }
   __device__ int count() const { return tiles.count; }
   __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
@@ -456,7 +475,14 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     look_at_tile();
     multiply_wait<1>();
     scores_are_done(n);
-    softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+    if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
+      auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
+      softmax(p, at.work(round), rows, kv_begin, full, few, rescale);
+#pragma unroll
+      for (int value = kFewKeys<P> / 2; value < kS; ++value) s[value] = 0.0f;
+    } else {
+      softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+    }
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
     pin(o);

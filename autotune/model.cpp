@@ -8,6 +8,7 @@
 
 #include "expr/graph.hpp"
 #include "plan/family.hpp"
+#include "templates/sm90/layout.cuh"
 
 namespace flashjit::autotune {
 namespace {
@@ -122,7 +123,8 @@ double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const Til
 }
 
 int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
-  if (c.family == Family::sm90) return 168;  // setmaxnreg shares out what the block has
+  if (c.family == Family::sm90)  // setmaxnreg shares out what the block has
+    return is_backward(spec) ? 168 : sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks);
   const double threads = c.warps * 32.0;
   const double kept = is_backward(spec) ? c.d_split * 2.0 * c.br * c.bc / threads +
                                               c.bc * (spec.head_dim + spec.v_dim()) / threads

@@ -123,8 +123,9 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   }
   if (operation->steps.empty()) return;
   launch_steps(driver, operation->steps, make_params(operation->plan, args),
-               tensor_maps(driver, operation->plan, args), stream,
-               [&](const Operation::Step& step) { return !(args.lists && step.makes_lists); });
+               tensor_maps(driver, operation->plan, args), stream, [&](const Operation::Step& step) {
+                 return args.lists ? !step.makes_lists : !step.for_given_lists;
+               });
 }
 
 BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -366,7 +367,8 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
     const plan::Entry& entry = planned.entries[launch.entry];
     operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
                                 static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
-                                static_cast<unsigned>(entry.shared_bytes), launch.makes_lists});
+                                static_cast<unsigned>(entry.shared_bytes), launch.makes_lists,
+                                launch.for_given_lists});
   }
   return operation;
 }

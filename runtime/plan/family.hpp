@@ -23,7 +23,7 @@ struct Entry {
   int shared_bytes = 0;      ///< dynamic shared memory
   bool hot = false;          ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
-  bool persistent = false;   ///< blocks take work until there is none: one a multiprocessor does
+  bool persistent = false;   ///< blocks take work until there is none: min_blocks a multiprocessor do
 
   bool operator==(const Entry&) const = default;
 };
@@ -31,8 +31,9 @@ struct Entry {
 /// One launch: an entry by its place in the family's list, and a one-dimensional grid.
 struct Launch {
   std::size_t entry = 0;
-  std::int64_t blocks = 0;   ///< 0: nothing to do, skipped
-  bool makes_lists = false;  ///< skipped where the call is given its tile lists
+  std::int64_t blocks = 0;       ///< 0: nothing to do, skipped
+  bool makes_lists = false;      ///< skipped where the call is given its tile lists
+  bool for_given_lists = false;  ///< skipped where it is not
 
   bool operator==(const Launch&) const = default;
 };

@@ -101,8 +101,9 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
-    if (plan.entries[launch.entry].persistent)
-      launch.blocks = std::min<std::int64_t>(launch.blocks, device.multiprocessors);
+    const Entry& entry = plan.entries[launch.entry];
+    if (entry.persistent)
+      launch.blocks = std::min(launch.blocks, std::int64_t{device.multiprocessors} * entry.min_blocks);
   }
   return plan;
 }

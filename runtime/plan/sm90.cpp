@@ -13,6 +13,8 @@ namespace {
 
 constexpr int kGroupWarps = 4;  // of a warp group, which computes together
 constexpr int kProducerThreads = 128;
+constexpr int kMostBlocks = 3;              // on a multiprocessor
+constexpr int kReservedSharedBytes = 1024;  // the driver's, each block
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
 
@@ -36,10 +38,9 @@ int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   return gradients + c.br;
 }
 
-/// Three groups have 160 registers a thread, two have 232 and one 240.
+/// How many of them fit, beside addresses and the rows' state.
 int kept_limit(const TileConfig& c) {
-  const int groups = c.warps / kGroupWarps;
-  return groups == 1 ? 216 : groups == 2 ? 200 : 128;
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks) - 32;
 }
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
@@ -67,8 +68,11 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
         to_string(c)));
   }
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
-  if (c.q_in_registers || c.d_split != 1 || c.min_blocks != 1)
-    return Support::no(fmt::format("qreg, split and occ are not for this family, {} has one", to_string(c)));
+  if (c.q_in_registers || c.d_split != 1)
+    return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
+  if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
+    return Support::no(
+        fmt::format("occ is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
   return Support::yes();
 }
 
@@ -76,9 +80,11 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
   if (c.family != Family::sm90) return Support::no("the configuration is of another family");
   if (Support able = supports(spec, device); !able) return able;
   if (Support tile = check_tile(spec, c); !tile) return tile;
-  if (const int bytes = shared_bytes(spec, c); bytes > device.shared_per_block)
-    return Support::no(fmt::format("{} needs {} bytes of shared memory, {} has {}", to_string(c), bytes,
-                                   device.arch, device.shared_per_block));
+  const int most_bytes =
+      std::min(device.shared_per_block, device.shared_per_sm / c.min_blocks - kReservedSharedBytes);
+  if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
+    return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
+                                   bytes, device.arch, most_bytes));
   if (const int values = kept_values(spec, c); values > kept_limit(c))
     return Support::no(
         fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(c)));
@@ -90,26 +96,35 @@ TileConfig config(int br, int bc, int warps, int stages) {
 }
 
 /// The forward pass's: a warp group computes 64 rows.
-TileConfig forward_config(int warps, int bc, int stages) {
-  return config(warps / kGroupWarps * sm90::kGroupRows, bc, warps, stages);
+TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
+  TileConfig c = config(warps / kGroupWarps * sm90::kGroupRows, bc, warps, stages);
+  c.min_blocks = blocks;
+  return c;
 }
 
 /// Good tiles, best first, by the wider head dimension; all are admitted.
 std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool mask_reads = expr::reads_by_position(spec.mask.tree());
   if (!is_forward(spec)) {
     if (is_wide(spec)) return {config(64, 64, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors.
-    const bool reads =
-        expr::reads_by_position(spec.score.tree()) || expr::reads_by_position(spec.mask.tree());
+    const bool reads = expr::reads_by_position(spec.score.tree()) || mask_reads;
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
-    // A third warp group leaves each fewer registers, and masks of blocks and windows fit smaller tiles.
-    if (!spec.dropout && !spec.has_block_map() && (spec.mask.empty() || is_causal(spec.mask)))
+    // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
+    // where products take long.
+    const expr::MaskTraits mask = expr::mask_traits(spec.mask);
+    const bool in_blocks = spec.has_block_map() || mask.q_reads + mask.kv_reads > 0;
+    if (!spec.dropout && !in_blocks && (d <= 64 || spec.mask.empty() || is_causal(spec.mask)))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, 2));
+    // Small blocks hide each other's waits for what stands in lists, and for what a mask reads.
+    if (d <= 64 && in_blocks)
+      choices.insert(choices.begin(),
+                     mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2), forward_config(4, 96, 2)};
   } else {
@@ -160,16 +175,19 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   }
   for (const int warps : {4, 8, 12})
     for (int bc = 64; bc <= 224; bc += 16)
-      for (const int stages : {2, 3}) consider(forward_config(warps, bc, stages));
+      for (const int stages : {2, 3})
+        for (int blocks = 1; blocks <= kMostBlocks; ++blocks)
+          consider(forward_config(warps, bc, stages, blocks));
   return found;
 }
 
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
-  // The forward pass shares its work out beforehand: where lengths differ that only the kernel knows, the
-  // device's own scheduler is fairer.
-  main.persistent = !is_forward(spec) || (!spec.varlen && !spec.kv_lengths);
+  main.min_blocks = c.min_blocks;
+  // The forward pass shares its work out beforehand, but for lists: where lengths differ that only the kernel
+  // knows, the device's own scheduler is fairer.
+  main.persistent = !is_forward(spec) || has_tile_lists(spec) || (!spec.varlen && !spec.kv_lengths);
   return with_auxiliaries(spec, Family::sm90, main);
 }
 

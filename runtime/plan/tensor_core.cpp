@@ -9,7 +9,7 @@ namespace flashjit::plan {
 namespace {
 
 /// What a call launches, in order.
-enum class Step { preprocess, sink_grads, tile_reads, block_lists, list_ranks, main, convert_dq };
+enum class Step { preprocess, sink_grads, tile_reads, block_lists, list_ranks, reset_work, main, convert_dq };
 
 bool makes_lists(Step step) {
   return step == Step::tile_reads || step == Step::block_lists || step == Step::list_ranks;
@@ -40,6 +40,11 @@ std::int64_t list_sets(const AttentionSpec& spec, const AttentionShape& shape) {
 /// Whether the blocks of its backward pass take KV tiles until there are none, and convert dQ themselves.
 bool takes_backward_work(Family family) { return family == Family::sm90; }
 
+/// Whether the blocks of its forward pass take listed Q tiles until there are none.
+bool takes_listed_work(const AttentionSpec& spec, Family family) {
+  return family == Family::sm90 && spec.pass == Pass::forward && has_tile_lists(spec);
+}
+
 std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   const bool backward = spec.pass == Pass::backward;
   std::vector<Step> all;
@@ -48,6 +53,7 @@ std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   if (has_tile_reads(spec)) all.push_back(Step::tile_reads);
   if (has_tile_lists(spec)) all.push_back(Step::block_lists);
   if (has_ranks(spec)) all.push_back(Step::list_ranks);
+  if (takes_listed_work(spec, family)) all.push_back(Step::reset_work);
   all.push_back(Step::main);
   if (backward && !takes_backward_work(family)) all.push_back(Step::convert_dq);
   return all;
@@ -65,6 +71,8 @@ Entry entry_of(Step step, Family family, const Entry& main) {
       return auxiliary_entry("block_lists");
     case Step::list_ranks:
       return auxiliary_entry("list_ranks", "block_lists");
+    case Step::reset_work:
+      return auxiliary_entry("reset_work", "block_lists");
     case Step::convert_dq:
       return family_entry(family, "convert_dq", "convert_dq", kAuxiliaryThreads);
     case Step::main:
@@ -90,6 +98,8 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
       return list_sets(spec, shape) * (backward ? kv_tiles : q_tiles);
     case Step::list_ranks:
       return list_sets(spec, shape) * tiles(q_tiles, 32);
+    case Step::reset_work:
+      return 1;
     case Step::main: {
       const std::int64_t forward_blocks = heads * q_tiles;
       const std::int64_t backward_blocks = shape.batch * shape.heads_kv * kv_tiles;
@@ -121,7 +131,8 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
                                          const TileConfig& config) {
   std::vector<Launch> all;
   for (const Step step : steps(spec, config.family))
-    all.push_back({all.size(), blocks_of(step, spec, shape, config), makes_lists(step)});
+    all.push_back(
+        {all.size(), blocks_of(step, spec, shape, config), makes_lists(step), step == Step::reset_work});
   return all;
 }
 
@@ -132,7 +143,8 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
           .dq_accum = backward,
-          .tickets = backward && (spec.deterministic || takes_backward_work(config.family)),
+          .tickets = takes_listed_work(spec, config.family) ||
+                     (backward && (spec.deterministic || takes_backward_work(config.family))),
           .ranks = has_ranks(spec),
           .list_sets = list_sets(spec, shape),
           .list_rows = backward ? kv_tiles : q_tiles,

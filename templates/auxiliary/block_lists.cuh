@@ -140,6 +140,13 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
   return kind;
 }
 
+/// Before a forward pass whose blocks take listed work: the first is next. One block, for calls that are
+/// given their lists; else block_lists does it.
+template <class P>
+__device__ void reset_work(const Params& p) {
+  if (threadIdx.x == 0) *next_q_work(p) = 0;
+}
+
 /// One block of 128 threads for one list; grid: sets * rows, of which shared lists may leave some without
 /// work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
 template <class P>
@@ -175,6 +182,9 @@ __device__ void block_lists(const Params& p) {
     count += place.total;
   }
   if (threadIdx.x == 0) p.lists.count[list] = count;
+  if constexpr (!P::kBackward) {
+    if (list == 0 && p.tickets != nullptr) reset_work<P>(p);
+  }
 }
 
 /// From "which KV tiles list a Q tile" to the place of each among them, the last first: the order in which

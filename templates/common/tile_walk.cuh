@@ -61,15 +61,17 @@ struct KvTiles {
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
     }
   }
-  __device__ int tile(int i) const {
-    if constexpr (kLists<P>) return list[i] >> 1;
-    return first + i;
+  /// Twice the tile, and in a list 1 more if block map and mask let every pair of it attend.
+  __device__ int entry(int i) const {
+    if constexpr (kLists<P>) return list[i];
+    return (first + i) * 2;
   }
+  __device__ int tile(int i) const { return entry(i) >> 1; }
   /// Whether block map and mask let every pair of the tile attend.
-  __device__ bool full(const Params& p, const typename P::Head& head, Range q, int i) const {
-    if constexpr (kLists<P>) return list[i] & 1;
+  __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
+    if constexpr (kLists<P>) return entry & 1;
     if constexpr (!P::kHasMask) return true;
-    return P::classify_tile(p, head, q, tile_range(tile(i), P::kBc, head.seqlen_kv), nullptr, nullptr) ==
+    return P::classify_tile(p, head, q, tile_range(entry >> 1, P::kBc, head.seqlen_kv), nullptr, nullptr) ==
            TileClass::full;
   }
 };
@@ -120,6 +122,9 @@ struct QTiles {
     return staged;
   }
 };
+
+/// What the blocks of the forward pass count together, where tiles are listed: which Q tile is next.
+__device__ __forceinline__ int* next_q_work(const Params& p) { return p.tickets; }
 
 // What the blocks of the backward pass count together: which KV tile is next, which to look at for lack of
 // rows, which rows of dQ are next, for each head of K and V how many parts of its KV tiles have added all

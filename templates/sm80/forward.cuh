@@ -167,7 +167,7 @@ __device__ void forward(const Params& p) {
           for (int e = 0; e < 4; ++e)
             s[mt][nt][e] = P::score(p, head, s[mt][nt][e], at_q(mt, e), at_kv(nt, e));
     }
-    const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, i);
+    const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)

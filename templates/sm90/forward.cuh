@@ -10,10 +10,6 @@
 
 namespace flashjit::sm90 {
 
-/// Registers of a producer and of a consumer thread, by the number of consumer warp groups.
-constexpr int producer_registers(int groups) { return groups == 1 ? 56 : groups == 2 ? 40 : 32; }
-constexpr int consumer_registers(int groups) { return groups == 1 ? 240 : groups == 2 ? 232 : 160; }
-
 /// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
 /// the factor. Asking whether to rescale costs more than doing it for few columns.
 template <class P>
@@ -30,16 +26,19 @@ template <class P>
 constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && P::kBr > kGroupRows;
 
 /// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
-/// softmax of a Q tile's first step is over the tile's first keys alone.
+/// softmax of a Q tile's first step is over the tile's first keys alone. With more columns the products take
+/// longer than the softmax.
 template <class P>
 constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
 template <class P>
-constexpr bool kShortSteps = P::kHasMask && !kLists<P> && kFewKeys<P> < P::kBc;
+constexpr bool kShortSteps =
+    P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && P::kBr > kGroupRows&& kFewKeys<P> < P::kBc;
 
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
-/// blocks get the same. As few heads are mixed as make whole pairs of rounds.
+/// blocks get the same. As few heads are mixed as make whole pairs of rounds. Where lists know what a tile
+/// meets, the blocks ask for the next one instead of taking one a round.
 template <class P>
 struct ForwardWalk {
   static constexpr unsigned kGroups = P::kBr / kGroupRows;
@@ -54,7 +53,8 @@ struct ForwardWalk {
       whole -= over;
       for (pieces = kGroups; over * pieces > gridDim.x;) --pieces;
     }
-    if (!P::kHasMask) return;
+    // Masks that must be evaluated to be classed are of blocks here and there: no row is known to be long.
+    if (!P::kHasMask || P::kEvaluateTiles) return;
     unsigned divisor = 2 * gridDim.x, rest = rows;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;
@@ -62,10 +62,14 @@ struct ForwardWalk {
     }
     mixed = min(2 * gridDim.x / divisor, heads);
   }
-  /// The batch and head, the tile, and which of its warp groups' rows, of this block; false when there is
-  /// none.
-  __device__ bool find(unsigned round, unsigned& batch_head, unsigned& tile, Range& groups) const {
-    unsigned index = round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  /// The number of a piece of work. What lists leave of a tile differs: then blocks take the next when they
+  /// are done with the last.
+  __device__ unsigned number(const Params& p, unsigned round) const {
+    if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(next_q_work(p), 1));
+    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+  }
+  /// The batch and head, the tile, and which of its warp groups' rows; false when there is no such number.
+  __device__ bool find(unsigned index, unsigned& batch_head, unsigned& tile, Range& groups) const {
     groups = {0, static_cast<int>(kGroups)};
     if (kCutsTiles<P> && index >= whole) {
       const unsigned piece = (index - whole) % pieces, size = (kGroups + pieces - 1) / pieces;
@@ -222,7 +226,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
     ForwardWork<P>& work = at.work(round);
     unsigned batch_head, tile;
     Range groups;
-    const bool more = walk.find(index, batch_head, tile, groups);
+    const bool more = walk.find(walk.number(p, index), batch_head, tile, groups);
     work = more ? ForwardWork<P>(p, batch_head, tile, groups) : ForwardWork<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(at.found(round));
@@ -390,6 +394,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   // Of the step, until the next one looks at its tile: its first key, and whether every pair attends.
   int kv_begin = 0;
   bool full = false;
+  int entry = 0;  // of the tile, read a step ahead where it stands in a list
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
@@ -397,8 +402,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   // False when there is no more work.
   const auto find_work = [&] {
     barrier_wait<P>(at.q_full(group, round), at.q_phase(round));
-    i = at.work(round).count() - 1;
-    return at.work(round).h >= 0;
+    const ForwardWork<P>& work = at.work(round);
+    i = work.count() - 1;
+    if (kLists<P> && i >= 0) entry = work.tiles.entry(i);
+    return work.h >= 0;
   };
   // Who has the turn is to start at once: what it needs is known from the step before.
   unsigned long long q_tile, k_tile, v_tile;
@@ -448,8 +455,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   };
   const auto look_at_tile = [&] {
     const ForwardWork<P>& work = at.work(round);
-    kv_begin = work.kv_begin(i);
-    full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, i);
+    if constexpr (!kLists<P>) entry = work.tiles.entry(i);
+    kv_begin = (entry >> 1) * P::kBc;
+    full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, entry);
+    if (kLists<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
   float rescale[2], scale[2];
   int n = 0;
@@ -571,7 +580,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
 
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   if (group < 0) {
-    lower_register_limit<producer_registers(Places::kGroups)>();
+    lower_register_limit<producer_registers(Places::kGroups, P::kMinBlocks)>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp == 2)
       write_rows_without_keys<P>(p);
@@ -580,7 +589,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     else if (warp == 0 && elected())
       load_keys(p, at, maps);
   } else {
-    raise_register_limit<consumer_registers(Places::kGroups)>();
+    raise_register_limit<consumer_registers(Places::kGroups, P::kMinBlocks)>();
     consume(p, at, group);
   }
 }

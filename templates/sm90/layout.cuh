@@ -17,6 +17,19 @@ constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block o
 
 constexpr int kGroupRows = 64;  ///< of Q, that a warp group computes in the forward pass
 
+/// Registers that a thread of the forward pass starts with, where a multiprocessor has `blocks` blocks of
+/// `groups` warp groups that compute and one that loads; then that one gives most of its to the others.
+constexpr int launch_registers(int groups, int blocks) {
+  return 65536 / ((groups + 1) * 128 * blocks) / 8 * 8;
+}
+constexpr int producer_registers(int groups, int blocks) {
+  return blocks > 1 || groups > 2 ? 32 : groups == 2 ? 40 : 56;
+}
+constexpr int consumer_registers(int groups, int blocks) {
+  const int all = launch_registers(groups, blocks) * (groups + 1) - producer_registers(groups, blocks);
+  return all / groups < 240 ? all / groups / 8 * 8 : 240;
+}
+
 constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of a Q tile
 /// Tiles of which that is kept. Five would do: while one is ended, two more have begun or wait in shared
 /// memory, a third waits for their room, and the fourth is looked for.

@@ -336,6 +336,7 @@ class EngineListsTest : public EngineTest {
     ForwardArgs args = forward_args();
     args.captures = {&doc_, 1};
     args.lists = lists;
+    args.workspace = {address(0xe000000), 256};  // for what blocks count
     return args;
   }
 
@@ -356,7 +357,7 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
     ASSERT_EQ(fake().launches.size(), 2u);  // what masks read, then the lists
     for (int call = 0; call < 2; ++call) {
       if (pass == Pass::forward) {
-        runtime->forward(spec, forward_with(&lists), nullptr);  // without a workspace
+        runtime->forward(spec, forward_with(&lists), nullptr);
       } else {
         BackwardArgs args = backward_args();
         args.workspace.bytes = runtime->workspace_bytes(spec, kShape) - bytes;
@@ -372,6 +373,22 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
                 address<int>(0xc000000 + plan.workspace.list_entries - plan.workspace.list_count));
     }
   }
+}
+
+TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
+  add_to_pack(documents());
+  const auto runtime = engine();
+  const BlockLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
+  fake().launches.clear();
+  ForwardArgs args = forward_with(nullptr);
+  args.workspace.bytes = runtime->workspace_bytes(documents(), kShape);
+  runtime->forward(documents(), args, nullptr);
+  EXPECT_EQ(fake().launches.size(), 3u);  // the kernel that makes the lists resets it
+  runtime->forward(documents(), forward_with(&lists), nullptr);
+  ASSERT_EQ(fake().launches.size(), 5u);
+  for (const FakeDriver::Launch& launch : fake().launches)
+    EXPECT_EQ(launch.params.tickets, address<int>(0xe000000));
+  EXPECT_EQ(fake().launches[3].blocks, 1u);
 }
 
 TEST_F(EngineListsTest, OfAnotherCallAreRefused) {
@@ -432,6 +449,7 @@ TEST_F(EngineListsTest, OfAnotherBlockMapsBatchAreRefused) {
   list_args.block_map = {address<std::uint8_t>(0xd000000), {1, 4, 2, 2}};
   const BlockLists lists = runtime->build_lists(spec, kShape, list_args, nullptr);
   ForwardArgs args = forward_args();
+  args.workspace = {address(0xe000000), 256};
   args.block_map = list_args.block_map;
   args.lists = &lists;
   runtime->forward(spec, args, nullptr);

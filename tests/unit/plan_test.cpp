@@ -92,12 +92,19 @@ TEST(Plan, ListsAreSharedByThoseThatNothingTellsApart) {
 }
 
 TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
-  const ExecutionPlan plan =
-      make_plan(parse_spec("bwd:bf16:d64:mask{q / 8 == kv / 8}:det"), kShape, kA100, {});
-  std::string order;
-  for (const Launch& launch : plan.launches)
-    order += plan.entries[launch.entry].name + (launch.makes_lists ? "+ " : " ");
-  EXPECT_EQ(order, "preprocess tile_reads+ block_lists+ list_ranks+ backward convert_dq ");
+  const auto order = [](const char* spec, const DeviceInfo& device) {
+    const ExecutionPlan plan = make_plan(parse_spec(spec), kShape, device, {});
+    std::string names;
+    for (const Launch& launch : plan.launches)
+      names += plan.entries[launch.entry].name + (launch.makes_lists       ? "+ "
+                                                  : launch.for_given_lists ? "- "
+                                                                           : " ");
+    return names;
+  };
+  EXPECT_EQ(order("bwd:bf16:d64:mask{q / 8 == kv / 8}:det", kA100),
+            "preprocess tile_reads+ block_lists+ list_ranks+ backward convert_dq ");
+  EXPECT_EQ(order("fwd:bf16:d64:mask{q / 8 == kv / 8}", kA100), "tile_reads+ block_lists+ forward ");
+  EXPECT_EQ(order("fwd:bf16:d64:map64x64", DeviceInfo::parse("sm_90a")), "block_lists+ reset_work- forward ");
 }
 
 TEST(Plan, HoldsWhatTheFamilySays) {

@@ -48,13 +48,24 @@ TEST(Sm90, RefusesTheRestWithItsReason) {
 TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br192:bc128:w12:s2"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc16:w4"), "");
-  EXPECT_EQ(refusal_of_config("sm90:br64:bc240:w4:s2"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc224:w4:s2", "fwd:bf16:d64"), "");
   expect_in("12 warps compute 192 rows, Br is 128", refusal_of_config("sm90:br128:bc64:w12:s2"));
   expect_in("warps is 4, 8 or 12, not 16", refusal_of_config("sm90:br256:bc64:w16:s2"));
   expect_in("not 264", refusal_of_config("sm90:br64:bc264:w4:s2"));
   expect_in("not 72", refusal_of_config("sm90:br64:bc72:w4:s2"));
   expect_in("stages is 1 to 4, not 5", refusal_of_config("sm90:br64:bc64:w4:s5"));
-  for (const char* option : {":qreg", ":split2", ":occ2"})
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w4:s2:occ3", "fwd:bf16:d64"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:occ2", "fwd:bf16:d64"), "");
+  expect_in("keeps 104 values a thread, 96 fit",
+            refusal_of_config("sm90:br64:bc96:w4:s2:occ3", "fwd:bf16:d64"));
+  expect_in("keeps 80 values a thread, 72 fit",
+            refusal_of_config("sm90:br128:bc64:w8:s2:occ2", "fwd:bf16:d64"));
+  expect_in("bytes of shared memory a block",
+            refusal_of_config("sm90:br64:bc64:w4:s3:occ2", "fwd:bf16:d128"));
+  expect_in("occ is 1 to 3, in the backward pass 1, not 4", refusal_of_config("sm90:br64:bc64:w4:s2:occ4"));
+  expect_in("in the backward pass 1, not 2",
+            refusal_of_config("sm90:br64:bc128:w8:s2:occ2", "bwd:bf16:d128"));
+  for (const char* option : {":qreg", ":split2"})
     expect_in("not for this family", refusal_of_config(std::string("sm90:br64:bc64:w4") + option));
   expect_in("another family", refusal_of_config("sm80:br64:bc64:w4"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");

@@ -322,8 +322,10 @@ def test_checkpointing():
 def test_double_backward_is_refused():
     q, k, v = tensors()
     grad = torch.autograd.grad(flashjit.attention(q, k, v).float().square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()
+    torch.cuda.synchronize()
+    assert flashjit.attention(q, k, v).isfinite().all()
 
 
 def test_arrays_of_other_libraries():

@@ -435,11 +435,18 @@ def test_autocast_uses_the_lower_precision():
     assert all(a is b for a, b in zip(autocast(q, k, v), (q, k, v)))
 
 
-def test_double_backward_is_refused():
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda out: out.square().sum()])
+def test_double_backward_is_refused(programs, loss):
     q, k, v = tensors()
-    grad = torch.autograd.grad(flashjit.attention(q, k, v).square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    slopes = torch.rand(4, requires_grad=True)
+    scores = dict(score_mod="score + s[h]", captures={"s": slopes})
+    for inputs, given in (((q, k, v), {}), ((q, slopes), scores)):
+        want = torch.autograd.grad(loss(flashjit.attention(q, k, v, **given)), inputs)
+        grads = torch.autograd.grad(loss(flashjit.attention(q, k, v, **given)), inputs, create_graph=True)
+        for grad, expected in zip(grads, want):
+            assert torch.equal(grad, expected)
+            with pytest.raises(flashjit.Unsupported, match="no second derivative: compute with .*MATH"):
+                grad.sum().backward()
 
 
 def test_checkpointing():

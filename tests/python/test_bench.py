@@ -32,6 +32,7 @@ def all_cases(variants, length=LENGTH):
     return [*variants.cases(length, "cpu"), *variants.more_cases(1, HEADS, length, "cpu")]
 
 
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
 def test_both_compute_the_same_attention(variants, programs, monkeypatch):
     monkeypatch.setattr(variants, "WINDOW", 50)
     torch.manual_seed(1)

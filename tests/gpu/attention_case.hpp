@@ -27,6 +27,7 @@
 
 #include "device_captures.hpp"
 #include "gpu/gpu_support.hpp"
+#include "gpu/strided_captures.hpp"
 #include "plan/family.hpp"
 #include "reference/inputs.hpp"
 #include "reference/reference.hpp"
@@ -53,6 +54,7 @@ struct AttentionCase {
   double map_density = 0.4;
   bool built_lists = false;                        ///< calls are given lists that were built before
   std::vector<reference::Captured> captures = {};  ///< empty: plausible ones for what the programs declare
+  bool strided_captures = false;                   ///< transposed, and expanded where nothing changes
   std::string variant = {};                        ///< stands for the programs in the test's name
   unsigned seed = 0;
 };
@@ -70,6 +72,7 @@ inline std::string name_of(const AttentionCase& test) {
   if (test.dropout_p > 0) name += fmt::format("_p{}", static_cast<int>(100 * test.dropout_p));
   if (test.score_size > 100) name += "_extreme";
   if (test.built_lists) name += "_lists";
+  if (test.strided_captures) name += "_strided";
   name += fmt::format("_{}", test.seed);
   std::ranges::replace_if(
       name, [](unsigned char c) { return !std::isalnum(c); }, '_');
@@ -285,6 +288,7 @@ class AttentionRun {
         sinks_(to_device(DType::fp32, problem_.sinks)),
         dsinks_(device_bytes(sinks_.bytes())),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
+    if (test.strided_captures) strided_ = StridedCaptures(captures_.view(), problem_.captures);
     inputs_[0].put(problem_.q);
     inputs_[1].put(problem_.k);
     inputs_[2].put(problem_.v);
@@ -411,7 +415,7 @@ class AttentionRun {
   void set_mask_args(Args& args) const {
     args.kv_lengths = kv_lengths();
     args.block_map = block_map();
-    args.captures = captures_.view();
+    args.captures = test_.strided_captures ? strided_.view() : captures_.view();
     if (!test_.spec.varlen) return;
     args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
     args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
@@ -534,6 +538,7 @@ class AttentionRun {
   GuardedMemory lse_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
   DeviceCaptures captures_;
+  StridedCaptures strided_;
 };
 
 /// One kernel to have ready.

@@ -7,6 +7,7 @@
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
 #include "gpu/gpu_support.hpp"
+#include "gpu/strided_captures.hpp"
 #include "program_check.hpp"
 #include "program_source.hpp"
 #include "reference/inputs.hpp"
@@ -20,12 +21,13 @@ using testing_support::ProgramErrors;
 using testing_support::ProgramParams;
 using testing_support::ProgramResults;
 
-/// The captures in device memory, as Params has them.
+/// The captures in device memory, strided, as Params has them.
 class DeviceGiven {
  public:
   explicit DeviceGiven(const std::vector<Given>& given) {
     for (const Given& g : given) {
-      values_.push_back(to_device(reference::encode(g.declaration.type, g.values)));
+      layouts_.emplace_back(g.size, g.values);
+      values_.push_back(to_device(reference::encode(g.declaration.type, layouts_.back().memory)));
       grads_.push_back(to_device(std::vector<float>(g.declaration.wants_grad ? g.values.size() : 1)));
     }
   }
@@ -39,14 +41,14 @@ class DeviceGiven {
       }
       CaptureParam& param = params.captures[tensors++];
       param = {values_[i].data(), static_cast<float*>(grads_[i].data()), {0, 0, 0, 0}, {1, 1, 1, 1}};
-      long long stride = 1;
-      for (int d = g.declaration.rank; d-- > 0; stride *= g.size[d])
-        param.size[d] = static_cast<int>(g.size[d]), param.stride[d] = stride;
+      for (int d = 0; d < g.declaration.rank; ++d)
+        param.size[d] = static_cast<int>(g.size[d]), param.stride[d] = layouts_[i].stride[d];
     }
   }
   std::vector<float> grad(std::size_t i) const { return device::download<float>(grads_[i]); }
 
  private:
+  std::vector<Strided> layouts_;
   std::vector<device::DeviceBuffer> values_, grads_;
 };
 

@@ -6,6 +6,7 @@
 #include <string>
 #include <vector>
 
+#include "flashjit/attention_programs.hpp"
 #include "gpu/attention_case.hpp"
 #include "variants.hpp"
 
@@ -120,10 +121,91 @@ std::vector<AttentionCase> packed_cases() {
   return cases;
 }
 
+/// Every family with these attentions, in the types that it is used with.
+std::vector<AttentionCase> in_every_family(const std::vector<Variant>& given, const AttentionShape& shape,
+                                           unsigned first_seed) {
+  std::vector<AttentionCase> cases;
+  for (const Variant& variant : given) {
+    for (const Family family : kFamilies) {
+      const unsigned seed = first_seed + static_cast<unsigned>(cases.size());
+      const DType dtype = family == Family::simt ? DType::fp32 : DType::bf16;
+      cases.push_back(
+          case_of(variant, {.dtype = dtype, .head_dim = seed % 2 ? 64 : 128}, shape, family, seed));
+    }
+  }
+  return cases;
+}
+
+/// Tensors that lie otherwise in memory than in a program, read by score, mask and both passes.
+std::vector<AttentionCase> strided_cases() {
+  using testing_support::tensor;
+  using testing_support::wave;
+  const AttentionShape shape{2, 4, 2, 233, 201};
+  const auto bias = [](const AttentionShape& s) {  // the same for all batches and heads
+    return tensor("bias", {s.batch, s.heads_q, s.seqlen_q, s.seqlen_kv}, ElementType::bf16,
+                  [area = s.seqlen_q * s.seqlen_kv](std::int64_t i) { return wave(i % area); });
+  };
+  const auto gate = [](const AttentionShape& s) {
+    return tensor("gate", {s.heads_q, s.seqlen_kv}, ElementType::fp32, wave);
+  };
+  const auto documents = [](const AttentionShape& s) {
+    return tensor("doc", {s.batch, s.seqlen_q}, ElementType::int32, [length = s.seqlen_q](std::int64_t i) {
+      return static_cast<double>(i % length / (40 + 10 * (i / length)));
+    });
+  };
+  std::vector<AttentionCase> cases =
+      in_every_family({{"documents_and_expanded_bias", "bias: bf16 4d; score + bias[b, h, q, kv]",
+                        "doc: int32 2d; doc[b, q] == doc[b, kv]",
+                        [=](const AttentionShape& s) {
+                          return testing_support::Captures{bias(s), documents(s)};
+                        }},
+                       {"expanded_bias_grad", "bias: bf16 4d grad; score + bias[b, h, q, kv]", "kv <= q",
+                        [=](const AttentionShape& s) { return testing_support::Captures{bias(s)}; }},
+                       {"gate_grad", "gate: fp32 2d grad; score * sigmoid(gate[h, kv])", "kv <= q + 20",
+                        [=](const AttentionShape& s) { return testing_support::Captures{gate(s)}; }}},
+                      shape, 4000);
+  for (AttentionCase& test : cases) test.strided_captures = true;
+  return cases;
+}
+
+/// What the header of ready-made programs promises of their combination, and T5's buckets.
+std::vector<AttentionCase> ready_made_cases() {
+  using testing_support::tensor;
+  namespace ready = programs;
+  const auto text = [](const expr::Expr& program) { return expr::to_string(program); };
+  const auto table = [](std::int64_t buckets, ElementType type) {
+    return [=](const AttentionShape& s) {
+      return testing_support::Captures{tensor("table", {buckets, s.heads_q}, type, testing_support::wave)};
+    };
+  };
+  const auto documents = [](const AttentionShape& s) {
+    return testing_support::Captures{tensor("documents", {std::max(s.seqlen_q, s.seqlen_kv)},
+                                            ElementType::int32,
+                                            [](std::int64_t i) { return static_cast<double>(i / 70); })};
+  };
+  const auto prefix = [](const AttentionShape& s) {
+    return testing_support::Captures{
+        tensor("prefix", {s.batch}, ElementType::int32, [](std::int64_t b) { return 30.0 + 50 * b; })};
+  };
+  const ready::RelativeBias learned{.wants_grad = true};
+  const ready::RelativeBias one_sided{
+      .bidirectional = false, .num_buckets = 16, .max_distance = 64, .type = ElementType::bf16};
+  return in_every_family(
+      {{"window_or_dilated", "", text(ready::sliding_window(40, 0) || ready::dilated(7))},
+       {"not_strided_or_prefix", "", text(!ready::strided(24, 24) || ready::prefix_lm()), prefix},
+       {"causal_and_other_documents", "", text(ready::causal_mask() && !ready::documents(1)), documents},
+       {"not_either", "", text(!(ready::neighborhood_2d(16, 2) || ready::sliding_window(0, -1)))},
+       {"relative_bias_grad", text(ready::relative_bias(learned)), "", table(32, ElementType::fp32)},
+       {"causal_relative_bias", text(ready::relative_bias(one_sided)), text(ready::causal_mask()),
+        table(16, ElementType::bf16)}},
+      {2, 4, 2, 233, 290}, 5000);
+}
+
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more : {pair_cases(), packed_cases()}) all.insert(all.end(), more.begin(), more.end());
+    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), ready_made_cases()})
+      all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
   return cases;
@@ -140,6 +222,8 @@ const auto kName = [](const auto& test) { return name_of(test.param); };
 INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 
 /// A few that stress different parts of a kernel, with every configuration.
 std::vector<AttentionCase> sweep_cases() {

@@ -49,11 +49,31 @@ def test_long_context_begins_nothing_without_time(tmp_path):
     assert done.returncode == 0 and {row["status"] for row in table(tmp_path / "table.csv")} == {"no time"}
 
 
+def test_long_context_goes_on_later_with_what_had_no_time(tmp_path):
+    small = ("--device", "cpu", "--first", 64, "--hidden", 64, "--dims", 32, "--csv", tmp_path / "table.csv")
+    assert run("tools/examples/python/long_context.py", *small, "--last", 64).returncode == 0
+    before = table(tmp_path / "table.csv")
+    done = run("tools/examples/python/long_context.py", *small, "--last", 128, "--each", 0, "--resume")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = table(tmp_path / "table.csv")
+    assert rows[:len(before)] == before and {row["status"] for row in rows[len(before):]} == {"no time"}
+    done = run("tools/examples/python/long_context.py", *small, "--last", 128, "--resume", "--backends", "flashjit")
+    assert done.returncode == 0, done.stdout + done.stderr
+    again = table(tmp_path / "table.csv")
+    assert [row for row in again if row["backend"] != "flashjit"] == [row for row in rows if row["backend"] != "flashjit"]
+    assert [(row["seqlen"], row["status"]) for row in again if row["backend"] == "flashjit"] == [("64", "ok"), ("128", "ok")]
+
+
 def test_the_host_bench_measures_every_row(tmp_path):
-    done = run("tools/bench/python_host.py", "--without-gpu", "--rounds", 20, "--csv", tmp_path / "host.csv")
+    cpp = tmp_path / "cpp.csv"  # as Google Benchmark writes it
+    cpp.write_text('2026-11-21T10:00:00+00:00\nRunning bench\n'
+                   'name,iterations,real_time,cpu_time,time_unit,bytes_per_second,items_per_second,label,error_occurred,'
+                   'error_message\n"Runtime::forward",100,2500,2400,ns,,,,,\n"broken",,,,,,,,true,"why"\n')
+    done = run("tools/bench/python_host.py", "--without-gpu", "--rounds", 20, "--csv", tmp_path / "host.csv", "--cpp", cpp)
     assert done.returncode in (0, 1), done.stderr  # a slow machine may miss the goals
     rows = {row["what"]: float(row["value"]) for row in table(tmp_path / "host.csv")}
-    assert rows.pop("import flashjit, after torch") > 0 and len(rows) == 8 and all(cost > 0 for cost in rows.values())
+    assert rows.pop("import flashjit, after torch") > 0 and rows.pop("C++ Runtime::forward") == 2.5
+    assert len(rows) == 8 and all(cost > 0 for cost in rows.values()) and "C++ broken" not in rows
 
 
 def test_the_custom_attention():

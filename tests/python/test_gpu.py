@@ -322,8 +322,10 @@ def test_checkpointing():
 def test_double_backward_is_refused():
     q, k, v = tensors()
     grad = torch.autograd.grad(flashjit.attention(q, k, v).float().square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
+    with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()
+    torch.cuda.synchronize()
+    assert flashjit.attention(q, k, v).isfinite().all()
 
 
 def test_arrays_of_other_libraries():
@@ -385,19 +387,135 @@ def test_pytorch_s_signature(programs):
                                F.scaled_dot_product_attention(query, key, value, enable_gqa=True), atol=2e-2, rtol=2e-2)
 
 
-@pytest.mark.parametrize("change, match", [
-    (lambda q, k, v: (q, k.cpu(), v), "one device"),
-    (lambda q, k, v: (q, k.half(), v), "one type"),
-    (lambda q, k, v: (q.transpose(2, 3).contiguous().transpose(2, 3), k, v), "contiguous"),
-    (lambda q, k, v: (q[..., 1:57].contiguous()[..., 4:60], k, v), "head_dim|stride|multiple"),
-    (lambda q, k, v: (q[:, :3], k, v), "multiple"),
-])
-def test_bad_input_leaves_the_gpu_well(change, match):
+# --- bad input: refused, and the GPU goes on ---
+
+
+def transposed(x):
+    """The same values, with the last dimension not innermost."""
+    return x.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+def freed(x):
+    x.untyped_storage().resize_(0)
+    return x
+
+
+def captured(s, text="score + s[h]"):
+    return dict(score_mod=text, captures={"s": s})
+
+
+def ints(*numbers, device=DEVICE):
+    return torch.tensor(numbers, dtype=torch.int32, device=device)
+
+
+def packed(cu_seqlens_q, cu_seqlens_kv):
+    return dict(cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, max_seqlen_q=200, max_seqlen_kv=333)
+
+
+def refused(function, change, match):
     q, k, v = (x.detach() for x in tensors())
     with pytest.raises(flashjit.InvalidArgument, match=match):
-        flashjit.attention(*change(q, k, v))
+        function(**{"q": q, "k": k, "v": v, **change(q, k, v)})
     torch.cuda.synchronize()
     assert flashjit.attention(q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("change, match", [
+    # the CPU's with CUDA's
+    (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu: move them to one device"),
+    (lambda q, k, v: dict(q=q.cpu()), "q is on cpu and k on cuda:0: move them to one device"),
+    (lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cpu")), "kv_lengths on cpu"),
+    (lambda q, k, v: dict(sinks=torch.zeros(4)), "sinks on cpu"),
+    (lambda q, k, v: dict(block_mask=BlockMap(torch.ones(2, 3, dtype=torch.bool), 128)), "block_map on cpu"),
+    (lambda q, k, v: dict(q=q[:1], k=k[:1], v=v[:1], **packed(ints(0, 200, device="cpu"), ints(0, 333))), "cu_seqlens_q on cpu"),
+    (lambda q, k, v: captured(torch.rand(4)), "the captured tensor s on cpu"),
+    # types
+    (lambda q, k, v: dict(k=k.half()), "one type"),
+    (lambda q, k, v: dict(q=q.double()), "float16, bfloat16 and float32"),
+    (lambda q, k, v: dict(v=v.long()), "float16, bfloat16 and float32"),
+    (lambda q, k, v: dict(q=q.tolist()), "q is a list"),
+    (lambda q, k, v: dict(kv_lengths=ints(9, 9).long()), "contiguous int32"),
+    (lambda q, k, v: captured(torch.rand(4, device=DEVICE).double()), r"captures\['s'\]"),
+    # strides
+    (lambda q, k, v: dict(q=transposed(q)), r"q has stride .* last dimension.*call q.contiguous\(\)"),
+    (lambda q, k, v: dict(k=transposed(k)), r"call k.contiguous\(\)"),
+    (lambda q, k, v: dict(v=transposed(v)), r"call v.contiguous\(\)"),
+    # sizes
+    (lambda q, k, v: dict(q=q[..., 1:57].contiguous()[..., 4:60]), "head_dim of q"),
+    (lambda q, k, v: dict(q=q[0]), "four dimensions"),
+    (lambda q, k, v: dict(q=q[:, :3]), "multiple"),
+    (lambda q, k, v: dict(k=k[:1]), "batches must be equal"),
+    (lambda q, k, v: dict(v=v[:, :, :300]), "length of k"),
+    (lambda q, k, v: dict(kv_lengths=ints(9, 9, 9)), r"int32 \[2\]"),
+    (lambda q, k, v: dict(sinks=torch.zeros(3, device=DEVICE)), r"\[4\]"),
+    (lambda q, k, v: dict(block_mask=BlockMap(torch.ones(3, 3, dtype=torch.bool, device=DEVICE), 128)), "block"),
+    (lambda q, k, v: packed(ints(0, 200), ints(0, 333)), "its batch is 1"),
+    (lambda q, k, v: captured(torch.rand(4, 4, device=DEVICE), "s: fp32 1d; score + s[h]"), "captured|s "),
+    (lambda q, k, v: captured(torch.rand(0, device=DEVICE)), "no element to read"),
+    (lambda q, k, v: dict(q=q[..., :0], k=k[..., :0]), "from 1 to 256"),
+    # memory that is gone, and gradients that nothing has
+    (lambda q, k, v: dict(q=freed(q.clone())), "no memory any more|is null"),
+    (lambda q, k, v: dict(kv_lengths=freed(ints(9, 9))), "no memory any more|is null"),
+    (lambda q, k, v: captured(freed(torch.rand(4, device=DEVICE))), "no memory any more|is null"),
+    (lambda q, k, v: dict(mask_mod="s[q] > 0.0", captures={"s": torch.rand(200, device=DEVICE, requires_grad=True)}),
+     "a mask has none"),
+])
+def test_bad_input_leaves_the_gpu_well(programs, change, match):
+    refused(flashjit.attention, change, match)
+
+
+@pytest.mark.parametrize("change, match", [
+    (lambda q, k, v: dict(q=q.clone().requires_grad_()), "q requires gradients.*give its detach"),
+    (lambda q, k, v: dict(out=torch.empty_like(q).requires_grad_()), "out requires gradients"),
+    (lambda q, k, v: dict(options="score{s: fp32 1d; score + s[h]}", captures={"s": torch.rand(
+        4, device=DEVICE, requires_grad=True)}), r"captures\['s'\] requires gradients"),
+    (lambda q, k, v: dict(options="score{s: fp32 1d; score + s[h]}", captures={"s": freed(torch.rand(4, device=DEVICE))}),
+     "s is null"),
+    (lambda q, k, v: dict(k=k.cpu()), "q is on cuda:0 and k on cpu"),
+    (lambda q, k, v: dict(out=torch.empty(q.shape, dtype=q.dtype)), "out on cpu"),
+    (lambda q, k, v: dict(v=v.half()), "one type"),
+    (lambda q, k, v: dict(q=transposed(q)), "stride"),
+    (lambda q, k, v: dict(k=k[:1]), "batch"),
+    (lambda q, k, v: dict(lse=torch.empty(2, 4, 100, device=DEVICE)), r"it must be fp32 \[2, 4, 200\]"),
+])
+def test_bad_input_of_forward_leaves_the_gpu_well(programs, change, match):
+    refused(flashjit.forward, change, match)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("function, change, match", [
+    (flashjit.attention, lambda q, k, v: dict(k=k.to("cuda:1")), "q is on cuda:0 and k on cuda:1: move them to one device"),
+    (flashjit.attention, lambda q, k, v: dict(kv_lengths=ints(9, 9, device="cuda:1")), "kv_lengths on cuda:1"),
+    (flashjit.attention, lambda q, k, v: captured(torch.rand(4, device="cuda:1")), "the captured tensor s on cuda:1"),
+    (flashjit.forward, lambda q, k, v: dict(v=v.to("cuda:1")), "q is on cuda:0 and v on cuda:1"),
+])
+def test_tensors_of_two_gpus_are_refused(programs, function, change, match):
+    refused(function, change, match)
+
+
+def test_captures_freed_between_calls_are_refused(programs):
+    """Where all else is known to be right from the call before."""
+    q, k, v = (x.detach() for x in tensors())
+    slopes = torch.rand(4, device=DEVICE)
+    call = lambda: flashjit.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + slopes[h])
+    call()
+    torch.cuda.synchronize()
+    freed(slopes)
+    with pytest.raises(flashjit.InvalidArgument, match="is null"):
+        call()
+    torch.cuda.synchronize()
+    assert flashjit.attention(q, k, v).isfinite().all()
+
+
+@pytest.mark.parametrize("empty", [dict(batch=0), dict(heads=0, heads_kv=0), dict(queries=0), dict(keys=0)])
+def test_empty_tensors(empty):
+    """Are no mistake: there is nothing to compute, and what attends to nothing is 0."""
+    q, k, v = tensors(**empty)
+    out = flashjit.attention(q, k, v, causal=True)
+    assert out.shape == q.shape and (out == 0).all()
+    out.sum().backward()
+    assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
+    torch.cuda.synchronize()
 
 
 def host_cost(call, rounds=300):

@@ -1,5 +1,6 @@
 """The C ABI as Python sees it: struct layouts, errors, handles, the runtime's options."""
 import ctypes
+import json
 import os
 import pathlib
 import shutil
@@ -149,3 +150,36 @@ def test_the_command_runs(tmp_path):
     run = subprocess.run([sys.executable, "-m", "flashjit", "doctor"], capture_output=True, text=True,
                          env={**environment, "FLASHJIT_COMMAND": "/nonexistent"})
     assert run.returncode == 3 and "FLASHJIT_COMMAND" in run.stderr
+
+
+def real_command(*arguments, **environment):
+    """python -m flashjit with the wheel's command, or the one beside the library under test."""
+    command = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _library.PACKAGE / "native" / "flashjit")
+    if not command.exists():
+        command = _library.library_path().parent / "tools" / "flashjit"
+    if not command.exists():
+        pytest.skip("the command is not built: build the target flashjit_command")
+    paths = [str(_library.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
+                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FLASHJIT_COMMAND": str(command),
+                               **{name: str(value) for name, value in environment.items()}})
+
+
+def test_the_real_command_packs_and_lists(fake_gpu, tmp_path):
+    """With the NVRTC of tests/fake, so that it needs none."""
+    nvrtc, pack = fake_gpu.folder / "libflashjit_fake_nvrtc.so", tmp_path / "pack"
+    packed = real_command("pack", "--spec", "fwd:fp16:d64", "--arch", "sm_80", "--out", pack, FLASHJIT_NVRTC=nvrtc)
+    assert packed.returncode == 0 and "1 of 1 kernels" in packed.stdout, packed.stderr
+    entries = lambda *more, **named: json.loads(real_command("cache", "list", "--json", *more, **named).stdout)["entries"]
+    assert [(entry["spec"], entry["arch"]) for entry in entries("--dir", pack)] == [("fwd:fp16:d64", "sm_80")]
+    assert entries(FLASHJIT_CACHE_DIR=tmp_path / "cache") == []
+    refused = real_command("pack", "--spec", "fp16:d7", "--arch", "sm_80", "--out", pack)
+    assert refused.returncode == 2 and "fp16:d7" in refused.stderr
+
+
+def test_the_real_doctor_looks_around(tmp_path):
+    """Exit code 3: kernels cannot run here, as it says."""
+    done = real_command("doctor", FLASHJIT_CACHE_DIR=tmp_path)
+    assert done.returncode in (0, 3) and str(tmp_path) in done.stdout, done.stderr
+    assert (done.returncode == 3) == ("Kernels cannot run here" in done.stdout)
+    assert real_command("doctor", FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1").returncode == 3

@@ -424,6 +424,14 @@ def test_lists_of_other_tiles_are_refused(on_fake_gpu, programs):
         flashjit.attention(q, k, v, **given, lists=lists)
 
 
+@pytest.mark.parametrize("empty", [dict(batch=0), dict(heads=0, heads_kv=0), dict(queries=0), dict(keys=0)])
+def test_empty_tensors_are_taken_on_a_gpu(on_fake_gpu, empty):
+    q, k, v = tensors(**{"dim": 64, "dim_v": 64, "dtype": torch.bfloat16, **empty})
+    out = flashjit.attention(q, k, v, causal=True)
+    out.sum().backward()
+    assert out.shape == q.shape and k.grad.shape == k.shape
+
+
 # --- PyTorch's surroundings ---
 
 
@@ -435,11 +443,18 @@ def test_autocast_uses_the_lower_precision():
     assert all(a is b for a, b in zip(autocast(q, k, v), (q, k, v)))
 
 
-def test_double_backward_is_refused():
+@pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda out: out.square().sum()])
+def test_double_backward_is_refused(programs, loss):
     q, k, v = tensors()
-    grad = torch.autograd.grad(flashjit.attention(q, k, v).square().sum(), q, create_graph=True)[0]
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        grad.sum().backward()
+    slopes = torch.rand(4, requires_grad=True)
+    scores = dict(score_mod="score + s[h]", captures={"s": slopes})
+    for inputs, given in (((q, k, v), {}), ((q, slopes), scores)):
+        want = torch.autograd.grad(loss(flashjit.attention(q, k, v, **given)), inputs)
+        grads = torch.autograd.grad(loss(flashjit.attention(q, k, v, **given)), inputs, create_graph=True)
+        for grad, expected in zip(grads, want):
+            assert torch.equal(grad, expected)
+            with pytest.raises(flashjit.Unsupported, match="no second derivative: compute with .*MATH"):
+                grad.sum().backward()
 
 
 def test_checkpointing():
@@ -632,6 +647,44 @@ def test_freed_captures_are_refused(programs):
     slopes.untyped_storage().resize_(0)
     with pytest.raises(flashjit.InvalidArgument, match="no memory any more"):
         flashjit.attention(q, k, v, score_mod="score + s[h]", captures={"s": slopes})
+
+
+def test_captures_freed_between_calls_are_refused(programs):
+    q, k, v = tensors()
+    slopes = torch.rand(4)
+    call = lambda: flashjit.attention(q, k, v, score_mod=lambda s, b, h, q, kv: s + slopes[h])
+    call()
+    slopes.untyped_storage().resize_(0)
+    with pytest.raises(flashjit.InvalidArgument, match="is null"):
+        call()
+
+
+def needs_no_gradient():
+    q, k, v = (x.detach() for x in tensors(dim_v=16))
+    return dict(q=q, k=k, v=v), dict(options="score{s: fp32 1d grad; score + s[h]}", captures={"s": torch.rand(4)})
+
+
+@pytest.mark.parametrize("name", ["q", "k", "v", "out", "lse"])
+def test_forward_refuses_what_requires_gradients(name):
+    given, _ = needs_no_gradient()
+    given.update(out=torch.empty_like(given["q"]), lse=torch.empty(2, 4, 9))
+    flashjit.forward(**given)
+    given[name].requires_grad_()
+    with pytest.raises(flashjit.InvalidArgument, match=rf"^{name} requires gradients, .* call flashjit.attention\(\), or give"):
+        flashjit.forward(**given)
+    with torch.no_grad(), pytest.raises(flashjit.InvalidArgument, match="give its detach"):
+        flashjit.forward(**given)
+
+
+def test_forward_and_backward_refuse_captures_that_require_gradients(programs):
+    given, program = needs_no_gradient()
+    out, lse = flashjit.forward(**given, **program)
+    program["captures"]["s"].requires_grad_()
+    for call in (lambda: flashjit.forward(**given, **program),
+                 lambda: flashjit.backward(**given, out=out, lse=lse, dout=out, **program),
+                 lambda: flashjit.build_lists(**given, **program)):
+        with pytest.raises(flashjit.InvalidArgument, match=r"captures\['s'\] requires gradients"):
+            call()
 
 
 def test_deterministic_mode_takes_gradients_of_captures(programs):

@@ -63,10 +63,12 @@ def view(tensor):
 
 
 def capture_array(captures):
-    """Tensors by the names that a program declares."""
+    """Tensors and numbers by the names that a program declares."""
     sizes = lambda values: (ctypes.c_int64 * 4)(*values)
-    return (abi.Capture * len(captures))(*(abi.Capture(name.encode(), x.data_ptr(), None, x.dim(), 0, sizes(x.shape),
-                                                       sizes(x.stride()), 0.0) for name, x in captures.items()))
+    tensor = lambda name, x: abi.Capture(name, x.data_ptr(), None, x.dim(), 0, sizes(x.shape), sizes(x.stride()), 0.0)
+    number = lambda name, x: abi.Capture(name=name, scalar=x)
+    return (abi.Capture * len(captures))(*((tensor if isinstance(x, torch.Tensor) else number)(name.encode(), x)
+                                           for name, x in captures.items()))
 
 
 class Ours:

@@ -170,14 +170,16 @@ def attentions():
         Attention("Causal", causal, length=8192, case="causal"),
         Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
         Attention("Window and first tokens", "window: int; kv <= q && (q - kv < window || kv < 4)", tiles=INTERVALS,
-                  names={"window": np.int64(14)}),
+                  names={"window": np.int64(14)}, case="first_tokens"),
         Attention("Prefix LM", "q >= kv || kv < 2000", tiles=INTERVALS, length=8192, case="prefix"),
         Attention("Documents", "ids: int32 1d; q >= kv && ids[q] == ids[kv]", tiles=INTERVALS, length=8192,
                   names={"ids": runs(16, 8192, 3)}, case="documents"),
-        Attention("Block-causal", "kv / 8 <= q / 8", tiles=INTERVALS),
-        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": np.int64(3)}),
-        Attention("Strided (Sparse Transformer)", "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)", tiles=PAIRS),
-        Attention("2-D neighbourhood", "abs(q / 8 - kv / 8) <= 1 && abs(q % 8 - kv % 8) <= 1", tiles=INTERVALS),
+        Attention("Block-causal", "kv / 8 <= q / 8", tiles=INTERVALS, case="block_causal"),
+        Attention("Dilated", "step: int; kv <= q && (q - kv) % step == 0", tiles=PAIRS, names={"step": np.int64(3)},
+                  case="dilated"),
+        Attention("Strided (Sparse Transformer)", "kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)", tiles=PAIRS, case="strided"),
+        Attention("2-D neighbourhood", "abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8", tiles=INTERVALS,
+                  length=1024, case="neighbourhood"),
         Attention("Butterfly", "((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0", tiles=PAIRS, length=8192,
                   case="butterfly"),
         Attention("Window that grows with the head", "kv <= q && q - kv < 4 << h", heads=4),
@@ -186,9 +188,9 @@ def attentions():
         Attention("ALiBi", causal, "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)", length=8192, case="alibi"),
         Attention("Softcap", causal, "50.0 * tanh(score / 50.0)", case="softcap"),
         Attention("Relative bias", "", "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
-                  names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)}),
+                  names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)}, case="relative_bias"),
         Attention("Bias of a pair, causal", causal, "bias: bf16 4d grad; score + bias[b, h, q, kv]",
-                  names={"bias": random.normal(size=(1, 1, 64, 64))}),
+                  names={"bias": random.normal(size=(1, 1, 64, 64))}, case="bias"),
     ]
 
 
@@ -281,13 +283,24 @@ def compile_times(rows):
             f"{statistics.median(flex) / 1e3:.1f} s (medians).")
 
 
+def about_programs(rows):
+    """What the programs' texts leave open, of those that were measured."""
+    cases, text = values(rows, "case"), ""
+    if {"first_tokens", "dilated"} <= set(cases):
+        text += " Scalars: window 1024, step 3."
+    if "bias" in cases:
+        rates = [f"{PASSES[row['pass']]} {float(row['bias_gbs']):.0f}" for row in rows if row["case"] == "bias"]
+        text += f" Biases are measured without their gradient; that of a pair is read at {' and '.join(rates)} GB/s."
+    return text
+
+
 def measured(rows):
     shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows})
     sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
     text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
             "[tools/bench/variants.py](tools/bench/variants.py) in one process on the same tensors, checked before they are "
             f"timed; pairs that attend count; bf16; {sizes}. Lists of tiles are made in every call of ours and count; "
-            f"FlexAttention's block masks are made beforehand.{compile_times(rows)}")
+            f"FlexAttention's block masks are made beforehand.{about_programs(rows)}{compile_times(rows)}")
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 

@@ -1,5 +1,6 @@
 // What a call costs on the host: Runtime::forward in steady state beside a bare cuLaunchKernelEx of the same
-// kernel with the same parameters. The difference is flashjit's own cost a call.
+// kernel with the same parameters. The difference is flashjit's own cost a call. As a table, which
+// python_host.py takes into its own: --benchmark_out=host_costs.csv --benchmark_out_format=csv
 #include <benchmark/benchmark.h>
 
 #include <algorithm>
@@ -102,10 +103,9 @@ void bare_launch(benchmark::State& state, const Bench& bench) {
   }
 }
 
-void runtime_forward(benchmark::State& state, const Bench& bench) {
+void steady_calls(benchmark::State& state, const Bench& bench, const AttentionSpec& spec,
+                  const ForwardArgs& args) {
   Runtime runtime;
-  const AttentionSpec spec = make_spec();
-  const ForwardArgs args = bench.args();
   runtime.forward(spec, args, bench.stream());
   int launched = 0;
   for (auto _ : state) {
@@ -113,6 +113,20 @@ void runtime_forward(benchmark::State& state, const Bench& bench) {
     bench.after_launch(state, launched);
   }
   bench.wait();  // the kernel unloads with its Runtime
+}
+
+void runtime_forward(benchmark::State& state, const Bench& bench) {
+  steady_calls(state, bench, make_spec(), bench.args());
+}
+
+/// A score program that reads a captured tensor, which is looked up by name and checked in every call.
+void runtime_forward_with_capture(benchmark::State& state, const Bench& bench) {
+  AttentionSpec spec = make_spec();
+  spec.score = ScoreProgram("slopes: fp32 1d; score + slopes[h] * to_float(kv - q)");
+  ForwardArgs args = bench.args();
+  const std::array captures = {Capture::tensor("slopes", args.q.data, {kShape.heads_q})};  // zeros
+  args.captures = captures;
+  steady_calls(state, bench, spec, args);
 }
 
 void c_forward(benchmark::State& state, const Bench& bench) {
@@ -186,6 +200,7 @@ int main(int argc, char** argv) {
     };
     add("bare_cuLaunchKernelEx", bare_launch);
     add("Runtime::forward", runtime_forward);
+    add("Runtime::forward, captured tensor", runtime_forward_with_capture);
     add("flashjit_forward", c_forward);
     add("disk_to_first_launch", disk_to_first_launch);
     add("check_arguments_and_make_params", arguments_alone);

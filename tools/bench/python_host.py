@@ -1,13 +1,16 @@
 """What a Python call costs on the CPU in steady state, flashjit's beside PyTorch's own, and what the import costs.
 
-    python3 tools/bench/python_host.py --csv python_host.csv
+    build/tools/flashjit_host_bench --benchmark_out=host_costs.csv --benchmark_out_format=csv
+    python3 tools/bench/python_host.py --cpp host_costs.csv --csv tools/bench/results/h100_host.csv
 
 Small problems, so that the GPU never holds the host up; the queue is kept short; the calls of all rows take turns, and
 medians count. --without-gpu leaves the launch out, on CPU tensors: what remains is Python's share, for profiling. Goals:
 15 us a call of flashjit.attention() without gradients, 0.2 s for the import beyond PyTorch's. Exit code: 1 where one is missed.
+--cpp takes the rows of host_costs.cpp, which needs no Python, into the same table.
 """
 import argparse
 import csv
+import datetime
 import os
 import statistics
 import subprocess
@@ -19,6 +22,8 @@ import torch.nn.functional as F
 
 import flashjit
 import flashjit.torch
+
+from compare import commit_name
 
 GOAL_US, GOAL_IMPORT_S = 15, 0.2
 IMPORT = "import time, torch; start = time.perf_counter(); import flashjit, flashjit.torch; print(time.perf_counter() - start)"
@@ -75,6 +80,27 @@ def import_seconds():
     return min(run() for _ in range(5))
 
 
+def read_cpp(path):
+    """(name, microseconds) of Google Benchmark's CSV, which begins with lines about the machine."""
+    with open(path, newline="") as file:
+        lines = file.read().splitlines()
+    start = next((i for i, line in enumerate(lines) if line.startswith("name,")), None)
+    if start is None:
+        sys.exit(f"python_host: {path} has no line of columns: make it with --benchmark_out_format=csv")
+    scale = {"ns": 1e-3, "us": 1, "ms": 1e3, "s": 1e6}
+    return [("C++ " + row["name"], float(row["real_time"]) * scale[row["time_unit"]])
+            for row in csv.DictReader(lines[start:]) if row["real_time"]]
+
+
+def write(path, device, commit, rows):
+    """rows: (what, value, unit)."""
+    date = datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d")
+    with open(path, "w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["date", "device", "commit", "what", "value", "unit"])
+        writer.writerows([date, device, commit, *row] for row in rows)
+
+
 def leave_the_launch_out():
     from flashjit import _plans
     _plans.Plan._launch = lambda self, function, words: None
@@ -94,7 +120,9 @@ def main():
     parser.add_argument("--without-gpu", action="store_true", help="leave the launch out, on CPU tensors")
     parser.add_argument("--profile", metavar="ROW", help="profile this row instead")
     parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--cpp", metavar="CSV", help="what flashjit_host_bench wrote: more rows of the table")
     parser.add_argument("--csv", help="write the table here")
+    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     options = parser.parse_args()
     if not options.without_gpu and not torch.cuda.is_available():
         print("python_host: PyTorch finds no GPU; --without-gpu leaves the launch out", file=sys.stderr)
@@ -112,16 +140,14 @@ def main():
         return 0
     table = medians(rows, options.rounds, (lambda: None) if options.without_gpu else torch.cuda.synchronize)
     imports = import_seconds()
-    for name, cost in table.items():
-        print(f"{name:45} {cost:7.1f} us")
-    print(f"{'import flashjit, after torch':45} {imports:7.3f} s")
+    cpp = read_cpp(options.cpp) if options.cpp else []
+    rows = [*((name, f"{cost:.2f}", "us") for name, cost in (*table.items(), *cpp)),
+            ("import flashjit, after torch", f"{imports:.3f}", "s")]
+    for name, value, unit in rows:
+        print(f"{name:45} {value:>9} {unit}")
     if options.csv:
-        with open(options.csv, "w", newline="") as file:
-            writer = csv.writer(file)
-            writer.writerow(["device", "what", "value", "unit"])
-            device = os.uname().machine if options.without_gpu else torch.cuda.get_device_name()
-            writer.writerows([device, name, f"{cost:.2f}", "us"] for name, cost in table.items())
-            writer.writerow([device, "import flashjit, after torch", f"{imports:.3f}", "s"])
+        device = os.uname().machine if options.without_gpu else torch.cuda.get_device_name()
+        write(options.csv, device, options.commit or commit_name(), rows)
     return 0 if table["flashjit.attention"] <= GOAL_US and imports <= GOAL_IMPORT_S else 1
 
 

@@ -1,13 +1,16 @@
 """Compare flashjit's score and mask programs with PyTorch's FlexAttention on one GPU, in one process, on the same tensors.
 
-bf16, 8k tokens twice, head dims 64 and 128: full, causal, a sliding window, documents, ALiBi, softcap, prefix LM; and the
-butterfly blocks of the first FlashAttention paper at 64k. Results are checked before they are timed. Launches take turns,
-each between two CUDA events, and the median counts. FlexAttention's block mask is made beforehand, as its users do; ours,
-where a mask needs lists of tiles, is made anew in every call and counts.
+bf16, 8k tokens twice, head dims 64 and 128: full, causal, a sliding window, documents, ALiBi, softcap, prefix LM; with head
+dim 128 alone, so that all takes some four minutes, more masks and biases; and the butterfly blocks of the first
+FlashAttention paper at 64k. Results are checked before they are timed. Launches take turns, each between two CUDA events,
+and the median counts. FlexAttention's block mask is made beforehand, as its users do; ours, where a mask needs lists of
+tiles, is made anew in every call and counts. Biases have no gradient here.
 
     python3 tools/bench/variants.py --lib build/libflashjit.so --csv variants.csv
 
-Rates count the pairs that attend. Exit code: as compare.py.
+Rates count the pairs that attend. bias_gbs: of a dense bias, GB a second of its elements at those pairs. At the end: what a
+tile of ours costs with a window and with ALiBi, beside one of the causal and of the full attention. Tiles are those of
+128x128 in which a pair attends, whatever the kernels' own tiles are. Exit code: as compare.py.
 """
 import argparse
 import datetime
@@ -15,7 +18,7 @@ import sys
 import time
 
 import compare
-from compare import Ours, abi, Report, interleaved_ms, reason, torch
+from compare import Ours, abi, Report, interleaved_ms, torch
 
 try:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
@@ -25,16 +28,19 @@ except ImportError as error:
 
 LENGTH, BATCH, HIDDEN = 8192, 2, 2048
 WINDOW, DOCUMENTS, PREFIX = 1024, 16, 2000
+TILE = 128
+COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "flashjit_ms", "flex_ms", "flashjit_tflops",
+           "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs"]
 
 
-def document_ids(length):
+def document_ids(length, device):
     """int32 [length]: DOCUMENTS runs of unlike lengths."""
     generator = torch.Generator().manual_seed(1)
     cuts = torch.sort(torch.randperm(length - 1, generator=generator)[:DOCUMENTS - 1] + 1)[0]
     ids = torch.zeros(length, dtype=torch.int32)
     for cut in cuts.tolist():
         ids[cut:] += 1
-    return ids.cuda()
+    return ids.to(device)
 
 
 def causal(b, h, q, k):
@@ -47,15 +53,16 @@ def butterfly(b, h, q, k):
 
 
 class Case:
-    """One attention, for both: our spec's parts and captures, FlexAttention's functions."""
+    """One attention, for both: our spec's parts and captures, FlexAttention's functions. bias: the name of a capture with
+    an element for each pair."""
 
-    def __init__(self, name, parts, score_mod=None, mask_mod=None, captures=None):
+    def __init__(self, name, parts, score_mod=None, mask_mod=None, captures=None, bias=None):
         self.name, self.parts, self.score_mod, self.mask_mod = name, parts, score_mod, mask_mod
-        self.captures = captures or {}
+        self.captures, self.bias = captures or {}, bias
 
 
-def cases(length):
-    ids = document_ids(length)
+def cases(length, device="cuda"):
+    ids = document_ids(length, device)
     return [
         Case("full", ""),
         Case("causal", ":causal", mask_mod=causal),
@@ -70,14 +77,53 @@ def cases(length):
     ]
 
 
-def attending_pairs(mask_mod, length):
+def more_cases(batch, heads, length, device="cuda"):
+    """Those of the gallery that are measured with one head dimension. One after the other, as the last takes memory."""
+    yield Case("first_tokens", ":mask{window: int; kv <= q && (q - kv < window || kv < 4)}", captures={"window": WINDOW},
+               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < WINDOW) | (k < 4)))
+    yield Case("block_causal", ":mask{kv / 8 <= q / 8}", mask_mod=lambda b, h, q, k: k // 8 <= q // 8)
+    yield Case("dilated", ":mask{step: int; kv <= q && (q - kv) % step == 0}", captures={"step": 3},
+               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k) % 3 == 0))
+    yield Case("strided", ":mask{kv <= q && (q - kv < 8 || (q - kv) % 8 == 0)}",
+               mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < 8) | ((q - k) % 8 == 0)))
+    yield Case("neighbourhood", ":mask{abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8}",
+               mask_mod=lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 8) & ((q % 64 - k % 64).abs() <= 8))
+    torch.manual_seed(0)
+    table = torch.randn(heads, 64, device=device).half()
+    yield Case("relative_bias", ":score{table: fp16 2d; score + table[h, max(min(kv - q, 31), -32) + 32]}",
+               score_mod=lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -32, 31) + 32], captures={"table": table})
+    bias = torch.randn(batch, heads, length, length, device=device, dtype=torch.bfloat16)
+    yield Case("bias", ":score{bias: bf16 4d; score + bias[b, h, q, kv]}:causal", mask_mod=causal, captures={"bias": bias},
+               score_mod=lambda s, b, h, q, k: s + bias[b, h, q, k], bias="bias")
+
+
+def counts(mask_mod, length, device="cuda"):
+    """Pairs that attend, tiles in which one does, and those of them in which not all do."""
     if mask_mod is None:
-        return float(length) * length
-    keys, count = torch.arange(length, device="cuda"), 0
-    for begin in range(0, length, 1024):
-        queries = torch.arange(begin, begin + 1024, device="cuda")
-        count += int(mask_mod(0, 0, queries[:, None], keys[None, :]).sum())
-    return float(count)
+        return length * length, (length // TILE) ** 2, 0
+    keys, pairs, kept, partial = torch.arange(length, device=device), 0, 0, 0
+    step = min(length, 8 * TILE)
+    for begin in range(0, length, step):
+        queries = torch.arange(begin, begin + step, device=device)
+        attends = mask_mod(0, 0, queries[:, None], keys[None, :])
+        tiles = attends.reshape(step // TILE, TILE, length // TILE, TILE).sum((1, 3))
+        pairs += int(tiles.sum())
+        kept += int((tiles > 0).sum())
+        partial += int(((tiles > 0) & (tiles < TILE * TILE)).sum())
+    return pairs, kept, partial
+
+
+def tile_costs(rows):
+    """Lines: what a tile with a window or ALiBi costs, beside the plain kernel's. rows: as of the CSV."""
+    known = {(row["head_dim"], row["pass"], row["case"]): row for row in rows}
+    for (dim, pass_name, case), row in known.items():
+        if case not in ("window", "alibi"):
+            continue
+        cost = lambda row: row["flashjit_ms"] / row["tiles"]
+        beside = [f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
+                  for plain in ("causal", "full") if (dim, pass_name, plain) in known]
+        yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {TILE}x{TILE}, {row['partial_tiles']} of them partial; "
+               f"time for each: {', '.join(beside) or 'nothing to compare with'}")
 
 
 class Flex:
@@ -121,17 +167,21 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
     flex = Flex(case, q, k, v, dout)
     for text in compare.differences(ours.results(), flex.results()):
         report.failure(f"{label}: {text}")
-    pairs = attending_pairs(case.mask_mod, length)
+    pairs, tiles, partial = counts(case.mask_mod, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
         ms = interleaved_ms({"flashjit": getattr(ours, method), "flex": getattr(flex, method)}, rounds)
         rate = lambda x: 4.0 * pairs * dim * heads * batch * (2.5 if pass_name == "bwd" else 1.0) / x / 1e9
+        bias = {}
+        if case.bias:
+            bias["bias_gbs"] = pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
         report.row(**{"pass": pass_name}, case=case.name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
-                   pairs=pairs, flashjit_ms=ms["flashjit"], flex_ms=ms["flex"], flashjit_tflops=rate(ms["flashjit"]),
-                   flex_tflops=rate(ms["flex"]), ratio=ms["flex"] / ms["flashjit"], flashjit_compile_ms=compile_ms,
-                   flex_compile_ms=flex.compile_ms)
+                   pairs=float(pairs), flashjit_ms=ms["flashjit"], flex_ms=ms["flex"],
+                   flashjit_tflops=rate(ms["flashjit"]), flex_tflops=rate(ms["flex"]), ratio=ms["flex"] / ms["flashjit"],
+                   flashjit_compile_ms=compile_ms, flex_compile_ms=flex.compile_ms, tiles=tiles, partial_tiles=partial,
+                   **bias)
         print(f"{pass_name} {label:34} TFLOP/s: flashjit {rate(ms['flashjit']):5.0f}  flex {rate(ms['flex']):5.0f}  "
-              f"ratio {ms['flex'] / ms['flashjit']:.2f}   cold compile {compile_ms:.0f} / {flex.compile_ms:.0f} ms",
-              flush=True)
+              f"ratio {ms['flex'] / ms['flashjit']:.2f}   cold compile {compile_ms:.0f} / {flex.compile_ms:.0f} ms"
+              + "".join(f"   the bias's own bytes {x:.0f} GB/s" for x in bias.values()), flush=True)
 
 
 def main():
@@ -150,17 +200,17 @@ def main():
     constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
-    report = Report(arguments.csv, list(constants) + ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs",
-                                                      "flashjit_ms", "flex_ms", "flashjit_tflops", "flex_tflops", "ratio",
-                                                      "flashjit_compile_ms", "flex_compile_ms"], constants)
-    for dim in (64, 128):
-        for case in cases(LENGTH):
+    report = Report(arguments.csv, list(constants) + COLUMNS, constants)
+    todo = [(dim, cases(LENGTH)) for dim in (64, 128)] + [(128, more_cases(BATCH, HIDDEN // 128, LENGTH))]
+    for dim, some in todo:
+        for case in some:
             if arguments.only in case.name:
                 compare.guarded(report, f"{case.name} d{dim}", point, runtime, report, case, BATCH, HIDDEN // dim, LENGTH, dim,
                                 11)
     blocks = Case("butterfly", ":mask{((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0}", mask_mod=butterfly)
     if arguments.only in blocks.name:
         compare.guarded(report, "butterfly", point, runtime, report, blocks, 1, 8, 65536, 64, 5)
+    print("\n".join(tile_costs(report.rows)))
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

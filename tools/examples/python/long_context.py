@@ -3,8 +3,14 @@ with each of PyTorch's backends: time and peak memory beside each other.
 
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png
 
-Lengths double. A backend that runs out of memory, fails, or would run past the time limit says so in the table and is not
-tried again. Each result's last rows, of O and of dQ, are checked against fp32. Needs a GPU; --device cpu --last 512 runs a
+Lengths double. A backend that runs out of memory, fails, or would run past a time limit says so in the table and is not
+tried again. What had no time can be done later, also for flashjit alone: from 1M tokens on a length takes each backend some
+15 s, and four times as long at the next, while nothing new is learned of the peers, whose times just grow as before.
+
+    python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png \\
+        --resume --backends flashjit --seconds 400
+
+Each result's last rows, of O and of dQ, are checked against fp32. Needs a GPU; --device cpu --last 512 runs a
 small one through the CPU reference, to see that all is wired up. Exit code: 1 where flashjit failed or a result is wrong.
 """
 import argparse
@@ -115,26 +121,50 @@ def attempt(options, backend, dim, length):
     return result
 
 
-def rows(options):
+def starts(options, table):
+    """By head dimension and backend: the length to begin with, and the seconds that the one before took. table: rows of an
+    earlier run, after which those go on that had no time."""
+    begin = {(dim, backend): (options.first, 0.0) for dim in options.dims for backend in options.backends}
+    for row in table:
+        at = row["head_dim"], row["backend"]
+        if at in begin and row["status"] == "ok":
+            begin[at] = 2 * row["seqlen"], row["ms"] / 1e3
+        elif at in begin and row["status"] != "no time":
+            del begin[at]
+    return begin
+
+
+def rows(options, table=()):
     """Rows of the table, shortest lengths first, until no backend goes on."""
     end = time.perf_counter() + options.seconds
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    last = {(dim, backend): 0.0 for dim in options.dims for backend in BACKENDS}  # seconds of the length before
-    length = options.first
+    last = starts(options, table)
+    length = min((first for first, _ in last.values()), default=0)
     while last and length <= options.last:
-        for dim, backend in list(last):
-            next_run = 4 * last[dim, backend]  # twice the length
-            if time.perf_counter() + next_run * (2 if next_run < LONG_SECONDS else 1) > end:
+        for (dim, backend), (begin, seconds) in list(last.items()):
+            if length < begin:
+                continue
+            next_run = 4 * seconds  # twice the length
+            total = next_run * (2 if next_run < LONG_SECONDS else 1)
+            if total > options.each or time.perf_counter() + total > end:
                 result = {"status": "no time"}
             else:
                 result = attempt(options, backend, dim, length)
             yield {"device": name, "head_dim": dim, "heads": options.hidden // dim, "causal": int(options.causal),
                    "seqlen": length, "backend": backend, **result}
             if result["status"] in ("ok", "wrong"):
-                last[dim, backend] = result["ms"] / 1e3
+                last[dim, backend] = 2 * length, result["ms"] / 1e3
             else:
                 del last[dim, backend]
         length *= 2
+
+
+def kept(options):
+    """Of the table of an earlier run, the rows that will not be measured again."""
+    if not options.resume:
+        return []
+    again = {(dim, backend) for dim in options.dims for backend in options.backends}
+    return [row for row in read(options.csv) if row["status"] != "no time" or (row["head_dim"], row["backend"]) not in again]
 
 
 def show(row):
@@ -192,6 +222,9 @@ def main():
     parser.add_argument("--first", type=int, default=1024, help="the shortest length")
     parser.add_argument("--last", type=int, default=2**24, help="no longer than this")
     parser.add_argument("--seconds", type=float, default=90, help="begin nothing that would end later than this")
+    parser.add_argument("--each", type=float, default=float("inf"), help="begin no length that would take longer than this")
+    parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
+    parser.add_argument("--resume", action="store_true", help="keep the table in --csv, and go on with what had no time")
     parser.add_argument("--csv", help="write the table here")
     parser.add_argument("--png", help="draw it here; needs matplotlib")
     parser.add_argument("--draw", metavar="CSV", help="measure nothing: draw what --csv wrote, e.g. on another machine")
@@ -202,20 +235,28 @@ def main():
     if options.device == "cuda" and not torch.cuda.is_available():
         print("long_context: PyTorch finds no GPU; --device cpu --last 512 runs without", file=sys.stderr)
         return 77
-    table = []
+    if options.resume and not options.csv:
+        parser.error("--resume goes on with the table that --csv names")
+    table, new = kept(options), []
     with open(options.csv, "w", newline="") if options.csv else contextlib.nullcontext() as file:
         writer = csv.DictWriter(file, COLUMNS) if file else None
-        if writer:
-            writer.writeheader()
-        for row in rows(options):
-            show(row)
-            table.append(row)
+
+        def write(row):
             if writer:  # at once: what is measured stays if a later length ends the process
                 writer.writerow({name: f"{x:.4g}" if isinstance(x, float) else x for name, x in row.items()})
                 file.flush()
+        if writer:
+            writer.writeheader()
+        for row in table:
+            write(row)
+        for row in rows(options, table):
+            show(row)
+            new.append(row)
+            write(row)
+    table += new
     if options.png:
         plot(options.png, table)
-    bad = any(row["status"] == "wrong" or (row["backend"], row["status"]) == ("flashjit", "failed") for row in table)
+    bad = any(row["status"] == "wrong" or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
     return 1 if bad or not table else 0
 
 

@@ -5,10 +5,9 @@ from typing import Any, Mapping, Sequence, Union
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._lists import TileLists, check_lists
-from ._operators import through_operator
+from ._operators import refuse_second, through_operator
 from ._plans import NOTHING, Fixed, Plan, plan_of
 from ._problem import autocast, check_types, read_problem
 from ._tracing import torch_mode
@@ -132,21 +131,37 @@ class _Attention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, dout: Tensor) -> Any:
-        q, k, v, out, lse, *rest = ctx.saved_tensors
-        call = ctx.call
-        lists = None if call.lists is None else call.lists.built[1]
-        if not rest:
-            grads, _, _ = call.plan.backward(dout, q, k, v, out, lse, NOTHING, (), call.seed, call.offset, lists)
-            return (None, *grads)
-        five, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
-        fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
-        values = [next(captures) if x is None else x for x in call.values]
-        grads, dsinks, dvalues = call.plan.backward(dout, q, k, v, out, lse, fixed, values, call.seed, call.offset, lists)
-        by_place = dict(zip(call.plan.grad_places, dvalues))
-        of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
-        return (None, *grads, None, None, None, None, dsinks, *of_captures)
+        if not torch.is_grad_enabled():
+            return _gradients(ctx.call, dout, *ctx.saved_tensors)
+        with torch.no_grad():  # under create_graph
+            grads = _gradients(ctx.call, dout, *ctx.saved_tensors)
+        return _WithoutGradient.apply(*(x if x is None else x.requires_grad_() for x in grads))
+
+
+def _gradients(call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+    """Those of what _Attention.forward() is given, in its order."""
+    lists = None if call.lists is None else call.lists.built[1]
+    if not rest:
+        grads, _, _ = call.plan.backward(dout, q, k, v, out, lse, NOTHING, (), call.seed, call.offset, lists)
+        return (None, *grads)
+    five, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
+    fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
+    values = [next(captures) if x is None else x for x in call.values]
+    grads, dsinks, dvalues = call.plan.backward(dout, q, k, v, out, lse, fixed, values, call.seed, call.offset, lists)
+    by_place = dict(zip(call.plan.grad_places, dvalues))
+    of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
+    return (None, *grads, None, None, None, None, dsinks, *of_captures)
+
+
+class _WithoutGradient(torch.autograd.Function):
+    """Hands on tensors that require a gradient and have none: who asks for it is told so."""
+
+    @staticmethod
+    def forward(ctx: Any, *tensors: Any) -> Any:
+        return tensors
+
+    backward = staticmethod(refuse_second)
 
 
 # Function.apply without its search for functorch's wrappers, which _is_simple() has ruled out.

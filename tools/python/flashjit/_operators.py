@@ -115,10 +115,10 @@ def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
 torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)
 
 
-def _refuse_second(ctx: Any, *_: Any) -> Any:
+def refuse_second(ctx: Any, *_: Any) -> Any:
     raise Unsupported("flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
                       "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed.")
 
 
-torch.library.register_autograd("flashjit::attention_backward", _refuse_second,
+torch.library.register_autograd("flashjit::attention_backward", refuse_second,
                                 setup_context=lambda ctx, inputs, output: None)

@@ -62,8 +62,8 @@ _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_CAPTURES = _word(
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
-_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists"), _word(structure, *Fixed._fields))
-                    for structure in (ForwardArgs, BackwardArgs))
+_F_LENT, _B_LENT = (Lent(_library.word(structure, "workspace"), _library.word(structure, "lists"),
+                         _word(structure, *Fixed._fields)) for structure in (ForwardArgs, BackwardArgs))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 

@@ -105,7 +105,7 @@ def build_lists(q: Any, k: Any, v: Any, *, backward: bool = False, options: str 
     if call.views["q"].device[0] == "cpu":  # where every pair is looked at
         return BlockLists(None, None, 0)
     members = {name: value for name, value in call.common(None, dropout_p, 0, 0).items()
-               if name in (field for field, _ in ListArgs._fields_)}
+               if name in (field for field, *_ in ListArgs._fields_)}
     needed = runtime().list_bytes(call.spec, call.shape, backward=backward)
     args = ListArgs(struct_size=ctypes.sizeof(ListArgs), **members)
     args.memory, args.memory_bytes, memory = call.lent("memory", memory, needed, q)

@@ -1,0 +1,91 @@
+"""What tools/bench/variants.py and gallery.py measure and show: the same attention on both sides, and honest tile counts."""
+import csv
+import importlib
+import pathlib
+import sys
+
+import pytest
+
+torch = pytest.importorskip("torch")
+flex = pytest.importorskip("torch.nn.attention.flex_attention")
+np = pytest.importorskip("numpy")
+import flashjit  # noqa: E402
+
+BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
+LENGTH, HEADS = 256, 2
+
+
+@pytest.fixture(scope="module")
+def variants():
+    before = list(sys.path)
+    sys.path[:0] = [str(BENCH)]
+    yield importlib.import_module("variants")
+    sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def gallery(variants):
+    return importlib.import_module("gallery")
+
+
+def all_cases(variants, length=LENGTH):
+    return [*variants.cases(length, "cpu"), *variants.more_cases(1, HEADS, length, "cpu")]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without")
+def test_both_compute_the_same_attention(variants, programs, monkeypatch):
+    monkeypatch.setattr(variants, "WINDOW", 50)
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(1, HEADS, LENGTH, 16) for _ in range(3))
+    for case in all_cases(variants):
+        mask = case.mask_mod and flex.create_block_mask(case.mask_mod, None, None, LENGTH, LENGTH, device="cpu")
+        want = flex.flex_attention(q, k, v, score_mod=case.score_mod, block_mask=mask)
+        out, _ = flashjit.forward(q, k, v, options=case.parts.removeprefix(":"), captures=case.captures)
+        torch.testing.assert_close(out, want, atol=1e-5, rtol=1e-4, msg=lambda text: f"{case.name}: {text}")
+
+
+def test_the_gallery_shows_what_is_measured(variants, gallery):
+    measured = {case.name: case for case in all_cases(variants)}
+    shown = {attention.case: attention for attention in gallery.attentions() if attention.case}
+    assert shown.keys() - measured.keys() == {"butterfly"} and measured.keys() - shown.keys() == {"full"}
+    for name, attention in shown.items():
+        if name in ("documents", "butterfly"):
+            continue  # of other documents; and not among these
+        parts = measured[name].parts
+        for text in filter(None, (attention.mask, attention.score)):
+            text = text.replace(" grad;", ";")
+            assert text in parts or (text == "kv <= q + seqlen_kv - seqlen_q" and parts.endswith(":causal")), name
+
+
+def test_tiles_are_counted(variants):
+    count = lambda mask, length=1024: variants.counts(mask, length, "cpu")
+    assert count(None) == (1024 * 1024, 64, 0)
+    assert count(variants.causal) == (1024 * 1025 // 2, 36, 8)
+    assert count(variants.causal, 2048)[1:] == (136, 16)  # in two steps
+    assert count(lambda b, h, q, k: (q >= k) & (q - k < 130)) == (130 * 1024 - 129 * 130 // 2, 8 + 7 + 6, 21)
+    assert count(lambda b, h, q, k: q // 128 == k // 128) == (8 * 128 * 128, 8, 0)
+
+
+def test_costs_of_tiles(variants):
+    row = lambda case, ms, tiles: dict(head_dim=64, case=case, flashjit_ms=ms, tiles=tiles, partial_tiles=3, **{"pass": "fwd"})
+    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("alibi", 4.95, 36), row("softcap", 9.0, 36)]
+    assert list(variants.tile_costs(rows)) == [
+        "fwd d64 alibi: 36 tiles of 128x128, 3 of them partial; time for each: 1.10 of the causal kernel's, 1.10 of the full "
+        "kernel's"]
+    assert "nothing to compare with" in next(iter(variants.tile_costs(rows[2:])))
+
+
+def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
+    path = tmp_path / "table.csv"
+    with open(path, "w", newline="") as file:
+        writer = csv.DictWriter(file, ["date", "device", "commit", *variants.COLUMNS], restval="")
+        writer.writeheader()
+        for case in ("causal", "bias"):
+            for number, name in enumerate(("fwd", "bwd")):
+                writer.writerow({"date": "d", "device": "GPU", "commit": "c", "pass": name, "case": case, "head_dim": 128,
+                                 "batch": 2, "heads": 16, "seqlen": 8192, "flashjit_tflops": 300, "flex_tflops": 200,
+                                 "ratio": 1.5, "bias_gbs": 1000 + number if case == "bias" else ""})
+    text = gallery.section(gallery.read(path), str(path), "gallery.png")
+    assert "read at forward 1000 and backward 1001 GB/s" in text.replace("\n", " ")
+    row, = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
+    assert row.count("300 / 200 = 1.50x") == 2

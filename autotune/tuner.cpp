@@ -27,7 +27,7 @@ constexpr std::string_view kUnpromising = "left out: no improvement is expected 
 /// Candidates chosen at a time: what was measured before one batch decides on the next.
 constexpr std::size_t kBatch = 4;
 /// An expected improvement below this is not worth a measurement.
-constexpr double kWorthwhile = 0.001;
+constexpr double kWorthwhile = 0.0005;
 
 /// Slower than this many times the best after one launch: not worth more launches.
 constexpr double kHopeless = 1.5;

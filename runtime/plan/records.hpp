@@ -69,8 +69,8 @@ class TuningRecords {
   /// are alike), a like number of heads a KV head, lengths that are whole tiles or not. Another device of the
   /// architecture, another library version and what ships with the library count as further away, and the
   /// last so much that records of one's own win up to a shape four times as large. Earlier additions win
-  /// ties, so the first pack of a search path wins. Records whose best configuration is not `usable` are
-  /// passed over.
+  /// ties, so the first pack of a search path wins. Records whose shape is unlike in several of these, or
+  /// whose best configuration is not `usable`, are passed over.
   Match find(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
              const std::function<bool(const TileConfig&)>& usable = {}) const;
   std::size_t size() const;

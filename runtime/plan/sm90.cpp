@@ -102,7 +102,7 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
   return c;
 }
 
-/// Good tiles, best first, by the wider head dimension; all are admitted.
+/// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences.
 std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = expr::reads_by_position(spec.mask.tree());
@@ -133,34 +133,51 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   return choices;
 }
 
-/// Pairs that the tiles of one head compute, as far as the planner knows the mask.
-std::int64_t computed_pairs(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
-  const bool top_left = spec.mask == causal(CausalAlignment::top_left);
-  const std::int64_t shift = top_left ? 0 : shape.seqlen_kv - shape.seqlen_q;
-  std::int64_t pairs = 0;
-  for (std::int64_t end = c.br; end < shape.seqlen_q + c.br; end += c.br) {
-    const std::int64_t keys =
-        is_causal(spec.mask) ? std::clamp<std::int64_t>(end + shift, 0, shape.seqlen_kv) : shape.seqlen_kv;
-    pairs += tiles(keys, c.bc) * c.bc * c.br;
-  }
-  return pairs;
+/// What a Q tile of so many warp groups costs for a key, measured: three hide each other's waits best, one is
+/// alone with its own.
+double cost_of_groups(const AttentionSpec& spec, std::int64_t groups) {
+  const double exposed = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;
+  return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
 
-/// Larger tiles are faster for each pair; short lengths and masks make them compute more pairs in vain.
-bool wastes(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& large,
-            const TileConfig& small) {
-  constexpr std::int64_t kLongEnough = 16384;
-  if (shape.seqlen_q >= kLongEnough) return false;
-  const double gain = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;  // measured
-  return static_cast<double>(computed_pairs(spec, shape, large)) >
-         gain * static_cast<double>(computed_pairs(spec, shape, small));
+/// Without a causal mask all Q tiles of `groups` warp groups cost the same: what counts is the rounds of
+/// them. The last one's tiles are cut where there is no mask, see ForwardWalk in templates/sm90/forward.cuh.
+double cost_of_rounds(const AttentionSpec& spec, std::int64_t count, std::int64_t groups,
+                      std::int64_t slots) {
+  const std::int64_t over = count % slots;
+  std::int64_t pieces = spec.mask.empty() && count > slots ? groups : 1;
+  while (over * pieces > slots) --pieces;
+  const double last = over == 0 ? 0 : cost_of_groups(spec, tiles(groups, pieces));
+  return static_cast<double>(count / slots) * cost_of_groups(spec, groups) + last;
+}
+
+/// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
+/// under a causal mask the longest tile.
+double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
+                      const DeviceInfo& device) {
+  const std::int64_t groups = c.warps / kGroupWarps, heads = shape.batch * shape.heads_q;
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
+  const auto padded = [&](std::int64_t keys) { return static_cast<double>(tiles(keys, c.bc) * c.bc); };
+  const std::int64_t rows = tiles(shape.seqlen_q, c.br);
+  if (!is_causal(spec.mask))
+    return padded(shape.seqlen_kv) * cost_of_rounds(spec, rows * heads, groups, slots);
+  const bool top_left = spec.mask == causal(CausalAlignment::top_left);
+  const std::int64_t shift = top_left ? 0 : shape.seqlen_kv - shape.seqlen_q;
+  double all = 0, longest = 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const double keys = padded(std::clamp<std::int64_t>((row + 1) * c.br + shift, 0, shape.seqlen_kv));
+    all += keys;
+    longest = std::max(longest, keys);
+  }
+  const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
+  return std::max(longest, fair) * cost_of_groups(spec, groups);
 }
 
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  std::vector<TileConfig> choices = preferences(spec);
-  if (choices.front().warps == 12 && wastes(spec, shape, choices[0], choices[1]))
-    choices.erase(choices.begin());
-  return first_that_fills(choices, sm90_traits(), spec, shape, device);
+  const std::vector<TileConfig> choices = preferences(spec);
+  if (choices.front().min_blocks > 1) return choices.front();
+  return *std::ranges::min_element(
+      choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });
 }
 
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {

@@ -384,9 +384,16 @@ TEST_F(Choice, NearestByRatio) {
   records_.add(with_shape("b1:hq8:hkv8:sq4096:skv4096", "simt:br32:bc32:w4"));
   EXPECT_EQ(found("b1:hq8:hkv8:sq1024:skv1024"), "simt:br16:bc16:w4 near");
   EXPECT_EQ(found("b1:hq8:hkv8:sq2048:skv2048"), "simt:br32:bc32:w4 near");
-  EXPECT_EQ(found("b1:hq8:hkv8:sq100000:skv100000"), "simt:br32:bc32:w4 near");
-  EXPECT_EQ(found("b1:hq8:hkv8:sq0:skv0"), "simt:br16:bc16:w4 near");
-  EXPECT_EQ(found("b0:hq0:hkv0:sq4096:skv4096"), "simt:br32:bc32:w4 near");
+  EXPECT_EQ(found("b1:hq8:hkv8:sq3000:skv3000"), "simt:br32:bc32:w4 near");
+}
+
+TEST_F(Choice, WhatIsFarIsLeftToTheHeuristic) {
+  records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4"));
+  EXPECT_EQ(found("b1:hq8:hkv8:sq1024:skv1024"), "simt:br16:bc16:w4 near");
+  for (const char* shape :
+       {"b1:hq8:hkv8:sq2048:skv2048", "b4:hq8:hkv8:sq1024:skv1024", "b1:hq8:hkv8:sq0:skv0",
+        "b0:hq0:hkv0:sq512:skv512", "b1:hq8:hkv8:sq100000:skv100000"})
+    EXPECT_EQ(found(shape), "none") << shape;
 }
 
 TEST_F(Choice, EarlierWinsTies) {

@@ -280,7 +280,7 @@ void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::s
   std::sort(paths.begin(), paths.end());
   for (const std::filesystem::path& path : paths) {
     try {
-      add(parse_record(read_file(path)));
+      add(parse_record(read_file(path, kStoredFileLimit)));
     } catch (const Error& failure) {
       warn(fmt::format("passed over '{}': {}", path.string(), failure.message()));
     }

@@ -3,13 +3,20 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <string_view>
 
 namespace flashjit {
 
-/// The bytes of a regular file. Throws Error(io) that names the file and the cause.
-std::string read_file(const std::filesystem::path& path);
+/// Larger than any file that flashjit keeps in a store or a pack. One that is larger is not ours, and must
+/// not exhaust the memory.
+inline constexpr std::uintmax_t kStoredFileLimit = 64u << 20;
+
+/// The bytes of a regular file. Throws Error(io) that names the file and the cause, also before anything is
+/// read of a file with more than `limit` bytes.
+std::string read_file(const std::filesystem::path& path,
+                      std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
 /// Who may read what is written: whom the umask allows, or this user alone.
 enum class Audience : std::uint8_t { everyone, user };

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -338,6 +339,91 @@ TEST_F(StoreTest, ALinkedArchitectureFolderIsLeftAlone) {
   EXPECT_TRUE(find(store, source()));
   EXPECT_EQ(store.clear(true), 0u);
   EXPECT_TRUE(fs::exists(folder_ / "elsewhere" / entry(source()).filename() / "meta.json"));
+}
+
+/// Every file and folder of a tree by its path, with its bytes and when it was last changed.
+std::map<fs::path, std::pair<std::string, fs::file_time_type>> tree(const fs::path& top) {
+  std::map<fs::path, std::pair<std::string, fs::file_time_type>> all;
+  all[top] = {"", fs::last_write_time(top)};
+  for (const auto& item : fs::recursive_directory_iterator(top))
+    all[item.path()] = {item.is_regular_file() ? read_file(item.path()) : "", item.last_write_time()};
+  return all;
+}
+
+/// One of the store's folders, below it, is a link to where others keep their files; some are named as its
+/// own.
+class LinkedFolder : public StoreTest, public testing::WithParamInterface<const char*> {
+ protected:
+  /// A sound and a damaged entry, a record, and what the dead leave; then the link.
+  void SetUp() override {
+    StoreTest::SetUp();
+    Store store = open();
+    keep(store, source());
+    keep(store, source("fwd:bf16:d128"));
+    poke(entry(source("fwd:bf16:d128")) / "kernel.cubin", 3, 'x');
+    plan::write_record(store.records_folder(), record());
+    const fs::path linked = folder_ / GetParam();
+    for (const char* folder : {"tmp/dead", "locks", "tuning/sm_80"}) {
+      fs::create_directories(folder_ / "v1" / folder);
+      for (const char* name : {"a.lock", "a.json", ".tmp-a"}) write(folder_ / "v1" / folder / name, "mine");
+    }
+    for (const char* name : {"a.lock", "a.json", ".tmp-a", "SHA256SUMS"}) write(linked / name, "mine");
+    fs::rename(linked, elsewhere_);
+    fs::create_directory_symlink(elsewhere_, linked);
+    std::vector<fs::path> all{elsewhere_};
+    for (const auto& item : fs::recursive_directory_iterator(elsewhere_)) all.push_back(item.path());
+    for (const fs::path& path : all)
+      fs::last_write_time(path, fs::file_time_type::clock::now() - std::chrono::hours(48));
+  }
+
+  const fs::path elsewhere_ = folder_ / "elsewhere";
+};
+const std::string kEntryName = "v1/sm_80/" + cache::entry_key(digest(source()), kTag);
+INSTANTIATE_TEST_SUITE_P(All, LinkedFolder,
+                         testing::Values("v1", "v1/tmp", "v1/locks", "v1/tuning", "v1/tuning/sm_80",
+                                         "v1/sm_80", kEntryName.c_str()),
+                         [](const auto& name) { return "Number" + std::to_string(name.index); });
+
+TEST_P(LinkedFolder, IsReadAndNeverChanged) {
+  const auto before = tree(elsewhere_);
+  Store store = open();
+  const auto expect_unchanged = [&](const char* after) {
+    EXPECT_EQ(tree(elsewhere_), before) << GetParam() << " after " << after;
+  };
+  EXPECT_TRUE(find(store, source())) << "its content is verified like any other";
+  expect_unchanged("load");
+  { const auto lock = store.lock("sm_80", cache::entry_key(digest(source()), kTag), 0); }
+  expect_unchanged("lock");
+  keep(store, source("fwd:bf16:d32"));
+  expect_unchanged("store");
+  store.repair();
+  expect_unchanged("repair");
+  store.prune(1);
+  expect_unchanged("prune");
+  store.clear(true);
+  expect_unchanged("clear");
+}
+
+TEST_F(StoreTest, WhereAFolderIsALinkNothingIsStoredAndTheLogSaysSo) {
+  fs::create_directories(folder_ / "elsewhere");
+  fs::create_directories(folder_ / "v1");
+  fs::create_directory_symlink(folder_ / "elsewhere", folder_ / "v1" / "tmp");
+  Store store = open();
+  EXPECT_FALSE(keep(store, source()));
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("v1/tmp' is a link"), std::string::npos) << lines_[0];
+  fs::remove(folder_ / "v1" / "tmp");
+  EXPECT_TRUE(keep(store, source()));
+}
+
+// Renaming it away needs a folder, which a full disk has no room for either.
+TEST_F(StoreTest, AnEntryGoesWhereNoFolderCanBeMade) {
+  Store store = open();
+  keep(store, source());
+  fs::remove_all(folder_ / "v1" / "tmp");
+  write(folder_ / "v1" / "tmp", "not a folder");
+  EXPECT_EQ(store.clear(false), 1u);
+  EXPECT_TRUE(store.list().empty());
 }
 
 TEST_F(StoreTest, NamesCannotLeaveTheFolder) {

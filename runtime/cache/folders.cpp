@@ -115,9 +115,8 @@ bool is_key_name(std::string_view name) {
 }
 
 fs::path link_on_the_way(const fs::path& root, std::string_view name) {
-  std::error_code error;
   for (const fs::path& path : {root, root / name})
-    if (fs::is_symlink(fs::symlink_status(path, error))) return path;
+    if (is_link(path)) return path;
   return {};
 }
 

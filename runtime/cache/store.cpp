@@ -138,9 +138,7 @@ void require_own_folders(const fs::path& root, std::string_view arch) {
 
 // The time of use, for prune() alone.
 void touch(const fs::path& root, const EntryFolder& entry) {
-  std::error_code error;
-  if (!link_on_the_way(root, entry.arch).empty() || fs::is_symlink(fs::symlink_status(entry.path, error)))
-    return;
+  if (!link_on_the_way(root, entry.arch).empty() || is_link(entry.path)) return;
   ::utimensat(AT_FDCWD, (entry.path / kMetaFile).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
 }
 
@@ -189,10 +187,7 @@ const fs::path& Store::folder() const { return folder_; }
 
 fs::path Store::root() const { return folder_ / kVersionFolder; }
 
-bool Store::may_remove() const {
-  std::error_code error;
-  return access_ == Access::read_write && !fs::is_symlink(fs::symlink_status(root(), error));
-}
+bool Store::may_remove() const { return access_ == Access::read_write && !is_link(root()); }
 
 fs::path Store::records_folder() const { return root() / kTuningFolder; }
 

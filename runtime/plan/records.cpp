@@ -254,6 +254,10 @@ void write_record(const std::filesystem::path& folder, const TuningRecord& recor
   const std::string json = to_json(record);
   require_readable(json);
   const std::filesystem::path path = folder / record_path(record);
+  for (const std::filesystem::path& own : {folder.parent_path(), folder, path.parent_path()})
+    if (is_link(own))
+      throw Error(ErrorCode::io, fmt::format("cannot write '{}': '{}' is a link to somewhere else",
+                                             path.string(), own.string()));
   if (const std::string cause = make_private_folders(path.parent_path()); !cause.empty())
     throw Error(ErrorCode::io, cause);
   write_file_atomically(path, json, Audience::user);

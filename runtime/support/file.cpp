@@ -89,6 +89,11 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
   sync_folder(folder);
 }
 
+bool is_link(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::is_symlink(std::filesystem::symlink_status(path, error));
+}
+
 std::string make_private_folders(const std::filesystem::path& folder) {
   std::error_code error;
   if (folder.empty() || std::filesystem::is_directory(folder, error)) return {};

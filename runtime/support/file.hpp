@@ -27,6 +27,9 @@ enum class Audience : std::uint8_t { everyone, user };
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes,
                            Audience audience = Audience::everyone);
 
+/// Whether it is a symbolic link, wherever that leads.
+bool is_link(const std::filesystem::path& path);
+
 /// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
 std::string make_private_folders(const std::filesystem::path& folder);
 

@@ -418,6 +418,12 @@ TEST_P(LinkedFolder, IsReadAndNeverChanged) {
   expect_unchanged("lock");
   keep(store, source("fwd:bf16:d32"));
   expect_unchanged("store");
+  try {
+    plan::write_record(store.records_folder(), record());
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+  }
+  expect_unchanged("a record");
   store.repair();
   expect_unchanged("repair");
   store.prune(1);

@@ -37,10 +37,7 @@ std::uintmax_t size_of_file(const fs::path& path) {
   return size;
 }
 
-Meta read_meta(const fs::path& entry) {
-  size_of_file(entry / kMetaFile);
-  return parse_meta(read_file(entry / kMetaFile, kStoredFileLimit));
-}
+Meta read_meta(const fs::path& entry) { return parse_meta(read_file(entry / kMetaFile, kStoredFileLimit)); }
 
 std::string read_cubin(const fs::path& entry, const Meta& meta) {
   if (const std::uintmax_t size = size_of_file(entry / kCubinFile); size != meta.cubin_bytes) {
@@ -136,7 +133,7 @@ void require_own_folders(const fs::path& root, std::string_view arch) {
   }
 }
 
-// The time of use, for prune() alone.
+// The time of use, for prune() alone; what lies behind a link has none.
 void touch(const fs::path& root, const EntryFolder& entry) {
   if (!link_on_the_way(root, entry.arch).empty() || is_link(entry.path)) return;
   ::utimensat(AT_FDCWD, (entry.path / kMetaFile).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);

@@ -460,7 +460,7 @@ std::optional<plan::TuningRecord> read_record(const std::filesystem::path& path)
   std::error_code ignored;
   if (!std::filesystem::exists(path, ignored)) return {};
   try {
-    return plan::parse_record(read_file(path));
+    return plan::parse_record(read_file(path, kStoredFileLimit));
   } catch (const Error&) {
     return {};
   }

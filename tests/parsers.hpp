@@ -8,12 +8,14 @@
 #include <string_view>
 #include <vector>
 
+#include "autotune/suite.hpp"
 #include "cache/digest.hpp"
 #include "cache/manifest.hpp"
 #include "cache/meta.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
 #include "plan/records.hpp"
+#include "plan/shipped.hpp"
 #include "support/json.hpp"
 #include "support/npy.hpp"
 #include "tests/program_text.hpp"
@@ -80,6 +82,28 @@ inline Outcome read_record(std::string_view text) {
   return outcome_of(ErrorCode::io, [&] {
     const plan::TuningRecord record = plan::parse_record(std::string(text));
     return plan::parse_record(plan::to_json(record)) == record && plan::record_path(record).is_relative();
+  });
+}
+
+/// Each record comes back alone: those of several devices are not written together.
+inline Outcome read_shipped(std::string_view text) {
+  return outcome_of(ErrorCode::io, [&] {
+    return std::ranges::all_of(plan::parse_shipped(text), [](const plan::TuningRecord& record) {
+      return plan::parse_shipped(plan::shipped_text({record})) == std::vector{record};
+    });
+  });
+}
+
+inline Outcome read_suite(std::string_view text) {
+  return outcome_of(ErrorCode::invalid_argument, [&] {
+    const std::vector<autotune::SuiteProblem> problems = autotune::parse_suite(text, "suite");
+    std::string again;
+    for (const auto& [spec, shape] : problems)
+      again.append(to_string(spec))
+          .append(shape ? " " : "")
+          .append(shape ? to_string(*shape) : "")
+          .append("\n");
+    return autotune::parse_suite(again, "again") == problems;
   });
 }
 
@@ -154,6 +178,14 @@ inline std::vector<Parser> parsers() {
       {"meta", read_meta, {meta}},
       {"meta_body", read_meta_body, {parse_json(meta).at("kernel").dump()}},
       {"record", read_record, {plan::to_json(example_record())}},
+      {"shipped",
+       read_shipped,
+       {"# tuned\n" + plan::shipped_text({example_record()}),
+        "arch sm_80\ndriver 12.8\n\nbwd:fp16:d64:mask{q - kv < 8} b1:hq2:hkv1:sq77:skv99 simt:br64:bc64:w8"}},
+      {"suite",
+       read_suite,
+       {"# models\nfwd:bf16:d128:causal b1:hq8:hkv2:sq77:skv99  # the first\n\nbf16:d64\n",
+        "bwd:fp16:d64:mask{w: int; q - kv < w} b0:hq1:hkv1:sq0:skv1"}},
       {"manifest",
        read_manifest,
        {cache::to_text(

@@ -51,6 +51,15 @@ bool is_real_folder(const fs::path& path) {
   return fs::symlink_status(path, error).type() == fs::file_type::directory;
 }
 
+// What the store has in one of its own folders; none when that is a link.
+std::vector<fs::path> own_children(const fs::path& root, std::string_view name) {
+  return link_on_the_way(root, name).empty() ? children(root / name) : std::vector<fs::path>{};
+}
+
+bool make_own_folder(const fs::path& root, std::string_view name) {
+  return link_on_the_way(root, name).empty() && make_private_folders(root / name).empty();
+}
+
 // Whether nobody holds a lock on the file or folder; while `action` runs, nobody can take it.
 template <class Action>
 void when_free(const fs::path& path, Action action) {
@@ -103,6 +112,12 @@ bool is_key_name(std::string_view name) {
   const std::string_view digest = name.substr(0, kDigits), tag = name.substr(kDigits + 1);
   return is_hexadecimal(digest) &&
          std::all_of(tag.begin(), tag.end(), [](char c) { return is_digit(c) || is_letter(c) || c == '.'; });
+}
+
+fs::path link_on_the_way(const fs::path& root, std::string_view name) {
+  for (const fs::path& path : {root, root / name})
+    if (is_link(path)) return path;
+  return {};
 }
 
 std::vector<EntryFolder> entry_folders(const fs::path& root) {
@@ -166,7 +181,7 @@ TemporaryFolder::~TemporaryFolder() {
 
 std::vector<fs::path> remove_leftovers(const fs::path& root, std::chrono::seconds age) {
   std::vector<fs::path> removed;
-  for (const fs::path& folder : children(root / kTemporaryFolder)) {
+  for (const fs::path& folder : own_children(root, kTemporaryFolder)) {
     if (!is_older(folder, age)) continue;
     when_free(folder, [&] {
       std::error_code error;
@@ -181,7 +196,7 @@ std::vector<fs::path> remove_leftovers(const fs::path& root, std::chrono::second
 }
 
 void remove_free_locks(const fs::path& root) {
-  for (const fs::path& file : children(root / kLockFolder)) {
+  for (const fs::path& file : own_children(root, kLockFolder)) {
     if (file.extension() != ".lock") continue;
     when_free(file, [&] {
       std::error_code ignored;
@@ -194,14 +209,15 @@ bool remove_entry(const fs::path& root, const fs::path& entry) {
   std::error_code error;
   if (!is_real_folder(entry)) return fs::remove(entry, error);
   const std::vector<fs::path> files = children(entry);
-  if (!std::all_of(files.begin(), files.end(), is_entry_file)) {
+  const bool whole = std::all_of(files.begin(), files.end(), is_entry_file);
+  if (!whole || !make_own_folder(root, kTemporaryFolder)) {
     for (const fs::path& file : files) {
       if (is_entry_file(file)) fs::remove(file, error);
+      if (error) return false;
     }
-    return !error;
+    return !whole || fs::remove(entry, error);
   }
   const fs::path away = root / kTemporaryFolder / unique_suffix();
-  if (!make_private_folders(away.parent_path()).empty()) return false;
   fs::rename(entry, away, error);
   if (error) return false;
   fs::remove_all(away, error);

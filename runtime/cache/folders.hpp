@@ -29,7 +29,11 @@ struct EntryFolder {
   std::filesystem::path path;
 };
 
-/// Every entry's folder below `root` (= `$dir/v1`), sorted; what does not bear an entry's name is passed
+/// The first that is a link: `root` (= `$dir/v1`), or the folder of this name in it; empty: neither is. What
+/// lies behind a link belongs to others: it is read, and never changed.
+std::filesystem::path link_on_the_way(const std::filesystem::path& root, std::string_view name);
+
+/// Every entry's folder below `root`, sorted; what does not bear an entry's name is passed
 /// over, and so is an architecture's folder that is a link to somewhere else.
 std::vector<EntryFolder> entry_folders(const std::filesystem::path& root);
 /// Bytes of the regular files in a folder.
@@ -61,8 +65,8 @@ std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path&
                                                     std::chrono::seconds age = {});
 /// Removes the lock files that nobody holds.
 void remove_free_locks(const std::filesystem::path& root);
-/// Removes an entry at once for every reader, by renaming it away first. A folder that holds more than an
-/// entry's files keeps the rest. Returns whether the entry is gone.
+/// Removes an entry at once for every reader, by renaming it away first; file by file where that cannot be. A
+/// folder that holds more than an entry's files keeps the rest. Returns whether the entry is gone.
 bool remove_entry(const std::filesystem::path& root, const std::filesystem::path& entry);
 /// The files of the tuning records, sorted; links to other folders are not followed.
 std::vector<std::filesystem::path> record_files(const std::filesystem::path& root);

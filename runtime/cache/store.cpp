@@ -1,6 +1,8 @@
 #include "cache/store.hpp"
 
+#include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <chrono>
@@ -21,7 +23,6 @@ namespace {
 
 namespace fs = std::filesystem;
 
-constexpr std::uintmax_t kMetaLimit = 64u << 20;
 constexpr int kInstallAttempts = 8;
 // Where locks do not work, a temporary folder may be in use although nobody holds it.
 constexpr std::chrono::seconds kLeftoverAge = std::chrono::hours(1);
@@ -36,16 +37,13 @@ std::uintmax_t size_of_file(const fs::path& path) {
   return size;
 }
 
-Meta read_meta(const fs::path& entry) {
-  if (size_of_file(entry / kMetaFile) > kMetaLimit) damaged("meta.json is larger than any flashjit writes");
-  return parse_meta(read_file(entry / kMetaFile));
-}
+Meta read_meta(const fs::path& entry) { return parse_meta(read_file(entry / kMetaFile, kStoredFileLimit)); }
 
 std::string read_cubin(const fs::path& entry, const Meta& meta) {
   if (const std::uintmax_t size = size_of_file(entry / kCubinFile); size != meta.cubin_bytes) {
     damaged(fmt::format("kernel.cubin has {} bytes, meta.json says {}", size, meta.cubin_bytes));
   }
-  std::string cubin = read_file(entry / kCubinFile);
+  std::string cubin = read_file(entry / kCubinFile, kStoredFileLimit);
   check_cubin(meta, cubin);
   return cubin;
 }
@@ -119,12 +117,26 @@ EntryInfo describe(const EntryFolder& folder) {
     info.compiler = meta.compiler;
     check_place(folder.path, meta);
     read_cubin(folder.path, meta);
-    if (digest_of(read_file(folder.path / kSourceFile)) != meta.text)
+    if (digest_of(read_file(folder.path / kSourceFile, kStoredFileLimit)) != meta.text)
       damaged("kernel.cu does not match its digest in meta.json");
   } catch (const std::exception& error) {
     info.damage = error.what();
   }
   return info;
+}
+
+// Throws Error(io) when it would be kept somewhere else than in the store's own folders.
+void require_own_folders(const fs::path& root, std::string_view arch) {
+  for (const std::string_view name : {kTemporaryFolder, arch}) {
+    if (const fs::path link = link_on_the_way(root, name); !link.empty())
+      throw Error(ErrorCode::io, fmt::format("'{}' is a link to somewhere else", link.string()));
+  }
+}
+
+// The time of use, for prune() alone; what lies behind a link has none.
+void touch(const fs::path& root, const EntryFolder& entry) {
+  if (!link_on_the_way(root, entry.arch).empty() || is_link(entry.path)) return;
+  ::utimensat(AT_FDCWD, (entry.path / kMetaFile).c_str(), nullptr, AT_SYMLINK_NOFOLLOW);
 }
 
 fs::file_time_type last_used(const fs::path& entry) {
@@ -172,6 +184,8 @@ const fs::path& Store::folder() const { return folder_; }
 
 fs::path Store::root() const { return folder_ / kVersionFolder; }
 
+bool Store::may_remove() const { return access_ == Access::read_write && !is_link(root()); }
+
 fs::path Store::records_folder() const { return root() / kTuningFolder; }
 
 void Store::warn(std::string_view line) const {
@@ -191,9 +205,7 @@ std::optional<CompiledKernel> Store::load(const KernelSource& source, const std:
     if (!is_key_name(key) || !fs::exists(entry, error)) continue;
     try {
       CompiledKernel kernel = read_entry(entry, source, digest);
-      // The time of use, for prune() alone.
-      if (access_ == Access::read_write)
-        fs::last_write_time(entry / kMetaFile, fs::file_time_type::clock::now(), error);
+      if (access_ == Access::read_write) touch(root(), {source.arch, key, entry});
       return kernel;
     } catch (const std::exception& cause) {
       if (!fs::exists(entry, error)) continue;  // removed meanwhile
@@ -215,6 +227,7 @@ bool Store::store(const KernelSource& source, const std::string& digest, const C
                   fmt::format("{} and {} cannot name an entry", quoted(source.arch), quoted(key)));
     }
     if (is_sound(entry, source, digest)) return true;
+    require_own_folders(root(), source.arch);
     look_once();
     write_entry(root(), entry, source, digest, kernel);
     stay_below_limit(folder_bytes(entry));
@@ -262,7 +275,7 @@ std::vector<EntryInfo> Store::damaged_records() const {
   std::vector<EntryInfo> found;
   for (const fs::path& file : record_files(root())) {
     try {
-      plan::parse_record(read_file(file));
+      plan::parse_record(read_file(file, kStoredFileLimit));
     } catch (const Error& error) {
       found.push_back({.key = file.lexically_relative(records_folder()).string(), .damage = error.message()});
     }
@@ -272,7 +285,7 @@ std::vector<EntryInfo> Store::damaged_records() const {
 
 std::vector<EntryInfo> Store::repair() {
   std::vector<EntryInfo> removed;
-  if (access_ == Access::read_only) return removed;
+  if (!may_remove()) return removed;
   for (const EntryFolder& folder : entry_folders(root())) {
     EntryInfo info = describe(folder);
     if (!info.damage.empty() && remove_entry(root(), folder.path)) removed.push_back(std::move(info));
@@ -290,7 +303,7 @@ std::vector<EntryInfo> Store::repair() {
 }
 
 Store::Pruned Store::prune(std::uintmax_t bytes) {
-  if (access_ == Access::read_only) return {};
+  if (!may_remove()) return {};
   struct Candidate {
     fs::file_time_type used;
     std::uintmax_t bytes;
@@ -317,7 +330,7 @@ Store::Pruned Store::prune(std::uintmax_t bytes) {
 }
 
 std::size_t Store::clear(bool records) {
-  if (access_ == Access::read_only) return 0;
+  if (!may_remove()) return 0;
   std::size_t removed = 0;
   for (const EntryFolder& folder : entry_folders(root())) removed += remove_entry(root(), folder.path);
   remove_leftovers(root());

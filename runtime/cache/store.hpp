@@ -39,7 +39,7 @@ struct EntryInfo {
 using Log = std::function<void(std::string_view)>;
 
 /// One folder of compiled kernels. Safe from many threads and processes. Every failure to read is a miss and
-/// every failure to write is reported once; neither throws.
+/// every failure to write is reported once; neither throws. What a link in it leads to is read, not changed.
 class Store {
  public:
   enum class Access : std::uint8_t { read_write, read_only };
@@ -98,6 +98,8 @@ class Store {
   };
 
   std::filesystem::path root() const;
+  /// Whether what is kept here may be removed: no pack, and no link to where others keep theirs.
+  bool may_remove() const;
   void warn(std::string_view line) const;
   void look_once();
   void stay_below_limit(std::uintmax_t added);

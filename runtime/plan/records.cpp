@@ -259,6 +259,10 @@ void write_record(const std::filesystem::path& folder, const TuningRecord& recor
   const std::string json = to_json(record);
   require_readable(json);
   const std::filesystem::path path = folder / record_path(record);
+  for (const std::filesystem::path& own : {folder.parent_path(), folder, path.parent_path()})
+    if (is_link(own))
+      throw Error(ErrorCode::io, fmt::format("cannot write '{}': '{}' is a link to somewhere else",
+                                             path.string(), own.string()));
   if (const std::string cause = make_private_folders(path.parent_path()); !cause.empty())
     throw Error(ErrorCode::io, cause);
   write_file_atomically(path, json, Audience::user);
@@ -285,7 +289,7 @@ void TuningRecords::load(const std::filesystem::path& folder, std::vector<std::s
   std::sort(paths.begin(), paths.end());
   for (const std::filesystem::path& path : paths) {
     try {
-      add(parse_record(read_file(path)));
+      add(parse_record(read_file(path, kStoredFileLimit)));
     } catch (const Error& failure) {
       warn(fmt::format("passed over '{}': {}", path.string(), failure.message()));
     }

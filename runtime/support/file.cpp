@@ -52,12 +52,14 @@ bool write_all(int fd, std::string_view bytes) {
 
 }  // namespace
 
-std::string read_file(const std::filesystem::path& path) {
+std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
   // Without O_NONBLOCK, opening a pipe would wait for a writer before its kind can be asked.
   const Descriptor file(path, O_RDONLY | O_NONBLOCK);
   struct stat status {};
   if (!file || ::fstat(file.get(), &status) != 0) fail("read", path, last_error());
   if (!S_ISREG(status.st_mode)) fail("read", path, "it is not a regular file");
+  if (const auto size = static_cast<std::uintmax_t>(status.st_size); size > limit)
+    fail("read", path, fmt::format("it has {} bytes, of which {} at most can be right", size, limit));
 
   std::string bytes(static_cast<std::size_t>(status.st_size), '\0');
   std::size_t filled = 0;
@@ -85,6 +87,11 @@ void write_file_atomically(const std::filesystem::path& path, std::string_view b
     fail("write", path, cause);
   }
   sync_folder(folder);
+}
+
+bool is_link(const std::filesystem::path& path) {
+  std::error_code error;
+  return std::filesystem::is_symlink(std::filesystem::symlink_status(path, error));
 }
 
 std::string make_private_folders(const std::filesystem::path& folder) {

@@ -3,13 +3,20 @@
 
 #include <cstdint>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <string_view>
 
 namespace flashjit {
 
-/// The bytes of a regular file. Throws Error(io) that names the file and the cause.
-std::string read_file(const std::filesystem::path& path);
+/// Larger than any file that flashjit keeps in a store or a pack. One that is larger is not ours, and must
+/// not exhaust the memory.
+inline constexpr std::uintmax_t kStoredFileLimit = 64u << 20;
+
+/// The bytes of a regular file. Throws Error(io) that names the file and the cause, also before anything is
+/// read of a file with more than `limit` bytes.
+std::string read_file(const std::filesystem::path& path,
+                      std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
 /// Who may read what is written: whom the umask allows, or this user alone.
 enum class Audience : std::uint8_t { everyone, user };
@@ -19,6 +26,9 @@ enum class Audience : std::uint8_t { everyone, user };
 /// Throws Error(io) and leaves no temporary file behind.
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes,
                            Audience audience = Audience::everyone);
+
+/// Whether it is a symbolic link, wherever that leads.
+bool is_link(const std::filesystem::path& path);
 
 /// Makes the folder and its missing parents for this user alone. Returns what went wrong; empty: it is there.
 std::string make_private_folders(const std::filesystem::path& folder);

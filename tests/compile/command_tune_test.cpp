@@ -90,16 +90,6 @@ TEST_F(CommandTune, TheStudyWritesAPageAndItsRows) {
   EXPECT_EQ(records(), 0u) << "a study keeps none";
 }
 
-TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
-  const auto result =
-      testing::run_command(folder_, "tune --spec bwd:bf16:d128 --shape b1:hq4:hkv4:sq512:skv512 --exhaustive",
-                           "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' timeout --preserve-status -s INT 4");
-  EXPECT_EQ(result.code, 130) << result.err;
-  if (result.err.find(" ms, best ") != std::string::npos) {
-    EXPECT_EQ(records(), 1u) << result.err;
-  }
-}
-
 TEST_F(CommandTune, ABudgetKeepsWhatIsKnown) {
   const auto result = tune(std::string(kProblem) + " --json --budget 0.001");
   const auto first = result.json()["problems"][0];

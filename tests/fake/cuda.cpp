@@ -1,5 +1,7 @@
 // The fake driver as a libcuda that can be opened: for tests of what only dlopen shows, and for commands that
 // need a GPU, which run with it from end to end on any machine. FLASHJIT_LIBCUDA names it.
+//   FAKE_CUDA_SLOWER=X  after each event launches take longer by this share of their time
+#include <cstdlib>
 #include <cstring>
 
 #include "unit/fake_driver.hpp"
@@ -17,6 +19,7 @@ CUresult succeed(Arguments...) {
 
 std::shared_ptr<const Driver> whole_driver() {
   auto driver = std::make_shared<Driver>(*FakeDriver::driver());
+  if (const char* slower = std::getenv("FAKE_CUDA_SLOWER")) FakeDriver::state().slower = std::atof(slower);
   driver->init = [](unsigned) { return FakeDriver::state().init_result; };
   driver->driver_get_version = [](int* version) {
     *version = 13000;

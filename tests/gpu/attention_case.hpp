@@ -297,6 +297,11 @@ class AttentionRun {
 
   const reference::Problem& problem() const { return problem_; }
 
+  /// Later launches are on this stream; else on the legacy one.
+  void use(Stream stream) { stream_ = stream; }
+  /// What the last forward pass made.
+  std::vector<double> out() const { return out_.get(); }
+
   /// Whether the reference's results are finite in both precisions, and so set limits.
   bool has_limits() const {
     const auto finite = [](const std::vector<double>& values) {
@@ -403,7 +408,8 @@ class AttentionRun {
     if (!test_.built_lists) return lent;
     ListArgs args{.memory = {lent.list_memory.data(), list_bytes}};
     set_mask_args(args);
-    lent.lists = runtime.build_lists(spec, test_.shape, args, nullptr);
+    wait_for_fills();
+    lent.lists = runtime.build_lists(spec, test_.shape, args, stream_);
     return lent;
   }
   static void expect_guards_intact(const Lent& lent) {
@@ -445,6 +451,11 @@ class AttentionRun {
         << "memory behind the " << name << " was written";
   }
 
+  /// They are on the legacy stream, for which other streams do not wait.
+  void wait_for_fills() const {
+    if (stream_) gpu().context->synchronize();
+  }
+
   void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
     const AttentionSpec spec = with_pass(test_.spec, Pass::forward);
     runtime.prepare(spec, test_.shape, config);
@@ -454,7 +465,8 @@ class AttentionRun {
     ForwardArgs args{
         .q = inputs_[0].view, .k = inputs_[1].view, .v = inputs_[2].view, .out = out_.view, .lse = lse};
     set_common(args, lent);
-    runtime.forward(spec, args, nullptr);
+    wait_for_fills();
+    runtime.forward(spec, args, stream_);
     gpu().context->synchronize();
     expect_guards_intact(lent);
   }
@@ -477,7 +489,8 @@ class AttentionRun {
                       .dv = grads_[2].view,
                       .dsinks = static_cast<float*>(dsinks_.data())};
     set_common(args, lent);
-    runtime.backward(spec, args, nullptr);
+    wait_for_fills();
+    runtime.backward(spec, args, stream_);
     gpu().context->synchronize();
     expect_guards_intact(lent);
   }
@@ -539,6 +552,7 @@ class AttentionRun {
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
+  Stream stream_ = nullptr;
 };
 
 /// One kernel to have ready.

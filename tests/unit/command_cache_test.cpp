@@ -126,6 +126,17 @@ TEST_F(CommandCache, NamesInAManifestCannotLeaveThePack) {
   }
 }
 
+TEST_F(CommandCache, HugeFilesOfAPackAreNotRead) {
+  make();
+  for (const std::string& file : {manifest(), only("kernel.cu"), only("kernel.cubin")}) {
+    const std::string sound = read_file(file);
+    fs::resize_file(file, std::uintmax_t{1} << 40);  // sparse
+    expect_found("1099511627776 bytes");
+    write_file_atomically(file, sound);
+    EXPECT_EQ(verify().code, 0);
+  }
+}
+
 TEST_F(CommandCache, ARepairedPackLosesItsManifestBecauseItIsAnotherOne) {
   make("--spec bf16:d64");
   const std::string cubin = only("kernel.cubin");

@@ -52,9 +52,12 @@ struct FakeDriver {
   std::vector<Launch> launches;
   std::vector<EncodedMap> encoded;
   int libraries_loaded = 0, libraries_unloaded = 0, functions_touched = 0, pointers_asked = 0;
-  std::map<int, int> opt_ins;             ///< calls of cuKernelSetAttribute by device
-  double clock_ms = 0;                    ///< of all streams: what was launched so far
-  CUdeviceptr next_address = 1ull << 40;  ///< nobody looks behind it
+  std::map<int, int> opt_ins;  ///< calls of cuKernelSetAttribute by device
+  double clock_ms = 0;         ///< of all streams: what was launched so far
+  double slower = 0;  ///< by this share of their time launches take longer after each event: a GPU that heats
+  double heat = 0;    ///< the share so far
+  std::map<CUdeviceptr, std::vector<std::uint8_t>> uploads;  ///< small ones, by where they went
+  CUdeviceptr next_address = 1ull << 40;                     ///< nobody looks behind it
 
   static FakeDriver& state() {
     static FakeDriver fake;
@@ -75,7 +78,12 @@ struct FakeDriver {
     encoded.clear();
     libraries_loaded = libraries_unloaded = functions_touched = pointers_asked = 0;
     opt_ins.clear();
+    slower = heat = 0;
+    uploads.clear();
   }
+
+  /// Few large blocks are fast here, whatever a real GPU would say.
+  static double launch_ms(unsigned blocks, unsigned threads) { return 0.01 + 1e-4 * blocks + 1e-5 * threads; }
 
   /// Of -1, too, which stands for `device`; never null.
   static CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kFirstContext + device); }
@@ -169,6 +177,13 @@ struct FakeDriver {
     };
   }
 
+  static void remember_upload(CUdeviceptr target, const void* source, std::size_t bytes) {
+    constexpr std::size_t kSmall = 4096;
+    const std::lock_guard lock(state().mutex);
+    const auto* begin = static_cast<const std::uint8_t*>(source);
+    if (bytes <= kSmall) state().uploads[target] = {begin, begin + bytes};
+  }
+
   static void set_memory(device::Driver& d) {
     d.mem_get_info = [](std::size_t* free, std::size_t* total) {
       *free = *total = std::size_t{1} << 30;
@@ -179,6 +194,14 @@ struct FakeDriver {
       const std::lock_guard lock(fake.mutex);
       *address = fake.next_address;
       fake.next_address += (bytes + 4095) / 4096 * 4096;
+      return CUDA_SUCCESS;
+    };
+    d.memcpy_htod = [](CUdeviceptr target, const void* source, std::size_t bytes) {
+      remember_upload(target, source, bytes);
+      return CUDA_SUCCESS;
+    };
+    d.memcpy_htod_async = [](CUdeviceptr target, const void* source, std::size_t bytes, CUstream) {
+      remember_upload(target, source, bytes);
       return CUDA_SUCCESS;
     };
     d.pointer_get_attribute = [](void* value, CUpointer_attribute attribute, CUdeviceptr pointer) {
@@ -214,6 +237,7 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       *reinterpret_cast<double*>(event) = fake.clock_ms;
+      fake.heat += fake.slower;
       return CUDA_SUCCESS;
     };
     d.event_elapsed_time = [](float* ms, CUevent start, CUevent stop) {
@@ -294,8 +318,7 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       if (fake.launch_result != CUDA_SUCCESS) return fake.launch_result;
-      // Few large blocks are fast here, whatever a real GPU would say.
-      fake.clock_ms += 0.01 + 1e-4 * config->gridDimX + 1e-5 * config->blockDimX;
+      fake.clock_ms += launch_ms(config->gridDimX, config->blockDimX) * (1 + fake.heat);
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
                                *static_cast<const Params*>(parameters[0]),
                                *static_cast<const device::TensorMaps*>(parameters[1])});

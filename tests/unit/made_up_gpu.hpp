@@ -23,6 +23,7 @@ class MadeUpGpu : public autotune::Meter {
 
   double quirk = 0.015;  ///< of each candidate
   double noise = 0.002;  ///< of each measurement
+  double chance = 0;     ///< another number is other noise
   double clock = 0;      ///< seconds that measuring took
 
   /// The time without noise.
@@ -61,7 +62,8 @@ class MadeUpGpu : public autotune::Meter {
                                 int repeats) override {
     std::vector<double> all;
     for (const TileConfig& config : configs) {
-      const double jitter = noise * wave(10, static_cast<double>(++launches_)) / std::sqrt(repeats / 5.0);
+      const double jitter =
+          noise * wave(10, static_cast<double>(++launches_) + 0.37 * chance) / std::sqrt(repeats / 5.0);
       all.push_back(true_ms(config) * (1 + jitter));
       clock += all.back() * repeats / 1e3;
       measured_.insert(to_string(config));

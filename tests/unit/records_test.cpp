@@ -15,8 +15,10 @@
 #include <set>
 #include <thread>
 
+#include "cache/manifest.hpp"
 #include "flashjit/error.hpp"
 #include "plan/family.hpp"
+#include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "unit/expectations.hpp"
@@ -238,6 +240,51 @@ TEST(Record, EveryTruncationIsRefused) {
 }
 
 // --- files of records
+
+/// What each byte flipped, in four ways, and each byte missing makes of a text.
+void for_each_damage(const std::string& sound, const std::function<void(const std::string&)>& look) {
+  for (std::size_t i = 0; i < sound.size(); ++i) {
+    for (const unsigned char flip : {0x01, 0x10, 0x80, 0xff}) {
+      std::string flipped = sound;
+      flipped[i] = static_cast<char>(static_cast<unsigned char>(sound[i]) ^ flip);
+      look(flipped);
+    }
+    look(std::string(sound).erase(i, 1));
+  }
+}
+
+// A record has no digest, so that people may write one: whatever it says, the plan is one that runs.
+TEST(Record, EveryFlippedOrMissingByteIsRefusedOrChoosesWhatIsAdmitted) {
+  int refused = 0, chosen = 0;
+  for_each_damage(to_json(example()), [&](const std::string& text) {
+    TuningRecords records;
+    std::vector<std::string> warnings;
+    records.load(std::vector<EmbeddedFile>{{"a.json", text}}, &warnings);
+    ASSERT_EQ(records.size() + warnings.size(), 1u);
+    refused += !warnings.empty();
+    const ExecutionPlan plan = make_plan(example().spec, example().shape, h100(), records);
+    chosen += plan.config_source != "heuristic";
+    ASSERT_TRUE(traits(plan.config.family).admits(plan.spec, plan.config, h100()))
+        << to_string(plan.config) << " of " << text;
+  });
+  EXPECT_GT(refused, 500);
+  EXPECT_GT(chosen, 300) << "names and times may be wrong and harm nobody";
+}
+
+TEST(Manifest, EveryFlippedOrMissingByteIsRefusedOrNamesSomethingElse) {
+  const std::vector<cache::ManifestLine> lines{{std::string(64, '0'), "sm_90a/key/kernel.cubin"},
+                                               {std::string(64, 'f'), "tuning/sm_90a/a.json"}};
+  const std::string sound = cache::to_text(lines);
+  for_each_damage(sound, [&](const std::string& text) {
+    try {
+      const bool same = cache::parse_manifest(text) == lines;
+      EXPECT_EQ(same, text == sound.substr(0, sound.size() - 1))
+          << "the last line's end says nothing: " << text;
+    } catch (const Error& error) {
+      EXPECT_EQ(error.code(), ErrorCode::io) << text;
+    }
+  });
+}
 
 TEST(RecordPath, IsReadableAndSafe) {
   EXPECT_EQ(record_path(example()), "sm_90a/fwd-bf16-d128-causal__b2-hq32-hkv8-sq4096-skv4096.json");

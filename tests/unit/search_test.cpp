@@ -1,14 +1,18 @@
 // The search on made-up GPUs: how good its choice is, how little it measures, and what it makes of leads.
 #include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <cmath>
+#include <filesystem>
 
 #include "autotune/strategy.hpp"
 #include "autotune/tuner.hpp"
 #include "flashjit/flashjit.hpp"
 #include "made_up_gpu.hpp"
 #include "plan/plan.hpp"
+#include "support/file.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -119,6 +123,67 @@ TEST(Search, GoesOnWhereItWasStoppedAndEndsAlike) {
   options.exhaustive = true;
   EXPECT_EQ(tune(problem, setting, third, options, rest.record).ending, Ending::complete)
       << "what a search left out is measured when all is wanted";
+}
+
+/// Processes that tune one problem on GPUs of one kind; what each measures differs by noise.
+class Ranks : public ::testing::Test {
+ protected:
+  ~Ranks() override { std::filesystem::remove_all(folder_); }
+
+  /// What a rank comes to that takes this folder for its own.
+  TuneResult tune_as(int rank, const std::filesystem::path& folder) const {
+    testing::MadeUpGpu gpu(problem_, setting_.device, 7);
+    gpu.chance = rank;
+    TuneOptions options;
+    options.compile_threads = 1;
+    return tune_into(folder, problem_, setting_, gpu, options);
+  }
+
+  static constexpr int kRanks = 8;
+  const Problem problem_ = sampled_problems()[1];
+  const Setting setting_ = setting_of("sm_90a");
+  const std::filesystem::path folder_ =
+      std::filesystem::temp_directory_path() / ("flashjit-ranks-" + unique_suffix());
+};
+
+// Times that are further apart than noise decide alike; of those on its edge one rank may drop what another
+// keeps. No rule over noisy times can do better.
+TEST_F(Ranks, ThatTuneApartChooseWithinNoiseOfOneAnother) {
+  const testing::MadeUpGpu gpu(problem_, setting_.device, 7);
+  std::vector<double> ms;
+  for (int rank = 0; rank < kRanks; ++rank)
+    ms.push_back(gpu.true_ms(tune_as(rank, folder_ / std::to_string(rank)).record.best));
+  const auto [least, most] = std::ranges::minmax(ms);
+  EXPECT_LE(most / least, 1 + 2 * kNoise);
+}
+
+TEST_F(Ranks, ThatShareAFolderTakeTheRecordOfTheFirst) {
+  const TuneResult first = tune_as(0, folder_);
+  EXPECT_EQ(first.ending, Ending::complete);
+  for (int rank = 1; rank < kRanks; ++rank) {
+    const TuneResult other = tune_as(rank, folder_);
+    EXPECT_EQ(other.ending, Ending::already_tuned);
+    EXPECT_EQ(other.record, first.record);
+  }
+}
+
+TEST_F(Ranks, ThatTuneIntoOneFolderAtOnceEndWithOneRecord) {
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < kRanks; ++rank) {
+    children.push_back(::fork());
+    if (children.back() == 0) ::_exit(tune_as(rank, folder_).has_best() ? 0 : 1);
+  }
+  for (const pid_t child : children) {
+    int status = 0;
+    ::waitpid(child, &status, 0);
+    EXPECT_EQ(status, 0);
+  }
+  const TuneResult first = tune_as(0, folder_);
+  for (int rank = 0; rank < kRanks; ++rank) {
+    const TuneResult again = tune_as(rank, folder_);
+    EXPECT_EQ(again.ending, Ending::already_tuned);
+    EXPECT_EQ(again.record, first.record);
+  }
 }
 
 TEST(Search, CandidatesThatNeedMoreWorkspaceAreLeftOut) {

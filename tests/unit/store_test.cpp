@@ -15,6 +15,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <map>
 #include <mutex>
 #include <thread>
 
@@ -132,28 +133,34 @@ TEST_F(StoreTest, AnyCompilerPassesOverADamagedEntry) {
   EXPECT_EQ(lines_.size(), 1u);
 }
 
-TEST_F(StoreTest, EveryDamagedByteIsAMissOrHarmless) {
+TEST_F(StoreTest, EveryFlippedOrMissingByteIsAMissOrHarmless) {
   Store store = open();
   keep(store, source());
   const CompiledKernel expected = *find(store, source());
+  std::size_t misses = 0;
+  const auto expect_a_miss_or_the_same = [&](const char* name, std::size_t i) {
+    const auto found = find(store, source());
+    misses += !found;
+    if (!found) return;
+    ASSERT_EQ(found->cubin, expected.cubin) << name << " byte " << i;
+    ASSERT_EQ(found->resources, expected.resources) << name << " byte " << i;
+    ASSERT_EQ(found->compile_ms, expected.compile_ms) << name << " byte " << i;
+    ASSERT_EQ(found->log, expected.log) << name << " byte " << i;
+  };
   for (const char* name : {"meta.json", "kernel.cubin"}) {
     const fs::path file = entry(source()) / name;
     const std::string sound = read_file(file);
-    std::size_t misses = 0;
+    misses = 0;
     for (std::size_t i = 0; i < sound.size(); ++i) {
       for (const unsigned char flip : {0x01, 0x20, 0x80, 0xff}) {
         poke(file, i, static_cast<char>(static_cast<unsigned char>(sound[i]) ^ flip));
-        const auto found = find(store, source());
-        misses += !found;
-        if (!found) continue;
-        ASSERT_EQ(found->cubin, expected.cubin) << name << " byte " << i;
-        ASSERT_EQ(found->resources, expected.resources) << name << " byte " << i;
-        ASSERT_EQ(found->compile_ms, expected.compile_ms) << name << " byte " << i;
-        ASSERT_EQ(found->log, expected.log) << name << " byte " << i;
+        expect_a_miss_or_the_same(name, i);
       }
-      poke(file, i, sound[i]);
+      write(file, std::string(sound).erase(i, 1));
+      expect_a_miss_or_the_same(name, i);
+      write(file, sound);
     }
-    EXPECT_GT(misses, sound.size() * 2) << name;
+    EXPECT_GT(misses, sound.size() * 3) << name;
     EXPECT_TRUE(find(store, source()));
   }
 }
@@ -165,10 +172,14 @@ TEST_F(StoreTest, ADamagedSourceIsFoundAndRepaired) {
   const fs::path file = entry(source()) / "kernel.cu";
   const std::string sound = read_file(file);
   for (std::size_t i = 0; i < sound.size(); ++i) {
-    poke(file, i, static_cast<char>(sound[i] ^ 1));
-    EXPECT_NE(store.list()[0].damage, "") << "byte " << i;
-    EXPECT_TRUE(find(store, source()));
-    poke(file, i, sound[i]);
+    for (const std::string& damaged :
+         {sound.substr(0, i) + static_cast<char>(sound[i] ^ 1) + sound.substr(i + 1),
+          std::string(sound).erase(i, 1)}) {
+      write(file, damaged);
+      EXPECT_NE(store.list()[0].damage, "") << "byte " << i;
+      EXPECT_TRUE(find(store, source()));
+    }
+    write(file, sound);
   }
   EXPECT_EQ(store.list()[0].damage, "");
   fs::remove(file);
@@ -243,13 +254,25 @@ TEST_F(StoreTest, MissingAndStrangeFilesAreAMiss) {
 }
 
 TEST_F(StoreTest, AHugeFileIsNotRead) {
+  const auto make_huge = [](const fs::path& file) {
+    ASSERT_EQ(::truncate(file.c_str(), off_t{1} << 40), 0);  // sparse: a tebibyte of nothing
+  };
   Store store = open();
-  keep(store, source());
-  for (const char* name : {"meta.json", "kernel.cubin"}) {
-    ASSERT_EQ(::truncate((entry(source()) / name).c_str(), off_t{1} << 40),
-              0);  // sparse: a tebibyte of nothing
-    EXPECT_FALSE(find(store, source())) << name;
+  for (const char* name : {"meta.json", "kernel.cubin", "kernel.cu"}) {
+    ASSERT_TRUE(keep(store, source()));
+    make_huge(entry(source()) / name);
+    EXPECT_EQ(find(store, source()).has_value(), name == std::string("kernel.cu")) << name;
+    EXPECT_NE(store.list()[0].damage, "") << name;
+    EXPECT_EQ(store.repair().size(), 1u) << name;
   }
+  plan::write_record(store.records_folder(), record());
+  make_huge(store.records_folder() / plan::record_path(record()));
+  std::vector<std::string> warnings;
+  plan::TuningRecords().load(store.records_folder(), &warnings);
+  ASSERT_EQ(warnings.size(), 1u);
+  EXPECT_NE(warnings[0].find("1099511627776 bytes"), std::string::npos) << warnings[0];
+  EXPECT_EQ(store.damaged_records().size(), 1u);
+  EXPECT_EQ(store.repair().size(), 1u);
 }
 
 TEST_F(StoreTest, StoringReplacesADamagedEntryAndKeepsASoundOne) {
@@ -338,6 +361,97 @@ TEST_F(StoreTest, ALinkedArchitectureFolderIsLeftAlone) {
   EXPECT_TRUE(find(store, source()));
   EXPECT_EQ(store.clear(true), 0u);
   EXPECT_TRUE(fs::exists(folder_ / "elsewhere" / entry(source()).filename() / "meta.json"));
+}
+
+/// Every file and folder of a tree by its path, with its bytes and when it was last changed.
+std::map<fs::path, std::pair<std::string, fs::file_time_type>> tree(const fs::path& top) {
+  std::map<fs::path, std::pair<std::string, fs::file_time_type>> all;
+  all[top] = {"", fs::last_write_time(top)};
+  for (const auto& item : fs::recursive_directory_iterator(top))
+    all[item.path()] = {item.is_regular_file() ? read_file(item.path()) : "", item.last_write_time()};
+  return all;
+}
+
+/// One of the store's folders, below it, is a link to where others keep their files; some are named as its
+/// own.
+class LinkedFolder : public StoreTest, public testing::WithParamInterface<const char*> {
+ protected:
+  /// A sound and a damaged entry, a record, and what the dead leave; then the link.
+  void SetUp() override {
+    StoreTest::SetUp();
+    Store store = open();
+    keep(store, source());
+    keep(store, source("fwd:bf16:d128"));
+    poke(entry(source("fwd:bf16:d128")) / "kernel.cubin", 3, 'x');
+    plan::write_record(store.records_folder(), record());
+    const fs::path linked = folder_ / GetParam();
+    for (const char* folder : {"tmp/dead", "locks", "tuning/sm_80"}) {
+      fs::create_directories(folder_ / "v1" / folder);
+      for (const char* name : {"a.lock", "a.json", ".tmp-a"}) write(folder_ / "v1" / folder / name, "mine");
+    }
+    for (const char* name : {"a.lock", "a.json", ".tmp-a", "SHA256SUMS"}) write(linked / name, "mine");
+    fs::rename(linked, elsewhere_);
+    fs::create_directory_symlink(elsewhere_, linked);
+    std::vector<fs::path> all{elsewhere_};
+    for (const auto& item : fs::recursive_directory_iterator(elsewhere_)) all.push_back(item.path());
+    for (const fs::path& path : all)
+      fs::last_write_time(path, fs::file_time_type::clock::now() - std::chrono::hours(48));
+  }
+
+  const fs::path elsewhere_ = folder_ / "elsewhere";
+};
+const std::string kEntryName = "v1/sm_80/" + cache::entry_key(digest(source()), kTag);
+INSTANTIATE_TEST_SUITE_P(All, LinkedFolder,
+                         testing::Values("v1", "v1/tmp", "v1/locks", "v1/tuning", "v1/tuning/sm_80",
+                                         "v1/sm_80", kEntryName.c_str()),
+                         [](const auto& name) { return "Number" + std::to_string(name.index); });
+
+TEST_P(LinkedFolder, IsReadAndNeverChanged) {
+  const auto before = tree(elsewhere_);
+  Store store = open();
+  const auto expect_unchanged = [&](const char* after) {
+    EXPECT_EQ(tree(elsewhere_), before) << GetParam() << " after " << after;
+  };
+  EXPECT_TRUE(find(store, source())) << "its content is verified like any other";
+  expect_unchanged("load");
+  { const auto lock = store.lock("sm_80", cache::entry_key(digest(source()), kTag), 0); }
+  expect_unchanged("lock");
+  keep(store, source("fwd:bf16:d32"));
+  expect_unchanged("store");
+  try {
+    plan::write_record(store.records_folder(), record());
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::io);
+  }
+  expect_unchanged("a record");
+  store.repair();
+  expect_unchanged("repair");
+  store.prune(1);
+  expect_unchanged("prune");
+  store.clear(true);
+  expect_unchanged("clear");
+}
+
+TEST_F(StoreTest, WhereAFolderIsALinkNothingIsStoredAndTheLogSaysSo) {
+  fs::create_directories(folder_ / "elsewhere");
+  fs::create_directories(folder_ / "v1");
+  fs::create_directory_symlink(folder_ / "elsewhere", folder_ / "v1" / "tmp");
+  Store store = open();
+  EXPECT_FALSE(keep(store, source()));
+  ASSERT_EQ(lines_.size(), 1u);
+  EXPECT_NE(lines_[0].find("v1/tmp' is a link"), std::string::npos) << lines_[0];
+  fs::remove(folder_ / "v1" / "tmp");
+  EXPECT_TRUE(keep(store, source()));
+}
+
+// Renaming it away needs a folder, which a full disk has no room for either.
+TEST_F(StoreTest, AnEntryGoesWhereNoFolderCanBeMade) {
+  Store store = open();
+  keep(store, source());
+  fs::remove_all(folder_ / "v1" / "tmp");
+  write(folder_ / "v1" / "tmp", "not a folder");
+  EXPECT_EQ(store.clear(false), 1u);
+  EXPECT_TRUE(store.list().empty());
 }
 
 TEST_F(StoreTest, NamesCannotLeaveTheFolder) {

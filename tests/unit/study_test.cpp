@@ -5,13 +5,14 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <map>
 #include <string>
 
 #include "autotune/report.hpp"
+#include "autotune/suite.hpp"
 #include "flashjit/flashjit.hpp"
 #include "made_up_gpu.hpp"
+#include "support/file.hpp"
 #include "unit/expectations.hpp"
 
 namespace flashjit::autotune {
@@ -107,20 +108,11 @@ TEST(Study, AChoiceThatIsTooSlowIsToldSo) {
   EXPECT_TRUE(line().ends_with("| no |")) << line();
 }
 
-/// The problems of a suite file whose lines all have a shape; "fwd:" and "bwd:" where a line names no pass.
+/// The problems of a suite file whose lines all have a shape.
 std::vector<Problem> read_suite(const std::string& name) {
-  std::ifstream file(std::string(FLASHJIT_SOURCE_DIR "/") + name);
   std::vector<Problem> problems;
-  for (std::string line; std::getline(file, line);) {
-    if (line.empty() || line.front() == '#') continue;
-    const std::size_t blank = line.rfind(' ');
-    const AttentionShape shape = parse_shape(line.substr(blank + 1));
-    AttentionSpec spec = parse_spec(line.substr(0, blank));
-    problems.push_back({spec.normalized(), shape});
-    if (line.starts_with("fwd:") || line.starts_with("bwd:")) continue;
-    spec.pass = Pass::backward;
-    problems.push_back({spec.normalized(), shape});
-  }
+  for (const SuiteProblem& line : parse_suite(read_file(std::string(FLASHJIT_SOURCE_DIR "/") + name), name))
+    problems.push_back({line.spec, line.shape.value()});
   return problems;
 }
 

@@ -14,7 +14,7 @@ struct Fault {
     kill,        ///< SIGKILL in place of call `first`, which must be one that changes files
     fail_one,    ///< call `first` is not made and gives `error`
     fail_all,    ///< so does it, and so do all later calls that change files
-    fail_every,  ///< no call of the kind `first`, such as SYS_flock, is made: all give `error`
+    fail_every,  ///< no call of the kind `first`, such as SYS_flock, is made: all give `error`; 0: success
   };
   Kind kind = Kind::none;
   long first = 0;

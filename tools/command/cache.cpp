@@ -92,7 +92,8 @@ int show(const CacheOptions& options, bool json) {
   const StoredKernel kernel = find_stored({cache_folder(options)}, options.key);
   Json document = entry_json(kernel.info);
   document["folder"] = kernel.folder.string();
-  if (kernel.info.damage.empty()) document["meta"] = Json::parse(read_file(kernel.folder / cache::kMetaFile));
+  if (kernel.info.damage.empty())
+    document["meta"] = Json::parse(read_file(kernel.folder / cache::kMetaFile, kStoredFileLimit));
   if (json) {
     print_json(document);
     return kOk;
@@ -111,7 +112,7 @@ std::vector<std::string> check_pack(const CacheOptions& options, const std::file
     return {fmt::format("{} is missing", cache::kManifestFile)};
   }
   try {
-    if (const std::string digest = sha256(read_file(manifest));
+    if (const std::string digest = sha256(read_file(manifest, kStoredFileLimit));
         !options.sha256.empty() && digest != options.sha256)
       return {fmt::format("{} has the digest {}, not the one that was given", cache::kManifestFile, digest)};
     return check_manifest(folder);
@@ -145,7 +146,9 @@ int verify(const CacheOptions& options, bool json) {
   if (!options.sha256.empty() && !differences.empty()) return kCheckFailed;
   if (options.repair && !(removed.empty() && differences.empty())) {
     std::error_code problem;
-    if (std::filesystem::remove(manifest_path(store.folder()), problem))
+    const std::filesystem::path manifest = manifest_path(store.folder());
+    if (cache::link_on_the_way(manifest.parent_path(), cache::kManifestFile).empty() &&
+        std::filesystem::remove(manifest, problem))
       warn(
           "the manifest was removed: this is no longer the pack that it names; `flashjit pack` writes it "
           "anew");

@@ -5,7 +5,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <cctype>
 #include <charconv>
 #include <chrono>
 #include <csignal>
@@ -143,75 +142,16 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
   std::fflush(stderr);
 }
 
-bool names_pass(std::string_view spec_text) {
-  const std::string_view first = spec_text.substr(0, spec_text.find(':'));
-  return first == "fwd" || first == "bwd";
-}
-
-std::vector<AttentionSpec> parse_passes(std::string_view spec_text) {
-  AttentionSpec spec = parse_spec(spec_text);
-  spec.validate();
-  if (names_pass(spec_text)) return {spec.normalized()};
-  AttentionSpec backward = spec;
-  backward.pass = Pass::backward;
-  spec.pass = Pass::forward;
-  return {spec.normalized(), backward.normalized()};
-}
-
-namespace {
-
-/// The spec that a line of a suite begins with: it ends at a blank, but for those in a program's braces.
-std::string_view leading_spec(std::string_view line) {
-  int depth = 0;
-  for (std::size_t i = 0; i < line.size(); ++i) {
-    if (line[i] == '{') ++depth;
-    if (line[i] == '}') --depth;
-    if (depth <= 0 && std::isspace(static_cast<unsigned char>(line[i]))) return line.substr(0, i);
-  }
-  return line;
-}
-
-}  // namespace
-
 std::vector<Problem> read_suite(const std::filesystem::path& path) {
-  std::ifstream file(path);
-  if (!file)
+  std::ifstream file(path);  // not read_file(): it may be a pipe
+  std::string text;
+  for (std::string line; std::getline(file, line);) text += line + '\n';
+  if (!file.is_open() || file.bad())
     throw Error(ErrorCode::io,
                 fmt::format("cannot read the suite file '{}'; give a text file with \"spec [shape]\" "
                             "on each line",
                             path.string()));
-  std::vector<Problem> problems;
-  std::string line;
-  for (int number = 1; std::getline(file, line); ++number) {
-    line.resize(std::min(line.find('#'), line.size()));
-    line.erase(0, std::min(line.find_first_not_of(" \t\r"), line.size()));
-    const std::string spec(leading_spec(line));
-    if (spec.empty()) continue;
-    std::istringstream words(line.substr(spec.size()));
-    std::string shape, extra;
-    words >> shape >> extra;
-    try {
-      if (!extra.empty())
-        throw Error(ErrorCode::invalid_argument,
-                    fmt::format("'{}' is left over; a line holds a spec and, if wanted, a shape", extra));
-      std::optional<AttentionShape> sizes;
-      if (!shape.empty()) {
-        sizes = parse_shape(shape);
-        sizes->validate();
-      }
-      for (const AttentionSpec& pass : parse_passes(spec)) problems.push_back({pass, sizes});
-    } catch (const Error& error) {
-      throw Error(error.code(), fmt::format("{}:{}: {}", path.string(), number, error.message()),
-                  error.detail());
-    }
-  }
-  if (file.bad()) throw Error(ErrorCode::io, fmt::format("cannot read the suite file '{}'", path.string()));
-  if (problems.empty())
-    throw Error(ErrorCode::invalid_argument,
-                fmt::format("the suite file '{}' holds no spec; write one a line, such as "
-                            "\"bf16:d128:causal b1:hq16:hkv16:sq4096:skv4096\"",
-                            path.string()));
-  return problems;
+  return autotune::parse_suite(text, path.string());
 }
 
 std::string format_bytes(std::uintmax_t bytes) {

@@ -11,11 +11,11 @@
 #include <functional>
 #include <map>
 #include <nlohmann/json.hpp>
-#include <optional>
 #include <string>
 #include <string_view>
 #include <vector>
 
+#include "autotune/suite.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
 
@@ -96,18 +96,11 @@ class Progress {
 };
 
 /// A spec and, where the command needs or has one, a shape.
-struct Problem {
-  AttentionSpec spec;
-  std::optional<AttentionShape> shape;
-};
+using Problem = autotune::SuiteProblem;
+using autotune::names_pass;
+using autotune::parse_passes;
 
-/// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.
-bool names_pass(std::string_view spec_text);
-/// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
-/// normalized.
-std::vector<AttentionSpec> parse_passes(std::string_view spec_text);
-/// A suite file: "spec [shape]" a line, '#' begins a comment. Both passes where a line names none.
-/// Throws Error(io) or Error(invalid_argument) with the file's name and line.
+/// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);
 
 /// "1.5 MiB".

@@ -68,7 +68,7 @@ Subject subject_of_key(const InspectOptions& options) {
                 fmt::format("the kernel in '{}' is damaged: {}; `flashjit cache verify --repair` "
                             "removes it",
                             stored.folder.string(), stored.info.damage));
-  const cache::Meta meta = cache::parse_meta(read_file(stored.folder / cache::kMetaFile));
+  const cache::Meta meta = cache::parse_meta(read_file(stored.folder / cache::kMetaFile, kStoredFileLimit));
   Subject subject{parse_spec(meta.spec),
                   parse_config(meta.config),
                   DeviceInfo::parse(meta.arch),
@@ -77,8 +77,8 @@ Subject subject_of_key(const InspectOptions& options) {
                   {},
                   {},
                   {}};
-  subject.source.text = read_file(stored.folder / cache::kSourceFile);
-  subject.cubin = read_file(stored.folder / cache::kCubinFile);
+  subject.source.text = read_file(stored.folder / cache::kSourceFile, kStoredFileLimit);
+  subject.cubin = read_file(stored.folder / cache::kCubinFile, kStoredFileLimit);
   subject.entries = entry_reports(meta.entries, meta.resources);
   return subject;
 }

@@ -45,9 +45,8 @@ std::vector<std::string> files_below(const fs::path& root) {
 bool passes_a_link(const fs::path& root, const fs::path& relative) {
   fs::path path = root;
   for (const fs::path& part : relative) {
-    std::error_code error;
     path /= part;
-    if (fs::is_symlink(fs::symlink_status(path, error))) return true;
+    if (is_link(path)) return true;
   }
   return false;
 }
@@ -58,7 +57,7 @@ std::string complaint(const fs::path& root, const cache::ManifestLine& line) {
   if (!fs::exists(fs::symlink_status(root / line.path, error))) return "is missing";
   if (passes_a_link(root, line.path)) return "is reached through a link";
   try {
-    return sha256(read_file(root / line.path)) == line.digest ? "" : "has changed";
+    return sha256(read_file(root / line.path, kStoredFileLimit)) == line.digest ? "" : "has changed";
   } catch (const Error& failure) {
     return failure.message();
   }
@@ -84,7 +83,8 @@ fs::path manifest_path(const fs::path& folder) {
 std::string write_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<cache::ManifestLine> lines;
-  for (const std::string& file : files_below(root)) lines.push_back({sha256(read_file(root / file)), file});
+  for (const std::string& file : files_below(root))
+    lines.push_back({sha256(read_file(root / file, kStoredFileLimit)), file});
   const std::string text = to_text(lines);
   write_file_atomically(manifest, text, Audience::user);
   return sha256(text);
@@ -94,7 +94,7 @@ std::vector<std::string> check_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<std::string> differences;
   std::set<std::string> named;
-  for (const cache::ManifestLine& line : cache::parse_manifest(read_file(manifest))) {
+  for (const cache::ManifestLine& line : cache::parse_manifest(read_file(manifest, kStoredFileLimit))) {
     named.insert(line.path);
     if (const std::string wrong = complaint(root, line); !wrong.empty())
       differences.push_back(fmt::format("{} {}", line.path, wrong));

@@ -1,0 +1,30 @@
+// Suite files: the problems that `tune`, `pack` and the benches are given, as text.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "flashjit/spec.hpp"
+
+namespace flashjit::autotune {
+
+/// A spec and, where a line has one, a shape.
+struct SuiteProblem {
+  AttentionSpec spec;
+  std::optional<AttentionShape> shape;
+
+  bool operator==(const SuiteProblem&) const = default;
+};
+
+/// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.
+bool names_pass(std::string_view spec_text);
+/// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
+/// normalized.
+std::vector<AttentionSpec> parse_passes(std::string_view spec_text);
+/// "spec [shape]" a line, '#' begins a comment. Both passes where a line names none. Throws
+/// Error(invalid_argument) with `name`, which is the file's, and the line.
+std::vector<SuiteProblem> parse_suite(std::string_view text, std::string_view name);
+
+}  // namespace flashjit::autotune

@@ -1,0 +1,76 @@
+#!/usr/bin/env bash
+# Runs a sample of the GPU tests under compute-sanitizer, its four tools side by side:
+#   tests/gpu/sanitize.sh [BINARY]     build/tests/flashjit_gpu_tests by default
+# Prints a line for each tool; the exit status is 0 only where all of them ran, passed and found nothing. What they
+# said lies in build-sanitizer, or in the folder that LOGS names. Kernels are compiled once before, or come from
+# FLASHJIT_PACKS.
+set -euo pipefail
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+binary=${1:-$root/build/tests/flashjit_gpu_tests}
+logs=${LOGS:-$root/build-sanitizer}
+
+# Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, tile_reads, block_lists,
+# list_ranks, sink_grads), gradients of captures, blocks that take several tiles. Names without their number at the end.
+sample=(
+  # dense
+  'Pairs/Attention.*/fp16_d96_dropout_b1_hq1_hkv1_sq200_skv65_sm90_*'
+  'Pairs/Attention.*/fp16_d64_causal_dropout_kvlen_det_b2_hq4_hkv2_sq128_skv128_sm90_*'
+  'Pairs/Attention.*/bf16_d64_causal_b9_hq8_hkv4_sq450_skv120_sm90_*'
+  'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
+  'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
+  'Pairs/Attention.*/fp32_d32_causal_b2_hq4_hkv4_sq128_skv128_simt_*'
+  'Pairs/Attention.*/fp16_d64_causal_top_left_det_b1_hq6_hkv6_sq64_skv64_simt_*'
+  # block maps
+  'Pairs/BlockSparse.*/fp16_d128_map32x64_b2_hq4_hkv2_sq129_skv129_sm90_*'
+  'Pairs/BlockSparse.*/bf16_d64_causal_top_left_map32x64_det_b2_hq4_hkv2_sq65_skv64_sm80_*'
+  'Pairs/BlockSparse.*/fp32_d64_causal_kvlen_map16x256_b2_hq4_hkv2_sq65_skv64_simt_*'
+  # programs
+  'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
+  'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
+  'Variants/Programs.*/fp32_d64_*_simt_bhsd_documents_*'
+  'Pairs/Programs.*/fp16_d64_dropout_varlen_b2_hq2_hkv2_sq65_skv64_sm90_bhsd_causal_alibi_grad_*'
+  # packed sequences and sinks
+  'Packed/Programs.*/bf16_d96x64_varlen_b3_hq4_hkv1_sq65_skv64_sm90_*'
+  'Packed/Programs.*/bf16_d40_causal_det_sinks_b2_hq2_hkv2_sq65_skv64_sm90_*'
+  'Packed/Programs.*/fp16_d64_det_varlen_b2_hq2_hkv2_sq333_skv333_sm80_*'
+)
+
+[ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }
+for name in "${sample[@]}"; do
+  "$binary" --gtest_list_tests --gtest_filter="$name" | grep -q '^  ' ||
+    { echo "there is no test '$name' any more; choose another" >&2; exit 2; }
+done
+command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is missing: it comes with CUDA" >&2; exit 3; }
+
+mkdir -p "$logs"
+filter=$(IFS=:; echo "${sample[*]}")
+if [ -z "${FLASHJIT_TEST_CACHE:-}" ]; then
+  FLASHJIT_TEST_CACHE=$(mktemp -d)
+  trap 'rm -rf "$FLASHJIT_TEST_CACHE"' EXIT
+fi
+export FLASHJIT_TEST_CACHE
+
+passed() { sed -n 's/.*\[  PASSED  \] \([0-9]*\) test.*/\1/p' "$1"; }
+
+# Alone, which compiles and says what the tools' runs are to be held against.
+"$binary" --gtest_brief=1 --gtest_filter="$filter" >"$logs/plain.log" 2>&1 || { tail -20 "$logs/plain.log"; exit 1; }
+echo "alone: $(passed "$logs/plain.log") tests"
+
+# What the driver answers to a question, such as whose a pointer is, is no error of ours.
+check() {  # TOOL
+  compute-sanitizer --tool "$1" --report-api-errors no "$binary" --gtest_brief=1 --gtest_filter="$filter" \
+    >"$logs/$1.log" 2>&1
+}
+tools=(memcheck racecheck initcheck synccheck)
+for tool in "${tools[@]}"; do check "$tool" & running+=($!); done
+
+failed=0
+for i in "${!tools[@]}"; do
+  log=$logs/${tools[i]}.log status=0
+  wait "${running[i]}" || status=$?
+  errors=$(sed -n 's/^=* *[A-Z]* SUMMARY: \([0-9]*\) .*/\1/p' "$log" | tail -1)
+  echo "${tools[i]}: $(passed "$log") tests, ${errors:-unknown} errors"
+  [ "$status" = 0 ] && [ "$errors" = 0 ] && [ "$(passed "$log")" = "$(passed "$logs/plain.log")" ] ||
+    { failed=1; echo "  see $log"; }
+done
+exit "$failed"

@@ -1,0 +1,64 @@
+// `flashjit tune` as one sees it on a terminal: the bar, Ctrl-C, a GPU that slows down. NVRTC and the driver
+// are those of tests/fake; tests/compile has what takes real kernels.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <string>
+
+#include "plan/records.hpp"
+#include "run_command.hpp"
+
+namespace flashjit {
+namespace {
+
+class CommandTune : public ::testing::Test {
+ protected:
+  static std::string environment(const std::string& more = "") {
+    return "FLASHJIT_NVRTC='" FLASHJIT_FAKE_NVRTC "' FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' " + more;
+  }
+  static std::string arguments(const std::string& more) {
+    return "tune --spec fwd:bf16:d128 --shape b1:hq4:hkv4:sq512:skv512 " + more;
+  }
+  /// That the cache folder holds and that can be read.
+  std::size_t records() const {
+    plan::TuningRecords all;
+    all.load(folder_.path() / "cache" / "v1" / "tuning");
+    return all.size();
+  }
+
+  testing::TemporaryDirectory folder_;
+};
+
+TEST_F(CommandTune, OnATerminalThereIsABarWithTheTimeLeft) {
+  testing::CommandOnTerminal command(folder_, arguments("--max-candidates 4"), environment());
+  const testing::CommandResult result = command.finish();
+  EXPECT_EQ(result.code, 0) << result.out;
+  EXPECT_NE(result.out.find('\r'), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("[######..................] 1/4, "), std::string::npos) << result.out;
+  EXPECT_NE(result.out.find("[########################] 4/4, 0 s left: "), std::string::npos) << result.out;
+}
+
+TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
+  testing::CommandOnTerminal command(folder_, arguments("--exhaustive"), environment("FAKE_NVRTC_MS=20"));
+  EXPECT_TRUE(command.shows(" ms, best "));
+  command.press_ctrl_c();
+  const testing::CommandResult result = command.finish();
+  EXPECT_EQ(result.code, 130) << result.out;
+  EXPECT_NE(result.out.find("interrupted"), std::string::npos) << result.out;
+  EXPECT_EQ(records(), 1u) << result.out;
+}
+
+TEST_F(CommandTune, AGpuThatSlowsDownIsWarnedOf) {
+  const auto warned = [&](const std::string& more) {
+    const auto result =
+        testing::run_command(folder_, arguments("--max-candidates 4 --force"), environment(more));
+    EXPECT_EQ(result.code, 0) << result.err;
+    return result.err.find("the best's time moved by") != std::string::npos;
+  };
+  EXPECT_FALSE(warned(""));
+  EXPECT_FALSE(warned("FAKE_CUDA_SLOWER=0.00001"));
+  EXPECT_TRUE(warned("FAKE_CUDA_SLOWER=0.01"));
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,134 @@
+// The meter of real GPUs, on the driver of tests/fake: what it launches, with which inputs, and in which
+// order.
+#include "autotune/device_meter.hpp"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "autotune/inputs.hpp"
+#include "device/device_info.hpp"
+#include "fakes.hpp"
+#include "plan/plan.hpp"
+
+namespace flashjit::autotune {
+namespace {
+
+using test::FakeDriver;
+
+class DeviceMeterTest : public ::testing::Test {
+ protected:
+  DeviceMeterTest() { fake().reset(); }
+  ~DeviceMeterTest() override { fake().reset(); }
+
+  static FakeDriver& fake() { return test::fake_cuda(); }
+  static MeterOptions options() {
+    MeterOptions options{.map_density = 0.5};
+    options.runtime.nvrtc = FLASHJIT_FAKE_NVRTC;
+    return options;
+  }
+
+  const test::Variable libcuda_{"FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA};
+  const device::PrimaryContext gpu_{device::Driver::open(FLASHJIT_FAKE_CUDA)};
+  const Problem problem_{parse_spec("fwd:bf16:d64:map128x128").normalized(),
+                         parse_shape("b1:hq8:hkv8:sq2048:skv2048")};
+  const std::vector<TileConfig> configs_{parse_config("sm80:br128:bc64:w4"),
+                                         parse_config("sm80:br64:bc64:w4")};
+};
+
+/// The launches of the calls that were timed, which are the last ones.
+class TimedCalls {
+ public:
+  TimedCalls(const FakeDriver& fake, std::size_t calls, std::size_t launches_a_call)
+      : launches_(fake.launches.end() - static_cast<std::ptrdiff_t>(calls * launches_a_call),
+                  fake.launches.end()),
+        launches_a_call_(launches_a_call) {}
+  /// The main kernel's, which is a forward pass's last.
+  const FakeDriver::Launch& main(std::size_t call) const {
+    return launches_.at((call + 1) * launches_a_call_ - 1);
+  }
+  double ms(std::size_t call) const {
+    double sum = 0;
+    for (std::size_t i = 0; i < launches_a_call_; ++i) {
+      const FakeDriver::Launch& launch = launches_.at(call * launches_a_call_ + i);
+      sum += FakeDriver::launch_ms(launch.blocks, launch.threads);
+    }
+    return sum;
+  }
+
+ private:
+  std::vector<FakeDriver::Launch> launches_;
+  std::size_t launches_a_call_;
+};
+
+TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
+  constexpr int kRepeats = 20;  // more launches than stand in the queue at once
+  const std::size_t calls = kRepeats * configs_.size();
+  DeviceMeter meter(gpu_, options());
+  for (const TileConfig& config : configs_) meter.prepare(problem_, config);
+  const std::vector<double> ms = meter.median_ms(problem_, configs_, kRepeats);
+
+  const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
+  const auto plan = plan::make_plan(problem_.spec, problem_.shape, device, {}, configs_.front());
+  const TimedCalls timed(fake(), calls, plan.launches.size());
+  ASSERT_NE(timed.main(0).blocks, timed.main(1).blocks) << "that tells the candidates apart";
+
+  std::set<const void*> seen;
+  for (std::size_t i = 0; i < calls; ++i) seen.insert(timed.main(i).params.q.data);
+  // A set's four tensors have 2 MiB each, and its LSE 64 KiB.
+  const std::size_t sets = 2 * static_cast<std::size_t>(device.l2_bytes) / ((8 << 20) + (64 << 10)) + 1;
+  EXPECT_EQ(seen.size(), sets) << "twice what the L2 cache holds";
+
+  const BlockPattern map = plausible_map(problem_.spec, problem_.shape, options().map_density);
+  for (std::size_t i = 0; i < calls; ++i) {
+    const Params &params = timed.main(i).params, &first = timed.main(i % sets).params;
+    EXPECT_EQ(timed.main(i).blocks, timed.main(i % 2).blocks) << i;
+    EXPECT_EQ(params.q.data, first.q.data) << i;
+    EXPECT_EQ(params.k.data, first.k.data) << i;
+    EXPECT_EQ(params.v.data, first.v.data) << i;
+    EXPECT_EQ(params.o.data, first.o.data) << i;
+    EXPECT_EQ(params.map_rows, map.rows);
+    EXPECT_EQ(params.map_columns, map.columns);
+    EXPECT_EQ(fake().uploads[reinterpret_cast<CUdeviceptr>(params.block_map)], map.blocks);
+  }
+  for (std::size_t c = 0; c < configs_.size(); ++c) EXPECT_NEAR(ms.at(c), timed.ms(c), 1e-4);
+}
+
+TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
+  Problem problem{parse_spec("bwd:bf16:d64").normalized(), parse_shape("b1:hq8:hkv8:sq2048:skv2048")};
+  DeviceMeter meter(gpu_, options());
+  const TileConfig config = parse_config("sm80:br64:bc64:w4");
+  meter.prepare(problem, config);
+  meter.median_ms(problem, std::span(&config, 1), 3);
+  const FakeDriver::Launch& last = fake().launches.back();
+  std::set<const void*> tensors;
+  for (const TensorParam& tensor : {last.params.q, last.params.k, last.params.v, last.params.o,
+                                    last.params.dout, last.params.dq, last.params.dk, last.params.dv})
+    tensors.insert(tensor.data);
+  EXPECT_EQ(tensors.size(), 8u);
+  EXPECT_FALSE(tensors.contains(nullptr));
+}
+
+TEST_F(DeviceMeterTest, AGpuThatSlowsDownShowsAsDriftAndHardlyMovesTheChoice) {
+  const auto tuned = [&](double slower) {
+    fake().reset();
+    fake().slower = slower;
+    DeviceMeter meter(gpu_, options());
+    TuneOptions tuning;
+    tuning.max_candidates = 6;
+    return tune(problem_, read_setting(gpu_, options().runtime), meter, tuning);
+  };
+  const TuneResult steady = tuned(0), heating = tuned(0.001);
+  EXPECT_LT(steady.drift, 0.001);
+  EXPECT_GT(heating.drift, 0.1);
+  const auto chosen = std::ranges::find(steady.record.timings, heating.record.best, &plan::Timing::config);
+  ASSERT_NE(chosen, steady.record.timings.end());
+  EXPECT_GT(chosen->ms, 0);
+  EXPECT_LE(chosen->ms, 1.02 * steady.best_ms()) << "each was measured beside the best";
+}
+
+}  // namespace
+}  // namespace flashjit::autotune

@@ -179,7 +179,7 @@ double log_ratio(std::int64_t a, std::int64_t b, std::int64_t alike) {
 }
 
 constexpr std::int64_t kLong = 16384;  // a loop this long hides its beginning and end
-constexpr std::int64_t kManyRows = std::int64_t{128} * 132 * 8;  // some waves of blocks on a large GPU
+constexpr std::int64_t kManyRows = std::int64_t{128} * 132 * 32;  // many waves of blocks on a large GPU
 constexpr int kUsualTile = 128;
 
 /// In octaves of a length.
@@ -204,6 +204,8 @@ double distance(const AttentionShape& a, const AttentionShape& b) {
 /// others: a study on an H100 found its choice for such shapes within 2% of the best, the record's up to 29%
 /// slower.
 constexpr double kTooFar = 3.1;
+/// What ships is for the shapes of common models and hardly others: there the heuristic was made.
+constexpr double kTooFarShipped = 0.3;
 
 // What a record is further away for, in the same unit.
 constexpr double kOtherDevice = 1.0, kOtherVersion = 0.25, kOtherType = 0.5, kShipped = 2.0;
@@ -323,7 +325,7 @@ TuningRecords::Match TuningRecords::find(const AttentionSpec& spec, const Attent
       const bool same_shape = record.shape == shape;
       const bool current = same_device(record, device) && same_version(record);
       const double shapes_apart = same_shape ? 0 : distance(record.shape, shape);
-      if (shapes_apart > kTooFar) continue;
+      if (shapes_apart > (origin == Origin::shipped ? kTooFarShipped : kTooFar)) continue;
       double far = further + shapes_apart;
       if (!same_device(record, device)) far += kOtherDevice;
       if (!same_version(record)) far += kOtherVersion;

@@ -66,7 +66,7 @@ class TuningRecords {
     bool exact = false;  ///< of this shape, device and library version; what matches less is a lead
   };
   /// The nearest record of the spec, or of its twin of the other 16-bit type. Near is: a like length of Q and
-  /// of KV (ratios; beyond 16k all are alike), as many blocks for the multiprocessors (beyond some waves all
+  /// of KV (ratios; beyond 16k all are alike), as many blocks for the multiprocessors (beyond many waves all
   /// are alike), a like number of heads a KV head, lengths that are whole tiles or not. Another device of the
   /// architecture, another library version and what ships with the library count as further away, and the
   /// last so much that records of one's own win up to a shape four times as large. Earlier additions win

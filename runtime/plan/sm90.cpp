@@ -120,7 +120,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     const expr::MaskTraits mask = expr::mask_traits(spec.mask);
     const bool in_blocks = spec.has_block_map() || mask.q_reads + mask.kv_reads > 0;
     if (!spec.dropout && !in_blocks && (d <= 64 || spec.mask.empty() || is_causal(spec.mask)))
-      choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, 2));
+      choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small blocks hide each other's waits for what stands in lists, and for what a mask reads.
     if (d <= 64 && in_blocks)
       choices.insert(choices.begin(),

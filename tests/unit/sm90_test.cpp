@@ -108,7 +108,7 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   const auto chosen = [](const char* spec, const AttentionShape& shape) {
     return to_string(family().heuristic(parse_spec(spec), shape, kH100));
   };
-  EXPECT_EQ(chosen("fwd:bf16:d64", kLarge), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64", kLarge), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("fwd:bf16:d128", kLarge), "sm90:br192:bc80:w12:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:dropout", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d192x128", kLarge), "sm90:br128:bc112:w8:s2");
@@ -123,8 +123,34 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
+}
+
+TEST(Sm90, TheHeuristicCountsRounds) {
+  const auto chosen = [](const char* spec, const char* shape) {
+    return to_string(family().heuristic(parse_spec(spec), parse_shape(shape), kH100));
+  };
+  const std::string one_group = "sm90:br64:bc128:w4:s2", two_groups = "sm90:br128:bc128:w8:s2";
   // 128 blocks for 132 multiprocessors: twice as many of half the size would take two rounds.
-  EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq16:hkv16:sq1024:skv1024")), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128", "b1:hq16:hkv16:sq1024:skv1024"), two_groups);
+  EXPECT_EQ(chosen("fwd:bf16:d128", "b1:hq16:hkv16:sq768:skv768"), two_groups);
+  // Two rounds of 192 rows take longer than two of 128.
+  EXPECT_EQ(chosen("fwd:bf16:d128", "b1:hq16:hkv16:sq2048:skv2048"), two_groups);
+  EXPECT_EQ(chosen("fwd:bf16:d64", "b1:hq32:hkv32:sq1024:skv1024"), two_groups);
+  // Under a causal mask the longest tile decides while there is about a round.
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"), one_group);
+  EXPECT_EQ(chosen("fwd:bf16:d256:causal", "b1:hq8:hkv4:sq2048:skv2048"), "sm90:br64:bc64:w4:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", "b1:hq16:hkv16:sq2048:skv2048"), two_groups);
+}
+
+TEST(Sm90, MasksHaveTilesOfTheirOwn) {
+  const auto chosen = [](const std::string& mask) {
+    return to_string(family().heuristic(parse_spec("fwd:bf16:d64:" + mask), kLarge, kH100));
+  };
+  EXPECT_EQ(chosen("mask{q >= kv && q - kv < 1024}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{q >= kv || kv < 2000}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{doc: int32 1d; doc[q] == doc[kv]}"), "sm90:br64:bc64:w4:s2:occ3");
+  EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(chosen("map128x128"), "sm90:br64:bc128:w4:s2:occ2");
 }
 
 TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
@@ -133,9 +159,9 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
         .batch = 32, .heads_q = 16, .heads_kv = 16, .seqlen_q = length, .seqlen_kv = length};
     return to_string(family().heuristic(parse_spec(spec), shape, kH100));
   };
-  EXPECT_EQ(chosen("fwd:bf16:d64", 512), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64", 512), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("fwd:bf16:d64:causal", 1024), "sm90:br128:bc128:w8:s2");
-  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 2048), "sm90:br192:bc128:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 2048), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("fwd:bf16:d128", 512), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal_top_left", 1024), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal", 4096), "sm90:br192:bc80:w12:s2");

@@ -5,9 +5,9 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <charconv>
 #include <chrono>
-#include <csignal>
 #include <cstdio>
 #include <fstream>
 
@@ -44,10 +44,11 @@ CLI::App* add_subcommand(CLI::App& parent, Context& context, const std::string& 
 
 namespace {
 
-// A signal handler reaches nothing but an object of static storage.
-volatile std::sig_atomic_t interrupt_seen = 0;
+// A signal handler reaches nothing but an object of static storage; threads ask it, too.
+std::atomic<bool> interrupt_seen = false;
+static_assert(std::atomic<bool>::is_always_lock_free);
 
-void on_interrupt(int) { interrupt_seen = 1; }
+void on_interrupt(int) { interrupt_seen = true; }
 
 bool watch_interrupt() {
   struct sigaction action = {};
@@ -60,7 +61,7 @@ bool watch_interrupt() {
 
 bool interrupted() {
   static const bool watching = watch_interrupt();
-  return watching && interrupt_seen != 0;
+  return watching && interrupt_seen;
 }
 
 void print_json(const Json& document) {

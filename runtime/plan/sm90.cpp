@@ -135,27 +135,27 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
 
 /// What a Q tile of so many warp groups costs for a key, measured: three hide each other's waits best, one is
 /// alone with its own.
-double cost_of_groups(const AttentionSpec& spec, std::int64_t groups) {
+double cost_of_groups(const AttentionSpec& spec, int groups) {
   const double exposed = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
 
 /// Without a causal mask all Q tiles of `groups` warp groups cost the same: what counts is the rounds of
 /// them. The last one's tiles are cut where there is no mask, see ForwardWalk in templates/sm90/forward.cuh.
-double cost_of_rounds(const AttentionSpec& spec, std::int64_t count, std::int64_t groups,
-                      std::int64_t slots) {
-  const std::int64_t over = count % slots;
-  std::int64_t pieces = spec.mask.empty() && count > slots ? groups : 1;
+double cost_of_rounds(const AttentionSpec& spec, std::int64_t count, int groups, std::int64_t slots) {
+  const std::int64_t whole = count / slots, over = count % slots;
+  int pieces = spec.mask.empty() && count > slots ? groups : 1;
   while (over * pieces > slots) --pieces;
-  const double last = over == 0 ? 0 : cost_of_groups(spec, tiles(groups, pieces));
-  return static_cast<double>(count / slots) * cost_of_groups(spec, groups) + last;
+  const double last = over == 0 ? 0 : cost_of_groups(spec, (groups + pieces - 1) / pieces);
+  return static_cast<double>(whole) * cost_of_groups(spec, groups) + last;
 }
 
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
 /// under a causal mask the longest tile.
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
-  const std::int64_t groups = c.warps / kGroupWarps, heads = shape.batch * shape.heads_q;
+  const int groups = c.warps / kGroupWarps;
+  const std::int64_t heads = shape.batch * shape.heads_q;
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
   const auto padded = [&](std::int64_t keys) { return static_cast<double>(tiles(keys, c.bc) * c.bc); };
   const std::int64_t rows = tiles(shape.seqlen_q, c.br);

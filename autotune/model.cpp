@@ -8,6 +8,7 @@
 
 #include "expr/graph.hpp"
 #include "plan/family.hpp"
+#include "plan/tiles.hpp"
 #include "templates/sm90/layout.cuh"
 
 namespace flashjit::autotune {
@@ -29,7 +30,6 @@ constexpr double kLaunchMs = 0.003;
 constexpr int kGroupWarps = 4;
 constexpr int kSchedulers = 4;                   // of a multiprocessor
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
-constexpr int kReservedSharedBytes = 1024;       // the driver's, each thread block
 constexpr int kOtherRegisters = 70;              // of a thread, beside accumulators
 constexpr double kManyWaves = 40;                // from here on the order of the blocks does not matter
 
@@ -123,8 +123,8 @@ double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const Til
 }
 
 int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
-  if (c.family == Family::sm90)  // setmaxnreg shares out what the block has
-    return is_backward(spec) ? 168 : sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks);
+  // setmaxnreg shares out what the block has.
+  if (c.family == Family::sm90) return sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks);
   const double threads = c.warps * 32.0;
   const double kept = is_backward(spec) ? c.d_split * 2.0 * c.br * c.bc / threads +
                                               c.bc * (spec.head_dim + spec.v_dim()) / threads
@@ -135,7 +135,7 @@ int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
 
 int resident_blocks(const AttentionSpec& spec, const TileConfig& c, const plan::Entry& entry,
                     const DeviceInfo& device) {
-  const int by_shared = device.shared_per_sm / (entry.shared_bytes + kReservedSharedBytes);
+  const int by_shared = device.shared_per_sm / (entry.shared_bytes + plan::kReservedSharedBytes);
   const int by_threads = kThreadsPerMultiprocessor / std::max(entry.threads, 1);
   const int by_registers = device.registers_per_sm / std::max(1, registers_a_thread(spec, c) * entry.threads);
   return std::max(1, std::min({by_shared, by_threads, by_registers}));

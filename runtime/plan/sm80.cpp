@@ -116,10 +116,6 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
   return choices;
 }
 
-TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  return first_that_fills(preferences(spec, device), sm80_traits(), spec, shape, device);
-}
-
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
   const bool forward = spec.pass == Pass::forward;
   std::vector<TileConfig> found;
@@ -153,6 +149,30 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
+
+/// Blocks of the main loop.
+std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
+  const std::vector<Entry> all = entries(spec, c);
+  std::int64_t blocks = 0;
+  for (const Launch& launch : tensor_core_launches(spec, shape, c)) {
+    if (all[launch.entry].hot) blocks += launch.blocks;
+  }
+  return blocks;
+}
+
+/// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
+/// the most blocks.
+TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  TileConfig best;
+  std::int64_t most = -1;
+  for (const TileConfig& c : preferences(spec, device)) {
+    if (!admits(spec, c, device)) continue;
+    const std::int64_t blocks = hot_blocks(spec, shape, c);
+    if (blocks > most) best = c, most = blocks;
+    if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) break;
+  }
+  return best;
+}
 
 }  // namespace
 

@@ -13,8 +13,7 @@ namespace {
 
 constexpr int kGroupWarps = 4;  // of a warp group, which computes together
 constexpr int kProducerThreads = 128;
-constexpr int kMostBlocks = 3;              // on a multiprocessor
-constexpr int kReservedSharedBytes = 1024;  // the driver's, each block
+constexpr int kMostBlocks = 3;  // on a multiprocessor
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
 
@@ -175,7 +174,7 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
 
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const std::vector<TileConfig> choices = preferences(spec);
-  if (choices.front().min_blocks > 1) return choices.front();
+  if (choices.front().min_blocks > 1) return choices.front();  // small: of any length there are enough
   return *std::ranges::min_element(
       choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });
 }

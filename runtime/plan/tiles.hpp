@@ -1,7 +1,5 @@
-// What the families share: counting tiles, and choosing among good ones.
+// What the families share: counting tiles, and naming entries.
 #pragma once
-
-#include <span>
 
 #include "plan/family.hpp"
 
@@ -12,14 +10,12 @@ constexpr std::int64_t tiles(std::int64_t length, int tile) { return (length + t
 /// Threads of the kernels around the main one, and rows of one head that each block of them takes.
 constexpr int kAuxiliaryThreads = 128;
 
+/// Bytes of a multiprocessor's shared memory that the driver keeps for each block.
+constexpr int kReservedSharedBytes = 1024;
+
 /// An entry from templates/<family>/<header>.cuh.
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);
 /// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
 Entry auxiliary_entry(const std::string& name, const std::string& header = {});
-
-/// Of good configurations, best first, the first whose main loops give nine multiprocessors of ten a block,
-/// else the one with the most blocks. Those that the family does not admit are passed over.
-TileConfig first_that_fills(std::span<const TileConfig> good, const FamilyTraits& family,
-                            const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device);
 
 }  // namespace flashjit::plan

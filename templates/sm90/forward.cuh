@@ -26,13 +26,14 @@ template <class P>
 constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && P::kBr > kGroupRows;
 
 /// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
-/// softmax of a Q tile's first step is over the tile's first keys alone. With more columns the products take
-/// longer than the softmax.
+/// softmax of a Q tile's first step may be over so many keys alone.
 template <class P>
 constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
+
+/// Whether it is. With more columns the products take longer than the softmax.
 template <class P>
 constexpr bool kShortSteps =
-    P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && P::kBr > kGroupRows&& kFewKeys<P> < P::kBc;
+    P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc && P::kBr > kGroupRows;
 
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
@@ -111,8 +112,7 @@ struct ForwardWork {
       const int end = kv_begin(count() - 1) + kFewKeys<P>;
 #pragma unroll
       for (int group = 0; group < P::kBr / kGroupRows; ++group) {
-        const Range q{min(q_begin + group * kGroupRows, q_range.end),
-                      min(q_begin + group * kGroupRows + kGroupRows, q_range.end)};
+        const Range q = tile_range(q_begin / kGroupRows + group, kGroupRows, q_range.end);
         if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.kv_limit(p)) <= end)
           is_short |= 1u << group;
       }

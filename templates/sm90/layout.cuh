@@ -17,8 +17,9 @@ constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block o
 
 constexpr int kGroupRows = 64;  ///< of Q, that a warp group computes in the forward pass
 
-/// Registers that a thread of the forward pass starts with, where a multiprocessor has `blocks` blocks of
-/// `groups` warp groups that compute and one that loads; then that one gives most of its to the others.
+/// Registers that a thread starts with, where a multiprocessor has `blocks` blocks of `groups` warp groups
+/// that compute and one that loads. Then that one gives most of its to the others: so many in the forward
+/// pass.
 constexpr int launch_registers(int groups, int blocks) {
   return 65536 / ((groups + 1) * 128 * blocks) / 8 * 8;
 }

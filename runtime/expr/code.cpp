@@ -60,6 +60,11 @@ std::string Code::expression(int place) {
   }
   if (fast && node->op == Op::multiply && node->type == Type::real) return product(place);
   if (fast && node->op == Op::divide && node->type == Type::real) return quotient(place);
+  if (node->op == Op::divide || node->op == Op::modulo) {
+    if (const int divisor = graph_[place].args[1]; shared_divisor(divisor))
+      return fmt::format("{}.{}({})", head_.divisor(divisor), node->op == Op::divide ? "quotient" : "rest",
+                         value(graph_[place].args[0]));
+  }
   std::vector<std::string> args;
   for (const int arg : std::vector<int>(graph_[place].args)) args.push_back(value(arg));
   if (node->op == Op::read) {
@@ -67,6 +72,13 @@ std::string Code::expression(int place) {
     return head_.read_text(*node, args);
   }
   return operation_text(*node, args, style_);
+}
+
+/// An int that all pairs share and that is no constant: then what a product needs instead of a division is
+/// found once.
+bool Code::shared_divisor(int place) const {
+  const Node& node = graph_.node(place);
+  return node.type == Type::integer && graph_.uniform(place) && !is_literal(node);
 }
 
 /// As the program's int: modulo 2^32, whatever the order of the additions.

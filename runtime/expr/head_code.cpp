@@ -120,6 +120,16 @@ std::string HeadCode::scaled(int place) {
   return fmt::format("head.{}", known->second);
 }
 
+std::string HeadCode::divisor(int place) {
+  const auto [known, is_new] = divisors_.try_emplace(place, fmt::format("d{}", divisors_.size()));
+  if (is_new) {
+    members_ += fmt::format("    flashjit::Divisor {};\n", known->second);
+    const std::string text = value(place);
+    body_ += fmt::format("    head.{} = flashjit::Divisor({});\n", known->second, text);
+  }
+  return fmt::format("head.{}", known->second);
+}
+
 std::string HeadCode::rest_float(const Rest& rest) {
   if (rest.terms.empty()) return literal_text(static_cast<float>(rest.constant));
   const auto [known, is_new] = rest_floats_.try_emplace(rest, fmt::format("f{}", rest_floats_.size()));

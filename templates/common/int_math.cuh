@@ -24,6 +24,41 @@ constexpr int wrap_divide(int a, int b) {
 /// The rest of wrap_divide, with the sign of `a`; a zero divisor gives 0.
 constexpr int wrap_modulo(int a, int b) { return b == 0 || b == -1 ? 0 : a % b; }
 
+constexpr unsigned magnitude(int a) {
+  return a < 0 ? 0u - static_cast<unsigned>(a) : static_cast<unsigned>(a);
+}
+
+/// Divides by one number as wrap_divide and wrap_modulo do, for all ints, by a product: Granlund and
+/// Montgomery, "Division by Invariant Integers using Multiplication" (1994), for magnitudes of up to 2^31.
+struct Divisor {
+  int by = 0;
+  unsigned multiplier = 0;
+  int shift = 0;
+
+  constexpr Divisor() = default;
+  constexpr explicit Divisor(int by_) : by(by_) {
+    const unsigned size = magnitude(by);
+    if (size < 2) return;
+    while (shift < 30 && 2u << shift < size) ++shift;  // 2^(shift + 1) is the first that is no less than size
+    multiplier = static_cast<unsigned>((1ull << (32 + shift)) / size + 1);
+  }
+  constexpr int quotient(int a) const {
+    if (magnitude(by) < 2) return wrap_multiply(a, by);
+    const int size = static_cast<int>(quotient_of_magnitude(a));
+    return (a ^ by) < 0 ? wrap_negate(size) : size;
+  }
+  constexpr int rest(int a) const {
+    if (magnitude(by) < 2) return 0;
+    const int size = static_cast<int>(magnitude(a) - quotient_of_magnitude(a) * magnitude(by));
+    return a < 0 ? -size : size;
+  }
+
+ private:
+  constexpr unsigned quotient_of_magnitude(int a) const {
+    return static_cast<unsigned>(static_cast<unsigned long long>(magnitude(a)) * multiplier >> 32) >> shift;
+  }
+};
+
 /// Counts are taken modulo 32.
 constexpr int wrap_shift_left(int a, int count) {
   return static_cast<int>(static_cast<unsigned>(a) << (count & 31));

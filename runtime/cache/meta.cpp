@@ -14,7 +14,7 @@ namespace {
 
 using Json = nlohmann::json;
 
-constexpr int kFormat = 2;
+constexpr int kFormat = 3;
 
 // A compiler's log may hold any bytes: those that are no UTF-8 are replaced.
 std::string dump(const Json& json, int indent) {
@@ -24,7 +24,8 @@ std::string dump(const Json& json, int indent) {
 Json entry_json(const plan::Entry& entry) {
   return {
       {"name", entry.name},       {"header", entry.header},           {"function", entry.function},
-      {"threads", entry.threads}, {"min_blocks", entry.min_blocks},   {"shared_bytes", entry.shared_bytes},
+      {"threads", entry.threads}, {"min_blocks", entry.min_blocks},   {"cluster", entry.cluster},
+      {"shared_bytes", entry.shared_bytes},
       {"hot", entry.hot},         {"tensor_maps", entry.tensor_maps}, {"persistent", entry.persistent}};
 }
 
@@ -54,6 +55,7 @@ plan::Entry parse_entry(const Json& json) {
           .function = text_field(json, "function"),
           .threads = int_field(json, "threads"),
           .min_blocks = int_field(json, "min_blocks"),
+          .cluster = int_field(json, "cluster"),
           .shared_bytes = int_field(json, "shared_bytes"),
           .hot = json.at("hot").get<bool>(),
           .tensor_maps = json.at("tensor_maps").get<bool>(),

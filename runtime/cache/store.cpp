@@ -157,8 +157,8 @@ std::string source_digest(const KernelSource& source, const std::vector<std::str
   for (const auto& [name, text] : headers) fields.add(name).add(text);
   fields.add(static_cast<std::int64_t>(source.entries.size()));
   for (const plan::Entry& entry : source.entries) {
-    fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.shared_bytes);
-    fields.add(entry.tensor_maps);
+    fields.add(entry.name).add(entry.threads).add(entry.min_blocks).add(entry.cluster);
+    fields.add(entry.shared_bytes).add(entry.tensor_maps);
     fields.add(entry.persistent);
   }
   for (const std::string& option : options) fields.add(option);

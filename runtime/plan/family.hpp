@@ -20,6 +20,7 @@ struct Entry {
   std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
   int threads = 0;
   int min_blocks = 1;
+  int cluster = 1;           ///< blocks that share their shared memory
   int shared_bytes = 0;      ///< dynamic shared memory
   bool hot = false;          ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
@@ -31,7 +32,7 @@ struct Entry {
 /// One launch: an entry by its place in the family's list, and a one-dimensional grid.
 struct Launch {
   std::size_t entry = 0;
-  std::int64_t blocks = 0;       ///< 0: nothing to do, skipped
+  std::int64_t blocks = 0;       ///< 0: nothing to do, skipped. Of a family: clusters
   bool makes_lists = false;      ///< skipped where the call is given its tile lists
   bool for_given_lists = false;  ///< skipped where it is not
 

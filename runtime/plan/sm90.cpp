@@ -33,7 +33,7 @@ int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4;
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
-  if (layout.wide()) return gradients / 2 + layout.columns() / 4;
+  if (layout.wide()) return gradients / 2 + layout.dq_columns() / 2;
   return gradients + c.br;
 }
 
@@ -59,11 +59,11 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
       return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
-  } else if (c.warps != 8 || c.bc != (is_wide(spec) ? 64 : 128) ||
+  } else if (c.warps != 8 || (c.bc != 128 && (c.bc != 64 || !is_wide(spec))) ||
              (c.br != 64 && (c.br != 128 || is_wide(spec)))) {
     return Support::no(fmt::format(
         "the backward pass has 8 warps, Br 64 or 128 and Bc 128, above head dimension 128 Br 64 and Bc "
-        "64, not {}",
+        "64 or 128, not {}",
         to_string(c)));
   }
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
@@ -106,7 +106,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = expr::reads_by_position(spec.mask.tree());
   if (!is_forward(spec)) {
-    if (is_wide(spec)) return {config(64, 64, 8, 2)};
+    // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
+    if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors.
     const bool reads = expr::reads_by_position(spec.score.tree()) || mask_reads;
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
@@ -186,7 +187,8 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   };
   if (!is_forward(spec)) {
     for (const int br : {64, 128})
-      for (const int stages : {1, 2, 3}) consider(config(br, is_wide(spec) ? 64 : 128, 8, stages));
+      for (const int bc : {64, 128})
+        for (const int stages : {1, 2, 3}) consider(config(br, bc, 8, stages));
     return found;
   }
   for (const int warps : {4, 8, 12})
@@ -201,6 +203,7 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
+  if (!is_forward(spec)) main.cluster = sm90_backward_layout(spec, c).cluster();
   // The forward pass shares its work out beforehand, but for lists: where lengths differ that only the kernel
   // knows, the device's own scheduler is fairer.
   main.persistent = !is_forward(spec) || has_tile_lists(spec) || (!spec.varlen && !spec.kv_lengths);
@@ -208,7 +211,8 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
-  return TensorBoxes{is_forward(spec) ? sm90::kGroupRows : c.br, c.bc};
+  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc};
+  return TensorBoxes{c.br, sm90_backward_layout(spec, c).keys()};
 }
 
 }  // namespace

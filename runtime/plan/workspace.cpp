@@ -64,7 +64,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   // The counters of templates/common/tile_walk.cuh.
   out.tickets =
-      allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, 2}, 3 + shape.batch * shape.heads_kv);
+      allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, 4}, 3 + shape.batch * shape.heads_kv);
   const std::int64_t sets = needs.list_sets;
   out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
   out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});

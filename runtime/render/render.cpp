@@ -61,12 +61,14 @@ std::string includes(const std::vector<plan::Entry>& entries) {
 
 std::string entry_text(const plan::Entry& entry) {
   const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
+  const std::string cluster =
+      entry.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", entry.cluster) : "";
   return fmt::format(
-      "\nextern \"C\" __global__ void __launch_bounds__({}, {})\n"
+      "\nextern \"C\" __global__ void{} __launch_bounds__({}, {})\n"
       "flashjit_{}(const __grid_constant__ flashjit::Params p{}) {{\n"
       "  {}<flashjit::Problem>(p{});\n"
       "}}\n",
-      entry.threads, entry.min_blocks, entry.name, maps, entry.function, entry.tensor_maps ? ", maps" : "");
+      cluster, entry.threads, entry.min_blocks, entry.name, maps, entry.function, entry.tensor_maps ? ", maps" : "");
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.

@@ -95,7 +95,7 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
   };
   return from_shared("multiply_scores", {dtype, config.br / own}, "0, 0") + gradient("multiply_dv", dv) +
          gradient("multiply_dk", d) +
-         from_shared("multiply_dq", {dtype, config.br == 128 ? d : d / 2}, "1, 1");
+         from_shared("multiply_dq", {dtype, layout.dq_columns()}, "1, 1");
 }
 
 }  // namespace flashjit::render

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/common/visible.cuh"
+#include "flashjit/common/tile_walk.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -55,7 +55,7 @@ __device__ void preprocess(const Params& p) {
     // All of common/tile_walk.cuh, or the two counters of simt/capture_grads.cuh.
     const long long q_tiles = P::kDeterministic ? (p.seqlen_q + P::kBr - 1) / P::kBr : 0;
     const long long count =
-        max(3 + p.batch * (p.heads_kv + static_cast<long long>(p.heads_q) * q_tiles * 2), 4ll);
+        max(3 + p.batch * (p.heads_kv + static_cast<long long>(p.heads_q) * q_tiles * kTurnParts), 4ll);
     for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) p.tickets[i] = 0;
   }
 }

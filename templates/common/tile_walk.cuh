@@ -136,11 +136,12 @@ __device__ __forceinline__ int* next_dq_work(const Params& p) { return p.tickets
 __device__ __forceinline__ int* done_of(const Params& p, int b, int h_kv) {
   return p.tickets + 3 + b * p.heads_kv + h_kv;
 }
-/// Ordered additions: how many KV tiles have added to a Q tile's dQ, or, `part` 0 and 1, to each of its
-/// halves.
+/// Ordered additions: how many KV tiles have added to a Q tile's dQ, or to one of its parts.
+constexpr int kTurnParts = 4;  ///< at most; the host counts so many: plan/workspace.cpp
 template <class P>
 __device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_tile, int part = 0) {
-  return done_of(p, p.batch, 0) + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * 2 +
+  return done_of(p, p.batch, 0) + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) *
+                                    kTurnParts +
          part;
 }
 

@@ -8,7 +8,9 @@
 //
 // Above ("wide") one group's registers do not hold its rows of dK and dV. Then both groups have the same 64
 // keys: of S and dP each computes half of the queries, of dK and dV half of the columns, from P and dS in
-// shared memory.
+// shared memory. Adding dQ to global memory for every 64 keys takes longer than all products: so a cluster of
+// two blocks shares a KV tile of 128. Each has 64 of its keys, gives the other its dS, and computes half of
+// dQ's columns for all 128.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -24,21 +26,25 @@ struct BackwardTile {
   static constexpr int kGroups = kDqGroups;
   static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
-  static constexpr int kKvSlice = P::kBc * kRowBytes, kQSlice = P::kBr * kRowBytes;
+  static constexpr int kCluster = kLayout.cluster(), kKeys = kLayout.keys();
+  static constexpr int kDoutStages = kLayout.dout_stages();
+  static constexpr int kKvSlice = kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
-  static constexpr int kKBytes = tile_bytes(P::kBc, kDim), kVBytes = tile_bytes(P::kBc, kDimV);
+  static constexpr int kKBytes = tile_bytes(kKeys, kDim), kVBytes = tile_bytes(kKeys, kDimV);
+  static constexpr int kOtherKBytes = kCluster > 1 ? tile_bytes(kKeys, kDim / 2) : 0;
+  static constexpr int kDsBytes = tile_bytes(kKeys, P::kBr);
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
   static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
-  // A group's part of dQ is 64 rows where there are 128, else half of the columns.
+  // A group's part of dQ is 64 rows where there are 128, else some of the columns.
   static constexpr bool kSplitRows = P::kBr == 128;
-  static constexpr int kDqColumns = kSplitRows ? kDim : kDim / 2;
+  static constexpr int kDqColumns = kLayout.dq_columns();
   // It leaves through shared memory, eight columns a step: `kDqInDout` and `kDqInQ` steps lie in what this
   // group alone reads of dO and Q, when it has read it, the others in a place of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
-  static constexpr int kDqInDout = kLayout.dq_within(kDimV) / kDqStepBytes;
-  static constexpr int kDqInQ = kLayout.dq_within(kDim) / kDqStepBytes;
+  static constexpr int kDqInDout = kLayout.dq_within_dout() / kDqStepBytes;
+  static constexpr int kDqInQ = kLayout.dq_within_q() / kDqStepBytes;
   struct Place {
     Sequence<P> sequence;
     int h_kv, kv_tile;
@@ -51,7 +57,7 @@ struct BackwardTile {
     short first, last;  ///< of that KV tile's
   };
   static_assert(sizeof(Place) == kPlaceBytes && sizeof(QTile) == kQTileBytes);
-  static_assert(P::kBc == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
+  static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// Of a group, in the tiles of S^T and dP^T.
   static __device__ int first_row(int group) { return kWide ? 0 : group * 64; }
@@ -62,13 +68,18 @@ struct BackwardTile {
 
   __device__ BackwardTile(char* memory, unsigned address) : shared(memory), base(address) {}
 
+  /// Which block of the cluster this is.
+  static __device__ int rank() { return kCluster > 1 ? cluster_rank() : 0; }
+  /// Which part of dQ a group computes, and its first column.
+  static __device__ int dq_part(int group) { return rank() * kGroups + group; }
+  static __device__ int first_dq_column(int group) { return kSplitRows ? 0 : dq_part(group) * kDqColumns; }
   __device__ Place* places() const { return reinterpret_cast<Place*>(shared + kLayout.places()); }
   __device__ QTile& staged(unsigned i) const {
     return reinterpret_cast<QTile*>(shared + kLayout.staged())[i % kKeptQTiles];
   }
   /// Of Q tile i's KV tile: read again where needed, since registers are short.
   __device__ const Place& place(unsigned i) const { return places()[staged(i).place]; }
-  __device__ int kv_begin(unsigned i) const { return place(i).kv_tile * P::kBc; }
+  __device__ int kv_begin(unsigned i) const { return place(i).kv_tile * P::kBc + rank() * kKeys; }
   __device__ int kv_limit(const Params& p, unsigned i) const {
     return kForeignKeys<P> ? place(i).kv_limit : p.seqlen_kv;
   }
@@ -78,17 +89,19 @@ struct BackwardTile {
   __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
   // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them and
   // have read those of the tile before.
-  __device__ unsigned ds(unsigned i) const {
-    return base + kLayout.ds() + i % 2 * tile_bytes(P::kBc, P::kBr);
-  }
-  __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * tile_bytes(P::kBc, P::kBr); }
+  __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
+  __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * kDsBytes; }
   __device__ unsigned ds_full(unsigned i) const { return q_full(P::kStages) + i % 2 * 8; }
   /// Where a step of a group's dQ lies.
   __device__ unsigned dq(int group, int slot, int step) const {
-    if (step < kDqInDout) return dout(slot) + group * kLayout.dq_within(kDimV) + step * kDqStepBytes;
+    if (step < kDqInDout) return dout(slot) + group * kLayout.dq_within_dout() + step * kDqStepBytes;
     step -= kDqInDout;
-    if (step < kDqInQ) return q(slot) + group * kLayout.dq_within(kDim) + step * kDqStepBytes;
+    if (step < kDqInQ) return q(slot) + group * kLayout.dq_within_q() + step * kDqStepBytes;
     return base + kLayout.dq() + group * kLayout.dq_bytes() + (step - kDqInQ) * kDqStepBytes;
+  }
+  /// Until dO and D of Q tile i are there.
+  __device__ void await_dout(unsigned i) const {
+    barrier_wait<P>(dout_full(i % kDoutStages), i / kDoutStages & 1);
   }
   /// A column of a tile of slices.
   static __device__ unsigned column(unsigned at, int column, int slice_bytes) {
@@ -102,7 +115,32 @@ struct BackwardTile {
   __device__ unsigned dq_full(int group) const { return ds_full(0) + (2 + group * 2) * 8; }
   __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
   __device__ unsigned kv_empty() const { return ds_full(0) + 6 * 8; }
+
+  // Of the other block of the cluster: half of the columns of its K, its dS of Q tile i, which it has written
+  // when its dS of the tile before has been read, and, from the first block, its n-th KV tile.
+  __device__ unsigned other_k() const { return base + kLayout.other_k(); }
+  static __device__ int first_other_column() { return rank() * (kDim / 2); }
+  __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
+  __device__ unsigned other_ds_full(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
+  __device__ unsigned told(unsigned n) const { return base + kLayout.told() + n % kToldWorks * 4; }
+  __device__ unsigned told_full(unsigned n) const { return other_ds_full(0) + (2 + n % kToldWorks) * 8; }
 };
+
+/// The number of this block's n-th KV tile. In a cluster the first block finds those that meet any Q tile, and
+/// tells the other.
+template <class P>
+__device__ __forceinline__ unsigned take_work(const Params& p, const BackwardTile<P>& tile, unsigned n) {
+  if (tile.rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
+  barrier_expect(tile.told_full(n), 4);
+  barrier_wait<P>(tile.told_full(n), n / kToldWorks & 1);
+  return *reinterpret_cast<const volatile unsigned*>(tile.shared + (tile.told(n) - tile.base));
+}
+template <class P>
+__device__ __forceinline__ void tell_work(const BackwardTile<P>& tile, unsigned n, unsigned number) {
+  if constexpr (BackwardTile<P>::kCluster > 1) {
+    if (tile.rank() == 0) store_remote(in_block(tile.told(n), 1), number, in_block(tile.told_full(n), 1));
+  }
+}
 
 /// Finds the KV tiles and loads them and their Q tiles as soon as there is room. By one thread.
 template <class P>
@@ -111,14 +149,19 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
   using Tile = BackwardTile<P>;
   // Without queries there is no work, and nobody has cleared the counter.
   const unsigned works = p.seqlen_q > 0 ? kv_works<P>(p) : 0;
-  const auto take = [&] { return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1)); };
   unsigned n = 0, i = 0;
-  for (unsigned number = works > 0 ? take() : 0; number < works; number = take()) {
+  while (works > 0) {
+    const unsigned number = take_work(p, tile, n);
+    if (number >= works) {
+      tell_work(tile, n, number);
+      break;
+    }
     const KvWork<P> work(p, number);
     const Sequence<P> sequence(p, work.b);
     QWalk<P> walk(p, sequence, work);
     StagedTile now = walk.next(p, sequence);
     if (now.head < 0) continue;
+    tell_work(tile, n, number);
     const int place = n % kPlaces, batch = sequence.batch();
     tile.places()[place] = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
     bool first = true;
@@ -128,21 +171,28 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long row = sequence.stats_row(p, now.head) + q_begin;
       tile.staged(i) = {now, row, place, first, next.head < 0};
-      const int slot = i % P::kStages, free = i / P::kStages & 1 ^ 1;
-      const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(slot);
-      barrier_wait<P>(tile.q_empty(slot), free);
-      barrier_expect(q_full, Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes : 0));
+      const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
+      const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(dout_slot);
+      barrier_wait<P>(tile.q_empty(slot), i / P::kStages & 1 ^ 1);
+      barrier_expect(q_full,
+                     Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
-      barrier_wait<P>(tile.dout_empty(slot), free);
+      barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
       barrier_expect(dout_full, Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
-      load_tile<P::kBr, Tile::kDimV>(tile.dout(slot), maps.dout, dout_full, q_row, now.head, batch);
+      load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.dout, dout_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
       if (first) {
-        const int kv_row = sequence.kv_row(work.kv_tile * P::kBc);
+        const int kv_begin = work.kv_tile * P::kBc, own = tile.rank() * Tile::kKeys;
+        const int kv_row = sequence.kv_row(kv_begin + own);
         barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1);
-        load_tile<P::kBc, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
-        load_tile<P::kBc, Tile::kDimV>(tile.v(), maps.v, dout_full, kv_row, work.h_kv, batch);
+        load_tile<Tile::kKeys, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
+        if constexpr (Tile::kCluster > 1) {
+          const int other_row = sequence.kv_row(kv_begin + (Tile::kKeys - own));
+          load_tile<Tile::kKeys, Tile::kDim / 2>(tile.other_k(), maps.k, q_full, other_row, work.h_kv, batch,
+                                                 tile.first_other_column() / kSliceColumns);
+        }
+        load_tile<Tile::kKeys, Tile::kDimV>(tile.v(), maps.v, dout_full, kv_row, work.h_kv, batch);
       }
       first = false;
       now = next;
@@ -188,7 +238,7 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
       const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
       clear(work, p.dk, P::kHeadDim);
       clear(work, p.dv, P::kHeadDimV);
-      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqGroups);
+      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqParts<P>);
     }
   }
 }
@@ -218,7 +268,7 @@ template <class P>
 __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, int group) {
   using Tile = BackwardTile<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
+  const int first_column = tile.first_dq_column(group);
   const int steps = min(kColumns - first_column, Tile::kDqColumns) / 8;
   for (unsigned n = 0;; ++n) {
     barrier_wait<P>(tile.dq_full(group), n & 1);
@@ -235,7 +285,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     };
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      turn = turn_of<P>(p, tile.place(n).sequence.b, now.head, now.tile, group);
+      turn = turn_of<P>(p, tile.place(n).sequence.b, now.head, now.tile, tile.dq_part(group));
       await_turn<P, 32>(turn, now.turn);
     }
     add_steps(0, Tile::kDqInDout);
@@ -250,7 +300,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     }
     barrier_arrive(tile.dq_empty(group));
     if constexpr (Tile::kWide) {
-      barrier_arrive(tile.dout_empty(n % P::kStages));
+      if constexpr (Tile::kCluster == 1) barrier_arrive(tile.dout_empty(n % P::kStages));
       barrier_arrive(tile.q_empty(n % P::kStages));
     }
     if (done != nullptr) {
@@ -279,6 +329,17 @@ __device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group) 
   barrier_arrive(tile.dq_full(group));
 }
 
+/// Gives dS of Q tile i to the other block of the cluster: by one thread of the first group. The other has
+/// read what that overwrites, since it has written dS of the tile before.
+template <class P>
+__device__ __forceinline__ void give_ds(const BackwardTile<P>& tile, unsigned i, int group) {
+  if (group != 0 || threadIdx.x / 32 % 4 != 0 || !elected()) return;
+  const int other = 1 - tile.rank();
+  barrier_expect(tile.other_ds_full(i), BackwardTile<P>::kDsBytes);
+  copy_remote(in_block(tile.other_ds(i), other), tile.ds(i), BackwardTile<P>::kDsBytes,
+              in_block(tile.other_ds_full(i), other));
+}
+
 /// Starts S^T of Q tile i, whose descriptor is known.
 template <class P, int kCount>
 __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int group, unsigned long long q,
@@ -301,7 +362,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
   const int first_row = Tile::first_row(group), first_query = Tile::first_query(group);
   const int kv_row = first_row + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
-  const int slot = i % P::kStages, phase = i / P::kStages & 1;
+  const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
   const int h = now.head, q_begin = now.tile * P::kBr + first_query;
   // Of this thread's first query; opaque, so that the others' are offsets in the instructions.
   const int own = opaque((slot * P::kBr + first_query + lane % 4 * 2) * 4);
@@ -316,9 +377,9 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   if constexpr (P::kVarlen) {
     if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
       // The rows behind belong to the next sequence.
-      barrier_wait<P>(tile.dout_full(slot), phase);
+      tile.await_dout(i);
       clear_rows<P::kBr, P::kHeadDim>(tile.shared + (tile.q(slot) - tile.base), valid);
-      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(slot) - tile.base), valid);
+      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(dout_slot) - tile.base), valid);
       publish_to_async_proxy();
       named_barrier_sync(2 + group, 128);
     }
@@ -330,10 +391,10 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   // Before dP takes its registers.
   if constexpr (P::kDropout)
     dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
-  const bool partial = !now.full || tile.kv_begin(i) + P::kBc > tile.kv_limit(p, i);
-  barrier_wait<P>(tile.dout_full(slot), phase);
+  const bool partial = !now.full || tile.kv_begin(i) + Tile::kKeys > tile.kv_limit(p, i);
+  tile.await_dout(i);
   start_transposed<P, P::kHeadDimV>(dp, tile_descriptor(tile.v() + first_row * kRowBytes, 0),
-                                    tile_descriptor(tile.dout(slot) + first_query * kRowBytes, 0));
+                                    tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0));
 
   // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
   // warp's sixteen keys lie in one.
@@ -351,7 +412,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   // Of sixteen queries of a tile in shared memory, [KV row][query], lane l says where row l % 8 of matrix l /
   // 8 is to be. The swizzle lets a step change two bits of the place.
   const int first_place =
-      opaque(chunk_offset<P::kBc>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16));
+      opaque(chunk_offset<Tile::kKeys>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16));
   const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
     store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
   };
@@ -416,16 +477,23 @@ template <class P>
 __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i, int group,
                                          float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
   using Tile = BackwardTile<P>;
-  const int first_column = Tile::kSplitRows ? 0 : group * Tile::kDqColumns;
-  const unsigned long long left =
-      tile_descriptor(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), Tile::kKvSlice);
-  const unsigned long long right =
-      tile_descriptor(Tile::column(tile.k(), first_column, Tile::kKvSlice), Tile::kKvSlice);
+  const int first_column = tile.first_dq_column(group);
+  const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
+    const unsigned long long left = tile_descriptor(ds, Tile::kKvSlice);
+    const unsigned long long right =
+        tile_descriptor(Tile::column(k, column, Tile::kKvSlice), Tile::kKvSlice);
+#pragma unroll
+    for (int step = 0; step < Tile::kKeys / 16; ++step)
+      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4),
+                     add || step > 0);
+  };
   pin(dq);
   multiply_fence();
-#pragma unroll
-  for (int step = 0; step < P::kBc / 16; ++step)
-    P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4), step > 0);
+  multiply_keys(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), tile.k(), first_column, false);
+  if constexpr (Tile::kCluster > 1) {
+    const int first_loaded = tile.first_other_column() / kSliceColumns * kSliceColumns;
+    multiply_keys(tile.other_ds(i), tile.other_k(), first_column - first_loaded, true);
+  }
   multiply_commit();
   pin(dq);
 }
@@ -441,7 +509,7 @@ __device__ __forceinline__ void start_gradients(
   const auto own_columns = [&](unsigned at, int columns) {
     return tile_descriptor(Tile::column(at, Tile::kWide ? group * columns : 0, Tile::kQSlice), Tile::kQSlice);
   };
-  const unsigned long long dout = own_columns(tile.dout(i % P::kStages), Tile::kOwnDimV);
+  const unsigned long long dout = own_columns(tile.dout(i % Tile::kDoutStages), Tile::kOwnDimV);
   const unsigned long long q = own_columns(tile.q(i % P::kStages), Tile::kOwnDim);
   pin(dv);
   pin(dk);
@@ -473,11 +541,14 @@ template <class P>
 __device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardTile<P>& tile, unsigned i,
                                                    int group) {
   using Tile = BackwardTile<P>;
-  const int valid = tile.kv_limit(p, i) - tile.kv_begin(i);
+  const int valid = tile.kv_limit(p, i) - tile.place(i).kv_tile * P::kBc;
   if (valid >= P::kBc) return;
-  barrier_wait<P>(tile.dout_full(i % P::kStages), i / P::kStages & 1);
-  clear_rows<P::kBc, P::kHeadDim>(tile.shared + Tile::kLayout.k(), valid);
-  clear_rows<P::kBc, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), valid);
+  const int own = tile.rank() * Tile::kKeys, others = Tile::kKeys - own;
+  tile.await_dout(i);
+  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), max(valid - own, 0));
+  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), max(valid - own, 0));
+  if constexpr (Tile::kCluster > 1)
+    clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(), max(valid - others, 0));
   publish_to_async_proxy();
   named_barrier_sync(2 + group, 128);
 }
@@ -531,16 +602,31 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
       publish_to_async_proxy();
       barrier_arrive(tile.ds_full(i));
       barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
-      start_dq(tile, i, group, dq);
-      start_gradients(tile, i, group, probability, gradient, dk, dv);
-      last = now.last;
-      multiply_wait<1>();
-      pin(dq);
-      pin(dv);
-      barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-      stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq);
-      multiply_wait<0>();
-      pin(dk);
+      if constexpr (Tile::kCluster > 1) {
+        give_ds(tile, i, group);
+        start_gradients(tile, i, group, probability, gradient, dk, dv);
+        multiply_wait<1>();
+        pin(dv);
+        barrier_arrive(tile.dout_empty(i % Tile::kDoutStages));
+        barrier_wait<P>(tile.other_ds_full(i), i / 2 & 1);
+        start_dq(tile, i, group, dq);
+        last = now.last;
+        multiply_wait<0>();
+        pin(dk);
+        pin(dq);
+        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+      } else {
+        start_dq(tile, i, group, dq);
+        start_gradients(tile, i, group, probability, gradient, dk, dv);
+        last = now.last;
+        multiply_wait<1>();
+        pin(dq);
+        pin(dv);
+        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+        stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq);
+        multiply_wait<0>();
+        pin(dk);
+      }
       stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq);
       give_dq(tile, group);
     } else {
@@ -600,16 +686,23 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
       barrier_init(tile.q_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
-      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
+      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide && Tile::kCluster == 1 ? 1 : 128));
     }
     for (int group = 0; group < Tile::kGroups; ++group) {
       barrier_init(tile.dq_full(group), 128);
       barrier_init(tile.dq_empty(group), 1);
     }
     barrier_init(tile.kv_empty(), Tile::kGroups * 128);
+    if constexpr (Tile::kCluster > 1) {
+      for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.other_ds_full(buffer), 1);
+      for (int n = 0; n < kToldWorks; ++n) barrier_init(tile.told_full(n), 1);
+    }
     barrier_init_fence();
   }
-  __syncthreads();
+  if constexpr (Tile::kCluster > 1)
+    cluster_sync();
+  else
+    __syncthreads();
 
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
@@ -618,16 +711,19 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     if (warp == 3) {
       write_keys_without_rows<P>(p);
       convert_dq<P>(p);
-      return;
+    } else if (elected()) {
+      if (warp == 0)
+        produce(p, tile, maps);
+      else
+        add_dq(p, tile, warp - 1);
     }
-    if (!elected()) return;
-    if (warp == 0) produce(p, tile, maps);
-    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1);
   } else {
     raise_register_limit<Tile::kConsumerRegisters>();
     consume(p, tile, group - 1);
     convert_dq<P>(p);  // the last heads'
   }
+  // A block stays as long as the other may write to its shared memory, or read from it.
+  if constexpr (Tile::kCluster > 1) cluster_sync();
 }
 
 }  // namespace flashjit::sm90

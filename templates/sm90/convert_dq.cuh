@@ -82,7 +82,7 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
     taken = take();  // the next, to be there in time
     const int b = static_cast<int>(head / heads), h = static_cast<int>(head % heads);
     const int h_kv = static_cast<int>(head % heads / (heads / p.heads_kv));
-    await_turn<P, 200>(done_of(p, b, h_kv), kDqGroups * kv_tiles<P>(p));
+    await_turn<P, 200>(done_of(p, b, h_kv), kDqParts<P> * kv_tiles<P>(p));
     const Sequence<P> sequence(p, b);
     const int first = static_cast<int>(number % parts) * kRows,
               end = min(first + kRows, sequence.seqlen_q(p));

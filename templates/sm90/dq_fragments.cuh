@@ -7,7 +7,10 @@
 namespace flashjit::sm90 {
 
 constexpr int kDqRows = 64;
-constexpr int kDqGroups = 2;  ///< that compute a KV tile's part of it, and say when it has been added
+constexpr int kDqGroups = 2;  ///< of a block, that compute a KV tile's part of it
+/// Of how many parts a KV tile's dQ is; of each is said when it has been added.
+template <class P>
+constexpr int kDqParts = kDqGroups* cluster_blocks(P::kBc, P::kHeadDim, P::kHeadDimV);
 
 /// Columns of the accumulator.
 constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }

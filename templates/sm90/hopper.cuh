@@ -77,6 +77,38 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         : "memory");
   }
 }
+/// Of a cluster: which block this is, and where something in this block's shared memory lies in another's.
+__device__ __forceinline__ int cluster_rank() {
+  int rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ unsigned in_block(unsigned address, int rank) {
+  unsigned there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+  return there;
+}
+/// Waits for all threads of the cluster that have not ended.
+__device__ __forceinline__ void cluster_sync() {
+  asm volatile(
+      "barrier.cluster.arrive.release;\n"
+      "barrier.cluster.wait.acquire;" ::
+          : "memory");
+}
+/// Stores a word, or copies `bytes` (a multiple of 16) of this block's shared memory, to that of a block of
+/// the cluster, and completes on a barrier there.
+__device__ __forceinline__ void store_remote(unsigned to, unsigned value, unsigned barrier) {
+  asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
+               "r"(value), "r"(barrier)
+               : "memory");
+}
+__device__ __forceinline__ void copy_remote(unsigned to, unsigned from, int bytes, unsigned barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "r"(from), "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
 /// Makes initialised barriers visible to the TMA unit.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -157,12 +189,12 @@ __device__ __forceinline__ void pin(float (&values)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(values[i])::"memory");
 }
 
-/// Copies a tile, slice by slice.
+/// Copies a tile, slice by slice, from slice `first` on.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void load_tile(unsigned to, const TensorMap& map, unsigned barrier, int row,
-                                          int head, int batch) {
+                                          int head, int batch, int first = 0) {
   for (int slice = 0; slice < slices(kColumns); ++slice)
-    load_box(to + slice * kRows * kRowBytes, map, barrier, slice * kSliceColumns, row, head, batch);
+    load_box(to + slice * kRows * kRowBytes, map, barrier, (first + slice) * kSliceColumns, row, head, batch);
 }
 
 /// Descriptor of a 128-byte-swizzled tile whose rows are the M or N dimension of the product, or the summed

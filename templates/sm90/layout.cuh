@@ -15,7 +15,7 @@ constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows 
 
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block of sm_90 can have
 
-constexpr int kGroupRows = 64;  ///< of Q, that a warp group computes in the forward pass
+constexpr int kGroupRows = 64;  ///< of Q, in a warp group's part of O or dQ
 
 /// Registers that a thread starts with, where a multiprocessor has `blocks` blocks of `groups` warp groups
 /// that compute and one that loads. Then that one gives most of its to the others: so many in the forward
@@ -80,37 +80,60 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// K, V, `stages` tiles of Q and of dO, two of dS, wide two of P, dQ where it does not lie in Q and dO, the
-/// rows' LSE and D, what is known of Q tiles and of KV tiles, and the barriers.
+/// Blocks of a cluster, which share a KV tile of the backward pass: wide, two share one of 128 keys.
+constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
+  return is_wide(head_dim, head_dim_v) && bc == 128 ? 2 : 1;
+}
+/// KV tiles that the first block of a cluster tells the other of, before that one has heard of the first.
+constexpr int kToldWorks = 4;
+
+/// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
+/// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other block's;
+/// wide two of P; dQ where it does not lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of
+/// KV tiles; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
+  constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
+  constexpr int keys() const { return bc / cluster(); }
+  constexpr int dout_stages() const { return cluster() > 1 ? 1 : stages; }
   constexpr int columns() const { return backward_columns(head_dim); }
   constexpr int columns_v() const { return backward_columns(head_dim_v); }
   constexpr int k() const { return 0; }
-  constexpr int v() const { return tile_bytes(bc, columns()); }
-  constexpr int q() const { return v() + tile_bytes(bc, columns_v()); }
+  constexpr int v() const { return tile_bytes(keys(), columns()); }
+  constexpr int other_k() const { return v() + tile_bytes(keys(), columns_v()); }
+  constexpr int q() const { return other_k() + (cluster() > 1 ? tile_bytes(keys(), columns() / 2) : 0); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
-  constexpr int ds() const { return dout() + stages * tile_bytes(br, columns_v()); }
-  constexpr int p() const { return ds() + 2 * tile_bytes(bc, br); }
-  constexpr int dq() const { return p() + (wide() ? 2 * tile_bytes(bc, br) : 0); }
+  constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
+  constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
+  constexpr int p() const { return ds() + cluster() * 2 * tile_bytes(keys(), br); }
+  constexpr int dq() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
+  /// Columns of dQ that a warp group computes: 64 rows of all where there are 128 rows, else all rows.
+  constexpr int dq_columns() const { return br == 128 ? columns() : columns() / 2 / cluster(); }
   /// Bytes of a warp group's dQ that lie in what it alone reads of a tile of Q, or of dO.
-  constexpr int dq_within(int columns) const {
-    return wide() && columns >= 2 * kSliceColumns ? columns / 2 * br * 2 : 0;
+  constexpr int dq_within_q() const {
+    return wide() && columns() >= 2 * kSliceColumns ? columns() / 2 * br * 2 : 0;
+  }
+  constexpr int dq_within_dout() const {
+    return wide() && cluster() == 1 && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
   }
   /// And the rest, in fp32 as all of it, for which there is a place.
   constexpr int dq_bytes() const {
-    const int rest = columns() / 2 * br * 4 - dq_within(columns()) - dq_within(columns_v());
+    const int rest = dq_columns() * kGroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
   }
   constexpr int lse() const { return dq() + 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
-  constexpr int barriers() const { return places() + kPlaces * kPlaceBytes; }
-  /// Four barriers for each stage, two for dS, four for dQ and one for K and V.
-  constexpr int bytes() const { return barriers() + (7 + 4 * stages) * 8; }
+  constexpr int told() const { return places() + kPlaces * kPlaceBytes; }
+  constexpr int barriers() const { return told() + (cluster() > 1 ? kToldWorks * 4 : 0); }
+  /// Four barriers for each stage, two for dS, four for dQ and one for K and V; in a cluster two for the other
+  /// block's dS, and those of what it is told.
+  constexpr int bytes() const {
+    return barriers() + (7 + 4 * stages + (cluster() > 1 ? 2 + kToldWorks : 0)) * 8;
+  }
 };
 
 }  // namespace flashjit::sm90

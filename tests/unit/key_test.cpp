@@ -62,6 +62,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"entry name", [](auto& s) { s.entries[0].name = "backward"; }},
       {"threads", [](auto& s) { s.entries[0].threads = 256; }},
       {"min_blocks", [](auto& s) { s.entries[0].min_blocks = 2; }},
+      {"cluster", [](auto& s) { s.entries[0].cluster = 2; }},
       {"shared bytes", [](auto& s) { s.entries[0].shared_bytes = 128; }},
       {"tensor maps", [](auto& s) { s.entries[0].tensor_maps = true; }},
       {"persistent", [](auto& s) { s.entries[0].persistent = true; }},

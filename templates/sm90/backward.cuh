@@ -47,7 +47,8 @@ struct BackwardTile {
   static constexpr int kDqInQ = kLayout.dq_within_q() / kDqStepBytes;
   struct Place {
     Sequence<P> sequence;
-    int h_kv, kv_tile;
+    int h_kv;
+    int kv_begin;  ///< this block's first key
     int kv_limit;  ///< keys of the sequence that are no padding
   };
   /// A Q tile; without a head the word that there are no more.
@@ -79,7 +80,7 @@ struct BackwardTile {
   }
   /// Of Q tile i's KV tile: read again where needed, since registers are short.
   __device__ const Place& place(unsigned i) const { return places()[staged(i).place]; }
-  __device__ int kv_begin(unsigned i) const { return place(i).kv_tile * P::kBc + rank() * kKeys; }
+  __device__ int kv_begin(unsigned i) const { return place(i).kv_begin; }
   __device__ int kv_limit(const Params& p, unsigned i) const {
     return kForeignKeys<P> ? place(i).kv_limit : p.seqlen_kv;
   }
@@ -163,7 +164,8 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
     if (now.head < 0) continue;
     tell_work(tile, n, number);
     const int place = n % kPlaces, batch = sequence.batch();
-    tile.places()[place] = {sequence, work.h_kv, work.kv_tile, sequence.kv_limit(p)};
+    const int own = tile.rank() * Tile::kKeys, kv_begin = work.kv_tile * P::kBc + own;
+    tile.places()[place] = {sequence, work.h_kv, kv_begin, sequence.kv_limit(p)};
     bool first = true;
 #pragma unroll 1
     while (now.head >= 0) {
@@ -183,13 +185,12 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.dout, dout_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
       if (first) {
-        const int kv_begin = work.kv_tile * P::kBc, own = tile.rank() * Tile::kKeys;
-        const int kv_row = sequence.kv_row(kv_begin + own);
+        const int kv_row = sequence.kv_row(kv_begin);
         barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1);
         load_tile<Tile::kKeys, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
         if constexpr (Tile::kCluster > 1) {
-          const int other_row = sequence.kv_row(kv_begin + (Tile::kKeys - own));
-          load_tile<Tile::kKeys, Tile::kDim / 2>(tile.other_k(), maps.k, q_full, other_row, work.h_kv, batch,
+          load_tile<Tile::kKeys, Tile::kDim / 2>(tile.other_k(), maps.k, q_full,
+                                                 kv_row + Tile::kKeys - 2 * own, work.h_kv, batch,
                                                  tile.first_other_column() / kSliceColumns);
         }
         load_tile<Tile::kKeys, Tile::kDimV>(tile.v(), maps.v, dout_full, kv_row, work.h_kv, batch);
@@ -541,14 +542,14 @@ template <class P>
 __device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardTile<P>& tile, unsigned i,
                                                    int group) {
   using Tile = BackwardTile<P>;
-  const int valid = tile.kv_limit(p, i) - tile.place(i).kv_tile * P::kBc;
-  if (valid >= P::kBc) return;
-  const int own = tile.rank() * Tile::kKeys, others = Tile::kKeys - own;
+  const int own = tile.rank() * Tile::kKeys, valid = tile.kv_limit(p, i) - tile.kv_begin(i);
+  if (valid + own >= P::kBc) return;
   tile.await_dout(i);
-  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), max(valid - own, 0));
-  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), max(valid - own, 0));
+  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), max(valid, 0));
+  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), max(valid, 0));
   if constexpr (Tile::kCluster > 1)
-    clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(), max(valid - others, 0));
+    clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(),
+                                            max(valid - Tile::kKeys + 2 * own, 0));
   publish_to_async_proxy();
   named_barrier_sync(2 + group, 128);
 }

@@ -325,6 +325,8 @@ template <class Args>
 Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
   const AttentionSpec& spec = plan.spec;
   Params params = mask_params(plan, args, pass);
+  params.rows_q = static_cast<int>(args.q.size[2]);
+  params.rows_kv = static_cast<int>(args.k.size[2]);
   params.q = tensor_param(args.q);
   params.k = tensor_param(args.k);
   params.v = tensor_param(args.v);
@@ -472,6 +474,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
 
 Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
   Params params = mask_params(plan, args, Pass::forward);
+  params.rows_q = params.rows_kv = static_cast<int>(kMaxInt);
   set_lists(params, plan, args.memory.data);
   return params;
 }

@@ -149,6 +149,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     const auto declaration = std::ranges::find(declared, capture.name, &expr::Declaration::name);
     problem.captures.push_back(captured(capture, declaration->type));
   }
+  reference::check_offsets(problem);
   return problem;
 }
 

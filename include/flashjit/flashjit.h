@@ -147,7 +147,12 @@ enum { FLASHJIT_MAX_CAPTURES = 16 };
 /** With "varlen" in the spec, sequences of unlike lengths are packed: q [1, heads, rows, dim] and so on,
  * where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and those of cu_seqlens_kv
  * of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or more) are then the
- * shape's batch and lengths; without "varlen" all of them are 0 or null. */
+ * shape's batch and lengths; without "varlen" all of them are 0 or null.
+ *
+ * Nobody checks cu_seqlens, as that would wait for the device. Where it is wrong (negative, descending,
+ * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to rows that there
+ * are, and the results of the sequences that it concerns are wrong; nothing outside of the tensors is read or
+ * written. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */

@@ -51,6 +51,11 @@ struct BlockLists {
 /// workspace_bytes() and prepare()); a maximum may be larger than the longest sequence, never smaller. Rows
 /// of LSE past a sequence's end are not written, nor rows of the tensors that belong to no sequence. Programs
 /// count q and kv within their sequence and see its own lengths.
+///
+/// Nobody checks cu_seqlens, as that would wait for the device. Where it is wrong (negative, descending,
+/// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to rows that there
+/// are, and the results of the sequences that it concerns are wrong; nothing outside of the tensors is read
+/// or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;

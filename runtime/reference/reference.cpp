@@ -15,6 +15,7 @@
 
 #include "flashjit/error.hpp"
 #include "support/small_float.hpp"
+#include "templates/common/packed.cuh"
 #include "templates/common/philox.cuh"
 
 namespace flashjit::reference {
@@ -126,19 +127,26 @@ struct Rows {
   std::int64_t begin, count;
 };
 
-/// How many rows a head's packed sequences have; checks what says so.
-std::int64_t packed_rows(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t batch,
-                         std::int64_t longest) {
-  check_size(name, offsets.size(), batch + 1);
+/// How many rows a head has in a packed tensor of `heads`.
+std::int64_t rows_of_head(const std::vector<double>& tensor, std::int64_t heads, std::int64_t dim) {
+  const std::int64_t row = count({heads, dim});
+  return row == 0 ? 0 : std::ssize(tensor) / row;
+}
+
+void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
+                   std::int64_t longest) {
   if (offsets.front() != 0) refuse(fmt::format("{} begins with {}; it must begin with 0", name, offsets[0]));
-  for (std::int64_t b = 0; b < batch; ++b) {
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
     if (length < 0 || length > longest) {
       refuse(fmt::format("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name,
                          b, length, longest));
     }
   }
-  return offsets.back();
+  if (offsets.back() != rows) {
+    refuse(fmt::format("{} ends with {}, but the packed tensors have {} rows; it must end with these", name,
+                       offsets.back(), rows));
+  }
 }
 
 /// A checked problem with everything that is derived from it.
@@ -162,12 +170,12 @@ struct Context {
   }
   Rows q_rows(std::int64_t task) const {
     if (!spec.varlen) return {task * shape.seqlen_q, shape.seqlen_q};
-    return packed(problem.cu_seqlens_q, batch_of(task), head_of(task) * packed_q);
+    return packed(problem.cu_seqlens_q, batch_of(task), head_of(task), packed_q, shape.seqlen_q);
   }
   Rows kv_rows(std::int64_t task) const {
     const std::int64_t b = batch_of(task), h = kv_head_of(task);
     if (!spec.varlen) return {(b * shape.heads_kv + h) * shape.seqlen_kv, shape.seqlen_kv};
-    return packed(problem.cu_seqlens_kv, b, h * packed_kv);
+    return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
   }
   /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
   std::int64_t q_count() const { return count_rows(shape.heads_q, packed_q, shape.seqlen_q); }
@@ -183,8 +191,11 @@ struct Context {
   double dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const;
 
  private:
-  static Rows packed(const std::vector<std::int32_t>& offsets, std::int64_t b, std::int64_t head_begin) {
-    return {head_begin + offsets[b], offsets[b + 1] - offsets[b]};
+  static Rows packed(const std::vector<std::int32_t>& offsets, std::int64_t b, std::int64_t h,
+                     std::int64_t rows, std::int64_t longest) {
+    const auto [first, count] =
+        packed_rows(offsets[b], offsets[b + 1], static_cast<int>(rows), static_cast<int>(longest));
+    return {h * rows + first, count};
   }
   std::int64_t count_rows(std::int64_t heads, std::int64_t packed_length, std::int64_t length) const {
     return spec.varlen ? heads * packed_length : count({shape.batch, heads, length});
@@ -199,8 +210,10 @@ Context::Context(const Problem& given)
   spec.validate();
   shape.validate();
   if (spec.varlen) {
-    packed_q = packed_rows("cu_seqlens_q", given.cu_seqlens_q, shape.batch, shape.seqlen_q);
-    packed_kv = packed_rows("cu_seqlens_kv", given.cu_seqlens_kv, shape.batch, shape.seqlen_kv);
+    check_size("cu_seqlens_q", given.cu_seqlens_q.size(), shape.batch + 1);
+    check_size("cu_seqlens_kv", given.cu_seqlens_kv.size(), shape.batch + 1);
+    packed_q = rows_of_head(given.q, shape.heads_q, spec.head_dim);
+    packed_kv = rows_of_head(given.k, shape.heads_kv, spec.head_dim);
   }
   check_size("q", given.q.size(), count({q_count(), spec.head_dim}));
   check_size("k", given.k.size(), count({kv_count(), spec.head_dim}));
@@ -403,13 +416,22 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 
 }  // namespace
 
+void check_offsets(const Problem& problem) {
+  if (!problem.spec.varlen) return;
+  const Context context(problem);
+  check_offsets("cu_seqlens_q", problem.cu_seqlens_q, context.packed_q, context.shape.seqlen_q);
+  check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);
+}
+
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
   Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
                  std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN)};
+  std::mutex out_mutex;  // sequences may share rows where cu_seqlens_q is wrong
   parallel_for(context.tasks(), [&](std::int64_t task) {
     const HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
+    const std::lock_guard lock(out_mutex);
     put(head.out, result.out, context.q_rows(task));
     std::copy(head.lse.begin(), head.lse.end(), result.lse.begin() + task * context.shape.seqlen_q);
   });

@@ -23,7 +23,8 @@ struct Problem {
   double dropout_p = 0;
   std::uint64_t seed = 0, offset = 0;
   std::vector<std::int32_t> cu_seqlens_q = {},
-                            cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows
+                            cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
+                                                 ///< are read as kernels do, see check_offsets()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
   std::vector<Captured> captures = {};           ///< one for each name that the spec's programs declare
 };
@@ -55,6 +56,10 @@ struct Backward {
 /// than they say.
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
+
+/// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of rows
+/// and no sequence is longer than the shape says: for those who have them on the host and can tell.
+void check_offsets(const Problem& problem);
 
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
 std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);

@@ -53,6 +53,7 @@ struct Params {
   const int* cu_seqlens_kv;
   const float* sinks;  ///< [heads_q]
   float* dsinks;
+  int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
 };
 
 }  // namespace flashjit

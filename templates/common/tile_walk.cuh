@@ -37,6 +37,12 @@ template <class P>
 __device__ __forceinline__ int kv_tiles(const Params& p) {
   return (p.seqlen_kv + P::kBc - 1) / P::kBc;
 }
+/// Whether lists say how many additions to dQ come before a KV tile's. Whoever waits for one waits for ever
+/// if it does not come, so a KV tile visits all that it lists, also past the last key: lists that were built
+/// before may be of other lengths, as they do not know how many rows packed tensors have.
+template <class P>
+constexpr bool kListedTurns = (P::kBackward && P::kDeterministic && kLists<P>);
+
 /// The part of [0, length) that a tile of `size` covers; may be empty.
 __device__ __forceinline__ Range tile_range(int tile, int size, int length) {
   return {min(tile * size, length), min(tile * size + size, length)};
@@ -172,7 +178,7 @@ struct QWalk {
       : kv_tile(work.kv_tile), kv_limit(sequence.kv_limit(p)) {
     const int group_size = p.heads_q / p.heads_kv;
     head = work.h_kv * group_size;
-    end_head = kv_tile * P::kBc < kv_limit ? head + group_size : head;
+    end_head = kListedTurns<P> || kv_tile * P::kBc < kv_limit ? head + group_size : head;
     kv = tile_range(kv_tile, P::kBc, kv_limit);
   }
   __device__ StagedTile next(const Params& p, const Sequence<P>& sequence) {

@@ -27,5 +27,6 @@ struct Position {
 
 constexpr int min(int a, int b) { return a < b ? a : b; }
 constexpr int max(int a, int b) { return a > b ? a : b; }
+constexpr int clamped(int x, int low, int high) { return min(max(x, low), high); }
 
 }  // namespace flashjit

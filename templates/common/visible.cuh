@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/common/element.cuh"
+#include "flashjit/common/packed.cuh"
 
 namespace flashjit {
 
@@ -16,9 +17,10 @@ struct Sequence {
   __device__ Sequence() {}
   __device__ Sequence(const Params& p, int b_) : b(b_) {
     if constexpr (Problem::kVarlen) {
-      q_first_ = p.cu_seqlens_q[b], kv_first_ = p.cu_seqlens_kv[b];
-      q_length_ = min(max(p.cu_seqlens_q[b + 1] - q_first_, 0), p.seqlen_q);
-      kv_length_ = min(max(p.cu_seqlens_kv[b + 1] - kv_first_, 0), p.seqlen_kv);
+      const PackedRows q = packed_rows(p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1], p.rows_q, p.seqlen_q);
+      const PackedRows kv = packed_rows(p.cu_seqlens_kv[b], p.cu_seqlens_kv[b + 1], p.rows_kv, p.seqlen_kv);
+      q_first_ = q.first, q_length_ = q.count;
+      kv_first_ = kv.first, kv_length_ = kv.count;
     }
   }
   __device__ int batch() const { return Problem::kVarlen ? 0 : b; }  ///< its index in the tensors
@@ -28,7 +30,7 @@ struct Sequence {
   __device__ int seqlen_kv(const Params& p) const { return Problem::kVarlen ? kv_length_ : p.seqlen_kv; }
   /// Number of keys that are no padding.
   __device__ int kv_limit(const Params& p) const {
-    if constexpr (Problem::kKvLengths) return min(max(p.kv_lengths[b], 0), seqlen_kv(p));
+    if constexpr (Problem::kKvLengths) return clamped(p.kv_lengths[b], 0, seqlen_kv(p));
     return seqlen_kv(p);
   }
   /// The first of its rows of one query head among [batch, heads_q, seqlen_q_padded].

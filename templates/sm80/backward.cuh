@@ -87,7 +87,9 @@ __device__ void backward(const Params& p) {
   const Sequence<P> sequence(p, work.b);
   const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
   const int kv_limit = sequence.kv_limit(p);
-  if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p)) return;
+  if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p) &&
+      (!kListedTurns<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0))
+    return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int row_warp = warp / P::kDSplit, split = warp % P::kDSplit;

@@ -72,8 +72,8 @@ template <int kRows, int kColumns>
 __device__ __forceinline__ void clear_rows(char* tile, int first) {
   for (int slice = 0; slice < slices(kColumns); ++slice) {
     char* rows = tile + slice * kRows * kRowBytes;
-    for (int at = first * kRowBytes + static_cast<int>(threadIdx.x) % 128 * 16; at < kRows * kRowBytes;
-         at += 128 * 16)
+    for (int at = max(first, 0) * kRowBytes + static_cast<int>(threadIdx.x) % 128 * 16;
+         at < kRows * kRowBytes; at += 128 * 16)
       *reinterpret_cast<uint4*>(rows + at) = uint4{0, 0, 0, 0};
   }
 }

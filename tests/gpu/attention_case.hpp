@@ -82,19 +82,32 @@ inline std::string name_of(const AttentionCase& test) {
 /// What GoogleTest prints of a case.
 inline void PrintTo(const AttentionCase& test, std::ostream* out) { *out << name_of(test); }
 
-/// Device memory that begins as NaN and has a guard behind it.
+/// Device memory that begins as NaN, with a guard before and one behind it.
 class GuardedMemory {
  public:
-  explicit GuardedMemory(std::size_t bytes) : buffer_(poisoned(bytes + kGuard)), bytes_(bytes) {}
+  static constexpr std::size_t kGuard = 4096;
 
-  void* data() const { return buffer_.data(); }
+  explicit GuardedMemory(std::size_t bytes) : buffer_(poisoned(kGuard + bytes + kGuard)), bytes_(bytes) {}
+
+  void* data() const { return static_cast<char*>(buffer_.data()) + kGuard; }
   std::size_t bytes() const { return bytes_; }
+  /// An image has the guards, too: what is at data() is its number kGuard.
   std::vector<std::uint8_t> download() const { return device::download<std::uint8_t>(buffer_); }
   void upload(const std::vector<std::uint8_t>& image) { buffer_.upload(image.data(), image.size()); }
   void poison() { buffer_.fill(0xff); }
+  /// What is between the guards.
+  std::vector<std::uint8_t> content() const {
+    const std::vector<std::uint8_t> image = download();
+    return {image.begin() + kGuard, image.end() - kGuard};
+  }
+  bool guards_intact() const {
+    const auto poisoned = [](std::uint8_t byte) { return byte == 0xff; };
+    const std::vector<std::uint8_t> image = download();
+    return std::all_of(image.begin(), image.begin() + kGuard, poisoned) &&
+           std::all_of(image.end() - kGuard, image.end(), poisoned);
+  }
 
  private:
-  static constexpr std::size_t kGuard = 1024;
   device::DeviceBuffer buffer_;
   std::size_t bytes_;
 };
@@ -107,10 +120,11 @@ struct Tensor {
 
   std::size_t row_bytes() const { return view.size[3] * size_of(dtype); }
 
-  /// Calls use(position of the row's first byte in the memory) in the order [batch, heads, length].
+  /// Calls use(position of the row's first byte in the memory's image) in the order [batch, heads, length].
   template <class Use>
   void for_each_row(Use use) const {
-    const std::int64_t start = static_cast<const char*>(view.data) - static_cast<const char*>(memory->data());
+    const std::int64_t start = static_cast<const char*>(view.data) -
+                               static_cast<const char*>(memory->data()) + GuardedMemory::kGuard;
     for (std::int64_t b = 0; b < view.size[0]; ++b) {
       for (std::int64_t h = 0; h < view.size[1]; ++h) {
         for (std::int64_t s = 0; s < view.size[2]; ++s) {
@@ -351,16 +365,27 @@ class AttentionRun {
     if (test_.spec.deterministic) check_same_bits_again(runtime, config);
   }
 
+  /// Launches both passes, whatever they compute, and looks at the memory beside all that they are given.
+  void check_memory_beside(Runtime& runtime, const TileConfig& forward, const TileConfig& backward) {
+    launch_forward(runtime, forward, static_cast<float*>(lse_.data()));
+    launch_backward(runtime, backward);
+    EXPECT_TRUE(gaps_untouched(inputs_)) << "memory beside Q, K and V was written";
+    EXPECT_TRUE(gaps_untouched({dout_})) << "memory beside dO was written";
+    EXPECT_TRUE(gaps_untouched({out_})) << "memory beside O was written";
+    EXPECT_TRUE(gaps_untouched(grads_)) << "memory beside dQ, dK and dV was written";
+    expect_guard_intact(lse_, "LSE");
+  }
+
  private:
   static constexpr double kSinkGradBefore = 1;
 
   std::array<Size, 3> sizes() const {
     auto [b, hq, hkv, sq, skv] = test_.shape;
     const std::int64_t d = test_.spec.head_dim, dv = test_.spec.v_dim();
-    if (test_.spec.varlen) {
+    if (test_.spec.varlen) {  // whose offsets may be wrong
       b = 1;
-      sq = problem_.cu_seqlens_q.back();
-      skv = problem_.cu_seqlens_kv.back();
+      sq = std::ssize(problem_.q) / (hq * d);
+      skv = std::ssize(problem_.k) / (hkv * d);
     }
     return {{{b, hq, sq, d}, {b, hkv, skv, d}, {b, hkv, skv, dv}}};
   }
@@ -445,10 +470,7 @@ class AttentionRun {
   }
 
   static void expect_guard_intact(const GuardedMemory& memory, const char* name) {
-    const std::vector<std::uint8_t> image = memory.download();
-    EXPECT_TRUE(std::all_of(image.begin() + static_cast<std::ptrdiff_t>(memory.bytes()), image.end(),
-                            [](std::uint8_t byte) { return byte == 0xff; }))
-        << "memory behind the " << name << " was written";
+    EXPECT_TRUE(memory.guards_intact()) << "memory beside the " << name << " was written";
   }
 
   /// They are on the legacy stream, for which other streams do not wait.
@@ -496,8 +518,7 @@ class AttentionRun {
   }
 
   void check_lse() const {
-    std::vector<std::uint8_t> image = lse_.download();
-    image.resize(lse_.bytes());
+    const std::vector<std::uint8_t> image = lse_.content();
     const std::vector<double> lse = decode(DType::fp32, image);
     EXPECT_LE(reference::max_abs_error(reference::existing_rows(problem_, lse),
                                        reference::existing_rows(problem_, exact_.lse)),

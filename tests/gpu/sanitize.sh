@@ -33,6 +33,11 @@ sample=(
   'Packed/Programs.*/bf16_d96x64_varlen_b3_hq4_hkv1_sq65_skv64_sm90_*'
   'Packed/Programs.*/bf16_d40_causal_det_sinks_b2_hq2_hkv2_sq65_skv64_sm90_*'
   'Packed/Programs.*/fp16_d64_det_varlen_b2_hq2_hkv2_sq333_skv333_sm80_*'
+  # packed sequences with wrong offsets
+  'Families/WrongOffsets.*/sm90_causal_dropout'
+  'Families/WrongOffsets.*/sm90_pairs_det_lists'
+  'Families/WrongOffsets.*/sm80_causal_det'
+  'Families/WrongOffsets.*/simt_plain_sinks'
 )
 
 [ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }

@@ -218,6 +218,8 @@ def replaced(position, value):
     (lambda: (arrays()[:3], {"out": np.zeros((2, 4, 9, 8), np.float16)}), "out is fp16"),
     (lambda: (arrays()[:3], {"captures": {"x": 3}}), "x"),
     (lambda: (arrays()[:3], {"cu_seqlens_q": np.zeros(2, np.int32)}), "cu_seqlens_kv is missing"),
+    (lambda: (arrays(batch=1)[:3], dict(cu_seqlens_q=np.array([0, 10], np.int32), cu_seqlens_kv=np.array([0, 13], np.int32),
+                                        max_seqlen_q=10, max_seqlen_kv=13)), "cu_seqlens_q ends with 10"),
 ])
 def test_bad_input_is_refused(make, match):
     values, named = make()

@@ -557,6 +557,24 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.offset_hi, 0x99aabbccu);
 }
 
+TEST(Arguments, ParamsTellHowManyRowsPackedTensorsHave) {
+  AttentionSpec s = spec();
+  ForwardArgs args = forward_args();
+  pack(s, args);
+  const plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
+  const Params p = make_params(plan, args);
+  EXPECT_EQ(p.rows_q, kQueries);
+  EXPECT_EQ(p.rows_kv, kKeys);
+  EXPECT_EQ(p.seqlen_q, 60);
+
+  // Lists are made without tensors.
+  const Params of_lists =
+      make_params(plan, ListArgs{.cu_seqlens_q = args.cu_seqlens_q, .cu_seqlens_kv = args.cu_seqlens_kv});
+  EXPECT_EQ(of_lists.rows_q, std::numeric_limits<int>::max());
+  EXPECT_EQ(of_lists.rows_kv, std::numeric_limits<int>::max());
+  EXPECT_EQ(of_lists.cu_seqlens_q, args.cu_seqlens_q);
+}
+
 TEST(Arguments, ParamsWithoutFeaturesAreNeutral) {
   ForwardArgs args = forward_args();
   args.q.size[0] = args.k.size[0] = args.v.size[0] = args.out.size[0] = 1;

@@ -501,6 +501,8 @@ TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTh
   EXPECT_EQ(fake().launches[0].params.seqlen_q, 100);
   EXPECT_EQ(fake().launches[0].params.q.stride_b, 0);
   EXPECT_EQ(fake().launches[0].params.cu_seqlens_q, args.cu_seqlens_q);
+  EXPECT_EQ(fake().launches[0].params.rows_q, 230);
+  EXPECT_EQ(fake().launches[0].params.rows_kv, 90);
   ASSERT_EQ(fake().encoded.size(), 3u);
   EXPECT_EQ(fake().encoded[0].sizes, (std::vector<std::uint64_t>{64, 230, 4, 1}));
   EXPECT_EQ(fake().encoded[1].sizes, (std::vector<std::uint64_t>{64, 90, 2, 1}));

@@ -382,6 +382,58 @@ TEST(Reference, PackedSequencesAreThoseSequencesByThemselves) {
   EXPECT_EQ(max_abs_error(existing_rows(packed, fwd.lse), existing_rows(packed, fwd.lse)), 0);
 }
 
+TEST(Reference, WrongOffsetsOfPackedSequencesAreCutToTheRowsThatThereAre) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  const Problem right = packed_problem();
+  const auto expect_same = [&](std::vector<std::int32_t> q, std::vector<std::int32_t> kv) {
+    Problem wrong = right;
+    wrong.cu_seqlens_q = std::move(q);
+    wrong.cu_seqlens_kv = std::move(kv);
+    EXPECT_EQ(forward(wrong).out, forward(right).out);
+    EXPECT_EQ(existing_rows(wrong, forward(wrong).lse), existing_rows(right, forward(right).lse));
+    const Backward got = backward(wrong), wanted = backward(right);
+    EXPECT_EQ(got.dq, wanted.dq);
+    EXPECT_EQ(got.dk, wanted.dk);
+    EXPECT_EQ(got.dv, wanted.dv);
+    EXPECT_EQ(got.dsinks, wanted.dsinks);
+  };
+  expect_same({-7, 15, 15, 22, 53}, {-kMost, 20, 37, 37, 1000});
+  expect_same({-kMost - 1, 15, 15, 22, kMost}, {0, 20, 37, 37, kMost});
+
+  // Sequences that share rows, have none, or are longer than the shape says.
+  for (const std::vector<std::int32_t>& offsets : std::vector<std::vector<std::int32_t>>{
+           {0, 40, 10, 50, -3}, {60, 70, 80, 90, kMost}, {0, kMost, -kMost, kMost, 5}}) {
+    Problem wrong = right;
+    wrong.cu_seqlens_q = wrong.cu_seqlens_kv = offsets;
+    EXPECT_EQ(forward(wrong).out.size(), right.dout.size());
+    EXPECT_EQ(backward(wrong).dk.size(), right.k.size());
+  }
+}
+
+TEST(Reference, OffsetsOfPackedSequencesCanBeChecked) {
+  const auto refusal = [](const std::function<void(Problem&)>& change) -> std::string {
+    Problem problem = packed_problem();
+    change(problem);
+    try {
+      check_offsets(problem);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return "accepted";
+  };
+  const auto expect_said = [&](const std::function<void(Problem&)>& change, const std::string& what) {
+    const std::string said = refusal(change);
+    EXPECT_NE(said.find(what), said.npos) << said;
+  };
+  expect_said([](Problem&) {}, "accepted");
+  expect_said([](Problem& p) { p = full_problem(); }, "accepted");
+  expect_said([](Problem& p) { p.cu_seqlens_q[0] = 1; }, "begins with 1");
+  expect_said([](Problem& p) { p.cu_seqlens_kv[1] = 60; }, "sequence 0 the length 60");
+  expect_said([](Problem& p) { p.cu_seqlens_kv[2] = 10; }, "sequence 1 the length -10");
+  expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 76; }, "cu_seqlens_kv ends with 76");
+  expect_said([](Problem& p) { p.cu_seqlens_q.pop_back(); }, "cu_seqlens_q has 4");
+}
+
 TEST(Reference, ASinkByHand) {
   Problem problem = random_problem({.dtype = DType::fp32, .head_dim = 8, .sinks = true}, {1, 1, 1, 1, 2});
   problem.softmax_scale = 0.5;
@@ -706,9 +758,7 @@ TEST(Reference, RefusesWhatDoesNotFit) {
     return problem;
   };
   expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_q.pop_back(); }), "cu_seqlens_q has 4");
-  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_q[0] = 1; }), "begins with 1");
-  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_kv[1] = 60; }), "sequence 0 the length 60");
-  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_kv[2] = 10; }), "sequence 1 the length -10");
+  expect_refusal(packed_with([](Problem& p) { p.cu_seqlens_kv.clear(); }), "cu_seqlens_kv has 0");
   expect_refusal(packed_with([](Problem& p) { p.q.pop_back(); }), "q has");
   expect_refusal(with([](Problem& p) { p.shape = {2147480000, 2147480000, 1, 2147480000, 1}; }), "overflow");
 }

@@ -292,7 +292,7 @@ std::vector<double> read_sinks(const std::string& path) {
 std::int64_t longest_of(const std::vector<std::int32_t>& offsets) {
   std::int64_t longest = 0;
   for (std::size_t i = 1; i < offsets.size(); ++i)
-    longest = std::max<std::int64_t>(longest, offsets[i] - offsets[i - 1]);
+    longest = std::max(longest, std::int64_t{offsets[i]} - offsets[i - 1]);
   return longest;
 }
 
@@ -425,6 +425,7 @@ void check_problem(const reference::Problem& problem) {
                     sinks, heads));
   if (!problem.spec.sinks && sinks > 0)
     refuse("sinks are given, but the spec has no \"sinks\"; add it or leave them out");
+  reference::check_offsets(problem);
 }
 
 std::vector<double> swap_heads_and_length(const std::vector<double>& values,

@@ -40,6 +40,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     block_mask: BlockMap, or FlexAttention's BlockMask.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
         cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
+        On the GPU nobody checks them: wrong ones give the sequences that they concern wrong results, but nothing outside
+        of the tensors is read or written. On the CPU they are refused.
     sinks: [heads_q]: one more logit a head, which takes part in the softmax and has no value.
     kv_lengths: int32 [batch]: keys from there on are padding.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.

@@ -34,7 +34,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         of NumPy's, CuPy's or PyTorch's arrays; other libraries' arrays must be given.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim];
-        needs max_seqlen_q and max_seqlen_kv. sinks: float32 [heads_q].
+        needs max_seqlen_q and max_seqlen_kv. On the GPU nobody checks them: wrong ones give the sequences that they
+        concern wrong results, but nothing outside of the tensors is read or written. sinks: float32 [heads_q].
     seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
     lists: what build_lists() made for such calls; else made in this call, where needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there.

@@ -71,7 +71,7 @@ inline Outcome read_meta_body(std::string_view text) {
   try {
     const nlohmann::json body = parse_json(std::string(text));
     const std::string bytes = body.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace);
-    file = nlohmann::json{{"format", 2}, {"digest", cache::digest_of(bytes)}, {"kernel", body}}.dump();
+    file = nlohmann::json{{"format", 3}, {"digest", cache::digest_of(bytes)}, {"kernel", body}}.dump();
   } catch (const std::exception&) {
     return Outcome::refused;  // no JSON, or none that can be written again: read_meta() has met it
   }

@@ -22,11 +22,16 @@ std::string dump(const Json& json, int indent) {
 }
 
 Json entry_json(const plan::Entry& entry) {
-  return {
-      {"name", entry.name},       {"header", entry.header},           {"function", entry.function},
-      {"threads", entry.threads}, {"min_blocks", entry.min_blocks},   {"cluster", entry.cluster},
-      {"shared_bytes", entry.shared_bytes},
-      {"hot", entry.hot},         {"tensor_maps", entry.tensor_maps}, {"persistent", entry.persistent}};
+  return {{"name", entry.name},
+          {"header", entry.header},
+          {"function", entry.function},
+          {"threads", entry.threads},
+          {"min_blocks", entry.min_blocks},
+          {"cluster", entry.cluster},
+          {"shared_bytes", entry.shared_bytes},
+          {"hot", entry.hot},
+          {"tensor_maps", entry.tensor_maps},
+          {"persistent", entry.persistent}};
 }
 
 Json resources_json(const EntryResources& used) {

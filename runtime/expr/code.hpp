@@ -72,6 +72,8 @@ class Code {
   Code(HeadCode& head, Style style, ReadCheck check)
       : head_(head), graph_(head.graph()), style_(style), check_(check) {}
 
+  /// From now on `text` is the value at `place`.
+  void know(int place, std::string text) { known_[place] = std::move(text); }
   /// A variable or a literal with the value at `place`; its lines are added if need be.
   std::string value(int place);
   /// The score program's result from `dot`: as few instructions as can be.

@@ -65,6 +65,7 @@ class Hooks {
         score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
         mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
         mask_(graph_, mask_root_),
+        row_read_(options.check_indices ? -1 : row_read(graph_, score_)),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr grad = derivative(graph_[score_].node, read);
@@ -73,8 +74,9 @@ class Hooks {
   }
 
   std::string text() {
-    const std::string functions = comment("score", programs_.score) + score() + score_grad() +
-                                  add_capture_grads() + comment("mask", programs_.mask) + mask() + tiles();
+    const std::string functions = comment("score", programs_.score) + score() + row_functions() +
+                                  score_grad() + add_capture_grads() + comment("mask", programs_.mask) +
+                                  mask() + tiles();
     return constants() + "\n" + head() + functions;
   }
 
@@ -84,7 +86,8 @@ class Hooks {
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kListed", mask_.listed()) + constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kReadsRow", row_read_ >= 0) + constant("kListed", mask_.listed()) +
+           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
            constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
@@ -104,6 +107,23 @@ class Hooks {
     Code code(head_, Style::fast, kScoreReads);
     const std::string result = code.score_result(score_);
     return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
+  }
+  std::string row_functions() {
+    if (row_read_ < 0) return {};
+    const Graph::Item read = graph_[row_read_];
+    const std::string element = element_text(read.node->declaration.type);
+    Code row(head_, Style::fast, {});
+    std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration))};
+    const Rest shift = affine_form(graph_, read.args.back())->rest;
+    arguments.push_back(fmt::format("static_cast<int>({})", head_.rest(shift)));
+    for (std::size_t i = 0; i + 1 < read.args.size(); ++i) arguments.push_back(row.value(read.args[i]));
+    const std::string result = fmt::format("flashjit::row_of({})", fmt::join(arguments, ", "));
+    Code code(head_, Style::fast, {});
+    code.know(row_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
+    const std::string score = code.score_result(score_);
+    return function("flashjit::CaptureRow", "read_row", "flashjit::Position q", result_of(row, result)) +
+           function("float", "score_of_row", fmt::format("float dot, unsigned short element, {}", kPair),
+                    result_of(code, score));
   }
   // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {
@@ -159,6 +179,7 @@ class Hooks {
   Graph graph_;
   int score_, score_grad_, mask_root_;
   MaskAnalysis mask_;
+  int row_read_;  ///< of the score; -1: none
   HeadCode head_;
   std::vector<ReadGrad> read_grads_;
 };

@@ -28,9 +28,14 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
 
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
-/// A consumer thread's values of S, P, O and the gradients: what cannot be traded away by the compiler.
+/// A consumer thread's values of S, P, O, what the score reads ahead, and the gradients: what cannot be
+/// traded away by the compiler.
 int kept_values(const AttentionSpec& spec, const TileConfig& c) {
-  if (is_forward(spec)) return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4;
+  if (is_forward(spec)) {
+    // And where in memory the two rows are.
+    const int read_ahead = expr::reads_a_row(spec.score.tree()) ? c.bc / 4 + 16 : 0;
+    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + read_ahead;
+  }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
   if (layout.wide()) return gradients / 2 + layout.dq_columns() / 2;
@@ -113,22 +118,24 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
+  const bool reads_ahead = expr::reads_a_row(spec.score.tree());
   if (d <= 128) {
-    choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
+    choices = {forward_config(8, reads_ahead && d > 96 ? 112 : 128, 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long.
     const expr::MaskTraits mask = expr::mask_traits(spec.mask);
     const bool in_blocks = spec.has_block_map() || mask.q_reads + mask.kv_reads > 0;
-    if (!spec.dropout && !in_blocks && (d <= 64 || spec.mask.empty() || is_causal(spec.mask)))
+    if (!spec.dropout && !in_blocks && !reads_ahead && (d <= 64 || spec.mask.empty() || is_causal(spec.mask)))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small blocks hide each other's waits for what stands in lists, and for what a mask reads.
-    if (d <= 64 && in_blocks)
+    if (d <= 64 && in_blocks && !reads_ahead)
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
   } else if (d <= 192) {
     choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2), forward_config(4, 96, 2)};
   } else {
-    choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
+    const int bc = reads_ahead ? 48 : 64;
+    choices = {forward_config(8, bc, 2), forward_config(4, bc, 2)};
   }
   return choices;
 }

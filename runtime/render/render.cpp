@@ -68,7 +68,8 @@ std::string entry_text(const plan::Entry& entry) {
       "flashjit_{}(const __grid_constant__ flashjit::Params p{}) {{\n"
       "  {}<flashjit::Problem>(p{});\n"
       "}}\n",
-      cluster, entry.threads, entry.min_blocks, entry.name, maps, entry.function, entry.tensor_maps ? ", maps" : "");
+      cluster, entry.threads, entry.min_blocks, entry.name, maps, entry.function,
+      entry.tensor_maps ? ", maps" : "");
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.

@@ -94,8 +94,7 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
                          : from_registers(name, {dtype, columns});
   };
   return from_shared("multiply_scores", {dtype, config.br / own}, "0, 0") + gradient("multiply_dv", dv) +
-         gradient("multiply_dk", d) +
-         from_shared("multiply_dq", {dtype, layout.dq_columns()}, "1, 1");
+         gradient("multiply_dk", d) + from_shared("multiply_dq", {dtype, layout.dq_columns()}, "1, 1");
 }
 
 }  // namespace flashjit::render

@@ -65,6 +65,56 @@ __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices
   return as_read(load_element(static_cast<const Element*>(tensor.data) + at));
 }
 
+/// A row of a captured tensor of 16-bit elements: with key kv goes the element at kv + shift, clamped.
+struct CaptureRow {
+  const unsigned short* first;
+  long long stride;
+  int size, shift;
+};
+
+/// The row tensor[indices..., :], with each index clamped into the tensor.
+template <class... Indices>
+__device__ __forceinline__ CaptureRow row_of(const CaptureParam& tensor, int shift, Indices... indices) {
+  constexpr int kLast = sizeof...(Indices);
+  const int index[] = {indices..., 0};
+  long long at = 0;
+#pragma unroll
+  for (int i = 0; i < kLast; ++i) at += clamped_index(index[i], tensor.size[i]) * tensor.stride[i];
+  return {static_cast<const unsigned short*>(tensor.data) + at, tensor.stride[kLast], tensor.size[kLast],
+          shift};
+}
+
+/// Word i: the elements that go with keys kv + 8 i and kv + 8 i + 1, the first in the lower half. By whole
+/// warps.
+template <int kCount>
+__device__ __forceinline__ void read_pairs(unsigned (&words)[kCount], const CaptureRow& row, int kv) {
+  const int first = wrap_add(kv, row.shift);
+  const unsigned short* at = row.first + first;
+  const bool in_words = row.stride == 1 && first >= 0 && first <= row.size - (kCount * 8 - 6) &&
+                        reinterpret_cast<unsigned long long>(at) % 4 == 0;
+  if (__all_sync(0xffffffffu, in_words)) {
+    // Volatile: they begin here, although the first use is behind a wait.
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[i]) : "l"(at + i * 8));
+    return;
+  }
+  const auto element = [&](int i) -> unsigned {
+    return __ldg(row.first + clamped_index(wrap_add(first, i), row.size) * row.stride);
+  };
+  // Some at a time, to be short.
+  constexpr int kSome = 4;
+#pragma unroll 1
+  for (int some = 0; some < kCount; some += kSome) {
+    unsigned found[kSome];
+#pragma unroll
+    for (int i = 0; i < kSome; ++i) found[i] = element((some + i) * 8) | element((some + i) * 8 + 1) << 16;
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (i / kSome * kSome == some) words[i] = found[i % kSome];
+  }
+}
+
 /// Where the gradient of tensor[indices...] is; the gradient is contiguous.
 template <class... Indices>
 __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indices... indices) {

@@ -146,9 +146,8 @@ __device__ __forceinline__ int* done_of(const Params& p, int b, int h_kv) {
 constexpr int kTurnParts = 4;  ///< at most; the host counts so many: plan/workspace.cpp
 template <class P>
 __device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_tile, int part = 0) {
-  return done_of(p, p.batch, 0) + ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) *
-                                    kTurnParts +
-         part;
+  return done_of(p, p.batch, 0) +
+         ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * kTurnParts + part;
 }
 
 template <class P>

@@ -127,8 +127,8 @@ struct BackwardTile {
   __device__ unsigned told_full(unsigned n) const { return other_ds_full(0) + (2 + n % kToldWorks) * 8; }
 };
 
-/// The number of this block's n-th KV tile. In a cluster the first block finds those that meet any Q tile, and
-/// tells the other.
+/// The number of this block's n-th KV tile. In a cluster the first block finds those that meet any Q tile,
+/// and tells the other.
 template <class P>
 __device__ __forceinline__ unsigned take_work(const Params& p, const BackwardTile<P>& tile, unsigned n) {
   if (tile.rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
@@ -176,8 +176,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
       const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(dout_slot);
       barrier_wait<P>(tile.q_empty(slot), i / P::kStages & 1 ^ 1);
-      barrier_expect(q_full,
-                     Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
+      barrier_expect(q_full, Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
@@ -481,8 +480,7 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
   const int first_column = tile.first_dq_column(group);
   const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
     const unsigned long long left = tile_descriptor(ds, Tile::kKvSlice);
-    const unsigned long long right =
-        tile_descriptor(Tile::column(k, column, Tile::kKvSlice), Tile::kKvSlice);
+    const unsigned long long right = tile_descriptor(Tile::column(k, column, Tile::kKvSlice), Tile::kKvSlice);
 #pragma unroll
     for (int step = 0; step < Tile::kKeys / 16; ++step)
       P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4),
@@ -545,11 +543,11 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
   const int own = tile.rank() * Tile::kKeys, valid = tile.kv_limit(p, i) - tile.kv_begin(i);
   if (valid + own >= P::kBc) return;
   tile.await_dout(i);
-  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), max(valid, 0));
-  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), max(valid, 0));
+  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), valid);
+  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), valid);
   if constexpr (Tile::kCluster > 1)
     clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(),
-                                            max(valid - Tile::kKeys + 2 * own, 0));
+                                            valid - Tile::kKeys + 2 * own);
   publish_to_async_proxy();
   named_barrier_sync(2 + group, 128);
 }

@@ -296,18 +296,43 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
   }
 }
 
+/// What the score program reads of a captured tensor's rows for a tile, where it reads rows: of each of a
+/// thread's two rows the elements at its keys, two a word.
+template <class P, bool kReads = P::kReadsRow>
+struct RowWords {
+  __device__ void read(const Params&, const ForwardRows<P>&, int) {}
+};
+template <class P>
+struct RowWords<P, true> {
+  unsigned of[2][P::kBc / 8];
+
+  __device__ void read(const Params& p, const ForwardRows<P>& rows, int kv_begin) {
+    const int column = kv_begin + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      read_pairs(of[half], P::read_row(p, rows.head, position(rows.q.begin + own_row() + half * 8)), column);
+  }
+};
+
 /// Scores to exponentials; returns what O and the sums so far are multiplied with.
 template <class P, int kCount>
 __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
-                                        int kv_begin, bool full, float (&s)[kCount], float (&rescale)[2]) {
+                                        int kv_begin, bool full, const RowWords<P>& words, float (&s)[kCount],
+                                        float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
   const float scale = score_scale_log2<P>(p);
   if constexpr (P::kHasScore) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      s[n] =
-          P::score(p, rows.head, s[n], position(row) + n / 2 % 2 * 8, position(column) + (n / 4 * 8 + n % 2));
+    for (int n = 0; n < kCount; ++n) {
+      const Position q = position(row) + n / 2 % 2 * 8, kv = position(column) + (n / 4 * 8 + n % 2);
+      if constexpr (P::kReadsRow) {
+        const unsigned word = words.of[n / 2 % 2][n / 4] >> n % 2 * 16;
+        s[n] = P::score_of_row(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
+      } else {
+        s[n] = P::score(p, rows.head, s[n], q, kv);
+      }
+    }
   }
   if (!full) mask_scores(p, work, rows, kv_begin, s);
 #pragma unroll
@@ -398,6 +423,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
+  RowWords<P> words;
 
   // False when there is no more work.
   const auto find_work = [&] {
@@ -482,15 +508,16 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
     rows.begin(p, at.work(round), group);
     look_at_tile();
+    words.read(p, rows, kv_begin);
     multiply_wait<1>();
     scores_are_done(n);
     if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
       auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
-      softmax(p, at.work(round), rows, kv_begin, full, few, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, words, few, rescale);
 #pragma unroll
       for (int value = kFewKeys<P> / 2; value < kS; ++value) s[value] = 0.0f;
     } else {
-      softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, words, s, rescale);
     }
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
@@ -514,9 +541,10 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
       pass_turn<kGroups>(group);
       find_tiles(n + 1);
       look_at_tile();
+      words.read(p, rows, kv_begin);
       multiply_wait<1>();
       scores_are_done(n);
-      softmax(p, at.work(round), rows, kv_begin, full, s, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, words, s, rescale);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
       pin(o);

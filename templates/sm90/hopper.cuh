@@ -104,7 +104,8 @@ __device__ __forceinline__ void store_remote(unsigned to, unsigned value, unsign
 }
 __device__ __forceinline__ void copy_remote(unsigned to, unsigned from, int bytes, unsigned barrier) {
   asm volatile(
-      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
+      "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "
+      "[%3];" ::"r"(to),
       "r"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }

@@ -88,9 +88,9 @@ constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
 constexpr int kToldWorks = 4;
 
 /// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
-/// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other block's;
-/// wide two of P; dQ where it does not lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of
-/// KV tiles; and the barriers.
+/// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
+/// block's; wide two of P; dQ where it does not lie in Q and dO; the rows' LSE and D; what is known of Q
+/// tiles and of KV tiles; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -129,8 +129,8 @@ struct BackwardLayout {
   constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
   constexpr int told() const { return places() + kPlaces * kPlaceBytes; }
   constexpr int barriers() const { return told() + (cluster() > 1 ? kToldWorks * 4 : 0); }
-  /// Four barriers for each stage, two for dS, four for dQ and one for K and V; in a cluster two for the other
-  /// block's dS, and those of what it is told.
+  /// Four barriers for each stage, two for dS, four for dQ and one for K and V; in a cluster two for the
+  /// other block's dS, and those of what it is told.
   constexpr int bytes() const {
     return barriers() + (7 + 4 * stages + (cluster() > 1 ? 2 + kToldWorks : 0)) * 8;
   }

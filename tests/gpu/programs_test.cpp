@@ -168,6 +168,29 @@ std::vector<AttentionCase> strided_cases() {
   return cases;
 }
 
+/// Rows of 16-bit tensors, which a kernel may read ahead, two elements at a time: with rows that begin
+/// between words, keys that go with other columns than their own, and tensors that are too small.
+std::vector<AttentionCase> row_cases() {
+  using testing_support::tensor;
+  using testing_support::wave;
+  const auto bias = [](ElementType type, int rows_less, int columns_less) {
+    return [=](const AttentionShape& s) {
+      return testing_support::Captures{
+          tensor("bias", {s.heads_q, s.seqlen_q - rows_less, s.seqlen_kv - columns_less}, type, wave)};
+    };
+  };
+  const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16;
+  return in_every_family(
+      {{"even_rows", "bias: bf16 3d; score + bias[h, q, kv]", "", bias(bf16, 0, 0)},
+       {"even_rows_causal", "bias: fp16 3d; score + bias[h, q, kv]", "causal", bias(fp16, 0, 0)},
+       {"odd_rows", "bias: fp16 3d; score - bias[h, q, kv]", "", bias(fp16, 0, 1)},
+       {"even_shift", "bias: bf16 3d; score + 0.5 * bias[h, q, kv - 6]", "kv <= q + 90", bias(bf16, 0, 0)},
+       {"odd_shift", "bias: bf16 3d; score + bias[h, seqlen_q - 1 - q, kv + 3]", "", bias(bf16, 0, 0)},
+       {"too_small", "bias: fp16 3d; score * (1.0 + 0.1 * bias[h, q, kv])", "", bias(fp16, 60, 150)},
+       {"twice", "bias: bf16 3d; score + bias[h, q, kv] * bias[h, q, kv + 1]", "", bias(bf16, 0, 0)}},
+      {2, 4, 2, 233, 434}, 6000);
+}
+
 /// What the header of ready-made programs promises of their combination, and T5's buckets.
 std::vector<AttentionCase> ready_made_cases() {
   using testing_support::tensor;
@@ -204,7 +227,7 @@ std::vector<AttentionCase> ready_made_cases() {
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), ready_made_cases()})
+    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), row_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
@@ -223,6 +246,7 @@ INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()),
 INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(Rows, Programs, testing::ValuesIn(row_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 
 /// A few that stress different parts of a kernel, with every configuration.

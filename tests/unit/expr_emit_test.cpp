@@ -74,6 +74,30 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
   EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
 }
 
+TEST(Emit, RowsAreReadAheadWhereTheLastIndexFollowsTheKey) {
+  for (const char* score :
+       {"bias: bf16 4d; score + bias[b, h, q, kv]", "bias: fp16 2d; score * (1.0 + bias[q, kv - 3])",
+        "bias: fp16 1d; n: int; t: fp32 1d; score + t[h] * sqrt(bias[q * 0 + kv + n] + to_float(q))",
+        "bias: bf16 2d; other: bf16 2d; score + bias[q, kv] + other[q, kv]"}) {
+    const bool reads = std::string_view(score).find("1d;") == std::string_view::npos;  // q * 0 is folded
+    EXPECT_TRUE(says(hooks(score, ""), reads ? "kReadsRow = true;" : "kReadsRow = false;")) << score;
+    EXPECT_EQ(reads_a_row(ScoreProgram(score).tree()), reads) << score;
+  }
+  for (const char* score :
+       {"", "bias: fp32 2d; score + bias[q, kv]", "bias: bf16 2d; score + bias[kv, q]",
+        "bias: bf16 2d; score + bias[q, 2 * kv]", "bias: bf16 2d; score + bias[h, kv]",
+        "bias: bf16 2d; score + bias[q, kv - q]", "bias: bf16 2d; score + bias[q + kv, kv]",
+        "bias: bf16 2d; score + bias[q, min(kv, 7)]", "doc: int32 2d; score + to_float(doc[q, kv])"}) {
+    EXPECT_TRUE(says(hooks(score, ""), "kReadsRow = false;")) << score;
+    EXPECT_FALSE(reads_a_row(ScoreProgram(score).tree())) << score;
+  }
+  const std::string text = hooks("bias: bf16 3d; score + 2.0 * bias[h, q, kv + 3]", "");
+  EXPECT_EQ(body(text, "read_row"),
+            "    return flashjit::row_of(p.captures[0], static_cast<int>(3LL), head.h, q.at);");
+  EXPECT_TRUE(says(body(text, "score_of_row"), "flashjit::as_read(flashjit::bf16{element})"));
+  EXPECT_FALSE(says(body(text, "score_of_row"), "read_capture"));
+}
+
 TEST(Emit, TraitsAreWhatPlansAssume) {
   for (const char* mask :
        {"", "causal", "w: int; q - kv < w", "q / 2 == kv / 2", "q < 3 || kv < 3", "kv % 1 == 0",

@@ -71,8 +71,9 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");
   EXPECT_EQ(refusal_of_config("sm90:br128:bc128:w8:s2", "bwd:bf16:d64"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d256"), "");
-  for (const char* config : {"sm90:br64:bc128:w8:s2", "sm90:br128:bc64:w8:s2"})
-    expect_in("above head dimension 128 Br 64 and Bc 64", refusal_of_config(config, "bwd:bf16:d136"));
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d256"), "");
+  for (const char* config : {"sm90:br64:bc96:w8:s2", "sm90:br128:bc64:w8:s2"})
+    expect_in("above head dimension 128 Br 64 and Bc 64 or 128", refusal_of_config(config, "bwd:bf16:d136"));
   expect_in("8 warps, Br 64 or 128 and Bc 128", refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"));
   expect_in("bytes of shared memory", refusal_of_config("sm90:br128:bc128:w8:s1", "bwd:bf16:d128"));
 }
@@ -93,13 +94,16 @@ TEST(Sm90, TilesFitRegisters) {
 TEST(Sm90, TheHeuristicIsAdmittedForEveryHeadDimension) {
   for (int d = 8; d <= 256; d += 8) {
     for (int dv = 8; dv <= 256; dv += 8) {
-      const AttentionSpec spec{.head_dim = d, .head_dim_v = dv};
-      for (const AttentionShape& shape : {kLarge, kSmall}) {
-        const TileConfig config = family().heuristic(spec, shape, kH100);
-        const Support admitted = family().admits(spec, config, kH100);
-        ASSERT_TRUE(admitted) << to_string(spec) << " " << admitted.reason;
+      AttentionSpec biased{.head_dim = d, .head_dim_v = dv};
+      biased.score = ScoreProgram("bias: bf16 2d; score + bias[q, kv]");
+      for (const AttentionSpec& spec : {AttentionSpec{.head_dim = d, .head_dim_v = dv}, biased}) {
+        for (const AttentionShape& shape : {kLarge, kSmall}) {
+          const TileConfig config = family().heuristic(spec, shape, kH100);
+          const Support admitted = family().admits(spec, config, kH100);
+          ASSERT_TRUE(admitted) << to_string(spec) << " " << admitted.reason;
+        }
+        ASSERT_FALSE(family().search_space(spec, kH100).empty()) << to_string(spec);
       }
-      ASSERT_FALSE(family().search_space(spec, kH100).empty()) << to_string(spec);
     }
   }
 }
@@ -121,7 +125,8 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
             "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
-  EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc64:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d256:map64x64", kLarge), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
 }
 
@@ -185,6 +190,22 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   EXPECT_EQ(plan.launches, (std::vector<Launch>{{0, kH100.multiprocessors}}));  // of 2 * 16 * 6 tiles
   EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 80}));
   EXPECT_EQ(plan.workspace.bytes, 0u);
+}
+
+TEST(Sm90, ClustersShareAKvTileOfManyColumns) {
+  DeviceInfo odd = kH100;
+  odd.multiprocessors = 113;
+  for (const auto& [shape, blocks] : {std::pair{"b2:hq16:hkv4:sq1025:skv2000", 112},  // of 2 * 4 * 16 tiles
+                                      std::pair{"b1:hq4:hkv4:sq64:skv1000", 64}}) {
+    const ExecutionPlan plan = make_plan(parse_spec("bwd:bf16:d256:causal"), parse_shape(shape), odd, {},
+                                         parse_config("sm90:br64:bc128:w8:s2"));
+    EXPECT_EQ(plan.entries.back().cluster, 2);
+    EXPECT_EQ(plan.launches.back().blocks, blocks) << shape;
+    EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 64}));
+  }
+  const ExecutionPlan alone =
+      make_plan(parse_spec("bwd:bf16:d256"), kSmall, odd, {}, parse_config("sm90:br64:bc64:w8:s2"));
+  EXPECT_EQ(alone.entries.back().cluster, 1);
 }
 
 TEST(Sm90, BlocksTakeTilesInTurnWhereTheyCostWhatThePlannerCanTell) {

@@ -193,11 +193,11 @@ TEST_F(StoreTest, AnotherFormatOfMetaIsAMissThatSaysSo) {
   Store store = open();
   keep(store, source());
   std::string meta = read_file(entry(source()) / "meta.json");
-  meta.replace(meta.find("\"format\": 2"), 11, "\"format\": 3");
+  meta.replace(meta.find("\"format\": 3"), 11, "\"format\": 4");
   write(entry(source()) / "meta.json", meta);
   EXPECT_FALSE(find(store, source()));
   ASSERT_EQ(lines_.size(), 1u);
-  EXPECT_NE(lines_[0].find("format 3, this flashjit reads 2"), std::string::npos) << lines_[0];
+  EXPECT_NE(lines_[0].find("format 4, this flashjit reads 3"), std::string::npos) << lines_[0];
   EXPECT_TRUE(keep(store, source()));
   EXPECT_TRUE(find(store, source()));
 }

@@ -132,7 +132,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
   } else if (d <= 192) {
-    choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2), forward_config(4, 96, 2)};
+    choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2),
+               forward_config(4, reads_ahead ? 80 : 96, 2)};
   } else {
     const int bc = reads_ahead ? 48 : 64;
     choices = {forward_config(8, bc, 2), forward_config(4, bc, 2)};

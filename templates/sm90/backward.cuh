@@ -703,6 +703,10 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   else
     __syncthreads();
 
+  // A block stays as long as the other may write to its shared memory, or read from it.
+  const auto leave = [] {
+    if constexpr (Tile::kCluster > 1) cluster_sync();
+  };
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
   if (group == 0) {
     lower_register_limit<Tile::kHelperRegisters>();
@@ -710,19 +714,18 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     if (warp == 3) {
       write_keys_without_rows<P>(p);
       convert_dq<P>(p);
-    } else if (elected()) {
-      if (warp == 0)
-        produce(p, tile, maps);
-      else
-        add_dq(p, tile, warp - 1);
+      leave();
+      return;
     }
+    if (!elected()) return;
+    if (warp == 0) produce(p, tile, maps);
+    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1);
   } else {
     raise_register_limit<Tile::kConsumerRegisters>();
     consume(p, tile, group - 1);
     convert_dq<P>(p);  // the last heads'
   }
-  // A block stays as long as the other may write to its shared memory, or read from it.
-  if constexpr (Tile::kCluster > 1) cluster_sync();
+  leave();
 }
 
 }  // namespace flashjit::sm90

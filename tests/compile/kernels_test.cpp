@@ -159,6 +159,23 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   }
 }
 
+// What is read ahead keeps registers until it is used.
+TEST(KernelsThatReadRows, CompileWithoutSpills) {
+  constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":kvlen"};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::size_t i = 0;
+  for (const char* dims : {"d40", "d64", "d96", "d128", "d192", "d192x128", "d256"}) {
+    for (const char* score :
+         {"bias: bf16 4d; score + bias[b, h, q, kv]", "m: fp16 2d; score * m[q, kv + 1]"}) {
+      const AttentionSpec spec =
+          parse_spec(fmt::format("fwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 4]));
+      EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device),
+                "");
+      ++i;
+    }
+  }
+}
+
 TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   const AttentionSpec spec = parse_spec(
@@ -184,8 +201,8 @@ TEST(KernelsOfCheckedWaits, CompileWithoutSpillsAndTrap) {
     EXPECT_TRUE(traps({.check_waits = true}));
     EXPECT_EQ(compile_and_check(spec, config, device, {.check_waits = true}), "");
   };
-  for (const char* text :
-       {"fwd:fp16:d128:causal", "fwd:bf16:d256", "bwd:bf16:d128:causal:det", "bwd:bf16:d256"})
+  for (const char* text : {"fwd:fp16:d128:causal", "fwd:bf16:d256", "bwd:bf16:d128:causal:det",
+                           "bwd:bf16:d256", "bwd:bf16:d256:map64x64"})
     expect_traps("sm_90a", Family::sm90, text);
   expect_traps("sm_80", Family::sm80, "bwd:bf16:d128:causal:det");
   expect_traps("sm_80", Family::simt, "bwd:fp32:d64:score{t: fp32 1d grad; score + t[h]}:det");

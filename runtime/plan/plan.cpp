@@ -102,7 +102,8 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
     const Entry& entry = plan.entries[launch.entry];
-    const std::int64_t at_once = std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster;
+    const std::int64_t at_once =
+        std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
     if (entry.persistent) launch.blocks = std::min(launch.blocks, at_once);
     launch.blocks *= entry.cluster;
   }

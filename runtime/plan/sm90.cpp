@@ -71,7 +71,10 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
         "64 or 128, not {}",
         to_string(c)));
   }
-  if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
+  // The blocks of a cluster know of kToldWorks KV tiles: one more than there are stages.
+  const bool in_cluster = !is_forward(spec) && sm90_backward_layout(spec, c).cluster() > 1;
+  if (const int most = in_cluster ? sm90::kToldWorks - 1 : 4; c.stages < 1 || c.stages > most)
+    return Support::no(fmt::format("stages is 1 to {}, not {}", most, c.stages));
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)

@@ -72,6 +72,8 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br128:bc128:w8:s2", "bwd:bf16:d64"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d256"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d256"), "");
+  expect_in("stages is 1 to 3, not 4", refusal_of_config("sm90:br64:bc128:w8:s4", "bwd:bf16:d64x136"));
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s3", "bwd:bf16:d64x136"), "");
   for (const char* config : {"sm90:br64:bc96:w8:s2", "sm90:br128:bc64:w8:s2"})
     expect_in("above head dimension 128 Br 64 and Bc 64 or 128", refusal_of_config(config, "bwd:bf16:d136"));
   expect_in("8 warps, Br 64 or 128 and Bc 128", refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"));

@@ -64,17 +64,14 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
       return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
-  } else if (c.warps != 8 || (c.bc != 128 && (c.bc != 64 || !is_wide(spec))) ||
-             (c.br != 64 && (c.br != 128 || is_wide(spec)))) {
+  } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
+             (c.br != 64 && (c.br != 128 || sm90_backward_layout(spec, c).wide()))) {
     return Support::no(fmt::format(
-        "the backward pass has 8 warps, Br 64 or 128 and Bc 128, above head dimension 128 Br 64 and Bc "
-        "64 or 128, not {}",
+        "the backward pass has 8 warps and Bc 64 or 128, and Br 64, with Bc 128 up to head dimension 128 "
+        "also 128, not {}",
         to_string(c)));
   }
-  // The blocks of a cluster know of kToldWorks KV tiles: one more than there are stages.
-  const bool in_cluster = !is_forward(spec) && sm90_backward_layout(spec, c).cluster() > 1;
-  if (const int most = in_cluster ? sm90::kToldWorks - 1 : 4; c.stages < 1 || c.stages > most)
-    return Support::no(fmt::format("stages is 1 to {}, not {}", most, c.stages));
+  if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
@@ -184,7 +181,15 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
   return std::max(longest, fair) * cost_of_groups(spec, groups);
 }
 
+/// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.
+bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  return !is_forward(spec) && !is_wide(spec) &&
+         shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, 64) <= device.multiprocessors;
+}
+
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (takes_half_tiles(spec, shape, device))
+    return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   const std::vector<TileConfig> choices = preferences(spec);
   if (choices.front().min_blocks > 1) return choices.front();  // small: of any length there are enough
   return *std::ranges::min_element(

@@ -84,8 +84,9 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
   return is_wide(head_dim, head_dim_v) && bc == 128 ? 2 : 1;
 }
-/// KV tiles that the first block of a cluster tells the other of, before that one has heard of the first.
-constexpr int kToldWorks = 4;
+/// KV tiles that the first block of a cluster tells the other of, before that one has heard of the first: one
+/// more than there are stages would do.
+constexpr int kToldWorks = 8;
 
 /// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
 /// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
@@ -94,7 +95,8 @@ constexpr int kToldWorks = 4;
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
-  constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
+  /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
+  constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
   constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
   constexpr int keys() const { return bc / cluster(); }
   constexpr int dout_stages() const { return cluster() > 1 ? 1 : stages; }

@@ -2,15 +2,17 @@
 // loads, through the TMA unit, and two add dQ to global memory; the two other groups compute with wgmma. S
 // and dP are computed transposed.
 //
-// Up to 128 columns each group has 64 keys, and P^T and dS^T feed dV and dK from registers. dS goes through
-// shared memory for dQ, for which each group needs the other's too, but only a Q tile later, so that neither
-// waits and one group's products run under the other's softmax.
+// Up to 128 columns a KV tile has 128 keys, each group 64 of them, and P^T and dS^T feed dV and dK from
+// registers. dS goes through shared memory for dQ, for which each group needs the other's too, but only a Q
+// tile later, so that neither waits and one group's products run under the other's softmax.
 //
-// Above ("wide") one group's registers do not hold its rows of dK and dV. Then both groups have the same 64
-// keys: of S and dP each computes half of the queries, of dK and dV half of the columns, from P and dS in
-// shared memory. Adding dQ to global memory for every 64 keys takes longer than all products: so a cluster of
-// two blocks shares a KV tile of 128. Each has 64 of its keys, gives the other its dS, and computes half of
-// dQ's columns for all 128.
+// Above, one group's registers do not hold its rows of dK and dV. There ("wide"), and in KV tiles of 64 keys,
+// both groups have the same 64 keys: of S and dP each computes half of the queries, of dK and dV half of the
+// columns, from P and dS in shared memory.
+//
+// Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all products. So there a
+// cluster of two blocks shares a KV tile of 128 keys: each block has 64 of them, gives the other its dS, and
+// computes half of dQ's columns for all 128.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -154,7 +156,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
   while (works > 0) {
     const unsigned number = take_work(p, tile, n);
     if (number >= works) {
-      tell_work(tile, n, number);
+      tell_work(tile, n, number);  // that there are no more
       break;
     }
     const KvWork<P> work(p, number);

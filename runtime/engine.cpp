@@ -122,10 +122,10 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
     operation->pointers_checked.store(true, std::memory_order_relaxed);
   }
   if (operation->steps.empty()) return;
+  const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
   launch_steps(driver, operation->steps, make_params(operation->plan, args),
-               tensor_maps(driver, operation->plan, args), stream, [&](const Operation::Step& step) {
-                 return args.lists ? !step.makes_lists : !step.for_given_lists;
-               });
+               tensor_maps(driver, operation->plan, args), stream,
+               [&](const Operation::Step& step) { return step.when != skipped; });
 }
 
 BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -139,7 +139,7 @@ BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& 
   check_list_memory(args.memory, operation->plan.workspace.list_bytes());
   check_pointers(args, device);
   launch_steps(driver, operation->steps, make_params(operation->plan, args), {}, stream,
-               [](const Operation::Step& step) { return step.makes_lists; });
+               [](const Operation::Step& step) { return step.when == plan::LaunchedWhen::lists_are_made; });
   return {.data = args.memory.data,
           .built_for = operation->name,
           .block_map_size = {args.block_map.size[0], args.block_map.size[1]}};
@@ -367,8 +367,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
     const plan::Entry& entry = planned.entries[launch.entry];
     operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
                                 static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
-                                static_cast<unsigned>(entry.shared_bytes), launch.makes_lists,
-                                launch.for_given_lists});
+                                static_cast<unsigned>(entry.shared_bytes), launch.when});
   }
   return operation;
 }

@@ -51,7 +51,7 @@ class Engine {
     struct Step {
       CUkernel kernel;
       unsigned blocks, threads, shared_bytes;
-      bool makes_lists, for_given_lists;
+      plan::LaunchedWhen when;
     };
     plan::ExecutionPlan plan;
     std::string name;                           ///< spec, shape and configuration: what lists are built for

@@ -3,6 +3,7 @@
 
 #include <array>
 #include <cstddef>
+#include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
@@ -29,12 +30,14 @@ struct Entry {
   bool operator==(const Entry&) const = default;
 };
 
+/// In which calls there is a launch: in those that are given tile lists, lists need not be made.
+enum class LaunchedWhen : std::uint8_t { always, lists_are_made, lists_are_given };
+
 /// One launch: an entry by its place in the family's list, and a one-dimensional grid.
 struct Launch {
   std::size_t entry = 0;
-  std::int64_t blocks = 0;       ///< 0: nothing to do, skipped. Of a family: clusters
-  bool makes_lists = false;      ///< skipped where the call is given its tile lists
-  bool for_given_lists = false;  ///< skipped where it is not
+  std::int64_t blocks = 0;  ///< 0: nothing to do, skipped. Of a family: clusters
+  LaunchedWhen when = LaunchedWhen::always;
 
   bool operator==(const Launch&) const = default;
 };

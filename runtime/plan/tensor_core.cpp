@@ -11,8 +11,17 @@ namespace {
 /// What a call launches, in order.
 enum class Step { preprocess, sink_grads, tile_reads, block_lists, list_ranks, reset_work, main, convert_dq };
 
-bool makes_lists(Step step) {
-  return step == Step::tile_reads || step == Step::block_lists || step == Step::list_ranks;
+LaunchedWhen launched_when(Step step) {
+  switch (step) {
+    case Step::tile_reads:
+    case Step::block_lists:
+    case Step::list_ranks:
+      return LaunchedWhen::lists_are_made;
+    case Step::reset_work:
+      return LaunchedWhen::lists_are_given;
+    default:
+      return LaunchedWhen::always;
+  }
 }
 
 /// Whether additions to dQ are ordered among lists of tiles.
@@ -131,8 +140,7 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
                                          const TileConfig& config) {
   std::vector<Launch> all;
   for (const Step step : steps(spec, config.family))
-    all.push_back(
-        {all.size(), blocks_of(step, spec, shape, config), makes_lists(step), step == Step::reset_work});
+    all.push_back({all.size(), blocks_of(step, spec, shape, config), launched_when(step)});
   return all;
 }
 

@@ -223,7 +223,7 @@ class SoakProblem {
   }
 
  private:
-  TileConfig config(Pass pass) const { return heuristic(test_.family, test_.spec, test_.shape, pass); }
+  TileConfig config(Pass pass) const { return config_of(test_, pass); }
 
   AttentionCase test_;
   AttentionRun run_;

@@ -91,8 +91,8 @@ TEST_P(RandomPrograms, MatchTheReference) {
     SCOPED_TRACE(to_string(test.spec) + " with seed " + std::to_string(test.seed));
     AttentionRun run(test);
     if (!run.has_limits()) continue;
-    run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
-    run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+    run.check_forward(runtime.get(), config_of(test, Pass::forward));
+    run.check_backward(runtime.get(), config_of(test, Pass::backward));
     ++compared;
   }
   // Scores that overflow are few.

@@ -10,12 +10,15 @@ binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
 
 # Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, tile_reads, block_lists,
-# list_ranks, sink_grads), gradients of captures, blocks that take several tiles. Names without their number at the end.
+# list_ranks, sink_grads), gradients of captures, blocks that take several tiles, clusters (backward of d192 and d256).
+# Names without their number at the end.
 sample=(
   # dense
   'Pairs/Attention.*/fp16_d96_dropout_b1_hq1_hkv1_sq200_skv65_sm90_*'
   'Pairs/Attention.*/fp16_d64_causal_dropout_kvlen_det_b2_hq4_hkv2_sq128_skv128_sm90_*'
   'Pairs/Attention.*/bf16_d64_causal_b9_hq8_hkv4_sq450_skv120_sm90_*'
+  'Pairs/Attention.*/fp16_d256_causal_dropout_kvlen_b3_hq2_hkv2_sq128_skv333_sm90_*'
+  'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
   'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
   'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
   'Pairs/Attention.*/fp32_d32_causal_b2_hq4_hkv4_sq128_skv128_simt_*'
@@ -27,6 +30,7 @@ sample=(
   # programs
   'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
   'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
+  'Rows/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
   'Variants/Programs.*/fp32_d64_*_simt_bhsd_documents_*'
   'Pairs/Programs.*/fp16_d64_dropout_varlen_b2_hq2_hkv2_sq65_skv64_sm90_bhsd_causal_alibi_grad_*'
   # packed sequences and sinks

@@ -96,9 +96,9 @@ TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
     const ExecutionPlan plan = make_plan(parse_spec(spec), kShape, device, {});
     std::string names;
     for (const Launch& launch : plan.launches)
-      names += plan.entries[launch.entry].name + (launch.makes_lists       ? "+ "
-                                                  : launch.for_given_lists ? "- "
-                                                                           : " ");
+      names += plan.entries[launch.entry].name + (launch.when == LaunchedWhen::lists_are_made    ? "+ "
+                                                  : launch.when == LaunchedWhen::lists_are_given ? "- "
+                                                                                                 : " ");
     return names;
   };
   EXPECT_EQ(order("bwd:bf16:d64:mask{q / 8 == kv / 8}:det", kA100),

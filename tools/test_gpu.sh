@@ -20,7 +20,7 @@ step() {  # NAME COMMAND...
 shards() {  # COUNT
   local i running=() status=0
   for ((i = 0; i < $1; ++i)); do
-    GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter='-Lifetime*' \
+    GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter='-Lifetime*:CheckWaits*' \
       >"$build/gpu-shard-$i.log" 2>&1 &
     running+=($!)
   done
@@ -32,6 +32,8 @@ shards() {  # COUNT
 }
 cores=$(nproc)
 step "GPU tests" shards $((cores < 14 ? cores : 14))
+# Alone: kernels that hang until they trap, which takes their context with them.
+step "hangs" "$tests" --gtest_brief=1 --gtest_filter='CheckWaits*'
 # Alone: it counts what memory is in use.
 step "soak" env FLASHJIT_SOAK_CALLS="${FLASHJIT_SOAK_CALLS:-300}" "$tests" --gtest_filter='Lifetime*'
 step "compute-sanitizer" bash "$root/tests/gpu/sanitize.sh" "$tests"

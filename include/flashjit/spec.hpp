@@ -71,7 +71,8 @@ struct AttentionShape {
 struct TileConfig {
   Family family = Family::simt;
   int br = 0;                   ///< rows of Q in a tile
-  int bc = 0;                   ///< rows of K and V in a tile
+  int bc = 0;                   ///< rows of K and V in a tile; above d128 sm90's backward pass shares 128 among
+                                ///< the two blocks of a cluster
   int warps = 0;                ///< that compute; sm90 has four more, which load
   int stages = 1;               ///< buffers of the operands that stream through shared memory
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them

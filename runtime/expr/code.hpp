@@ -48,6 +48,11 @@ class HeadCode {
   std::string body() const { return body_; }
 
  private:
+  /// Text of the member that `known` names for the key: a new one, set to `value()` in head(), if there is
+  /// none.
+  template <class Key, class Value>
+  std::string member(std::map<Key, std::string>& known, const Key& key, char prefix, std::string_view type,
+                     const Value& value);
   std::string term_sum(const Rest& rest);
   std::string value(int place);
 

@@ -53,16 +53,22 @@ std::string HeadCode::check_text(const Node& read, const std::vector<std::string
                      check.place, read.declaration.name, slot(read.declaration), fmt::join(indices, ", "));
 }
 
+template <class Key, class Value>
+std::string HeadCode::member(std::map<Key, std::string>& known, const Key& key, char prefix,
+                             std::string_view type, const Value& value) {
+  const auto [found, is_new] = known.try_emplace(key, fmt::format("{}{}", prefix, known.size()));
+  if (is_new) {
+    members_ += fmt::format("    {} {};\n", type, found->second);
+    const std::string text = value();  // which may add lines of its own first
+    body_ += fmt::format("    head.{} = {};\n", found->second, text);
+  }
+  return fmt::format("head.{}", found->second);
+}
+
 std::string HeadCode::uniform(int place) {
   const Node& node = graph_.node(place);
   if (node.op == Op::literal || node.op == Op::name || node.op == Op::scalar) return value(place);
-  const auto [known, is_new] = known_.try_emplace(place, fmt::format("u{}", known_.size()));
-  if (is_new) {
-    members_ += fmt::format("    {} {};\n", type_text(node.type), known->second);
-    const std::string text = value(place);
-    body_ += fmt::format("    head.{} = {};\n", known->second, text);
-  }
-  return fmt::format("head.{}", known->second);
+  return member(known_, place, 'u', type_text(node.type), [&] { return value(place); });
 }
 
 std::string HeadCode::value(int place) {
@@ -101,44 +107,23 @@ std::string HeadCode::term_sum(const Rest& rest) {
 std::string HeadCode::rest(const Rest& rest) {
   if (rest.terms.empty()) return fmt::format("{}LL", rest.constant);
   if (rest.terms[0].factor < 0) return fmt::format("-{}", this->rest(rest * -1));
-  const auto [known, is_new] = rests_.try_emplace(rest, fmt::format("r{}", rests_.size()));
-  if (is_new) {
-    members_ += fmt::format("    long long {};\n", known->second);
-    const std::string text = term_sum(rest);
-    body_ += fmt::format("    head.{} = {};\n", known->second, text);
-  }
-  return fmt::format("head.{}", known->second);
+  return member(rests_, rest, 'r', "long long", [&] { return term_sum(rest); });
 }
 
 std::string HeadCode::scaled(int place) {
-  const auto [known, is_new] = scaled_.try_emplace(place, fmt::format("s{}", scaled_.size()));
-  if (is_new) {
-    members_ += fmt::format("    float {};\n", known->second);
-    const std::string text = value(place);
-    body_ += fmt::format("    head.{} = __fmul_rn(p.softmax_scale, {});\n", known->second, text);
-  }
-  return fmt::format("head.{}", known->second);
+  return member(scaled_, place, 's', "float",
+                [&] { return fmt::format("__fmul_rn(p.softmax_scale, {})", value(place)); });
 }
 
 std::string HeadCode::divisor(int place) {
-  const auto [known, is_new] = divisors_.try_emplace(place, fmt::format("d{}", divisors_.size()));
-  if (is_new) {
-    members_ += fmt::format("    flashjit::Divisor {};\n", known->second);
-    const std::string text = value(place);
-    body_ += fmt::format("    head.{} = flashjit::Divisor({});\n", known->second, text);
-  }
-  return fmt::format("head.{}", known->second);
+  return member(divisors_, place, 'd', "flashjit::Divisor",
+                [&] { return fmt::format("flashjit::Divisor({})", value(place)); });
 }
 
 std::string HeadCode::rest_float(const Rest& rest) {
   if (rest.terms.empty()) return literal_text(static_cast<float>(rest.constant));
-  const auto [known, is_new] = rest_floats_.try_emplace(rest, fmt::format("f{}", rest_floats_.size()));
-  if (is_new) {
-    members_ += fmt::format("    float {};\n", known->second);
-    const std::string text = term_sum(rest);
-    body_ += fmt::format("    head.{} = static_cast<float>({});\n", known->second, text);
-  }
-  return fmt::format("head.{}", known->second);
+  return member(rest_floats_, rest, 'f', "float",
+                [&] { return fmt::format("static_cast<float>({})", term_sum(rest)); });
 }
 
 }  // namespace flashjit::expr

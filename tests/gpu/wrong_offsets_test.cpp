@@ -106,9 +106,6 @@ class WrongOffsets : public GpuTestWith<WrongCase> {
     problem.v = normal(test.shape.heads_kv * kKeys);
     return problem;
   }
-  static TileConfig config_of(const AttentionCase& test, Pass pass) {
-    return heuristic(test.family, test.spec, test.shape, pass);
-  }
   static void check_results(const AttentionCase& test, const Offsets& q, const Offsets& kv) {
     AttentionRun run(test, problem_of(test, q, kv));
     run.check_forward(runtime_->get(), config_of(test, Pass::forward));

@@ -62,7 +62,8 @@ void launch_steps(const device::Driver& driver, const Steps& steps, Params param
   std::array<void*, 2> parameters{&params, &maps};
   for (const auto& step : steps)
     if (wanted(step))
-      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters);
+      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters,
+                     step.early);
 }
 
 /// Refuses memory that kernels in the current context cannot reach.
@@ -367,7 +368,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
     const plan::Entry& entry = planned.entries[launch.entry];
     operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
                                 static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
-                                static_cast<unsigned>(entry.shared_bytes), launch.when});
+                                static_cast<unsigned>(entry.shared_bytes), launch.when, launch.early});
   }
   return operation;
 }

@@ -52,6 +52,7 @@ class Engine {
       CUkernel kernel;
       unsigned blocks, threads, shared_bytes;
       plan::LaunchedWhen when;
+      bool early;
     };
     plan::ExecutionPlan plan;
     std::string name;                           ///< spec, shape and configuration: what lists are built for

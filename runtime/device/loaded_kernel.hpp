@@ -43,9 +43,10 @@ class LoadedKernel {
 };
 
 /// One launch on `stream`. `parameters` are the addresses of the kernel's parameters, which are copied; more
-/// than it takes do no harm. Throws Error(cuda).
+/// than it takes do no harm. An `early` one may start before the launch before it has ended (programmatic
+/// dependent launch). Throws Error(cuda).
 inline void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsigned threads,
-                   unsigned shared_bytes, CUstream stream, std::span<void*> parameters) {
+                   unsigned shared_bytes, CUstream stream, std::span<void*> parameters, bool early = false) {
   CUlaunchConfig config{};
   config.gridDimX = blocks;
   config.gridDimY = config.gridDimZ = 1;
@@ -53,6 +54,12 @@ inline void launch(const Driver& driver, CUkernel kernel, unsigned blocks, unsig
   config.blockDimY = config.blockDimZ = 1;
   config.sharedMemBytes = shared_bytes;
   config.hStream = stream;
+  CUlaunchAttribute attribute{};
+  attribute.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  attribute.value.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  constexpr int kGraphsHaveIt = 12030;  // older drivers refuse it while a stream is captured
+  config.numAttrs = early && driver.version >= kGraphsHaveIt ? 1 : 0;
   // The driver takes a CUkernel in a CUfunction's place and finds the current context's function itself.
   driver.check(
       driver.launch_kernel_ex(&config, reinterpret_cast<CUfunction>(kernel), parameters.data(), nullptr),

@@ -38,6 +38,7 @@ struct Launch {
   std::size_t entry = 0;
   std::int64_t blocks = 0;  ///< 0: nothing to do, skipped. Of a family: clusters
   LaunchedWhen when = LaunchedWhen::always;
+  bool early = false;  ///< may start before the launch before it has ended, for which it waits by itself
 
   bool operator==(const Launch&) const = default;
 };
@@ -46,7 +47,8 @@ struct Launch {
 struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool dq_accum = false;
-  bool tickets = false;  ///< blocks ask for their work, or wait for their turn
+  bool clears_dq = false;  ///< the main entry clears dq_accum as it goes, but for the first heads
+  bool tickets = false;    ///< blocks ask for their work, or wait for their turn
   bool ranks = false;
   std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles

@@ -2,9 +2,12 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <utility>
+
+#include "plan/tiles.hpp"
 
 namespace flashjit::plan {
 namespace {
@@ -58,6 +61,15 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
   return {family->heuristic(spec, shape, device), "heuristic"};
 }
 
+/// Those that the first KV tiles of all blocks need, and one more. Later ones are cleared as far ahead.
+std::int64_t heads_cleared(const ExecutionPlan& plan) {
+  const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv;
+  const std::int64_t kv_tiles = tiles(plan.shape.seqlen_kv, plan.config.bc);
+  if (!plan.needs.clears_dq || kv_tiles == 0) return heads;
+  const Launch& main = plan.launches.back();
+  return std::min(heads, tiles(main.blocks, plan.entries[main.entry].cluster * kv_tiles) + 1);
+}
+
 void require_launchable(const ExecutionPlan& plan) {
   constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();  // a grid's first dimension
   for (const Launch& launch : plan.launches) {
@@ -107,6 +119,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
     if (entry.persistent) launch.blocks = std::min(launch.blocks, at_once);
     launch.blocks *= entry.cluster;
   }
+  plan.heads_cleared = heads_cleared(plan);
   return plan;
 }
 

@@ -22,6 +22,7 @@ struct ExecutionPlan {
   std::vector<Launch> launches;
   WorkspaceNeeds needs;
   WorkspaceLayout workspace;
+  std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
   std::optional<TensorBoxes> tensor_boxes;
   std::vector<expr::Declaration> declarations;  ///< of the spec's programs
 };

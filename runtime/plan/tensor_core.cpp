@@ -138,9 +138,11 @@ std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, co
 
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
+  const bool backward = spec.pass == Pass::backward;
   std::vector<Launch> all;
   for (const Step step : steps(spec, config.family))
-    all.push_back({all.size(), blocks_of(step, spec, shape, config), launched_when(step)});
+    all.push_back({all.size(), blocks_of(step, spec, shape, config), launched_when(step),
+                   step == Step::main && backward && takes_backward_work(config.family)});
   return all;
 }
 
@@ -151,6 +153,7 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
           .dq_accum = backward,
+          .clears_dq = backward && takes_backward_work(config.family),
           .tickets = takes_listed_work(spec, config.family) ||
                      (backward && (spec.deterministic || takes_backward_work(config.family))),
           .ranks = has_ranks(spec),

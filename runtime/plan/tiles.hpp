@@ -5,7 +5,7 @@
 
 namespace flashjit::plan {
 
-constexpr std::int64_t tiles(std::int64_t length, int tile) { return (length + tile - 1) / tile; }
+constexpr std::int64_t tiles(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
 
 /// Threads of the kernels around the main one, and rows of one head that each block of them takes.
 constexpr int kAuxiliaryThreads = 128;

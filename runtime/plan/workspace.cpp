@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <initializer_list>
 
+#include "templates/common/params.cuh"
+
 namespace flashjit::plan {
 namespace {
 
@@ -63,8 +65,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   // The counters of templates/common/tile_walk.cuh.
-  out.tickets =
-      allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, 4}, 3 + shape.batch * shape.heads_kv);
+  out.tickets = allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, kTurnParts},
+                                kWorkCounters + shape.batch * shape.heads_kv * kHeadCounters);
   const std::int64_t sets = needs.list_sets;
   out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
   out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});

@@ -1,4 +1,5 @@
-// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, and zeros where dQ is added up.
+// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, the counters, and zeros where dQ
+// is added up: all, or those of the first heads.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -9,6 +10,7 @@ namespace flashjit::auxiliary {
 /// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
 __device__ void preprocess(const Params& p) {
+  let_next_grid_start<P>();
   using Element = typename P::Element;
   constexpr int kRows = 128, kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
   const int tiles = p.seqlen_q_padded / kRows;
@@ -45,7 +47,7 @@ __device__ void preprocess(const Params& p) {
       p.lse_log2[at] = lse == -infinity() ? infinity() : lse * kLog2E;
     }
   }
-  if (p.dq_accum != nullptr) {
+  if (p.dq_accum != nullptr && head / (p.heads_q / p.heads_kv) < p.heads_cleared) {
     constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
     float4* accumulator =
         reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
@@ -53,10 +55,18 @@ __device__ void preprocess(const Params& p) {
   }
   if (p.tickets != nullptr) {
     // All of common/tile_walk.cuh, or the two counters of simt/capture_grads.cuh.
-    const long long q_tiles = P::kDeterministic ? (p.seqlen_q + P::kBr - 1) / P::kBr : 0;
-    const long long count =
-        max(3 + p.batch * (p.heads_kv + static_cast<long long>(p.heads_q) * q_tiles * kTurnParts), 4ll);
-    for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) p.tickets[i] = 0;
+    const long long turns =
+        P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kTurnParts : 0;
+    const long long count = kWorkCounters + p.batch * (p.heads_kv * kHeadCounters + turns);
+    const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
+    for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
+      const long long of_head = i - kWorkCounters;
+      const bool cleared =
+          of_head >= 0 && of_head < heads * kHeadCounters && of_head % heads < p.heads_cleared;
+      p.tickets[i] = cleared ? pieces : 0;
+    }
+    if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == next_clear_work(p) - p.tickets)
+      *next_clear_work(p) = p.heads_cleared * pieces;
   }
 }
 

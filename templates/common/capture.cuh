@@ -54,15 +54,21 @@ __device__ __noinline__ void check_indices(bool exists, ReadPlace at, const char
   }
 }
 
-/// tensor[indices...], with each index clamped into the tensor.
-template <class Element, class... Indices>
-__device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices... indices) {
-  const int index[] = {indices...};
+/// Where tensor[indices...] begins, with each index clamped into the tensor.
+template <class... Indices>
+__device__ __forceinline__ long long offset_of(const CaptureParam& tensor, Indices... indices) {
+  const int index[] = {indices..., 0};
   long long at = 0;
 #pragma unroll
   for (int i = 0; i < static_cast<int>(sizeof...(indices)); ++i)
     at += clamped_index(index[i], tensor.size[i]) * tensor.stride[i];
-  return as_read(load_element(static_cast<const Element*>(tensor.data) + at));
+  return at;
+}
+
+/// tensor[indices...].
+template <class Element, class... Indices>
+__device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices... indices) {
+  return as_read(load_element(static_cast<const Element*>(tensor.data) + offset_of(tensor, indices...)));
 }
 
 /// A row of a captured tensor of 16-bit elements: with key kv goes the element at kv + shift, clamped.
@@ -72,16 +78,12 @@ struct CaptureRow {
   int size, shift;
 };
 
-/// The row tensor[indices..., :], with each index clamped into the tensor.
+/// The row tensor[indices..., :].
 template <class... Indices>
 __device__ __forceinline__ CaptureRow row_of(const CaptureParam& tensor, int shift, Indices... indices) {
   constexpr int kLast = sizeof...(Indices);
-  const int index[] = {indices..., 0};
-  long long at = 0;
-#pragma unroll
-  for (int i = 0; i < kLast; ++i) at += clamped_index(index[i], tensor.size[i]) * tensor.stride[i];
-  return {static_cast<const unsigned short*>(tensor.data) + at, tensor.stride[kLast], tensor.size[kLast],
-          shift};
+  return {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
+          tensor.stride[kLast], tensor.size[kLast], shift};
 }
 
 /// Word i: the elements that go with keys kv + 8 i and kv + 8 i + 1, the first in the lower half. By whole

@@ -21,6 +21,10 @@ struct BlockListParam {
 
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;
 
+/// How many counters Params::tickets has, see templates/common/tile_walk.cuh: of all blocks, for each head of
+/// K and V, and at most for each Q tile of a head whose dQ is added to in turns.
+constexpr int kWorkCounters = 4, kHeadCounters = 2, kTurnParts = 4;
+
 /// A captured tensor; unused dimensions have size 1 and stride 0.
 struct CaptureParam {
   const void* data;
@@ -43,6 +47,7 @@ struct Params {
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast
   int batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
   int seqlen_q_padded;  ///< seqlen_q rounded up to a multiple of 128
+  int heads_cleared;    ///< of [batch, heads_kv], whose dq_accum the preprocess entry clears
   float softmax_scale;
   float keep_scale;     ///< 1 / (1 - p)
   unsigned keep_below;  ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all

@@ -27,6 +27,14 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
+// Programmatic dependent launch: a grid may start when all blocks of the one before have allowed it, and
+// waits until these have ended before it reads what they write.
+template <class P>
+__device__ __forceinline__ void let_next_grid_start() {
+  if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ __forceinline__ void await_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 /// Copies 16 bytes from global to shared memory, or writes 16 zero bytes when `valid` is false.
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)

@@ -132,18 +132,26 @@ struct QTiles {
 /// What the blocks of the forward pass count together, where tiles are listed: which Q tile is next.
 __device__ __forceinline__ int* next_q_work(const Params& p) { return p.tickets; }
 
-// What the blocks of the backward pass count together: which KV tile is next, which to look at for lack of
-// rows, which rows of dQ are next, for each head of K and V how many parts of its KV tiles have added all
-// that they add to dQ, and the turns. Work belongs to a block that runs: whoever waits for it waits for
-// something.
+// What the blocks of the backward pass count together: which KV tile is next, which piece of dQ's accumulator
+// is to be cleared, which KV tile to look at for lack of rows, which rows of dQ are next to be converted; for
+// each head of K and V how many pieces are clear, and these and how many parts of its KV tiles have added all
+// that they add; and the turns. Work belongs to a block that runs: whoever waits for it waits for something.
 __device__ __forceinline__ int* next_kv_work(const Params& p) { return p.tickets; }
-__device__ __forceinline__ int* next_empty_work(const Params& p) { return p.tickets + 1; }
-__device__ __forceinline__ int* next_dq_work(const Params& p) { return p.tickets + 2; }
+__device__ __forceinline__ int* next_clear_work(const Params& p) { return p.tickets + 1; }
+__device__ __forceinline__ int* next_empty_work(const Params& p) { return p.tickets + 2; }
+__device__ __forceinline__ int* next_dq_work(const Params& p) { return p.tickets + 3; }
+__device__ __forceinline__ int* cleared_of(const Params& p, int b, int h_kv) {
+  return p.tickets + kWorkCounters + b * p.heads_kv + h_kv;
+}
 __device__ __forceinline__ int* done_of(const Params& p, int b, int h_kv) {
-  return p.tickets + 3 + b * p.heads_kv + h_kv;
+  return cleared_of(p, p.batch, 0) + b * p.heads_kv + h_kv;
+}
+/// Rows of the accumulator that are cleared at a time, and how often that is for a head of K and V.
+constexpr int kClearRows = 128;
+__device__ __forceinline__ int pieces_to_clear(const Params& p) {
+  return p.heads_q / p.heads_kv * (p.seqlen_q_padded / kClearRows);
 }
 /// Ordered additions: how many KV tiles have added to a Q tile's dQ, or to one of its parts.
-constexpr int kTurnParts = 4;  ///< at most; the host counts so many: plan/workspace.cpp
 template <class P>
 __device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_tile, int part = 0) {
   return done_of(p, p.batch, 0) +

@@ -25,18 +25,24 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
+/// Until `has_come()`; meanwhile `idle()`.
+template <class P, class HasCome, class Idle>
+__device__ __forceinline__ void await(const HasCome& has_come, const Idle& idle) {
+  if constexpr (P::kCheckWaits) {
+    const unsigned long long begin = nanoseconds();
+    while (!has_come()) {
+      if (nanoseconds() - begin > kHangNanoseconds) asm volatile("trap;");
+      idle();
+    }
+  } else {
+    while (!has_come()) idle();
+  }
+}
+
 /// Until `*turn` is `mine`. What was written before it became so may be read afterwards.
 template <class P, unsigned kSleepNanoseconds, class Turn>
 __device__ __forceinline__ void await_turn(const Turn* turn, const Turn& mine) {
-  if constexpr (P::kCheckWaits) {
-    const unsigned long long begin = nanoseconds();
-    while (load_acquire(turn) != mine) {
-      if (nanoseconds() - begin > kHangNanoseconds) asm volatile("trap;");
-      __nanosleep(kSleepNanoseconds);
-    }
-  } else {
-    while (load_acquire(turn) != mine) __nanosleep(kSleepNanoseconds);
-  }
+  await<P>([&] { return load_acquire(turn) == mine; }, [] { __nanosleep(kSleepNanoseconds); });
 }
 
 }  // namespace flashjit

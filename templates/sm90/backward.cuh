@@ -285,6 +285,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
         add_line(to + first * kDqStep, tile.dq(group, n % P::kStages, first),
                  (min(end, steps) - first) * kDqStepBytes);
     };
+    if (now.first) await_cleared<P>(p, tile.place(n).sequence.b, tile.place(n).h_kv);
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
       turn = turn_of<P>(p, tile.place(n).sequence.b, now.head, now.tile, tile.dq_part(group));
@@ -704,6 +705,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     cluster_sync();
   else
     __syncthreads();
+  await_grid_before();
 
   // A block stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {

@@ -1,5 +1,5 @@
-// dQ from its fp32 fragments to the element type, by the warps of the backward pass that have nothing else to
-// do: most of it has just been added, and is in L2.
+// What the warps of the backward pass that have nothing else to do, do for dQ: zeros where it will soon be
+// added up, and from its fp32 fragments the element type when all has been added. Most of both is in L2 then.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -33,7 +33,8 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
                                                 int first, unsigned lane) {
   using Element = typename P::Element;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  constexpr int kSlice = 48;  // columns at a time: the loading group is short of registers
+  // At most 48 columns at a time: the loading group is short of registers.
+  constexpr int kSlices = (kColumns + 47) / 48, kSlice = (kColumns / kSlices + 15) / 16 * 16;
   const int warp = first % kDqRows / kDqWarpRows;
   // Of each sixteen columns of rows lane / 4 and lane / 4 + 8 a lane stores the half of one row.
   const int row = first + static_cast<int>(lane / 4 + lane % 4 / 2 * 8);
@@ -65,29 +66,98 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
   }
 }
 
-/// Takes rows of dQ until there are none, and converts them when all KV tiles have added to their head's. By
-/// whole warps, of any number: heads end in the order in which they are begun.
+/// What has been begun: KV tiles, and pieces of the accumulator to clear.
+struct Begun {
+  int kv_work, clear_work;
+};
+__device__ __forceinline__ Begun begun(const Params& p) {
+  Begun now;
+  asm volatile("ld.relaxed.gpu.global.v2.s32 {%0, %1}, [%2];"
+               : "=r"(now.kv_work), "=r"(now.clear_work)
+               : "l"(p.tickets));
+  return now;
+}
+__device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& now) {
+  return now.clear_work < pieces_to_clear(p) * p.heads_kv * p.batch;
+}
+/// Whether what is left will be needed soon: as many heads after the one that is begun as the preprocess
+/// entry has cleared.
+template <class P>
+__device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
+  const long long tiles = kv_tiles<P>(p), pieces = pieces_to_clear(p);
+  return now.clear_work * tiles < (now.kv_work + p.heads_cleared * tiles) * pieces;
+}
+/// By a whole warp.
+template <class P>
+__device__ __forceinline__ void clear_piece(const Params& p, unsigned lane) {
+  const int taken = lane == 0 ? atomicAdd(next_clear_work(p), 1) : 0;
+  const int number = __shfl_sync(kWholeWarp, taken, 0), pieces = pieces_to_clear(p);
+  if (number >= pieces * p.heads_kv * p.batch) return;
+  constexpr int kFloats = kClearRows * dq_columns(P::kHeadDim);
+  float4* to = reinterpret_cast<float4*>(p.dq_accum + static_cast<long long>(number) * kFloats) + lane;
+#pragma unroll 8
+  for (int i = 0; i < kFloats / 4; i += 32) to[i] = float4{0, 0, 0, 0};
+  publish_to_adders();
+  __syncwarp();
+  if (lane != 0) return;
+  __threadfence();
+  atomicAdd(cleared_of(p, 0, number / pieces), 1);
+  atomicAdd(done_of(p, 0, number / pieces), 1);
+}
+
+/// Until a head's accumulator is clear. By a thread that adds to it.
+template <class P>
+__device__ __forceinline__ void await_cleared(const Params& p, int b, int h_kv) {
+  if (b * p.heads_kv + h_kv < p.heads_cleared) return;
+  await_turn<P, 32>(cleared_of(p, b, h_kv), pieces_to_clear(p));
+  publish_to_adders();
+}
+
+/// How many rows a warp takes at a time. Where there are few KV tiles, converting takes as long as all else:
+/// then more, as each taking and each look at a head is a wait; else few, as all wait for the last. Not so
+/// many that clearing, of which each taking reminds, comes too late.
+template <class P>
+__device__ __forceinline__ int dq_rows_taken(const Params& p) {
+  constexpr int kMany = 32, kFewTiles = 8;
+  const bool many = kv_tiles<P>(p) <= kFewTiles && p.batch * p.heads_q >= static_cast<int>(gridDim.x);
+  return many || P::kHeadDim <= 64 ? kMany : kMany / 2;
+}
+
+/// Takes rows of dQ until there are none, and converts them when their head's accumulator was cleared and all
+/// KV tiles have added to it; clears what is to be cleared first. By whole warps, of any number: heads end in
+/// the order in which they are begun.
 template <class P>
 __device__ __forceinline__ void convert_dq(const Params& p) {
   if (p.seqlen_q == 0) return;
-  constexpr int kRows = P::kHeadDim > 64 ? 16 : 32;
-  const unsigned parts = (p.seqlen_q + kRows - 1) / kRows, heads = p.heads_q, all = parts * heads * p.batch;
-  const unsigned lane = thread_now() % 32;
-  const auto take = [&] { return lane == 0 ? atomicAdd(next_dq_work(p), 1) : 0; };
+  const int taken_rows = dq_rows_taken<P>(p);
+  const int parts = (p.seqlen_q + taken_rows - 1) / taken_rows;
+  const auto lane = [] { return thread_now() % 32; };  // asked for anew: registers are short
+  const auto take = [&] { return lane() == 0 ? atomicAdd(next_dq_work(p), 1) : 0; };
   int taken = take();
+  Begun now = begun(p);
+  const auto clear = [&] {
+    if (!__shfl_sync(kWholeWarp, is_left_to_clear(p, now), 0)) return;
+    if (__shfl_sync(kWholeWarp, is_to_clear<P>(p, now), 0)) clear_piece<P>(p, lane());
+    now = begun(p);
+  };
 #pragma unroll 1
   while (true) {
-    const unsigned number = __shfl_sync(kWholeWarp, taken, 0), head = number / parts;
-    if (number >= all) break;
+    const int number = __shfl_sync(kWholeWarp, taken, 0), head = number / parts;
+    if (head >= p.batch * p.heads_q) break;
     taken = take();  // the next, to be there in time
-    const int b = static_cast<int>(head / heads), h = static_cast<int>(head % heads);
-    const int h_kv = static_cast<int>(head % heads / (heads / p.heads_kv));
-    await_turn<P, 200>(done_of(p, b, h_kv), kDqParts<P> * kv_tiles<P>(p));
+    clear();
+    const int b = head / p.heads_q, h = head % p.heads_q;
+    const int* done = done_of(p, b, h / (p.heads_q / p.heads_kv));
+    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_tiles<P>(p);
+    await<P>([&] { return __all_sync(kWholeWarp, load_acquire(done) == all_done); },
+             [&] {
+               clear();
+               __nanosleep(200);
+             });
     const Sequence<P> sequence(p, b);
-    const int first = static_cast<int>(number % parts) * kRows,
-              end = min(first + kRows, sequence.seqlen_q(p));
+    const int first = number % parts * taken_rows, end = min(first + taken_rows, sequence.seqlen_q(p));
 #pragma unroll 1
-    for (int row = first; row < end; row += kDqWarpRows) convert_dq_rows(p, sequence, h, row, lane);
+    for (int row = first; row < end; row += kDqWarpRows) convert_dq_rows(p, sequence, h, row, lane());
   }
 }
 

@@ -19,6 +19,10 @@ constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
 constexpr int kDqStep = 128 * 4;
 constexpr int kDqStepBytes = kDqStep * 4;
 
+/// What this thread has written to global memory, or has seen written, may be added to.
+__device__ __forceinline__ void publish_to_adders() {
+  asm volatile("fence.proxy.async.global;" ::: "memory");
+}
 /// Starts adding `bytes` of shared memory to global memory; of this thread's bulk group.
 __device__ __forceinline__ void add_line(float* to, unsigned from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),

@@ -87,6 +87,21 @@ std::vector<AttentionCase> make_cases() {
                        .seed = static_cast<unsigned>(cases.size())});
     }
   }
+  // More heads than the first tiles of all blocks need: the backward pass clears the others' dQ as it goes.
+  for (const int head_dim : {64, 128, 256})
+    for (const MaskProgram& mask : {MaskProgram{}, causal()})
+      for (const bool det : {false, true})
+        cases.push_back(
+            {.spec = {.dtype = DType::bf16, .head_dim = head_dim, .mask = mask, .deterministic = det},
+             .shape = {40, 8, 4, 130, 150},
+             .family = Family::sm90,
+             .seed = static_cast<unsigned>(cases.size())});
+  // There with many KV tiles: fewer rows of dQ are converted at a time.
+  for (const int head_dim : {64, 128, 256})
+    cases.push_back({.spec = {.dtype = DType::fp16, .head_dim = head_dim},
+                     .shape = {5, 8, 4, 130, 1100},
+                     .family = Family::sm90,
+                     .seed = static_cast<unsigned>(cases.size())});
   return cases;
 }
 

@@ -520,6 +520,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
                     .list_entries = 1280,
                     .list_rank = 1536,
                     .bytes = 1792};
+  plan.heads_cleared = 3;
 
   const Params p = make_params(plan, args);
   EXPECT_EQ(p.q.data, args.q.data);
@@ -548,6 +549,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.seqlen_q, 100);
   EXPECT_EQ(p.seqlen_kv, 70);
   EXPECT_EQ(p.seqlen_q_padded, 128);
+  EXPECT_EQ(p.heads_cleared, 3);
   EXPECT_FLOAT_EQ(p.softmax_scale, 0.125f);
   EXPECT_FLOAT_EQ(p.keep_scale, 4.0f / 3.0f);
   EXPECT_EQ(p.keep_below, reference::dropout_parameters(0.25).keep_below);

@@ -148,6 +148,21 @@ TEST_F(EngineTest, BackwardLaunchesThePlanInOrder) {
               static_cast<unsigned>(plan.entries[plan.launches[i].entry].threads));
 }
 
+TEST_F(EngineTest, ALaunchIsEarlyOnlyWhereGraphsCanHoldIt) {
+  Params params{};
+  device::TensorMaps maps{};
+  std::array<void*, 2> parameters{&params, &maps};
+  const auto is_early = [&](int version, bool early) {
+    device::Driver driver = *FakeDriver::driver();
+    driver.version = version;
+    device::launch(driver, nullptr, 1, 32, 0, nullptr, parameters, early);
+    return fake().launches.back().early;
+  };
+  EXPECT_TRUE(is_early(12030, true));
+  EXPECT_FALSE(is_early(12020, true));
+  EXPECT_FALSE(is_early(13000, false));
+}
+
 TEST_F(EngineTest, ShapesShareAKernelAndPointersAreAskedForOncePerShape) {
   add_to_pack(kSpec);
   const auto runtime = engine();

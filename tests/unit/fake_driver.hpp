@@ -23,7 +23,13 @@ struct FakeDriver {
     CUstream stream;
     Params params;
     device::TensorMaps maps;  ///< the second parameter, which the Runtime always hands over
+    bool early;               ///< may start before the launch before it has ended
   };
+  static bool is_early(const CUlaunchConfig& config) {
+    return config.numAttrs == 1 &&
+           config.attrs[0].id == CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION &&
+           config.attrs[0].value.programmaticStreamSerializationAllowed == 1;
+  }
   /// What a tensor map was made of. The map itself holds the place in the list, counted from 1.
   struct EncodedMap {
     CUtensorMapDataType type;
@@ -321,7 +327,7 @@ struct FakeDriver {
       fake.clock_ms += launch_ms(config->gridDimX, config->blockDimX) * (1 + fake.heat);
       fake.launches.push_back({config->gridDimX, config->blockDimX, config->sharedMemBytes, config->hStream,
                                *static_cast<const Params*>(parameters[0]),
-                               *static_cast<const device::TensorMaps*>(parameters[1])});
+                               *static_cast<const device::TensorMaps*>(parameters[1]), is_early(*config)});
       return CUDA_SUCCESS;
     };
   }

@@ -107,6 +107,29 @@ TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
   EXPECT_EQ(order("fwd:bf16:d64:map64x64", DeviceInfo::parse("sm_90a")), "block_lists+ reset_work- forward ");
 }
 
+TEST(Plan, HoppersBackwardPassStartsEarlyAndClearsTheLaterHeads) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto plan = [&](const char* spec, const AttentionShape& shape, const char* config) {
+    return make_plan(parse_spec(spec), shape, h100, {}, parse_config(config));
+  };
+  const AttentionShape many{40, 8, 4, 130, 300};
+  const std::int64_t blocks = h100.multiprocessors;
+  const ExecutionPlan hopper = plan("bwd:bf16:d64", many, "sm90:br64:bc128:w8:s2");
+  EXPECT_FALSE(hopper.launches.front().early);
+  EXPECT_TRUE(hopper.launches.back().early);
+  EXPECT_EQ(hopper.heads_cleared, (blocks + 2) / 3 + 1);
+  // A cluster of two blocks shares a KV tile.
+  const ExecutionPlan clusters = plan("bwd:bf16:d256", many, "sm90:br64:bc128:w8:s1");
+  EXPECT_EQ(clusters.entries[clusters.launches.back().entry].cluster, 2);
+  EXPECT_EQ(clusters.heads_cleared, (blocks / 2 + 2) / 3 + 1);
+  // Few heads, and no keys: the preprocess entry clears all.
+  EXPECT_EQ(plan("bwd:bf16:d64", {2, 8, 4, 130, 300}, "sm90:br64:bc128:w8:s2").heads_cleared, 8);
+  EXPECT_EQ(plan("bwd:bf16:d64", {40, 8, 4, 130, 0}, "sm90:br64:bc128:w8:s2").heads_cleared, 160);
+  const ExecutionPlan portable = plan("bwd:bf16:d64", many, "sm80:br64:bc64:w4");
+  EXPECT_EQ(portable.heads_cleared, 160);
+  for (const Launch& launch : portable.launches) EXPECT_FALSE(launch.early);
+}
+
 TEST(Plan, HoldsWhatTheFamilySays) {
   for (const char* text :
        {"fwd:bf16:d128:causal", "bwd:fp16:d64:det", "bwd:fp32:d40", "fwd:bf16:d64:map64x64",

@@ -42,7 +42,7 @@ TEST(Workspace, FormulaByHand) {
   EXPECT_EQ(layout.lse_log2, stats);
   EXPECT_EQ(layout.dq_accum, 2 * stats);
   EXPECT_EQ(layout.tickets, 2 * stats + dq);
-  EXPECT_EQ(layout.list_count, layout.tickets + aligned((3 + 2 * 1 + heads * 7 * 4) * 4));
+  EXPECT_EQ(layout.list_count, layout.tickets + aligned((4 + 2 * 1 * 2 + heads * 7 * 4) * 4));
   EXPECT_EQ(layout.list_entries, layout.list_count + aligned(2 * 3 * 4));
   EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(2 * 3 * 5 * 4));
   EXPECT_EQ(layout.tile_reads, layout.list_rank + aligned(2 * 3 * 5 * 4));
@@ -56,8 +56,8 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
-                               pick(20),     pick(20),     pick(4),      pick(20)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(3),      pick(20),     pick(20),     pick(4),      pick(20)};
     const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 
@@ -70,7 +70,7 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
     if (needs.tickets)
       parts.emplace_back(layout.tickets,
-                         (3 + shape.batch * shape.heads_kv + heads * needs.ordered_q_tiles * 4) * 4);
+                         (4 + shape.batch * shape.heads_kv * 2 + heads * needs.ordered_q_tiles * 4) * 4);
     if (sets > 0) {
       parts.insert(parts.end(),
                    {{layout.list_count, sets * needs.list_rows * 4}, {layout.list_entries, cells * 4}});

@@ -97,7 +97,7 @@ void bare_launch(benchmark::State& state, const Bench& bench) {
       const plan::Entry& entry = bench.plan().entries[launch.entry];
       device::launch(bench.driver(), bench.kernel().kernel(launch.entry),
                      static_cast<unsigned>(launch.blocks), entry.threads, entry.shared_bytes, bench.stream(),
-                     parameters);
+                     parameters, launch.early);
     }
     bench.after_launch(state, launched);
   }

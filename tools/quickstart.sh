@@ -9,4 +9,7 @@ cmake --build "$build" --target flashjit_command
 
 say "the main job: attention layers of a real transformer"
 "$build/tools/flashjit" job --data "$root/tests/data"
+if [ "$cuda" = "$build/cuda" ]; then
+  say "for programs that you start yourself, as there is no CUDA toolkit: export FLASHJIT_NVRTC=$build/cuda/lib"
+fi
 say "done; a second run finds everything in the cache. Next: $build/tools/flashjit --help"

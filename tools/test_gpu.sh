@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# All that tests need a GPU for, where tools/test.sh has built before: the GPU tests, a soak, compute-sanitizer's four
-# tools on a sample of every kernel and, where the host's Python has PyTorch, the Python tests. About a quarter of an hour
-# with 16 cores. The exit code is 0 only if nothing failed, and 3 where there is no GPU.
+# All that tests need a GPU for, where tools/test.sh has built before: the GPU tests, a soak, the examples,
+# compute-sanitizer's four tools on a sample of every kernel and, where the host's Python has PyTorch, the Python tests.
+# About a quarter of an hour with 16 cores. The exit code is 0 only if nothing failed, and 3 where there is no GPU.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 build=$root/build
@@ -36,6 +36,7 @@ step "GPU tests" shards $((cores < 14 ? cores : 14))
 step "hangs" "$tests" --gtest_brief=1 --gtest_filter='CheckWaits*'
 # Alone: it counts what memory is in use.
 step "soak" env FLASHJIT_SOAK_CALLS="${FLASHJIT_SOAK_CALLS:-300}" "$tests" --gtest_filter='Lifetime*'
+step "examples" ctest --test-dir "$build" -L example --output-on-failure
 step "compute-sanitizer" bash "$root/tests/gpu/sanitize.sh" "$tests"
 if python3 -c 'import torch, pytest' 2>/dev/null; then
   step "Python" env PYTHONPATH="$root/tools/python" FLASHJIT_LIBRARY="$build/libflashjit.so" \

@@ -25,7 +25,9 @@ extern "C" {
 #define FLASHJIT_NOEXCEPT
 #endif
 
-/** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. */
+/** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. Null is the
+ * legacy default stream, however the caller was compiled: with per-thread default streams give
+ * cudaStreamPerThread. */
 struct CUstream_st;
 
 /** One of the codes below; only FLASHJIT_OK is no error. */

@@ -20,6 +20,8 @@ struct CUstream_st;  // the driver's and the CUDA runtime's stream handle: cudaS
 
 namespace flashjit {
 
+/// Null is the legacy default stream, however the caller was compiled: with per-thread default streams give
+/// cudaStreamPerThread.
 using Stream = CUstream_st*;
 
 /// What tile lists are made of: the arguments of the calls that will use them, as far as masks see them.

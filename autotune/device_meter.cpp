@@ -319,7 +319,8 @@ struct DeviceMeter::Impl {
   // One Runtime a candidate: a Runtime holds one configuration a problem.
   std::mutex mutex;
   AttentionSpec spec;
-  std::map<std::string, std::shared_ptr<Runtime>> runtimes;  // by the configuration's text
+  using Runtimes = std::map<std::string, std::shared_ptr<Runtime>>;  // by the configuration's text
+  Runtimes runtimes, set_aside;  // of `spec`; those set aside are not used while all is compiled anew
 
   Impl(const device::Context& c, MeterOptions o)
       : context(c),
@@ -335,11 +336,19 @@ struct DeviceMeter::Impl {
     const std::lock_guard lock(mutex);
     if (spec != problem.spec) {
       runtimes.clear();
+      set_aside.clear();
       spec = problem.spec;
     }
     std::shared_ptr<Runtime>& slot = runtimes[to_string(config)];
     if (!slot) slot = std::make_shared<Runtime>(options.runtime);
     return slot;
+  }
+
+  void compile_anew(bool on) {
+    const std::lock_guard lock(mutex);
+    Runtimes &from = on ? runtimes : set_aside, &to = on ? set_aside : runtimes;
+    to.merge(from);
+    from.clear();  // what is in both
   }
 
   Inputs& inputs_of(const Problem& problem) {
@@ -406,6 +415,8 @@ KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& conf
   impl_->context.make_current_apart();
   return impl_->runtime(problem, config)->prepare(problem.spec, problem.shape, config);
 }
+
+void DeviceMeter::compile_anew(bool on) { impl_->compile_anew(on); }
 
 std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                            int repeats) {

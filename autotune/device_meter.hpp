@@ -35,6 +35,7 @@ class DeviceMeter : public Meter {
   KernelReport prepare(const Problem& problem, const TileConfig& config) override;
   std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                 int repeats) override;
+  void compile_anew(bool on) override;
 
  private:
   struct Impl;

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "autotune/space.hpp"
+#include "flashjit/error.hpp"
 #include "flashjit/runtime.hpp"
 
 namespace flashjit::autotune {
@@ -24,6 +25,16 @@ class Meter {
   /// Error ends the tuning.
   virtual std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                         int repeats) = 0;
+
+  /// While on, nothing that was compiled before is used: a search takes what it takes who compiles the first
+  /// time. Off again, all of it may be. Called while nothing is prepared.
+  virtual void compile_anew(bool /*on*/) {}
 };
+
+/// Whether an error of these says that one candidate cannot be had, and nothing of the others.
+inline bool rules_out_candidate_only(ErrorCode code) {
+  return code == ErrorCode::compile_failed || code == ErrorCode::unsupported ||
+         code == ErrorCode::invalid_argument;
+}
 
 }  // namespace flashjit::autotune

@@ -9,11 +9,13 @@
 
 namespace flashjit::autotune {
 
-/// One problem, tuned as anyone would, then measured exhaustively.
+/// One problem, tuned as by its first user, with nothing compiled before, then measured exhaustively.
 struct StudyRow {
   Problem problem;
-  plan::TuningRecord chosen;      ///< what the search wrote
-  plan::TuningRecord exhaustive;  ///< the same after all the rest was measured; its times are compared
+  plan::TuningRecord chosen;  ///< what the search wrote
+  /// The same after all the rest was measured; its times are compared. Those of measure_gaps() have a reason
+  /// to be skipped, too.
+  plan::TuningRecord exhaustive;
   TileConfig heuristic;
   std::size_t candidates = 0;
   std::size_t measured = 0;  ///< by the search
@@ -39,10 +41,16 @@ StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, con
 /// Fills `untuned` of every row from the records of the others.
 void compare_untuned(std::vector<StudyRow>& rows, const DeviceInfo& device);
 
+/// Times what the runtime would take, the heuristic's choice and `untuned`, where the exhaustive run passed
+/// over it because it spills, say, or by kStudyPrune: the runtime would take it all the same. study() has
+/// done so for the heuristic's.
+void measure_gaps(StudyRow& row, Meter& meter);
+
 /// Spearman's: of the ranks, ties sharing theirs; 0 for fewer than two values or when one side is constant.
 double rank_correlation(const std::vector<double>& a, const std::vector<double>& b);
 
-/// A page that says what was found against what is wanted, and a table of the rows.
+/// A page that says what was found against what is wanted, on a host of how many cores, and a table of the
+/// rows.
 std::string study_markdown(const std::vector<StudyRow>& rows, const Setting& setting);
 std::string study_csv(const std::vector<StudyRow>& rows);
 

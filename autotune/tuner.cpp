@@ -61,11 +61,6 @@ double least_ms(const std::vector<plan::Timing>& timings) {
   return least;
 }
 
-bool rules_out_candidate_only(ErrorCode code) {
-  return code == ErrorCode::compile_failed || code == ErrorCode::unsupported ||
-         code == ErrorCode::invalid_argument;
-}
-
 const Problem& require_work(const Problem& problem) {
   problem.spec.validate();
   problem.shape.validate();

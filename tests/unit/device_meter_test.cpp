@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <filesystem>
 #include <set>
 #include <string>
 #include <vector>
@@ -13,6 +14,7 @@
 #include "device/device_info.hpp"
 #include "fakes.hpp"
 #include "plan/plan.hpp"
+#include "support/file.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -110,6 +112,28 @@ TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
     tensors.insert(tensor.data);
   EXPECT_EQ(tensors.size(), 8u);
   EXPECT_FALSE(tensors.contains(nullptr));
+}
+
+TEST_F(DeviceMeterTest, CompilesAnewWhenAskedAndThenKnowsAllAgain) {
+  const std::string log = testing::TempDir() + "meter-" + unique_suffix();
+  const test::Variable log_variable("FAKE_NVRTC_LOG", log);
+  const auto compiled = [&] {
+    const std::string lines = std::filesystem::exists(log) ? read_file(log) : "";
+    return std::ranges::count(lines, '\n');
+  };
+  DeviceMeter meter(gpu_, options());
+  Problem other = problem_;
+  other.shape.seqlen_kv *= 2;
+  for (const TileConfig& config : configs_) meter.prepare(problem_, config);
+  meter.prepare(other, configs_[0]);
+  EXPECT_EQ(compiled(), 2) << "one shape's kernels serve the other";
+  meter.compile_anew(true);
+  for (int i = 0; i < 2; ++i) meter.prepare(other, configs_[0]);
+  EXPECT_EQ(compiled(), 3);
+  meter.compile_anew(false);
+  for (const TileConfig& config : configs_) meter.prepare(other, config);
+  EXPECT_EQ(compiled(), 3);
+  std::filesystem::remove(log);
 }
 
 TEST_F(DeviceMeterTest, AGpuThatSlowsDownShowsAsDriftAndHardlyMovesTheChoice) {

@@ -1,12 +1,15 @@
 // The study of the tuner and the page on what was measured, on made-up GPUs.
 #include "autotune/study.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <mutex>
 #include <string>
+#include <thread>
 
 #include "autotune/report.hpp"
 #include "autotune/suite.hpp"
@@ -70,6 +73,68 @@ TEST(Study, ComparesTheSearchWithEverything) {
   }
 }
 
+/// A GPU on which one configuration spills, and that notes what was prepared while all is compiled anew.
+class Noting : public testing::MadeUpGpu {
+ public:
+  using MadeUpGpu::MadeUpGpu;
+  TileConfig spilling = {};
+  std::vector<TileConfig> prepared_anew, prepared_later;
+  bool anew = false;
+
+  KernelReport prepare(const Problem& problem, const TileConfig& config) override {
+    KernelReport report = MadeUpGpu::prepare(problem, config);
+    if (config == spilling) report.entries.front().spill_bytes = 96;
+    const std::lock_guard lock(mutex_);
+    (anew ? prepared_anew : prepared_later).push_back(config);
+    return report;
+  }
+  void compile_anew(bool on) override { anew = on; }
+
+ private:
+  std::mutex mutex_;
+};
+
+TEST(Study, WhatTheRuntimeWouldTakeIsMeasuredWhateverTheTunerThinksOfIt) {
+  const Setting setting = setting_of("sm_80");
+  const Problem problem = problem_of("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024");
+  Noting gpu(problem, setting.device, 1);
+  gpu.spilling = candidates(Model(problem, setting.device)).front();
+  StudyRow row = study(problem, setting, gpu);
+  ASSERT_EQ(row.heuristic, gpu.spilling);
+  EXPECT_NE(row.chosen.best, gpu.spilling) << "the tuner passes over what spills";
+  const auto true_ratio = [&](const TileConfig& config) {
+    return gpu.true_ms(config) / gpu.true_ms(row.exhaustive.best);
+  };
+  ASSERT_TRUE(row.slower(row.heuristic));
+  EXPECT_NEAR(*row.slower(row.heuristic) / *row.slower(row.exhaustive.best), true_ratio(row.heuristic), 0.02);
+
+  // What a near shape's record might name: a candidate of which the model expects nothing.
+  const auto hopeless = std::ranges::find_if(row.exhaustive.timings, [](const plan::Timing& timing) {
+    return timing.skipped.starts_with("left out: predicted");
+  });
+  ASSERT_NE(hopeless, row.exhaustive.timings.end());
+  row.untuned = hopeless->config;
+  EXPECT_FALSE(row.slower(row.untuned));
+  measure_gaps(row, gpu);
+  ASSERT_TRUE(row.slower(row.untuned));
+  EXPECT_NEAR(*row.slower(row.untuned) / *row.slower(row.exhaustive.best), true_ratio(row.untuned),
+              0.02 * true_ratio(row.untuned));
+}
+
+TEST(Study, TheSearchCompilesAnewAndTheReferenceNeedNot) {
+  const Setting setting = setting_of("sm_80");
+  const Problem problem = problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024");
+  Noting gpu(problem, setting.device, 1);
+  const StudyRow row = study(problem, setting, gpu);
+  for (const plan::Timing& timing : row.chosen.timings)
+    if (timing.ms > 0) {
+      EXPECT_NE(std::ranges::find(gpu.prepared_anew, timing.config), gpu.prepared_anew.end())
+          << to_string(timing.config);
+    }
+  EXPECT_GT(gpu.prepared_later.size(), row.measured) << "all the rest";
+  EXPECT_FALSE(gpu.anew);
+}
+
 TEST(Study, AnUntunedShapeTakesTheOthersRecords) {
   const Setting setting = setting_of("sm_80");
   std::vector<StudyRow> rows{row_of(problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024"), setting),
@@ -84,6 +149,7 @@ TEST(Study, AnUntunedShapeTakesTheOthersRecords) {
 
   const std::string page = study_markdown(rows, setting);
   expect_in("3 problems", page);
+  expect_in(fmt::format("a host of {} cores", std::thread::hardware_concurrency()), page);
   expect_in("| candidates measured | 15% a problem, or 6 |", page);
   for (const StudyRow& row : rows) expect_in("`" + to_string(row.problem.spec) + "`", page);
   const std::string csv = study_csv(rows);

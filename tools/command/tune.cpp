@@ -272,6 +272,12 @@ void print_results(const std::vector<Tuned>& all, const autotune::Setting& setti
               {"problems", std::move(problems)}});
 }
 
+void write_study(const std::string& file, const std::vector<autotune::StudyRow>& rows,
+                 const autotune::Setting& setting) {
+  write_file_atomically(file, autotune::study_markdown(rows, setting));
+  write_file_atomically(std::filesystem::path(file).replace_extension(".csv"), autotune::study_csv(rows));
+}
+
 /// Tunes and then measures everything; a page and, beside it, the rows as CSV, written anew after each
 /// problem.
 int study(const TuneCommand& command, const std::vector<autotune::Problem>& problems,
@@ -297,10 +303,12 @@ int study(const TuneCommand& command, const std::vector<autotune::Problem>& prob
     }
     if (interrupted()) rows.pop_back();  // not all of it was measured
     autotune::compare_untuned(rows, setting.device);
-    write_file_atomically(command.study, autotune::study_markdown(rows, setting));
-    write_file_atomically(std::filesystem::path(command.study).replace_extension(".csv"),
-                          autotune::study_csv(rows));
+    write_study(command.study, rows, setting);
   }
+  // Only now is known what each shape would take without its record.
+  for (autotune::StudyRow& row : rows)
+    if (!interrupted()) autotune::measure_gaps(row, meter);
+  write_study(command.study, rows, setting);
   fmt::print("{}", autotune::study_markdown(rows, setting));
   if (rows.size() < problems.size()) warn(fmt::format("{} of {} problems", rows.size(), problems.size()));
   return interrupted() ? kInterrupted : rows.size() == problems.size() ? kOk : kCheckFailed;

@@ -33,8 +33,8 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
                                                 int first, unsigned lane) {
   using Element = typename P::Element;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  // At most 48 columns at a time: the loading group is short of registers.
-  constexpr int kSlices = (kColumns + 47) / 48, kSlice = (kColumns / kSlices + 15) / 16 * 16;
+  // Columns at a time: the loading group is short of registers.
+  constexpr int kSlice = kColumns <= 32 ? 16 : 48;
   const int warp = first % kDqRows / kDqWarpRows;
   // Of each sixteen columns of rows lane / 4 and lane / 4 + 8 a lane stores the half of one row.
   const int row = first + static_cast<int>(lane / 4 + lane % 4 / 2 * 8);

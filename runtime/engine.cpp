@@ -363,6 +363,10 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   kernel->loaded->make_ready(device);
   operation->kernel = std::move(kernel);
   operation->made = made;
+  // What was timed is another compiler's code: as good a lead, but no measurement of this kernel.
+  const std::string& timed = planned.tuned_nvrtc;
+  if (planned.config_source == plan::kTuned && !timed.empty() && timed != operation->kernel->compiler)
+    operation->plan.config_source = plan::kTunedElsewhere;
   for (const plan::Launch& launch : planned.launches) {
     if (launch.blocks == 0) continue;
     const plan::Entry& entry = planned.entries[launch.entry];

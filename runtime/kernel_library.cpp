@@ -172,6 +172,7 @@ KernelLibrary::Ready KernelLibrary::load(const Request& request, const CompiledK
                                          KernelOrigin origin) {
   auto ready = std::make_shared<ReadyKernel>();
   ready->key = cache::entry_key(request.digest, kernel.compiler);
+  ready->compiler = kernel.compiler;
   ready->origin = origin;
   ready->render_ms = request.render_ms;
   ready->compile_ms = origin == KernelOrigin::compiled ? kernel.compile_ms : 0;

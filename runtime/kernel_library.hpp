@@ -25,7 +25,8 @@ namespace flashjit {
 /// A kernel in the driver, and how it came there.
 struct ReadyKernel {
   std::string key;
-  KernelOrigin origin;  ///< of its first use
+  std::string compiler;  ///< that made it: "nvrtc13.0.88"
+  KernelOrigin origin;   ///< of its first use
   double render_ms = 0, compile_ms = 0, load_ms = 0;
   std::vector<EntryReport> entries;
   std::unique_ptr<const device::LoadedKernel> loaded;

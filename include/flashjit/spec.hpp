@@ -92,6 +92,7 @@ struct DeviceInfo {
   int shared_per_sm = 0;     ///< bytes
   int registers_per_sm = 0;
   std::int64_t l2_bytes = 0;
+  std::string driver;  ///< the CUDA version of its driver, "13.0"; empty when built by hand
 
   /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
   /// "sm_100a", "sm_120", "sm_120a". The sizes are those of one common product of it.

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "support/text.hpp"
+
 namespace flashjit::device {
 namespace {
 
@@ -36,6 +38,7 @@ DeviceInfo query_device(const Driver& driver, CUdevice device) {
   info.shared_per_sm = attribute(CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR);
   info.registers_per_sm = attribute(CU_DEVICE_ATTRIBUTE_MAX_REGISTERS_PER_MULTIPROCESSOR);
   info.l2_bytes = attribute(CU_DEVICE_ATTRIBUTE_L2_CACHE_SIZE);
+  info.driver = cuda_version_text(driver.version);
   return info;
 }
 

@@ -15,6 +15,7 @@ namespace {
 struct Choice {
   TileConfig config;
   std::string source;
+  std::string nvrtc = {};
 };
 
 const FamilyTraits* first_able(const AttentionSpec& spec, const DeviceInfo& device) {
@@ -53,8 +54,8 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
   // A record may come from another version or a smaller sibling of the device.
   const auto usable = [&](const TileConfig& config) { return admits(spec, config, device).ok; };
   if (const auto match = records.find(spec, shape, device, usable); match.record) {
-    const char* lead = match.same_shape ? "tuned elsewhere" : "tuned for a near shape";
-    return {match.record->best, match.exact ? "tuned" : lead};
+    const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
+    return {match.record->best, match.exact ? kTuned : lead, match.record->nvrtc};
   }
   const FamilyTraits* family = first_able(spec, device);
   if (!family) throw Error(ErrorCode::unsupported, every_reason(spec, device));
@@ -104,6 +105,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   Choice choice = choose(plan.spec, shape, device, records, given);
   plan.config = choice.config;
   plan.config_source = std::move(choice.source);
+  plan.tuned_nvrtc = std::move(choice.nvrtc);
   const FamilyTraits& family = traits(plan.config.family);
   plan.entries = family.entries(plan.spec, plan.config);
   plan.launches = family.launches(plan.spec, shape, plan.config);

@@ -18,6 +18,7 @@ struct ExecutionPlan {
   AttentionShape shape;
   TileConfig config;
   std::string config_source;  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
+  std::string tuned_nvrtc;    ///< whose code the record has timed; empty: not known, or no record's choice
   std::vector<Entry> entries;
   std::vector<Launch> launches;
   WorkspaceNeeds needs;
@@ -26,6 +27,9 @@ struct ExecutionPlan {
   std::optional<TensorBoxes> tensor_boxes;
   std::vector<expr::Declaration> declarations;  ///< of the spec's programs
 };
+
+/// Of a record of this very shape: measured on this device with these versions, or not.
+inline constexpr const char *kTuned = "tuned", *kTunedElsewhere = "tuned elsewhere";
 
 /// The first family that can do the spec, or the reasons of all of them.
 Support supports(const AttentionSpec& spec, const DeviceInfo& device);

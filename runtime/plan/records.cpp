@@ -215,8 +215,10 @@ bool same_device(const TuningRecord& record, const DeviceInfo& device) {
   return record.device.empty() || device.name == device.arch || record.device == device.name;
 }
 
-bool same_version(const TuningRecord& record) {
-  return record.library.empty() || record.library == library_version();
+/// A driver that is not known, of a device built by hand or of a record, is no other.
+bool same_versions(const TuningRecord& record, const DeviceInfo& device) {
+  const bool same_driver = record.driver.empty() || device.driver.empty() || record.driver == device.driver;
+  return same_driver && (record.library.empty() || record.library == library_version());
 }
 
 /// The spec with the other 16-bit type: its kernels differ in an operand of the same instructions.
@@ -323,12 +325,12 @@ TuningRecords::Match TuningRecords::find(const AttentionSpec& spec, const Attent
     if (found == by_problem_.end()) return;
     for (const auto& [record, origin] : found->second) {
       const bool same_shape = record.shape == shape;
-      const bool current = same_device(record, device) && same_version(record);
+      const bool current = same_device(record, device) && same_versions(record, device);
       const double shapes_apart = same_shape ? 0 : distance(record.shape, shape);
       if (shapes_apart > (origin == Origin::shipped ? kTooFarShipped : kTooFar)) continue;
       double far = further + shapes_apart;
       if (!same_device(record, device)) far += kOtherDevice;
-      if (!same_version(record)) far += kOtherVersion;
+      if (!same_versions(record, device)) far += kOtherVersion;
       if (origin == Origin::shipped) far += kShipped;
       const bool exact = same_shape && current && further == 0;
       if (exact && origin == Origin::own) far = -1;  // shapes of distance 0 are not all the same shape

@@ -63,15 +63,19 @@ class TuningRecords {
   struct Match {
     const TuningRecord* record = nullptr;
     bool same_shape = false;
-    bool exact = false;  ///< of this shape, device and library version; what matches less is a lead
+    /// Of this shape, device, driver and library version; what matches less is a lead. What is not known,
+    /// such as the driver of a device built by hand, is no other.
+    bool exact = false;
   };
   /// The nearest record of the spec, or of its twin of the other 16-bit type. Near is: a like length of Q and
   /// of KV (ratios; beyond 16k all are alike), as many blocks for the multiprocessors (beyond many waves all
   /// are alike), a like number of heads a KV head, lengths that are whole tiles or not. Another device of the
-  /// architecture, another library version and what ships with the library count as further away, and the
-  /// last so much that records of one's own win up to a shape four times as large. Earlier additions win
-  /// ties, so the first pack of a search path wins. Records whose shape is unlike in several of these, or
-  /// whose best configuration is not `usable`, are passed over.
+  /// architecture, another version of driver or library and what ships with the library count as further
+  /// away, and the last so much, 2 octaves, that records of one's own win up to a shape with four times the
+  /// batch or the keys, twice the queries, or one and a half times both lengths. Earlier additions win ties,
+  /// so the first pack of a search path wins. Records whose shape is unlike in several of these, or whose
+  /// best configuration is not `usable`, are passed over. Of NVRTC nothing is asked here: a plan is made
+  /// without it, and stored kernels are taken whichever made them; Engine compares it with the kernel's.
   Match find(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
              const std::function<bool(const TileConfig&)>& usable = {}) const;
   std::size_t size() const;

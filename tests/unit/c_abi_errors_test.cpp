@@ -35,6 +35,8 @@ class CAbiErrors : public testing::Test {
     options_.log = [](void*, const char*) {};
   }
 
+  void TearDown() override { fake().reset(); }  // other tests make a context of it first
+
   static FakeDriver& fake() { return test::fake_cuda(); }
 
   RuntimePtr runtime() { return test::make_runtime(options_); }

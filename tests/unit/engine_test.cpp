@@ -629,6 +629,29 @@ TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
   EXPECT_EQ(report.config_source, "tuned");
 }
 
+TEST_F(EngineTest, ARecordOfAnotherDriverOrOfAnotherCompilersCodeIsALead) {
+  const TileConfig tuned = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
+  add_kernel(pack(), kSpec, tuned);
+  plan::TuningRecord record;
+  record.spec = kSpec.normalized();
+  record.shape = kShape;
+  record.arch = "sm_90a";
+  record.best = tuned;
+  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+  const auto source_with = [&](const std::string& driver, const std::string& nvrtc) {
+    record.driver = driver;
+    record.nvrtc = nvrtc;
+    plan::write_record(records, record);
+    const KernelReport report = engine()->prepare(kSpec, kShape, {});
+    EXPECT_EQ(report.config, tuned) << driver << " " << nvrtc;
+    return report.config_source;
+  };
+  EXPECT_EQ(source_with("13.0", kCompiler), "tuned");
+  EXPECT_EQ(source_with("", ""), "tuned");
+  EXPECT_EQ(source_with("12.4", kCompiler), "tuned elsewhere");
+  EXPECT_EQ(source_with("13.0", "nvrtc1.2.4"), "tuned elsewhere");
+}
+
 TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
   add_to_pack(kSpec);
   plan::TuningRecord record;
@@ -877,6 +900,23 @@ TEST_F(BackgroundTest, WhatTheCallerHasChosenStays) {
   other->prepare(kSpec, kShape, planned);
   other->forward(kSpec, forward_args(), nullptr);
   EXPECT_TRUE(jobs_.empty()) << "a given configuration is not tuned";
+}
+
+TEST_F(BackgroundTest, ALeadIsTunedAndAMeasurementIsNot) {
+  add_kernel(pack(), kSpec, better());
+  plan::TuningRecord record;
+  record.spec = kSpec.normalized();
+  record.shape = kShape;
+  record.arch = "sm_90a";
+  record.best = better();
+  for (const std::string nvrtc : {kCompiler, "nvrtc1.2.4"}) {
+    record.nvrtc = nvrtc;
+    plan::write_record(cache::Store(pack(), cache::Store::Access::read_only).records_folder(), record);
+    jobs_.clear();
+    tuning_engine()->prepare(kSpec, kShape, {});
+    ASSERT_EQ(jobs_.size(), nvrtc == kCompiler ? 0u : 1u) << nvrtc;
+  }
+  EXPECT_EQ(jobs_[0].current, better());
 }
 
 TEST_F(BackgroundTest, SpecsWithTileListsAreLeftAlone) {

@@ -8,6 +8,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "device/tensor_maps.hpp"
@@ -24,6 +25,7 @@ struct FakeDriver {
     Params params;
     device::TensorMaps maps;  ///< the second parameter, which the Runtime always hands over
     bool early;               ///< may start before the launch before it has ended
+    std::thread::id thread = std::this_thread::get_id();
   };
   static bool is_early(const CUlaunchConfig& config) {
     return config.numAttrs == 1 &&
@@ -64,6 +66,7 @@ struct FakeDriver {
   double heat = 0;    ///< the share so far
   std::map<CUdeviceptr, std::vector<std::uint8_t>> uploads;  ///< small ones, by where they went
   CUdeviceptr next_address = 1ull << 40;                     ///< nobody looks behind it
+  std::uintptr_t next_stream = 0x1000;                       ///< each made is another
 
   static FakeDriver& state() {
     static FakeDriver fake;
@@ -102,6 +105,7 @@ struct FakeDriver {
     set_context(*fake);
     set_device(*fake);
     set_memory(*fake);
+    set_streams(*fake);
     set_events(*fake);
     set_library(*fake);
     set_launch(*fake);
@@ -229,6 +233,19 @@ struct FakeDriver {
     };
   }
 
+  static void set_streams(device::Driver& d) {
+    d.stream_create = [](CUstream* stream, unsigned) {
+      FakeDriver& fake = state();
+      const std::lock_guard lock(fake.mutex);
+      *stream = reinterpret_cast<CUstream>(fake.next_stream++);
+      return CUDA_SUCCESS;
+    };
+    d.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
+      *status = state().capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
+      return CUDA_SUCCESS;
+    };
+  }
+
   /// An event is the time at which it was recorded.
   static void set_events(device::Driver& d) {
     d.event_create = [](CUevent* event, unsigned) {
@@ -248,10 +265,6 @@ struct FakeDriver {
     };
     d.event_elapsed_time = [](float* ms, CUevent start, CUevent stop) {
       *ms = static_cast<float>(*reinterpret_cast<double*>(stop) - *reinterpret_cast<double*>(start));
-      return CUDA_SUCCESS;
-    };
-    d.stream_is_capturing = [](CUstream, CUstreamCaptureStatus* status) {
-      *status = state().capturing ? CU_STREAM_CAPTURE_STATUS_ACTIVE : CU_STREAM_CAPTURE_STATUS_NONE;
       return CUDA_SUCCESS;
     };
   }

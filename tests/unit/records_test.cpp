@@ -62,6 +62,7 @@ TuningRecord example() {
 DeviceInfo h100() {
   DeviceInfo device = DeviceInfo::parse("sm_90a");
   device.name = example().device;
+  device.driver = example().driver;
   return device;
 }
 
@@ -498,6 +499,37 @@ TEST_F(Choice, AnotherVersionsRecordIsALead) {
   EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br32:bc32:w4 exact");
 }
 
+TEST_F(Choice, AnotherDriversRecordIsALeadThatStillWinsOverTheHeuristic) {
+  TuningRecord other = example();
+  other.driver = "12.4";
+  records_.add(other);
+  const auto match = records_.find(other.spec, other.shape, h100());
+  ASSERT_NE(match.record, nullptr);
+  EXPECT_TRUE(match.same_shape);
+  EXPECT_FALSE(match.exact);
+  const ExecutionPlan plan = make_plan(other.spec, other.shape, h100(), records_);
+  EXPECT_EQ(plan.config, other.best) << "an update of the driver loses no tuned choice";
+  EXPECT_EQ(plan.config_source, "tuned elsewhere");
+  EXPECT_EQ(plan.tuned_nvrtc, other.nvrtc);
+  DeviceInfo by_hand = h100();
+  by_hand.driver.clear();
+  EXPECT_TRUE(records_.find(other.spec, other.shape, by_hand).exact) << "a driver that nobody knows of";
+
+  TuningRecord shipped = example();
+  shipped.best = parse_config("sm80:br64:bc64:w4");
+  records_.add(shipped, TuningRecords::Origin::shipped);
+  EXPECT_EQ(found(to_string(other.shape)), to_string(other.best) + " near") << "one's own";
+  records_.add(with_shape(to_string(other.shape), "simt:br32:bc32:w4"));
+  EXPECT_EQ(found(to_string(other.shape)), "simt:br32:bc32:w4 exact");
+}
+
+TEST_F(Choice, ARecordThatTellsNoVersionsIsTaken) {
+  TuningRecord bare = example();
+  bare.device = bare.driver = bare.nvrtc = bare.library = "";
+  records_.add(bare);
+  EXPECT_EQ(make_plan(bare.spec, bare.shape, h100(), records_).config_source, "tuned");
+}
+
 TEST_F(Choice, TheOther16BitTypeIsALead) {
   TuningRecord other = with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br16:bc16:w4");
   other.spec.dtype = DType::fp16;
@@ -517,6 +549,23 @@ TEST_F(Choice, OnesOwnRecordsBeforeShippedOnes) {
       << "nearly this shape, and one's own";
   records_.add(with_shape("b1:hq8:hkv8:sq512:skv512", "simt:br64:bc32:w8"));
   EXPECT_EQ(found("b1:hq8:hkv8:sq512:skv512"), "simt:br64:bc32:w8 exact");
+}
+
+TEST_F(Choice, OnesOwnWinOverShippedOnesUpTo2OctavesAway) {
+  const std::string here = "b1:hq8:hkv8:sq512:skv512";
+  const auto own_wins = [&](const char* shape) {
+    TuningRecords records;
+    records.add(with_shape(here, "simt:br16:bc16:w4"), TuningRecords::Origin::shipped);
+    records.add(with_shape(shape, "simt:br32:bc32:w4"));
+    return records.find(example().spec, parse_shape(here), h100()).record->best.br == 32;
+  };
+  for (const char* shape :
+       {"b3:hq8:hkv8:sq512:skv512", "b1:hq24:hkv24:sq512:skv512", "b1:hq8:hkv8:sq512:skv1920",
+        "b1:hq8:hkv8:sq896:skv512", "b1:hq8:hkv8:sq768:skv768", "b1:hq8:hkv8:sq384:skv384"})
+    EXPECT_TRUE(own_wins(shape)) << shape;
+  for (const char* shape : {"b5:hq8:hkv8:sq512:skv512", "b1:hq8:hkv8:sq512:skv2560",
+                            "b1:hq8:hkv8:sq1280:skv512", "b1:hq8:hkv8:sq1024:skv1024"})
+    EXPECT_FALSE(own_wins(shape)) << shape;
 }
 
 // --- what ships

@@ -17,10 +17,13 @@
 #include <thread>
 
 #include "cache/store.hpp"
+#include "device/resources.hpp"
 #include "engine.hpp"
 #include "fakes.hpp"
 #include "flashjit/flashjit.h"
 #include "kept_log.hpp"
+#include "plan/plan.hpp"
+#include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "traced_child.hpp"
 
@@ -373,6 +376,67 @@ TEST_F(Service, AForkedChildEndsWithoutTheThreadThatTunes) {
     ::_exit(0);
   }
   EXPECT_TRUE(ended_well(child));
+}
+
+TEST_F(Service, BackgroundTuningIsNeverOnTheCallersStreamAndKeepsToTheFamily) {
+  const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
+  FakeDriver& gpu = test::fake_cuda();
+  gpu.reset();
+  const device::PrimaryContext context(device::Driver::open(FLASHJIT_FAKE_CUDA));
+  const device::StreamOwner callers(context.driver());
+  Settings tuning = settings();
+  tuning.tune_in_background = true;
+  Engine runtime(tuning, context.driver());
+
+  for (const Pass pass : {Pass::forward, Pass::backward}) {
+    AttentionSpec tuned = spec();
+    tuned.pass = pass;
+    tuned = tuned.normalized();
+    const TileConfig before = runtime.prepare(tuned, kShape, {}).config;
+    const std::size_t workspace = runtime.workspace_bytes(tuned, kShape);
+    const std::string done = "tuned " + to_string(tuned);
+    for (int i = 0; i < 60000 && !log_.has(done) && !log_.has("cannot tune"); ++i) {
+      runtime.forward(spec(), forward_args(), callers.get());
+      std::this_thread::sleep_for(std::chrono::milliseconds(1));
+    }
+    ASSERT_TRUE(log_.has(done)) << log_.text();
+    const KernelReport after = runtime.prepare(tuned, kShape, {});
+    EXPECT_EQ(after.config_source, "tuned");
+    EXPECT_EQ(after.config.family, before.family);
+    EXPECT_LE(runtime.workspace_bytes(tuned, kShape), workspace);
+
+    plan::TuningRecords records;
+    records.load(cache::Store(cache(), cache::Store::Access::read_only).records_folder());
+    const plan::TuningRecord* record = records.find(tuned, kShape, runtime.device()).record;
+    ASSERT_TRUE(record);
+    EXPECT_EQ(record->best, after.config);
+    for (const plan::Timing& timing : record->timings) {
+      EXPECT_EQ(timing.config.family, before.family) << to_string(timing.config);
+      const auto plan = plan::make_plan(tuned, kShape, runtime.device(), {}, timing.config);
+      EXPECT_LE(plan.workspace.bytes, workspace) << to_string(timing.config);
+    }
+  }
+
+  const std::lock_guard lock(gpu.mutex);
+  int of_calls = 0, of_tuning = 0;
+  for (const FakeDriver::Launch& launch : gpu.launches) {
+    const bool by_caller = launch.thread == std::this_thread::get_id();
+    ++(by_caller ? of_calls : of_tuning);
+    ASSERT_EQ(launch.stream == callers.get(), by_caller);
+    ASSERT_NE(launch.stream, nullptr) << "which waits for all others";
+  }
+  EXPECT_GT(of_calls, 0);
+  EXPECT_GT(of_tuning, 100);
+}
+
+TEST_F(Service, ARuntimeThatWasNeverTunedTakesWhatShips) {
+  const plan::TuningRecord& shipped = plan::shipped_records().front();
+  const KernelReport report = engine()->prepare(shipped.spec, shipped.shape, {});
+  EXPECT_EQ(report.config, shipped.best);
+  EXPECT_EQ(report.config_source, "tuned elsewhere") << "this GPU is not the one it was measured on";
+  AttentionShape unlike = shipped.shape;
+  unlike.seqlen_q /= 8;
+  EXPECT_EQ(engine()->prepare(shipped.spec, unlike, {}).config_source, "heuristic");
 }
 
 TEST_F(Service, NoMemoryToLoadIsSaidAndNotWorkedAround) {

@@ -15,6 +15,8 @@
 #include "autotune/suite.hpp"
 #include "flashjit/flashjit.hpp"
 #include "made_up_gpu.hpp"
+#include "plan/plan.hpp"
+#include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "unit/expectations.hpp"
 
@@ -201,6 +203,29 @@ TEST(Suites, TheModelsAreAllWithinWhatTheH100Does) {
   EXPECT_GT(problems.size(), 20u);
   for (const Problem& problem : problems)
     EXPECT_GT(candidates(Model(problem, DeviceInfo::parse("sm_90a"))).size(), 6u) << to_string(problem.spec);
+}
+
+TEST(Suites, TheModelsAllHaveShippedRecordsThatAnUntunedPlanTakes) {
+  plan::TuningRecords untuned;
+  for (const plan::TuningRecord& record : plan::shipped_records())
+    untuned.add(record, plan::TuningRecords::Origin::shipped);
+  int passes[2] = {};
+  for (const Problem& problem : read_suite("autotune/common_models.txt")) {
+    const std::string name = to_string(problem.spec) + " " + to_string(problem.shape);
+    const auto shipped = std::ranges::find_if(plan::shipped_records(), [&](const plan::TuningRecord& record) {
+      return record.arch == "sm_90a" && record.spec == problem.spec && record.shape == problem.shape;
+    });
+    ASSERT_NE(shipped, plan::shipped_records().end()) << name;
+    DeviceInfo device = DeviceInfo::parse("sm_90a");
+    device.name = shipped->device;
+    device.driver = shipped->driver;
+    const plan::ExecutionPlan plan = plan::make_plan(problem.spec, problem.shape, device, untuned);
+    EXPECT_EQ(plan.config, shipped->best) << name;
+    EXPECT_EQ(plan.config_source, shipped->library == FLASHJIT_VERSION ? "tuned" : "tuned elsewhere") << name;
+    ++passes[problem.spec.pass == Pass::backward];
+  }
+  EXPECT_GT(passes[0], 15);
+  EXPECT_GT(passes[1], 10) << "a line that names no pass stands for both";
 }
 
 TEST(Report, CellsTellWhatBecameOfATile) {

@@ -357,8 +357,7 @@ std::size_t Store::clear(bool records) {
   remove_leftovers(root());
   remove_free_locks(root());
   if (records) remove_records(root());
-  std::error_code ignored;
-  fs::remove(root() / kManifestFile, ignored);
+  remove_manifest(root());
   remove_empty_folders(root());
   return removed;
 }

@@ -620,11 +620,13 @@ TEST_F(StoreTest, WhatTheDeadLeftGoesWithTheNextThatIsStored) {
     fs::create_directories(tuning);
     write(tmp / age / "kernel.cu", "half");
     write(tuning / (std::string(".tmp-") + age), "half");
+    write(folder_ / "v1" / (std::string(".tmp-") + age), "half");
     const auto changed = age == std::string("old")     ? now - std::chrono::hours(2)
                          : age == std::string("young") ? now
                                                        : now + std::chrono::hours(24);
     fs::last_write_time(tmp / age, changed);
     fs::last_write_time(tuning / (std::string(".tmp-") + age), changed);
+    fs::last_write_time(folder_ / "v1" / (std::string(".tmp-") + age), changed);
   }
   Store store = open();
   keep(store, source());
@@ -632,6 +634,7 @@ TEST_F(StoreTest, WhatTheDeadLeftGoesWithTheNextThatIsStored) {
     const bool stays = age == std::string("young");
     EXPECT_EQ(fs::exists(tmp / age), stays) << age;
     EXPECT_EQ(fs::exists(tuning / (std::string(".tmp-") + age)), stays) << age;
+    EXPECT_EQ(fs::exists(folder_ / "v1" / (std::string(".tmp-") + age)), stays) << age;
   }
   EXPECT_TRUE(fs::is_empty(folder_ / "v1" / "locks"));
 }

@@ -43,8 +43,8 @@ bool is_entry_file(const fs::path& path) {
 
 bool is_record_file(const fs::path& path) { return path.extension() == ".json"; }
 
-// What write_file_atomically() left of a record when its process died.
-bool is_unfinished_record(const fs::path& path) { return path.filename().string().starts_with(".tmp-"); }
+// What write_file_atomically() left of a record or a manifest when its process died.
+bool is_unfinished(const fs::path& path) { return path.filename().string().starts_with(kUnfinishedPrefix); }
 
 bool is_real_folder(const fs::path& path) {
   std::error_code error;
@@ -94,6 +94,14 @@ std::vector<fs::path> files_of_records(const fs::path& root, bool (*wanted)(cons
     for (const fs::path& child : children(folder))
       if (!is_real_folder(child) && wanted(child)) files.push_back(child);
   }
+  return files;
+}
+
+std::vector<fs::path> unfinished_manifests(const fs::path& root) {
+  std::vector<fs::path> files;
+  if (is_link(root)) return files;
+  for (const fs::path& child : children(root))
+    if (!is_real_folder(child) && is_unfinished(child)) files.push_back(child);
   return files;
 }
 
@@ -151,8 +159,11 @@ void write_private_file(const fs::path& path, std::string_view bytes) {
     if (count > 0) bytes.remove_prefix(static_cast<std::size_t>(count));
   }
   written = written && ::fsync(fd) == 0;
-  const int cause = errno;
-  if (fd >= 0) ::close(fd);
+  int cause = errno;
+  if (fd >= 0 && ::close(fd) != 0 && written) {  // network file systems report a failed write here, too
+    written = false;
+    cause = errno;
+  }
   if (!written) {
     throw Error(ErrorCode::io,
                 fmt::format("cannot write '{}': {}", path.string(), std::generic_category().message(cause)));
@@ -188,7 +199,9 @@ std::vector<fs::path> remove_leftovers(const fs::path& root, std::chrono::second
       if (fs::remove_all(folder, error) > 0 && !error) removed.push_back(folder);
     });
   }
-  for (const fs::path& file : files_of_records(root, is_unfinished_record)) {
+  std::vector<fs::path> unfinished = files_of_records(root, is_unfinished);
+  for (fs::path& file : unfinished_manifests(root)) unfinished.push_back(std::move(file));
+  for (const fs::path& file : unfinished) {
     std::error_code error;
     if (is_older(file, std::max(age, kUnlockedAge)) && fs::remove(file, error)) removed.push_back(file);
   }
@@ -229,12 +242,18 @@ std::vector<fs::path> record_files(const fs::path& root) { return files_of_recor
 void remove_records(const fs::path& root) {
   std::error_code ignored;
   for (const fs::path& file : files_of_records(
-           root, [](const fs::path& path) { return is_record_file(path) || is_unfinished_record(path); }))
+           root, [](const fs::path& path) { return is_record_file(path) || is_unfinished(path); }))
     fs::remove(file, ignored);
   const std::vector<fs::path> folders = record_folders(root);
   std::for_each(folders.rbegin(), folders.rend(), [&](const fs::path& folder) {
     fs::remove(folder, ignored);  // succeeds on empty ones alone
   });
+}
+
+void remove_manifest(const fs::path& root) {
+  std::error_code ignored;
+  fs::remove(root / kManifestFile, ignored);
+  for (const fs::path& file : unfinished_manifests(root)) fs::remove(file, ignored);
 }
 
 void remove_empty_folders(const fs::path& root) {

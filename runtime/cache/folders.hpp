@@ -58,9 +58,9 @@ class TemporaryFolder {
   int fd_;
 };
 
-/// Removes what processes that died left of their work: temporary folders that nobody holds, and temporary
-/// files among the records, which are not locked, after an hour. Those that are younger than `age` stay.
-/// Returns the paths.
+/// Removes what processes that died left of their work: temporary folders that nobody holds, and the
+/// temporary files of records and manifests, which are not locked, after an hour. Those that are younger than
+/// `age` stay. Returns the paths.
 std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& root,
                                                     std::chrono::seconds age = {});
 /// Removes the lock files that nobody holds.
@@ -72,6 +72,8 @@ bool remove_entry(const std::filesystem::path& root, const std::filesystem::path
 std::vector<std::filesystem::path> record_files(const std::filesystem::path& root);
 /// Removes the tuning records and the folders that this empties.
 void remove_records(const std::filesystem::path& root);
+/// Removes a pack's manifest, and what processes that died left of one.
+void remove_manifest(const std::filesystem::path& root);
 /// Removes the store's own folders as far as they are empty.
 void remove_empty_folders(const std::filesystem::path& root);
 

@@ -26,6 +26,8 @@ namespace fs = std::filesystem;
 constexpr int kInstallAttempts = 8;
 // Where locks do not work, a temporary folder may be in use although nobody holds it.
 constexpr std::chrono::seconds kLeftoverAge = std::chrono::hours(1);
+// To count thousands of kernels takes as long as to compile a fraction of one: often enough is cheap.
+constexpr std::uintmax_t kCountsALimit = 64;
 
 [[noreturn]] void damaged(std::string reason) { throw Error(ErrorCode::io, std::move(reason)); }
 
@@ -248,17 +250,36 @@ void Store::look_once() {
   state_->looked.run([&] {
     remove_leftovers(root(), kLeftoverAge);
     remove_free_locks(root());
-    std::uintmax_t bytes = 0;
-    for (const EntryFolder& folder : entry_folders(root())) bytes += folder_bytes(folder.path);
-    state_->bytes = bytes;
+    const std::lock_guard lock(state_->counting);
+    count_again();
   });
 }
 
+/// The caller holds `counting`.
+void Store::count_again() {
+  state_->bytes = state_->uncounted = 0;
+  for (const EntryFolder& folder : entry_folders(root())) state_->bytes += folder_bytes(folder.path);
+}
+
+/// What other processes stored or pruned is seen when it is counted again: soon enough, and before pruning.
+bool Store::is_over_limit(std::uintmax_t added) {
+  const std::lock_guard lock(state_->counting);
+  state_->bytes += added;
+  state_->uncounted += added;
+  if (state_->bytes > limit_ || state_->uncounted > limit_ / kCountsALimit) count_again();
+  return state_->bytes > limit_;
+}
+
 void Store::stay_below_limit(std::uintmax_t added) {
-  if ((state_->bytes += added) <= limit_) return;
+  if (!is_over_limit(added)) return;
   // With room for some more, so that not every kernel from now on prunes.
   const Pruned pruned = prune(limit_ - limit_ / 8);
-  state_->bytes = pruned.bytes;
+  {
+    const std::lock_guard lock(state_->counting);
+    state_->bytes = pruned.bytes;
+    state_->uncounted = 0;
+  }
+  if (pruned.removed == 0) return;  // another came first, and said so
   warn(fmt::format(
       "the kernel cache '{}' had reached its limit of {} bytes: {} kernels that were not used for "
       "longest were removed; FLASHJIT_CACHE_LIMIT sets the limit",
@@ -336,8 +357,7 @@ std::size_t Store::clear(bool records) {
   remove_leftovers(root());
   remove_free_locks(root());
   if (records) remove_records(root());
-  std::error_code ignored;
-  fs::remove(root() / kManifestFile, ignored);
+  remove_manifest(root());
   remove_empty_folders(root());
   return removed;
 }

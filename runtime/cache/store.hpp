@@ -8,6 +8,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <string_view>
@@ -43,7 +44,8 @@ using Log = std::function<void(std::string_view)>;
 class Store {
  public:
   enum class Access : std::uint8_t { read_write, read_only };
-  /// `limit`: bytes of kernels at which store() prunes; by default none.
+  /// `limit`: bytes of kernels at which store() prunes; by default none. Each process counts by itself, again
+  /// after every 64th of the limit that it stored: by so much each they may be over it together.
   Store(std::filesystem::path folder, Access access, Log log = {},
         std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
@@ -94,7 +96,9 @@ class Store {
   struct State {
     std::atomic_flag write_failed;  // warned of already
     Once looked;
-    std::atomic<std::uintmax_t> bytes = 0;  // of all kernels, since the first look
+    std::mutex counting;
+    std::uintmax_t bytes = 0;      // of all kernels: when they were last counted, and what was stored since
+    std::uintmax_t uncounted = 0;  // what was stored since
   };
 
   std::filesystem::path root() const;
@@ -102,6 +106,8 @@ class Store {
   bool may_remove() const;
   void warn(std::string_view line) const;
   void look_once();
+  void count_again();
+  bool is_over_limit(std::uintmax_t added);
   void stay_below_limit(std::uintmax_t added);
 
   std::filesystem::path folder_;

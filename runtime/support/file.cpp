@@ -76,7 +76,7 @@ std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
 
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes, Audience audience) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
-  const std::filesystem::path temporary = folder / (".tmp-" + unique_suffix());
+  const std::filesystem::path temporary = folder / (std::string(kUnfinishedPrefix) + unique_suffix());
   Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL, audience == Audience::user ? 0600 : 0666);
   if (!file) fail("write", path, last_error());
   const bool written = write_all(file.get(), bytes) && ::fsync(file.get()) == 0 && file.close() &&

@@ -27,6 +27,9 @@ enum class Audience : std::uint8_t { everyone, user };
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes,
                            Audience audience = Audience::everyone);
 
+/// How the names of those temporary files begin: a process that dies leaves one.
+inline constexpr std::string_view kUnfinishedPrefix = ".tmp-";
+
 /// Whether it is a symbolic link, wherever that leads.
 bool is_link(const std::filesystem::path& path);
 

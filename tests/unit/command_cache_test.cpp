@@ -1,5 +1,6 @@
 // `flashjit pack` and `flashjit cache` on packs: the manifest, verify, prune. NVRTC is that of tests/fake.
 #include <gtest/gtest.h>
+#include <sys/stat.h>
 
 #include <algorithm>
 #include <cstdlib>
@@ -74,6 +75,36 @@ TEST_F(CommandCache, APackIsSignedByItsManifestsDigest) {
   fs::remove(manifest());
   EXPECT_EQ(verify().code, 0);
   EXPECT_EQ(verify(" --sha256 " + digest).code, 1);
+}
+
+TEST_F(CommandCache, APackIsForThisUserAlone) {
+  const ::mode_t before = ::umask(0);
+  make();
+  ::umask(before);
+  EXPECT_TRUE(fs::exists(manifest()));
+  for (const auto& item : fs::recursive_directory_iterator(pack())) {
+    const fs::perms mode = item.status().permissions() & fs::perms::all;
+    EXPECT_EQ(mode,
+              item.is_directory() ? fs::perms::owner_all : fs::perms::owner_read | fs::perms::owner_write)
+        << item.path();
+  }
+}
+
+TEST_F(CommandCache, WhatTheDeadLeftIsNoPartOfAPack) {
+  make();
+  const std::string sound = read_file(manifest());
+  const fs::path records = fs::path(pack()) / "v1" / "tuning" / "sm_80";
+  ASSERT_TRUE(fs::exists(records));
+  for (const fs::path& folder : {fs::path(pack()) / "v1", records})
+    write_file_atomically(folder / ".tmp-0123456789abcdef01234567", "half");
+  EXPECT_EQ(verify().code, 0);
+  make();
+  EXPECT_EQ(read_file(manifest()), sound);
+  // Under such a name, too, a record would be read.
+  write_file_atomically(records / ".tmp-0.json", "{}");
+  expect_found(".tmp-0.json is not named");
+  EXPECT_EQ(run("cache clear --yes --records --dir " + pack()).code, 0);
+  EXPECT_TRUE(fs::is_empty(pack()));
 }
 
 TEST_F(CommandCache, EveryKindOfDifferenceFromTheManifestIsFound) {

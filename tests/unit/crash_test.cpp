@@ -2,16 +2,19 @@
 // failed: every entry whole or absent, and the next process carries on.
 #include <errno.h>
 #include <gtest/gtest.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <string>
 #include <vector>
 
 #include "plan/records.hpp"
 #include "stored_kernel.hpp"
 #include "support/file.hpp"
+#include "tools/command/manifest.hpp"
 #include "traced_child.hpp"
 
 namespace flashjit {
@@ -20,6 +23,8 @@ namespace {
 namespace fs = std::filesystem;
 using namespace test;
 using cache::Store;
+
+constexpr std::uintmax_t kUnlimited = std::numeric_limits<std::uintmax_t>::max();
 
 const std::vector<KernelSource>& sources() {
   static const std::vector<KernelSource> all{source("fwd:bf16:d64"), source("fwd:bf16:d128")};
@@ -45,8 +50,9 @@ enum Answer : int { kDone = 0, kRefused = 1, kWrong = 2 };
 struct Child {
   int lines = 0;
   Store store;
-  explicit Child(const fs::path& folder)
-      : store(folder, Store::Access::read_write, [this](std::string_view) { ++lines; }) {}
+  Child(const fs::path& folder, std::uintmax_t limit)
+      : store(
+            folder, Store::Access::read_write, [this](std::string_view) { ++lines; }, limit) {}
 
   /// Stores, and says whether it is there; that it is not must have been said.
   Answer keeps(const KernelSource& s) {
@@ -75,46 +81,115 @@ void damage(const fs::path& folder) {
   write(folder / "v1" / "tmp" / "leftover" / "kernel.cu", "half");
 }
 
+/// A pack of which a record has changed since its manifest was written.
+void outgrow_manifest(const fs::path& folder) {
+  fill(folder);
+  command::write_manifest(folder);
+  plan::write_record(Store(folder, Store::Access::read_write).records_folder(), record("new"));
+}
+
+/// Where only errors of files may come.
+template <class Write>
+Answer writes(Write write) {
+  try {
+    write();
+    return kDone;
+  } catch (const Error& error) {
+    return error.code() == ErrorCode::io ? kRefused : kWrong;
+  }
+}
+
 /// One piece of a process's work with a store.
 struct Work {
   const char* name;
   void (*prepare)(const fs::path& folder);
   Answer (*act)(Child& child);
-  bool damaged = false;  ///< prepare() leaves entries that are not whole
-  bool stores = false;   ///< the first source, when it is done
+  std::size_t entries;    ///< that are there when it is done
+  bool writes = false;    ///< files
+  bool damaged = false;   ///< prepare() leaves entries that are not whole
+  bool stores = false;    ///< the first source, when it is done
+  bool limited = false;   ///< to half as much again as prepare() leaves
+  bool manifest = false;  ///< written, when it is done
 };
 
 const std::vector<Work>& works() {
   static const std::vector<Work> all{
-      {"store the first", [](const fs::path&) {}, [](Child& c) { return c.keeps(sources()[0]); }, false,
-       true},
-      {"store what is there", fill, [](Child& c) { return c.keeps(sources()[0]); }, false, true},
-      {"store over damage", damage, [](Child& c) { return c.keeps(sources()[0]); }, true, true},
-      {"compile under a lock", [](const fs::path&) {},
-       [](Child& c) {
-         const Store::Lock lock = c.store.lock("sm_80", cache::entry_key(digest(sources()[0]), kTag), 0);
-         if (c.finds(sources()[0]) != kRefused) return kWrong;
-         return c.keeps(sources()[0]);
-       },
-       false, true},
-      {"load", fill, [](Child& c) { return c.finds(sources()[0]); }},
-      {"load of any compiler", fill,
-       [](Child& c) {
-         const auto found = find(c.store, sources()[0], "");
-         return !found ? kRefused : found->cubin == kernel().cubin ? kDone : kWrong;
-       }},
-      {"prune", fill, [](Child& c) { return c.store.prune(1), kDone; }},
-      {"clear", fill, [](Child& c) { return c.store.clear(true), kDone; }},
-      {"repair", damage, [](Child& c) { return c.store.list(), c.store.repair(), kDone; }, true},
-      {"write a record", fill,
-       [](Child& c) {
-         try {
-           plan::write_record(c.store.records_folder(), record("new"));
-           return kDone;
-         } catch (const Error& error) {
-           return error.code() == ErrorCode::io ? kRefused : kWrong;
-         }
-       }},
+      {.name = "store the first",
+       .prepare = [](const fs::path&) {},
+       .act = [](Child& c) { return c.keeps(sources()[0]); },
+       .entries = 1,
+       .writes = true,
+       .stores = true},
+      {.name = "store what is there",
+       .prepare = fill,
+       .act = [](Child& c) { return c.keeps(sources()[0]); },
+       .entries = 2,
+       .stores = true},
+      {.name = "store over damage",
+       .prepare = damage,
+       .act = [](Child& c) { return c.keeps(sources()[0]); },
+       .entries = 2,
+       .writes = true,
+       .damaged = true,
+       .stores = true},
+      // Which one is pruned cannot be told where times cannot be read.
+      {.name = "store and prune",
+       .prepare =
+           [](const fs::path& folder) {
+             Store store(folder, Store::Access::read_write);
+             ASSERT_TRUE(keep(store, sources()[1]));
+           },
+       .act = [](Child& c) { return c.keeps(sources()[0]); },
+       .entries = 1,
+       .writes = true,
+       .limited = true},
+      {.name = "compile under a lock",
+       .prepare = [](const fs::path&) {},
+       .act =
+           [](Child& c) {
+             const Store::Lock lock = c.store.lock("sm_80", cache::entry_key(digest(sources()[0]), kTag), 0);
+             if (c.finds(sources()[0]) != kRefused) return kWrong;
+             return c.keeps(sources()[0]);
+           },
+       .entries = 1,
+       .writes = true,
+       .stores = true},
+      {.name = "load", .prepare = fill, .act = [](Child& c) { return c.finds(sources()[0]); }, .entries = 2},
+      {.name = "load of any compiler",
+       .prepare = fill,
+       .act =
+           [](Child& c) {
+             const auto found = find(c.store, sources()[0], "");
+             return !found ? kRefused : found->cubin == kernel().cubin ? kDone : kWrong;
+           },
+       .entries = 2},
+      {.name = "prune",
+       .prepare = fill,
+       .act = [](Child& c) { return c.store.prune(1), kDone; },
+       .entries = 0},
+      {.name = "clear",
+       .prepare = outgrow_manifest,
+       .act = [](Child& c) { return c.store.clear(true), kDone; },
+       .entries = 0},
+      {.name = "repair",
+       .prepare = damage,
+       .act = [](Child& c) { return c.store.list(), c.store.repair(), kDone; },
+       .entries = 0,
+       .damaged = true},
+      {.name = "write a record",
+       .prepare = fill,
+       .act =
+           [](Child& c) {
+             return writes([&] { plan::write_record(c.store.records_folder(), record("new")); });
+           },
+       .entries = 2,
+       .writes = true},
+      {.name = "write a manifest",
+       .prepare = outgrow_manifest,
+       .act = [](Child& c) { return writes([&] { command::write_manifest(c.store.folder()); }); },
+       .entries = 2,
+       .writes = true,
+       .manifest = true},
   };
   return all;
 }
@@ -135,12 +210,33 @@ class Crash : public testing::Test {
   TracedRun run(const Work& work, Fault fault = {}) {
     begin();
     work.prepare(folder());
+    const std::uintmax_t limit = work.limited ? kernel_bytes() * 3 / 2 : kUnlimited;
     return run_traced(
         [&] {
-          Child child(folder());
+          Child child(folder(), limit);
           return static_cast<int>(work.act(child));
         },
         fault);
+  }
+
+  std::uintmax_t kernel_bytes() const {
+    std::uintmax_t bytes = 0;
+    for (const cache::EntryInfo& info : Store(folder(), Store::Access::read_only).list()) bytes += info.bytes;
+    return bytes;
+  }
+
+  /// The old one, or the new one, which knows the record that has changed.
+  void expect_a_whole_manifest(const TracedRun& run) {
+    const std::vector<std::string> differences = command::check_manifest(folder());
+    EXPECT_LE(differences.size(), run.exit_code == kDone ? 0u : 1u) << differences.front();
+    for (const std::string& line : differences) EXPECT_TRUE(line.ends_with(".json has changed")) << line;
+  }
+
+  /// Nothing that a process did not finish becomes part of a pack.
+  void expect_that_it_can_be_a_pack() {
+    command::write_manifest(folder());
+    EXPECT_EQ(command::check_manifest(folder()), std::vector<std::string>{});
+    EXPECT_EQ(read_file(command::manifest_path(folder())).find(kUnfinishedPrefix), std::string::npos);
   }
 
   /// Another process finds only what is whole, stores what is missing and tidies the rest.
@@ -157,6 +253,7 @@ class Crash : public testing::Test {
     records.load(next.records_folder(), &warnings);
     EXPECT_TRUE(warnings.empty()) << warnings.front();
     EXPECT_TRUE(run.exit_code != kDone || !work.stores || find(next, sources()[0])) << "the process said so";
+    if (work.manifest) expect_a_whole_manifest(run);
 
     for (const KernelSource& s : sources()) {
       EXPECT_TRUE(next.lock("sm_80", cache::entry_key(digest(s), kTag), 0).held());
@@ -167,6 +264,7 @@ class Crash : public testing::Test {
     EXPECT_TRUE(!fs::exists(folder() / "v1" / "tmp") || fs::is_empty(folder() / "v1" / "tmp"));
     for (const cache::EntryInfo& info : next.list()) EXPECT_EQ(info.damage, "");
     EXPECT_EQ(next.list().size(), sources().size());
+    expect_that_it_can_be_a_pack();
     expect_nothing_else_touched();
   }
 
@@ -218,6 +316,7 @@ TEST_F(Crash, WithoutAFaultEveryWorkIsDone) {
     SKIP_UNLESS_TRACED(ran.traced);
     EXPECT_EQ(ran.exit_code, kDone) << work.name;
     EXPECT_GT(ran.calls, 0) << work.name;
+    EXPECT_EQ(Store(folder(), Store::Access::read_only).list().size(), work.entries) << work.name;
   }
 }
 
@@ -225,6 +324,25 @@ TEST_F(Crash, AtAnyCallThatWritesLeavesEveryEntryWholeOrAbsent) {
   const Tried tried = try_everywhere(Fault::Kind::kill);
   SKIP_UNLESS_TRACED(tried.runs);
   EXPECT_GT(tried.runs, 150);
+}
+
+TEST_F(Crash, WritesThatWriteLessThanTheyWereAskedToAreGoneOnWith) {
+  const Tried tried = try_everywhere(Fault::Kind::short_writes);
+  SKIP_UNLESS_TRACED(tried.runs);
+  EXPECT_GT(tried.runs, 10);
+  EXPECT_EQ(tried.refused, 0);
+}
+
+// A network file system may say only there that what was written is lost.
+TEST_F(Crash, AnErrorOfCloseIsARefusal) {
+  for (const Work& work : works()) {
+    if (!work.writes) continue;
+    SCOPED_TRACE(work.name);
+    const TracedRun ran = run(work, {Fault::Kind::fail_every, SYS_close, EDQUOT});
+    SKIP_UNLESS_TRACED(ran.traced);
+    EXPECT_EQ(ran.exit_code, kRefused);
+    expect_that_the_next_carries_on(work, ran);
+  }
 }
 
 std::string error_name(const testing::TestParamInfo<int>& error) { return ::strerrorname_np(error.param); }

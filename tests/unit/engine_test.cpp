@@ -253,6 +253,18 @@ TEST_F(EngineTest, TheDiskCacheServesWithoutCompilingAndDamageIsAMiss) {
   EXPECT_CONTAINS(log_.text(), "ignoring");
 }
 
+TEST_F(EngineTest, AKernelOfAnotherNvrtcIsNotCompiledAgain) {
+  Settings upgraded = settings();
+  upgraded.packs.clear();
+  upgraded.jit = true;
+  upgraded.nvrtc = FLASHJIT_FAKE_NVRTC;
+  upgraded.cache_dir = (folder_ / "cache").string();
+  add_kernel(upgraded.cache_dir, kSpec, plan_of(kSpec, kShape).config);
+  const KernelReport report = engine(upgraded)->prepare(kSpec, kShape, {});
+  EXPECT_EQ(report.origin, KernelOrigin::disk);
+  EXPECT_TRUE(report.key.ends_with(kCompiler)) << report.key;
+}
+
 TEST_F(EngineTest, ThePackComesBeforeTheCache) {
   Settings both = settings();
   both.cache_dir = (folder_ / "cache").string();

@@ -96,6 +96,11 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u] = config;
+  // Not in the key by themselves: header and function, which stand in the text, and hot, which only the tuner
+  // reads.
+  const plan::Entry entry = {};
+  [[maybe_unused]] const auto& [name, header, function, threads, min_blocks, cluster, shared_bytes, hot,
+                                tensor_maps, persistent] = entry;
 
   std::set<std::string> digests{source_digest(source(), kOptions)};
   for (const Change& change : changes) {
@@ -186,6 +191,20 @@ TEST_F(KeyOfTemplates, ChangesWithThoseThatTheKernelIncludesAlone) {
   EXPECT_NE(changed, rendered_key());
   append("common/ptx.cuh");
   EXPECT_NE(key(), changed);
+}
+
+// So they need not be in the key beside it.
+TEST(Key, HoldsTheTemplateAndTheFunctionOfAnEntryByTheText) {
+  for (const char* config : {"simt:br32:bc32:w4", "sm80:br64:bc64:w4"}) {
+    for (const char* spec : {"fwd:bf16:d64", "bwd:bf16:d64"}) {
+      const KernelSource s = render::render(parse_spec(spec).normalized(), parse_config(config),
+                                            DeviceInfo::parse("sm_80"), render::TemplateSet::embedded());
+      for (const plan::Entry& entry : s.entries) {
+        EXPECT_NE(s.text.find("#include \"" + entry.header + "\""), std::string::npos) << entry.header;
+        EXPECT_NE(s.text.find(entry.function + "<flashjit::Problem>("), std::string::npos) << entry.function;
+      }
+    }
+  }
 }
 
 // What a launch hands over is declared in a header, so that no kernel is launched with another version's.

@@ -15,6 +15,7 @@
 #include <chrono>
 #include <filesystem>
 #include <fstream>
+#include <limits>
 #include <map>
 #include <mutex>
 #include <thread>
@@ -23,6 +24,7 @@
 #include "plan/records.hpp"
 #include "stored_kernel.hpp"
 #include "support/file.hpp"
+#include "traced_child.hpp"
 
 namespace flashjit {
 namespace {
@@ -618,11 +620,13 @@ TEST_F(StoreTest, WhatTheDeadLeftGoesWithTheNextThatIsStored) {
     fs::create_directories(tuning);
     write(tmp / age / "kernel.cu", "half");
     write(tuning / (std::string(".tmp-") + age), "half");
+    write(folder_ / "v1" / (std::string(".tmp-") + age), "half");
     const auto changed = age == std::string("old")     ? now - std::chrono::hours(2)
                          : age == std::string("young") ? now
                                                        : now + std::chrono::hours(24);
     fs::last_write_time(tmp / age, changed);
     fs::last_write_time(tuning / (std::string(".tmp-") + age), changed);
+    fs::last_write_time(folder_ / "v1" / (std::string(".tmp-") + age), changed);
   }
   Store store = open();
   keep(store, source());
@@ -630,6 +634,7 @@ TEST_F(StoreTest, WhatTheDeadLeftGoesWithTheNextThatIsStored) {
     const bool stays = age == std::string("young");
     EXPECT_EQ(fs::exists(tmp / age), stays) << age;
     EXPECT_EQ(fs::exists(tuning / (std::string(".tmp-") + age)), stays) << age;
+    EXPECT_EQ(fs::exists(folder_ / "v1" / (std::string(".tmp-") + age)), stays) << age;
   }
   EXPECT_TRUE(fs::is_empty(folder_ / "v1" / "locks"));
 }
@@ -680,6 +685,71 @@ TEST_F(StoreTest, ProcessesThatPruneAtOnceKeepWhatFits) {
   for (const EntryInfo& info : store.list()) left += info.bytes;
   EXPECT_LE(left, total / 2);
   EXPECT_GT(left, total / 4) << "each counted what the others removed";
+}
+
+/// Sources whose entries have equally many bytes.
+KernelSource source_number(int number) {
+  KernelSource s = source();
+  s.text += std::to_string(1000 + number);
+  return s;
+}
+
+class LimitedStore : public StoreTest {
+ protected:
+  static constexpr int kStores = 4, kEntries = 20;
+  /// Each has counts of its own, as a process of its own would have.
+  void SetUp() override {
+    StoreTest::SetUp();
+    Store first = open();
+    keep(first, source_number(0));
+    entry_bytes_ = first.list().at(0).bytes;
+    first.clear(true);
+    for (int i = 0; i < kStores; ++i)
+      stores_.emplace_back(folder_, Access::read_write, log(), kEntries * entry_bytes_);
+  }
+  std::uintmax_t bytes() const {
+    std::uintmax_t sum = 0;
+    for (const auto& file : fs::recursive_directory_iterator(folder_))
+      if (file.is_regular_file()) sum += file.file_size();
+    return sum;
+  }
+
+  std::uintmax_t entry_bytes_ = 0;
+  std::vector<Store> stores_;
+};
+
+TEST_F(LimitedStore, ProcessesThatStoreTogetherStayBelowTheLimit) {
+  for (int i = 0; i < 2 * kEntries; ++i) {
+    EXPECT_TRUE(keep(stores_[static_cast<std::size_t>(i % kStores)], source_number(i)));
+    ASSERT_LE(bytes(), (kEntries + kStores) * entry_bytes_) << i << ", of which each stored a part";
+  }
+  EXPECT_GE(bytes(), kEntries / 2 * entry_bytes_);
+  EXPECT_NE(lines_.at(0).find("had reached its limit"), std::string::npos) << lines_.at(0);
+}
+
+TEST_F(LimitedStore, WhatAnotherProcessPrunedIsRoomAgain) {
+  for (int i = 0; i < kEntries; ++i) keep(stores_[0], source_number(i));
+  EXPECT_EQ(stores_[1].prune((kEntries - 1) * entry_bytes_).removed, 1u);
+  keep(stores_[0], source_number(kEntries));
+  EXPECT_EQ(stores_[0].list().size(), std::size_t{kEntries});
+  EXPECT_TRUE(lines_.empty()) << lines_.front();
+}
+
+// A count looks at every file of the folder.
+TEST_F(StoreTest, FarBelowItsLimitAStoreDoesNotCountAgain) {
+  const auto calls = [&](const char* name, std::uintmax_t limit) {
+    return run_traced([&] {
+             Store store(folder_ / name, Access::read_write, {}, limit);
+             for (int i = 0; i < 8; ++i)
+               if (!keep(store, source_number(i))) return 1;
+             return 0;
+           })
+        .calls;
+  };
+  const int without = calls("a", std::numeric_limits<std::uintmax_t>::max());
+  if (without == 0) GTEST_SKIP() << "processes cannot be traced here";
+  EXPECT_EQ(calls("b", std::uintmax_t{1} << 30), without);
+  EXPECT_GT(calls("c", std::uintmax_t{1} << 17), without) << "and near it, it does";
 }
 
 TEST_F(StoreTest, PrunesTheLeastRecentlyUsedFirst) {

@@ -19,9 +19,14 @@ namespace {
 
 namespace fs = std::filesystem;
 
-/// No part of a pack: what a process is just writing, locks, and the manifest itself.
+/// No part of a pack, and at its top: what a process is just writing, locks, and the manifest itself.
 bool is_left_out(const fs::path& name) {
   return name == cache::kTemporaryFolder || name == cache::kLockFolder || name == cache::kManifestFile;
+}
+
+/// Nor what is left of a record or a manifest. With an extension it may be a record, whatever its name.
+bool is_unfinished(const fs::path& name) {
+  return name.string().starts_with(kUnfinishedPrefix) && !name.has_extension();
 }
 
 /// The files below v1, relative to it and sorted; what is no plain file stands among them, too.
@@ -30,9 +35,10 @@ std::vector<std::string> files_below(const fs::path& root) {
   std::error_code error;
   fs::recursive_directory_iterator item(root, error), end;
   for (; !error && item != end; item.increment(error)) {
-    if (item.depth() == 0 && is_left_out(item->path().filename()))
+    const fs::path name = item->path().filename();
+    if (item.depth() == 0 && is_left_out(name))
       item.disable_recursion_pending();
-    else if (item->symlink_status().type() != fs::file_type::directory)
+    else if (item->symlink_status(error).type() != fs::file_type::directory && !is_unfinished(name))
       files.push_back(item->path().lexically_relative(root).generic_string());
   }
   if (error)

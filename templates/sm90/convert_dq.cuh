@@ -80,12 +80,12 @@ __device__ __forceinline__ Begun begun(const Params& p) {
 __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& now) {
   return now.clear_work < pieces_to_clear(p) * p.heads_kv * p.batch;
 }
-/// Whether what is left will be needed soon: as many heads after the one that is begun as the preprocess
-/// entry has cleared.
+/// Whether what is left will be needed soon: about a KV tile's time after those that are begun, in which all
+/// blocks begin as many heads as the preprocess entry has cleared, by as many query heads as share one.
 template <class P>
 __device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
-  const long long tiles = kv_tiles<P>(p), pieces = pieces_to_clear(p);
-  return now.clear_work * tiles < (now.kv_work + p.heads_cleared * tiles) * pieces;
+  const long long tiles = kv_tiles<P>(p), pieces = pieces_to_clear(p), group = p.heads_q / p.heads_kv;
+  return (now.clear_work * tiles - now.kv_work * pieces) * group < (p.heads_cleared + group) * tiles * pieces;
 }
 /// By a whole warp.
 template <class P>

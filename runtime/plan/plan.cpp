@@ -62,13 +62,22 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
   return {family->heuristic(spec, shape, device), "heuristic"};
 }
 
-/// Those that the first KV tiles of all blocks need, and one more. Later ones are cleared as far ahead.
-std::int64_t heads_cleared(const ExecutionPlan& plan) {
-  const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv;
-  const std::int64_t kv_tiles = tiles(plan.shape.seqlen_kv, plan.config.bc);
-  if (!plan.needs.clears_dq || kv_tiles == 0) return heads;
+/// Those that the first KV tiles of all blocks need, and one more; later ones are cleared as far ahead, by
+/// is_to_clear() in templates/sm90/convert_dq.cuh. All, where L2 could not keep so many zeros until they are
+/// added to: grouped heads, long sequences.
+std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) {
+  const AttentionShape& shape = plan.shape;
+  const std::int64_t heads = shape.batch * shape.heads_kv;
+  const std::int64_t kv_tiles = tiles(shape.seqlen_kv, plan.config.bc);
+  if (!plan.needs.clears_dq || heads == 0 || kv_tiles == 0) return heads;
   const Launch& main = plan.launches.back();
-  return std::min(heads, tiles(main.blocks, plan.entries[main.entry].cluster * kv_tiles) + 1);
+  const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * kv_tiles) + 1;
+  const std::int64_t group = shape.heads_q / shape.heads_kv;
+  const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
+  constexpr double kShareOfL2 = 0.6;
+  const bool stay = static_cast<double>(first + first / group + 1) * bytes <=
+                    kShareOfL2 * static_cast<double>(device.l2_bytes);
+  return stay ? std::min(heads, first) : heads;
 }
 
 void require_launchable(const ExecutionPlan& plan) {
@@ -121,7 +130,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
     if (entry.persistent) launch.blocks = std::min(launch.blocks, at_once);
     launch.blocks *= entry.cluster;
   }
-  plan.heads_cleared = heads_cleared(plan);
+  plan.heads_cleared = heads_cleared(plan, device);
   return plan;
 }
 

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import pathlib
+import re
 import subprocess
 import sys
 import threading
@@ -287,6 +288,19 @@ def test_compiled_code_takes_other_lists_without_compiling_again(programs):
         lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
         check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
     assert counter.frame_count == 1
+
+
+def test_compiled_code_does_not_depend_on_what_re_keeps(programs):
+    """Its cache of patterns is what other code left there."""
+    q, k, v = tensors()
+    run, step, _ = compiled_steps()
+    for others in (300, 0):
+        re.purge()
+        for i in range(others):
+            re.compile(f"other{i}")
+        document = documents(tokens=4)[0]
+        lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
+        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
 
 
 def test_compiled_code_refuses_lists_that_do_not_belong(programs):

@@ -122,7 +122,10 @@ TEST(Plan, HoppersBackwardPassStartsEarlyAndClearsTheLaterHeads) {
   const ExecutionPlan clusters = plan("bwd:bf16:d256", many, "sm90:br64:bc128:w8:s1");
   EXPECT_EQ(clusters.entries[clusters.launches.back().entry].cluster, 2);
   EXPECT_EQ(clusters.heads_cleared, (blocks / 2 + 2) / 3 + 1);
-  // Few heads, and no keys: the preprocess entry clears all.
+  // More than L2 keeps, few heads, and no keys: the preprocess entry clears all.
+  EXPECT_EQ(plan("bwd:bf16:d128", {16, 32, 8, 1024, 1024}, "sm90:br64:bc128:w8:s2").heads_cleared, 128);
+  EXPECT_EQ(plan("bwd:bf16:d128", {16, 16, 16, 1024, 1024}, "sm90:br64:bc128:w8:s2").heads_cleared,
+            (blocks + 7) / 8 + 1);
   EXPECT_EQ(plan("bwd:bf16:d64", {2, 8, 4, 130, 300}, "sm90:br64:bc128:w8:s2").heads_cleared, 8);
   EXPECT_EQ(plan("bwd:bf16:d64", {40, 8, 4, 130, 0}, "sm90:br64:bc128:w8:s2").heads_cleared, 160);
   const ExecutionPlan portable = plan("bwd:bf16:d64", many, "sm80:br64:bc64:w4");

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import math
-import re
 import sys
 from typing import Any, Callable, Mapping
 
@@ -477,8 +476,10 @@ def _call_torch(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]
 
 
 def identifiers(text: str) -> frozenset[str]:
-    """The words of a text: names, functions and types."""
-    return frozenset(re.findall(r"[A-Za-z_][A-Za-z0-9_]*", text))
+    """The words of a text: names, functions and types. Without `re`: torch.compile follows this, and would hold on to the
+    places of patterns in a cache that others change."""
+    words = "".join(char if char.isalnum() or char == "_" else " " for char in text).split()
+    return frozenset(word for word in words if not word[0].isdigit())
 
 
 def is_tensor(value: Any) -> bool:

@@ -137,6 +137,22 @@ INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
                          testing::Values("sm_75", "sm_80", "sm_86", "sm_89", "sm_90a", "sm_100", "sm_120"),
                          [](const auto& info) { return std::string(info.param); });
 
+/// The covering specs have every pair of features, but not what most people use: nothing or a causal mask.
+TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const AttentionShape shape{4, 16, 16, 4096, 4096};
+  for (const char* dims : {"d32", "d64", "d96", "d128", "d192x128", "d256"}) {
+    for (const char* mask : {"", ":causal"}) {
+      for (const char* pass : {"fwd", "bwd"}) {
+        const AttentionSpec spec = parse_spec(fmt::format("{}:bf16:{}{}", pass, dims, mask)).normalized();
+        const TileConfig config = plan::sm90_traits().heuristic(spec, shape, device);
+        const std::string faults = compile_and_check(spec, config, device);
+        if (!faults.empty()) ADD_FAILURE() << faults;
+      }
+    }
+  }
+}
+
 /// With the tiles that the family takes by itself.
 TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   constexpr std::array kScores = {"slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)",

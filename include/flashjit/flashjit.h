@@ -25,8 +25,8 @@ extern "C" {
 #define FLASHJIT_NOEXCEPT
 #endif
 
-/** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. Null is the
- * legacy default stream, however the caller was compiled: with per-thread default streams give
+/** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. Null is
+ * the legacy default stream, however the caller was compiled: with per-thread default streams give
  * cudaStreamPerThread. */
 struct CUstream_st;
 

@@ -53,26 +53,18 @@ std::vector<AttentionCase> make_cases() {
     test.seed = static_cast<unsigned>(cases.size());
     cases.push_back(test);
   }
-  // More tiles than the device has multiprocessors: blocks of family sm90 take several, some without keys.
-  for (const int head_dim : {64, 256})
-    for (const double density : {0.05, 0.5})
-      cases.push_back({.spec = {.dtype = DType::bf16, .head_dim = head_dim, .block_map = {64, 64}},
-                       .shape = {9, 8, 4, 450, 330},
-                       .family = Family::sm90,
-                       .map_batch = 9,
-                       .map_heads = 8,
-                       .map_density = density,
-                       .seed = static_cast<unsigned>(cases.size())});
-  // More heads than the first tiles of all blocks need: the backward pass clears the others' dQ as it goes.
-  for (const int head_dim : {64, 256})
-    for (const double density : {0.05, 0.5})
-      cases.push_back({.spec = {.dtype = DType::bf16, .head_dim = head_dim, .block_map = {64, 64}},
-                       .shape = {40, 8, 4, 130, 150},
-                       .family = Family::sm90,
-                       .map_batch = 40,
-                       .map_heads = 8,
-                       .map_density = density,
-                       .seed = static_cast<unsigned>(cases.size())});
+  // More tiles than the device has multiprocessors: blocks of family sm90 take several, some without keys;
+  // and more heads than their first tiles need: the backward pass clears the others' dQ as it goes.
+  for (const AttentionShape& shape : {AttentionShape{9, 8, 4, 450, 330}, AttentionShape{40, 8, 4, 130, 150}})
+    for (const int head_dim : {64, 256})
+      for (const double density : {0.05, 0.5})
+        cases.push_back({.spec = {.dtype = DType::bf16, .head_dim = head_dim, .block_map = {64, 64}},
+                         .shape = shape,
+                         .family = Family::sm90,
+                         .map_batch = shape.batch,
+                         .map_heads = shape.heads_q,
+                         .map_density = density,
+                         .seed = static_cast<unsigned>(cases.size())});
   return cases;
 }
 

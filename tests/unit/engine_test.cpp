@@ -95,6 +95,21 @@ class EngineTest : public testing::Test {
     add_kernel(pack(), spec, plan_of(spec, shape).config, registers);
   }
 
+  /// A record that chooses tiles which the planner would not, whose kernel is nowhere yet.
+  static plan::TuningRecord simt_record() {
+    plan::TuningRecord record;
+    record.spec = kSpec.normalized();
+    record.shape = kShape;
+    record.arch = "sm_90a";
+    record.best = plan::traits(Family::simt).heuristic(record.spec, kShape, device_info());
+    return record;
+  }
+  void write_to_pack(const plan::TuningRecord& record) const {
+    const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+    fs::create_directories(records);
+    plan::write_record(records, record);
+  }
+
   template <class Call>
   static Error error_of(Call&& call) {
     try {
@@ -626,36 +641,23 @@ TEST_F(EngineTest, AGivenConfigurationIsRememberedForItsShapeAlone) {
 }
 
 TEST_F(EngineTest, ATuningRecordOfThePackChooses) {
-  const TileConfig tuned = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
-  add_kernel(pack(), kSpec, tuned);
-  plan::TuningRecord record;
-  record.spec = kSpec.normalized();
-  record.shape = kShape;
-  record.arch = "sm_90a";
-  record.best = tuned;
-  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
-  fs::create_directories(records);
-  plan::write_record(records, record);
+  const plan::TuningRecord record = simt_record();
+  add_kernel(pack(), kSpec, record.best);
+  write_to_pack(record);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
-  EXPECT_EQ(report.config, tuned);
+  EXPECT_EQ(report.config, record.best);
   EXPECT_EQ(report.config_source, "tuned");
 }
 
 TEST_F(EngineTest, ARecordOfAnotherDriverOrOfAnotherCompilersCodeIsALead) {
-  const TileConfig tuned = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
-  add_kernel(pack(), kSpec, tuned);
-  plan::TuningRecord record;
-  record.spec = kSpec.normalized();
-  record.shape = kShape;
-  record.arch = "sm_90a";
-  record.best = tuned;
-  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
+  plan::TuningRecord record = simt_record();
+  add_kernel(pack(), kSpec, record.best);
   const auto source_with = [&](const std::string& driver, const std::string& nvrtc) {
     record.driver = driver;
     record.nvrtc = nvrtc;
-    plan::write_record(records, record);
+    write_to_pack(record);
     const KernelReport report = engine()->prepare(kSpec, kShape, {});
-    EXPECT_EQ(report.config, tuned) << driver << " " << nvrtc;
+    EXPECT_EQ(report.config, record.best) << driver << " " << nvrtc;
     return report.config_source;
   };
   EXPECT_EQ(source_with("13.0", kCompiler), "tuned");
@@ -666,14 +668,8 @@ TEST_F(EngineTest, ARecordOfAnotherDriverOrOfAnotherCompilersCodeIsALead) {
 
 TEST_F(EngineTest, ARecordWhoseKernelIsNowhereGivesWayToTheHeuristic) {
   add_to_pack(kSpec);
-  plan::TuningRecord record;
-  record.spec = kSpec.normalized();
-  record.shape = kShape;
-  record.arch = "sm_90a";
-  record.best = plan::traits(Family::simt).heuristic(kSpec.normalized(), kShape, device_info());
-  const fs::path records = cache::Store(pack(), cache::Store::Access::read_only).records_folder();
-  fs::create_directories(records);
-  plan::write_record(records, record);
+  const plan::TuningRecord record = simt_record();
+  write_to_pack(record);
   const KernelReport report = engine()->prepare(kSpec, kShape, {});
   EXPECT_EQ(report.config, plan_of(kSpec, kShape).config);
   EXPECT_EQ(report.config_source, "heuristic");
@@ -916,14 +912,11 @@ TEST_F(BackgroundTest, WhatTheCallerHasChosenStays) {
 
 TEST_F(BackgroundTest, ALeadIsTunedAndAMeasurementIsNot) {
   add_kernel(pack(), kSpec, better());
-  plan::TuningRecord record;
-  record.spec = kSpec.normalized();
-  record.shape = kShape;
-  record.arch = "sm_90a";
+  plan::TuningRecord record = simt_record();
   record.best = better();
   for (const std::string nvrtc : {kCompiler, "nvrtc1.2.4"}) {
     record.nvrtc = nvrtc;
-    plan::write_record(cache::Store(pack(), cache::Store::Access::read_only).records_folder(), record);
+    write_to_pack(record);
     jobs_.clear();
     tuning_engine()->prepare(kSpec, kShape, {});
     ASSERT_EQ(jobs_.size(), nvrtc == kCompiler ? 0u : 1u) << nvrtc;

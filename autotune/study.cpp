@@ -18,7 +18,7 @@ namespace {
 constexpr double kWantedSlower = 1.02, kWantedShare = 0.15, kWantedSeconds = 20;
 constexpr double kWantedUntunedMedian = 1.05, kWantedUntunedWorst = 1.15;
 
-constexpr int kGapRepeats = 15;  // as many as the tuner's own measurements have at most
+constexpr int kGapRepeats = 60;  // as many as the tuner's own measurements have at most
 
 const plan::Timing* timing_of(const plan::TuningRecord& record, const TileConfig& config) {
   const auto at = std::ranges::find(record.timings, config, &plan::Timing::config);

@@ -33,15 +33,15 @@ constexpr double kWorthwhile = 0.0005;
 constexpr double kHopeless = 1.5;
 /// How long a candidate is measured for, and with how many launches.
 constexpr double kMeasureMs = 12;
-constexpr double kFewestRepeats = 5, kMostRepeats = 15;
+constexpr double kFewestRepeats = 5, kMostRepeats = 60;
 
 /// Within this factor of the best, a candidate is measured again beside the others.
 constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
-constexpr int kFinalRounds = 3;
+constexpr int kFinalRounds = 5;
 constexpr double kFinalRoundMs = 10;  // for each contender
 /// More than this is not noise but a measurement gone wrong.
-constexpr double kMostNoise = 0.02;
+constexpr double kMostNoise = 0.015;
 
 double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();

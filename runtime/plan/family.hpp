@@ -21,7 +21,7 @@ struct Entry {
   std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
   int threads = 0;
   int min_blocks = 1;
-  int cluster = 1;           ///< blocks that share their shared memory
+  int cluster = 1;           ///< blocks that share their shared memory, or take neighbouring tiles
   int shared_bytes = 0;      ///< dynamic shared memory
   bool hot = false;          ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter

@@ -215,14 +215,18 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   return found;
 }
 
+/// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
+/// kernel knows, the device's own scheduler is fairer.
+bool shares_tiles_out(const AttentionSpec& spec) {
+  return !has_tile_lists(spec) && !spec.varlen && !spec.kv_lengths;
+}
+
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
-  if (!is_forward(spec)) main.cluster = sm90_backward_layout(spec, c).cluster();
-  // The forward pass shares its work out beforehand, but for lists: where lengths differ that only the kernel
-  // knows, the device's own scheduler is fairer.
-  main.persistent = !is_forward(spec) || has_tile_lists(spec) || (!spec.varlen && !spec.kv_lengths);
+  main.cluster = is_forward(spec) ? sm90_forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
+  main.persistent = !is_forward(spec) || has_tile_lists(spec) || shares_tiles_out(spec);
   return with_auxiliaries(spec, Family::sm90, main);
 }
 
@@ -232,6 +236,10 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 }
 
 }  // namespace
+
+int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 ? 2 : 1;
+}
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
   return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};

@@ -6,6 +6,10 @@
 
 namespace flashjit::plan {
 
+/// Blocks of the forward pass that take neighbouring Q tiles, as ForwardWalk in templates/sm90/forward.cuh
+/// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.
+int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& config);
+
 /// The shared memory of the backward pass, as BackwardTile in templates/sm90/backward.cuh has it.
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& config);
 

@@ -38,16 +38,22 @@ constexpr bool kShortSteps =
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
-/// blocks get the same. As few heads are mixed as make whole pairs of rounds. Where lists know what a tile
+/// blocks get the same. As few heads are mixed as make whole pairs of rounds. The blocks of a cluster take
+/// neighbouring tiles of a head, where its tiles make whole sets of them: they are near to the same half of
+/// L2, and what the other half has of K and V comes to it once for all of them. Where lists know what a tile
 /// meets, the blocks ask for the next one instead of taking one a round.
 template <class P>
 struct ForwardWalk {
   static constexpr unsigned kGroups = P::kBr / kGroupRows;
   unsigned rows, heads, mixed = 1;
+  unsigned neighbours;         ///< tiles that a cluster takes at a time: a set
   unsigned whole, pieces = 1;  ///< from which tile on they are cut, and in how many pieces
 
   __device__ explicit ForwardWalk(const Params& p)
-      : rows(q_tiles<P>(p)), heads(p.batch * p.heads_q), whole(rows * heads) {
+      : rows(q_tiles<P>(p)),
+        heads(p.batch * p.heads_q),
+        neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
+        whole(rows * heads) {
     if (gridDim.x >= rows * heads) return;  // every block has one tile: no rounds
     if constexpr (kCutsTiles<P>) {
       const unsigned over = whole % gridDim.x;
@@ -80,10 +86,10 @@ struct ForwardWalk {
     if (index >= rows * heads) return false;
     // A few last heads are mixed with those before them.
     const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1, group = min(index / (rows * mixed), last);
-    const unsigned first = group * mixed, rest = index - first * rows;
+    const unsigned first = group * mixed, rest = index - first * rows, set = rest / neighbours;
     const unsigned count = group == last ? heads - first : mixed;
-    batch_head = first + rest % count;
-    tile = rows - 1 - rest / count;
+    batch_head = first + set % count;
+    tile = rows - 1 - set / count * neighbours - rest % neighbours;
     return true;
   }
 };

@@ -80,26 +80,44 @@ __device__ __forceinline__ void clear_rows(char* tile, int first) {
 
 /// Stores a warp's sixteen rows of an accumulator, `chunks` chunks of eight columns. `to` is the thread's
 /// first row, which is inside when `rows` is positive; the other is eight rows on. Lanes exchange words, so
-/// that each stores eight bytes and four of them 32 bytes of a row.
+/// that each of the four of a row stores eight bytes of two chunks, or a chunk of four where there are many
+/// columns: fewer requests to L2 for more exchanges.
 template <class Element, int kCount>
 __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks, unsigned short* to,
                                            long long stride, int rows,
                                            int thread = static_cast<int>(threadIdx.x)) {
   constexpr int kChunks = kCount / 4;
-  const int lane = thread % 32, odd = lane % 2;
+  constexpr bool kWholeChunks = kChunks > 16;
+  const int part = thread % 4, odd = thread % 2, late = part / 2;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto word = [&](int chunk) {
       return chunk < kChunks ? pack<Element>(c[chunk * 4 + half * 2], c[chunk * 4 + half * 2 + 1]) : 0u;
     };
-    // The even lanes' words of the first chunk and of their neighbour's, the odd lanes' of the second.
-    unsigned short* at = to + half * 8 * stride + odd * 8 + lane % 4 / 2 * 4;
-#pragma unroll
-    for (int chunk = 0; chunk < kChunks; chunk += 2) {
+    // The even lanes' words of a chunk and of their neighbour's, the odd lanes' of the next chunk.
+    const auto two_words = [&](int chunk) {
       const unsigned first = word(chunk), second = word(chunk + 1);
       const unsigned other = __shfl_xor_sync(kWholeWarp, odd ? first : second, 1);
-      const uint2 both = odd ? uint2{other, second} : uint2{first, other};
-      if (half * 8 < rows && chunk + odd < chunks) *reinterpret_cast<uint2*>(at + chunk * 8) = both;
+      return odd ? uint2{other, second} : uint2{first, other};
+    };
+    const bool inside = half * 8 < rows;
+    unsigned short* at = to + half * 8 * stride;
+    if constexpr (kWholeChunks) {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk += 4) {
+        const uint2 low = two_words(chunk), high = two_words(chunk + 2), give = late ? low : high;
+        const uint2 got{__shfl_xor_sync(kWholeWarp, give.x, 2), __shfl_xor_sync(kWholeWarp, give.y, 2)};
+        if (inside && chunk + part < chunks)
+          *reinterpret_cast<uint4*>(at + (chunk + part) * 8) =
+              late ? uint4{got.x, got.y, high.x, high.y} : uint4{low.x, low.y, got.x, got.y};
+      }
+    } else {
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; chunk += 2) {
+        const uint2 words = two_words(chunk);
+        if (inside && chunk + odd < chunks)
+          *reinterpret_cast<uint2*>(at + (chunk + odd) * 8 + late * 4) = words;
+      }
     }
   }
 }

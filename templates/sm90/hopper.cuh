@@ -77,6 +77,12 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         : "memory");
   }
 }
+/// How many blocks a cluster has; 1 without clusters.
+__device__ __forceinline__ unsigned cluster_size() {
+  unsigned blocks;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
+  return blocks;
+}
 /// Of a cluster: which block this is, and where something in this block's shared memory lies in another's.
 __device__ __forceinline__ int cluster_rank() {
   int rank;

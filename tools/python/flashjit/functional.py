@@ -38,7 +38,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         concern wrong results, but nothing outside of the tensors is read or written. sinks: float32 [heads_q].
     seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
     lists: what build_lists() made for such calls; else made in this call, where needed.
-    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there.
+    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. Work on arrays
+        with DLPack is waited for there; on those with the CUDA array interface alone it must be ordered by the caller.
 
     Returns (out, lse). Raises flashjit.Error.
     """

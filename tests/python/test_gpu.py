@@ -1,5 +1,6 @@
 """attention() on a GPU: numbers against float64, and what PyTorch's surroundings ask for. Skips where no GPU is."""
 import contextlib
+import csv
 import math
 import os
 import pathlib
@@ -631,6 +632,21 @@ def test_host_cost(record_property):
         record_property(name, cost)
         print(f"  {name}: {cost:.1f} us")
         assert cost < 60, name
+
+
+def test_long_context_counts_the_attention_s_memory_alone(tmp_path):
+    """From the first row on, and of each backend: what cuBLAS keeps is in none. 8 tensors of 1024 rows of 1024 numbers are
+    16 MiB; dQ in fp32 is 4 more."""
+    script = pathlib.Path(__file__).resolve().parents[2] / "tools/examples/python/long_context.py"
+    paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run([sys.executable, script, "--hidden", "1024", "--last", "4096", "--csv", tmp_path / "table.csv"],
+                          capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+    assert done.returncode == 0, done.stdout + done.stderr
+    with open(tmp_path / "table.csv", newline="") as file:
+        rows = [row for row in csv.DictReader(file) if row["backend"] != "math" and row["status"] == "ok"]
+    assert {row["backend"] for row in rows} >= {"flashjit", "flash"}
+    for row in rows:
+        assert 16 <= float(row["peak_mib"]) / (int(row["seqlen"]) / 1024) < 30, row
 
 
 def test_deterministic_gradients_of_captures():

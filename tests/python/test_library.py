@@ -177,6 +177,36 @@ def test_the_real_command_packs_and_lists(fake_gpu, tmp_path):
     assert refused.returncode == 2 and "fp16:d7" in refused.stderr
 
 
+@pytest.mark.parametrize("name", ["tune", "pack", "doctor", "cache"])
+def test_python_reaches_each_real_subcommand(name):
+    done = real_command(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and f"Usage: flashjit {name} [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize("arguments, code, said", [
+    (["nothing"], 2, "no subcommand 'nothing'"),
+    (["tune"], 2, "either --spec with --shape, or --suite"),
+    (["pack", "--spec", "fp16:d64"], 2, "--arch"),
+    (["cache", "list", "--nope"], 2, "--nope"),
+    (["tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64"], 3, "FLASHJIT_LIBCUDA"),
+])
+def test_the_real_command_s_refusals_reach_python(arguments, code, said, tmp_path):
+    done = real_command(*arguments, FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1")
+    assert done.returncode == code and said in done.stderr, done.stdout
+
+
+def test_the_real_command_tunes_and_checks(fake_gpu, tmp_path):
+    """Over the driver and the NVRTC of tests/fake."""
+    tuned = real_command("tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64", FLASHJIT_CACHE_DIR=tmp_path,
+                         FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
+    assert tuned.returncode == 0 and f"records in {tmp_path}" in tuned.stdout, tuned.stderr
+    assert list(tmp_path.glob("v1/tuning/*/*.json"))
+    entry, = tmp_path.glob("v1/*/*/kernel.cubin")
+    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 0
+    entry.write_bytes(b"damage")
+    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 1
+
+
 def test_the_real_doctor_looks_around(tmp_path):
     """Exit code 3: kernels cannot run here, as it says."""
     done = real_command("doctor", FLASHJIT_CACHE_DIR=tmp_path)

@@ -1,6 +1,7 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
 import contextlib
 import gc
+import inspect
 import math
 import os
 import pathlib
@@ -607,11 +608,25 @@ def test_importing_is_quick():
     assert min(times) < 0.2
 
 
+@pytest.mark.parametrize("function", [flashjit.attention, flashjit.forward, flashjit.backward, flashjit.build_lists, flashjit.trace,
+                                      flashjit.TileLists, scaled_dot_product_attention, flashjit.torch.prepare,
+                                      flashjit.torch.register_with_transformers], ids=lambda x: x.__name__)
+def test_public_functions_tell_types_and_arguments(function):
+    """To type checkers, for which py.typed stands, and to help()."""
+    parameters = dict(inspect.signature(function).parameters)
+    assert all(x.annotation is not x.empty for x in parameters.values())
+    assert "return" in (function.__init__ if inspect.isclass(function) else function).__annotations__
+    assert function.__doc__
+
+
+def test_docstrings_tell_shapes():
+    for function, names in ((flashjit.attention, "qkv"), (flashjit.forward, "qkv"),
+                            (scaled_dot_product_attention, ("query", "key", "value"))):
+        for name in names:
+            assert re.search(rf"\b{name}: \[[^]]*length|\b{name}: \[[^]]*seqlen", function.__doc__), name
+
+
 # --- bad input ---
-
-
-class Meta:
-    device = "meta"
 
 
 @pytest.mark.parametrize("change, match, kind", [

@@ -1,6 +1,7 @@
 """The C ABI by ctypes: include/flashjit/flashjit.h as Python sees it. Nothing here knows PyTorch."""
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import importlib.util
@@ -72,10 +73,10 @@ class ListArgs(ctypes.Structure):
                 ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer)]
 
 
-def words_of(structure: type[ctypes.Structure]) -> type[ctypes.Array]:
-    """The structure as an array of 64-bit words: a call copies it and sets its pointers, which is much quicker than
-    to set members of members."""
-    return ctypes.c_uint64 * (ctypes.sizeof(structure) // 8)
+def words_of(structure: ctypes.Structure) -> "array.array[int]":
+    """A copy of the structure as 64-bit words: a call copies these and sets its pointers, which is much quicker than to set
+    members of members."""
+    return array.array("Q", bytes(structure))
 
 
 def word(structure: type[ctypes.Structure], member: str) -> int:

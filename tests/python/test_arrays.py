@@ -219,6 +219,13 @@ def replaced(position, value):
 
 @pytest.mark.parametrize("make, match", [
     (lambda: (replaced(0, [[1.0]]), {}), "q is a list"),
+    (lambda: (arrays()[:3], dict(options=3)), "options is a int: give a str"),
+    (lambda: (arrays()[:3], dict(scale="1")), "scale is a str: give a Python number"),
+    (lambda: (arrays()[:3], dict(dropout_p="1")), "dropout_p is a str: give a Python number"),
+    (lambda: (arrays()[:3], dict(dropout_p=0.1, seed="1")), "seed is a str: give a Python int"),
+    (lambda: (arrays()[:3], dict(stream=None)), "stream is a NoneType: give a Python int"),
+    (lambda: (arrays()[:3], dict(captures=[1.0])), "captures is a list: give a dict"),
+    (lambda: (arrays()[:3], dict(max_seqlen_q=9.5)), "max_seqlen_q is a float: give a Python int"),
     (lambda: (replaced(0, np.zeros((2, 4, 9, 16))), {}), "q has type float64"),
     (lambda: (replaced(1, np.zeros((2, 2, 13, 16), np.float16)), {}), "q is fp32 and k is fp16"),
     (lambda: (replaced(0, np.zeros((4, 9, 16), np.float32)), {}), "four dimensions"),

@@ -316,6 +316,17 @@ def test_autocast():
     assert q.grad.dtype == torch.float32
 
 
+@needs_compiler
+def test_autocast_in_compiled_code():
+    q, k, v = tensors(dtype=torch.float32)
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        want = flashjit.attention(q, k, v, causal=True)
+        out = compiled(lambda q, k, v: flashjit.attention(q, k, v, causal=True))(q, k, v)
+    assert out.dtype == torch.bfloat16
+    torch.testing.assert_close(out, want)
+    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 def test_checkpointing():
     from torch.utils.checkpoint import checkpoint
     q, k, v = tensors()

@@ -98,6 +98,22 @@ print(threads() - before)'''
     assert (int(run.stdout) > 0) == tunes
 
 
+@pytest.mark.parametrize("options, match", [
+    (dict(jit="off"), "jit is 'off': give True, False, or None"),
+    (dict(tune_in_background=3), "tune_in_background is 3"),
+    (dict(packs="my-pack"), "packs is 'my-pack', which is one folder: give a list"),
+    (dict(cache_limit="2G"), "cache_limit is a str: give a Python int"),
+])
+def test_a_runtime_s_options_are_checked(options, match):
+    with pytest.raises(flashjit.InvalidArgument, match=match):
+        flashjit.Runtime(**{"cache_dir": "", **options})
+
+
+def test_a_shape_of_wrong_types_is_refused():
+    with pytest.raises(flashjit.WrongType, match="a size of the shape is a str"):
+        flashjit.Runtime(cache_dir="").supports("bf16:d64", "12345")
+
+
 def test_tuning_can_be_ended(fake_gpu):
     runtime = flashjit.Runtime(cache_dir="", nvrtc=fake_gpu.folder / "libflashjit_fake_nvrtc.so", tune_in_background=True)
     runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))

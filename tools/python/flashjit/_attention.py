@@ -57,9 +57,11 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     if not plain and not compiling:
         check_types(q, k, v)
     wants_grad = torch.is_grad_enabled()
-    if (plain and not dropout_p and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv
-            is max_seqlen_q is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
-        fixed, values = NOTHING, ()
+    fixed = NOTHING
+    values: tuple[Any, ...] = ()
+    if (plain and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
+            and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
+            is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
@@ -68,7 +70,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
                                               wants_grad, compiling)
     if lists is not None:
         check_lists(lists)
-    if not plain or _is_watched():
+    if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
         out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
         return (out, lse.detach()) if return_lse else out
     seed, offset = _draw(q) if dropout_p else (0, 0)
@@ -92,6 +94,16 @@ def _is_watched() -> bool:
     """Whether another than autograd wants to see the call: a mode or a transform."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
                 or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def _is_negated(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> bool:
+    """Whether memory holds the numbers with the other sign, as behind z.conj().imag: the dispatcher makes copies."""
+    if q.is_neg() or k.is_neg() or v.is_neg() or (sinks is not None and sinks.is_neg()):
+        return True
+    for value in values:
+        if isinstance(value, Tensor) and value.is_neg():
+            return True
+    return False
 
 
 def _any_grad(values: Sequence[Any]) -> bool:
@@ -140,6 +152,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
+        dout = dout.resolve_neg()
         if not torch.is_grad_enabled():
             return _gradients(ctx.call, dout, *ctx.saved_tensors)
         with torch.no_grad():  # under create_graph

@@ -353,8 +353,12 @@ def names_with_grad(options: str) -> set[str]:
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
-           k.get_device(), v.get_device(), problem)
+    try:
+        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
+               k.get_device(), v.get_device(), problem)
+    except RuntimeError:
+        refuse_nested(q, k, v)
+        raise
     if fixed is not NOTHING or values:
         key = (*key, *[_signature(value) for value in (*fixed, *values)])
     plan = _plans.get(key)
@@ -364,6 +368,13 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ..
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def refuse_nested(*tensors: Tensor) -> None:
+    for name, tensor in zip("qkv", tensors):
+        if tensor.is_nested:
+            raise WrongType(f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
+                            "cu_seqlens_kv, or pad it.")
 
 
 def _signature(value: Any) -> Any:

@@ -33,7 +33,9 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     sizes = query.shape, key.shape, value.shape
     if not _is_plain(sizes, enable_gqa):
         leading = _broadcast(sizes[0][:-3], _broadcast(sizes[1][:-3], sizes[2][:-3]))
-        q, k, v = _with_heads(*(_four_dimensions(tensor, leading) for tensor in (query, key, value)), enable_gqa)
+        q, k, v = (_four_dimensions(tensor, leading) for tensor in (query, key, value))
+        if not enable_gqa:
+            q, k, v = _with_all_heads(q, k, v)
         out = _attention(q, k, v, leading, attn_mask, dropout_p, is_causal, scale)
         heads = leading + sizes[0][-3:-2] if enable_gqa else _broadcast(sizes[0][:-2], sizes[1][:-2])
         return out.reshape(*heads, sizes[0][-2], sizes[2][-1])
@@ -59,11 +61,9 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: 
     return out if out.shape[3] == dim_v else out[..., :dim_v]
 
 
-def _with_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tensor, ...]:
-    """Without grouped heads one head serves all, as in other broadcasts."""
+def _with_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """One head serves all, as in other broadcasts."""
     heads = max(q.shape[1], k.shape[1], v.shape[1])
-    if enable_gqa or q.shape[1] == k.shape[1] == v.shape[1]:
-        return q, k, v
     if any(t.shape[1] not in (1, heads) for t in (q, k, v)):
         raise InvalidArgument(f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
                               "enable_gqa=True for grouped heads.")
@@ -72,7 +72,13 @@ def _with_heads(q: Tensor, k: Tensor, v: Tensor, enable_gqa: bool) -> tuple[Tens
 
 def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
     """torch.broadcast_shapes(), which takes 8 us, where there is something to do."""
-    return a if a == b else torch.broadcast_shapes(a, b)
+    if a == b:
+        return a
+    try:
+        return torch.broadcast_shapes(a, b)
+    except RuntimeError:
+        raise InvalidArgument(f"query, key and value have the leading dimensions {list(a)} and {list(b)}, which do not "
+                              "broadcast: make them equal, or 1.") from None
 
 
 def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:

@@ -105,6 +105,21 @@ def test_long_context_says_how_long_it_would_take(long_context, monkeypatch):
     assert rows[-1]["note"] == "would take about 20 s"
 
 
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_long_context_ends_where_the_gpu_is_lost(long_context, monkeypatch, goes_on):
+    def measure(options, backend, dim, length):
+        if backend == "cudnn" and length == 2048:
+            raise RuntimeError("an illegal memory access")
+        return {"status": "ok", "ms": 1.0, "peak_mib": None}
+    monkeypatch.setattr(long_context, "measure", measure)
+    monkeypatch.setattr(long_context, "gpu_goes_on", lambda device: goes_on)
+    rows = list(long_context.rows(long_options(backends=["flashjit", "cudnn"], last=4096, dims=[32, 64])))
+    statuses = [row["status"] for row in rows if row["backend"] == "cudnn" and row["head_dim"] == 32]
+    assert statuses == ["ok", "failed" if goes_on else "lost the GPU"]
+    ends = {row["head_dim"]: row["seqlen"] for row in rows if row["backend"] == "flashjit"}
+    assert ends == ({32: 4096, 64: 4096} if goes_on else {32: 2048, 64: 2048})  # of each length, flashjit's come first
+
+
 def test_the_host_bench_measures_every_row(tmp_path):
     cpp = tmp_path / "cpp.csv"  # as Google Benchmark writes it
     cpp.write_text('2026-11-21T10:00:00+00:00\nRunning bench\n'

@@ -4,10 +4,11 @@ PyTorch's backends: time and peak memory beside each other.
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png
 
 Lengths double. A backend that runs out of memory, fails, or would run past a time limit says so and why in the table, and is
-not tried again. As memory grows with heads times length, and time with heads times length squared, the wider layer ends
-sooner: that of a model with 70 billion parameters, --hidden 8192, fills 80 GB before 512k tokens, in some two minutes
-altogether. A narrow one goes on for longer than anyone waits: --hidden 1024 to 2M tokens, a minute and more each. What had
-no time can be done later, also for flashjit alone:
+not tried again; a kernel that fails in a way that ends this process's use of the GPU ends the table. As memory grows with
+heads times length, and time with heads times length squared, the wider layer ends sooner: that of a model with 70 billion
+parameters, --hidden 8192, fills 80 GB before 512k tokens, in some two minutes altogether. A narrow one goes on for longer
+than anyone waits: --hidden 1024 to 2M tokens, a minute and more each. What had no time can be done later, also for flashjit
+alone:
 
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png \\
         --resume --backends flashjit --seconds 400
@@ -37,6 +38,7 @@ BACKENDS = {"flashjit": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPB
 COLUMNS = ("device", "head_dim", "heads", "causal", "seqlen", "backend", "status", "ms", "tflops", "peak_mib", "note")
 CHECKED_ROWS = 16
 ERROR_LIMIT = 0.03  # of the rows' norm: what bf16 leaves, with a margin
+LOST = "lost the GPU"
 REPEAT_SECONDS = 0.3
 LONG_SECONDS = 4  # a first run that takes longer counts: what a backend prepares in it is little then
 
@@ -153,16 +155,25 @@ def attempt(options, backend, dim, before, end):
         result = {"status": "out of memory", "note": needs + one_line(error).partition(" Of the allocated")[0]}
     except Exception as error:  # noqa: BLE001  (whatever a backend does is a row of the table)
         result = {"status": "failed", "note": one_line(error)}
-    if options.device == "cuda":  # here, where the exception no longer holds the tensors
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-    return result
+    # Here, where the exception no longer holds the tensors.
+    return result if gpu_goes_on(options.device) else {**result, "status": LOST}
+
+
+def gpu_goes_on(device):
+    """False after an error in a kernel, which ends the use of the GPU by this process."""
+    try:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def starts(options, table):
     """What each head dimension and backend begins with. table: rows of an earlier run, after which those go on that had no
     time."""
-    begin = {(dim, backend): Before(options.first) for dim in options.dims for backend in options.backends}
+    begin = {(dim, backend): Before(options.first) for backend in options.backends for dim in options.dims}
     for row in table:
         at = row["head_dim"], row["backend"]
         if at in begin and row["status"] == "ok":
@@ -184,6 +195,8 @@ def rows(options, table=()):
             result = attempt(options, backend, dim, before, end)
             yield {"device": name, "head_dim": dim, "heads": options.hidden // dim, "causal": int(options.causal),
                    "seqlen": length, "backend": backend, **result}
+            if result["status"] == LOST:
+                return
             if result["status"] in ("ok", "wrong"):
                 going[dim, backend] = Before(2 * length, result["ms"] / 1e3, result["peak_mib"] or 0.0)
             else:
@@ -296,7 +309,7 @@ def main():
     table += new
     if options.png:
         plot(options.png, table)
-    bad = any(row["status"] == "wrong" or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
+    bad = any(row["status"] in ("wrong", LOST) or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
     return 1 if bad or not table else 0
 
 

@@ -19,7 +19,9 @@ if [ $code = 3 ]; then
   pack=OFF
 fi
 
-cmake -S "$here" -B "$scratch/build" -G Ninja -DCMAKE_PREFIX_PATH="$scratch/prefix" -DWITH_PACK=$pack >/dev/null
+printf '%s\n' '# spec [shape]' 'fwd:fp32:d8' 'fwd:fp32:d16 b1:hq1:hkv1:sq64:skv64' >"$scratch/suite.txt"
+cmake -S "$here" -B "$scratch/build" -G Ninja -DCMAKE_PREFIX_PATH="$scratch/prefix" -DWITH_PACK=$pack \
+  -DSUITE="$scratch/suite.txt" >/dev/null
 cmake --build "$scratch/build"
 "$scratch/build/use_cpp"
 "$scratch/build/use_c"
@@ -27,7 +29,33 @@ cmake --build "$scratch/build"
 if [ $pack = ON ]; then
   "$scratch/build/programs/use_pack"
   "$scratch/build/use_embedded_pack"
+
+  "$scratch/build/use_suite"
+  suite_holds() { # SPEC...: the pack of the suite, for each of both architectures
+    local found wanted
+    found=$("$scratch/prefix/bin/flashjit" cache list --dir "$scratch/build/use_suite-pack" --json |
+      sed -n 's/.*"spec": "\(.*\)".*/\1/p' | sort)
+    wanted=$(printf '%s\n' "$@" "$@" | sort)
+    [ "$found" = "$wanted" ] || { echo "the pack of the suite holds: $found" >&2 && exit 1; }
+  }
+  suite_holds fwd:fp16:d8 fwd:fp32:d8 fwd:fp32:d16
+  echo 'fwd:fp32:d24' >>"$scratch/suite.txt" # after which the pack is made anew
+  cmake --build "$scratch/build" >/dev/null
+  suite_holds fwd:fp16:d8 fwd:fp32:d8 fwd:fp32:d16 fwd:fp32:d24
 fi
+
+refuses() { # WORDS ARGUMENTS...: with these words, flashjit_add_pack() ends the configuration
+  local words=$1 arguments said
+  shift
+  arguments=$(IFS=';' && echo "$*")
+  said=$(cmake -S "$here" -B "$scratch/wrong" -G Ninja -DCMAKE_PREFIX_PATH="$scratch/prefix" -DWITH_PACK=OFF \
+    "-DWRONG=$arguments" 2>&1) && echo "flashjit_add_pack($arguments) is not refused" >&2 && exit 1
+  tr -s '\n ' ' ' <<<"$said" | grep -qF "$words" || { echo "$said" >&2 && exit 1; }
+}
+refuses "there is no target 'nothing'" nothing SPECS fwd:fp32:d8 ARCHS sm_80
+refuses "needs ARCHS" use_cpp SPECS fwd:fp32:d8
+refuses "or a SUITE" use_cpp ARCHS sm_80
+refuses "unknown: SUITES" use_cpp SUITES suite.txt SPECS fwd:fp32:d8 ARCHS sm_80
 
 # The examples, as a project of their own. Without a GPU each says so and is skipped.
 cuda=$(sed -n 's/^FLASHJIT_CUDA_\(INCLUDE\|HEADERS\):[A-Z]*=\(.\)/\2/p' "$build/CMakeCache.txt" | head -n 1)

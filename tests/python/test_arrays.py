@@ -180,6 +180,21 @@ def test_dlpack():
         flashjit.forward(Foreign(q), Foreign(k), Foreign(v))
 
 
+@pytest.mark.parametrize("dtype, limit", [("float32", 1e-6), ("bfloat16", 1e-2)])
+def test_jax_arrays_on_the_cpu(dtype, limit, monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # or it takes most of a GPU's memory
+    jax = pytest.importorskip("jax", reason="JAX is not installed: pip install jax")
+    ml_dtypes = pytest.importorskip("ml_dtypes")  # NumPy's arrays can be written, and have no bfloat16 of their own
+    with jax.default_device(jax.devices("cpu")[0]):
+        q, k, v = (jax.numpy.asarray(x, dtype) for x in arrays()[:3])
+        out = np.empty((2, 4, 9, 8), ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+        flashjit.forward(q, k, v, options="causal", out=out, lse=np.empty((2, 4, 9), np.float32))
+        want = expected(*(np.asarray(x) for x in (q, k, v)), keep=causal(9, 13))[0]
+        np.testing.assert_allclose(out.astype(np.float64), want, atol=limit)
+        with pytest.raises(flashjit.Unsupported, match="cannot make .* arrays of jax.*: give out"):
+            flashjit.forward(q, k, v)
+
+
 class OnGpu:
     """What CuPy shows of an array, without a GPU."""
 
@@ -204,6 +219,13 @@ def replaced(position, value):
 
 @pytest.mark.parametrize("make, match", [
     (lambda: (replaced(0, [[1.0]]), {}), "q is a list"),
+    (lambda: (arrays()[:3], dict(options=3)), "options is a int: give a str"),
+    (lambda: (arrays()[:3], dict(scale="1")), "scale is a str: give a Python number"),
+    (lambda: (arrays()[:3], dict(dropout_p="1")), "dropout_p is a str: give a Python number"),
+    (lambda: (arrays()[:3], dict(dropout_p=0.1, seed="1")), "seed is a str: give a Python int"),
+    (lambda: (arrays()[:3], dict(stream=None)), "stream is a NoneType: give a Python int"),
+    (lambda: (arrays()[:3], dict(captures=[1.0])), "captures is a list: give a dict"),
+    (lambda: (arrays()[:3], dict(max_seqlen_q=9.5)), "max_seqlen_q is a float: give a Python int"),
     (lambda: (replaced(0, np.zeros((2, 4, 9, 16))), {}), "q has type float64"),
     (lambda: (replaced(1, np.zeros((2, 2, 13, 16), np.float16)), {}), "q is fp32 and k is fp16"),
     (lambda: (replaced(0, np.zeros((4, 9, 16), np.float32)), {}), "four dimensions"),

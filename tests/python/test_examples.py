@@ -1,5 +1,7 @@
 """The examples that need a GPU for their figures, in small sizes on the CPU: that they run, agree, and write what they say."""
+import argparse
 import csv
+import importlib
 import os
 import pathlib
 import subprocess
@@ -7,7 +9,7 @@ import sys
 
 import pytest
 
-pytest.importorskip("torch")
+torch = pytest.importorskip("torch")
 import flashjit  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
@@ -62,6 +64,60 @@ def test_long_context_goes_on_later_with_what_had_no_time(tmp_path):
     again = table(tmp_path / "table.csv")
     assert [row for row in again if row["backend"] != "flashjit"] == [row for row in rows if row["backend"] != "flashjit"]
     assert [(row["seqlen"], row["status"]) for row in again if row["backend"] == "flashjit"] == [("64", "ok"), ("128", "ok")]
+
+
+@pytest.fixture
+def long_context(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools/examples/python")
+    return importlib.import_module("long_context")
+
+
+def long_options(**changed):
+    return argparse.Namespace(**{"device": "cpu", "dims": [64], "hidden": 64, "causal": True, "first": 1024, "last": 2**30,
+                                 "seconds": 1000.0, "each": float("inf"), "backends": ["flashjit"], **changed})
+
+
+@pytest.mark.parametrize("seconds", [1000.0, 0.2])
+def test_long_context_ends_where_memory_does(long_context, monkeypatch, seconds):
+    """Of 100 MiB, 10 MiB at 1k tokens: 8k tokens fit, 16k are not begun, also where there were no time for them."""
+    measured = []
+
+    def measure(options, backend, dim, length):
+        measured.append(length)
+        return {"status": "ok", "ms": 1.0 * (length // 1024) ** 2, "peak_mib": 10.0 * (length // 1024)}
+
+    def reserve(device, mib):
+        if mib > 100:
+            raise torch.OutOfMemoryError("Tried to allocate much. Of the allocated memory nothing matters")
+    monkeypatch.setattr(long_context, "measure", measure)
+    monkeypatch.setattr(long_context, "reserve", reserve)
+    rows = list(long_context.rows(long_options(seconds=seconds)))
+    assert measured == [1024, 2048, 4096, 8192]
+    assert [row["status"] for row in rows] == ["ok"] * 4 + ["out of memory"]
+    assert rows[-1]["seqlen"] == 16384 and rows[-1]["note"] == "needs 0.2 GiB or more: Tried to allocate much."
+    assert long_context.label(rows, 64, "flashjit") == "flashjit (out of memory at 16k)"
+
+
+def test_long_context_says_how_long_it_would_take(long_context, monkeypatch):
+    monkeypatch.setattr(long_context, "measure", lambda *_: {"status": "ok", "ms": 5000.0, "peak_mib": None})
+    rows = list(long_context.rows(long_options(each=10.0)))
+    assert [(row["seqlen"], row["status"]) for row in rows] == [(1024, "ok"), (2048, "no time")]
+    assert rows[-1]["note"] == "would take about 20 s"
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+def test_long_context_ends_where_the_gpu_is_lost(long_context, monkeypatch, goes_on):
+    def measure(options, backend, dim, length):
+        if backend == "cudnn" and length == 2048:
+            raise RuntimeError("an illegal memory access")
+        return {"status": "ok", "ms": 1.0, "peak_mib": None}
+    monkeypatch.setattr(long_context, "measure", measure)
+    monkeypatch.setattr(long_context, "gpu_goes_on", lambda device: goes_on)
+    rows = list(long_context.rows(long_options(backends=["flashjit", "cudnn"], last=4096, dims=[32, 64])))
+    statuses = [row["status"] for row in rows if row["backend"] == "cudnn" and row["head_dim"] == 32]
+    assert statuses == ["ok", "failed" if goes_on else "lost the GPU"]
+    ends = {row["head_dim"]: row["seqlen"] for row in rows if row["backend"] == "flashjit"}
+    assert ends == ({32: 4096, 64: 4096} if goes_on else {32: 2048, 64: 2048})  # of each length, flashjit's come first
 
 
 def test_the_host_bench_measures_every_row(tmp_path):

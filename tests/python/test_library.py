@@ -98,6 +98,22 @@ print(threads() - before)'''
     assert (int(run.stdout) > 0) == tunes
 
 
+@pytest.mark.parametrize("options, match", [
+    (dict(jit="off"), "jit is 'off': give True, False, or None"),
+    (dict(tune_in_background=3), "tune_in_background is 3"),
+    (dict(packs="my-pack"), "packs is 'my-pack', which is one folder: give a list"),
+    (dict(cache_limit="2G"), "cache_limit is a str: give a Python int"),
+])
+def test_a_runtime_s_options_are_checked(options, match):
+    with pytest.raises(flashjit.InvalidArgument, match=match):
+        flashjit.Runtime(**{"cache_dir": "", **options})
+
+
+def test_a_shape_of_wrong_types_is_refused():
+    with pytest.raises(flashjit.WrongType, match="a size of the shape is a str"):
+        flashjit.Runtime(cache_dir="").supports("bf16:d64", "12345")
+
+
 def test_tuning_can_be_ended(fake_gpu):
     runtime = flashjit.Runtime(cache_dir="", nvrtc=fake_gpu.folder / "libflashjit_fake_nvrtc.so", tune_in_background=True)
     runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
@@ -175,6 +191,36 @@ def test_the_real_command_packs_and_lists(fake_gpu, tmp_path):
     assert entries(FLASHJIT_CACHE_DIR=tmp_path / "cache") == []
     refused = real_command("pack", "--spec", "fp16:d7", "--arch", "sm_80", "--out", pack)
     assert refused.returncode == 2 and "fp16:d7" in refused.stderr
+
+
+@pytest.mark.parametrize("name", ["tune", "pack", "doctor", "cache"])
+def test_python_reaches_each_real_subcommand(name):
+    done = real_command(name, "--help")
+    assert (done.returncode, done.stderr) == (0, "") and f"Usage: flashjit {name} [OPTIONS]" in done.stdout
+
+
+@pytest.mark.parametrize("arguments, code, said", [
+    (["nothing"], 2, "no subcommand 'nothing'"),
+    (["tune"], 2, "either --spec with --shape, or --suite"),
+    (["pack", "--spec", "fp16:d64"], 2, "--arch"),
+    (["cache", "list", "--nope"], 2, "--nope"),
+    (["tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64"], 3, "FLASHJIT_LIBCUDA"),
+])
+def test_the_real_command_s_refusals_reach_python(arguments, code, said, tmp_path):
+    done = real_command(*arguments, FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1")
+    assert done.returncode == code and said in done.stderr, done.stdout
+
+
+def test_the_real_command_tunes_and_checks(fake_gpu, tmp_path):
+    """Over the driver and the NVRTC of tests/fake."""
+    tuned = real_command("tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64", FLASHJIT_CACHE_DIR=tmp_path,
+                         FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
+    assert tuned.returncode == 0 and f"records in {tmp_path}" in tuned.stdout, tuned.stderr
+    assert list(tmp_path.glob("v1/tuning/*/*.json"))
+    entry, = tmp_path.glob("v1/*/*/kernel.cubin")
+    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 0
+    entry.write_bytes(b"damage")
+    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 1
 
 
 def test_the_real_doctor_looks_around(tmp_path):

@@ -1,6 +1,7 @@
 """attention() on CPU tensors, through the CPU reference: everything but the kernels."""
 import contextlib
 import gc
+import inspect
 import math
 import os
 import pathlib
@@ -12,6 +13,7 @@ import threading
 import pytest
 
 torch = pytest.importorskip("torch")
+np = pytest.importorskip("numpy")
 import flashjit  # noqa: E402
 from flashjit import _lists, _plans  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
@@ -607,11 +609,25 @@ def test_importing_is_quick():
     assert min(times) < 0.2
 
 
+@pytest.mark.parametrize("function", [flashjit.attention, flashjit.forward, flashjit.backward, flashjit.build_lists, flashjit.trace,
+                                      flashjit.TileLists, scaled_dot_product_attention, flashjit.torch.prepare,
+                                      flashjit.torch.register_with_transformers], ids=lambda x: x.__name__)
+def test_public_functions_tell_types_and_arguments(function):
+    """To type checkers, for which py.typed stands, and to help()."""
+    parameters = dict(inspect.signature(function).parameters)
+    assert all(x.annotation is not x.empty for x in parameters.values())
+    assert "return" in (function.__init__ if inspect.isclass(function) else function).__annotations__
+    assert function.__doc__
+
+
+def test_docstrings_tell_shapes():
+    for function, names in ((flashjit.attention, "qkv"), (flashjit.forward, "qkv"),
+                            (scaled_dot_product_attention, ("query", "key", "value"))):
+        for name in names:
+            assert re.search(rf"\b{name}: \[[^]]*length|\b{name}: \[[^]]*seqlen", function.__doc__), name
+
+
 # --- bad input ---
-
-
-class Meta:
-    device = "meta"
 
 
 @pytest.mark.parametrize("change, match, kind", [
@@ -648,6 +664,17 @@ class Meta:
     (dict(mask_mod="m[q] > 0.0", captures={"m": torch.rand(9, requires_grad=True)}), "a mask has none", ValueError),
     (dict(score_mod="s: fp32 1d; score + s[h]", captures={"s": torch.rand(4, requires_grad=True)}), "\"grad\"", ValueError),
     (dict(score_mod=3), "score_mod is a int", TypeError),
+    (dict(kv_lengths=[9, 9]), "kv_lengths is a list: give a torch.Tensor", TypeError),
+    (dict(sinks=[1.0]), "sinks is a list: give a torch.Tensor", TypeError),
+    (dict(causal=["left"]), "causal is .'left'.: give True", ValueError),
+    (dict(scale="1"), "scale is a str: give a Python number", TypeError),
+    (dict(scale=torch.tensor(0.5)), "scale is a Tensor: give a Python number", TypeError),
+    (dict(dropout_p="0.1"), "dropout_p is a str: give a Python number", TypeError),
+    (dict(dropout_p=None), "dropout_p is a NoneType", TypeError),
+    (dict(cu_seqlens_q=torch.zeros(2, dtype=torch.int32), cu_seqlens_kv=torch.zeros(2, dtype=torch.int32),
+          max_seqlen_q=torch.tensor(9), max_seqlen_kv=13), "max_seqlen_q is a Tensor: give a Python int", TypeError),
+    (dict(score_mod="score + s[h]", captures=[torch.rand(4)]), "captures is a list: give a dict", TypeError),
+    (dict(mask_mod=lambda b, h, q, kv: np.arange(13)[q] == kv), "cannot be traced", TypeError),
 ])
 def test_bad_input_is_refused(change, match, kind):
     q, k, v = (x.detach() for x in tensors(dim_v=16))
@@ -655,6 +682,43 @@ def test_bad_input_is_refused(change, match, kind):
     with pytest.raises(flashjit.Error, match=match) as caught:
         flashjit.attention(**arguments)
     assert isinstance(caught.value, kind)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors_are_refused(layout):
+    q, k, v = (x.detach() for x in tensors(dim_v=16))
+    nested = torch.nested.nested_tensor([torch.zeros(4, 9, 16)] * 2, layout=layout)
+    with pytest.raises(flashjit.WrongType, match="q is a nested tensor.*cu_seqlens_q"):
+        flashjit.attention(nested, k, v)
+
+
+def test_tensors_that_hold_negated_numbers():
+    """The views behind z.conj().imag."""
+    q, k, v = (torch._neg_view(x) for x in tensors())
+    assert q.is_neg()
+    inputs = tensors()
+    for keys in ((k, v), (k.detach(), v.detach())):
+        torch.testing.assert_close(flashjit.attention(q, *keys), flashjit.attention(q.resolve_neg(), *(
+            x.resolve_neg() for x in keys)))
+    out = flashjit.attention(*inputs)
+    dout = torch.randn_like(out)
+    for got, want in zip(torch.autograd.grad(out, inputs, torch._neg_view(dout), retain_graph=True),
+                         torch.autograd.grad(out, inputs, -dout)):
+        torch.testing.assert_close(got, want)
+    slopes = torch._neg_view(torch.rand(4))
+    run = lambda s: flashjit.attention(*inputs, score_mod="score + s[h] * to_float(kv)", captures={"s": s})
+    torch.testing.assert_close(run(slopes), run(slopes.resolve_neg()))
+    with pytest.raises(flashjit.InvalidArgument, match=r"q is a view .* negated .*resolve_neg\(\)"):
+        flashjit.forward(q.detach(), *inputs[1:])
+
+
+def test_prepare_refuses_what_attention_refuses():
+    q, k, v = tensors()
+    with pytest.raises(flashjit.InvalidArgument, match="causal is 'left'"):
+        flashjit.torch.prepare(q, k, v, causal="left")
+    with pytest.raises(flashjit.WrongType, match="q is a list"):
+        flashjit.torch.prepare([1.0], k, v)
 
 
 def test_freed_captures_are_refused(programs):
@@ -774,6 +838,8 @@ def test_sdpa_refuses_what_pytorch_refuses():
         scaled_dot_product_attention(q, k, v, torch.ones(9, 13, dtype=torch.bool), is_causal=True)
     with pytest.raises(flashjit.InvalidArgument, match="enable_gqa"):
         scaled_dot_product_attention(q, k, v)
+    with pytest.raises(flashjit.InvalidArgument, match=r"leading dimensions .* do not broadcast"):
+        scaled_dot_product_attention(q, k[:1].expand(3, -1, -1, -1), v)
     with pytest.raises(flashjit.InvalidArgument, match="broadcast"):
         scaled_dot_product_attention(q, k, v, torch.ones(8, 13, dtype=torch.bool), enable_gqa=True)
     with pytest.raises(flashjit.WrongType, match="attn_mask"):

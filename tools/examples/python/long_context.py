@@ -1,17 +1,22 @@
-"""One attention, forward and backward, from 1k tokens to as many as the GPU's memory or the time holds, with flashjit and
-with each of PyTorch's backends: time and peak memory beside each other.
+"""One attention, forward and backward, from 1k tokens to as many as the GPU's memory holds, with flashjit and with each of
+PyTorch's backends: time and peak memory beside each other.
 
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png
 
-Lengths double. A backend that runs out of memory, fails, or would run past a time limit says so in the table and is not
-tried again. What had no time can be done later, also for flashjit alone: from 1M tokens on a length takes each backend some
-15 s, and four times as long at the next, while nothing new is learned of the peers, whose times just grow as before.
+Lengths double. A backend that runs out of memory, fails, or would run past a time limit says so and why in the table, and is
+not tried again; a kernel that fails in a way that ends this process's use of the GPU ends the table. As memory grows with
+heads times length, and time with heads times length squared, the wider layer ends sooner: that of a model with 70 billion
+parameters, --hidden 8192, fills 80 GB before 512k tokens, in some two minutes altogether. A narrow one goes on for longer
+than anyone waits: --hidden 1024 to 2M tokens, a minute and more each. What had no time can be done later, also for flashjit
+alone:
 
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png \\
         --resume --backends flashjit --seconds 400
 
-Each result's last rows, of O and of dQ, are checked against fp32. Needs a GPU; --device cpu --last 512 runs a
-small one through the CPU reference, to see that all is wired up. Exit code: 1 where flashjit failed or a result is wrong.
+Peak memory is that of the attention: its inputs, outputs, gradients and what the backend needs meanwhile, without what
+PyTorch keeps for cuBLAS from its first use on. Each result's last rows, of O and of dQ, are checked against fp32. Needs a
+GPU; --device cpu --last 512 runs a small one through the CPU reference, to see that all is wired up. Exit code: 1 where
+flashjit failed or a result is wrong.
 """
 import argparse
 import contextlib
@@ -19,6 +24,7 @@ import csv
 import statistics
 import sys
 import time
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -32,7 +38,8 @@ BACKENDS = {"flashjit": None, "flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPB
 COLUMNS = ("device", "head_dim", "heads", "causal", "seqlen", "backend", "status", "ms", "tflops", "peak_mib", "note")
 CHECKED_ROWS = 16
 ERROR_LIMIT = 0.03  # of the rows' norm: what bf16 leaves, with a margin
-REPEAT_SECONDS = 0.5
+LOST = "lost the GPU"
+REPEAT_SECONDS = 0.3
 LONG_SECONDS = 4  # a first run that takes longer counts: what a backend prepares in it is little then
 
 
@@ -88,16 +95,30 @@ def timed(device, run):
     return result, time.perf_counter() - start
 
 
+def warm_up(options):
+    """What is allocated once and stays, such as cuBLAS's memory in this thread and in autograd's: with the first row it would
+    look like that row's."""
+    problem = Problem(options, options.dims[0], 64)
+    problem.error(*problem.run("math"))
+
+
+def reserve(device, mib):
+    """Raises torch.OutOfMemoryError where so much memory is not to be had."""
+    torch.empty(int(mib * 2**20), dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+
+
 def measure(options, backend, dim, length):
     """What stands in the table for one backend and one length. Raises what the backend raises."""
+    on_gpu = options.device == "cuda"
+    before = torch.cuda.memory_allocated() if on_gpu else 0
     problem = Problem(options, dim, length)
-    on_gpu = problem.device.type == "cuda"
     if on_gpu:
         if backend == "flashjit":  # so that a first run, which may be the only one, does not compile
             flashjit.torch.prepare(problem.q, problem.k, problem.v, backward=True, causal=problem.causal)
         torch.cuda.reset_peak_memory_stats()
     (out, dq), first = timed(problem.device, lambda: problem.run(backend))
-    peak = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else None
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if on_gpu else None
     error = problem.error(out, dq)
     del out, dq
     again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
@@ -107,28 +128,56 @@ def measure(options, backend, dim, length):
             "tflops": problem.flops() / middle / 1e12, "note": f"error {error:.1e}"}
 
 
-def attempt(options, backend, dim, length):
-    """measure(), or why there is nothing to measure."""
+class Before(NamedTuple):
+    """The length that a backend goes on with, and what half of it took."""
+
+    length: int
+    seconds: float = 0.0
+    mib: float = 0.0
+
+
+def one_line(error):
+    return " ".join(str(error).split())[:200]
+
+
+def attempt(options, backend, dim, before, end):
+    """measure(), or why there is nothing to measure. end: when all must be done, by time.perf_counter()."""
+    least_mib = 2 * before.mib
+    seconds = 4 * before.seconds * (2 if 4 * before.seconds < LONG_SECONDS else 1)
     try:
-        return measure(options, backend, dim, length)
-    except torch.OutOfMemoryError:
-        result = {"status": "out of memory"}
+        if least_mib:  # before time goes into a forward pass whose backward pass does not fit
+            reserve(options.device, least_mib)
+        if seconds > options.each or time.perf_counter() + seconds > end:
+            return {"status": "no time", "note": f"would take about {seconds:.0f} s" if seconds else ""}
+        return measure(options, backend, dim, before.length)
+    except torch.OutOfMemoryError as error:
+        needs = f"needs {least_mib / 1024:.1f} GiB or more: " if least_mib else ""
+        result = {"status": "out of memory", "note": needs + one_line(error).partition(" Of the allocated")[0]}
     except Exception as error:  # noqa: BLE001  (whatever a backend does is a row of the table)
-        result = {"status": "failed", "note": " ".join(str(error).split())[:200]}
-    if options.device == "cuda":  # here, where the exception no longer holds the tensors
-        torch.cuda.empty_cache()
-        torch.cuda.synchronize()
-    return result
+        result = {"status": "failed", "note": one_line(error)}
+    # Here, where the exception no longer holds the tensors.
+    return result if gpu_goes_on(options.device) else {**result, "status": LOST}
+
+
+def gpu_goes_on(device):
+    """False after an error in a kernel, which ends the use of the GPU by this process."""
+    try:
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+    except RuntimeError:
+        return False
+    return True
 
 
 def starts(options, table):
-    """By head dimension and backend: the length to begin with, and the seconds that the one before took. table: rows of an
-    earlier run, after which those go on that had no time."""
-    begin = {(dim, backend): (options.first, 0.0) for dim in options.dims for backend in options.backends}
+    """What each head dimension and backend begins with. table: rows of an earlier run, after which those go on that had no
+    time."""
+    begin = {(dim, backend): Before(options.first) for backend in options.backends for dim in options.dims}
     for row in table:
         at = row["head_dim"], row["backend"]
         if at in begin and row["status"] == "ok":
-            begin[at] = 2 * row["seqlen"], row["ms"] / 1e3
+            begin[at] = Before(2 * row["seqlen"], row["ms"] / 1e3, row.get("peak_mib", 0.0))
         elif at in begin and row["status"] != "no time":
             del begin[at]
     return begin
@@ -138,25 +187,20 @@ def rows(options, table=()):
     """Rows of the table, shortest lengths first, until no backend goes on."""
     end = time.perf_counter() + options.seconds
     name = torch.cuda.get_device_name() if options.device == "cuda" else "cpu"
-    last = starts(options, table)
-    length = min((first for first, _ in last.values()), default=0)
-    while last and length <= options.last:
-        for (dim, backend), (begin, seconds) in list(last.items()):
-            if length < begin:
+    going = starts(options, table)
+    while (length := min((before.length for before in going.values()), default=options.last + 1)) <= options.last:
+        for (dim, backend), before in list(going.items()):
+            if before.length > length:
                 continue
-            next_run = 4 * seconds  # twice the length
-            total = next_run * (2 if next_run < LONG_SECONDS else 1)
-            if total > options.each or time.perf_counter() + total > end:
-                result = {"status": "no time"}
-            else:
-                result = attempt(options, backend, dim, length)
+            result = attempt(options, backend, dim, before, end)
             yield {"device": name, "head_dim": dim, "heads": options.hidden // dim, "causal": int(options.causal),
                    "seqlen": length, "backend": backend, **result}
+            if result["status"] == LOST:
+                return
             if result["status"] in ("ok", "wrong"):
-                last[dim, backend] = 2 * length, result["ms"] / 1e3
+                going[dim, backend] = Before(2 * length, result["ms"] / 1e3, result["peak_mib"] or 0.0)
             else:
-                del last[dim, backend]
-        length *= 2
+                del going[dim, backend]
 
 
 def kept(options):
@@ -180,6 +224,17 @@ def read(path):
         return [{name: kinds.get(name, str)(x) for name, x in row.items() if x} for row in csv.DictReader(file)]
 
 
+def tokens(length):
+    return f"{length / 1024:g}k" if length < 2**20 else f"{length / 2**20:g}M"
+
+
+def label(table, dim, backend):
+    """The backend's name, and where and why it ended."""
+    name = {"flash": "PyTorch: FlashAttention-2", "cudnn": "PyTorch: cuDNN", "math": "PyTorch: math"}.get(backend, backend)
+    last = [row for row in table if row["head_dim"] == dim and row["backend"] == backend][-1:]
+    return name + "".join(f" ({row['status']} at {tokens(row['seqlen'])})" for row in last if row["status"] != "ok")
+
+
 def plot(path, table):
     import matplotlib
     matplotlib.use("Agg")
@@ -194,11 +249,8 @@ def plot(path, table):
             for backend, (color, marker, width) in styles.items():
                 mine = [row for row in table if row["head_dim"] == dim and row["backend"] == backend and row["status"] == "ok"
                         and row.get(what) is not None]
-                ends = [row["status"] for row in table if row["head_dim"] == dim and row["backend"] == backend][-1]
-                label = {"flash": "PyTorch: FlashAttention-2", "cudnn": "PyTorch: cuDNN", "math": "PyTorch: math"}.get(
-                    backend, backend) + (f" ({ends})" if ends not in ("ok", "no time") else "")
                 axis.plot([row["seqlen"] for row in mine], [row[what] * scale for row in mine], color=color, marker=marker,
-                          linewidth=width, markersize=4, label=label)
+                          linewidth=width, markersize=4, label=label(table, dim, backend))
             axis.set_xscale("log", base=2)
             axis.set_yscale("log")
             axis.grid(alpha=0.3)
@@ -206,7 +258,7 @@ def plot(path, table):
                                   f"{'causal' if table[0]['causal'] else 'full'}")
         axes[0][column].legend(fontsize=8)
         axes[1][column].set_xlabel("tokens")
-        axes[1][column].xaxis.set_major_formatter(lambda x, _: f"{x / 1024:g}k" if x < 2**20 else f"{x / 2**20:g}M")
+        axes[1][column].xaxis.set_major_formatter(lambda x, _: tokens(x))
     axes[0][0].set_ylabel("forward and backward, ms")
     axes[1][0].set_ylabel("peak memory, GiB")
     figure.suptitle(f"One attention on {table[0]['device']}")
@@ -217,11 +269,11 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda", choices=("cuda", "cpu"))
     parser.add_argument("--dims", type=int, nargs="+", default=[64, 128], help="head dimensions")
-    parser.add_argument("--hidden", type=int, default=1024, help="heads times head dimension")
+    parser.add_argument("--hidden", type=int, default=8192, help="heads times head dimension")
     parser.add_argument("--causal", action="store_true")
     parser.add_argument("--first", type=int, default=1024, help="the shortest length")
     parser.add_argument("--last", type=int, default=2**24, help="no longer than this")
-    parser.add_argument("--seconds", type=float, default=90, help="begin nothing that would end later than this")
+    parser.add_argument("--seconds", type=float, default=150, help="begin nothing that would end later than this")
     parser.add_argument("--each", type=float, default=float("inf"), help="begin no length that would take longer than this")
     parser.add_argument("--backends", nargs="+", default=list(BACKENDS), choices=list(BACKENDS))
     parser.add_argument("--resume", action="store_true", help="keep the table in --csv, and go on with what had no time")
@@ -238,6 +290,7 @@ def main():
     if options.resume and not options.csv:
         parser.error("--resume goes on with the table that --csv names")
     table, new = kept(options), []
+    warm_up(options)
     with open(options.csv, "w", newline="") if options.csv else contextlib.nullcontext() as file:
         writer = csv.DictWriter(file, COLUMNS) if file else None
 
@@ -256,7 +309,7 @@ def main():
     table += new
     if options.png:
         plot(options.png, table)
-    bad = any(row["status"] == "wrong" or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
+    bad = any(row["status"] in ("wrong", LOST) or (row["backend"], row["status"]) == ("flashjit", "failed") for row in new)
     return 1 if bad or not table else 0
 
 

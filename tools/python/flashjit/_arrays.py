@@ -59,6 +59,8 @@ def _torch_view(tensor: Any, name: str) -> View:
     if tensor.requires_grad:
         raise InvalidArgument(f"{name} requires gradients, which flashjit.forward() and backward() do not record: call "
                               "flashjit.attention(), or give its detach().")
+    if tensor.is_neg():
+        raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
     device = ("cuda", tensor.get_device()) if tensor.is_cuda else ("cpu", 0)
     return View(tensor.data_ptr(), element_type(tensor, name), tuple(tensor.shape), tensor.stride(), device, False, tensor)
 

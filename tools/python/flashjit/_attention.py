@@ -9,7 +9,7 @@ from torch import Tensor
 from ._lists import TileLists, check_lists
 from ._operators import refuse_second, through_operator
 from ._plans import NOTHING, Fixed, Plan, plan_of
-from ._problem import autocast, check_types, read_problem
+from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
 from .errors import Unsupported
 
@@ -53,15 +53,24 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     if torch.is_autocast_enabled():
         q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
-    if not compiling and not (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN):
+    plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
+    if not plain and not compiling:
         check_types(q, k, v)
     wants_grad = torch.is_grad_enabled()
-    fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
-                                          cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                          wants_grad, compiling)
+    fixed = NOTHING
+    values: tuple[Any, ...] = ()
+    if (plain and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
+            and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
+            is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
+        problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
+                                else deterministic)
+    else:
+        fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
+                                              cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
+                                              wants_grad, compiling)
     if lists is not None:
         check_lists(lists)
-    if compiling or not _is_simple(q, k, v):
+    if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
         out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
         return (out, lse.detach()) if return_lse else out
     seed, offset = _draw(q) if dropout_p else (0, 0)
@@ -81,11 +90,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     return (out, lse) if return_lse else out
 
 
-def _is_simple(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether nobody but autograd wants to see the call: no subclass, no mode, no transform."""
-    return (type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
-            and not torch._C._len_torch_dispatch_stack() and not torch._C._len_torch_function_stack()
-            and torch._C._functorch.peek_interpreter_stack() is None)
+def _is_watched() -> bool:
+    """Whether another than autograd wants to see the call: a mode or a transform."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+                or torch._C._functorch.peek_interpreter_stack() is not None)
+
+
+def _is_negated(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> bool:
+    """Whether memory holds the numbers with the other sign, as behind z.conj().imag: the dispatcher makes copies."""
+    if q.is_neg() or k.is_neg() or v.is_neg() or (sinks is not None and sinks.is_neg()):
+        return True
+    for value in values:
+        if isinstance(value, Tensor) and value.is_neg():
+            return True
+    return False
 
 
 def _any_grad(values: Sequence[Any]) -> bool:
@@ -134,6 +152,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> Any:
+        dout = dout.resolve_neg()
         if not torch.is_grad_enabled():
             return _gradients(ctx.call, dout, *ctx.saved_tensors)
         with torch.no_grad():  # under create_graph
@@ -166,5 +185,5 @@ class _WithoutGradient(torch.autograd.Function):
     backward = staticmethod(refuse_second)
 
 
-# Function.apply without its search for functorch's wrappers, which _is_simple() has ruled out.
+# Function.apply without its search for functorch's wrappers, which _is_watched() has ruled out.
 _record = super(torch.autograd.Function, _Attention).apply

@@ -1,6 +1,7 @@
 """The C ABI by ctypes: include/flashjit/flashjit.h as Python sees it. Nothing here knows PyTorch."""
 from __future__ import annotations
 
+import array
 import ctypes
 import functools
 import importlib.util
@@ -10,7 +11,8 @@ import sys
 import weakref
 from typing import Any, Iterable, Sequence
 
-from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver
+from ._checks import check_whole
+from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
 FORWARD, BACKWARD = 0, 1
@@ -72,10 +74,10 @@ class ListArgs(ctypes.Structure):
                 ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer)]
 
 
-def words_of(structure: type[ctypes.Structure]) -> type[ctypes.Array]:
-    """The structure as an array of 64-bit words: a call copies it and sets its pointers, which is much quicker than
-    to set members of members."""
-    return ctypes.c_uint64 * (ctypes.sizeof(structure) // 8)
+def words_of(structure: ctypes.Structure) -> "array.array[int]":
+    """A copy of the structure as 64-bit words: a call copies these and sets its pointers, which is much quicker than to set
+    members of members."""
+    return array.array("Q", bytes(structure))
 
 
 def word(structure: type[ctypes.Structure], member: str) -> int:
@@ -194,6 +196,12 @@ def spec_handle(text: str) -> Handle:
 _SWITCH = {None: 0, True: 1, False: 2}
 
 
+def _switch(name: str, value: Any) -> int:
+    if value not in (None, True, False):
+        raise InvalidArgument(f"{name} is {value!r}: give True, False, or None for what the environment says.")
+    return _SWITCH[value]
+
+
 class Runtime:
     """Compiles, caches and launches kernels. flashjit.runtime() is the one that all calls use unless told otherwise.
 
@@ -215,12 +223,16 @@ class Runtime:
                  template_dir: str | os.PathLike[str] | None = None,
                  nvrtc: str | os.PathLike[str] | None = None, cache_limit: int | None = None,
                  tune_in_background: bool | None = None) -> None:
+        if isinstance(packs, (str, os.PathLike)):
+            raise WrongType(f"packs is {packs!r}, which is one folder: give a list of them.")
+        check_whole("cache_limit", cache_limit or 0)
         text = lambda path: None if path is None else os.fsencode(path)
         paths = (ctypes.c_char_p * len(packs))(*map(text, packs))
         options = Options(struct_size=ctypes.sizeof(Options), cache_dir=text(cache_dir), packs=paths,
-                          pack_count=len(packs), jit=_SWITCH[jit],
+                          pack_count=len(packs), jit=_switch("jit", jit),
                           template_dir=text(template_dir), nvrtc=text(nvrtc if nvrtc is not None else nvrtc_folder()),
-                          cache_limit=cache_limit or 0, tune_in_background=_SWITCH[tune_in_background])
+                          cache_limit=cache_limit or 0,
+                          tune_in_background=_switch("tune_in_background", tune_in_background))
         self._handle = Handle("flashjit_runtime_create", "flashjit_runtime_destroy", ctypes.byref(options))
         self.address = self._handle.address
         self.generation = 0  # counts what may change the workspace that calls need
@@ -277,6 +289,8 @@ def _stop_tuning(runtime: Handle, process: int) -> None:
 
 
 def shape_struct(sizes: Sequence[int]) -> Shape:
+    for size in sizes:
+        check_whole("a size of the shape", size)
     if len(sizes) != 5:
         raise InvalidArgument(f"shape has {len(sizes)} numbers: give (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).")
     return Shape(*sizes)

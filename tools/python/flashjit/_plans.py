@@ -1,6 +1,7 @@
 """What is filled in once for all calls that look alike: checked sizes, filled structs, the workspace's size."""
 from __future__ import annotations
 
+import array
 import contextlib
 import ctypes
 import math
@@ -56,7 +57,6 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
     return tuple(_library.word(structure, member) for member in members)
 
 
-_FWD, _BWD = _library.words_of(ForwardArgs), _library.words_of(BackwardArgs)
 _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_CAPTURES = _word(
     ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "captures")
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_CAPTURES, _B_DSINKS = _word(
@@ -159,11 +159,11 @@ class Plan:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
         tensors = {name: _tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = _tensor_struct(self.out_size, self.out_stride)
-        self.forward_template = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common)
+        self.forward_words = _library.words_of(ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common))
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
             tensors[name] = _tensor_struct(size, stride)
         tensors["dout"] = tensors["out"]
-        self.backward_template = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common)
+        self.backward_words = _library.words_of(BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common))
 
     # Launches.
 
@@ -195,22 +195,23 @@ class Plan:
                 doubles[i * _C_SIZE + _C_SCALAR] = float(values[i])
         return words
 
-    def _launch(self, function: str, words: Any) -> None:
+    def _launch(self, function: str, words: "array.array[int]") -> None:
+        args, _ = words.buffer_info()
         if self.index < 0:
-            status = getattr(library(), f"flashjit_reference_{function}")(self.spec.address, words)
+            status = getattr(library(), f"flashjit_reference_{function}")(self.spec.address, args)
         else:
             launch = _launchers[function]
             shared = runtime().address
             stream = torch._C._cuda_getCurrentRawStream(self.index)
             if torch._C._cuda_getDevice() == self.index:
-                status = launch(shared, self.spec.address, words, stream)
+                status = launch(shared, self.spec.address, args, stream)
             else:
                 with torch.cuda.device(self.index):
-                    status = launch(shared, self.spec.address, words, stream)
+                    status = launch(shared, self.spec.address, args, stream)
             if status == 4:  # a thread that has not used CUDA has no context yet, such as autograd's
                 with torch.cuda.device(self.index):
                     bind_context(self.device)
-                    status = launch(shared, self.spec.address, words, stream)
+                    status = launch(shared, self.spec.address, args, stream)
         if status:
             _library.raise_error(status)
 
@@ -271,7 +272,7 @@ class Plan:
         if self.generation != shared.generation:
             self._refresh(shared)
         out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
-        words = _FWD.from_buffer_copy(self.forward_template)
+        words = self.forward_words[:]
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None
         if want_lse:
@@ -294,13 +295,13 @@ class Plan:
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
-        words = _BWD.from_buffer_copy(self.backward_template)
+        words = self.backward_words[:]
         words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         words[_B_LSE] = lse.data_ptr()
         if dout.stride() != self.out_stride:
             if not takes(dout):
                 dout = dout.contiguous()
-            words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = list(dout.stride())
+            words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
         words[_B_DOUT] = dout.data_ptr()
         grads = [torch.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
@@ -352,8 +353,12 @@ def names_with_grad(options: str) -> set[str]:
 
 
 def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> Plan:
-    key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
-           k.get_device(), v.get_device(), problem)
+    try:
+        key = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride(), q.dtype, k.dtype, v.dtype, q.get_device(),
+               k.get_device(), v.get_device(), problem)
+    except RuntimeError:
+        refuse_nested(q, k, v)
+        raise
     if fixed is not NOTHING or values:
         key = (*key, *[_signature(value) for value in (*fixed, *values)])
     plan = _plans.get(key)
@@ -363,6 +368,13 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ..
             _plans.clear()
         _plans[key] = plan
     return plan
+
+
+def refuse_nested(*tensors: Tensor) -> None:
+    for name, tensor in zip("qkv", tensors):
+        if tensor.is_nested:
+            raise WrongType(f"{name} is a nested tensor: give its rows one behind the other, with cu_seqlens_q and "
+                            "cu_seqlens_kv, or pad it.")
 
 
 def _signature(value: Any) -> Any:

@@ -1,12 +1,15 @@
 """What attention() and TileLists are asked for, as tensors, values and a spec's options."""
 from __future__ import annotations
 
+import functools
+from collections.abc import Hashable
 from typing import Any, Mapping, Union
 
 import torch
 from torch import Tensor
 
-from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe
+from ._checks import check_mapping, check_number
+from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe, refuse_nested
 from ._tracing import is_real
 from .errors import InvalidArgument, WrongType
 from .programs import EMPTY, Program, program_of, trace_unlocked
@@ -40,6 +43,15 @@ def check_types(q: Any, k: Any, v: Any) -> None:
         if not isinstance(value, Tensor):
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor; flashjit.forward() takes other "
                             "arrays.")
+    refuse_nested(q, k, v)
+
+
+@functools.lru_cache(maxsize=KEEP_PLANS)
+def plain_problem(causal: Union[bool, str], scale: Union[float, None], deterministic: bool) -> Problem:
+    """What read_problem() makes of a call that is given no more than this; the same object every time."""
+    _, _, problem = read_problem(causal, scale, 0.0, None, None, None, None, None, None, None, None, None, None, deterministic,
+                                 False)
+    return problem
 
 
 def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p: float, score_mod: Any, mask_mod: Any,
@@ -51,6 +63,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
     """
+    if not compiling:
+        _check_kinds(causal, scale, dropout_p, captures)
     program, fixed = EMPTY, NOTHING
     values: tuple[Any, ...] = ()
     block = None
@@ -63,6 +77,9 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
         values = (*program.tensors, *program.scalars)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None:
+        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths)):
+            if value is not None and not isinstance(value, Tensor):
+                raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
         fixed = Fixed(None if block is None else block_map.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks)
@@ -104,6 +121,17 @@ def _block_map(block_mask: Any, mask_mod: Any) -> tuple[BlockMap, Any]:
     return made, mask_mod
 
 
+def _check_kinds(causal: Any, scale: Any, dropout_p: Any, captures: Any) -> None:
+    if type(causal) is not bool:
+        causal_option(causal)
+    if scale is not None:
+        check_number("scale", scale)
+    if type(dropout_p) is not float:
+        check_number("dropout_p", dropout_p)
+    if captures is not None:
+        check_mapping("captures", captures)
+
+
 def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_seqlen_kv: Any) -> None:
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if not isinstance(value, Tensor):
@@ -111,6 +139,9 @@ def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_
     if max_seqlen_q is None or max_seqlen_kv is None:
         raise InvalidArgument("cu_seqlens come without max_seqlen_q or max_seqlen_kv: give both as Python ints; to find "
                               "them from cu_seqlens would wait for the GPU.")
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if isinstance(value, Tensor) or not hasattr(value, "__index__"):
+            raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
 
 
 def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
@@ -129,19 +160,25 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
     return (*kinds, *map(is_real, program.scalars))
 
 
+def causal_option(causal: Any) -> str:
+    """The mask's name in a spec."""
+    named = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
+    if not isinstance(causal, Hashable) or causal not in named:
+        raise InvalidArgument(f"causal is {causal!r}: give True, False, \"bottom_right\" or \"top_left\".")
+    return named[causal]
+
+
 def _options(key: tuple[Any, ...]) -> str:
     """The options of a spec, from what attention() was asked for."""
     form, causal, kinds, dropout, block, no_kv_lengths, fixed_length, no_sinks, deterministic = key
-    named = {False: "", True: "causal", "bottom_right": "causal", "top_left": "causal_top_left"}
-    if causal not in named:
-        raise InvalidArgument(f"causal is {causal!r}: give True, False, \"bottom_right\" or \"top_left\".")
+    named = causal_option(causal)
     count = len(form.tensors)
     for name, kind in zip(form.tensors, kinds):
         if kind[2] and name in form.known and not any(
                 line.partition(":")[0].strip() == name and line.endswith(" grad") for line in form.declared):
             raise InvalidArgument(f"the captured tensor {name} requires a gradient, but the program declares it without: "
                                   f"end its declaration with \"grad\", or give its detach().")
-    text = form.options(named[causal], kinds[:count], kinds[count:])
+    text = form.options(named, kinds[:count], kinds[count:])
     if dropout:
         text += ":dropout"
     if not no_kv_lengths:

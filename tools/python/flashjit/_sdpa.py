@@ -30,34 +30,55 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() < 2:
             raise WrongType(f"{name} is {describe(tensor)}: give a tensor [..., length, head_dim].")
-    leading = _broadcast(query.shape[:-3], _broadcast(key.shape[:-3], value.shape[:-3]))
-    q, k, v = (_four_dimensions(tensor, leading) for tensor in (query, key, value))
-    if not enable_gqa and not q.shape[1] == k.shape[1] == v.shape[1]:
-        heads = max(q.shape[1], k.shape[1], v.shape[1])
-        if any(t.shape[1] not in (1, heads) for t in (q, k, v)):
-            raise InvalidArgument(f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
-                                  "enable_gqa=True for grouped heads.")
-        q, k, v = (t.expand(-1, heads, -1, -1) for t in (q, k, v))
+    sizes = query.shape, key.shape, value.shape
+    if not _is_plain(sizes, enable_gqa):
+        leading = _broadcast(sizes[0][:-3], _broadcast(sizes[1][:-3], sizes[2][:-3]))
+        q, k, v = (_four_dimensions(tensor, leading) for tensor in (query, key, value))
+        if not enable_gqa:
+            q, k, v = _with_all_heads(q, k, v)
+        out = _attention(q, k, v, leading, attn_mask, dropout_p, is_causal, scale)
+        heads = leading + sizes[0][-3:-2] if enable_gqa else _broadcast(sizes[0][:-2], sizes[1][:-2])
+        return out.reshape(*heads, sizes[0][-2], sizes[2][-1])
+    return _attention(query, key, value, sizes[0][:1], attn_mask, dropout_p, is_causal, scale)
+
+
+def _is_plain(sizes: tuple[torch.Size, torch.Size, torch.Size], enable_gqa: bool) -> bool:
+    """Whether nothing has to be broadcast or reshaped."""
+    q, k, v = sizes
+    return len(q) == len(k) == len(v) == 4 and q[0] == k[0] == v[0] and (enable_gqa or q[1] == k[1] == v[1])
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: Union[Tensor, None], dropout_p: float,
+               is_causal: bool, scale: Union[float, None]) -> Tensor:
+    """Of tensors with four dimensions, as these are or of copies."""
     score_mod, mask_mod, captures = mask_programs(attn_mask, leading, q, k)
     dim, dim_v = q.shape[3], v.shape[3]
     if scale is None:
         scale = 1 / math.sqrt(dim) if dim else 1.0
-    q, k, v = (readable(tensor) for tensor in (q, k, v))
-    causal: Union[bool, str] = is_causal
-    if is_causal and q.shape[2] != k.shape[2]:
-        causal = "top_left"
-    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, score_mod=score_mod, mask_mod=mask_mod,
-                    captures=captures)
-    if out.shape[3] != dim_v:
-        out = out[..., :dim_v]
-    shape = (*_broadcast(query.shape[:-2], key.shape[:-2]), query.shape[-2], dim_v) if not enable_gqa else (
-        *leading, *query.shape[-3:-1], dim_v)
-    return out if out.shape == shape else out.reshape(shape)
+    causal: Union[bool, str] = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
+    out = attention(readable(q), readable(k), readable(v), causal=causal, scale=scale, dropout_p=dropout_p,
+                    score_mod=score_mod, mask_mod=mask_mod, captures=captures)
+    return out if out.shape[3] == dim_v else out[..., :dim_v]
+
+
+def _with_all_heads(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """One head serves all, as in other broadcasts."""
+    heads = max(q.shape[1], k.shape[1], v.shape[1])
+    if any(t.shape[1] not in (1, heads) for t in (q, k, v)):
+        raise InvalidArgument(f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: set "
+                              "enable_gqa=True for grouped heads.")
+    return tuple(t.expand(-1, heads, -1, -1) for t in (q, k, v))
 
 
 def _broadcast(a: torch.Size, b: torch.Size) -> torch.Size:
     """torch.broadcast_shapes(), which takes 8 us, where there is something to do."""
-    return a if a == b else torch.broadcast_shapes(a, b)
+    if a == b:
+        return a
+    try:
+        return torch.broadcast_shapes(a, b)
+    except RuntimeError:
+        raise InvalidArgument(f"query, key and value have the leading dimensions {list(a)} and {list(b)}, which do not "
+                              "broadcast: make them equal, or 1.") from None
 
 
 def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:

@@ -549,7 +549,7 @@ class Tracer:
                 with torch_mode():
                     result = function(*arguments)
             result = self.value_of(result)
-        except TypeError as error:
+        except (TypeError, IndexError) as error:  # IndexError: of NumPy, which looks at an index itself
             if isinstance(error, InvalidArgument):
                 raise
             raise WrongType(f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "

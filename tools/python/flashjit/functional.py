@@ -12,6 +12,7 @@ from typing import Any, Mapping, Sequence, Union
 
 from . import _library
 from ._arrays import View, view
+from ._checks import check_mapping, check_number, check_text, check_whole
 from ._library import BackwardArgs, ForwardArgs, Handle, ListArgs, library, runtime, spec_handle
 from .errors import InvalidArgument, Unsupported, WrongType
 
@@ -38,7 +39,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         concern wrong results, but nothing outside of the tensors is read or written. sinks: float32 [heads_q].
     seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
     lists: what build_lists() made for such calls; else made in this call, where needed.
-    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there.
+    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. Work on arrays
+        with DLPack is waited for there; on those with the CUDA array interface alone it must be ordered by the caller.
 
     Returns (out, lse). Raises flashjit.Error.
     """
@@ -121,6 +123,12 @@ class _Call:
 
     def __init__(self, arrays: Mapping[str, Any], options: str, dropout_p: float, captures: Any, fixed: dict[str, Any],
                  block_map: Any, max_seqlen_q: int, max_seqlen_kv: int, stream: int, capture_grads: Any = None) -> None:
+        check_text("options", options)
+        check_number("dropout_p", dropout_p)
+        check_mapping("captures", captures or {})
+        check_mapping("capture_grads", capture_grads or {})
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv), ("stream", stream)):
+            check_whole(name, value)
         self.stream = stream
         self.views: dict[str, View] = {}
         self.fixed: list[str] = []
@@ -218,10 +226,13 @@ class _Call:
 
     def common(self, scale: Union[float, None], dropout_p: float, seed: int, offset: int) -> dict[str, Any]:
         members: dict[str, Any] = {name: self.views[name].contiguous_pointer(name) for name in self.fixed}
+        check_whole("seed", seed)
+        check_whole("offset", offset)
         members.update(dropout_p=dropout_p, seed=seed, offset=offset, batch_size=self.batch, max_seqlen_q=self.lengths[0],
                        max_seqlen_kv=self.lengths[1], capture_count=len(self.captures),
                        captures=ctypes.addressof(self.captures) if len(self.captures) else None)
         if scale is not None:
+            check_number("scale", scale)
             self._scale = ctypes.c_float(scale)
             members["softmax_scale"] = ctypes.addressof(self._scale)
         if "block_map" in self.views:

@@ -14,7 +14,7 @@ from ._attention import attention
 from ._library import runtime
 from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
-from ._problem import BlockMap
+from ._problem import BlockMap, causal_option, check_types
 from ._sdpa import scaled_dot_product_attention
 
 __all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_transformers"]
@@ -27,9 +27,10 @@ def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: 
     backward: those of the backward pass too. options: more of the spec, such as ":dropout".
     config: tiles to use for this problem from now on, such as "sm80:br128:bc64:w4:s2".
     """
-    named = {False: "", True: ":causal", "bottom_right": ":causal", "top_left": ":causal_top_left"}[causal]
+    check_types(q, k, v)
+    named = causal_option(causal)
     dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
-    spec = f"{SPEC_TYPES[q.dtype]}:d{dims}{named}{options}"
+    spec = f"{SPEC_TYPES[q.dtype]}:d{dims}{named and ':' + named}{options}"
     shape = (q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
     with torch.cuda.device(q.device):
         bind_context(q.device)

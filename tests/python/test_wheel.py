@@ -1,0 +1,130 @@
+"""What `pip wheel tools/python --no-deps` makes, where its native files come from, and what it says without them. In a
+copy of the package, with a CMake that builds nothing and writes down what it was asked."""
+import importlib.util
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+if not (importlib.util.find_spec("wheel") or importlib.util.find_spec("setuptools.command.bdist_wheel")):
+    pytest.skip("no wheels can be made here: pip install setuptools wheel", allow_module_level=True)
+
+CMAKE = """#!/bin/sh
+echo "$@" >>"$ASKED"
+[ "$1" = --build ] || exit 0
+[ -z "$BROKEN" ] || exit 1
+mkdir -p "$2/tools" && echo made library >"$2/libflashjit.so" && echo made command >"$2/tools/flashjit"
+"""
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """Only what the wheel reads, without a build folder."""
+    root = tmp_path / "repository"
+    shutil.copytree(ROOT / "tools/python", root / "tools/python", ignore=shutil.ignore_patterns("build", "*.egg-info", "__pycache__"))
+    shutil.copy(ROOT / "CMakeLists.txt", root)
+    return root
+
+
+class Outcome:
+    def __init__(self, folder, done, asked):
+        self.code, self.said, self.asked = done.returncode, done.stdout + done.stderr, asked
+        self.wheels = list(folder.glob("*.whl"))
+
+    def files(self):
+        with zipfile.ZipFile(self.wheels[0]) as wheel:
+            return {name: wheel.read(name) for name in wheel.namelist()}
+
+
+def make_wheel(repository, cmake=CMAKE, **environment):
+    """pip wheel with a PATH that has this CMake, or none."""
+    scratch = repository.parent
+    tools, asked = scratch / "tools", scratch / "asked"
+    tools.mkdir()
+    for name in ("sh", "mkdir"):
+        (tools / name).symlink_to(shutil.which(name))
+    if cmake:
+        (tools / "cmake").write_text(cmake)
+        (tools / "cmake").chmod(0o755)
+    given = {name: value for name, value in os.environ.items() if name not in ("FLASHJIT_NATIVE", "PYTHONPATH")}
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps",
+                           "--no-build-isolation", "-w", scratch / "wheels", repository / "tools/python"], text=True, timeout=300,
+                          capture_output=True, env={**given, "PATH": str(tools), "ASKED": str(asked), **environment})
+    return Outcome(scratch / "wheels", done, asked.read_text().splitlines() if asked.exists() else [])
+
+
+def native(tmp_path, *names):
+    folder = tmp_path / "native"
+    folder.mkdir()
+    for name in names:
+        (folder / name).write_text(f"given {name}\n")
+    return str(folder)
+
+
+def test_a_wheel_holds_the_package_its_types_and_the_native_files(repository, tmp_path):
+    made = make_wheel(repository, FLASHJIT_NATIVE=native(tmp_path, "libflashjit.so", "flashjit"))
+    assert made.code == 0 and made.asked == [], made.said
+    files = made.files()
+    modules = {f"flashjit/{path.name}" for path in (ROOT / "tools/python/flashjit").glob("*.py")}
+    assert {name for name in files if name.startswith("flashjit/")} == modules | {
+        "flashjit/py.typed", "flashjit/native/libflashjit.so", "flashjit/native/flashjit"}
+    assert files["flashjit/native/libflashjit.so"] == b"given libflashjit.so\n"
+    assert made.wheels[0].name.split("-")[2:4] == ["py3", "none"] and "linux" in made.wheels[0].name
+
+
+def test_what_an_earlier_version_left_is_not_in_the_wheel(repository, tmp_path):
+    given = native(tmp_path, "libflashjit.so", "flashjit")
+    first = make_wheel(repository, FLASHJIT_NATIVE=given)
+    left, = (repository / "tools/python/build").glob("lib*/flashjit")
+    (left / "old.py").touch()
+    shutil.rmtree(tmp_path / "tools")
+    again = make_wheel(repository, FLASHJIT_NATIVE=given)
+    assert again.code == 0 and again.files().keys() == first.files().keys(), again.said
+
+
+def test_without_native_files_they_are_built_with_cmake(repository):
+    made = make_wheel(repository)
+    assert made.code == 0, made.said
+    configure, build = made.asked
+    assert configure.startswith(f"-S {repository} -B ") and "-DCMAKE_BUILD_TYPE=Release" in configure
+    assert "--target flashjit flashjit_command" in build
+    assert made.files()["flashjit/native/flashjit"] == b"made command\n" and not (repository / "build").exists()
+
+
+def test_a_configured_build_folder_is_used(repository):
+    (repository / "build").mkdir()
+    (repository / "build/CMakeCache.txt").touch()
+    made = make_wheel(repository)
+    assert made.code == 0, made.said
+    assert [line.partition(" --parallel")[0] for line in made.asked] == [f"--build {repository / 'build'}"]
+    assert made.files()["flashjit/native/libflashjit.so"] == b"made library\n"
+
+
+def refused(made, *texts):
+    assert made.code != 0 and not made.wheels
+    assert "Traceback" not in made.said
+    for text in texts:
+        assert text in made.said, made.said
+
+
+def test_without_cmake_it_is_said_what_to_do(repository):
+    refused(make_wheel(repository, cmake=None), "there is no cmake", "tools/setup.sh", "FLASHJIT_NATIVE")
+
+
+def test_a_build_that_fails_is_no_wheel(repository):
+    refused(make_wheel(repository, BROKEN="1"), "cmake --build", "failed", "FLASHJIT_NATIVE")
+
+
+def test_native_files_that_are_missing_are_named(repository, tmp_path):
+    folder = native(tmp_path, "libflashjit.so")
+    refused(make_wheel(repository, FLASHJIT_NATIVE=folder), f"FLASHJIT_NATIVE is {folder}", "has no flashjit")
+
+
+def test_the_package_alone_without_the_repository(repository, tmp_path):
+    (repository / "CMakeLists.txt").unlink()
+    refused(make_wheel(repository), "not in flashjit's repository")

@@ -189,6 +189,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",
                        .threads = 12 * 32 + 128,
+                       .cluster = 2,
                        .shared_bytes = bytes,
                        .hot = true,
                        .tensor_maps = true,
@@ -213,6 +214,25 @@ TEST(Sm90, ClustersShareAKvTileOfManyColumns) {
   const ExecutionPlan alone =
       make_plan(parse_spec("bwd:bf16:d256"), kSmall, odd, {}, parse_config("sm90:br64:bc64:w8:s2"));
   EXPECT_EQ(alone.entries.back().cluster, 1);
+}
+
+TEST(Sm90, BlocksOfAClusterTakeNeighbouringTilesOfAMaskedForwardPass) {
+  const auto planned = [](const std::string& spec, const std::string& shape, const std::string& config) {
+    const ExecutionPlan plan =
+        make_plan(parse_spec(spec), parse_shape(shape), kH100, {}, parse_config(config));
+    return std::pair{plan.entries.back().cluster, plan.launches.back().blocks};
+  };
+  const std::string many = "b2:hq16:hkv4:sq1024:skv1024", few = "b1:hq3:hkv3:sq600:skv600";
+  const std::string config = "sm90:br128:bc128:w8:s2";
+  using Planned = std::pair<int, std::int64_t>;
+  for (const char* spec : {"fwd:bf16:d128:causal", "fwd:bf16:d128:mask{q >= kv && q - kv < 256}"}) {
+    EXPECT_EQ(planned(spec, many, config), (Planned{2, kH100.multiprocessors})) << spec;
+    EXPECT_EQ(planned(spec, few, config), (Planned{2, 16})) << spec;  // of 3 * 5 tiles
+  }
+  EXPECT_EQ(planned("fwd:bf16:d128:causal", many, "sm90:br64:bc64:w4:s2:occ2").first, 1);
+  for (const char* spec : {"fwd:bf16:d128", "fwd:bf16:d128:causal:kvlen", "fwd:bf16:d128:causal:varlen",
+                           "fwd:bf16:d128:causal:map128x128"})
+    EXPECT_EQ(planned(spec, many, config).first, 1) << spec;
 }
 
 TEST(Sm90, BlocksTakeTilesInTurnWhereTheyCostWhatThePlannerCanTell) {

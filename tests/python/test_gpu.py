@@ -361,9 +361,10 @@ def test_arrays_of_other_libraries():
 
 
 class Only:
-    """An array of which one interface alone is seen."""
+    """An array of which one interface alone is seen. It holds the array, whose memory would be another's else."""
 
     def __init__(self, array, *names):
+        self._array = array
         for name in names:
             setattr(self, name, getattr(array, name))
 
@@ -657,7 +658,7 @@ def test_long_context_counts_the_attention_s_memory_alone(tmp_path):
         rows = [row for row in csv.DictReader(file) if row["backend"] != "math" and row["status"] == "ok"]
     assert {row["backend"] for row in rows} >= {"flashjit", "flash"}
     for row in rows:
-        assert 16 <= float(row["peak_mib"]) / (int(row["seqlen"]) / 1024) < 30, row
+        assert 16 <= float(row["peak_mib"]) / (int(row["seqlen"]) / 1024) < 30, str(row)
 
 
 def test_deterministic_gradients_of_captures():

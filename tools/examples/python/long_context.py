@@ -96,10 +96,11 @@ def timed(device, run):
 
 
 def warm_up(options):
-    """What is allocated once and stays, such as cuBLAS's memory in this thread and in autograd's: with the first row it would
-    look like that row's."""
+    """Bytes of what is allocated once and stays, such as cuBLAS's memory in this thread and in autograd's: it is in no row.
+    Not asked again before a row: autograd's thread may let go of the last row's tensors a little late."""
     problem = Problem(options, options.dims[0], 64)
     problem.error(*problem.run("math"))
+    return torch.cuda.memory_allocated() if options.device == "cuda" else 0
 
 
 def reserve(device, mib):
@@ -111,14 +112,13 @@ def reserve(device, mib):
 def measure(options, backend, dim, length):
     """What stands in the table for one backend and one length. Raises what the backend raises."""
     on_gpu = options.device == "cuda"
-    before = torch.cuda.memory_allocated() if on_gpu else 0
     problem = Problem(options, dim, length)
     if on_gpu:
         if backend == "flashjit":  # so that a first run, which may be the only one, does not compile
             flashjit.torch.prepare(problem.q, problem.k, problem.v, backward=True, causal=problem.causal)
         torch.cuda.reset_peak_memory_stats()
     (out, dq), first = timed(problem.device, lambda: problem.run(backend))
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**20 if on_gpu else None
+    peak = (torch.cuda.max_memory_allocated() - options.kept) / 2**20 if on_gpu else None
     error = problem.error(out, dq)
     del out, dq
     again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
@@ -256,7 +256,7 @@ def plot(path, table):
             axis.grid(alpha=0.3)
         axes[0][column].set_title(f"head dim {dim}, {table[0]['heads'] * table[0]['head_dim'] // dim} heads, "
                                   f"{'causal' if table[0]['causal'] else 'full'}")
-        axes[0][column].legend(fontsize=8)
+        axes[0][column].legend(fontsize=8, loc="lower right")
         axes[1][column].set_xlabel("tokens")
         axes[1][column].xaxis.set_major_formatter(lambda x, _: tokens(x))
     axes[0][0].set_ylabel("forward and backward, ms")
@@ -290,7 +290,7 @@ def main():
     if options.resume and not options.csv:
         parser.error("--resume goes on with the table that --csv names")
     table, new = kept(options), []
-    warm_up(options)
+    options.kept = warm_up(options)
     with open(options.csv, "w", newline="") if options.csv else contextlib.nullcontext() as file:
         writer = csv.DictWriter(file, COLUMNS) if file else None
 

@@ -11,9 +11,8 @@ constexpr const char* kDefaultLibrary = "libcuda.so.1";
 
 /// What CUDA_ERROR_NOT_INITIALIZED means from a driver that is asked to initialise, or has been.
 constexpr const char* kForked =
-    "CUDA does not work in a process that was forked after CUDA was used: fork before the first use, or "
-    "start "
-    "a new program in the child.";
+    "CUDA does not work in a process that was forked after CUDA was used: fork before the first use, "
+    "or start a new program in the child.";
 
 [[noreturn]] void too_old(const std::string& path, const std::string& found) {
   throw Error(

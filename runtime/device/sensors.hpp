@@ -25,7 +25,7 @@ class Sensors {
   explicit Sensors(const std::string& pci_bus_id, const std::string& library = {});
   ~Sensors();
 
-  /// Costs up to a millisecond.
+  /// Asks another library of the driver, which may take milliseconds: not between what is timed.
   GpuState read() const;
 
  private:

@@ -313,6 +313,7 @@ struct DeviceMeter::Impl {
   DeviceInfo device;
   MeterOptions options;
   device::StreamOwner stream;
+  device::Sensors sensors;
   std::deque<EventPair> events;
   std::optional<Inputs> inputs;
 
@@ -327,7 +328,8 @@ struct DeviceMeter::Impl {
         driver(*c.driver()),
         device(device::query_device(driver, c.device())),
         options(std::move(o)),
-        stream(c.driver()) {
+        stream(c.driver()),
+        sensors(device::pci_bus_id(driver, c.device())) {
     for (std::size_t i = 0; i < kLaunchesInQueue; ++i) events.emplace_back(c.driver());
   }
 
@@ -417,6 +419,8 @@ KernelReport DeviceMeter::prepare(const Problem& problem, const TileConfig& conf
 }
 
 void DeviceMeter::compile_anew(bool on) { impl_->compile_anew(on); }
+
+device::GpuState DeviceMeter::state() { return impl_->sensors.read(); }
 
 std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                            int repeats) {

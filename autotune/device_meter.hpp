@@ -36,6 +36,7 @@ class DeviceMeter : public Meter {
   std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                 int repeats) override;
   void compile_anew(bool on) override;
+  device::GpuState state() override;
 
  private:
   struct Impl;

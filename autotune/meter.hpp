@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "autotune/space.hpp"
+#include "device/sensors.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/runtime.hpp"
 
@@ -29,6 +30,10 @@ class Meter {
   /// While on, nothing that was compiled before is used: a search takes what it takes who compiles the first
   /// time. Off again, all of it may be. Called while nothing is prepared.
   virtual void compile_anew(bool /*on*/) {}
+
+  /// What the GPU says of itself, best asked right after a measurement, while it is as warm and fast as then.
+  /// Unknown, unless the meter has a GPU that tells.
+  virtual device::GpuState state() { return {}; }
 };
 
 /// Whether an error of these says that one candidate cannot be had, and nothing of the others.

@@ -228,7 +228,8 @@ void table(std::string& page, const Model& model, const plan::TuningRecord& reco
   page += "</table></details>\n";
 }
 
-void section(std::string& page, const plan::TuningRecord& record, const DeviceInfo& device, double density) {
+void section(std::string& page, const Reported& reported, const DeviceInfo& device, double density) {
+  const plan::TuningRecord& record = reported.record;
   const Model model({record.spec, record.shape}, device, density);
   const double best = best_of(record);
   put(page, "<section><h2><code>{}</code><br><code>{}</code></h2>\n", escaped(to_string(record.spec)),
@@ -244,6 +245,8 @@ void section(std::string& page, const plan::TuningRecord& record, const DeviceIn
   }
   put(page, "<p class='about'>{}, driver {}, {}, flashjit {}</p>\n", escaped(record.device),
       escaped(record.driver), escaped(record.nvrtc), escaped(record.library));
+  const std::string conditions = to_string(reported.conditions);
+  if (!conditions.empty()) put(page, "<p class='about'>While measuring: {}</p>\n", escaped(conditions));
   for (const plan::FamilyTraits& family : plan::families()) heat_map(page, model, record, family.family);
   bars(page, model, record);
   scatter(page, model, record);
@@ -294,10 +297,9 @@ Cell cell_of(const Model& model, const plan::TuningRecord& record, Family family
   return {CellKind::none, 0, "no candidate"};
 }
 
-std::string report_html(const std::vector<plan::TuningRecord>& records, const DeviceInfo& device,
-                        double map_density) {
+std::string report_html(const std::vector<Reported>& records, const DeviceInfo& device, double map_density) {
   std::string page(kHead);
-  for (const plan::TuningRecord& record : records) section(page, record, device, map_density);
+  for (const Reported& record : records) section(page, record, device, map_density);
   page += "</body></html>\n";
   return page;
 }

@@ -4,15 +4,22 @@
 #include <string>
 #include <vector>
 
+#include "autotune/conditions.hpp"
 #include "autotune/model.hpp"
 #include "plan/records.hpp"
 
 namespace flashjit::autotune {
 
+/// A record, and under which conditions it was measured, where that is known.
+struct Reported {
+  plan::TuningRecord record;
+  Conditions conditions = {};
+};
+
 /// Of each record: a map over Br x Bc of each family's times, with the tiles that shared memory forbids, that
 /// spill and that were predicted only; the fastest candidates against the roofline; the model against the
 /// measurements; a table with registers and spills. `device` is the one of the records.
-std::string report_html(const std::vector<plan::TuningRecord>& records, const DeviceInfo& device,
+std::string report_html(const std::vector<Reported>& records, const DeviceInfo& device,
                         double map_density = kDefaultMapDensity);
 
 /// What one cell of the map stands for.

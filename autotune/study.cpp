@@ -40,6 +40,7 @@ void measure_gap(StudyRow& row, const TileConfig& config, Meter& meter) {
   try {
     for (const TileConfig& each : both) meter.prepare(row.problem, each);
     const std::vector<double> ms = meter.median_ms(row.problem, both, kGapRepeats);
+    row.conditions.add(meter.state());
     const double config_ms = ms.at(1) * best->ms / ms.at(0);
     const auto known = std::ranges::find(row.exhaustive.timings, config, &plan::Timing::config);
     if (known != row.exhaustive.timings.end())
@@ -73,6 +74,11 @@ double model_correlation(const Model& model, const plan::TuningRecord& record) {
     measured.push_back(timing.ms);
   }
   return rank_correlation(predicted, measured);
+}
+
+/// Two columns, empty where nothing is known.
+std::string least_and_most(const std::optional<Range>& range) {
+  return range ? fmt::format("{},{}", range->least, range->most) : ",";
 }
 
 std::string times(std::optional<double> slower) { return slower ? fmt::format("{:.3f}", *slower) : "-"; }
@@ -133,6 +139,8 @@ StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, con
   row.measured = search.measured;
   row.seconds = search.seconds;
   row.drift = all.drift;
+  row.conditions = search.conditions;
+  row.conditions.add(all.conditions);
   row.correlation = model_correlation(Model(row.problem, setting.device, options.map_density), all.record);
   measure_gap(row, row.heuristic, meter);
   return row;
@@ -149,10 +157,7 @@ void compare_untuned(std::vector<StudyRow>& rows, const DeviceInfo& device) {
   }
 }
 
-void measure_gaps(StudyRow& row, Meter& meter) {
-  measure_gap(row, row.heuristic, meter);
-  measure_gap(row, row.untuned, meter);
-}
+void measure_untuned(StudyRow& row, Meter& meter) { measure_gap(row, row.untuned, meter); }
 
 std::string study_markdown(const std::vector<StudyRow>& rows, const Setting& setting) {
   const auto choice = sorted(rows, [](const StudyRow& row) { return row.slower(row.chosen.best); });
@@ -199,29 +204,35 @@ std::string study_markdown(const std::vector<StudyRow>& rows, const Setting& set
   text +=
       "\n| problem | shape | candidates | measured | s | choice | slower | best | heuristic | without record "
       "| "
-      "by | rank corr. | drift |\n|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
+      "by | rank corr. | drift | clock, MHz | C | slowed by |\n"
+      "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|---|\n";
   for (const StudyRow& row : rows)
-    text += fmt::format("| `{}` | {} | {} | {} | {:.1f} | {} | {} | {} | {} | {} | {} | {:.2f} | {:.1f}% |\n",
-                        to_string(row.problem.spec), to_string(row.problem.shape), row.candidates,
-                        row.measured, row.seconds, to_string(row.chosen.best),
-                        times(row.slower(row.chosen.best)), to_string(row.exhaustive.best),
-                        times(row.slower(row.heuristic)), times(row.slower(row.untuned)),
-                        row.untuned_by_record ? "record" : "heuristic", row.correlation, 100 * row.drift);
+    text += fmt::format(
+        "| `{}` | {} | {} | {} | {:.1f} | {} | {} | {} | {} | {} | {} | {:.2f} | {:.1f}% | {} | {} | {} |\n",
+        to_string(row.problem.spec), to_string(row.problem.shape), row.candidates, row.measured, row.seconds,
+        to_string(row.chosen.best), times(row.slower(row.chosen.best)), to_string(row.exhaustive.best),
+        times(row.slower(row.heuristic)), times(row.slower(row.untuned)),
+        row.untuned_by_record ? "record" : "heuristic", row.correlation, 100 * row.drift,
+        range_text(row.conditions.clock_mhz), range_text(row.conditions.celsius),
+        slowed_text(row.conditions.slowed_by));
   return text;
 }
 
 std::string study_csv(const std::vector<StudyRow>& rows) {
   std::string text =
       "spec,shape,candidates,measured,seconds,choice,choice_slower,best,best_ms,heuristic,heuristic_slower,"
-      "untuned,untuned_slower,untuned_by,rank_correlation,drift\n";
+      "untuned,untuned_slower,untuned_by,rank_correlation,drift,clock_mhz_least,clock_mhz_most,"
+      "celsius_least,celsius_most,slowed_by\n";
   for (const StudyRow& row : rows)
     text +=
-        fmt::format("\"{}\",{},{},{},{:.2f},{},{},{},{:.5f},{},{},{},{},{},{:.4f},{:.4f}\n",
+        fmt::format("\"{}\",{},{},{},{:.2f},{},{},{},{:.5f},{},{},{},{},{},{:.4f},{:.4f},{},{},\"{}\"\n",
                     to_string(row.problem.spec), to_string(row.problem.shape), row.candidates, row.measured,
                     row.seconds, to_string(row.chosen.best), times(row.slower(row.chosen.best)),
                     to_string(row.exhaustive.best), least_ms(row.exhaustive), to_string(row.heuristic),
                     times(row.slower(row.heuristic)), to_string(row.untuned), times(row.slower(row.untuned)),
-                    row.untuned_by_record ? "record" : "heuristic", row.correlation, row.drift);
+                    row.untuned_by_record ? "record" : "heuristic", row.correlation, row.drift,
+                    least_and_most(row.conditions.clock_mhz), least_and_most(row.conditions.celsius),
+                    slowed_text(row.conditions.slowed_by));
   return text;
 }
 

@@ -13,8 +13,8 @@ namespace flashjit::autotune {
 struct StudyRow {
   Problem problem;
   plan::TuningRecord chosen;  ///< what the search wrote
-  /// The same after all the rest was measured; its times are compared. Those of measure_gaps() have a reason
-  /// to be skipped, too.
+  /// The same after all the rest was measured; its times are compared. Those that only the heuristic or
+  /// `untuned` has have a reason to be skipped, too.
   plan::TuningRecord exhaustive;
   TileConfig heuristic;
   std::size_t candidates = 0;
@@ -22,6 +22,7 @@ struct StudyRow {
   double seconds = 0;        ///< of the search, compiling included
   double correlation = 0;    ///< of the model's ranks with the measured ones, 1: the same order
   double drift = 0;          ///< TuneResult::drift of the exhaustive run
+  Conditions conditions;     ///< of all that was measured
   /// What the runtime would take if this shape had no record: of the study's other problems the nearest, else
   /// the heuristic's.
   TileConfig untuned;
@@ -36,15 +37,15 @@ struct StudyRow {
 /// even in a study: they would take most of its time.
 inline constexpr double kStudyPrune = 2.0;
 
+/// The heuristic's choice is timed even where the exhaustive run passed over it, because it spills, say, or
+/// by kStudyPrune: the runtime would take it all the same.
 StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options = {});
 
 /// Fills `untuned` of every row from the records of the others.
 void compare_untuned(std::vector<StudyRow>& rows, const DeviceInfo& device);
 
-/// Times what the runtime would take, the heuristic's choice and `untuned`, where the exhaustive run passed
-/// over it because it spills, say, or by kStudyPrune: the runtime would take it all the same. study() has
-/// done so for the heuristic's.
-void measure_gaps(StudyRow& row, Meter& meter);
+/// Times `untuned`, too, where the exhaustive run passed over it.
+void measure_untuned(StudyRow& row, Meter& meter);
 
 /// Spearman's: of the ranks, ties sharing theirs; 0 for fewer than two values or when one side is constant.
 double rank_correlation(const std::vector<double>& a, const std::vector<double>& b);

@@ -168,7 +168,7 @@ class Search {
   }
 
   TuneResult result(Ending ending) const {
-    return {record(), ending, heuristic_, measured_now_, order_.size(), seconds_, drift_};
+    return {record(), ending, heuristic_, measured_now_, order_.size(), seconds_, drift_, conditions_};
   }
   const TileConfig& heuristic() const { return heuristic_; }
   std::size_t candidates() const { return order_.size(); }
@@ -349,18 +349,25 @@ class Search {
     prepared_[i] = true;
   }
 
+  /// As the meter measures, and notes how warm and fast the GPU was.
+  std::vector<double> median_ms(std::span<const TileConfig> configs, int repeats) {
+    std::vector<double> ms = meter_.median_ms(problem_, configs, repeats);
+    conditions_.add(meter_.state());
+    return ms;
+  }
+
   /// Beside the best so far, whose time is the measure: a drift of the clocks meets both alike.
   double measure(std::size_t i) {
     const TileConfig& config = order_[i];
-    const double first = meter_.median_ms(problem_, std::span(&config, 1), 1).front();
+    const double first = median_ms(std::span(&config, 1), 1).front();
     const std::optional<std::size_t> best = fastest_but(i);
     const double best_ms = best ? timings_[*best].ms : 0;
     if (best && first > kHopeless * best_ms) return first;
     const int repeats = repeats_for(first, kMeasureMs);
-    if (!best) return meter_.median_ms(problem_, std::span(&config, 1), repeats).front();
+    if (!best) return median_ms(std::span(&config, 1), repeats).front();
     prepare(*best);
     const std::array both{order_[*best], config};
-    const std::vector<double> ms = meter_.median_ms(problem_, both, repeats);
+    const std::vector<double> ms = median_ms(both, repeats);
     drift_ = std::max(drift_, std::abs(ms.at(0) / best_ms - 1));
     return ms.at(1) * best_ms / ms.at(0);
   }
@@ -394,7 +401,7 @@ class Search {
     }
     std::vector<std::vector<double>> rounds(fastest.size());
     for (int round = 0; round < kFinalRounds; ++round) {
-      const std::vector<double> ms = meter_.median_ms(problem_, configs, repeats_for(slowest, kFinalRoundMs));
+      const std::vector<double> ms = median_ms(configs, repeats_for(slowest, kFinalRoundMs));
       for (std::size_t i = 0; i < fastest.size(); ++i) rounds[i].push_back(ms.at(i));
     }
     noise_ = kNoise;
@@ -441,6 +448,7 @@ class Search {
   std::size_t limit_ = 0, done_ = 0;  // measured, in earlier runs too
   std::size_t measured_now_ = 0;
   double noise_ = kNoise, drift_ = 0, seconds_ = 0;
+  Conditions conditions_;
 };
 
 double ms_of(const plan::TuningRecord& record, const TileConfig& config) {

@@ -7,6 +7,7 @@
 #include <string>
 #include <vector>
 
+#include "autotune/conditions.hpp"
 #include "autotune/meter.hpp"
 #include "autotune/space.hpp"
 #include "plan/records.hpp"
@@ -67,6 +68,7 @@ struct TuneResult {
   std::size_t candidates = 0;  ///< that there are
   double seconds = 0;          ///< that this run took
   double drift = 0;            ///< the most that the best's time moved while others were measured beside it
+  Conditions conditions = {};  ///< under which this run measured
 
   bool has_best() const;
   double best_ms() const;       ///< 0 when nothing was measured

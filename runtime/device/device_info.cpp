@@ -42,6 +42,12 @@ DeviceInfo query_device(const Driver& driver, CUdevice device) {
   return info;
 }
 
+std::string pci_bus_id(const Driver& driver, CUdevice device) {
+  char id[32] = {};
+  driver.check(driver.device_get_pci_bus_id(id, sizeof id, device), "cuDeviceGetPCIBusId");
+  return id;
+}
+
 CUdevice current_device(const Driver& driver) {
   CUdevice device = 0;
   const CUresult result = driver.ctx_get_device(&device);

@@ -15,6 +15,9 @@ std::string arch_of(int compute_capability);
 /// Asks the driver; costs microseconds.
 DeviceInfo query_device(const Driver& driver, CUdevice device);
 
+/// Where the device sits, as NVML and nvidia-smi name it: "0000:1B:00.0".
+std::string pci_bus_id(const Driver& driver, CUdevice device);
+
 /// The device of the current context. Throws Error(no_device) when no context is current.
 CUdevice current_device(const Driver& driver);
 

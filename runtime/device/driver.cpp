@@ -9,6 +9,11 @@ namespace {
 constexpr int kOldestVersion = 12000;
 constexpr const char* kDefaultLibrary = "libcuda.so.1";
 
+/// What CUDA_ERROR_NOT_INITIALIZED means from a driver that is asked to initialise, or has been.
+constexpr const char* kForked =
+    "CUDA does not work in a process that was forked after CUDA was used: fork before the first use, "
+    "or start a new program in the child.";
+
 [[noreturn]] void too_old(const std::string& path, const std::string& found) {
   throw Error(
       ErrorCode::no_driver,
@@ -36,11 +41,12 @@ void initialise(const Driver& driver) {
     throw Error(ErrorCode::no_device, fmt::format("The CUDA driver in {} finds no GPU: check nvidia-smi and "
                                                   "CUDA_VISIBLE_DEVICES.",
                                                   driver.path));
-  throw Error(
-      ErrorCode::no_driver,
-      fmt::format("The CUDA driver in {} does not start: {}. Check nvidia-smi; after an update of the driver "
-                  "the machine may need a restart.",
-                  driver.path, driver.describe(result)));
+  const char* advice =
+      result == CUDA_ERROR_NOT_INITIALIZED
+          ? kForked
+          : "Check nvidia-smi; after an update of the driver the machine may need a restart.";
+  throw Error(ErrorCode::no_driver, fmt::format("The CUDA driver in {} does not start: {}. {}", driver.path,
+                                                driver.describe(result), advice));
 }
 
 }  // namespace
@@ -87,7 +93,9 @@ std::string Driver::describe(CUresult result) const {
 }
 
 void Driver::fail(CUresult result, std::string_view what) const {
-  throw Error(ErrorCode::cuda, fmt::format("{} failed: {}.", what, describe(result)));
+  std::string message = fmt::format("{} failed: {}.", what, describe(result));
+  if (result == CUDA_ERROR_NOT_INITIALIZED) message += fmt::format(" {}", kForked);
+  throw Error(ErrorCode::cuda, message);
 }
 
 }  // namespace flashjit::device

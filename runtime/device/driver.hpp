@@ -22,6 +22,7 @@ namespace flashjit::device {
   X(device_get, cuDeviceGet)                                                \
   X(device_get_name, cuDeviceGetName)                                       \
   X(device_get_attribute, cuDeviceGetAttribute)                             \
+  X(device_get_pci_bus_id, cuDeviceGetPCIBusId)                             \
   X(device_total_mem, cuDeviceTotalMem)                                     \
   X(device_primary_ctx_retain, cuDevicePrimaryCtxRetain)                    \
   X(device_primary_ctx_release, cuDevicePrimaryCtxRelease)                  \

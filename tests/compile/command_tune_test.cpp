@@ -60,6 +60,27 @@ TEST_F(CommandTune, WritesARecordThatTheRuntimeAndTheNextRunTake) {
   EXPECT_EQ(again.json()["problems"][0]["measured"], 0);
 }
 
+TEST_F(CommandTune, TellsHowTheGpuFared) {
+  const auto without = tune(std::string(kProblem) + " --json");
+  EXPECT_TRUE(without.json()["problems"][0]["clock_mhz"].is_null()) << without.out;
+  EXPECT_EQ(without.err.find("clock"), std::string::npos) << without.err;
+
+  fs::create_directory(file("lib"));
+  fs::create_symlink(FLASHJIT_FAKE_NVML, file("lib/libnvidia-ml.so.1"));
+  const auto result = testing::run_command(
+      folder_, "tune --force --json " + std::string(kProblem) + " --report " + file("page.html"),
+      "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' LD_LIBRARY_PATH='" + file("lib") + "'");
+  ASSERT_EQ(result.code, 0) << result.err;
+  const auto problem = result.json()["problems"][0];
+  EXPECT_EQ(problem["clock_mhz"]["first"], 1980) << problem.dump(2);
+  EXPECT_LT(problem["clock_mhz"]["last"], 1980);
+  EXPECT_EQ(problem["celsius"]["least"], 35);
+  EXPECT_EQ(problem["slowed_by"], "the power limit");
+  const std::string told = "clock 1980 -> ";
+  EXPECT_NE(result.err.find(told), std::string::npos) << result.err;
+  EXPECT_NE(text("page.html").find("While measuring: clock 1980 -&gt; "), std::string::npos);
+}
+
 TEST_F(CommandTune, SeveralGpusShareTheProblems) {
   write_file_atomically(file("suite.txt"),
                         "fwd:fp32:d32 b1:hq4:hkv4:sq256:skv256\nfwd:fp32:d32 b1:hq2:hkv2:sq100:skv300\n"

@@ -46,8 +46,10 @@ class FakeMeter : public Meter {
     return report;
   };
   std::function<void(const TileConfig&)> before_launch = [](const TileConfig&) {};
+  std::function<device::GpuState()> state_now = [] { return device::GpuState{}; };
   double clock = 0;  // seconds
 
+  device::GpuState state() override { return state_now(); }
   KernelReport prepare(const Problem&, const TileConfig& config) override {
     {
       const std::lock_guard lock(mutex_);
@@ -300,6 +302,22 @@ TEST(Tune, AClockThatDriftsDoesNotMoveTheChoice) {
   EXPECT_GT(slowdown, 1.2) << "the drift should exceed the difference";
   EXPECT_EQ(result.record.best, fastest);
   EXPECT_GT(result.drift, 0.05);
+}
+
+TEST(Tune, TheConditionsSpanEveryMeasurement) {
+  FakeMeter meter;
+  EXPECT_EQ(tune(problem(), setting(), meter, exhaustive()).conditions, Conditions{}) << "nothing is known";
+  std::vector<device::GpuState> read;
+  meter.state_now = [&] {
+    read.push_back({2000 - static_cast<int>(read.size()), 30 + static_cast<int>(read.size()), 0x4});
+    return read.back();
+  };
+  const TuneResult result = tune(problem(), setting(), meter, exhaustive());
+  EXPECT_GE(read.size(), result.measured) << "at least once a candidate";
+  const int last_mhz = *read.back().clock_mhz, last_celsius = *read.back().celsius;
+  EXPECT_EQ(result.conditions.clock_mhz, (Range{2000, last_mhz, last_mhz, 2000}));
+  EXPECT_EQ(result.conditions.celsius, (Range{30, last_celsius, 30, last_celsius}));
+  EXPECT_EQ(result.conditions.slowed_by, 0x4u);
 }
 
 TEST(Tune, WhatRepeatingShowsAsNoiseIsATie) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdio>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -155,6 +156,10 @@ struct FakeDriver {
     };
     d.device_get_name = [](char* name, int size, CUdevice) {
       std::strncpy(name, "Fake GPU", size);
+      return CUDA_SUCCESS;
+    };
+    d.device_get_pci_bus_id = [](char* id, int size, CUdevice device) {
+      std::snprintf(id, static_cast<std::size_t>(size), "FA4E:%02X:00.0", device + 1);
       return CUDA_SUCCESS;
     };
     d.device_get_attribute = [](int* value, CUdevice_attribute attribute, CUdevice) {

@@ -1,4 +1,4 @@
-// NVRTC and the driver of tests/fake, and environment variables for as long as a test needs them.
+// NVRTC, the driver and the NVML of tests/fake, and environment variables for as long as a test needs them.
 #pragma once
 
 #include <dlfcn.h>
@@ -7,6 +7,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "fake/nvml.hpp"
 #include "fake_driver.hpp"
 
 namespace flashjit::test {
@@ -23,12 +24,17 @@ class Variable {
   const char* name_;
 };
 
+/// The state that a library of tests/fake keeps, behind its function of this name.
+template <class State>
+State& state_of(const char* library, const char* function) {
+  void* opened = ::dlopen(library, RTLD_NOW | RTLD_LOCAL);
+  if (!opened) throw std::runtime_error(::dlerror());
+  return *reinterpret_cast<State* (*)()>(::dlsym(opened, function))();
+}
+
 /// What the libcuda of tests/fake is asked and answers; not the state of FakeDriver::driver() in this
 /// program.
-inline FakeDriver& fake_cuda() {
-  void* library = ::dlopen(FLASHJIT_FAKE_CUDA, RTLD_NOW | RTLD_LOCAL);
-  if (!library) throw std::runtime_error(::dlerror());
-  return *reinterpret_cast<FakeDriver* (*)()>(::dlsym(library, "flashjit_fake_cuda"))();
-}
+inline FakeDriver& fake_cuda() { return state_of<FakeDriver>(FLASHJIT_FAKE_CUDA, "flashjit_fake_cuda"); }
+inline FakeNvml& fake_nvml() { return state_of<FakeNvml>(FLASHJIT_FAKE_NVML, "flashjit_fake_nvml"); }
 
 }  // namespace flashjit::test

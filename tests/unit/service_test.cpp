@@ -13,6 +13,7 @@
 #include <atomic>
 #include <filesystem>
 #include <fstream>
+#include <functional>
 #include <random>
 #include <thread>
 
@@ -318,6 +319,26 @@ TEST_F(Service, AForkedChildMayUseTheRuntimeAndMakeItsOwn) {
   }
   EXPECT_TRUE(ended_well(child));
   EXPECT_EQ(runtime->prepare(spec(96), kShape, {}).origin, KernelOrigin::disk) << "the child's";
+}
+
+/// As a real driver answers in a child that was forked after it had been used.
+TEST_F(Service, AChildInWhichCudaDoesNotWorkIsToldWhy) {
+  const auto told = [](const std::function<void()>& call, ErrorCode code) {
+    try {
+      call();
+    } catch (const Error& error) {
+      return error.code() == code && error.message().find("forked after CUDA was used") != std::string::npos;
+    }
+    return false;
+  };
+  const auto runtime = engine();
+  runtime->forward(spec(), forward_args(), nullptr);
+  fake().launch_result = CUDA_ERROR_NOT_INITIALIZED;
+  EXPECT_TRUE(told([&] { runtime->forward(spec(), forward_args(), nullptr); }, ErrorCode::cuda));
+  test::fake_cuda().reset();
+  test::fake_cuda().init_result = CUDA_ERROR_NOT_INITIALIZED;
+  EXPECT_TRUE(told([] { device::Driver::open(FLASHJIT_FAKE_CUDA); }, ErrorCode::no_driver));
+  test::fake_cuda().reset();
 }
 
 TEST_F(Service, AContextMayGoAndComeAgain) {

@@ -117,7 +117,7 @@ TEST(Study, WhatTheRuntimeWouldTakeIsMeasuredWhateverTheTunerThinksOfIt) {
   ASSERT_NE(hopeless, row.exhaustive.timings.end());
   row.untuned = hopeless->config;
   EXPECT_FALSE(row.slower(row.untuned));
-  measure_gaps(row, gpu);
+  measure_untuned(row, gpu);
   ASSERT_TRUE(row.slower(row.untuned));
   EXPECT_NEAR(*row.slower(row.untuned) / *row.slower(row.exhaustive.best), true_ratio(row.untuned),
               0.02 * true_ratio(row.untuned));
@@ -135,6 +135,29 @@ TEST(Study, TheSearchCompilesAnewAndTheReferenceNeedNot) {
     }
   EXPECT_GT(gpu.prepared_later.size(), row.measured) << "all the rest";
   EXPECT_FALSE(gpu.anew);
+}
+
+/// A GPU that heats and slows down with every question.
+class Heating : public testing::MadeUpGpu {
+ public:
+  using MadeUpGpu::MadeUpGpu;
+  int asked = 0;
+
+  device::GpuState state() override {
+    ++asked;
+    return {2000 - asked, 30 + asked, 0x4};
+  }
+};
+
+TEST(Study, TellsUnderWhichConditionsARowWasMeasured) {
+  const Setting setting = setting_of("sm_80");
+  const Problem problem = problem_of("fwd:bf16:d64", "b1:hq8:hkv8:sq1024:skv1024");
+  Heating gpu(problem, setting.device, 1);
+  const StudyRow row = study(problem, setting, gpu);
+  EXPECT_EQ(row.conditions.clock_mhz, (Range{1999, 2000 - gpu.asked, 2000 - gpu.asked, 1999}));
+  const std::string page = study_markdown({row}, setting), csv = study_csv({row});
+  expect_in(fmt::format("| {}..1999 | 31..{} | the power limit |\n", 2000 - gpu.asked, 30 + gpu.asked), page);
+  expect_in(fmt::format(",{},1999,31,{},\"the power limit\"\n", 2000 - gpu.asked, 30 + gpu.asked), csv);
 }
 
 TEST(Study, AnUntunedShapeTakesTheOthersRecords) {
@@ -156,6 +179,7 @@ TEST(Study, AnUntunedShapeTakesTheOthersRecords) {
   for (const StudyRow& row : rows) expect_in("`" + to_string(row.problem.spec) + "`", page);
   const std::string csv = study_csv(rows);
   EXPECT_EQ(std::ranges::count(csv, '\n'), 4);
+  expect_in("| - | - |  |\n", page);  // these GPUs do not tell how warm they are
   const std::string header = csv.substr(0, csv.find('\n'));
   const std::string last = csv.substr(csv.rfind('\n', csv.size() - 2) + 1);
   EXPECT_EQ(std::ranges::count(header, ','), std::ranges::count(last, ','));
@@ -262,11 +286,13 @@ TEST(Report, IsOnePageThatNeedsNothingElse) {
   options.exhaustive = true;
   plan::TuningRecord record = tune(problem, setting, gpu, options).record;
   record.device = "a <GPU> & \"more\"";
-  const std::string page = report_html({record}, setting.device);
+  const Conditions conditions{Range{1980, 1755, 1755, 1980}, Range{35, 61, 35, 61}, 0x4};
+  const std::string page = report_html({{record, conditions}}, setting.device);
   EXPECT_TRUE(page.starts_with("<!doctype html>"));
   EXPECT_TRUE(page.ends_with("</html>\n"));
   for (const char* part :
        {"sm90: fastest time", "sm80: fastest time", "simt: fastest time", "url(#forbidden)",
+        "While measuring: clock 1980 -&gt; 1755 MHz, 35 -&gt; 61 C, slowed by the power limit",
         "against the roofline", "rank correlation", "class='best'", "bytes spilled",
         "q &gt;= kv &amp;&amp; q - kv &lt; 256", "a &lt;GPU&gt; &amp; &quot;more&quot;"})
     expect_in(part, page);
@@ -290,8 +316,9 @@ TEST(Report, OfNothingMeasuredIsStillAPage) {
   plan::TuningRecord record;
   record.spec = problem.spec;
   record.shape = problem.shape;
-  const std::string page = report_html({record}, DeviceInfo::parse("sm_80"));
+  const std::string page = report_html({{record}}, DeviceInfo::parse("sm_80"));
   EXPECT_EQ(page.find("nan"), std::string::npos);
+  EXPECT_EQ(page.find("While measuring"), std::string::npos) << "nothing is known of the GPU";
   expect_in("fwd:bf16:d64", page);
 }
 

@@ -152,7 +152,7 @@ std::vector<TileConfig> leads_for(const autotune::Problem& problem, const Device
   return match.record ? std::vector{match.record->best} : std::vector<TileConfig>{};
 }
 
-/// Tells of every candidate on stderr.
+/// Tells of every candidate on stderr, and in the end how the GPU fared.
 class Reporter {
  public:
   Reporter(const autotune::Problem& problem, int device, Shared& shared)
@@ -163,6 +163,12 @@ class Reporter {
     const std::lock_guard lock(shared_.mutex);
     if (!progress_) progress_.emplace(what_, event.total, shared_.several_devices);
     progress_->at(event.done, event.total, event_text(event));
+  }
+  void end(const autotune::Conditions& conditions) {
+    const std::lock_guard lock(shared_.mutex);
+    progress_.reset();  // ends the bar's line
+    const std::string text = to_string(conditions);
+    if (!text.empty()) fmt::print(stderr, "{}: {}\n", what_, text);
   }
 
  private:
@@ -231,6 +237,11 @@ void print_table(const std::vector<Tuned>& all) {
   table.print();
 }
 
+Json range_json(const std::optional<autotune::Range>& range) {
+  if (!range) return nullptr;
+  return {{"first", range->first}, {"last", range->last}, {"least", range->least}, {"most", range->most}};
+}
+
 Json tuned_json(const Tuned& tuned) {
   Json json{{"spec", to_string(tuned.problem.spec)}, {"shape", to_string(tuned.problem.shape)}};
   if (!tuned.ok()) {
@@ -246,6 +257,9 @@ Json tuned_json(const Tuned& tuned) {
                {"candidates", result.candidates},
                {"seconds", result.seconds},
                {"drift", result.drift},
+               {"clock_mhz", range_json(result.conditions.clock_mhz)},
+               {"celsius", range_json(result.conditions.celsius)},
+               {"slowed_by", autotune::slowed_text(result.conditions.slowed_by)},
                {"ending", to_string(result.ending)}});
   for (const plan::Timing& timing : result.record.timings) {
     json["timings"].push_back(
@@ -301,13 +315,14 @@ int study(const TuneCommand& command, const std::vector<autotune::Problem>& prob
       warn(fmt::format("{} {}: {}", to_string(problem.spec), to_string(problem.shape), error.message()));
       continue;
     }
+    reporter.end(rows.back().conditions);
     if (interrupted()) rows.pop_back();  // not all of it was measured
     autotune::compare_untuned(rows, setting.device);
     write_study(command.study, rows, setting);
   }
   // Only now is known what each shape would take without its record.
   for (autotune::StudyRow& row : rows)
-    if (!interrupted()) autotune::measure_gaps(row, meter);
+    if (!interrupted()) autotune::measure_untuned(row, meter);
   write_study(command.study, rows, setting);
   fmt::print("{}", autotune::study_markdown(rows, setting));
   if (rows.size() < problems.size()) warn(fmt::format("{} of {} problems", rows.size(), problems.size()));
@@ -395,6 +410,7 @@ class TuneRun {
         Reporter reporter(problems_[i], ordinal, shared_);
         options.report = std::ref(reporter);
         results_[i] = attempt(problems_[i], setting, meter, options, folder_, shared_);
+        reporter.end(results_[i]->result.conditions);
       }
     } catch (...) {
       failed_ = true;
@@ -421,11 +437,20 @@ class TuneRun {
   std::atomic<bool> failed_{false};
 };
 
-/// The records of what was tuned, for --report and --ship.
+/// The records of what was tuned, for --ship.
 std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
   std::vector<plan::TuningRecord> records;
   for (const Tuned& tuned : all)
     if (tuned.ok() && tuned.result.has_best()) records.push_back(tuned.result.record);
+  return records;
+}
+
+/// The same for --report, with the conditions of what this run measured.
+std::vector<autotune::Reported> reported(const std::vector<Tuned>& all) {
+  std::vector<autotune::Reported> records;
+  for (const Tuned& tuned : all)
+    if (tuned.ok() && tuned.result.has_best())
+      records.push_back({tuned.result.record, tuned.result.conditions});
   return records;
 }
 
@@ -456,7 +481,7 @@ int tune(const TuneCommand& command, bool json) {
   print_results(all, run.setting(), folder, json);
   if (!command.report.empty())
     write_file_atomically(command.report,
-                          autotune::report_html(records_of(all), run.setting().device, command.map_density));
+                          autotune::report_html(reported(all), run.setting().device, command.map_density));
   if (!command.ship.empty()) write_file_atomically(command.ship, plan::shipped_text(records_of(all)));
   if (interrupted()) return kInterrupted;
   const auto failed = std::ranges::find_if(all, [](const Tuned& tuned) { return !tuned.ok(); });

@@ -87,6 +87,7 @@ TEST(LifetimeOfProcesses, ChildrenForkedBeforeCudaShareTheStoreWithTheirParent) 
   GTEST_FLAG_SET(death_test_style, "threadsafe");
   // In a new process, because other tests have used CUDA in this one.
   const auto body = [] {
+    ::unsetenv("FLASHJIT_PACKS");  // the kernel is to be compiled
     const fs::path folder = fs::temp_directory_path() / ("flashjit-forked-" + unique_suffix());
     fs::create_directories(folder);
     const pid_t child = ::fork();

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 import threading
+import types
 
 import pytest
 
@@ -303,6 +304,27 @@ def test_compiled_code_does_not_depend_on_what_re_keeps(programs):
         document = documents(tokens=4)[0]
         lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
         check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+
+
+class ImportsMore(types.ModuleType):
+    """A module of which every question imports another, as some do: then nobody can go through all modules."""
+
+    def __getattribute__(self, name):
+        sys.modules[f"flashjit_test_{len(sys.modules)}"] = sys
+        return super().__getattribute__(name)
+
+
+def test_compiled_code_does_not_ask_which_modules_there_are(programs):
+    q, k, v = tensors()
+    run, _, _ = compiled_steps()
+    document = documents(tokens=4)[0]
+    lists = TileLists(q, k, v, mask_mod=lambda b, h, q, kv: document[q] == document[kv])
+    sys.modules["flashjit_test_imports_more"] = ImportsMore("imports_more")
+    try:
+        check(lambda: run(q, k, v, document, lists), lambda: reference(q, k, v, document[:9, None] == document), (q, k, v))
+    finally:
+        for name in [name for name in sys.modules if name.startswith("flashjit_test_")]:
+            del sys.modules[name]
 
 
 def test_compiled_code_refuses_lists_that_do_not_belong(programs):

@@ -181,7 +181,7 @@ class Value:
 
     @property
     def dtype(self) -> Any:
-        torch = sys.modules["torch"]
+        torch = loaded_torch()
         return {"float": torch.float32, "int": torch.int32, "bool": torch.bool}[self.type]
 
     def __getattr__(self, name: str) -> Any:
@@ -482,8 +482,14 @@ def identifiers(text: str) -> frozenset[str]:
     return frozenset(word for word in words if not word[0].isdigit())
 
 
+def loaded_torch() -> Any:
+    """PyTorch, where it is imported. torch.compile follows this, too: of a look into sys.modules it would make a condition on
+    all modules, and compile again when one is imported."""
+    return sys.modules.get("torch") if _torch is None else _torch
+
+
 def is_tensor(value: Any) -> bool:
-    torch = sys.modules.get("torch")
+    torch = loaded_torch()
     return torch is not None and isinstance(value, torch.Tensor)
 
 
@@ -540,10 +546,9 @@ class Tracer:
         return _as(self._call(function, _positions(), "mask_mod"), "bool")
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Value, ...], kind: str) -> Value:
-        torch = sys.modules.get("torch")
         _tracers.append(self)
         try:
-            if torch is None:
+            if loaded_torch() is None:
                 result = function(*arguments)
             else:
                 with torch_mode():
@@ -592,13 +597,15 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
+_torch: Any = None  # once flashjit.torch is imported, with the class below
 _mode_class: Any = None
 
 
 def torch_mode() -> Any:
     """Sees every call of torch on real tensors too: `slopes[h]` asks the tensor, not the stand-in."""
-    global _mode_class
+    global _torch, _mode_class
     if _mode_class is None:
+        import torch as _torch
         from torch.overrides import TorchFunctionMode
 
         class ProgramMode(TorchFunctionMode):

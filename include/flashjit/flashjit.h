@@ -219,7 +219,8 @@ FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
 
 /** The message of the last call on this thread that failed; "" when none did. Valid until the next call that
- * fails on this thread. Never null. */
+ * fails on this thread. Never null. It is its thread's: after dlclose() the library stays until the threads
+ * end that have asked for it, or have failed. */
 FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
 /** Long material that belongs to it, such as a compiler's log; often "". */
 FLASHJIT_C_API const char* flashjit_last_error_detail(void) FLASHJIT_NOEXCEPT;

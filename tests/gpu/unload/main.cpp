@@ -79,9 +79,10 @@ Function* function(void* library, const char* name) {
 
 /// Equal values everywhere: whatever the weights, their average is that value.
 void compute(void* library, const Cuda& cuda, const char* cache_folder) {
+  // Asked for only then: a thread that has asked keeps the library until it ends.
   const auto check = [&](flashjit_status status, const char* what) {
-    require(status == FLASHJIT_OK,
-            std::string(what) + ": " + FUNCTION(library, flashjit_last_error_message)());
+    if (status != FLASHJIT_OK)
+      throw std::runtime_error(std::string(what) + ": " + FUNCTION(library, flashjit_last_error_message)());
   };
   flashjit_options options{};
   options.struct_size = sizeof options;

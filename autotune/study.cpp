@@ -18,8 +18,6 @@ namespace {
 constexpr double kWantedSlower = 1.02, kWantedShare = 0.15, kWantedSeconds = 20;
 constexpr double kWantedUntunedMedian = 1.05, kWantedUntunedWorst = 1.15;
 
-constexpr int kGapRepeats = 60;  // as many as the tuner's own measurements have at most
-
 const plan::Timing* timing_of(const plan::TuningRecord& record, const TileConfig& config) {
   const auto at = std::ranges::find(record.timings, config, &plan::Timing::config);
   return at == record.timings.end() || at->ms <= 0 ? nullptr : &*at;
@@ -39,7 +37,7 @@ void measure_gap(StudyRow& row, const TileConfig& config, Meter& meter) {
   if (!best || timing_of(row.exhaustive, config)) return;
   try {
     for (const TileConfig& each : both) meter.prepare(row.problem, each);
-    const std::vector<double> ms = meter.median_ms(row.problem, both, kGapRepeats);
+    const std::vector<double> ms = meter.median_ms(row.problem, both, kMostRepeats);
     row.conditions.add(meter.state());
     const double config_ms = ms.at(1) * best->ms / ms.at(0);
     const auto known = std::ranges::find(row.exhaustive.timings, config, &plan::Timing::config);

@@ -33,7 +33,7 @@ constexpr double kWorthwhile = 0.0005;
 constexpr double kHopeless = 1.5;
 /// How long a candidate is measured for, and with how many launches.
 constexpr double kMeasureMs = 12;
-constexpr double kFewestRepeats = 5, kMostRepeats = 60;
+constexpr int kFewestRepeats = 5;
 
 /// Within this factor of the best, a candidate is measured again beside the others.
 constexpr double kContender = 1.05;
@@ -50,7 +50,7 @@ double steady_seconds() {
 bool measured(const plan::Timing& timing) { return timing.skipped.empty() && timing.ms > 0; }
 
 int repeats_for(double ms, double total_ms) {
-  return static_cast<int>(std::clamp(total_ms / ms, kFewestRepeats, kMostRepeats));
+  return static_cast<int>(std::clamp<double>(total_ms / ms, kFewestRepeats, kMostRepeats));
 }
 
 double least_ms(const std::vector<plan::Timing>& timings) {

@@ -17,6 +17,8 @@ namespace flashjit::autotune {
 /// Timings closer than this are noise, or closer than what repeating them showed: the canonical order
 /// decides, so that every rank and machine picks alike.
 inline constexpr double kNoise = 0.01;
+/// Launches of a candidate in one measurement, at most: short kernels have so many.
+inline constexpr int kMostRepeats = 60;
 
 /// What timings are valid for, beside the problem.
 struct Setting {

@@ -150,26 +150,6 @@ std::uintmax_t folder_bytes(const fs::path& folder) {
   return bytes;
 }
 
-void write_private_file(const fs::path& path, std::string_view bytes) {
-  const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_CLOEXEC, 0600);
-  bool written = fd >= 0;
-  while (written && !bytes.empty()) {
-    const ssize_t count = ::write(fd, bytes.data(), bytes.size());
-    written = count >= 0 || errno == EINTR;
-    if (count > 0) bytes.remove_prefix(static_cast<std::size_t>(count));
-  }
-  written = written && ::fsync(fd) == 0;
-  int cause = errno;
-  if (fd >= 0 && ::close(fd) != 0 && written) {  // network file systems report a failed write here, too
-    written = false;
-    cause = errno;
-  }
-  if (!written) {
-    throw Error(ErrorCode::io,
-                fmt::format("cannot write '{}': {}", path.string(), std::generic_category().message(cause)));
-  }
-}
-
 // remove_leftovers() of another process may come between the making of a folder and its lock.
 TemporaryFolder::TemporaryFolder(const fs::path& parent) {
   for (int attempt = 0; attempt < kFolderAttempts; ++attempt) {

@@ -39,9 +39,6 @@ std::vector<EntryFolder> entry_folders(const std::filesystem::path& root);
 /// Bytes of the regular files in a folder.
 std::uintmax_t folder_bytes(const std::filesystem::path& folder);
 
-/// Creates a file that this user alone may read, and waits until the disk has it. Throws Error(io).
-void write_private_file(const std::filesystem::path& path, std::string_view bytes);
-
 /// A folder of its own below `parent`, gone with this object unless it was renamed. Locked while it lives,
 /// where locks work, so that remove_leftovers() can tell it from one whose process died.
 class TemporaryFolder {

@@ -103,9 +103,9 @@ void install(const fs::path& finished, const fs::path& entry, const fs::path& ro
 void write_entry(const fs::path& root, const fs::path& entry, const KernelSource& source,
                  const std::string& digest, const CompiledKernel& kernel) {
   const TemporaryFolder folder(root / kTemporaryFolder);
-  write_private_file(folder.path() / kSourceFile, source.text);
-  write_private_file(folder.path() / kCubinFile, kernel.cubin);
-  write_private_file(folder.path() / kMetaFile, to_json(make_meta(source, digest, kernel)));
+  write_new_file(folder.path() / kSourceFile, source.text, Audience::user);
+  write_new_file(folder.path() / kCubinFile, kernel.cubin, Audience::user);
+  write_new_file(folder.path() / kMetaFile, to_json(make_meta(source, digest, kernel)), Audience::user);
   sync_folder(folder.path());
   install(folder.path(), entry, root, source, digest);
 }

@@ -42,6 +42,12 @@ DeviceInfo query_device(const Driver& driver, CUdevice device) {
   return info;
 }
 
+int device_count(const Driver& driver) {
+  int count = 0;
+  driver.check(driver.device_get_count(&count), "cuDeviceGetCount");
+  return count;
+}
+
 std::string pci_bus_id(const Driver& driver, CUdevice device) {
   char id[32] = {};
   driver.check(driver.device_get_pci_bus_id(id, sizeof id, device), "cuDeviceGetPCIBusId");

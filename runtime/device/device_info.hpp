@@ -15,6 +15,8 @@ std::string arch_of(int compute_capability);
 /// Asks the driver; costs microseconds.
 DeviceInfo query_device(const Driver& driver, CUdevice device);
 
+int device_count(const Driver& driver);
+
 /// Where the device sits, as NVML and nvidia-smi name it: "0000:1B:00.0".
 std::string pci_bus_id(const Driver& driver, CUdevice device);
 

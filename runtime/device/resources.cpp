@@ -9,8 +9,7 @@ namespace flashjit::device {
 namespace {
 
 Context retain(std::shared_ptr<const Driver> driver, int ordinal) {
-  int count = 0;
-  driver->check(driver->device_get_count(&count), "cuDeviceGetCount");
+  const int count = device_count(*driver);
   if (ordinal < 0 || ordinal >= count)
     throw Error(
         ErrorCode::no_device,

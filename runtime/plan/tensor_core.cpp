@@ -113,9 +113,9 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
     case Step::main: {
       const std::int64_t forward_blocks = heads * q_tiles;
       const std::int64_t backward_blocks = shape.batch * shape.heads_kv * kv_tiles;
-      if (!backward && config.family == Family::sm90)
-        return tiles(forward_blocks, sm90_forward_cluster(spec, config));
-      if (!backward) return forward_blocks;
+      if (!backward)
+        return config.family == Family::sm90 ? tiles(forward_blocks, sm90_forward_cluster(spec, config))
+                                             : forward_blocks;
       // Without keys there is dQ to write all the same.
       return takes_backward_work(config.family) ? std::max(backward_blocks, forward_blocks) : backward_blocks;
     }

@@ -50,6 +50,13 @@ bool write_all(int fd, std::string_view bytes) {
   return true;
 }
 
+::mode_t mode_for(Audience audience) { return audience == Audience::user ? 0600 : 0666; }
+
+/// Also waits until the disk has all, and closes it.
+bool write_and_close(Descriptor& file, std::string_view bytes) {
+  return write_all(file.get(), bytes) && ::fsync(file.get()) == 0 && file.close();
+}
+
 }  // namespace
 
 std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
@@ -74,13 +81,17 @@ std::string read_file(const std::filesystem::path& path, std::uintmax_t limit) {
   return bytes;
 }
 
+void write_new_file(const std::filesystem::path& path, std::string_view bytes, Audience audience) {
+  Descriptor file(path, O_WRONLY | O_CREAT | O_EXCL, mode_for(audience));
+  if (!file || !write_and_close(file, bytes)) fail("write", path, last_error());
+}
+
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes, Audience audience) {
   const std::filesystem::path folder = path.has_parent_path() ? path.parent_path() : ".";
   const std::filesystem::path temporary = folder / (std::string(kUnfinishedPrefix) + unique_suffix());
-  Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL, audience == Audience::user ? 0600 : 0666);
+  Descriptor file(temporary, O_WRONLY | O_CREAT | O_EXCL, mode_for(audience));
   if (!file) fail("write", path, last_error());
-  const bool written = write_all(file.get(), bytes) && ::fsync(file.get()) == 0 && file.close() &&
-                       ::rename(temporary.c_str(), path.c_str()) == 0;
+  const bool written = write_and_close(file, bytes) && ::rename(temporary.c_str(), path.c_str()) == 0;
   if (!written) {
     const std::string cause = last_error();
     ::unlink(temporary.c_str());

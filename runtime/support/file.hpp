@@ -27,6 +27,10 @@ enum class Audience : std::uint8_t { everyone, user };
 void write_file_atomically(const std::filesystem::path& path, std::string_view bytes,
                            Audience audience = Audience::everyone);
 
+/// Writes a new file, and waits until the disk has it. Throws Error(io), also where there is one already.
+void write_new_file(const std::filesystem::path& path, std::string_view bytes,
+                    Audience audience = Audience::everyone);
+
 /// How the names of those temporary files begin: a process that dies leaves one.
 inline constexpr std::string_view kUnfinishedPrefix = ".tmp-";
 

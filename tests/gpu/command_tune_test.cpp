@@ -59,9 +59,7 @@ TEST_F(CommandTune, TellsHowTheGpuFared) {
 }
 
 TEST_F(CommandTune, TwoDevicesTakeTheProblemsSideBySide) {
-  int count = 0;
-  gpu().driver()->check(gpu().driver()->device_get_count(&count), "cuDeviceGetCount");
-  if (count < 2) GTEST_SKIP() << "needs two GPUs; here is one";
+  if (device::device_count(*gpu().driver()) < 2) GTEST_SKIP() << "needs two GPUs; here is one";
   const auto result = tune("0,1");
   expect_all_tuned(result);
   for (const char* device : {"GPU 0: ", "GPU 1: "})

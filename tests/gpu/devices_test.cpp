@@ -16,17 +16,12 @@ namespace {
 
 using Bytes = std::vector<std::uint8_t>;
 
-int device_count() {
-  int count = 0;
-  gpu().driver()->check(gpu().driver()->device_get_count(&count), "cuDeviceGetCount");
-  return count;
-}
-
 /// Calls body(device) in a thread for each device, several each; what one throws is the test's failure.
 void on_every_device(int threads_each, const std::function<void(int)>& body) {
+  const int devices = device::device_count(*gpu().driver());
   std::vector<std::thread> threads;
-  for (int i = 0; i < threads_each * device_count(); ++i)
-    threads.emplace_back([&, device = i % device_count()] {
+  for (int i = 0; i < threads_each * devices; ++i)
+    threads.emplace_back([&, device = i % devices] {
       try {
         body(device);
       } catch (const std::exception& error) {
@@ -71,7 +66,8 @@ class LifetimeOfDevices : public Lifetime {
  protected:
   void SetUp() override {
     Lifetime::SetUp();
-    if (!IsSkipped() && device_count() < 2) GTEST_SKIP() << "needs two GPUs; here is one";
+    if (!IsSkipped() && device::device_count(*gpu().driver()) < 2)
+      GTEST_SKIP() << "needs two GPUs; here is one";
   }
 };
 
@@ -115,17 +111,9 @@ TEST_F(LifetimeOfDevices, ResultsOfEachAreWithinTheLimits) {
 
 TEST_F(LifetimeOfDevices, TensorsOfAnotherAreRefused) {
   Runtime runtime(in_memory());
-  const AttentionShape& s = kProblem.shape;
-  const std::int64_t queries = s.batch * s.heads_q * s.seqlen_q * kProblem.spec.head_dim;
   const device::PrimaryContext other(gpu().driver(), 1);
-  const device::DeviceBuffer memory = device_bytes(static_cast<std::size_t>(queries) * 2);
-  const auto view = [&](std::int64_t heads, std::int64_t length) {
-    return TensorView::bhsd(memory.data(), s.batch, heads, length, kProblem.spec.head_dim);
-  };
-  const ForwardArgs args{.q = view(s.heads_q, s.seqlen_q),
-                         .k = view(s.heads_kv, s.seqlen_kv),
-                         .v = view(s.heads_kv, s.seqlen_kv),
-                         .out = view(s.heads_q, s.seqlen_q)};
+  const device::DeviceBuffer memory = kProblem.queries();
+  const ForwardArgs args = kProblem.within(memory.data());
   EXPECT_EQ(code_of([&] { runtime.forward(kProblem.spec, args, nullptr); }), ErrorCode{0})
       << "its own device";
   gpu().context->make_current();

@@ -36,26 +36,25 @@ struct Problem {
     const device::DeviceBuffer lse = poisoned(s.batch * s.heads_q * s.seqlen_q * sizeof(float));
     const std::size_t bytes = runtime.workspace_bytes(with_pass(spec, Pass::backward), s);
     const device::DeviceBuffer workspace = poisoned(bytes);
-    const auto of_q = [&](const device::DeviceBuffer& x) {
-      return TensorView::bhsd(x.data(), s.batch, s.heads_q, s.seqlen_q, d);
-    };
-    const auto of_kv = [&](const device::DeviceBuffer& x) {
-      return TensorView::bhsd(x.data(), s.batch, s.heads_kv, s.seqlen_kv, d);
-    };
     auto* sums = static_cast<float*>(lse.data());
     gpu().context->synchronize();  // inputs and poison are on the default stream
-    runtime.forward(spec, {.q = of_q(q), .k = of_kv(k), .v = of_kv(v), .out = of_q(out), .lse = sums},
+    runtime.forward(spec,
+                    {.q = of_q(q.data()),
+                     .k = of_kv(k.data()),
+                     .v = of_kv(v.data()),
+                     .out = of_q(out.data()),
+                     .lse = sums},
                     stream);
     runtime.backward(spec,
-                     {.q = of_q(q),
-                      .k = of_kv(k),
-                      .v = of_kv(v),
-                      .out = of_q(out),
+                     {.q = of_q(q.data()),
+                      .k = of_kv(k.data()),
+                      .v = of_kv(v.data()),
+                      .out = of_q(out.data()),
                       .lse = sums,
-                      .dout = of_q(dout),
-                      .dq = of_q(dq),
-                      .dk = of_kv(dk),
-                      .dv = of_kv(dv),
+                      .dout = of_q(dout.data()),
+                      .dq = of_q(dq.data()),
+                      .dk = of_kv(dk.data()),
+                      .dv = of_kv(dv.data()),
                       .workspace = {workspace.data(), bytes}},
                      stream);
     gpu().driver()->check(gpu().driver()->stream_synchronize(stream), "cuStreamSynchronize");
@@ -65,6 +64,22 @@ struct Problem {
       all.insert(all.end(), part.begin(), part.end());
     }
     return all;
+  }
+
+  /// A forward pass with one memory for all tensors, such as queries(): not for its results.
+  ForwardArgs within(void* memory) const {
+    return {.q = of_q(memory), .k = of_kv(memory), .v = of_kv(memory), .out = of_q(memory)};
+  }
+  /// Memory for Q, which does for K and V where they are no larger.
+  device::DeviceBuffer queries() const {
+    return device_bytes(static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) *
+                        spec.head_dim * size_of(spec.dtype));
+  }
+  TensorView of_q(void* data) const {
+    return TensorView::bhsd(data, shape.batch, shape.heads_q, shape.seqlen_q, spec.head_dim);
+  }
+  TensorView of_kv(void* data) const {
+    return TensorView::bhsd(data, shape.batch, shape.heads_kv, shape.seqlen_kv, spec.head_dim);
   }
 
   static device::DeviceBuffer input(std::int64_t count, unsigned seed) {

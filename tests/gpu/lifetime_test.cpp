@@ -68,14 +68,7 @@ TEST_F(Lifetime, AFaultOfTheDeviceIsReportedByEveryLaterCall) {
   expect_in_its_own_process([] {
     Runtime runtime(in_memory());
     kProblem.run(runtime, nullptr);
-    const AttentionShape& s = kProblem.shape;
-    const auto nowhere = [&](std::int64_t heads, std::int64_t length) {
-      return TensorView::bhsd(reinterpret_cast<void*>(0x10000), s.batch, heads, length, 128);
-    };
-    const ForwardArgs args{.q = nowhere(s.heads_q, s.seqlen_q),
-                           .k = nowhere(s.heads_kv, s.seqlen_kv),
-                           .v = nowhere(s.heads_kv, s.seqlen_kv),
-                           .out = nowhere(s.heads_q, s.seqlen_q)};
+    const ForwardArgs args = kProblem.within(reinterpret_cast<void*>(0x10000));  // nowhere
     // Pointers are asked about at a shape's first call alone: this one launches.
     code_of([&] { runtime.forward(kProblem.spec, args, nullptr); });
     const bool faulted = code_of([] { gpu().context->synchronize(); }) == ErrorCode::cuda;

@@ -43,17 +43,9 @@ TEST_F(Lifetime, AChildForkedAfterCudaWasUsedIsToldSo) {
   expect_in_its_own_process([] {
     auto runtime = std::make_unique<Runtime>(in_memory());
     const std::vector<std::uint8_t> before = kProblem.run(*runtime, nullptr);
-    const AttentionShape& s = kProblem.shape;
-    const std::int64_t queries = s.batch * s.heads_q * s.seqlen_q * kProblem.spec.head_dim;
     // Of the shape that was called before: nothing is left to do but to launch.
-    const device::DeviceBuffer memory = device_bytes(queries * sizeof(std::uint16_t));
-    const auto view = [&](std::int64_t heads, std::int64_t length) {
-      return TensorView::bhsd(memory.data(), s.batch, heads, length, kProblem.spec.head_dim);
-    };
-    const ForwardArgs args{.q = view(s.heads_q, s.seqlen_q),
-                           .k = view(s.heads_kv, s.seqlen_kv),
-                           .v = view(s.heads_kv, s.seqlen_kv),
-                           .out = view(s.heads_q, s.seqlen_q)};
+    const device::DeviceBuffer memory = kProblem.queries();
+    const ForwardArgs args = kProblem.within(memory.data());
     runtime->forward(kProblem.spec, args, nullptr);
     gpu().context->synchronize();
     const int child = in_forked_child([&] {

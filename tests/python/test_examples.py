@@ -2,7 +2,6 @@
 import argparse
 import csv
 import importlib
-import os
 import pathlib
 import subprocess
 import sys
@@ -10,15 +9,14 @@ import sys
 import pytest
 
 torch = pytest.importorskip("torch")
-import flashjit  # noqa: E402
+import child  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
 
 def run(script, *arguments):
-    paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run([sys.executable, ROOT / script, *map(str, arguments)], capture_output=True, text=True, timeout=120,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+                          env=child.environment())
 
 
 def table(path):

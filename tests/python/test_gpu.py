@@ -16,6 +16,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU here", allow_module_level=True)
 
+import child  # noqa: E402
 import flashjit  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
 
@@ -441,9 +442,8 @@ def test_cupy_where_pytorch_was_never_imported(cupy, tmp_path):
     dout = torch.randn_like(q)
     numpy = pytest.importorskip("numpy")
     numpy.savez(tmp_path / "in.npz", **{name: x.detach().cpu().numpy() for name, x in zip(("q", "k", "v", "dout"), (*leaves, dout))})
-    paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run([sys.executable, "-c", WITHOUT_PYTORCH, tmp_path / "in.npz", tmp_path / "out.npz"], text=True,
-                          capture_output=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+                          capture_output=True, timeout=300, env=child.environment())
     assert done.returncode == 0, done.stderr
     results = numpy.load(tmp_path / "out.npz")
     out, *grads = (torch.from_numpy(results[f"arr_{i}"]).to(DEVICE) for i in range(4))
@@ -650,9 +650,8 @@ def test_long_context_counts_the_attention_s_memory_alone(tmp_path):
     """From the first row on, and of each backend: what cuBLAS keeps is in none. 8 tensors of 1024 rows of 1024 numbers are
     16 MiB; dQ in fp32 is 4 more."""
     script = pathlib.Path(__file__).resolve().parents[2] / "tools/examples/python/long_context.py"
-    paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run([sys.executable, script, "--hidden", "1024", "--last", "4096", "--csv", tmp_path / "table.csv"],
-                          capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+                          capture_output=True, text=True, timeout=300, env=child.environment())
     assert done.returncode == 0, done.stdout + done.stderr
     with open(tmp_path / "table.csv", newline="") as file:
         rows = [row for row in csv.DictReader(file) if row["backend"] != "math" and row["status"] == "ok"]

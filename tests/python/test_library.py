@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+import child
 import flashjit
 from flashjit import _library, errors
 
@@ -93,8 +94,7 @@ before = threads()
 runtime.prepare("bf16:d64", (1, 2, 2, 128, 128))
 print(threads() - before)'''
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
-                         env={**os.environ, "FLASHJIT_TUNE_IN_BACKGROUND": environment, "PYTHONPATH": os.pathsep.join(
-                             [str(pathlib.Path(flashjit.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])})
+                         env=child.environment(FLASHJIT_TUNE_IN_BACKGROUND=environment))
     assert (int(run.stdout) > 0) == tunes
 
 
@@ -175,10 +175,8 @@ def real_command(*arguments, **environment):
         command = _library.library_path().parent / "tools" / "flashjit"
     if not command.exists():
         pytest.skip("the command is not built: build the target flashjit_command")
-    paths = [str(_library.PACKAGE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
-                          env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "FLASHJIT_COMMAND": str(command),
-                               **{name: str(value) for name, value in environment.items()}})
+                          env=child.environment(FLASHJIT_COMMAND=command, **environment))
 
 
 def test_the_real_command_packs_and_lists(fake_gpu, tmp_path):

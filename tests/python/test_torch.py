@@ -15,6 +15,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
+import child  # noqa: E402
 import flashjit  # noqa: E402
 from flashjit import _lists, _plans  # noqa: E402
 from flashjit.torch import BlockMap, TileLists, scaled_dot_product_attention  # noqa: E402
@@ -575,9 +576,7 @@ q = torch.randn(1, 1, 4, 8)
 run = torch.compile(lambda q: flashjit.attention(q, q, q, score_mod=lambda s, b, h, i, j: s * 2), backend="aot_eager",
                     fullgraph=True)
 torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attention(q, q, q, scale=2 * 8 ** -0.5))"""
-    path = pathlib.Path(flashjit.__file__).parents[1]
-    subprocess.run([sys.executable, "-c", text], check=True, env={**os.environ, "PYTHONPATH": os.pathsep.join(
-        [str(path), *filter(None, [os.environ.get("PYTHONPATH")])])})
+    subprocess.run([sys.executable, "-c", text], check=True, env=child.environment())
 
 
 def test_dropout_in_compiled_code():

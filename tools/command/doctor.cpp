@@ -47,8 +47,7 @@ void examine_driver(Examination& found) {
     const std::shared_ptr<const device::Driver> driver = chosen_driver();
     found.add("driver", State::good,
               fmt::format("{}, CUDA {}", driver->path, cuda_version_text(driver->version)));
-    int count = 0;
-    driver->check(driver->device_get_count(&count), "cuDeviceGetCount");
+    const int count = device::device_count(*driver);
     for (int ordinal = 0; ordinal < count; ++ordinal) {
       CUdevice device = 0;
       std::size_t memory = 0;

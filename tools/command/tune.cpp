@@ -332,8 +332,7 @@ int study(const TuneCommand& command, const std::vector<autotune::Problem>& prob
 /// The ordinals that --device names.
 std::vector<int> ordinals(const std::vector<std::string>& devices, const device::Driver& driver) {
   if (devices.empty()) return {0};
-  int count = 0;
-  driver.check(driver.device_get_count(&count), "cuDeviceGetCount");
+  const int count = device::device_count(driver);
   std::vector<int> all;
   for (const std::string& text : devices) {
     if (text == "all") {
@@ -437,20 +436,19 @@ class TuneRun {
   std::atomic<bool> failed_{false};
 };
 
-/// The records of what was tuned, for --ship.
-std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
-  std::vector<plan::TuningRecord> records;
-  for (const Tuned& tuned : all)
-    if (tuned.ok() && tuned.result.has_best()) records.push_back(tuned.result.record);
-  return records;
-}
-
-/// The same for --report, with the conditions of what this run measured.
+/// For --report: what was tuned, with the conditions of what this run measured.
 std::vector<autotune::Reported> reported(const std::vector<Tuned>& all) {
   std::vector<autotune::Reported> records;
   for (const Tuned& tuned : all)
     if (tuned.ok() && tuned.result.has_best())
       records.push_back({tuned.result.record, tuned.result.conditions});
+  return records;
+}
+
+/// For --ship: the records alone.
+std::vector<plan::TuningRecord> records_of(const std::vector<Tuned>& all) {
+  std::vector<plan::TuningRecord> records;
+  for (autotune::Reported& tuned : reported(all)) records.push_back(std::move(tuned.record));
   return records;
 }
 

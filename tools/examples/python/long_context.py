@@ -118,7 +118,7 @@ def measure(options, backend, dim, length):
             flashjit.torch.prepare(problem.q, problem.k, problem.v, backward=True, causal=problem.causal)
         torch.cuda.reset_peak_memory_stats()
     (out, dq), first = timed(problem.device, lambda: problem.run(backend))
-    peak = (torch.cuda.max_memory_allocated() - options.kept) / 2**20 if on_gpu else None
+    peak = (torch.cuda.max_memory_allocated() - options.kept_bytes) / 2**20 if on_gpu else None
     error = problem.error(out, dq)
     del out, dq
     again = lambda: timed(problem.device, lambda: problem.run(backend) and None)[1]
@@ -290,7 +290,7 @@ def main():
     if options.resume and not options.csv:
         parser.error("--resume goes on with the table that --csv names")
     table, new = kept(options), []
-    options.kept = warm_up(options)
+    options.kept_bytes = warm_up(options)
     with open(options.csv, "w", newline="") if options.csv else contextlib.nullcontext() as file:
         writer = csv.DictWriter(file, COLUMNS) if file else None
 

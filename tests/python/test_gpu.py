@@ -245,10 +245,11 @@ def test_nothing_waits_for_the_gpu():
     finally:
         torch.cuda.set_sync_debug_mode("default")
     torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)  # about 0.1 s
-    start = time.perf_counter()
+    torch.cuda._sleep(2_000_000_000)  # about a second
+    slept = torch.cuda.Event()
+    slept.record()
     flashjit.attention(q, k, v, causal=True)
-    assert time.perf_counter() - start < 0.05
+    assert not slept.query()
 
 
 def test_the_current_stream_is_used():
@@ -608,42 +609,6 @@ def test_empty_tensors(empty):
     out.sum().backward()
     assert all(x.grad.shape == x.shape and (x.grad == 0).all() for x in (q, k, v))
     torch.cuda.synchronize()
-
-
-def host_cost(call, rounds=300):
-    """Median microseconds that the host spends in a call, with the GPU's queue kept short."""
-    costs = []
-    for i in range(rounds):
-        start = time.perf_counter()
-        call()
-        costs.append(time.perf_counter() - start)
-        if i % 50 == 0:
-            torch.cuda.synchronize()
-    return sorted(costs)[rounds // 2] * 1e6
-
-
-def test_host_cost(record_property):
-    """At most 15 us a call, with PyTorch's own beside it. Prints; fails only far above, as machines differ."""
-    q, k, v = (x.detach() for x in tensors(queries=128, keys=128, heads_kv=4))
-    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    scores = lambda s, b, h, q, kv: s * 2
-    rows = {
-        "flashjit, inference": lambda: flashjit.attention(q, k, v, causal=True),
-        "PyTorch, inference": lambda: F.scaled_dot_product_attention(q, k, v, is_causal=True),
-        "flashjit, training (forward)": lambda: flashjit.attention(*leaves, causal=True),
-        "PyTorch, training (forward)": lambda: F.scaled_dot_product_attention(*leaves, is_causal=True),
-        "flashjit, score_mod": lambda: flashjit.attention(q, k, v, score_mod=scores),
-    }
-    print()
-    for name, call in rows.items():
-        try:
-            host_cost(call, 50)
-        except flashjit.InvalidArgument:
-            continue  # programs, where the library has none yet
-        cost = host_cost(call)
-        record_property(name, cost)
-        print(f"  {name}: {cost:.1f} us")
-        assert cost < 60, name
 
 
 def test_long_context_counts_the_attention_s_memory_alone(tmp_path):

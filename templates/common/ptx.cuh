@@ -35,6 +35,16 @@ __device__ __forceinline__ void let_next_grid_start() {
 }
 __device__ __forceinline__ void await_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+/// Stores of which the compiler need not know where `to` comes from.
+__device__ __forceinline__ void store_global(void* to, uint2 words) {
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
+}
+__device__ __forceinline__ void store_global(void* to, uint4 words) {
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(to), "r"(words.x), "r"(words.y), "r"(words.z),
+               "r"(words.w)
+               : "memory");
+}
+
 /// Copies 16 bytes from global to shared memory, or writes 16 zero bytes when `valid` is false.
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)

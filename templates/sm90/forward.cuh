@@ -377,6 +377,7 @@ template <class P>
 __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& work,
                                          const ForwardRows<P>& rows, int group, float (&scale)[2]) {
   const float to_log2 = score_scale_log2<P>(p);
+  float lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
@@ -385,13 +386,16 @@ __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& 
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
     const float highest = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
     const float rest = fmaf(rows.max[half], to_log2, -__fmul_rn(rows.max[half], to_log2));
-    const float lse = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
-    const RowEnd end = end_of_row<P>(p, work.h, lse);
-    const int q = work.q_begin + group * kGroupRows + own_row() + half * 8;
-    if (p.lse != nullptr && threadIdx.x % 4 == 0 && q < work.sequence.seqlen_q(p))
-      p.lse[work.sequence.lse_row(p, work.h) + q] = end.lse;
+    lse[half] = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    const RowEnd end = end_of_row<P>(p, work.h, lse[half]);
+    lse[half] = end.lse;
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
   }
+  if (p.lse == nullptr || threadIdx.x % 4 != 0) return;
+  const int q = work.q_begin + group * kGroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
+  float* to = p.lse + work.sequence.lse_row(p, work.h) + q;
+  if (count > 0) to[0] = lse[0];
+  if (count > 8) to[8] = lse[1];
 }
 
 /// Multiplies rows of O by what they have each.

@@ -89,6 +89,9 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
   constexpr int kChunks = kCount / 4;
   constexpr bool kWholeChunks = kChunks > 16;
   const int part = thread % 4, odd = thread % 2, late = part / 2;
+  // Two addresses, to which the places of chunks are constants.
+  unsigned short* row = to + (kWholeChunks ? part * 8 : odd * 8 + late * 4);
+  asm("" : "+l"(row));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto word = [&](int chunk) {
@@ -101,22 +104,23 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
       return odd ? uint2{other, second} : uint2{first, other};
     };
     const bool inside = half * 8 < rows;
-    unsigned short* at = to + half * 8 * stride;
+    unsigned short* at = row + half * 8 * stride;
+    asm("" : "+l"(at));
     if constexpr (kWholeChunks) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; chunk += 4) {
         const uint2 low = two_words(chunk), high = two_words(chunk + 2), give = late ? low : high;
         const uint2 got{__shfl_xor_sync(kWholeWarp, give.x, 2), __shfl_xor_sync(kWholeWarp, give.y, 2)};
         if (inside && chunk + part < chunks)
-          *reinterpret_cast<uint4*>(at + (chunk + part) * 8) =
-              late ? uint4{got.x, got.y, high.x, high.y} : uint4{low.x, low.y, got.x, got.y};
+          store_global(at + chunk * 8,
+                       late ? uint4{got.x, got.y, high.x, high.y} : uint4{low.x, low.y, got.x, got.y});
       }
     } else {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; chunk += 2) {
         const uint2 words = two_words(chunk);
         if (inside && chunk + odd < chunks)
-          *reinterpret_cast<uint2*>(at + (chunk + odd) * 8 + late * 4) = words;
+          store_global(at + chunk * 8, words);
       }
     }
   }

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <numbers>
 
 #include "captures.hpp"
 #include "reference/reference.hpp"
@@ -335,6 +336,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   params.lse = const_cast<float*>(args.lse);
   params.softmax_scale =
       args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
+  params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
   set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
   set_workspace(params, plan, args.workspace.data);
   set_lists(params, plan,

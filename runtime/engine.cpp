@@ -48,11 +48,13 @@ template <class Args>
 device::TensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
                                const Args& args) {
   if (!plan.tensor_boxes) return {};
+  const auto maps_with = [&](const ConstTensorView& o) {
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v, o);
+  };
   if constexpr (requires { args.dout; })
-    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v,
-                                    args.dout);
+    return maps_with(args.dout);
   else
-    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v);
+    return maps_with(args.out);
 }
 
 /// Launches those of an operation's steps that `wanted` says yes to, in order.

@@ -17,7 +17,7 @@ constexpr cuuint64_t kAnyStride = 16;   // where no index uses it: callers may h
                                                    const ConstTensorView& tensor) {
   throw Error(
       ErrorCode::unsupported,
-      fmt::format("The TMA unit cannot read {} of sizes [{}] with strides [{}]: {}. Give strides that are "
+      fmt::format("The TMA unit cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
                   "multiples of 16 bytes, not zero and less than 2^40 bytes, or prepare() the spec with a "
                   "configuration of family sm80.",
                   name, fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "),
@@ -53,12 +53,12 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
 
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& dout) {
+                            const ConstTensorView& o) {
   TensorMaps maps{};
   encode(driver, maps.q, "q", q, dtype, boxes.q_rows);
   encode(driver, maps.k, "k", k, dtype, boxes.kv_rows);
   encode(driver, maps.v, "v", v, dtype, boxes.kv_rows);
-  encode(driver, maps.dout, "dout", dout, dtype, boxes.q_rows);
+  encode(driver, maps.o, "out or dout", o, dtype, boxes.o_rows);
   return maps;
 }
 

@@ -9,14 +9,15 @@ namespace flashjit::device {
 
 /// A kernel's second parameter, as declared in templates/sm90/hopper.cuh.
 struct TensorMaps {
-  CUtensorMap q, k, v, dout;
+  CUtensorMap q, k, v, o;
 };
 static_assert(sizeof(TensorMaps) == std::size_t{4} * 128 && alignof(TensorMaps) >= 64);
 
-/// The maps of one call's tensors; a tensor without elements, or none at all, leaves its map zeroed: no
-/// kernel reads it. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
+/// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass; a tensor without
+/// elements leaves its map zeroed: no kernel reads it. Throws Error(unsupported) that names the tensor whose
+/// strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& dout = {});
+                            const ConstTensorView& o);
 
 }  // namespace flashjit::device

@@ -72,9 +72,9 @@ bool has_capture_grads(const AttentionSpec& spec);
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
 
-/// Rows of Q, and of K and V, that the TMA unit copies at a time.
+/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO.
 struct TensorBoxes {
-  int q_rows = 0, kv_rows = 0;
+  int q_rows = 0, kv_rows = 0, o_rows = 0;
 
   bool operator==(const TensorBoxes&) const = default;
 };

@@ -231,8 +231,8 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
-  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc};
-  return TensorBoxes{c.br, sm90_backward_layout(spec, c).keys()};
+  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc, sm90::kWarpRows};
+  return TensorBoxes{c.br, sm90_backward_layout(spec, c).keys(), c.br};
 }
 
 }  // namespace

@@ -49,8 +49,9 @@ struct Params {
   int seqlen_q_padded;  ///< seqlen_q rounded up to a multiple of 128
   int heads_cleared;    ///< of [batch, heads_kv], whose dq_accum the preprocess entry clears
   float softmax_scale;
-  float keep_scale;     ///< 1 / (1 - p)
-  unsigned keep_below;  ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all
+  float softmax_scale_log2;  ///< times log2(e)
+  float keep_scale;          ///< 1 / (1 - p)
+  unsigned keep_below;       ///< a pair stays if its 32 random bits are below this; 2^32 - 1 keeps all
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
   CaptureParam captures[kMaxCaptures];
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float

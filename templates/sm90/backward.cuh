@@ -183,7 +183,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
       barrier_expect(dout_full, Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
-      load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.dout, dout_full, q_row, now.head, batch);
+      load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.o, dout_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
       if (first) {
         const int kv_row = sequence.kv_row(kv_begin);
@@ -299,7 +299,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
       __threadfence();
       atomicAdd(turn, 1);
     } else {
-      added_lines_read();
+      bulk_wait_read();
     }
     barrier_arrive(tile.dq_empty(group));
     if constexpr (Tile::kWide) {
@@ -419,7 +419,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
     store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
   };
-  const float scale_log2 = score_scale_log2<P>(p);
+  const float scale_log2 = scale_operand<P>(p);
   const auto at_pair = [](const char* row, int n) { return *reinterpret_cast<const float2*>(row + n * 8); };
   const float2 first_lse = at_pair(row_lse, 0), first_d = at_pair(row_d, 0);
   multiply_wait<0>();

@@ -28,11 +28,7 @@ __device__ __forceinline__ void add_line(float* to, unsigned from, int bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" ::"l"(to),
                "r"(from), "r"(bytes)
                : "memory");
-  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
-}
-/// Waits until the TMA unit has read what this thread's groups add.
-__device__ __forceinline__ void added_lines_read() {
-  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
+  bulk_commit();
 }
 /// Waits until it has been added.
 __device__ __forceinline__ void added_lines_done() {

@@ -148,6 +148,9 @@ struct ForwardPlaces {
   __device__ unsigned q(int group, int round) const {
     return base + kLayout.q() + (group + round % kQStages * kGroups) * kQBytes;
   }
+  __device__ unsigned o(int group) const {
+    return base + kLayout.o() + group * tile_bytes(kGroupRows, P::kHeadDimV);
+  }
   __device__ unsigned k(int n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(int n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
   __device__ unsigned q_full(int group, int round) const {
@@ -166,6 +169,11 @@ struct ForwardPlaces {
   __device__ unsigned v_empty(int n) const { return k_full(n) + 24; }
   __device__ int phase(int n) const { return n / P::kStages & 1; }
 };
+
+/// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
+/// Packed sequences have each other's rows behind their last.
+template <class P>
+constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen;
 
 /// Writes O and LSE of the tiles without keys, which the other warps pass over. By one warp.
 template <class P>
@@ -327,7 +335,7 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
                                         float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
-  const float scale = score_scale_log2<P>(p);
+  const float scale = scale_operand<P>(p);
   if constexpr (P::kHasScore) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -376,7 +384,7 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
 template <class P>
 __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& work,
                                          const ForwardRows<P>& rows, int group, float (&scale)[2]) {
-  const float to_log2 = score_scale_log2<P>(p);
+  const float to_log2 = scale_operand<P>(p);
   float lse[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -405,19 +413,37 @@ __device__ __forceinline__ void scale_rows(float (&o)[kCount], const float (&sca
   for (int n = 0; n < kCount; ++n) o[n] *= scale[n / 2 % 2];
 }
 
-/// Stores O, scaled already.
+/// Stores O of a Q tile, scaled already.
 template <class P, int kCount>
-__device__ __forceinline__ void store_output(const Params& p, const ForwardWork<P>& work, int group,
-                                             const float (&o)[kCount]) {
-  const int q = work.q_begin + group * kGroupRows + own_row();
-  store_rows<typename P::Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
-                                  work.sequence.seqlen_q(p) - q);
+__device__ __forceinline__ void store_output(const Params& p, const TensorMaps& maps,
+                                             const ForwardPlaces<P>& at, const ForwardWork<P>& work,
+                                             int group, const float (&o)[kCount]) {
+  using Element = typename P::Element;
+  const int q_begin = work.q_begin + group * kGroupRows;
+  if constexpr (kStagesOutput<P>) {
+    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    if (elected()) bulk_wait_read();  // the last tile's
+    __syncwarp();
+    stage_rows<Element, kGroupRows>(o, at.o(group), first_row);
+    publish_to_async_proxy();
+    __syncwarp();
+    if (!elected()) return;
+    for (int slice = 0; slice < slices(P::kHeadDimV); ++slice)
+      store_box(maps.o, at.o(group) + (slice * kGroupRows + first_row) * kRowBytes, slice * kSliceColumns,
+                q_begin + first_row, work.h, work.sequence.batch());
+    bulk_commit();
+  } else {
+    const int q = q_begin + own_row();
+    store_rows<Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
+                        work.sequence.seqlen_q(p) - q);
+  }
 }
 
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>& at, int group) {
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, const ForwardPlaces<P>& at,
+                                        int group) {
   using Element = typename P::Element;
   using Places = ForwardPlaces<P>;
   constexpr int kGroups = Places::kGroups;
@@ -487,7 +513,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
   const auto scores_are_done = [&](int n) {
     pin(s);
     release(at.k_empty(n));
-    if (i == 0) release(at.q_empty(group, round));
+    if (Places::kQStages == 1 && i == 0) release(at.q_empty(group, round));
   };
   const auto look_at_tile = [&] {
     const ForwardWork<P>& work = at.work(round);
@@ -536,7 +562,7 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     if (follows) {
       release(at.v_empty(n - 1));
       scale_rows(o, scale);
-      store_output(p, at.work(round - 1), group, o);
+      store_output(p, maps, at, at.work(round - 1), group, o);
     }
 #pragma unroll
     for (int value = 0; value < kO; ++value) o[value] = 0.0f;
@@ -562,6 +588,8 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
       as_left_operand<Element>(probability, s);
     }
+    // Where there are two, nobody waits for this one yet.
+    if (Places::kQStages == 2) release(at.q_empty(group, round));
   }
   if (n > 0) {
     wait_for_v(n - 1);
@@ -571,7 +599,8 @@ __device__ __forceinline__ void consume(const Params& p, const ForwardPlaces<P>&
     multiply_wait<0>();
     pin(o);
     scale_rows(o, scale);
-    store_output(p, at.work(round - 1), group, o);
+    store_output(p, maps, at, at.work(round - 1), group, o);
+    if (kStagesOutput<P> && elected()) bulk_wait_read();  // before shared memory is another block's
   }
   if constexpr (kCutsTiles<P>) {
     // Other groups have rows of one more tile: the order in which its KV tiles come and go is kept.
@@ -628,7 +657,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
       load_keys(p, at, maps);
   } else {
     raise_register_limit<consumer_registers(Places::kGroups, P::kMinBlocks)>();
-    consume(p, at, group);
+    consume(p, maps, at, group);
   }
 }
 

@@ -59,6 +59,12 @@ __device__ __forceinline__ void dropped_values(unsigned (&bits)[(kCount + 31) / 
   }
 }
 
+/// score_scale_log2() as a constant: while the tensor cores work, reads of registers are what is scarce.
+template <class P>
+__device__ __forceinline__ float scale_operand(const Params& p) {
+  return P::kHasScore ? kLog2E : p.softmax_scale_log2;
+}
+
 /// Where a chunk of eight columns of a row lies in a tile of kRows rows, when ordinary code writes it:
 /// swizzled as the TMA unit would, so that wgmma can read it and no two rows of eight share a bank.
 template <int kRows>
@@ -75,6 +81,25 @@ __device__ __forceinline__ void clear_rows(char* tile, int first) {
     for (int at = max(first, 0) * kRowBytes + static_cast<int>(threadIdx.x) % 128 * 16;
          at < kRows * kRowBytes; at += 128 * 16)
       *reinterpret_cast<uint4*>(rows + at) = uint4{0, 0, 0, 0};
+  }
+}
+
+/// Writes a warp's sixteen rows of an accumulator to a tile in shared memory, as the TMA unit reads it.
+template <class Element, int kRows, int kCount>
+__device__ __forceinline__ void stage_rows(const float (&c)[kCount], unsigned tile, int first_row) {
+  constexpr int kChunks = kCount / 4;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  // Lane l says where row l % 8 of matrix l / 8 is to be. The swizzle lets a chunk change bits of the place.
+  const unsigned place = tile + chunk_offset<kRows>(first_row + lane % 16, lane / 16);
+#pragma unroll
+  for (int chunk = 0; chunk < kChunks; chunk += 2) {
+    unsigned words[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int at = chunk * 4 + i * 2;
+      words[i] = at < kCount ? pack<Element>(c[at], c[at + 1]) : 0u;
+    }
+    store_matrices((place ^ (chunk % 8 * 16)) + chunk / 8 * kRows * kRowBytes, words);
   }
 }
 
@@ -119,8 +144,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; chunk += 2) {
         const uint2 words = two_words(chunk);
-        if (inside && chunk + odd < chunks)
-          store_global(at + chunk * 8, words);
+        if (inside && chunk + odd < chunks) store_global(at + chunk * 8, words);
       }
     }
   }

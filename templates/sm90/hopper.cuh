@@ -12,9 +12,9 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-/// The tensors that a kernel reads through the TMA unit; dout in the backward pass only.
+/// The tensors that a kernel copies through the TMA unit; `o` is O of the forward, dO of the backward pass.
 struct TensorMaps {
-  TensorMap q, k, v, dout;
+  TensorMap q, k, v, o;
 };
 
 namespace sm90 {
@@ -130,6 +130,22 @@ __device__ __forceinline__ void load_box(unsigned to, const TensorMap& map, unsi
       "[%2];" ::"r"(to),
       "l"(&map), "r"(barrier), "r"(column), "r"(row), "r"(head), "r"(batch)
       : "memory");
+}
+
+/// Starts copying a box from shared memory to (column, row, head, batch); rows and columns outside of the
+/// tensor stay behind. Of this thread's bulk group.
+__device__ __forceinline__ void store_box(const TensorMap& map, unsigned from, int column, int row, int head,
+                                          int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
+      "r"(from), "r"(column), "r"(row), "r"(head), "r"(batch)
+      : "memory");
+}
+/// Ends this thread's bulk group.
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+/// Waits until the TMA unit has read what this thread's groups store or add.
+__device__ __forceinline__ void bulk_wait_read() {
+  asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
 
 /// Copies `bytes` (a multiple of 16) from global to shared memory; completes on `barrier`.

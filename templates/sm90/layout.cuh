@@ -16,6 +16,7 @@ constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows 
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block of sm_90 can have
 
 constexpr int kGroupRows = 64;  ///< of Q, in a warp group's part of O or dQ
+constexpr int kWarpRows = 16;   ///< of those, a warp's
 
 /// Registers that a thread starts with, where a multiprocessor has `blocks` blocks of `groups` warp groups
 /// that compute and one that loads. Then that one gives most of its to the others: so many in the forward
@@ -37,7 +38,7 @@ constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass
 constexpr int kKeptWorks = 8;
 
 /// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
-/// V, then what is known of Q tiles, then the barriers.
+/// V, then O where it fits, then what is known of Q tiles, then the barriers.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
 
@@ -47,13 +48,17 @@ struct ForwardLayout {
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int work() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int o() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  /// Where it fits O leaves from there: then the threads that compute need not store it.
+  constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= kSharedLimit; }
+  constexpr int work() const { return o() + (stages_output() ? o_bytes() : 0); }
   constexpr int barriers() const { return work() + kKeptWorks * kWorkBytes; }
-  constexpr int bytes() const { return bytes_of(q_stages()); }
+  constexpr int bytes() const { return bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0); }
 
  private:
   constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
-  /// With two barriers for each group's Q, four for each stage, and one for each piece of work.
+  constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
+  /// Without O, with two barriers for each group's Q, four for each stage, and one for each piece of work.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() + stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v)) +
            kKeptWorks * kWorkBytes + (2 * groups() * q_count + 4 * stages + kKeptWorks) * 8;

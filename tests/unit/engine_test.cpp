@@ -340,7 +340,7 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   ASSERT_TRUE(plan.tensor_boxes);
   ASSERT_EQ(fake().launches.size(), 1u);
   const device::TensorMaps& maps = fake().launches[0].maps;
-  ASSERT_EQ(fake().encoded.size(), 3u);
+  ASSERT_EQ(fake().encoded.size(), 4u);
   using Sizes = std::vector<std::uint64_t>;
   using Box = std::vector<std::uint32_t>;
   const auto check = [&](const CUtensorMap& map, const void* data, const Sizes& sizes, const Sizes& strides,
@@ -360,6 +360,7 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   check(maps.q, address(0x1000000), {64, 100, 4, 2}, {128, 12800, 51200}, plan.config.br);
   check(maps.k, address(0x2000000), {64, 70, 2, 2}, {256, 128, 17920}, plan.config.bc);
   check(maps.v, address(0x3000000), {40, 70, 2, 2}, {80, 5600, 11200}, plan.config.bc);
+  check(maps.o, address(0x4000000), {40, 100, 4, 2}, {80, 8000, 32000}, 16);
 }
 
 /// Documents, whose tiles are visited by lists.
@@ -519,7 +520,7 @@ TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
   ForwardArgs args = forward_args(shape);
   args.q.stride = {-3, 0, 7, 1};
   engine()->forward(spec, args, nullptr);
-  ASSERT_EQ(fake().encoded.size(), 3u);
+  ASSERT_EQ(fake().encoded.size(), 4u);
   EXPECT_EQ(fake().encoded[0].strides, (std::vector<std::uint64_t>{16, 16, 16}));
   EXPECT_EQ(fake().encoded[1].strides, (std::vector<std::uint64_t>{128, 16, 16}));
   EXPECT_EQ(fake().encoded[0].type, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
@@ -545,7 +546,7 @@ TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTh
   EXPECT_EQ(fake().launches[0].params.cu_seqlens_q, args.cu_seqlens_q);
   EXPECT_EQ(fake().launches[0].params.rows_q, 230);
   EXPECT_EQ(fake().launches[0].params.rows_kv, 90);
-  ASSERT_EQ(fake().encoded.size(), 3u);
+  ASSERT_EQ(fake().encoded.size(), 4u);
   EXPECT_EQ(fake().encoded[0].sizes, (std::vector<std::uint64_t>{64, 230, 4, 1}));
   EXPECT_EQ(fake().encoded[1].sizes, (std::vector<std::uint64_t>{64, 90, 2, 1}));
 
@@ -576,13 +577,14 @@ TEST_F(EngineTest, EmptyTensorsHaveNoTensorMap) {
   args.k.data = args.v.data = nullptr;
   engine()->forward(kSpec, args, nullptr);
   ASSERT_EQ(fake().launches.size(), 1u);
-  EXPECT_EQ(fake().encoded.size(), 1u);
+  EXPECT_EQ(fake().encoded.size(), 2u);
   EXPECT_EQ(fake().launches[0].maps.q.opaque[0], 1u);
+  EXPECT_EQ(fake().launches[0].maps.o.opaque[0], 2u);
   for (const CUtensorMap& map : {fake().launches[0].maps.k, fake().launches[0].maps.v})
     for (const std::uint64_t word : map.opaque) EXPECT_EQ(word, 0u);
 }
 
-TEST_F(EngineTest, TheBackwardPassEncodesDoutToo) {
+TEST_F(EngineTest, TheBackwardPassEncodesDoutInsteadOfOut) {
   add_to_pack(backward_spec());
   engine()->backward(kSpec, backward_args(), nullptr);
   EXPECT_FALSE(fake().launches.empty());
@@ -596,7 +598,7 @@ TEST_F(EngineTest, StridesThatTheTmaUnitRefusesAreNamedWithTheRemedy) {
   args.q.stride = {0, 6400, 64, 1};
   const Error error = error_of([&] { engine()->forward(kSpec, args, nullptr); });
   EXPECT_EQ(error.code(), ErrorCode::unsupported);
-  for (const char* part : {"cannot read q", "[2, 4, 100, 64]", "[0, 6400, 64, 1]", "CUDA_ERROR_FAKE",
+  for (const char* part : {"cannot copy q", "[2, 4, 100, 64]", "[0, 6400, 64, 1]", "CUDA_ERROR_FAKE",
                            "multiples of 16 bytes", "not zero", "prepare()", "sm80"})
     EXPECT_CONTAINS(error.message(), part);
   EXPECT_TRUE(fake().launches.empty());

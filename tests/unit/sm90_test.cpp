@@ -196,7 +196,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
                        .persistent = true};
   EXPECT_EQ(plan.entries, std::vector<Entry>{expected});
   EXPECT_EQ(plan.launches, (std::vector<Launch>{{0, kH100.multiprocessors}}));  // of 2 * 16 * 6 tiles
-  EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 80}));
+  EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 80, 16}));
   EXPECT_EQ(plan.workspace.bytes, 0u);
 }
 
@@ -209,7 +209,7 @@ TEST(Sm90, ClustersShareAKvTileOfManyColumns) {
                                          parse_config("sm90:br64:bc128:w8:s2"));
     EXPECT_EQ(plan.entries.back().cluster, 2);
     EXPECT_EQ(plan.launches.back().blocks, blocks) << shape;
-    EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 64}));
+    EXPECT_EQ(plan.tensor_boxes, (TensorBoxes{64, 64, 64}));
   }
   const ExecutionPlan alone =
       make_plan(parse_spec("bwd:bf16:d256"), kSmall, odd, {}, parse_config("sm90:br64:bc64:w8:s2"));

@@ -475,6 +475,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     k_tile = tile_descriptor(at.k(n), 0);
     v_tile = tile_descriptor(at.v(n - 1), Places::kSliceBytes);
   };
+  // Asked at the end of the step before.
+  bool keys_ready = false;
+  const auto wait_for_k = [&](int n) {
+    if (!keys_ready) barrier_wait<P>(at.k_full(n), at.phase(n));
+  };
   const auto start_scores = [&] {
     pin(s);
     multiply_fence();
@@ -530,7 +535,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (kCutsTiles<P> && group >= at.work(round).groups) break;  // its last
     const bool follows = n > 0;
     q_tile = tile_descriptor(at.q(group, round), 0);
-    barrier_wait<P>(at.k_full(n), at.phase(n));
+    wait_for_k(n);
     wait_for_turn<kGroups>(group);
     start_scores();
     // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
@@ -557,6 +562,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
+    keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
     pin(o);
     as_left_operand<Element>(probability, s);
     if (follows) {
@@ -568,7 +574,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     for (int value = 0; value < kO; ++value) o[value] = 0.0f;
     for (++n; i > 0; ++n) {
       --i;
-      barrier_wait<P>(at.k_full(n), at.phase(n));
+      wait_for_k(n);
       wait_for_turn<kGroups>(group);
       start_scores();
       wait_for_v(n - 1);
@@ -583,6 +589,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       softmax(p, at.work(round), rows, kv_begin, full, words, s, rescale);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
+      keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
       pin(o);
       release(at.v_empty(n - 1));
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);

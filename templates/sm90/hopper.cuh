@@ -77,6 +77,20 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         : "memory");
   }
 }
+/// Whether there is nothing to wait for. Asked early this costs nothing, as a wait does that finds so.
+__device__ __forceinline__ bool barrier_ready(unsigned barrier, int parity) {
+  unsigned yes;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}\n"
+      : "=r"(yes)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return yes != 0;
+}
 /// How many blocks a cluster has; 1 without clusters.
 __device__ __forceinline__ unsigned cluster_size() {
   unsigned blocks;

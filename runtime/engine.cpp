@@ -48,13 +48,14 @@ template <class Args>
 device::TensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
                                const Args& args) {
   if (!plan.tensor_boxes) return {};
-  const auto maps_with = [&](const ConstTensorView& o) {
-    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v, o);
+  const auto maps_with = [&](const ConstTensorView& o, const char* o_name) {
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v, o,
+                                    o_name);
   };
   if constexpr (requires { args.dout; })
-    return maps_with(args.dout);
+    return maps_with(args.dout, "dout");
   else
-    return maps_with(args.out);
+    return maps_with(args.out, "out");
 }
 
 /// Launches those of an operation's steps that `wanted` says yes to, in order.

@@ -30,7 +30,7 @@ CUtensorMapDataType element_type(DType dtype) {
 
 void encode(const Driver& driver, CUtensorMap& map, const char* name, const ConstTensorView& tensor,
             DType dtype, int rows) {
-  if (std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
+  if (rows == 0 || std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
   std::array<cuuint64_t, kRank> sizes;
   std::array<cuuint64_t, kRank - 1> strides;  // in bytes, of all but the first
   for (int i = 0; i < kRank; ++i) {
@@ -53,12 +53,12 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
 
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o) {
+                            const ConstTensorView& o, const char* o_name) {
   TensorMaps maps{};
   encode(driver, maps.q, "q", q, dtype, boxes.q_rows);
   encode(driver, maps.k, "k", k, dtype, boxes.kv_rows);
   encode(driver, maps.v, "v", v, dtype, boxes.kv_rows);
-  encode(driver, maps.o, "out or dout", o, dtype, boxes.o_rows);
+  encode(driver, maps.o, o_name, o, dtype, boxes.o_rows);
   return maps;
 }
 

@@ -13,11 +13,11 @@ struct TensorMaps {
 };
 static_assert(sizeof(TensorMaps) == std::size_t{4} * 128 && alignof(TensorMaps) >= 64);
 
-/// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass; a tensor without
-/// elements leaves its map zeroed: no kernel reads it. Throws Error(unsupported) that names the tensor whose
-/// strides the driver refuses.
+/// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that
+/// its caller knows; a tensor without elements, or of which no rows are copied, leaves its map zeroed: no
+/// kernel reads it. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o);
+                            const ConstTensorView& o, const char* o_name);
 
 }  // namespace flashjit::device

@@ -72,7 +72,7 @@ bool has_capture_grads(const AttentionSpec& spec);
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
 
-/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO.
+/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
 

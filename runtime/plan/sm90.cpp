@@ -231,7 +231,9 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
-  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc, sm90::kWarpRows};
+  // As kStagesOutput of templates/sm90/forward.cuh has it.
+  const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen;
+  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0};
   return TensorBoxes{c.br, sm90_backward_layout(spec, c).keys(), c.br};
 }
 

@@ -14,6 +14,11 @@ __device__ __forceinline__ int opaque(int value) {
   asm("" : "+r"(value));
   return value;
 }
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
 
 /// threadIdx.x, read anew: else what follows from it keeps registers through a loop that does not need it.
 __device__ __forceinline__ int thread_now() {
@@ -115,8 +120,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
   constexpr bool kWholeChunks = kChunks > 16;
   const int part = thread % 4, odd = thread % 2, late = part / 2;
   // Two addresses, to which the places of chunks are constants.
-  unsigned short* row = to + (kWholeChunks ? part * 8 : odd * 8 + late * 4);
-  asm("" : "+l"(row));
+  unsigned short* row = opaque(to + (kWholeChunks ? part * 8 : odd * 8 + late * 4));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const auto word = [&](int chunk) {
@@ -129,8 +133,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
       return odd ? uint2{other, second} : uint2{first, other};
     };
     const bool inside = half * 8 < rows;
-    unsigned short* at = row + half * 8 * stride;
-    asm("" : "+l"(at));
+    unsigned short* at = opaque(row + half * 8 * stride);
     if constexpr (kWholeChunks) {
 #pragma unroll
       for (int chunk = 0; chunk < kChunks; chunk += 4) {

@@ -77,7 +77,8 @@ __device__ __forceinline__ void barrier_wait(unsigned barrier, int parity) {
         : "memory");
   }
 }
-/// Whether there is nothing to wait for. Asked early this costs nothing, as a wait does that finds so.
+/// Whether there is nothing to wait for. The answer takes a wait's time even so: ask while there is other
+/// work.
 __device__ __forceinline__ bool barrier_ready(unsigned barrier, int parity) {
   unsigned yes;
   asm volatile(

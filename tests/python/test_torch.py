@@ -3,8 +3,6 @@ import contextlib
 import gc
 import inspect
 import math
-import os
-import pathlib
 import re
 import subprocess
 import sys

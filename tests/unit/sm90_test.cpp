@@ -200,6 +200,17 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   EXPECT_EQ(plan.workspace.bytes, 0u);
 }
 
+TEST(Sm90, OIsCopiedWhereItFitsBesideTheOthersAndNoSequenceFollows) {
+  const auto o_rows = [](const char* spec) {
+    return make_plan(parse_spec(spec), parse_shape("b2:hq16:hkv4:sq1024:skv1024"), kH100, {})
+        .tensor_boxes->o_rows;
+  };
+  for (const char* spec : {"fwd:bf16:d64", "fwd:bf16:d128:causal", "fwd:bf16:d192x128"})
+    EXPECT_EQ(o_rows(spec), 16) << spec;
+  for (const char* spec : {"fwd:bf16:d256", "fwd:bf16:d128:causal:varlen"})
+    EXPECT_EQ(o_rows(spec), 0) << spec;
+}
+
 TEST(Sm90, ClustersShareAKvTileOfManyColumns) {
   DeviceInfo odd = kH100;
   odd.multiprocessors = 113;

@@ -38,10 +38,10 @@ constexpr int kFewestRepeats = 5;
 /// Within this factor of the best, a candidate is measured again beside the others.
 constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
-constexpr int kFinalRounds = 5;
+constexpr int kFinalRounds = 9;
 constexpr double kFinalRoundMs = 10;  // for each contender
 /// More than this is not noise but a measurement gone wrong.
-constexpr double kMostNoise = 0.015;
+constexpr double kMostNoise = 0.01;
 
 double steady_seconds() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -162,7 +162,7 @@ class Search {
     record.timings.insert(record.timings.end(), others_.begin(), others_.end());
     std::sort(record.timings.begin(), record.timings.end(),
               [](const auto& a, const auto& b) { return canonical_less(a.config, b.config); });
-    const auto best = finalists_.empty() ? pick(record.timings) : pick(finalists_, noise_);
+    const auto best = finalists_.empty() ? pick(record.timings, heuristic_) : pick(finalists_, heuristic_, noise_);
     record.best = best.value_or(heuristic_);
     return record;
   }
@@ -489,11 +489,13 @@ bool TuneResult::has_best() const { return best_ms() > 0; }
 double TuneResult::best_ms() const { return ms_of(record, record.best); }
 double TuneResult::heuristic_ms() const { return ms_of(record, heuristic); }
 
-std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, double noise) {
+std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, const TileConfig& heuristic,
+                               double noise) {
   const double least = least_ms(timings);
   std::optional<TileConfig> best;
   for (const plan::Timing& timing : timings) {
     if (!measured(timing) || timing.ms > least * (1 + noise)) continue;
+    if (timing.config == heuristic) return heuristic;
     if (!best || canonical_less(timing.config, *best)) best = timing.config;
   }
   return best;

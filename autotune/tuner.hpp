@@ -14,9 +14,9 @@
 
 namespace flashjit::autotune {
 
-/// Timings closer than this are noise, or closer than what repeating them showed: the canonical order
-/// decides, so that every rank and machine picks alike.
-inline constexpr double kNoise = 0.01;
+/// Timings closer than this are noise, or closer than what repeating them showed: what every rank and machine
+/// knows without a clock decides.
+inline constexpr double kNoise = 0.005;
 /// Launches of a candidate in one measurement, at most: short kernels have so many.
 inline constexpr int kMostRepeats = 60;
 
@@ -93,9 +93,10 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,
                      const Setting& setting, Meter& meter, const TuneOptions& options = {});
 
-/// The fastest; among those within `noise` of it the first in canonical order. None when nothing was
-/// measured.
-std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, double noise = kNoise);
+/// The fastest; among those within `noise` of it the heuristic's choice, else the first in canonical order.
+/// None when nothing was measured.
+std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, const TileConfig& heuristic,
+                               double noise = kNoise);
 
 /// Whether the record's timings may stand beside new ones: of the same problem, device, driver, NVRTC and
 /// library.

@@ -19,11 +19,10 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
 
 /// fp32 accumulators and kept operands of one thread: what cannot be traded away by the compiler.
 int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
+  if (spec.pass == Pass::forward)
+    return sm80::forward_registers(c.br / (16 * c.warps), c.bc, spec.head_dim, spec.v_dim(), c.q_in_registers,
+                                   false);
   const int d = sm80::round_up(spec.head_dim, 16), dv = sm80::round_up(spec.v_dim(), 16);
-  if (spec.pass == Pass::forward) {
-    const int mt = c.br / (16 * c.warps);
-    return mt * (c.bc / 2 + dv / 2 + (c.q_in_registers ? d / 4 : 0));
-  }
   const int mt = c.bc * c.d_split / (16 * c.warps);
   return mt * (c.br + (d + dv) / 2 / c.d_split);
 }
@@ -86,28 +85,33 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
   const bool capture_grads = has_capture_grads(spec);
   const bool and_slopes = capture_grads && expr::has_slope(spec.score.tree());
   const bool large = device.compute_capability < 100 && !capture_grads;
+  const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
+  // What fits exactly: on other architectures ptxas spills some words.
+  const bool plain = device.compute_capability == 90 && d % 16 == 0 && spec.score.empty() &&
+                     (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen && !spec.has_block_map();
   std::vector<TileConfig> choices;
   if (spec.pass == Pass::forward) {
     if (d <= 64) {
-      choices = {config(128, 64, 4, 1, true), config(64, 64, 4, 1)};
-      if (large) choices.insert(choices.begin(), config(128, 80, 4, 1, true));
+      choices = {config(128, 64, 4, device.shared_per_block > 120 * 1024 ? 2 : 1), config(64, 64, 4, 1)};
     } else if (d <= 128) {
       choices = {config(128, 32, 4, 1), config(64, 32, 4, 1)};
-      if (large && !(spec.has_block_map() && spec.varlen))
+      if (large && !(spec.varlen && (spec.has_block_map() || device.compute_capability == 90)))
         choices.insert(choices.begin(), config(128, 48, 4, 1));
+      if (plain && !spec.dropout) choices.insert(choices.begin(), config(128, 64, 4, 1));
     } else {
       choices = {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
+      if (roomy) choices.insert(choices.begin(), config(64, 64, 4, 1));
     }
   } else if (d <= 64) {
     choices = {config(32, 64, 4, 1)};
-    if (large) choices.insert(choices.begin(), config(32, 128, 4, 1));
+    if (large) choices.insert(choices.begin(), config(32, 128, 4, 2));
   } else if (d <= 128 && capture_grads) {
     if (and_slopes)
       choices = {config(32, 64, 8, 1, false, 2)};
     else
       choices = {config(32, 128, 8, 1), config(32, 64, 4, 1)};
   } else if (d <= 128) {
-    choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
+    choices = {config(64, 128, 8, plain && !spec.deterministic ? 2 : 1), config(32, 64, 4, 1)};
   } else {
     choices = {config(16, 64, 8, 1, false, 2)};
     if (!and_slopes) choices.insert(choices.begin(), config(32, 64, 8, 1, false, 2));

@@ -23,6 +23,18 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
+/// A value that the compiler knows nothing of: it cannot take it apart, nor keep what follows from it.
+template <class T>
+__device__ __forceinline__ T opaque(T value) {
+  asm("" : "+r"(value));
+  return value;
+}
+template <class T>
+__device__ __forceinline__ T* opaque(T* pointer) {
+  asm("" : "+l"(pointer));
+  return pointer;
+}
+
 __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }

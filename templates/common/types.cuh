@@ -25,6 +25,12 @@ struct Position {
   float base, offset;
 };
 
+/// A bool in a type, for lambdas.
+template <bool kValue>
+struct Flag {
+  static constexpr bool value = kValue;
+};
+
 constexpr int min(int a, int b) { return a < b ? a : b; }
 constexpr int max(int a, int b) { return a > b ? a : b; }
 constexpr int clamped(int x, int low, int high) { return min(max(x, low), high); }

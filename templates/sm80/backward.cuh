@@ -43,10 +43,10 @@ __device__ __forceinline__ void multiply_step(float (&c)[kMt][2 * kUnits][4], co
   }
 }
 
-/// The work of this block. With ordered additions work is numbered as it starts: whoever waits for its turn
-/// waits for a block that already runs. Uses the first word of shared memory.
+/// The number of this block's work. With ordered additions work is numbered as it starts: whoever waits for
+/// its turn waits for a block that already runs. Uses the first word of shared memory.
 template <class P>
-__device__ __forceinline__ KvWork<P> next_work(const Params& p, char* shared) {
+__device__ __forceinline__ unsigned next_work(const Params& p, char* shared) {
   unsigned work = blockIdx.x;
   if constexpr (P::kDeterministic) {
     // Without queries nobody waits, and nobody has cleared the counter.
@@ -57,7 +57,7 @@ __device__ __forceinline__ KvWork<P> next_work(const Params& p, char* shared) {
     work = static_cast<unsigned>(*next);
     __syncthreads();
   }
-  return KvWork<P>(p, work);
+  return work;
 }
 
 template <class P>
@@ -83,7 +83,8 @@ __device__ void backward(const Params& p) {
   extern __shared__ __align__(128) char shared[];
   const unsigned base = shared_address(shared);
 
-  const KvWork<P> work = next_work<P>(p, shared);
+  const unsigned number = next_work<P>(p, shared);
+  const KvWork<P> work(p, number);
   const Sequence<P> sequence(p, work.b);
   const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
   const int kv_limit = sequence.kv_limit(p);
@@ -104,7 +105,8 @@ __device__ void backward(const Params& p) {
   StagedTile* staged = reinterpret_cast<StagedTile*>(shared + kLayout.staged());
   QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int slot) {
-    const StagedTile next = walk.next(p, sequence);
+    StagedTile next = walk.next(p, sequence);
+    if (kv_begin + P::kBc > kv_limit) next.full = 0;  // asked here, the loop has a register more
     if (threadIdx.x == 0) staged[slot] = next;
     if (next.head >= 0) {
       const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
@@ -169,8 +171,7 @@ __device__ void backward(const Params& p) {
             s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
           }
     }
-    const bool unmasked = staged[slot].full != 0 && kv_begin + P::kBc <= kv_limit;
-    if (!unmasked) {
+    if (staged[slot].full == 0) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
@@ -339,10 +340,11 @@ __device__ void backward(const Params& p) {
     }
   }
   __syncthreads();
-  const int valid = sequence.seqlen_kv(p) - kv_begin;
-  store_tile<P::kBc, P::kHeadDim, kThreads>(sequence.kv_pointer(p.dk, h_kv, kv_begin), p.dk.stride_s,
+  const KvWork<P> done(p, opaque(number));  // anew: else it keeps registers through the loop
+  const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
+  store_tile<P::kBc, P::kHeadDim, kThreads>(sequence.kv_pointer(p.dk, done.h_kv, begin), p.dk.stride_s,
                                             shared + kLayout.k(), valid, threadIdx.x);
-  store_tile<P::kBc, P::kHeadDimV, kThreads>(sequence.kv_pointer(p.dv, h_kv, kv_begin), p.dv.stride_s,
+  store_tile<P::kBc, P::kHeadDimV, kThreads>(sequence.kv_pointer(p.dv, done.h_kv, begin), p.dv.stride_s,
                                              shared + kLayout.v(), valid, threadIdx.x);
 }
 

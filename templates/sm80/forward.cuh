@@ -1,5 +1,7 @@
 // Forward pass with mma.sync (FlashAttention-2, algorithm 1): one thread block a Q tile, KV tiles streamed
-// through shared memory by cp.async, each warp owns rows of S, P and O in registers.
+// through shared memory by cp.async, each warp owns rows of S, P and O in registers. Where registers allow,
+// P V of a tile is computed among the softmax of the next one (FlashAttention-3, section 3.2): tensor cores
+// and exponentials then work at the same time within a warp, too.
 #pragma once
 
 #include "flashjit/common/philox.cuh"
@@ -50,6 +52,12 @@ __device__ void forward(const Params& p) {
   constexpr int kOt = round_up(P::kHeadDimV, 16) / 8;  // n8 tiles of O
   constexpr int kQSteps = round_up(P::kHeadDim, 16) / 16;
   constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  // Whether P V waits for the next softmax: if registers suffice, and not where small blocks are several a
+  // multiprocessor and do without.
+  constexpr int kLateRegisters =
+      forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
+  constexpr bool kLateV =
+      kLateRegisters <= 192 && !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
   constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   extern __shared__ __align__(128) char shared[];
   const unsigned q_tile = shared_address(shared) + kLayout.q();
@@ -80,7 +88,7 @@ __device__ void forward(const Params& p) {
                                              p.k.stride_s, kv_limit - kv);
   };
   const auto load_v = [&](int i) {
-    if (i >= tiles.count) return;
+    if (i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
     load_tile<P::kBc, P::kHeadDimV, kThreads>(v_tiles + i % P::kStages * kVBytes, v_head + kv * p.v.stride_s,
                                               p.v.stride_s, kv_limit - kv);
@@ -88,14 +96,16 @@ __device__ void forward(const Params& p) {
 
   load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
                                            seqlen_q - q_begin);
-  // With one stage, V(i) travels under Q K(i)^T and K(i+1) under P V(i); with more, whole tiles run ahead.
+  // Step i needs K(i), and V of the tile whose P V it computes. With one stage, V travels under Q K(i)^T and
+  // K(i + 1) under what follows; with more, whole steps run ahead.
+  const auto v_of = [](int i) { return kLateV ? i - 1 : i; };
   load_k(0);
-  if constexpr (P::kStages > 1) load_v(0);
+  if constexpr (P::kStages > 1) load_v(v_of(0));
   copy_async_commit();
 #pragma unroll
   for (int i = 1; i < P::kStages - 1; ++i) {
     load_k(i);
-    load_v(i);
+    load_v(v_of(i));
     copy_async_commit();
   }
 
@@ -116,24 +126,38 @@ __device__ void forward(const Params& p) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) row_max[mt][half] = -infinity(), row_sum[mt][half] = 0.0f;
 
-  for (int i = 0; i < tiles.count; ++i) {
-    copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
-    __syncthreads();
-    if constexpr (P::kStages == 1) {
-      load_v(i);
-    } else {
-      load_k(i + P::kStages - 1);
-      load_v(i + P::kStages - 1);
-    }
-    copy_async_commit();
-    if constexpr (P::kQInRegisters) {
-      if (i == 0) {
+  unsigned weights[kNt / 2][kMt][4];  // P as left operands of P V
+  // Adds 16 columns of P times 16 rows of V(i). `after` is not negative: its sign in the address makes the
+  // products wait for it, else ptxas starts them all at once and no exponential runs beside them.
+  const auto multiply_v = [&](int i, int k, float after) {
+    const unsigned v_tile = v_tiles + i % P::kStages * kVBytes + v_offset + (__float_as_uint(after) >> 31);
 #pragma unroll
-        for (int k = 0; k < kQSteps; ++k)
+    for (int ot = 0; ot < kOt; ot += 2) {
+      unsigned v[4];
+      load_matrix_x4_transposed(v, v_tile + (k * 16 * pitch(P::kHeadDimV) + ot * 8) * 2);
 #pragma unroll
-          for (int mt = 0; mt < kMt; ++mt) load_q(q_fragments[k][mt], mt, k);
+      for (int mt = 0; mt < kMt; ++mt) {
+        mma_16x8x16<Element>(o[mt][ot], weights[k][mt], v[0], v[1]);
+        mma_16x8x16<Element>(o[mt][ot + 1], weights[k][mt], v[2], v[3]);
       }
     }
+  };
+  if constexpr (P::kQInRegisters) {
+    copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
+    __syncthreads();
+#pragma unroll
+    for (int k = 0; k < kQSteps; ++k)
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) load_q(q_fragments[k][mt], mt, k);
+  }
+
+  // S and the softmax of tile i, and a P V: its own, or, among the softmax, that of the tile before.
+  const auto step = [&](int i, auto first) {
+    copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
+    __syncthreads();
+    if constexpr (P::kStages > 1) load_k(i + P::kStages - 1);
+    load_v(v_of(i + P::kStages - 1));
+    copy_async_commit();
 
     float s[kMt][kNt][4] = {};
     multiply_transposed<Element, P::kHeadDim, P::kQInRegisters ? kQSteps : 8>(
@@ -188,7 +212,7 @@ __device__ void forward(const Params& p) {
     }
 
     // Online softmax: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.
-    float rescale[kMt][2];
+    float shift[kMt][2], rescale[kMt][2];
     bool same_max = true;
 #pragma unroll
     for (int mt = 0; mt < kMt; ++mt)
@@ -201,22 +225,33 @@ __device__ void forward(const Params& p) {
         highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
         highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
         // A row that attends to nothing so far has no maximum to subtract.
-        const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
+        shift[mt][half] = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
         rescale[mt][half] = row_max[mt][half] == -infinity()
                                 ? 0.0f
-                                : exp2_approx(__fmul_rn(row_max[mt][half], scale_log2) - shift);
+                                : exp2_approx(__fmul_rn(row_max[mt][half], scale_log2) - shift[mt][half]);
         same_max = same_max && row_max[mt][half] == highest;
         row_max[mt][half] = highest;
-        float sum = 0.0f;
-#pragma unroll
-        for (int nt = 0; nt < kNt; ++nt)
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, -shift));
-            sum += s[mt][nt][e];
-          }
-        row_sum[mt][half] = row_sum[mt][half] * rescale[mt][half] + sum;
+        row_sum[mt][half] *= rescale[mt][half];
       }
+    float exponential = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kNt / 2; ++k) {
+      if constexpr (kLateV && !first.value) multiply_v(i - 1, k, exponential);
+#pragma unroll
+      for (int nt = 2 * k; nt < 2 * k + 2; ++nt)
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, -shift[mt][e / 2]));
+            row_sum[mt][e / 2] += s[mt][nt][e];
+          }
+      exponential = s[kMt - 1][2 * k + 1][3];
+      if constexpr (kLateV) {
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(weights[k][mt], s[mt], k);
+      }
+    }
     if (!__all_sync(kWholeWarp, same_max)) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
@@ -240,27 +275,33 @@ __device__ void forward(const Params& p) {
             if (!keeps(p, random.word[3])) s[mt][nt + 1][e + 2] = 0.0f;
           }
     }
-
-    const unsigned v_tile = v_tiles + i % P::kStages * kVBytes + v_offset;
+    if constexpr (!kLateV) {
 #pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) {
-      unsigned a[kMt][4];
+      for (int k = 0; k < kNt / 2; ++k) {
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(a[mt], s[mt], k);
-#pragma unroll
-      for (int ot = 0; ot < kOt; ot += 2) {
-        unsigned v[4];
-        load_matrix_x4_transposed(v, v_tile + (k * 16 * pitch(P::kHeadDimV) + ot * 8) * 2);
-#pragma unroll
-        for (int mt = 0; mt < kMt; ++mt) {
-          mma_16x8x16<Element>(o[mt][ot], a[mt], v[0], v[1]);
-          mma_16x8x16<Element>(o[mt][ot + 1], a[mt], v[2], v[3]);
-        }
+        for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(weights[k][mt], s[mt], k);
+        multiply_v(i, k, 0.0f);
       }
     }
+  };
+
+  if constexpr (kLateV) {
+    if (tiles.count > 0) step(0, Flag<true>{});
+    for (int i = 1; i < tiles.count; ++i) step(i, Flag<false>{});
+    if constexpr (P::kStages == 1) {
+      __syncthreads();
+      load_v(tiles.count - 1);
+      copy_async_commit();
+    }
+  } else {
+    for (int i = 0; i < tiles.count; ++i) step(i, Flag<false>{});
   }
   copy_async_wait<0>();
   __syncthreads();  // every warp is done with Q before O takes its place
+  if (kLateV && tiles.count > 0) {
+#pragma unroll
+    for (int k = 0; k < kNt / 2; ++k) multiply_v(tiles.count - 1, k, 0.0f);
+  }
 
   char* o_tile = shared + kLayout.q();
 #pragma unroll

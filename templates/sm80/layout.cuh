@@ -12,6 +12,13 @@ constexpr int pitch(int columns) { return round_up(columns, 16) + 8; }
 constexpr int kStagedTileBytes = 16;  ///< common/tile_walk.cuh
 constexpr int tile_bytes(int rows, int columns) { return rows * pitch(columns) * 2; }
 
+/// Registers of a thread for its `m_tiles` times 16 rows in the forward pass: S and O, P as 16 bits if it is
+/// kept beside the next S, and Q if it stays there.
+constexpr int forward_registers(int m_tiles, int bc, int head_dim, int head_dim_v, bool q_in_registers,
+                                bool keep_p) {
+  return m_tiles * (bc / 2 + round_up(head_dim_v, 16) / 2 + (keep_p ? bc / 4 : 0) +
+                    (q_in_registers ? round_up(head_dim, 16) / 4 : 0));
+}
 /// Q (and at the end O), then `stages` tiles of K, then of V.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;

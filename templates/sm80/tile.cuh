@@ -25,7 +25,7 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
     for (int step = 0; step < kRows / kRowStep; ++step) {
       const bool in = in_columns && row + step * kRowStep < valid;
       copy_async_16(tile + step * kRowStep * pitch(kColumns) * 2, pointer, in);
-      if (row + (step + 1) * kRowStep < valid) pointer += kRowStep * stride;
+      pointer += kRowStep * stride;
     }
   } else {
     for (int index = threadIdx.x; index < kRows * kChunks; index += kThreads) {

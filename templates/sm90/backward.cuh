@@ -245,11 +245,6 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
   }
 }
 
-template <bool kValue>
-struct Flag {
-  static constexpr bool value = kValue;
-};
-
 /// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO, by descriptors of both.
 template <class P, int kColumns, int kCount>
 __device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned long long left,

@@ -9,17 +9,6 @@
 
 namespace flashjit::sm90 {
 
-/// A value that the compiler knows nothing of: it cannot take it apart.
-__device__ __forceinline__ int opaque(int value) {
-  asm("" : "+r"(value));
-  return value;
-}
-template <class T>
-__device__ __forceinline__ T* opaque(T* pointer) {
-  asm("" : "+l"(pointer));
-  return pointer;
-}
-
 /// threadIdx.x, read anew: else what follows from it keeps registers through a loop that does not need it.
 __device__ __forceinline__ int thread_now() {
   int thread;

@@ -67,12 +67,14 @@ def test_tiles_are_counted(variants):
 
 
 def test_costs_of_tiles(variants):
-    row = lambda case, ms, tiles: dict(head_dim=64, case=case, flashjit_ms=ms, tiles=tiles, partial_tiles=3, **{"pass": "fwd"})
-    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("alibi", 4.95, 36), row("softcap", 9.0, 36)]
+    row = lambda case, ms, tiles, batch=2: dict(head_dim=64, case=case, flashjit_ms=ms, tiles=tiles, partial_tiles=3,
+                                                batch=batch, heads=4, **{"pass": "fwd"})
+    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("short", 9.9, 9, batch=8), row("alibi", 4.95, 36),
+            row("softcap", 9.0, 36)]
     assert list(variants.tile_costs(rows)) == [
         "fwd d64 alibi: 36 tiles of 128x128, 3 of them partial; time for each: 1.10 of the causal kernel's, 1.10 of the full "
-        "kernel's"]
-    assert "nothing to compare with" in next(iter(variants.tile_costs(rows[2:])))
+        "kernel's, 0.50 of the short kernel's"]
+    assert "nothing to compare with" in next(iter(variants.tile_costs(rows[3:])))
 
 
 def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):

@@ -295,7 +295,7 @@ def about_programs(rows):
 
 
 def measured(rows):
-    shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows})
+    shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows if row["ratio"]})
     sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
     text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
             "[tools/bench/variants.py](tools/bench/variants.py) in one process on the same tensors, checked before they are "

@@ -4,13 +4,14 @@ bf16, 8k tokens twice, head dims 64 and 128: full, causal, a sliding window, doc
 dim 128 alone, so that all takes some four minutes, more masks and biases; and the butterfly blocks of the first
 FlashAttention paper at 64k. Results are checked before they are timed. Launches take turns, each between two CUDA events,
 and the median counts. FlexAttention's block mask is made beforehand, as its users do; ours, where a mask needs lists of
-tiles, is made anew in every call and counts. Biases have no gradient here.
+tiles, is made anew in every call and counts; listed_ms is with lists made beforehand, too. Biases have no gradient here.
 
     python3 tools/bench/variants.py --lib build/libflashjit.so --csv variants.csv
 
 Rates count the pairs that attend. bias_gbs: of a dense bias, GB a second of its elements at those pairs. At the end: what a
-tile of ours costs with a window and with ALiBi, beside one of the causal and of the full attention. Tiles are those of
-128x128 in which a pair attends, whatever the kernels' own tiles are. Exit code: as compare.py.
+tile of ours costs with a window and with ALiBi, beside one of the causal and of the full attention, and of full attention
+on sequences so short that a row has as many tiles as a window leaves ("short", without FlexAttention). Tiles are those
+of 128x128 in which a pair attends, whatever the kernels' own tiles are. Exit code: as compare.py.
 """
 import argparse
 import datetime
@@ -30,7 +31,8 @@ LENGTH, BATCH, HIDDEN = 8192, 2, 2048
 WINDOW, DOCUMENTS, PREFIX = 1024, 16, 2000
 TILE = 128
 COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "flashjit_ms", "flex_ms", "flashjit_tflops",
-           "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs"]
+           "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs",
+           "listed_ms", "listed_ratio"]
 
 
 def document_ids(length, device):
@@ -119,11 +121,25 @@ def tile_costs(rows):
     for (dim, pass_name, case), row in known.items():
         if case not in ("window", "alibi"):
             continue
-        cost = lambda row: row["flashjit_ms"] / row["tiles"]
+        cost = lambda row: row["flashjit_ms"] / (row["tiles"] * row["batch"] * row["heads"])
         beside = [f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
-                  for plain in ("causal", "full") if (dim, pass_name, plain) in known]
+                  for plain in ("causal", "full", "short") if (dim, pass_name, plain) in known]
         yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {TILE}x{TILE}, {row['partial_tiles']} of them partial; "
                f"time for each: {', '.join(beside) or 'nothing to compare with'}")
+
+
+def short_point(runtime, report, dim, rounds):
+    """Full attention, without FlexAttention, on as many tokens in sequences as long as what a window's Q tile meets."""
+    length = WINDOW + TILE
+    batch, heads = BATCH * LENGTH // length, HIDDEN // dim
+    ours = Ours(runtime, f"bf16:d{dim}", *compare.tensors(batch, heads, length, dim))
+    pairs, tiles, partial = counts(None, length)
+    ours.forward()
+    for pass_name, method in (("fwd", ours.forward), ("bwd", ours.backward)):
+        ms = interleaved_ms({"flashjit": method}, rounds)["flashjit"]
+        report.row(**{"pass": pass_name}, case="short", head_dim=dim, batch=batch, heads=heads, seqlen=length,
+                   pairs=float(pairs), flashjit_ms=ms, tiles=tiles, partial_tiles=partial)
+        print(f"{pass_name} short d{dim} b{batch} h{heads} s{length}: {ms:.4f} ms", flush=True)
 
 
 class Flex:
@@ -162,26 +178,31 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
     begin = time.monotonic()
     ours = Ours(runtime, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures)
     compile_ms = (time.monotonic() - begin) * 1e3
-    ours.forward()
-    ours.backward()
+    listed = Ours(runtime, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures, lists=True)
     flex = Flex(case, q, k, v, dout)
-    for text in compare.differences(ours.results(), flex.results()):
-        report.failure(f"{label}: {text}")
+    for problem in (ours, listed):
+        problem.forward()
+        problem.backward()
+        for text in compare.differences(problem.results(), flex.results()):
+            report.failure(f"{label}: {text}")
     pairs, tiles, partial = counts(case.mask_mod, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        ms = interleaved_ms({"flashjit": getattr(ours, method), "flex": getattr(flex, method)}, rounds)
+        problems = {"flashjit": ours, "flex": flex, **({"listed": listed} if listed.lists[pass_name].bytes else {})}
+        ms = interleaved_ms({name: getattr(problem, method) for name, problem in problems.items()}, rounds)
         rate = lambda x: 4.0 * pairs * dim * heads * batch * (2.5 if pass_name == "bwd" else 1.0) / x / 1e9
-        bias = {}
+        more = {}
+        if "listed" in ms:
+            more = {"listed_ms": ms["listed"], "listed_ratio": ms["flex"] / ms["listed"]}
         if case.bias:
-            bias["bias_gbs"] = pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
+            more["bias_gbs"] = pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
         report.row(**{"pass": pass_name}, case=case.name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
                    pairs=float(pairs), flashjit_ms=ms["flashjit"], flex_ms=ms["flex"],
                    flashjit_tflops=rate(ms["flashjit"]), flex_tflops=rate(ms["flex"]), ratio=ms["flex"] / ms["flashjit"],
                    flashjit_compile_ms=compile_ms, flex_compile_ms=flex.compile_ms, tiles=tiles, partial_tiles=partial,
-                   **bias)
+                   **more)
         print(f"{pass_name} {label:34} TFLOP/s: flashjit {rate(ms['flashjit']):5.0f}  flex {rate(ms['flex']):5.0f}  "
               f"ratio {ms['flex'] / ms['flashjit']:.2f}   cold compile {compile_ms:.0f} / {flex.compile_ms:.0f} ms"
-              + "".join(f"   the bias's own bytes {x:.0f} GB/s" for x in bias.values()), flush=True)
+              + "".join(f"   {name} {x:.3g}" for name, x in more.items()), flush=True)
 
 
 def main():
@@ -201,6 +222,9 @@ def main():
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
     report = Report(arguments.csv, list(constants) + COLUMNS, constants)
+    for dim in (64, 128):
+        if arguments.only in "short":
+            compare.guarded(report, f"short d{dim}", short_point, runtime, report, dim, 11)
     todo = [(dim, cases(LENGTH)) for dim in (64, 128)] + [(128, more_cases(BATCH, HIDDEN // 128, LENGTH))]
     for dim, some in todo:
         for case in some:

@@ -76,7 +76,7 @@ struct TileConfig {
   int warps = 0;   ///< that compute; sm90 has four more, which load
   int stages = 1;  ///< buffers of the operands that stream through shared memory
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
-  int d_split = 1;              ///< sm80 backward: warps that share one tile's columns of dK and dV (1 or 2)
+  int d_split = 1;              ///< sm80 backward: 2 for two warps to the same rows, one for dV, one for dK
   int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread
 
   bool operator==(const TileConfig&) const = default;

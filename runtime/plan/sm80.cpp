@@ -14,7 +14,8 @@ namespace {
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
     return sm80::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
-  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+  const int exchanged = c.d_split == 1 ? 0 : 1 + expr::has_slope(spec.score.tree()) + has_capture_grads(spec);
+  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged}.bytes();
 }
 
 /// fp32 accumulators and kept operands of one thread: what cannot be traded away by the compiler.
@@ -24,7 +25,7 @@ int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
                                    false);
   const int d = sm80::round_up(spec.head_dim, 16), dv = sm80::round_up(spec.v_dim(), 16);
   const int mt = c.bc * c.d_split / (16 * c.warps);
-  return mt * (c.br + (d + dv) / 2 / c.d_split);
+  return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
 }
 
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {

@@ -1,6 +1,9 @@
 // Backward pass with mma.sync (FlashAttention-2, algorithm 2): one thread block a KV tile, Q tiles streamed
 // through shared memory. S and dP are computed transposed, so that P^T and dS^T feed dV and dK from
-// registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
+// registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory. With
+// split2 two warps have the same rows: one computes S and dV, the other dP and dK, each for twice as many
+// rows as if it had both, so that Q and dO are read half as often from shared memory, which is what takes
+// most of the time.
 #pragma once
 
 #include "flashjit/common/philox.cuh"
@@ -25,13 +28,14 @@ constexpr int dq_warp_rows() {
   return best;
 }
 
-/// C += A B with A from registers and B's rows along the summed dimension. The warp owns kUnits n16 units of
-/// C from `first_unit` on; kTotal are there, which the last owner's share may exceed.
-template <class Element, int kTotal, bool kGuard, int kMt, int kUnits>
-__device__ __forceinline__ void multiply_step(float (&c)[kMt][2 * kUnits][4], const unsigned (&a)[kMt][4],
+/// C += A B with A from registers and B's rows along the summed dimension. The warp owns n16 units of C from
+/// `first_unit` on, at most those that the array holds; kTotal are there, which the last owner's share may
+/// exceed.
+template <class Element, int kTotal, bool kGuard, int kMt, int kNt>
+__device__ __forceinline__ void multiply_step(float (&c)[kMt][kNt][4], const unsigned (&a)[kMt][4],
                                               unsigned b_tile, int first_unit) {
 #pragma unroll
-  for (int unit = 0; unit < kUnits; ++unit) {
+  for (int unit = 0; unit < kNt / 2; ++unit) {
     if (kGuard && first_unit + unit >= kTotal) break;
     unsigned b[4];
     load_matrix_x4_transposed(b, b_tile + (first_unit + unit) * 32);
@@ -41,6 +45,14 @@ __device__ __forceinline__ void multiply_step(float (&c)[kMt][2 * kUnits][4], co
       mma_16x8x16<Element>(c[mt][2 * unit + 1], a[mt], b[2], b[3]);
     }
   }
+}
+
+template <bool kFirst, class A, class B>
+__device__ __forceinline__ auto& either(A& first, B& second) {
+  if constexpr (kFirst)
+    return first;
+  else
+    return second;
 }
 
 /// The number of this block's work. With ordered additions work is numbered as it starts: whoever waits for
@@ -64,21 +76,20 @@ template <class P>
 __device__ void backward(const Params& p) {
   using Element = typename P::Element;
   constexpr int kThreads = P::kWarps * 32;
+  constexpr bool kPairs = P::kDSplit == 2;
   constexpr int kRowWarps = P::kWarps / P::kDSplit;  // warps along the KV rows
   constexpr int kMt = P::kBc / (16 * kRowWarps);     // m16 tiles of KV rows a warp owns
   constexpr int kNt = P::kBr / 8;                    // n8 tiles of queries
   constexpr int kDUnits = round_up(P::kHeadDim, 16) / 16;
   constexpr int kDvUnits = round_up(P::kHeadDimV, 16) / 16;
-  constexpr int kDkOwn = (kDUnits + P::kDSplit - 1) / P::kDSplit;  // n16 units of dK and dV a warp owns
-  constexpr int kDvOwn = (kDvUnits + P::kDSplit - 1) / P::kDSplit;
   constexpr int kDqRowWarps = dq_warp_rows<P>();
   constexpr int kDqColumnWarps = P::kWarps / kDqRowWarps;
   constexpr int kDqMt = P::kBr / 16 / kDqRowWarps;
   constexpr int kDqUnits = (kDUnits + kDqColumnWarps - 1) / kDqColumnWarps;
-  constexpr bool kGuardDk = kDkOwn * P::kDSplit != kDUnits, kGuardDv = kDvOwn * P::kDSplit != kDvUnits;
   constexpr bool kGuardDq = kDqUnits * kDqColumnWarps != kDUnits;
   constexpr int kQPitch = pitch(P::kHeadDim), kVPitch = pitch(P::kHeadDimV), kDsPitch = pitch(P::kBr);
-  constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  constexpr int kExchanged = kPairs ? 1 + P::kScoreGrad + (P::kCaptureGrads > 0) : 0;
+  constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages, kExchanged};
   constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim), kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
   extern __shared__ __align__(128) char shared[];
   const unsigned base = shared_address(shared);
@@ -93,7 +104,8 @@ __device__ void backward(const Params& p) {
     return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int row_warp = warp / P::kDSplit, split = warp % P::kDSplit;
+  const int row_warp = warp % kRowWarps;
+  const bool has_p = !kPairs || warp < kRowWarps, has_ds = !kPairs || warp >= kRowWarps;
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
   load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), sequence.kv_pointer(p.k, h_kv, kv_begin),
@@ -131,7 +143,29 @@ __device__ void backward(const Params& p) {
   const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
   const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
   const float scale_log2 = score_scale_log2<P>(p);
-  float dk[kMt][2 * kDkOwn][4] = {}, dv[kMt][2 * kDvOwn][4] = {};
+  constexpr int kUnits = kPairs ? larger(kDUnits, kDvUnits) : kDvUnits;
+  float dv[kMt][2 * kUnits][4] = {};  // of a pair the second warp's dK
+  float dk_of_one[kPairs ? 1 : kMt][kPairs ? 2 : 2 * kDUnits][4] = {};
+  auto& dk = either<kPairs>(dv, dk_of_one);
+
+  // From the first warp of a pair to the second, each lane's values to the same lane.
+  const auto exchanged = [&](int which, int mt, int nt) {
+    return reinterpret_cast<float4*>(shared + kLayout.exchange()) +
+           ((which * kMt + mt) * kNt + nt) * kRowWarps * 32 + row_warp * 32 + lane;
+  };
+  const auto hand_over = [&](int which, const float(&values)[kMt][kNt][4]) {
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+      for (int nt = 0; nt < kNt; ++nt) {
+        const float(&of)[4] = values[mt][nt];
+        *exchanged(which, mt, nt) = {of[0], of[1], of[2], of[3]};
+      }
+  };
+  const auto take_over = [&](int which, int mt, int nt, float(&to)[4]) {
+    const float4 of = *exchanged(which, mt, nt);
+    to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
+  };
 
   for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
     copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
@@ -149,126 +183,146 @@ __device__ void backward(const Params& p) {
     const auto at_kv = [&](int mt, int e) { return kv_position + (mt * 16 + e / 2 * 8); };
     [[maybe_unused]] const auto head = sequence.head(p, h);
 
-    float s[kMt][kNt][4] = {};  // S^T, then P^T
-    multiply_transposed<Element, P::kHeadDim, 2>(
-        s, q_tile + matrix_offset<false>(kQPitch), [&](unsigned(&a)[4], int mt, int k) {
-          load_matrix_x4(a, k_rows + (warp_row(mt) * kQPitch + k * 16) * 2);
-        });
+    float s[kMt][kNt][4];  // S^T, then P^T
     // What the gradients want.
     [[maybe_unused]] float slope[P::kScoreGrad ? kMt : 1][P::kScoreGrad ? kNt : 1][4];
     [[maybe_unused]] float dots[P::kCaptureGrads > 0 ? kMt : 1][P::kCaptureGrads > 0 ? kNt : 1][4];
-    if constexpr (P::kHasScore) {
+    if (has_p) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
         for (int nt = 0; nt < kNt; ++nt)
 #pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            const float dot = s[mt][nt][e];
-            if constexpr (P::kScoreGrad)
-              slope[mt][nt][e] = P::score_grad(p, head, dot, at_q(nt, e), at_kv(mt, e));
-            if constexpr (P::kCaptureGrads > 0) dots[mt][nt][e] = dot;
-            s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
-          }
-    }
-    if (staged[slot].full == 0) {
+          for (float& value : s[mt][nt]) value = 0.0f;
+      multiply_transposed<Element, P::kHeadDim, 2>(
+          s, q_tile + matrix_offset<false>(kQPitch), [&](unsigned(&a)[4], int mt, int k) {
+            load_matrix_x4(a, k_rows + (warp_row(mt) * kQPitch + k * 16) * 2);
+          });
+      if constexpr (P::kHasScore) {
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
+        for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
-        for (int nt = 0; nt < kNt; ++nt) {
-          bool block = true;
-          if constexpr (P::kBlockMap) {
-            const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
-            const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
-            block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
+          for (int nt = 0; nt < kNt; ++nt)
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              const float dot = s[mt][nt][e];
+              if constexpr (P::kScoreGrad)
+                slope[mt][nt][e] = P::score_grad(p, head, dot, at_q(nt, e), at_kv(mt, e));
+              if constexpr (P::kCaptureGrads > 0) dots[mt][nt][e] = dot;
+              s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
+            }
+      }
+      if (staged[slot].full == 0) {
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+          for (int nt = 0; nt < kNt; ++nt) {
+            bool block = true;
+            if constexpr (P::kBlockMap) {
+              const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
+              const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
+              block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
+            }
+#pragma unroll
+            for (int e = 0; e < 4; ++e)
+              s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
+                                        P::mask(p, head, at_q(nt, e), at_kv(mt, e)));
           }
+      }
+#pragma unroll
+      for (int nt = 0; nt < kNt; ++nt) {
+        const float2 row_lse = *reinterpret_cast<const float2*>(lse + nt * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
           for (int e = 0; e < 4; ++e)
-            s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
-                                      P::mask(p, head, at_q(nt, e), at_kv(mt, e)));
-        }
-    }
-#pragma unroll
-    for (int nt = 0; nt < kNt; ++nt) {
-      const float2 row_lse = *reinterpret_cast<const float2*>(lse + nt * 8 + lane % 4 * 2);
-#pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
-#pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, e % 2 ? -row_lse.y : -row_lse.x));
-    }
-
-    // P is never negative: its sign says that dropout drops the pair.
-    if constexpr (P::kDropout) {
-#pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < kNt; nt += 2)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
-                                                 sequence.b * p.heads_q + h, at_q(nt, e).at, at_kv(mt, e).at);
-#pragma unroll
-            for (int w = 0; w < 4; ++w)
-              if (!keeps(p, random.word[w])) {
-                float& value = s[mt][nt + w / 2][e + w % 2 * 2];
-                value = -value;
-              }
-          }
-    }
-    const unsigned dout_columns = dout_tile + matrix_offset<true>(kVPitch);
-#pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) {
-      unsigned a[kMt][4];
-#pragma unroll
-      for (int mt = 0; mt < kMt; ++mt) {
-        as_left_operand<Element, kNt>(a[mt], s[mt], k);
-        if constexpr (P::kDropout) {
-#pragma unroll
-          for (unsigned& pair : a[mt]) pair = without_negatives(pair);
-        }
+            s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, e % 2 ? -row_lse.y : -row_lse.x));
       }
-      multiply_step<Element, kDvUnits, kGuardDv, kMt, kDvOwn>(dv, a, dout_columns + k * 16 * kVPitch * 2,
-                                                              split * kDvOwn);
-    }
 
-    float dp[kMt][kNt][4] = {};  // dP^T, then dS^T
-    multiply_transposed<Element, P::kHeadDimV, 2>(
-        dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
-          load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
-        });
+      // P is never negative: its sign says that dropout drops the pair.
+      if constexpr (P::kDropout) {
 #pragma unroll
-    for (int nt = 0; nt < kNt; ++nt) {
-      const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
+        for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt) {
+          for (int nt = 0; nt < kNt; nt += 2)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          float grad = dp[mt][nt][e];
-          if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
-          grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
-          if constexpr (P::kCaptureGrads > 0) {
-            if ((P::kDSplit == 1 || split == 0) && grad != 0.0f)
-              P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
-                                   AtomicAddition());
+            for (int e = 0; e < 2; ++e) {
+              const Philox4 random =
+                  dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, sequence.b * p.heads_q + h,
+                                at_q(nt, e).at, at_kv(mt, e).at);
+#pragma unroll
+              for (int w = 0; w < 4; ++w)
+                if (!keeps(p, random.word[w])) {
+                  float& value = s[mt][nt + w / 2][e + w % 2 * 2];
+                  value = -value;
+                }
+            }
+      }
+      if constexpr (kPairs) {
+        hand_over(0, s);
+        if constexpr (P::kScoreGrad) hand_over(1, slope);
+        if constexpr (P::kCaptureGrads > 0) hand_over(kExchanged - 1, dots);
+        named_barrier_arrive(1 + row_warp, 64);
+      }
+      const unsigned dout_columns = dout_tile + matrix_offset<true>(kVPitch);
+#pragma unroll
+      for (int k = 0; k < kNt / 2; ++k) {
+        unsigned a[kMt][4];
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) {
+          as_left_operand<Element, kNt>(a[mt], s[mt], k);
+          if constexpr (P::kDropout) {
+#pragma unroll
+            for (unsigned& pair : a[mt]) pair = without_negatives(pair);
           }
-          // A slope may be anything where P is zero.
-          if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
-          dp[mt][nt][e] = grad;
         }
-        if (P::kDSplit == 1 || split == 0)
+        multiply_step<Element, kDvUnits, kUnits != kDvUnits>(dv, a, dout_columns + k * 16 * kVPitch * 2, 0);
+      }
+    }
+    if (has_ds) {
+      float dp[kMt][kNt][4] = {};  // dP^T, then dS^T
+      multiply_transposed<Element, P::kHeadDimV, 2>(
+          dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
+            load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
+          });
+      if constexpr (kPairs) named_barrier_sync(1 + row_warp, 64);
+#pragma unroll
+      for (int nt = 0; nt < kNt; ++nt) {
+        const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) {
+          if constexpr (kPairs) {
+            take_over(0, mt, nt, s[mt][nt]);
+            if constexpr (P::kScoreGrad) take_over(1, mt, nt, slope[mt][nt]);
+            if constexpr (P::kCaptureGrads > 0) take_over(kExchanged - 1, mt, nt, dots[mt][nt]);
+          }
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float grad = dp[mt][nt][e];
+            if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
+            grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
+            if constexpr (P::kCaptureGrads > 0) {
+              if (grad != 0.0f)
+                P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
+                                     AtomicAddition());
+            }
+            // A slope may be anything where P is zero.
+            if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
+            dp[mt][nt][e] = grad;
+          }
           store_fragment<Element, kDsPitch>(shared + kLayout.ds(), warp_row(mt), nt * 8, dp[mt][nt], 1.0f,
                                             1.0f);
+        }
       }
-    }
-    const unsigned q_columns = q_tile + matrix_offset<true>(kQPitch);
+      const unsigned q_columns = q_tile + matrix_offset<true>(kQPitch);
 #pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) {
-      unsigned a[kMt][4];
+      for (int k = 0; k < kNt / 2; ++k) {
+        unsigned a[kMt][4];
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(a[mt], dp[mt], k);
-      multiply_step<Element, kDUnits, kGuardDk, kMt, kDkOwn>(dk, a, q_columns + k * 16 * kQPitch * 2,
-                                                             split * kDkOwn);
+        for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(a[mt], dp[mt], k);
+        multiply_step<Element, kDUnits, kPairs && kUnits != kDUnits>(dk, a, q_columns + k * 16 * kQPitch * 2,
+                                                                     0);
+      }
     }
     [[maybe_unused]] const int mine = staged[slot].turn;
     __syncthreads();  // dS is complete, and with one stage Q and dO are free
@@ -285,8 +339,7 @@ __device__ void backward(const Params& p) {
 #pragma unroll
       for (int mt = 0; mt < kDqMt; ++mt)
         load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * kDsPitch + mt * 16) * 2);
-      multiply_step<Element, kDUnits, kGuardDq, kDqMt, kDqUnits>(dq, a, k_columns + k * 16 * kQPitch * 2,
-                                                                 dq_unit);
+      multiply_step<Element, kDUnits, kGuardDq>(dq, a, k_columns + k * 16 * kQPitch * 2, dq_unit);
     }
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
@@ -319,25 +372,15 @@ __device__ void backward(const Params& p) {
 
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
-#pragma unroll
-    for (int unit = 0; unit < kDkOwn; ++unit) {
-      if (kGuardDk && split * kDkOwn + unit >= kDUnits) break;
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-        store_fragment<Element, kQPitch>(shared + kLayout.k(), warp_row(mt),
-                                         (split * kDkOwn + unit) * 16 + half * 8, dk[mt][2 * unit + half],
-                                         p.softmax_scale, p.softmax_scale);
-    }
     const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
 #pragma unroll
-    for (int unit = 0; unit < kDvOwn; ++unit) {
-      if (kGuardDv && split * kDvOwn + unit >= kDvUnits) break;
+    for (int n = 0; has_ds && n < 2 * kDUnits; ++n)
+      store_fragment<Element, kQPitch>(shared + kLayout.k(), warp_row(mt), n * 8, dk[mt][n], p.softmax_scale,
+                                       p.softmax_scale);
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        store_fragment<Element, kVPitch>(shared + kLayout.v(), warp_row(mt),
-                                         (split * kDvOwn + unit) * 16 + half * 8, dv[mt][2 * unit + half],
-                                         v_scale, v_scale);
-    }
+    for (int n = 0; has_p && n < 2 * kDvUnits; ++n)
+      store_fragment<Element, kVPitch>(shared + kLayout.v(), warp_row(mt), n * 8, dv[mt][n], v_scale,
+                                       v_scale);
   }
   __syncthreads();
   const KvWork<P> done(p, opaque(number));  // anew: else it keeps registers through the loop

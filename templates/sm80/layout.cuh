@@ -30,9 +30,9 @@ struct ForwardLayout {
 };
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// and dS.
+/// dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other.
 struct BackwardLayout {
-  int br, bc, head_dim, head_dim_v, stages;
+  int br, bc, head_dim, head_dim_v, stages, exchanged;
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(bc, head_dim); }
@@ -42,7 +42,8 @@ struct BackwardLayout {
   constexpr int lse() const { return ds() + tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
-  constexpr int bytes() const { return staged() + stages * kStagedTileBytes; }
+  constexpr int exchange() const { return staged() + stages * kStagedTileBytes; }
+  constexpr int bytes() const { return exchange() + exchanged * br * bc * 4; }
 };
 
 }  // namespace flashjit::sm80

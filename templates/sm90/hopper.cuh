@@ -191,14 +191,6 @@ __device__ __forceinline__ void raise_register_limit() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-/// Named barriers among some warp groups of the block; 0 is __syncthreads().
-__device__ __forceinline__ void named_barrier_sync(int name, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-__device__ __forceinline__ void named_barrier_arrive(int name, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
-}
-
 __device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void multiply_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");

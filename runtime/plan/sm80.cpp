@@ -112,11 +112,13 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
     else
       choices = {config(32, 128, 8, 1), config(32, 64, 4, 1)};
   } else if (d <= 128) {
-    choices = {config(64, 128, 8, plain && !spec.deterministic ? 2 : 1), config(32, 64, 4, 1)};
+    choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
+    if (plain && !spec.dropout && spec.head_dim == spec.v_dim())
+      choices.insert(choices.begin(), config(64, 128, 8, 2, false, 2));
   } else {
     choices = {config(16, 64, 8, 1, false, 2)};
     if (!and_slopes) choices.insert(choices.begin(), config(32, 64, 8, 1, false, 2));
-    if (large && !spec.dropout) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
+    if (large && !spec.dropout && d <= 192) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
   }
   return choices;
 }

@@ -1,9 +1,9 @@
 // Backward pass with mma.sync (FlashAttention-2, algorithm 2): one thread block a KV tile, Q tiles streamed
 // through shared memory. S and dP are computed transposed, so that P^T and dS^T feed dV and dK from
 // registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory. With
-// split2 two warps have the same rows: one computes S and dV, the other dP and dK, each for twice as many
-// rows as if it had both, so that Q and dO are read half as often from shared memory, which is what takes
-// most of the time.
+// split2 two warps have the same rows: one computes S and dV, the other dP and dK, and P goes from one to the
+// other. Each has twice as many rows as if it had both, so that Q and dO are read half as often, and one
+// computes products while the other computes exponentials.
 #pragma once
 
 #include "flashjit/common/philox.cuh"
@@ -90,6 +90,8 @@ __device__ void backward(const Params& p) {
   constexpr int kQPitch = pitch(P::kHeadDim), kVPitch = pitch(P::kHeadDimV), kDsPitch = pitch(P::kBr);
   constexpr int kExchanged = kPairs ? 1 + P::kScoreGrad + (P::kCaptureGrads > 0) : 0;
   constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages, kExchanged};
+  constexpr bool kLateDq = P::kStages > 1 && !P::kDeterministic;
+  constexpr int kDsBytes = tile_bytes(P::kBc, P::kBr);
   constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim), kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
   extern __shared__ __align__(128) char shared[];
   const unsigned base = shared_address(shared);
@@ -167,12 +169,60 @@ __device__ void backward(const Params& p) {
     to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
   };
 
+  const auto ds_place = [&](int buffer) { return kLayout.ds() + buffer * kDsBytes; };
+  // Adds a tile's dS K to dQ.
+  const auto add_to_dq_of = [&](const StagedTile& of, int buffer) {
+    // dQ = dS K. dS lies transposed, as [KV row][query].
+    const int dq_row = warp / kDqColumnWarps * kDqMt * 16, dq_unit = warp % kDqColumnWarps * kDqUnits;
+    float dq[kDqMt][2 * kDqUnits][4] = {};
+    const unsigned ds_offset = base + ds_place(buffer) + matrix_offset<false>(kDsPitch) + dq_row * 2;
+    const unsigned k_columns = base + kLayout.k() + matrix_offset<true>(kQPitch);
+#pragma unroll
+    for (int k = 0; k < P::kBc / 16; ++k) {
+      unsigned a[kDqMt][4];
+#pragma unroll
+      for (int mt = 0; mt < kDqMt; ++mt)
+        load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * kDsPitch + mt * 16) * 2);
+      multiply_step<Element, kDUnits, kGuardDq>(dq, a, k_columns + k * 16 * kQPitch * 2, dq_unit);
+    }
+    int* turn = nullptr;
+    if constexpr (P::kDeterministic) {
+      turn = turn_of<P>(p, sequence.b, of.head, of.tile);
+      if (threadIdx.x == 0) await_turn<P, 64>(turn, of.turn);
+      __syncthreads();
+    }
+    float* accumulator = p.dq_accum + (sequence.stats_row(p, of.head) + of.tile * P::kBr) * (kDUnits * 16);
+#pragma unroll
+    for (int mt = 0; mt < kDqMt; ++mt)
+#pragma unroll
+      for (int unit = 0; unit < kDqUnits; ++unit) {
+        if (kGuardDq && dq_unit + unit >= kDUnits) break;
+        // Unit by unit a lane's four values of a row stand together: dq_layout.cuh.
+        float* at = accumulator + (dq_row + mt * 16 + lane / 4) * (kDUnits * 16) + (dq_unit + unit) * 16 +
+                    lane % 4 * 4;
+        const float(&left)[4] = dq[mt][2 * unit];
+        const float(&right)[4] = dq[mt][2 * unit + 1];
+        add_to_dq(at, left[0], left[1], right[0], right[1]);
+        add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+      }
+    if constexpr (P::kDeterministic) {
+      __threadfence();
+      __syncthreads();
+      if (threadIdx.x == 0) atomicAdd(turn, 1);
+    }
+  };
+
+  // With more stages than one dQ of a tile comes a step late: then a step has one barrier, and a warp that
+  // would wait for another's P has work.
+  StagedTile last{-1, 0, 0, 0};
+  int buffer = 0;
   for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
     copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
     __syncthreads();
-    if (staged[slot].head < 0) break;
+    const StagedTile tile = staged[slot];
+    if (tile.head < 0) break;
     if constexpr (P::kStages > 1) load_next(slot > 0 ? slot - 1 : P::kStages - 1);
-    const int h = staged[slot].head, q_begin = staged[slot].tile * P::kBr;
+    const int h = tile.head, q_begin = tile.tile * P::kBr;
     const unsigned q_tile = base + kLayout.q() + slot * kQBytes;
     const unsigned dout_tile = base + kLayout.dout() + slot * kDoutBytes;
     const float* lse = reinterpret_cast<const float*>(shared + kLayout.lse()) + slot * P::kBr;
@@ -212,7 +262,7 @@ __device__ void backward(const Params& p) {
               s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
             }
       }
-      if (staged[slot].full == 0) {
+      if (tile.full == 0) {
 #pragma unroll
         for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
@@ -278,8 +328,10 @@ __device__ void backward(const Params& p) {
         }
         multiply_step<Element, kDvUnits, kUnits != kDvUnits>(dv, a, dout_columns + k * 16 * kVPitch * 2, 0);
       }
+      if (kLateDq && kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
     }
     if (has_ds) {
+      if (kLateDq && kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
       float dp[kMt][kNt][4] = {};  // dP^T, then dS^T
       multiply_transposed<Element, P::kHeadDimV, 2>(
           dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
@@ -310,7 +362,7 @@ __device__ void backward(const Params& p) {
             if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
             dp[mt][nt][e] = grad;
           }
-          store_fragment<Element, kDsPitch>(shared + kLayout.ds(), warp_row(mt), nt * 8, dp[mt][nt], 1.0f,
+          store_fragment<Element, kDsPitch>(shared + ds_place(buffer), warp_row(mt), nt * 8, dp[mt][nt], 1.0f,
                                             1.0f);
         }
       }
@@ -324,49 +376,17 @@ __device__ void backward(const Params& p) {
                                                                      0);
       }
     }
-    [[maybe_unused]] const int mine = staged[slot].turn;
-    __syncthreads();  // dS is complete, and with one stage Q and dO are free
-    if constexpr (P::kStages == 1) load_next(0);
-
-    // dQ = dS K. dS lies transposed, as [KV row][query].
-    const int dq_row = warp / kDqColumnWarps * kDqMt * 16, dq_unit = warp % kDqColumnWarps * kDqUnits;
-    float dq[kDqMt][2 * kDqUnits][4] = {};
-    const unsigned ds_offset = base + kLayout.ds() + matrix_offset<false>(kDsPitch) + dq_row * 2;
-    const unsigned k_columns = base + kLayout.k() + matrix_offset<true>(kQPitch);
-#pragma unroll
-    for (int k = 0; k < P::kBc / 16; ++k) {
-      unsigned a[kDqMt][4];
-#pragma unroll
-      for (int mt = 0; mt < kDqMt; ++mt)
-        load_matrix_x4_transposed(a[mt], ds_offset + (k * 16 * kDsPitch + mt * 16) * 2);
-      multiply_step<Element, kDUnits, kGuardDq>(dq, a, k_columns + k * 16 * kQPitch * 2, dq_unit);
+    if constexpr (kLateDq) {
+      if (!kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
+    } else {
+      __syncthreads();  // dS is complete, and with one stage Q and dO are free
+      if constexpr (P::kStages == 1) load_next(0);
+      add_to_dq_of(tile, 0);
     }
-    int* turn = nullptr;
-    if constexpr (P::kDeterministic) {
-      turn = turn_of<P>(p, sequence.b, h, q_begin / P::kBr);
-      if (threadIdx.x == 0) await_turn<P, 64>(turn, mine);
-      __syncthreads();
-    }
-    float* accumulator = p.dq_accum + (sequence.stats_row(p, h) + q_begin) * (kDUnits * 16);
-#pragma unroll
-    for (int mt = 0; mt < kDqMt; ++mt)
-#pragma unroll
-      for (int unit = 0; unit < kDqUnits; ++unit) {
-        if (kGuardDq && dq_unit + unit >= kDUnits) break;
-        // Unit by unit a lane's four values of a row stand together: dq_layout.cuh.
-        float* at = accumulator + (dq_row + mt * 16 + lane / 4) * (kDUnits * 16) + (dq_unit + unit) * 16 +
-                    lane % 4 * 4;
-        const float(&left)[4] = dq[mt][2 * unit];
-        const float(&right)[4] = dq[mt][2 * unit + 1];
-        add_to_dq(at, left[0], left[1], right[0], right[1]);
-        add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
-      }
-    if constexpr (P::kDeterministic) {
-      __threadfence();
-      __syncthreads();
-      if (threadIdx.x == 0) atomicAdd(turn, 1);
-    }
+    last = tile;
+    buffer ^= kLateDq;
   }
+  if (kLateDq && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
   copy_async_wait<0>();
   __syncthreads();  // K and V are free: dK and dV take their place
 

@@ -30,7 +30,7 @@ struct ForwardLayout {
 };
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other.
+/// one or two of dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages, exchanged;
 
@@ -39,7 +39,7 @@ struct BackwardLayout {
   constexpr int q() const { return v() + tile_bytes(bc, head_dim_v); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, head_dim); }
   constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
-  constexpr int lse() const { return ds() + tile_bytes(bc, br); }
+  constexpr int lse() const { return ds() + (stages > 1 ? 2 : 1) * tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int exchange() const { return staged() + stages * kStagedTileBytes; }

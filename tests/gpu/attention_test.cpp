@@ -96,12 +96,13 @@ std::vector<AttentionCase> make_cases() {
              .shape = {40, 8, 4, 130, 150},
              .family = Family::sm90,
              .seed = static_cast<unsigned>(cases.size())});
-  // There with many KV tiles: fewer rows of dQ are converted at a time.
-  for (const int head_dim : {64, 128, 256})
-    cases.push_back({.spec = {.dtype = DType::fp16, .head_dim = head_dim},
-                     .shape = {5, 8, 4, 130, 1100},
-                     .family = Family::sm90,
-                     .seed = static_cast<unsigned>(cases.size())});
+  // There with many KV tiles: fewer rows of dQ are converted at a time, and sm80 takes its largest tiles.
+  for (const Family family : {Family::sm90, Family::sm80})
+    for (const int head_dim : {64, 128, 256})
+      cases.push_back({.spec = {.dtype = DType::fp16, .head_dim = head_dim},
+                       .shape = {5, 8, 4, 130, 1100},
+                       .family = family,
+                       .seed = static_cast<unsigned>(cases.size())});
   return cases;
 }
 

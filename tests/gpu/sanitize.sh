@@ -21,6 +21,7 @@ sample=(
   'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
   'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
   'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
+  'Pairs/Attention.*/fp16_d128_b5_hq8_hkv4_sq130_skv1100_sm80_*'
   'Pairs/Attention.*/fp32_d32_causal_b2_hq4_hkv4_sq128_skv128_simt_*'
   'Pairs/Attention.*/fp16_d64_causal_top_left_det_b1_hq6_hkv6_sq64_skv64_simt_*'
   # block maps

@@ -162,7 +162,8 @@ class Search {
     record.timings.insert(record.timings.end(), others_.begin(), others_.end());
     std::sort(record.timings.begin(), record.timings.end(),
               [](const auto& a, const auto& b) { return canonical_less(a.config, b.config); });
-    const auto best = finalists_.empty() ? pick(record.timings, heuristic_) : pick(finalists_, heuristic_, noise_);
+    const auto best =
+        finalists_.empty() ? pick(record.timings, heuristic_) : pick(finalists_, heuristic_, noise_);
     record.best = best.value_or(heuristic_);
     return record;
   }

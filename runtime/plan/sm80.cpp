@@ -88,8 +88,9 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
   const bool large = device.compute_capability < 100 && !capture_grads;
   const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
   // What fits exactly: on other architectures ptxas spills some words.
-  const bool plain = device.compute_capability == 90 && d % 16 == 0 && spec.score.empty() &&
-                     (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen && !spec.has_block_map();
+  const bool plain = device.compute_capability == 90 && d % 16 == 0 && spec.head_dim == spec.v_dim() &&
+                     spec.score.empty() && (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen &&
+                     !spec.dropout && !spec.has_block_map();
   std::vector<TileConfig> choices;
   if (spec.pass == Pass::forward) {
     if (d <= 64) {
@@ -98,7 +99,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
       choices = {config(128, 32, 4, 1), config(64, 32, 4, 1)};
       if (large && !(spec.varlen && (spec.has_block_map() || device.compute_capability == 90)))
         choices.insert(choices.begin(), config(128, 48, 4, 1));
-      if (plain && !spec.dropout) choices.insert(choices.begin(), config(128, 64, 4, 1));
+      if (plain) choices.insert(choices.begin(), config(128, 64, 4, 1));
     } else {
       choices = {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
       if (roomy) choices.insert(choices.begin(), config(64, 64, 4, 1));
@@ -113,8 +114,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo&
       choices = {config(32, 128, 8, 1), config(32, 64, 4, 1)};
   } else if (d <= 128) {
     choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
-    if (plain && !spec.dropout && spec.head_dim == spec.v_dim())
-      choices.insert(choices.begin(), config(64, 128, 8, 2, false, 2));
+    if (plain) choices.insert(choices.begin(), config(64, 128, 8, 2, false, 2));
   } else {
     choices = {config(16, 64, 8, 1, false, 2)};
     if (!and_slopes) choices.insert(choices.begin(), config(32, 64, 8, 1, false, 2));

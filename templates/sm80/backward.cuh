@@ -216,6 +216,9 @@ __device__ void backward(const Params& p) {
   // would wait for another's P has work.
   StagedTile last{-1, 0, 0, 0};
   int buffer = 0;
+  const auto add_last = [&] {
+    if (kLateDq && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
+  };
   for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
     copy_async_wait<P::kStages == 1 ? 0 : P::kStages - 2>();
     __syncthreads();
@@ -328,10 +331,10 @@ __device__ void backward(const Params& p) {
         }
         multiply_step<Element, kDvUnits, kUnits != kDvUnits>(dv, a, dout_columns + k * 16 * kVPitch * 2, 0);
       }
-      if (kLateDq && kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
+      if constexpr (kPairs) add_last();
     }
     if (has_ds) {
-      if (kLateDq && kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
+      if constexpr (kPairs) add_last();
       float dp[kMt][kNt][4] = {};  // dP^T, then dS^T
       multiply_transposed<Element, P::kHeadDimV, 2>(
           dp, dout_tile + matrix_offset<false>(kVPitch), [&](unsigned(&a)[4], int mt, int k) {
@@ -376,9 +379,8 @@ __device__ void backward(const Params& p) {
                                                                      0);
       }
     }
-    if constexpr (kLateDq) {
-      if (!kPairs && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
-    } else {
+    if constexpr (!kPairs) add_last();
+    if constexpr (!kLateDq) {
       __syncthreads();  // dS is complete, and with one stage Q and dO are free
       if constexpr (P::kStages == 1) load_next(0);
       add_to_dq_of(tile, 0);
@@ -386,7 +388,7 @@ __device__ void backward(const Params& p) {
     last = tile;
     buffer ^= kLateDq;
   }
-  if (kLateDq && last.head >= 0) add_to_dq_of(last, buffer ^ 1);
+  add_last();
   copy_async_wait<0>();
   __syncthreads();  // K and V are free: dK and dV take their place
 

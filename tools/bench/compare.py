@@ -72,28 +72,10 @@ def capture_array(captures):
                                            for name, x in captures.items()))
 
 
-class Lists:
-    """The tile lists of one pass, made once instead of in every call. None are walked where bytes is 0."""
-
-    def __init__(self, runtime, spec, shape, backward, captures):
-        self.bytes, self.handle = runtime.list_bytes(spec, shape, backward=backward), ctypes.c_void_p()
-        if not self.bytes:
-            return
-        self.memory = torch.empty(self.bytes, dtype=torch.uint8, device="cuda")
-        args = abi.ListArgs(struct_size=ctypes.sizeof(abi.ListArgs), memory=self.memory.data_ptr(),
-                            memory_bytes=self.bytes, captures=ctypes.addressof(captures), capture_count=len(captures))
-        abi.check(abi.library().flashjit_build_lists(
-            runtime.address, int(backward), abi.spec_handle(spec).address, ctypes.byref(abi.shape_struct(shape)),
-            ctypes.byref(args), torch.cuda.current_stream().cuda_stream, ctypes.byref(self.handle)))
-
-    def __del__(self):
-        if self.handle:
-            abi.library().flashjit_block_lists_destroy(self.handle)
-
-
 class Ours:
     """One problem for flashjit: its outputs, its workspaces, and the calls. tiles: a configuration by pass and head
-    dimension, if not what the library chooses. lists: whether tile lists are made beforehand, not in every call."""
+    dimension, if not what the library chooses. lists: whether tile lists, of passes that walk some, are made beforehand,
+    not in every call."""
 
     def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES, lists=False):
         b, h, s, dim = q.shape
@@ -111,15 +93,27 @@ class Ours:
         gradients = {"dout": view(dout), "dq": view(self.dq), "dk": view(self.dk), "dv": view(self.dv)}
         if "bwd" in passes:
             self.backward_args = self._args(abi.BackwardArgs, "bwd", {**tensors, **gradients})
-        self.lists = {name: Lists(runtime, spec, shape, name == "bwd", self.captures) for name in passes if lists}
-        for name, made in self.lists.items():
-            (self.backward_args if name == "bwd" else self.forward_args).lists = made.handle
+        self.lists = {name: self._build_lists(name, spec, shape) for name in passes
+                      if lists and runtime.list_bytes(spec, shape, backward=name == "bwd")}
+        for name, (handle, _) in self.lists.items():
+            (self.backward_args if name == "bwd" else self.forward_args).lists = handle.address
 
     def _workspace(self, name, spec, shape, config):
         """Compiles and loads the kernel, of the configuration if one is given, and lends it memory."""
         self.runtime.prepare(spec, shape, backward=name == "bwd", config=config)
         size = self.runtime.workspace_bytes(spec, shape, backward=name == "bwd")
         return torch.empty(max(size, 256), dtype=torch.uint8, device="cuda"), size
+
+    def _build_lists(self, name, spec, shape):
+        """One pass's tile lists, and their memory."""
+        size = self.runtime.list_bytes(spec, shape, backward=name == "bwd")
+        memory = torch.empty(size, dtype=torch.uint8, device="cuda")
+        args = abi.ListArgs(struct_size=ctypes.sizeof(abi.ListArgs), memory=memory.data_ptr(), memory_bytes=size,
+                            captures=ctypes.addressof(self.captures), capture_count=len(self.captures))
+        handle = abi.Handle("flashjit_build_lists", "flashjit_block_lists_destroy", self.runtime.address,
+                            int(name == "bwd"), self.spec.address, ctypes.byref(abi.shape_struct(shape)),
+                            ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
+        return handle, memory
 
     def _args(self, kind, pass_name, tensors):
         space, size = self.spaces[pass_name]

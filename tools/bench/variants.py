@@ -180,14 +180,14 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
     compile_ms = (time.monotonic() - begin) * 1e3
     listed = Ours(runtime, f"bf16:d{dim}{case.parts}", q, k, v, dout, captures=case.captures, lists=True)
     flex = Flex(case, q, k, v, dout)
-    for problem in (ours, listed):
+    for problem in (ours, listed) if listed.lists else (ours,):
         problem.forward()
         problem.backward()
         for text in compare.differences(problem.results(), flex.results()):
             report.failure(f"{label}: {text}")
     pairs, tiles, partial = counts(case.mask_mod, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        problems = {"flashjit": ours, "flex": flex, **({"listed": listed} if listed.lists[pass_name].bytes else {})}
+        problems = {"flashjit": ours, "flex": flex, **({"listed": listed} if pass_name in listed.lists else {})}
         ms = interleaved_ms({name: getattr(problem, method) for name, problem in problems.items()}, rounds)
         rate = lambda x: 4.0 * pairs * dim * heads * batch * (2.5 if pass_name == "bwd" else 1.0) / x / 1e9
         more = {}

@@ -46,11 +46,11 @@ bool has_work(const plan::ExecutionPlan& plan) {
 /// Zeros where the plan's kernels take none.
 template <class Args>
 device::TensorMaps tensor_maps(const device::Driver& driver, const plan::ExecutionPlan& plan,
-                               const Args& args) {
+                               const Args& args, const Params& params) {
   if (!plan.tensor_boxes) return {};
   const auto maps_with = [&](const ConstTensorView& o, const char* o_name) {
     return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v, o,
-                                    o_name);
+                                    o_name, params.captures);
   };
   if constexpr (requires { args.dout; })
     return maps_with(args.dout, "dout");
@@ -127,8 +127,8 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   }
   if (operation->steps.empty()) return;
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
-  launch_steps(driver, operation->steps, make_params(operation->plan, args),
-               tensor_maps(driver, operation->plan, args), stream,
+  const Params params = make_params(operation->plan, args);
+  launch_steps(driver, operation->steps, params, tensor_maps(driver, operation->plan, args, params), stream,
                [&](const Operation::Step& step) { return step.when != skipped; });
 }
 

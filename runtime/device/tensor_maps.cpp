@@ -28,11 +28,24 @@ CUtensorMapDataType element_type(DType dtype) {
   return dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
+using Sizes = std::array<cuuint64_t, kRank>;        // the fastest dimension first
+using Strides = std::array<cuuint64_t, kRank - 1>;  // in bytes, of all but the first
+
+CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
+                      const Sizes& sizes, const Strides& strides, int rows) {
+  const std::array<cuuint32_t, kRank> box{kBoxColumns, static_cast<cuuint32_t>(rows), 1, 1};
+  const std::array<cuuint32_t, kRank> element_strides{1, 1, 1, 1};
+  return driver.tensor_map_encode_tiled(
+      &map, type, kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
+      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
 void encode(const Driver& driver, CUtensorMap& map, const char* name, const ConstTensorView& tensor,
             DType dtype, int rows) {
   if (rows == 0 || std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
-  std::array<cuuint64_t, kRank> sizes;
-  std::array<cuuint64_t, kRank - 1> strides;  // in bytes, of all but the first
+  Sizes sizes;
+  Strides strides;
   for (int i = 0; i < kRank; ++i) {
     const int from = kRank - 1 - i;  // the view names the slowest dimension first
     sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
@@ -40,25 +53,44 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
     strides[i - 1] =
         sizes[i] > 1 ? static_cast<cuuint64_t>(tensor.stride[from]) * size_of(dtype) : kAnyStride;
   }
-  const std::array<cuuint32_t, kRank> box{kBoxColumns, static_cast<cuuint32_t>(rows), 1, 1};
-  const std::array<cuuint32_t, kRank> element_strides{1, 1, 1, 1};
-  const CUresult result = driver.tensor_map_encode_tiled(
-      &map, element_type(dtype), kRank, const_cast<void*>(tensor.data), sizes.data(), strides.data(),
-      box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  const CUresult result = encode_tiled(driver, map, element_type(dtype), tensor.data, sizes, strides, rows);
   if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
+}
+
+/// Leaves the map zeroed where the TMA unit cannot copy the tensor.
+void encode_plane(const Driver& driver, CUtensorMap& map, const CaptureParam& tensor,
+                  const plan::PlaneBox& box) {
+  const int rows = box.rank - 2, columns = box.rank - 1;
+  // Unused dimensions have stride 0 and size 1.
+  if ((tensor.size[columns] > 1 && tensor.stride[columns] != 1) ||
+      (tensor.size[rows] > 1 && tensor.stride[rows] == 0))
+    return;
+  Sizes sizes{1, 1, 1, 1};
+  Strides strides{kAnyStride, kAnyStride, kAnyStride};
+  for (int i = 0; i < box.rank; ++i) {
+    const int from = columns - i;
+    // Of a dimension that repeats itself, kernels ask for the first.
+    if (i > 0 && tensor.stride[from] == 0) continue;
+    sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
+    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.stride[from]) * 2;
+  }
+  if (encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT16, tensor.data, sizes, strides, box.rows) !=
+      CUDA_SUCCESS)
+    map = {};
 }
 
 }  // namespace
 
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o, const char* o_name) {
+                            const ConstTensorView& o, const char* o_name,
+                            std::span<const CaptureParam> captures) {
   TensorMaps maps{};
   encode(driver, maps.q, "q", q, dtype, boxes.q_rows);
   encode(driver, maps.k, "k", k, dtype, boxes.kv_rows);
   encode(driver, maps.v, "v", v, dtype, boxes.kv_rows);
   encode(driver, maps.o, o_name, o, dtype, boxes.o_rows);
+  if (boxes.plane.rows > 0) encode_plane(driver, maps.plane, captures[boxes.plane.capture], boxes.plane);
   return maps;
 }
 

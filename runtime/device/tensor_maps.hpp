@@ -1,23 +1,28 @@
 // What kernels that copy tiles through the TMA unit are told about their tensors.
 #pragma once
 
+#include <span>
+
 #include "device/driver.hpp"
 #include "flashjit/tensor.hpp"
 #include "plan/family.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::device {
 
 /// A kernel's second parameter, as declared in templates/sm90/hopper.cuh.
 struct TensorMaps {
-  CUtensorMap q, k, v, o;
+  CUtensorMap q, k, v, o, plane;
 };
-static_assert(sizeof(TensorMaps) == std::size_t{4} * 128 && alignof(TensorMaps) >= 64);
+static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) >= 64);
 
 /// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that
 /// its caller knows; a tensor without elements, or of which no rows are copied, leaves its map zeroed: no
-/// kernel reads it. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
+/// kernel reads it. So does a plane of `captures` whose memory or strides the TMA unit cannot copy: kernels
+/// then read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
-                            const ConstTensorView& o, const char* o_name);
+                            const ConstTensorView& o, const char* o_name,
+                            std::span<const CaptureParam> captures);
 
 }  // namespace flashjit::device

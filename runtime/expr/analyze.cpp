@@ -210,35 +210,39 @@ bool MaskAnalysis::inexact(int place, bool negated) const {
 
 namespace {
 
-bool is_row_read(const Graph& graph, int place) {
+bool is_plane_read(const Graph& graph, int place) {
   const Graph::Item& read = graph[place];
-  if (read.node->op != Op::read || (read.uses & (kUsesScore | kUsesQ | kUsesKv)) != (kUsesQ | kUsesKv))
-    return false;
+  if (read.node->op != Op::read || read.args.size() < 2) return false;
   const ElementType type = read.node->declaration.type;
   if (type != ElementType::fp16 && type != ElementType::bf16) return false;
-  const std::optional<Affine> last = affine_form(graph, read.args.back());
-  const bool others_follow = std::any_of(read.args.begin(), read.args.end() - 1,
-                                         [&](int index) { return graph.uses(index) & kUsesKv; });
-  return last && last->kv == 1 && last->q == 0 && !others_follow;
+  const auto follows = [&](std::size_t i, long long q, long long kv) {
+    const std::optional<Affine> index = affine_form(graph, read.args[i]);
+    return index && index->q == q && index->kv == kv;
+  };
+  const std::size_t rank = read.args.size();
+  return follows(rank - 2, 1, 0) && follows(rank - 1, 0, 1) &&
+         std::all_of(read.args.begin(), read.args.end() - 2,
+                     [&](int index) { return (graph.uses(index) & (kUsesScore | kUsesQ | kUsesKv)) == 0; });
 }
 
 }  // namespace
 
-int row_read(const Graph& graph, int root) {
+int plane_read(const Graph& graph, int root) {
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
     if (!needed[place]) continue;
-    if (is_row_read(graph, place)) return place;
+    if (is_plane_read(graph, place)) return place;
     for (const int arg : graph[place].args) needed[arg] = true;
   }
   return -1;
 }
 
-bool reads_a_row(const NodePtr& score) {
-  if (!score) return false;
+std::optional<Declaration> plane_of(const NodePtr& score) {
+  if (!score) return {};
   Graph graph;
-  return row_read(graph, graph.add(fold(score))) >= 0;
+  const int read = plane_read(graph, graph.add(fold(score)));
+  return read < 0 ? std::nullopt : std::optional(graph.node(read).declaration);
 }
 
 bool reads_by_position(const NodePtr& program) {

@@ -82,11 +82,11 @@ MaskTraits mask_traits(const MaskProgram& mask);
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 
-/// Among what `root` is computed from: the read of a tensor of 16-bit floats at a place that depends on q,
-/// and whose last index alone follows kv, by steps of 1: as of a dense bias. -1: there is none.
-int row_read(const Graph& graph, int root);
-/// The same of a score program as it is emitted. Null reads nothing.
-bool reads_a_row(const NodePtr& score);
+/// Among what `root` is computed from: the read of a tensor of 16-bit floats whose last two indices are q and
+/// kv, but for what all pairs of a head share, as are the others: a dense bias. -1: there is none.
+int plane_read(const Graph& graph, int root);
+/// The tensor of which a score program reads so, as it is emitted. Null reads nothing.
+std::optional<Declaration> plane_of(const NodePtr& score);
 
 /// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison);

@@ -31,9 +31,9 @@ constexpr ReadCheck kQReads = {"true", "head.b, head.h, at, -1"},
 std::string function(std::string_view result, std::string_view name, std::string_view arguments,
                      const std::string& body) {
   return fmt::format(
-      "  static __device__ __forceinline__ {} {}(const flashjit::Params& p, const Head& head, {}) {{\n"
+      "  static __device__ __forceinline__ {} {}(const flashjit::Params& p, const Head& head{}{}) {{\n"
       "{}  }}\n",
-      result, name, arguments, body);
+      result, name, arguments.empty() ? "" : ", ", arguments, body);
 }
 
 std::string constant(std::string_view name, bool value) {
@@ -65,7 +65,7 @@ class Hooks {
         score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
         mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
         mask_(graph_, mask_root_),
-        row_read_(options.check_indices ? -1 : row_read(graph_, score_)),
+        plane_read_(options.check_indices ? -1 : plane_read(graph_, score_)),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr grad = derivative(graph_[score_].node, read);
@@ -74,7 +74,7 @@ class Hooks {
   }
 
   std::string text() {
-    const std::string functions = comment("score", programs_.score) + score() + row_functions() +
+    const std::string functions = comment("score", programs_.score) + score() + plane_functions() +
                                   score_grad() + add_capture_grads() + comment("mask", programs_.mask) +
                                   mask() + tiles();
     return constants() + "\n" + head() + functions;
@@ -86,7 +86,7 @@ class Hooks {
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kReadsRow", row_read_ >= 0) + constant("kListed", mask_.listed()) +
+           constant("kReadsPlane", plane_read_ >= 0) + constant("kListed", mask_.listed()) +
            constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
@@ -108,22 +108,30 @@ class Hooks {
     const std::string result = code.score_result(score_);
     return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
   }
-  std::string row_functions() {
-    if (row_read_ < 0) return {};
-    const Graph::Item read = graph_[row_read_];
+  /// What the score and its slope are where a kernel has read the plane's element.
+  std::string plane_functions() {
+    if (plane_read_ < 0) return {};
+    const Graph::Item read = graph_[plane_read_];
     const std::string element = element_text(read.node->declaration.type);
-    Code row(head_, Style::fast, {});
+    const std::size_t leading = read.args.size() - 2;
+    Code place(head_, Style::fast, {});
     std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration))};
-    const Rest shift = affine_form(graph_, read.args.back())->rest;
-    arguments.push_back(fmt::format("static_cast<int>({})", head_.rest(shift)));
-    for (std::size_t i = 0; i + 1 < read.args.size(); ++i) arguments.push_back(row.value(read.args[i]));
-    const std::string result = fmt::format("flashjit::row_of({})", fmt::join(arguments, ", "));
-    Code code(head_, Style::fast, {});
-    code.know(row_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
-    const std::string score = code.score_result(score_);
-    return function("flashjit::CaptureRow", "read_row", "flashjit::Position q", result_of(row, result)) +
-           function("float", "score_of_row", fmt::format("float dot, unsigned short element, {}", kPair),
-                    result_of(code, score));
+    for (const std::size_t i : {leading, leading + 1}) {
+      const Rest shift = affine_form(graph_, read.args[i])->rest;
+      arguments.push_back(fmt::format("static_cast<int>({})", head_.rest(shift)));
+    }
+    for (std::size_t i = 0; i < leading; ++i) arguments.push_back(place.value(read.args[i]));
+    const std::string plane = fmt::format("flashjit::plane_of({})", fmt::join(arguments, ", "));
+    const auto of_element = [&](std::string_view name, auto result_in) {
+      Code code(head_, Style::fast, {});
+      code.know(plane_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
+      const std::string result = result_in(code);
+      return function("float", name, fmt::format("float dot, unsigned short element, {}", kPair),
+                      result_of(code, result));
+    };
+    return function("flashjit::CapturePlane", "plane", "", result_of(place, plane)) +
+           of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
+           of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
   }
   // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {
@@ -179,7 +187,7 @@ class Hooks {
   Graph graph_;
   int score_, score_grad_, mask_root_;
   MaskAnalysis mask_;
-  int row_read_;  ///< of the score; -1: none
+  int plane_read_;  ///< of the score; -1: none
   HeadCode head_;
   std::vector<ReadGrad> read_grads_;
 };

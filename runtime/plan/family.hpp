@@ -72,9 +72,19 @@ bool has_capture_grads(const AttentionSpec& spec);
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
 
-/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that.
+/// A captured tensor of which the TMA unit copies tiles of its last two dimensions: rows at a time, its
+/// number among the captured tensors, its dimensions.
+struct PlaneBox {
+  int rows = 0, capture = 0, rank = 0;
+
+  bool operator==(const PlaneBox&) const = default;
+};
+
+/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that; and the
+/// tensor of which the score reads planes, where it copies those.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
+  PlaneBox plane = {};
 
   bool operator==(const TensorBoxes&) const = default;
 };

@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "expr/analyze.hpp"
+#include "expr/declarations.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm90/layout.cuh"
@@ -17,8 +18,10 @@ constexpr int kMostBlocks = 3;  // on a multiprocessor
 
 bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
 
+bool reads_plane(const AttentionSpec& spec) { return expr::plane_of(spec.score.tree()).has_value(); }
+
 sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec)};
 }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
@@ -28,13 +31,11 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
 
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
-/// A consumer thread's values of S, P, O, what the score reads ahead, and the gradients: what cannot be
-/// traded away by the compiler.
+/// A consumer thread's values of S, P, O, what finds a plane, and the gradients: what cannot be traded away
+/// by the compiler.
 int kept_values(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
-    // And where in memory the two rows are.
-    const int read_ahead = expr::reads_a_row(spec.score.tree()) ? c.bc / 4 + 16 : 0;
-    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + read_ahead;
+    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + (reads_plane(spec) ? 8 : 0);
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
@@ -106,7 +107,8 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
   return c;
 }
 
-/// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences.
+/// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A plane comes
+/// in slices of 64 keys.
 std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = expr::reads_by_position(spec.mask.tree());
@@ -118,25 +120,29 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
-  const bool reads_ahead = expr::reads_a_row(spec.score.tree());
+  const bool plane = reads_plane(spec);
   if (d <= 128) {
-    choices = {forward_config(8, reads_ahead && d > 96 ? 112 : 128, 2), forward_config(4, 128, 2)};
+    choices = {forward_config(8, 128, plane && d <= 64 ? 3 : 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long.
     const expr::MaskTraits mask = expr::mask_traits(spec.mask);
     const bool in_blocks = spec.has_block_map() || mask.q_reads + mask.kv_reads > 0;
-    if (!spec.dropout && !in_blocks && !reads_ahead && (d <= 64 || spec.mask.empty() || is_causal(spec.mask)))
+    const bool simple = spec.mask.empty() || is_causal(spec.mask);
+    if (!spec.dropout && !in_blocks && !plane && (d <= 64 || simple))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small blocks hide each other's waits for what stands in lists, and for what a mask reads.
-    if (d <= 64 && in_blocks && !reads_ahead)
+    if (d <= 64 && in_blocks && !plane)
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
   } else if (d <= 192) {
-    choices = {forward_config(8, spec.v_dim() <= 128 ? 112 : 80, 2),
-               forward_config(4, reads_ahead ? 80 : 96, 2)};
+    choices = {forward_config(8,
+                              plane                 ? 64
+                              : spec.v_dim() <= 128 ? 112
+                                                    : 80,
+                              2),
+               forward_config(4, plane ? 64 : 96, 2)};
   } else {
-    const int bc = reads_ahead ? 48 : 64;
-    choices = {forward_config(8, bc, 2), forward_config(4, bc, 2)};
+    choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
   }
   return choices;
 }
@@ -230,11 +236,32 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   return with_auxiliaries(spec, Family::sm90, main);
 }
 
+/// The tensor of which the score reads planes, `rows` at a time.
+PlaneBox plane_box(const AttentionSpec& spec, int rows) {
+  const expr::Declaration plane = *expr::plane_of(spec.score.tree());
+  int capture = 0;
+  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
+    if (d.name == plane.name) break;
+    capture += !d.is_scalar();
+  }
+  return {rows, capture, plane.rank};
+}
+
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
-  // As kStagesOutput of templates/sm90/forward.cuh has it.
-  const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen;
-  if (is_forward(spec)) return TensorBoxes{sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0};
-  return TensorBoxes{c.br, sm90_backward_layout(spec, c).keys(), c.br};
+  TensorBoxes boxes;
+  bool plane = false;
+  if (is_forward(spec)) {
+    // As kStagesOutput of templates/sm90/forward.cuh has it.
+    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen;
+    boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, {}};
+    plane = reads_plane(spec);
+  } else {
+    const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
+    boxes = {c.br, layout.keys(), c.br, {}};
+    plane = layout.has_plane();
+  }
+  if (plane) boxes.plane = plane_box(spec, c.br);
+  return boxes;
 }
 
 }  // namespace
@@ -244,7 +271,7 @@ int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages};
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec)};
 }
 
 const FamilyTraits& sm90_traits() {

@@ -71,50 +71,46 @@ __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices
   return as_read(load_element(static_cast<const Element*>(tensor.data) + offset_of(tensor, indices...)));
 }
 
-/// A row of a captured tensor of 16-bit elements: with key kv goes the element at kv + shift, clamped.
-struct CaptureRow {
+/// A plane of a captured tensor of 16-bit elements: with the pair (q, kv) goes the element at row q + q_shift
+/// and column kv + kv_shift, clamped.
+struct CapturePlane {
   const unsigned short* first;
-  long long stride;
-  int size, shift;
+  long long stride_q, stride_kv;
+  int size_q, size_kv, q_shift, kv_shift;
+  int leading[2];  ///< the other indices, the last first; 0 where there is none, or the stride is
+
+  /// Whether the pairs of so many queries and keys have elements of their own.
+  __device__ __forceinline__ bool holds(int queries, int keys) const {
+    const auto within = [](int shift, int count, int size) { return shift >= 0 && shift <= size - count; };
+    return within(q_shift, queries, size_q) && within(kv_shift, keys, size_kv);
+  }
+  /// The elements of a query, and which of them is a key's.
+  __device__ __forceinline__ const unsigned short* row(int q) const {
+    return first + clamped_index(wrap_add(q, q_shift), size_q) * stride_q;
+  }
+  __device__ __forceinline__ long long column(int kv) const {
+    return clamped_index(wrap_add(kv, kv_shift), size_kv) * stride_kv;
+  }
 };
 
-/// The row tensor[indices..., :].
+/// The plane tensor[indices..., :, :].
 template <class... Indices>
-__device__ __forceinline__ CaptureRow row_of(const CaptureParam& tensor, int shift, Indices... indices) {
-  constexpr int kLast = sizeof...(Indices);
-  return {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
-          tensor.stride[kLast], tensor.size[kLast], shift};
-}
-
-/// Word i: the elements that go with keys kv + 8 i and kv + 8 i + 1, the first in the lower half. By whole
-/// warps.
-template <int kCount>
-__device__ __forceinline__ void read_pairs(unsigned (&words)[kCount], const CaptureRow& row, int kv) {
-  const int first = wrap_add(kv, row.shift);
-  const unsigned short* at = row.first + first;
-  const bool in_words = row.stride == 1 && first >= 0 && first <= row.size - (kCount * 8 - 6) &&
-                        reinterpret_cast<unsigned long long>(at) % 4 == 0;
-  if (__all_sync(0xffffffffu, in_words)) {
-    // Volatile: they begin here, although the first use is behind a wait.
+__device__ __forceinline__ CapturePlane plane_of(const CaptureParam& tensor, int q_shift, int kv_shift,
+                                                 Indices... indices) {
+  constexpr int kLeading = sizeof...(Indices);
+  const int index[] = {indices..., 0};
+  CapturePlane plane = {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
+                        tensor.stride[kLeading],
+                        tensor.stride[kLeading + 1],
+                        tensor.size[kLeading],
+                        tensor.size[kLeading + 1],
+                        q_shift,
+                        kv_shift,
+                        {0, 0}};
 #pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      asm volatile("ld.global.nc.u32 %0, [%1];" : "=r"(words[i]) : "l"(at + i * 8));
-    return;
-  }
-  const auto element = [&](int i) -> unsigned {
-    return __ldg(row.first + clamped_index(wrap_add(first, i), row.size) * row.stride);
-  };
-  // Some at a time, to be short.
-  constexpr int kSome = 4;
-#pragma unroll 1
-  for (int some = 0; some < kCount; some += kSome) {
-    unsigned found[kSome];
-#pragma unroll
-    for (int i = 0; i < kSome; ++i) found[i] = element((some + i) * 8) | element((some + i) * 8 + 1) << 16;
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (i / kSome * kSome == some) words[i] = found[i % kSome];
-  }
+  for (int i = 0; i < kLeading; ++i)
+    if (tensor.stride[i] != 0) plane.leading[kLeading - 1 - i] = clamped_index(index[i], tensor.size[i]);
+  return plane;
 }
 
 /// Where the gradient of tensor[indices...] is; the gradient is contiguous.

@@ -39,7 +39,7 @@ struct ExampleProblem {
   static constexpr bool kHasScore = false;       // false: score() is the identity
   static constexpr bool kHasMask = false;        // false: mask() is always true
   static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
-  static constexpr bool kReadsRow = false;       // whether there are read_row() and score_of_row()
+  static constexpr bool kReadsPlane = false;     // whether there are plane() and scores of its elements
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
                                                  // evaluated pair by pair when lists are made
@@ -63,8 +63,8 @@ struct ExampleProblem {
                                                 Position /*kv*/) {
     return dot * p.softmax_scale;
   }
-  // With kReadsRow there are read_row(p, head, q), the CaptureRow of a query, and score_of_row(p, head, dot,
-  // element, q, kv), the score where the row's element is known: so that a kernel can read ahead.
+  // With kReadsPlane there are plane(p, head), the CapturePlane that the score reads, and score_of_element(p,
+  // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {

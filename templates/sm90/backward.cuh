@@ -19,12 +19,14 @@
 #include "flashjit/sm90/convert_dq.cuh"
 #include "flashjit/sm90/dq_fragments.cuh"
 #include "flashjit/sm90/fragment.cuh"
+#include "flashjit/sm90/plane.cuh"
 
 namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardTile {
-  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static constexpr BackwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
+                                          P::kHeadDimV, P::kStages, P::kReadsPlane};
   static constexpr int kGroups = kDqGroups;
   static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
@@ -35,6 +37,7 @@ struct BackwardTile {
   static constexpr int kKBytes = tile_bytes(kKeys, kDim), kVBytes = tile_bytes(kKeys, kDimV);
   static constexpr int kOtherKBytes = kCluster > 1 ? tile_bytes(kKeys, kDim / 2) : 0;
   static constexpr int kDsBytes = tile_bytes(kKeys, P::kBr);
+  static constexpr bool kHasPlane = kLayout.has_plane();
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
@@ -90,6 +93,8 @@ struct BackwardTile {
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
   __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
+  /// The part of a captured plane that the scores of a Q tile read. It comes and goes with dO.
+  __device__ unsigned plane(int slot) const { return base + kLayout.plane() + slot * kLayout.plane_bytes(); }
   // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them and
   // have read those of the tile before.
   __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
@@ -182,7 +187,17 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
-      barrier_expect(dout_full, Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0));
+      int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0);
+      if constexpr (Tile::kHasPlane) {
+        const CapturePlane plane = P::plane(p, sequence.head(p, now.head));
+        const bool copied = unit_copies(p, maps, plane);
+        if (copied) dout_bytes += Tile::kLayout.plane_bytes();
+        barrier_expect(dout_full, dout_bytes);
+        if (copied)
+          load_plane<P::kBr, Tile::kKeys>(tile.plane(dout_slot), maps, dout_full, plane, q_begin, kv_begin);
+      } else {
+        barrier_expect(dout_full, dout_bytes);
+      }
       load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.o, dout_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
       if (first) {
@@ -349,8 +364,9 @@ __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int gr
 /// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
 /// reads it, go to shared memory, too.
 template <class P>
-__device__ __forceinline__ void differentiate(const Params& p, const BackwardTile<P>& tile, unsigned i,
-                                              const StagedTile& now, int group, unsigned long long q_rows,
+__device__ __forceinline__ void differentiate(const Params& p, const TensorMaps& maps,
+                                              const BackwardTile<P>& tile, unsigned i, const StagedTile& now,
+                                              int group, unsigned long long q_rows,
                                               float (&s)[BackwardTile<P>::kQueries / 2],
                                               unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
                                               unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4]) {
@@ -381,6 +397,20 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
       publish_to_async_proxy();
       named_barrier_sync(2 + group, 128);
     }
+  }
+
+  // Where this lane's row of the first four matrices of the plane's elements lies. Before dP takes its
+  // registers.
+  [[maybe_unused]] unsigned plane = 0;
+  if constexpr (Tile::kHasPlane) {
+    const CapturePlane of = P::plane(p, head);
+    const int first_chunk = (first_row + warp * 16) / 8;
+    if (!unit_copies(p, maps, of))
+      fill_plane<P::kBr, Tile::kQueries, 16, 4>(tile.shared + (tile.plane(dout_slot) - tile.base), of,
+                                                now.tile * P::kBr, tile.kv_begin(i), first_query,
+                                                first_chunk * 8);
+    plane = tile.plane(dout_slot) +
+            chunk_offset<P::kBr>(first_query + lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
   }
 
   float dp[kS];
@@ -423,6 +453,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
   if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
+    [[maybe_unused]] unsigned elements[4];
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
       const float2 lse = n == 0 ? first_lse : at_pair(row_lse, n);
@@ -432,8 +463,16 @@ __device__ __forceinline__ void differentiate(const Params& p, const BackwardTil
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float dot = s[n + e];
-          if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
-          s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
+          if constexpr (Tile::kHasPlane) {
+            if (n % 8 + e == 0) load_matrix_x4_transposed(elements, plane + n / 8 * 16 * kRowBytes);
+            const auto element = static_cast<unsigned short>(elements[(n + e) % 8 / 2] >> e % 2 * 16);
+            if constexpr (P::kScoreGrad)
+              slope[e] = P::score_grad_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
+            s[n + e] = P::score_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
+          } else {
+            if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
+            s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
+          }
         }
       }
       if constexpr (masked.value) {
@@ -570,7 +609,8 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardTi
 }
 
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& tile, int group) {
+__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, const BackwardTile<P>& tile,
+                                        int group) {
   using Tile = BackwardTile<P>;
   constexpr int kSteps = Tile::kQueries / 16;
   float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
@@ -591,7 +631,7 @@ __device__ __forceinline__ void consume(const Params& p, const BackwardTile<P>& 
     if (now.head < 0) break;
     if (kForeignKeys<P> && now.first) clear_foreign_keys(p, tile, i, group);
     unsigned probability[kSteps][4], gradient[kSteps][4];
-    differentiate(p, tile, i, now, group, q_rows, s, probability, gradient);
+    differentiate(p, maps, tile, i, now, group, q_rows, s, probability, gradient);
     q_rows = q_rows_of(i + 1);
     float dq[Tile::kDqColumns / 2];
     bool last;
@@ -721,7 +761,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1);
   } else {
     raise_register_limit<Tile::kConsumerRegisters>();
-    consume(p, tile, group - 1);
+    consume(p, maps, tile, group - 1);
     convert_dq<P>(p);  // the last heads'
   }
   leave();

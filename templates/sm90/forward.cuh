@@ -7,6 +7,7 @@
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/fragment.cuh"
+#include "flashjit/sm90/plane.cuh"
 
 namespace flashjit::sm90 {
 
@@ -132,7 +133,8 @@ struct ForwardWork {
 /// all of a block's work.
 template <class P>
 struct ForwardPlaces {
-  static constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static constexpr ForwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
+                                         P::kHeadDimV, P::kStages, P::kReadsPlane};
   static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
@@ -153,6 +155,10 @@ struct ForwardPlaces {
   }
   __device__ unsigned k(int n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(int n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
+  /// The part of a captured plane that the scores of tile n read. It comes and goes with V.
+  __device__ unsigned plane(int n) const {
+    return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
+  }
   __device__ unsigned q_full(int group, int round) const {
     return base + kLayout.barriers() + (group + round % kQStages * kGroups) * 16;
   }
@@ -197,16 +203,25 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p) {
   }
 }
 
-/// Loads K and V in the order in which they are needed: V of a tile after K of the next one, which may be
-/// another Q tile's. By one thread.
+/// Loads K and V in the order in which they are needed: V of a tile, and what its scores read of a plane,
+/// after K of the next one, which may be another Q tile's. By one thread.
 template <class P>
 __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P>& at,
                                           const TensorMaps& maps) {
   using Places = ForwardPlaces<P>;
   int v_row = 0, v_head = 0, v_batch = 0;  // of the tile of which K was loaded last
+  [[maybe_unused]] int v_round = 0, v_begin = 0;
   const auto load_v = [&](int n) {
     barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
-    barrier_expect(at.v_full(n), Places::kVBytes);
+    if constexpr (P::kReadsPlane) {
+      const ForwardWork<P>& work = at.work(v_round);
+      const CapturePlane plane = P::plane(p, work.sequence.head(p, work.h));
+      const bool copied = unit_copies(p, maps, plane);
+      barrier_expect(at.v_full(n), Places::kVBytes + (copied ? Places::kLayout.plane_bytes() : 0));
+      if (copied) load_plane<P::kBr, P::kBc>(at.plane(n), maps, at.v_full(n), plane, work.q_begin, v_begin);
+    } else {
+      barrier_expect(at.v_full(n), Places::kVBytes);
+    }
     load_tile<P::kBc, P::kHeadDimV>(at.v(n), maps.v, at.v_full(n), v_row, v_head, v_batch);
   };
   int n = 0;
@@ -224,6 +239,7 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
       load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
       if (n > 0) load_v(n - 1);
       v_row = row, v_head = head, v_batch = batch;
+      v_round = round, v_begin = work.kv_begin(i);
     }
   }
   if (n > 0) load_v(n - 1);
@@ -310,39 +326,25 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
   }
 }
 
-/// What the score program reads of a captured tensor's rows for a tile, where it reads rows: of each of a
-/// thread's two rows the elements at its keys, two a word.
-template <class P, bool kReads = P::kReadsRow>
-struct RowWords {
-  __device__ void read(const Params&, const ForwardRows<P>&, int) {}
-};
-template <class P>
-struct RowWords<P, true> {
-  unsigned of[2][P::kBc / 8];
-
-  __device__ void read(const Params& p, const ForwardRows<P>& rows, int kv_begin) {
-    const int column = kv_begin + static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      read_pairs(of[half], P::read_row(p, rows.head, position(rows.q.begin + own_row() + half * 8)), column);
-  }
-};
-
-/// Scores to exponentials; returns what O and the sums so far are multiplied with.
+/// Scores to exponentials; returns what O and the sums so far are multiplied with. `plane`: where this lane's
+/// row of the first four matrices of the tile's elements lies, where the score reads a plane.
 template <class P, int kCount>
 __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
-                                        int kv_begin, bool full, const RowWords<P>& words, float (&s)[kCount],
+                                        int kv_begin, bool full, unsigned plane, float (&s)[kCount],
                                         float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
   const float scale = scale_operand<P>(p);
   if constexpr (P::kHasScore) {
+    [[maybe_unused]] unsigned elements[4];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const Position q = position(row) + n / 2 % 2 * 8, kv = position(column) + (n / 4 * 8 + n % 2);
-      if constexpr (P::kReadsRow) {
-        const unsigned word = words.of[n / 2 % 2][n / 4] >> n % 2 * 16;
-        s[n] = P::score_of_row(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
+      if constexpr (P::kReadsPlane) {
+        const int chunk = n / 4;
+        if (n % 8 == 0) load_matrix_x4(elements, (plane ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
+        const unsigned word = elements[n % 8 / 2] >> n % 2 * 16;
+        s[n] = P::score_of_element(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
       } else {
         s[n] = P::score(p, rows.head, s[n], q, kv);
       }
@@ -459,7 +461,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
-  RowWords<P> words;
+  unsigned plane = 0;  // of the step
 
   // False when there is no more work.
   const auto find_work = [&] {
@@ -527,6 +529,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, entry);
     if (kLists<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
+  const auto find_plane = [&](int n) {
+    if constexpr (P::kReadsPlane) {
+      const int row = group * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+      const int lane = threadIdx.x % 32;
+      if (unit_copies(p, maps, P::plane(p, rows.head))) {
+        barrier_wait<P>(at.v_full(n), at.phase(n));
+      } else {
+        const ForwardWork<P>& work = at.work(round);
+        fill_plane<P::kBr, kWarpRows, P::kBc, 8>(at.shared + (at.plane(n) - at.base),
+                                                 P::plane(p, work.sequence.head(p, work.h)), work.q_begin,
+                                                 kv_begin, row, 0);
+      }
+      plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
+    }
+  };
   float rescale[2], scale[2];
   int n = 0;
   find_tiles(0);
@@ -549,16 +566,16 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
     rows.begin(p, at.work(round), group);
     look_at_tile();
-    words.read(p, rows, kv_begin);
     multiply_wait<1>();
     scores_are_done(n);
+    find_plane(n);
     if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
       auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
-      softmax(p, at.work(round), rows, kv_begin, full, words, few, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, few, rescale);
 #pragma unroll
       for (int value = kFewKeys<P> / 2; value < kS; ++value) s[value] = 0.0f;
     } else {
-      softmax(p, at.work(round), rows, kv_begin, full, words, s, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, s, rescale);
     }
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
@@ -583,10 +600,10 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       pass_turn<kGroups>(group);
       find_tiles(n + 1);
       look_at_tile();
-      words.read(p, rows, kv_begin);
       multiply_wait<1>();
       scores_are_done(n);
-      softmax(p, at.work(round), rows, kv_begin, full, words, s, rescale);
+      find_plane(n);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, s, rescale);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
       keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));

@@ -12,9 +12,10 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-/// The tensors that a kernel copies through the TMA unit; `o` is O of the forward, dO of the backward pass.
+/// The tensors that a kernel copies through the TMA unit; `o` is O of the forward, dO of the backward pass,
+/// `plane` the tensor of which the score reads planes: all zeros where the unit cannot copy it.
 struct TensorMaps {
-  TensorMap q, k, v, o;
+  TensorMap q, k, v, o, plane;
 };
 
 namespace sm90 {

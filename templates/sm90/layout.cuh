@@ -38,9 +38,11 @@ constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass
 constexpr int kKeptWorks = 8;
 
 /// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
-/// V, then O where it fits, then what is known of Q tiles, then the barriers.
+/// V, then of a captured plane where the score reads one, then O where it fits, then what is known of Q
+/// tiles, then the barriers.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
+  bool reads_plane;
 
   constexpr int groups() const { return br / kGroupRows; }
   /// Two where they fit: then the next tile is there before it is needed.
@@ -48,7 +50,9 @@ struct ForwardLayout {
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int o() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int plane() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int plane_bytes() const { return reads_plane ? tile_bytes(br, bc) : 0; }
+  constexpr int o() const { return plane() + stages * plane_bytes(); }
   /// Where it fits O leaves from there: then the threads that compute need not store it.
   constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= kSharedLimit; }
   constexpr int work() const { return o() + (stages_output() ? o_bytes() : 0); }
@@ -60,7 +64,8 @@ struct ForwardLayout {
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
   /// Without O, with two barriers for each group's Q, four for each stage, and one for each piece of work.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() + stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v)) +
+    return q_count * q_bytes() +
+           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes()) +
            kKeptWorks * kWorkBytes + (2 * groups() * q_count + 4 * stages + kKeptWorks) * 8;
   }
 };
@@ -95,10 +100,11 @@ constexpr int kToldWorks = 8;
 
 /// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
 /// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
-/// block's; wide two of P; dQ where it does not lie in Q and dO; the rows' LSE and D; what is known of Q
-/// tiles and of KV tiles; and the barriers.
+/// block's; wide two of P; `stages` tiles of a captured plane where the score reads one; dQ where it does not
+/// lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of KV tiles; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
+  bool reads_plane;
 
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
@@ -115,7 +121,11 @@ struct BackwardLayout {
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
   constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
   constexpr int p() const { return ds() + cluster() * 2 * tile_bytes(keys(), br); }
-  constexpr int dq() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
+  constexpr int plane() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
+  /// Above 128 columns there is no room: there the score is read element by element.
+  constexpr bool has_plane() const { return reads_plane && !is_wide(head_dim, head_dim_v); }
+  constexpr int plane_bytes() const { return has_plane() ? tile_bytes(br, keys()) : 0; }
+  constexpr int dq() const { return plane() + stages * plane_bytes(); }
   /// Columns of dQ that a warp group computes: 64 rows of all where there are 128 rows, else all rows.
   constexpr int dq_columns() const { return br == 128 ? columns() : columns() / 2 / cluster(); }
   /// Bytes of a warp group's dQ that lie in what it alone reads of a tile of Q, or of dO.

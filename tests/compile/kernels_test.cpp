@@ -180,8 +180,8 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   }
 }
 
-// What is read ahead keeps registers until it is used.
-TEST(KernelsThatReadRows, CompileWithoutSpills) {
+// Also where the TMA unit does not copy the plane, which the warps then do beside their accumulators.
+TEST(KernelsThatReadPlanes, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":kvlen"};
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
@@ -194,6 +194,11 @@ TEST(KernelsThatReadRows, CompileWithoutSpills) {
                 "");
       ++i;
     }
+    const AttentionSpec backward =
+        parse_spec(fmt::format("bwd:fp16:{}:score{{bias: bf16 2d; score + bias[q, kv]}}", dims));
+    EXPECT_EQ(
+        compile_and_check(backward, plan::sm90_traits().heuristic(backward, shape_of(0), device), device),
+        "");
   }
 }
 

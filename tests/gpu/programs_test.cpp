@@ -168,9 +168,10 @@ std::vector<AttentionCase> strided_cases() {
   return cases;
 }
 
-/// Rows of 16-bit tensors, which a kernel may read ahead, two elements at a time: with rows that begin
-/// between words, keys that go with other columns than their own, and tensors that are too small.
-std::vector<AttentionCase> row_cases() {
+/// Planes of 16-bit tensors, which a kernel may copy as tiles: with rows that the TMA unit can copy, rows
+/// that begin between words, keys and queries that go with other columns and rows than their own, and tensors
+/// that are too small.
+std::vector<AttentionCase> plane_cases() {
   using testing_support::tensor;
   using testing_support::wave;
   const auto bias = [](ElementType type, int rows_less, int columns_less) {
@@ -179,8 +180,11 @@ std::vector<AttentionCase> row_cases() {
           tensor("bias", {s.heads_q, s.seqlen_q - rows_less, s.seqlen_kv - columns_less}, type, wave)};
     };
   };
+  const auto bias_2d = [](const AttentionShape& s) {
+    return testing_support::Captures{tensor("bias", {s.seqlen_q, s.seqlen_kv}, ElementType::fp16, wave)};
+  };
   const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16;
-  return in_every_family(
+  std::vector<AttentionCase> cases = in_every_family(
       {{"even_rows", "bias: bf16 3d; score + bias[h, q, kv]", "", bias(bf16, 0, 0)},
        {"even_rows_causal", "bias: fp16 3d; score + bias[h, q, kv]", "causal", bias(fp16, 0, 0)},
        {"odd_rows", "bias: fp16 3d; score - bias[h, q, kv]", "", bias(fp16, 0, 1)},
@@ -189,6 +193,30 @@ std::vector<AttentionCase> row_cases() {
        {"too_small", "bias: fp16 3d; score * (1.0 + 0.1 * bias[h, q, kv])", "", bias(fp16, 60, 150)},
        {"twice", "bias: bf16 3d; score + bias[h, q, kv] * bias[h, q, kv + 1]", "", bias(bf16, 0, 0)}},
       {2, 4, 2, 233, 434}, 6000);
+  const AttentionShape whole_rows{2, 4, 2, 333, 440};
+  const Variant plane{"plane", "bias: bf16 3d; score + bias[h, q, kv]", "", bias(bf16, 0, 0)};
+  const std::vector<AttentionCase> copied = in_every_family(
+      {plane,
+       {"plane_curved_causal", "bias: bf16 3d; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
+        bias(bf16, 0, 0)},
+       {"plane_shift", "bias: fp16 3d; score - 0.5 * bias[h, q + 3, kv + 8]", "", bias(fp16, -4, -16)},
+       {"plane_odd_shift", "bias: bf16 3d; score - 0.5 * bias[h, q + 3, kv + 9]", "", bias(bf16, -4, -16)},
+       {"plane_negative_shift", "bias: fp16 3d; score - 0.5 * bias[h, q - 3, kv]", "", bias(fp16, 0, 0)},
+       {"plane_narrow", "bias: bf16 3d; score + bias[h, q, kv]", "kv <= q + 20", bias(bf16, 0, 8)},
+       {"plane_2d_window", "bias: fp16 2d; score * (1.0 + 0.1 * bias[q, kv])", "q - kv < 100 && kv - q < 70",
+        bias_2d},
+       {"plane_blocks", "bias: fp16 2d; score + bias[q, kv]", "q / 64 % 3 != kv / 64 % 2", bias_2d}},
+      whole_rows, 7000);
+  cases.insert(cases.end(), copied.begin(), copied.end());
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    const unsigned seed = 8000 + static_cast<unsigned>(cases.size());
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    cases.push_back(case_of(plane, spec, whole_rows, Family::sm90, seed));
+    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    cases.push_back(case_of(plane, spec, whole_rows, Family::sm90, seed + 1));
+    cases.back().dropout_p = 0.2;
+  }
+  return cases;
 }
 
 /// What the header of ready-made programs promises of their combination, and T5's buckets.
@@ -227,7 +255,8 @@ std::vector<AttentionCase> ready_made_cases() {
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), row_cases(), ready_made_cases()})
+    for (const auto& more :
+         {pair_cases(), packed_cases(), strided_cases(), plane_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
@@ -246,7 +275,7 @@ INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()),
 INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
-INSTANTIATE_TEST_SUITE_P(Rows, Programs, testing::ValuesIn(row_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(Planes, Programs, testing::ValuesIn(plane_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 
 /// A few that stress different parts of a kernel, with every configuration.

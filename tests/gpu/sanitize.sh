@@ -31,7 +31,8 @@ sample=(
   # programs
   'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
   'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
-  'Rows/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
+  'Planes/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
+  'Planes/Programs.*/bf16_d128_*_sm90_bhsd_plane_7*'
   'Variants/Programs.*/fp32_d64_*_simt_bhsd_documents_*'
   'Pairs/Programs.*/fp16_d64_dropout_varlen_b2_hq2_hkv2_sq65_skv64_sm90_bhsd_causal_alibi_grad_*'
   # packed sequences and sinks

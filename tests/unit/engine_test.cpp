@@ -363,6 +363,41 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   check(maps.o, address(0x4000000), {40, 100, 4, 2}, {80, 8000, 32000}, 16);
 }
 
+TEST_F(EngineTest, TheTmaUnitIsToldOfAPlaneThatItCanCopy) {
+  AttentionSpec spec = kSpec;
+  spec.score = ScoreProgram("t: fp32 1d; bias: fp16 4d; score + t[h] * bias[b, h, q, kv]");
+  add_to_pack(spec);
+  const auto runtime = engine();
+  const auto map_of = [&](const Capture& bias) {
+    fake().encoded.clear();
+    ForwardArgs args = forward_args();
+    const std::array captures = {bias, Capture::tensor("t", address(0x6000000), {4})};
+    args.captures = captures;
+    runtime->forward(spec, args, nullptr);
+    return fake().launches.back().maps.plane;
+  };
+  Capture bias = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 80});
+  const CUtensorMap map = map_of(bias);
+  ASSERT_EQ(fake().encoded.size(), 5u);
+  const FakeDriver::EncodedMap& encoded = fake().encoded.at(map.opaque[0] - 1);
+  EXPECT_EQ(encoded.data, address(0x5000000));
+  EXPECT_EQ(encoded.type, CU_TENSOR_MAP_DATA_TYPE_UINT16);
+  EXPECT_EQ(encoded.sizes, (std::vector<std::uint64_t>{80, 100, 4, 2}));
+  EXPECT_EQ(encoded.strides, (std::vector<std::uint64_t>{160, 16000, 64000}));
+  EXPECT_EQ(encoded.box[0], 64u);
+  EXPECT_EQ(encoded.box[1], static_cast<std::uint32_t>(plan_of(spec, kShape).config.br));
+
+  bias.stride[0] = 0;  // the same for all batch entries
+  EXPECT_EQ(fake().encoded.at(map_of(bias).opaque[0] - 1).sizes, (std::vector<std::uint64_t>{80, 100, 4, 1}));
+  Capture transposed = bias, repeated = bias;
+  transposed.stride[2] = 1, transposed.stride[3] = 100;
+  repeated.stride[2] = 0;
+  for (const Capture& other : {transposed, repeated}) {
+    EXPECT_EQ(map_of(other).opaque[0], 0u);
+    EXPECT_EQ(fake().encoded.size(), 4u);
+  }
+}
+
 /// Documents, whose tiles are visited by lists.
 class EngineListsTest : public EngineTest {
  protected:

@@ -74,28 +74,39 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
   EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
 }
 
-TEST(Emit, RowsAreReadAheadWhereTheLastIndexFollowsTheKey) {
+TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
+  const auto name_of = [](const char* score) {
+    const std::optional<Declaration> plane = plane_of(ScoreProgram(score).tree());
+    return plane ? plane->name : "";
+  };
   for (const char* score :
-       {"bias: bf16 4d; score + bias[b, h, q, kv]", "bias: fp16 2d; score * (1.0 + bias[q, kv - 3])",
-        "bias: fp16 1d; n: int; t: fp32 1d; score + t[h] * sqrt(bias[q * 0 + kv + n] + to_float(q))",
-        "bias: bf16 2d; other: bf16 2d; score + bias[q, kv] + other[q, kv]"}) {
-    const bool reads = std::string_view(score).find("1d;") == std::string_view::npos;  // q * 0 is folded
-    EXPECT_TRUE(says(hooks(score, ""), reads ? "kReadsRow = true;" : "kReadsRow = false;")) << score;
-    EXPECT_EQ(reads_a_row(ScoreProgram(score).tree()), reads) << score;
+       {"bias: bf16 4d; score + bias[b, h, q, kv]", "bias: fp16 2d; score * (1.0 + bias[q + 7, kv - 3])",
+        "bias: fp16 3d; n: int; t: int32 1d; score + bias[t[h_kv], q + n, kv + seqlen_q]",
+        "bias: bf16 2d; score + bias[q * 1, kv + 0 * q]",
+        "other: fp32 2d; bias: bf16 2d; score + bias[q, kv] + other[q, kv]"}) {
+    EXPECT_TRUE(says(hooks(score, ""), "kReadsPlane = true;")) << score;
+    EXPECT_EQ(name_of(score), "bias") << score;
   }
   for (const char* score :
        {"", "bias: fp32 2d; score + bias[q, kv]", "bias: bf16 2d; score + bias[kv, q]",
         "bias: bf16 2d; score + bias[q, 2 * kv]", "bias: bf16 2d; score + bias[h, kv]",
         "bias: bf16 2d; score + bias[q, kv - q]", "bias: bf16 2d; score + bias[q + kv, kv]",
-        "bias: bf16 2d; score + bias[q, min(kv, 7)]", "doc: int32 2d; score + to_float(doc[q, kv])"}) {
-    EXPECT_TRUE(says(hooks(score, ""), "kReadsRow = false;")) << score;
-    EXPECT_FALSE(reads_a_row(ScoreProgram(score).tree())) << score;
+        "bias: bf16 2d; score + bias[q / 2, kv]", "bias: bf16 3d; score + bias[q % 2, q, kv]",
+        "bias: bf16 1d; score + bias[q + kv]", "bias: bf16 2d; score + bias[q, min(kv, 7)]",
+        "doc: int32 2d; score + to_float(doc[q, kv])"}) {
+    EXPECT_TRUE(says(hooks(score, ""), "kReadsPlane = false;")) << score;
+    EXPECT_EQ(name_of(score), "") << score;
   }
   const std::string text = hooks("bias: bf16 3d; score + 2.0 * bias[h, q, kv + 3]", "");
-  EXPECT_EQ(body(text, "read_row"),
-            "    return flashjit::row_of(p.captures[0], static_cast<int>(3LL), head.h, q.at);");
-  EXPECT_TRUE(says(body(text, "score_of_row"), "flashjit::as_read(flashjit::bf16{element})"));
-  EXPECT_FALSE(says(body(text, "score_of_row"), "read_capture"));
+  EXPECT_EQ(
+      body(text, "plane"),
+      "    return flashjit::plane_of(p.captures[0], static_cast<int>(0LL), static_cast<int>(3LL), head.h);");
+  for (const char* function : {"score_of_element", "score_grad_of_element"})
+    EXPECT_FALSE(says(body(text, function), "read_capture")) << function;
+  EXPECT_TRUE(says(body(text, "score_of_element"), "flashjit::as_read(flashjit::bf16{element})"));
+  const std::string curved = hooks("bias: bf16 2d; tanh(score * bias[q, kv])", "");
+  EXPECT_TRUE(says(body(curved, "score_grad_of_element"), "flashjit::as_read(flashjit::bf16{element})"));
+  EXPECT_FALSE(says(body(curved, "score_grad_of_element"), "read_capture"));
 }
 
 TEST(Emit, TraitsAreWhatPlansAssume) {

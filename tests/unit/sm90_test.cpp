@@ -184,7 +184,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2}.bytes();
+  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false}.bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",
@@ -209,6 +209,25 @@ TEST(Sm90, OIsCopiedWhereItFitsBesideTheOthersAndNoSequenceFollows) {
     EXPECT_EQ(o_rows(spec), 16) << spec;
   for (const char* spec : {"fwd:bf16:d256", "fwd:bf16:d128:causal:varlen"})
     EXPECT_EQ(o_rows(spec), 0) << spec;
+}
+
+TEST(Sm90, PlanesThatTheScoreReadsAreCopiedWhereTheyFit) {
+  const auto planned = [](const std::string& spec) {
+    return make_plan(parse_spec(spec), parse_shape("b2:hq16:hkv4:sq1024:skv1024"), kH100, {});
+  };
+  const std::string score =
+      ":score{bias: bf16 3d; doc: int32 1d; n: int; score + to_float(doc[n]) * bias[h, q, kv]}";
+  for (const char* dims : {"fwd:bf16:d64", "fwd:bf16:d256", "bwd:bf16:d64", "bwd:bf16:d128"}) {
+    const ExecutionPlan plan = planned(dims + score), plain = planned(dims);
+    EXPECT_EQ(plan.tensor_boxes->plane, (PlaneBox{plan.config.br, 1, 3})) << dims;
+    EXPECT_EQ(plain.tensor_boxes->plane, PlaneBox{}) << dims;
+  }
+  EXPECT_EQ(planned("bwd:bf16:d256" + score).tensor_boxes->plane, PlaneBox{});
+  EXPECT_EQ(
+      planned(
+          "fwd:bf16:d64:score{gate: fp32 2d; n: int; bias: fp16 2d; score * gate[h, kv] + bias[q, kv + n]}")
+          .tensor_boxes->plane,
+      (PlaneBox{128, 1, 2}));
 }
 
 TEST(Sm90, ClustersShareAKvTileOfManyColumns) {

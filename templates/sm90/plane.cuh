@@ -1,0 +1,68 @@
+// Tiles of a captured plane, which a score reads, in shared memory: [slice of 64 keys][query][64], swizzled
+// as tiles of Q and K are. The TMA unit copies them where it can, beside V or dO; else the warps that compute
+// fill in what they need themselves.
+#pragma once
+
+#include "flashjit/common/capture.cuh"
+#include "flashjit/sm90/fragment.cuh"
+
+namespace flashjit::sm90 {
+
+/// Whether the TMA unit copies a plane's tiles: it does not clamp, and begins at whole 16 bytes alone.
+__device__ __forceinline__ bool unit_copies(const Params& p, const TensorMaps& maps,
+                                            const CapturePlane& plane) {
+  return (maps.plane.words[0] | maps.plane.words[1]) != 0 && plane.kv_shift % 8 == 0 &&
+         plane.holds(p.seqlen_q, p.seqlen_kv);
+}
+
+/// Starts to copy a tile; completes on `barrier`. By one thread.
+template <int kRows, int kColumns>
+__device__ __forceinline__ void load_plane(unsigned to, const TensorMaps& maps, unsigned barrier,
+                                           const CapturePlane& plane, int q, int kv) {
+  for (int slice = 0; slice < slices(kColumns); ++slice)
+    load_box(to + slice * kRows * kRowBytes, maps.plane, barrier, kv + plane.kv_shift + slice * kSliceColumns,
+             q + plane.q_shift, plane.leading[0], plane.leading[1]);
+}
+
+/// Fills in kCount rows of a tile of kRows from `row` on, of each `kKeys` keys from `key` on. The tile begins
+/// at the pair (q, kv). By a whole warp, for itself: fast where two elements are one word. kTogether: rows on
+/// their way at a time, for which registers suffice.
+template <int kRows, int kCount, int kKeys, int kTogether>
+__device__ __forceinline__ void fill_plane(char* tile, const CapturePlane& plane, int q, int kv, int row,
+                                           int key) {
+  constexpr int kWords = kKeys / 2, kAcross = kWords % 32 == 0 ? 32 : kWords % 16 == 0 ? 16 : 8;
+  constexpr int kDown = 32 / kAcross;
+  const int lane = static_cast<int>(threadIdx.x) % 32, first = wrap_add(kv + key, plane.kv_shift);
+  const unsigned long long address = reinterpret_cast<unsigned long long>(plane.first + first);
+  const bool in_words = plane.stride_kv == 1 && first >= 0 && first <= plane.size_kv - kKeys &&
+                        (address | plane.stride_q * 2) % 4 == 0;
+#pragma unroll 1
+  for (int word = lane % kAcross; word < kWords; word += kAcross) {
+    const int own_key = key + word * 2;
+    const auto place = [&](int own_row) {
+      return tile + chunk_offset<kRows>(own_row, own_key / 8) + own_key % 8 * 2;
+    };
+    if (in_words) {
+#pragma unroll kTogether
+      for (int n = 0; n < kCount; n += kDown) {
+        const int own_row = row + n + lane / kAcross;
+        copy_async_4(shared_address(place(own_row)), plane.row(q + own_row) + first + word * 2);
+      }
+    } else {
+      const long long low = plane.column(kv + own_key), high = plane.column(kv + own_key + 1);
+#pragma unroll kTogether
+      for (int n = 0; n < kCount; n += kDown) {
+        const int own_row = row + n + lane / kAcross;
+        const unsigned short* from = plane.row(q + own_row);
+        *reinterpret_cast<unsigned*>(place(own_row)) =
+            __ldg(from + low) | static_cast<unsigned>(__ldg(from + high)) << 16;
+      }
+    }
+  }
+  copy_async_commit();
+  copy_async_wait<0>();
+  __syncwarp();
+  publish_to_async_proxy();  // the TMA unit may write there next
+}
+
+}  // namespace flashjit::sm90

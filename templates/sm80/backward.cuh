@@ -315,8 +315,7 @@ __device__ void backward(const Params& p) {
         hand_over(0, s);
         if constexpr (P::kScoreGrad) hand_over(1, slope);
         if constexpr (P::kCaptureGrads > 0) hand_over(kExchanged - 1, dots);
-        // It need not wait for the second warp, but racecheck does not follow arrivals, and it costs nothing.
-        named_barrier_sync(1 + row_warp, 64);
+        named_barrier_arrive(1 + row_warp, 64);
       }
       const unsigned dout_columns = dout_tile + matrix_offset<true>(kVPitch);
 #pragma unroll

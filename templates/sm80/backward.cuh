@@ -315,7 +315,12 @@ __device__ void backward(const Params& p) {
         hand_over(0, s);
         if constexpr (P::kScoreGrad) hand_over(1, slope);
         if constexpr (P::kCaptureGrads > 0) hand_over(kExchanged - 1, dots);
-        named_barrier_arrive(1 + row_warp, 64);
+        // racecheck does not follow arrivals, and synccheck wants one place for all who wait: see
+        // tests/gpu/sanitize.sh.
+        if constexpr (P::kCheckWaits)
+          named_barrier_sync(1 + row_warp, 64);
+        else
+          named_barrier_arrive(1 + row_warp, 64);
       }
       const unsigned dout_columns = dout_tile + matrix_offset<true>(kVPitch);
 #pragma unroll

@@ -20,8 +20,6 @@ sample=(
   'Pairs/Attention.*/fp16_d256_causal_dropout_kvlen_b3_hq2_hkv2_sq128_skv333_sm90_*'
   'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
   'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
-  'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
-  'Pairs/Attention.*/fp16_d128_b5_hq8_hkv4_sq130_skv1100_sm80_*'
   'Pairs/Attention.*/fp32_d32_causal_b2_hq4_hkv4_sq128_skv128_simt_*'
   'Pairs/Attention.*/fp16_d64_causal_top_left_det_b1_hq6_hkv6_sq64_skv64_simt_*'
   # block maps
@@ -46,42 +44,68 @@ sample=(
   'Families/WrongOffsets.*/simt_plain_sinks'
 )
 
+# Backward passes of sm80 in which one warp of two gives P to the other: it arrives at a named barrier and goes on.
+# racecheck does not follow arrivals, and then finds races even between what __syncthreads() parts: it is shown the
+# kernels of FLASHJIT_CHECK_WAITS=on, whose first warps wait, too.
+pairs=(
+  'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
+  'Pairs/Attention.*/fp16_d128_b5_hq8_hkv4_sq130_skv1100_sm80_*'
+)
+
 [ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }
-for name in "${sample[@]}"; do
+for name in "${sample[@]}" "${pairs[@]}"; do
   "$binary" --gtest_list_tests --gtest_filter="$name" | grep -q '^  ' ||
     { echo "there is no test '$name' any more; choose another" >&2; exit 2; }
 done
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is missing: it comes with CUDA" >&2; exit 3; }
 
 mkdir -p "$logs"
-filter=$(IFS=:; echo "${sample[*]}")
 if [ -z "${FLASHJIT_TEST_CACHE:-}" ]; then
   FLASHJIT_TEST_CACHE=$(mktemp -d)
   trap 'rm -rf "$FLASHJIT_TEST_CACHE"' EXIT
 fi
 export FLASHJIT_TEST_CACHE
 
+# What is run: a name, the kernels' FLASHJIT_CHECK_WAITS, the tools, the tests.
+runs=(sample pairs pairs_waiting)
+waits_of() { if [ "$1" = pairs_waiting ]; then echo on; else echo off; fi; }
+tools_of() {
+  case $1 in
+    sample) echo memcheck racecheck initcheck synccheck ;;
+    pairs) echo memcheck initcheck synccheck ;;
+    pairs_waiting) echo racecheck ;;
+  esac
+}
+filter_of() { local IFS=:; if [ "$1" = sample ]; then echo "${sample[*]}"; else echo "${pairs[*]}"; fi; }
+tests_of() {  # RUN LOG COMMAND...
+  FLASHJIT_CHECK_WAITS=$(waits_of "$1") "${@:3}" "$binary" --gtest_brief=1 --gtest_filter="$(filter_of "$1")" >"$2" 2>&1
+}
 passed() { sed -n 's/.*\[  PASSED  \] \([0-9]*\) test.*/\1/p' "$1"; }
 
 # Alone, which compiles and says what the tools' runs are to be held against.
-"$binary" --gtest_brief=1 --gtest_filter="$filter" >"$logs/plain.log" 2>&1 || { tail -20 "$logs/plain.log"; exit 1; }
-echo "alone: $(passed "$logs/plain.log") tests"
+for run in "${runs[@]}"; do
+  log=$logs/$run.plain.log
+  tests_of "$run" "$log" || { tail -20 "$log"; exit 1; }
+  echo "$run, alone: $(passed "$log") tests"
+done
 
 # What the driver answers to a question, such as whose a pointer is, is no error of ours.
-check() {  # TOOL
-  compute-sanitizer --tool "$1" --report-api-errors no "$binary" --gtest_brief=1 --gtest_filter="$filter" \
-    >"$logs/$1.log" 2>&1
-}
-tools=(memcheck racecheck initcheck synccheck)
-for tool in "${tools[@]}"; do check "$tool" & running+=($!); done
+checks=()
+for run in "${runs[@]}"; do
+  for tool in $(tools_of "$run"); do
+    tests_of "$run" "$logs/$run.$tool.log" compute-sanitizer --tool "$tool" --report-api-errors no &
+    checks+=("$run $tool $!")
+  done
+done
 
 failed=0
-for i in "${!tools[@]}"; do
-  log=$logs/${tools[i]}.log status=0
-  wait "${running[i]}" || status=$?
+for check in "${checks[@]}"; do
+  read -r run tool process <<<"$check"
+  log=$logs/$run.$tool.log status=0
+  wait "$process" || status=$?
   errors=$(sed -n 's/^=* *[A-Z]* SUMMARY: \([0-9]*\) .*/\1/p' "$log" | tail -1)
-  echo "${tools[i]}: $(passed "$log") tests, ${errors:-unknown} errors"
-  [ "$status" = 0 ] && [ "$errors" = 0 ] && [ "$(passed "$log")" = "$(passed "$logs/plain.log")" ] ||
+  echo "$run, $tool: $(passed "$log") tests, ${errors:-unknown} errors"
+  [ "$status" = 0 ] && [ "$errors" = 0 ] && [ "$(passed "$log")" = "$(passed "$logs/$run.plain.log")" ] ||
     { failed=1; echo "  see $log"; }
 done
 exit "$failed"

@@ -392,7 +392,9 @@ TEST_F(EngineTest, TheTmaUnitIsToldOfAPlaneThatItCanCopy) {
   Capture transposed = bias, repeated = bias;
   transposed.stride[2] = 1, transposed.stride[3] = 100;
   repeated.stride[2] = 0;
-  for (const Capture& other : {transposed, repeated}) {
+  const Capture odd = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 81}),
+                between = Capture::tensor("bias", address(0x5000008), {2, 4, 100, 80});
+  for (const Capture& other : {transposed, repeated, odd, between}) {
     EXPECT_EQ(map_of(other).opaque[0], 0u);
     EXPECT_EQ(fake().encoded.size(), 4u);
   }

@@ -2,7 +2,9 @@
 // time that its grid tells.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -325,6 +327,10 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       if (fake.encode_result != CUDA_SUCCESS) return fake.encode_result;
+      const bool aligned =
+          reinterpret_cast<std::uintptr_t>(data) % 16 == 0 &&
+          std::all_of(strides, strides + rank - 1, [](auto bytes) { return bytes % 16 == 0; });
+      if (!aligned) return CUDA_ERROR_INVALID_VALUE;
       fake.encoded.push_back({type,
                               data,
                               {sizes, sizes + rank},

@@ -11,7 +11,8 @@ namespace {
 
 constexpr int kRank = 4;                // head_dim, length, heads, batch
 constexpr cuuint32_t kBoxColumns = 64;  // 128 bytes, the width of the swizzle
-constexpr cuuint64_t kAnyStride = 16;   // where no index uses it: callers may have left anything in it
+constexpr cuuint64_t kElementBytes = 2;
+constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may have left anything in it
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Driver& driver, CUresult result, const char* name,
                                                    const ConstTensorView& tensor) {
@@ -28,15 +29,21 @@ CUtensorMapDataType element_type(DType dtype) {
   return dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-using Sizes = std::array<cuuint64_t, kRank>;        // the fastest dimension first
-using Strides = std::array<cuuint64_t, kRank - 1>;  // in bytes, of all but the first
-
-CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
-                      const Sizes& sizes, const Strides& strides, int rows) {
+/// Of a tensor of 16-bit elements.
+CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type,
+                      const ConstTensorView& tensor, int rows) {
+  std::array<cuuint64_t, kRank> sizes;
+  std::array<cuuint64_t, kRank - 1> strides;  // in bytes, of all but the first
+  for (int i = 0; i < kRank; ++i) {
+    const int from = kRank - 1 - i;  // the view names the slowest dimension first
+    sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
+    if (i == 0) continue;
+    strides[i - 1] = sizes[i] > 1 ? static_cast<cuuint64_t>(tensor.stride[from]) * kElementBytes : kAnyStride;
+  }
   const std::array<cuuint32_t, kRank> box{kBoxColumns, static_cast<cuuint32_t>(rows), 1, 1};
   const std::array<cuuint32_t, kRank> element_strides{1, 1, 1, 1};
   return driver.tensor_map_encode_tiled(
-      &map, type, kRank, const_cast<void*>(data), sizes.data(), strides.data(), box.data(),
+      &map, type, kRank, const_cast<void*>(tensor.data), sizes.data(), strides.data(), box.data(),
       element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
       CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
@@ -44,16 +51,7 @@ CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataTyp
 void encode(const Driver& driver, CUtensorMap& map, const char* name, const ConstTensorView& tensor,
             DType dtype, int rows) {
   if (rows == 0 || std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
-  Sizes sizes;
-  Strides strides;
-  for (int i = 0; i < kRank; ++i) {
-    const int from = kRank - 1 - i;  // the view names the slowest dimension first
-    sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
-    if (i == 0) continue;
-    strides[i - 1] =
-        sizes[i] > 1 ? static_cast<cuuint64_t>(tensor.stride[from]) * size_of(dtype) : kAnyStride;
-  }
-  const CUresult result = encode_tiled(driver, map, element_type(dtype), tensor.data, sizes, strides, rows);
+  const CUresult result = encode_tiled(driver, map, element_type(dtype), tensor, rows);
   if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
 }
 
@@ -65,18 +63,14 @@ void encode_plane(const Driver& driver, CUtensorMap& map, const CaptureParam& te
   if ((tensor.size[columns] > 1 && tensor.stride[columns] != 1) ||
       (tensor.size[rows] > 1 && tensor.stride[rows] == 0))
     return;
-  Sizes sizes{1, 1, 1, 1};
-  Strides strides{kAnyStride, kAnyStride, kAnyStride};
+  ConstTensorView view{.data = tensor.data, .size = {1, 1, 1, 1}, .stride = {}};
   for (int i = 0; i < box.rank; ++i) {
-    const int from = columns - i;
     // Of a dimension that repeats itself, kernels ask for the first.
-    if (i > 0 && tensor.stride[from] == 0) continue;
-    sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
-    if (i > 0) strides[i - 1] = static_cast<cuuint64_t>(tensor.stride[from]) * 2;
+    if (tensor.stride[i] == 0) continue;
+    view.size[kRank - box.rank + i] = tensor.size[i];
+    view.stride[kRank - box.rank + i] = tensor.stride[i];
   }
-  if (encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT16, tensor.data, sizes, strides, box.rows) !=
-      CUDA_SUCCESS)
-    map = {};
+  if (encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT16, view, box.rows) != CUDA_SUCCESS) map = {};
 }
 
 }  // namespace

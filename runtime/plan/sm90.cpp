@@ -135,12 +135,8 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
   } else if (d <= 192) {
-    choices = {forward_config(8,
-                              plane                 ? 64
-                              : spec.v_dim() <= 128 ? 112
-                                                    : 80,
-                              2),
-               forward_config(4, plane ? 64 : 96, 2)};
+    const int bc = spec.v_dim() <= 128 ? 112 : 80;
+    choices = {forward_config(8, plane ? 64 : bc, 2), forward_config(4, plane ? 64 : 96, 2)};
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
   }

@@ -187,14 +187,11 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
-      int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0);
+      const int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0);
       if constexpr (Tile::kHasPlane) {
-        const CapturePlane plane = P::plane(p, sequence.head(p, now.head));
-        const bool copied = unit_copies(p, maps, plane);
-        if (copied) dout_bytes += Tile::kLayout.plane_bytes();
-        barrier_expect(dout_full, dout_bytes);
-        if (copied)
-          load_plane<P::kBr, Tile::kKeys>(tile.plane(dout_slot), maps, dout_full, plane, q_begin, kv_begin);
+        expect_with_plane<P::kBr, Tile::kKeys>(p, maps, dout_full, dout_bytes,
+                                               P::plane(p, sequence.head(p, now.head)), tile.plane(dout_slot),
+                                               q_begin, kv_begin);
       } else {
         barrier_expect(dout_full, dout_bytes);
       }

@@ -215,10 +215,9 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
     if constexpr (P::kReadsPlane) {
       const ForwardWork<P>& work = at.work(v_round);
-      const CapturePlane plane = P::plane(p, work.sequence.head(p, work.h));
-      const bool copied = unit_copies(p, maps, plane);
-      barrier_expect(at.v_full(n), Places::kVBytes + (copied ? Places::kLayout.plane_bytes() : 0));
-      if (copied) load_plane<P::kBr, P::kBc>(at.plane(n), maps, at.v_full(n), plane, work.q_begin, v_begin);
+      expect_with_plane<P::kBr, P::kBc>(p, maps, at.v_full(n), Places::kVBytes,
+                                        P::plane(p, work.sequence.head(p, work.h)), at.plane(n), work.q_begin,
+                                        v_begin);
     } else {
       barrier_expect(at.v_full(n), Places::kVBytes);
     }

@@ -15,10 +15,15 @@ __device__ __forceinline__ bool unit_copies(const Params& p, const TensorMaps& m
          plane.holds(p.seqlen_q, p.seqlen_kv);
 }
 
-/// Starts to copy a tile; completes on `barrier`. By one thread.
+/// Says on `barrier` how many bytes come: `bytes`, and a tile of the plane where the TMA unit copies it,
+/// which starts here. By one thread.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void load_plane(unsigned to, const TensorMaps& maps, unsigned barrier,
-                                           const CapturePlane& plane, int q, int kv) {
+__device__ __forceinline__ void expect_with_plane(const Params& p, const TensorMaps& maps, unsigned barrier,
+                                                  int bytes, const CapturePlane& plane, unsigned to, int q,
+                                                  int kv) {
+  const bool copied = unit_copies(p, maps, plane);
+  barrier_expect(barrier, bytes + (copied ? tile_bytes(kRows, kColumns) : 0));
+  if (!copied) return;
   for (int slice = 0; slice < slices(kColumns); ++slice)
     load_box(to + slice * kRows * kRowBytes, maps.plane, barrier, kv + plane.kv_shift + slice * kSliceColumns,
              q + plane.q_shift, plane.leading[0], plane.leading[1]);

@@ -747,20 +747,23 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   if (group == 0) {
     lower_register_limit<Tile::kHelperRegisters>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 3) {
-      write_keys_without_rows<P>(p);
-      convert_dq<P>(p);
+    if (warp < 3) {
+      if (!elected()) return;
+      if (warp == 0)
+        produce(p, tile, maps);
+      else
+        add_dq(p, tile, warp - 1);
       leave();
       return;
     }
-    if (!elected()) return;
-    if (warp == 0) produce(p, tile, maps);
-    if (warp == 1 || warp == 2) add_dq(p, tile, warp - 1);
+    write_keys_without_rows<P>(p);
   } else {
     raise_register_limit<Tile::kConsumerRegisters>();
     consume(p, maps, tile, group - 1);
-    convert_dq<P>(p);  // the last heads'
+    lower_register_limit<Tile::kHelperRegisters>();
   }
+  // Whoever computes comes for the last heads'.
+  convert_dq<P>(p);
   leave();
 }
 

@@ -145,15 +145,15 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
     const int number = __shfl_sync(kWholeWarp, taken, 0), head = number / parts;
     if (head >= p.batch * p.heads_q) break;
     taken = take();  // the next, to be there in time
-    clear();
     const int b = head / p.heads_q, h = head % p.heads_q;
     const int* done = done_of(p, b, h / (p.heads_q / p.heads_kv));
     const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_tiles<P>(p);
-    await<P>([&] { return __all_sync(kWholeWarp, load_acquire(done) == all_done); },
-             [&] {
-               clear();
-               __nanosleep(200);
-             });
+    await<P>(
+        [&] {
+          clear();
+          return __all_sync(kWholeWarp, load_acquire(done) == all_done);
+        },
+        [] { __nanosleep(200); });
     const Sequence<P> sequence(p, b);
     const int first = number % parts * taken_rows, end = min(first + taken_rows, sequence.seqlen_q(p));
 #pragma unroll 1

@@ -455,11 +455,12 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
     for (int n = 0; n < kS; n += 4) {
       const float2 lse = n == 0 ? first_lse : at_pair(row_lse, n);
       const float2 d = n == 0 ? first_d : at_pair(row_d, n);
-      [[maybe_unused]] float slope[4];
+      // What the gradients want.
+      [[maybe_unused]] float slope[4], dots[4];
       if constexpr (P::kHasScore) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          const float dot = s[n + e];
+          const float dot = dots[e] = s[n + e];
           if constexpr (Tile::kHasPlane) {
             if (n % 8 + e == 0) load_matrix_x4_transposed(elements, plane + n / 8 * 16 * kRowBytes);
             const auto element = static_cast<unsigned short>(elements[(n + e) % 8 / 2] >> e % 2 * 16);
@@ -486,6 +487,10 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
         const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : probable;
         dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));
+        if constexpr (P::kCaptureGrads > 0) {
+          if (dp[n + e] != 0.0f)
+            P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e), AtomicAddition());
+        }
         // A slope may be anything where P is zero.
         if constexpr (P::kScoreGrad) dp[n + e] = probable == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }

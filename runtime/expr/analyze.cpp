@@ -227,6 +227,16 @@ bool is_plane_read(const Graph& graph, int place) {
 
 }  // namespace
 
+bool reads_each_once(const Graph& graph, int read) {
+  bool by_q = false, by_kv = false;
+  for (const int place : graph[read].args) {
+    const std::optional<Affine> index = affine_form(graph, place);
+    by_q |= index && index->q != 0 && index->kv == 0;
+    by_kv |= index && index->q == 0 && index->kv != 0;
+  }
+  return by_q && by_kv;
+}
+
 int plane_read(const Graph& graph, int root) {
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;

@@ -82,6 +82,9 @@ MaskTraits mask_traits(const MaskProgram& mask);
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 
+/// Whether no two pairs of a head read the same element, but for indices that are clamped.
+bool reads_each_once(const Graph& graph, int read);
+
 /// Among what `root` is computed from: the read of a tensor of 16-bit floats whose last two indices are q and
 /// kv, but for what all pairs of a head share, as are the others: a dense bias. -1: there is none.
 int plane_read(const Graph& graph, int root);

@@ -142,13 +142,16 @@ class Hooks {
   std::string add_capture_grads() {
     Code code(head_, Style::fast, {});
     std::string additions;
+    int number = 0;
     for (const ReadGrad& grad : read_grads_) {
       std::vector<std::string> indices;
       for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
       const bool one = is_real(graph_.node(grad.derivative), 1);
-      additions += fmt::format("    add(flashjit::capture_grad(p.captures[{}], {}), {});\n",
-                               head_.slot(graph_.node(grad.read).declaration), fmt::join(indices, ", "),
-                               one ? "ds" : "ds * " + code.value(grad.derivative));
+      additions += fmt::format(
+          "    add(flashjit::Addition<{}, {}>(), flashjit::capture_grad(p.captures[{}], {}), {});\n",
+          number++, !reads_each_once(graph_, grad.read), head_.slot(graph_.node(grad.read).declaration),
+          fmt::join(indices, ", "),
+          one ? "ds" : fmt::format("flashjit::chained(ds, {})", code.value(grad.derivative)));
     }
     return "  template <class Add>\n" +
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),

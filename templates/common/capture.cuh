@@ -124,9 +124,4 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   return tensor.grad + at;
 }
 
-/// Adds to the gradients of captures in any order.
-struct AtomicAddition {
-  __device__ __forceinline__ void operator()(float* at, float value) const { atomicAdd(at, value); }
-};
-
 }  // namespace flashjit

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/common/capture.cuh"
+#include "flashjit/common/capture_grads.cuh"
 #include "flashjit/common/interval.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/program_math.cuh"
@@ -70,8 +71,8 @@ struct ExampleProblem {
                                                      Position /*q*/, Position /*kv*/) {
     return 1.0f;
   }
-  /// Calls add(float* at, float value) for what a pair with the gradient ds = d loss / d score gives to the
-  /// captures that want a gradient: kCaptureGrads times, always in one order.
+  /// Calls add(Addition, float* at, float value) for what a pair with the gradient ds = d loss / d score gives
+  /// to the captures that want a gradient: once for each of kCaptureGrads additions.
   template <class Add>
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
                                                            float /*dot*/, Position /*q*/, Position /*kv*/,

@@ -37,7 +37,7 @@ __device__ __forceinline__ PairGradient pair_gradient(const Params& p, const typ
   if constexpr (Problem::kHasScore) score = Problem::score(p, head, dot, position(q), position(kv));
   const float prob = exp2f((score - row.lse) * kLog2E);
   float ds = prob * (dp * dropout - row.d);
-  if (ds != 0.0f) Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv), add);
+  Problem::add_capture_grads(p, head, ds, dot, position(q), position(kv), add);
   // A slope may be anything where P is zero.
   if constexpr (Problem::kScoreGrad)
     ds = ds == 0.0f ? 0.0f : ds * Problem::score_grad(p, head, dot, position(q), position(kv));
@@ -52,9 +52,8 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
                                               const typename Problem::Head& head) {
   constexpr int kQueries = kRowsAreQueries ? T::kM : T::kN;
   // One of the two kernels adds to the gradients of captures, unless capture_grads does so in order.
-  const auto add = [](float* at, float value) {
-    if constexpr (kRowsAreQueries && !Problem::kDeterministic) atomicAdd(at, value);
-  };
+  constexpr bool kAdds = kRowsAreQueries && !Problem::kDeterministic;
+  [[maybe_unused]] CaptureSums<Problem, kAdds ? T::kN : 1> sums;
   RowStats stats[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {
@@ -64,6 +63,9 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
   for (int i = 0; i < T::kM; ++i) {
 #pragma unroll
     for (int j = 0; j < T::kN; ++j) {
+      const auto add = [&](auto which, float* at, float value) {
+        if constexpr (kAdds) sums.of_key(j)(which, at, value);
+      };
       PairGradient gradient = {0.0f, 0.0f};
       if (pairs.attends(i * T::kN + j)) {
         const int q = tile.q.begin + (kRowsAreQueries ? T::row(i) : T::column(j));
@@ -77,6 +79,7 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
       dp[i][j] = gradient.ds;
     }
   }
+  if constexpr (kAdds) sums.end();
 }
 
 /// Blocks: batch * heads_kv * ceil(seqlen_kv / Bc). Rows of the tile are keys, columns are queries.

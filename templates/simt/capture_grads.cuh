@@ -11,12 +11,12 @@ namespace flashjit::simt {
 /// Of the additions that a pair makes, one.
 struct ChosenAddition {
   int chosen;
-  int seen = 0;
   float* at = nullptr;
   float value = 0.0f;
 
-  __device__ __forceinline__ void operator()(float* at_, float value_) {
-    if (seen++ == chosen) at = at_, value = value_;
+  template <class Which>
+  __device__ __forceinline__ void operator()(Which, float* at_, float value_) {
+    if (Which::kIndex == chosen && value_ != 0.0f) at = at_, value = value_;
   }
 };
 

@@ -346,6 +346,7 @@ __device__ void backward(const Params& p) {
             load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
           });
       if constexpr (kPairs) named_barrier_sync(1 + row_warp, 64);
+      [[maybe_unused]] CaptureSums<P, kMt * 2> sums;
 #pragma unroll
       for (int nt = 0; nt < kNt; ++nt) {
         const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
@@ -361,11 +362,9 @@ __device__ void backward(const Params& p) {
             float grad = dp[mt][nt][e];
             if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
             grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
-            if constexpr (P::kCaptureGrads > 0) {
-              if (grad != 0.0f)
-                P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
-                                     AtomicAddition());
-            }
+            if constexpr (P::kCaptureGrads > 0)
+              P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
+                                   sums.of_key(mt * 2 + e / 2));
             // A slope may be anything where P is zero.
             if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
             dp[mt][nt][e] = grad;
@@ -374,6 +373,7 @@ __device__ void backward(const Params& p) {
                                             1.0f);
         }
       }
+      sums.end();
       const unsigned q_columns = q_tile + matrix_offset<true>(kQPitch);
 #pragma unroll
       for (int k = 0; k < kNt / 2; ++k) {

@@ -449,6 +449,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   pin(dp);
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
   if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
+  [[maybe_unused]] CaptureSums<P, 2> sums;
   const auto eight_queries_at_a_time = [&](auto masked) {
     [[maybe_unused]] unsigned elements[4];
 #pragma unroll
@@ -487,10 +488,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
         const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : probable;
         dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));
-        if constexpr (P::kCaptureGrads > 0) {
-          if (dp[n + e] != 0.0f)
-            P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e), AtomicAddition());
-        }
+        if constexpr (P::kCaptureGrads > 0)
+          P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e), sums.of_key(e / 2));
         // A slope may be anything where P is zero.
         if constexpr (P::kScoreGrad) dp[n + e] = probable == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
@@ -509,6 +508,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
     eight_queries_at_a_time(Flag<true>{});
   else
     eight_queries_at_a_time(Flag<false>{});
+  sums.end();
 }
 
 /// Starts a group's part of dQ of Q tile i.

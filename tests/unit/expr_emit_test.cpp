@@ -151,9 +151,23 @@ TEST(Emit, GradientsOfCapturesNameTheirPlace) {
   const std::string text =
       hooks("s: fp32 1d; bias: bf16 2d grad; score * s[h] + bias[q, kv] * 2.0 + bias[kv, q]", "");
   EXPECT_TRUE(says(text, "kCaptureGrads = 2;"));
-  EXPECT_EQ(body(text, "add_capture_grads"),
-            "    add(flashjit::capture_grad(p.captures[1], q.at, kv.at), ds * 2.0f);\n"
-            "    add(flashjit::capture_grad(p.captures[1], kv.at, q.at), ds);");
+  EXPECT_EQ(
+      body(text, "add_capture_grads"),
+      "    add(flashjit::Addition<0, false>(), flashjit::capture_grad(p.captures[1], q.at, kv.at), "
+      "flashjit::chained(ds, 2.0f));\n"
+      "    add(flashjit::Addition<1, false>(), flashjit::capture_grad(p.captures[1], kv.at, q.at), ds);");
+}
+
+TEST(Emit, GradientsOfCapturesSayWhetherPairsShareAPlace) {
+  const auto shared = [](const std::string& read) {
+    const std::string text = hooks("t: fp32 2d grad; score + t[" + read + "]", "");
+    EXPECT_TRUE(says(text, "Addition<0, ")) << read;
+    return says(text, "Addition<0, true>");
+  };
+  for (const char* once : {"q, kv", "kv, q", "q + 1, 2 * kv"}) EXPECT_FALSE(shared(once)) << once;
+  for (const char* often :
+       {"h, 0", "h, kv", "q, h", "h, kv - q", "q - kv, kv - q", "q / 2, kv", "q, min(kv, 3)"})
+    EXPECT_TRUE(shared(often)) << often;
 }
 
 TEST(Emit, ChecksOfIndicesAreOnDemand) {

@@ -1,0 +1,94 @@
+// How what pairs add to the gradients of captured tensors comes there, in any order.
+#pragma once
+
+namespace flashjit {
+
+/// One of the additions that each pair makes. `shared`: pairs of a head may add to the same place.
+template <int index, bool shared>
+struct Addition {
+  static constexpr int kIndex = index;
+  static constexpr bool kShared = shared;
+};
+
+/// ds times a derivative, which may be anything where no gradient comes.
+__device__ __forceinline__ float chained(float ds, float derivative) {
+  return ds == 0.0f ? 0.0f : ds * derivative;
+}
+
+__device__ __forceinline__ void add_to_memory(float* at, float value) {
+  if (value != 0.0f) atomicAdd(at, value);
+}
+
+/// Each pair by itself.
+struct AtomicAddition {
+  template <class Which>
+  __device__ __forceinline__ void operator()(Which, float* at, float value) const {
+    add_to_memory(at, value);
+  }
+};
+
+/// What a thread's pairs of a tile add. Additions to one place that follow each other become one, in the end
+/// those of a warp's lanes, too: memory takes them one after the other, 14 ns each on an H100. Each of a
+/// thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).
+template <class P, int kKeys>
+class CaptureSums {
+ public:
+  /// Adds what pairs of the thread's n-th key give.
+  __device__ __forceinline__ auto of_key(int n) {
+    return [this, n](auto which, float* at, float value) {
+      if constexpr (which.kShared)
+        sums_[which.kIndex][n].add(at, value);
+      else
+        add_to_memory(at, value);
+    };
+  }
+  /// By whole warps.
+  __device__ __forceinline__ void end() {
+    if constexpr (P::kCaptureGrads > 0) {
+#pragma unroll
+      for (Sum(&of_keys)[kKeys] : sums_) {
+#pragma unroll
+        for (int n = kKeys - 1; n > 0; --n) {
+          if (__all_sync(~0u, of_keys[n].at == of_keys[n - 1].at))
+            of_keys[n - 1].value += of_keys[n].value;
+          else
+            of_keys[n].end();
+        }
+        of_keys[0].end();
+      }
+    }
+  }
+
+ private:
+  struct Sum {
+    float* at = nullptr;
+    float value = 0.0f;
+
+    __device__ __forceinline__ void add(float* at_, float value_) {
+      if (at == at_) {
+        value += value_;
+      } else {
+        add_to_memory(at, value);
+        value = value_;
+      }
+      at = at_;
+    }
+    __device__ __forceinline__ void end() {
+      if (__all_sync(~0u, value == 0.0f)) return;
+      unsigned taken = 0;  // bits of the lane's number: a lane without them has taken its sum
+#pragma unroll 1
+      for (int bit = 1; bit < 32; bit *= 2) {
+        const unsigned long long other = __shfl_xor_sync(~0u, reinterpret_cast<unsigned long long>(at), bit);
+        const float others = __shfl_xor_sync(~0u, value, bit);
+        if (!__all_sync(~0u, other == reinterpret_cast<unsigned long long>(at))) continue;
+        value += others;
+        taken |= bit;
+      }
+      if ((threadIdx.x & taken) == 0) add_to_memory(at, value);
+    }
+  };
+
+  Sum sums_[P::kCaptureGrads > 0 ? P::kCaptureGrads : 1][kKeys];
+};
+
+}  // namespace flashjit

@@ -1,6 +1,7 @@
 #include "expr/code.hpp"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstdlib>
 
@@ -60,6 +61,7 @@ std::string Code::expression(int place) {
   }
   if (fast && node->op == Op::multiply && node->type == Type::real) return product(place);
   if (fast && node->op == Op::divide && node->type == Type::real) return quotient(place);
+  if (const std::optional<std::string> text = divisibility(place)) return *text;
   if (node->op == Op::divide || node->op == Op::modulo) {
     if (const int divisor = graph_[place].args[1]; shared_divisor(divisor))
       return fmt::format("{}.{}({})", head_.divisor(divisor), node->op == Op::divide ? "quotient" : "rest",
@@ -79,6 +81,23 @@ std::string Code::expression(int place) {
 bool Code::shared_divisor(int place) const {
   const Node& node = graph_.node(place);
   return node.type == Type::integer && graph_.uniform(place) && !is_literal(node);
+}
+
+/// Of a rest that is compared with zero, where the divisor is shared or is no power of two.
+std::optional<std::string> Code::divisibility(int place) {
+  const Node& node = graph_.node(place);
+  if (node.op != Op::equal && node.op != Op::not_equal) return {};
+  const int left = graph_[place].args[0], right = graph_[place].args[1];
+  const Node &rest = graph_.node(left), &zero = graph_.node(right);
+  if (rest.op != Op::modulo || !is_literal(zero) || zero.integer != 0) return {};
+  const int number = graph_[left].args[0], divisor = graph_[left].args[1];
+  const Node& by = graph_.node(divisor);
+  const bool has_multiples = is_literal(by) && !std::has_single_bit(magnitude(by.integer)) && by.integer != 0;
+  if (!shared_divisor(divisor) && !has_multiples) return {};
+  return fmt::format(
+      "{}{}.contain({})", node.op == Op::equal ? "" : "!",
+      has_multiples ? fmt::format("flashjit::Multiples({})", by.integer) : head_.multiples(divisor),
+      value(number));
 }
 
 /// As the program's int: modulo 2^32, whatever the order of the additions.

@@ -35,8 +35,9 @@ class HeadCode {
   /// softmax_scale times a float.
   std::string scaled(int place);
   std::string rest_float(const Rest& rest);
-  /// A Divisor by an int.
+  /// A Divisor by an int, and its Multiples.
   std::string divisor(int place);
+  std::string multiples(int place);
 
   /// The element that `read` reads at indices.
   std::string read_text(const Node& read, const std::vector<std::string>& indices) const;
@@ -60,7 +61,7 @@ class HeadCode {
   std::map<std::string, int> slots_;
   bool check_indices_;
   std::map<int, std::string> values_;  // within head()
-  std::map<int, std::string> known_, scaled_, divisors_;
+  std::map<int, std::string> known_, scaled_, divisors_, multiples_;
   std::map<Rest, std::string> rests_, rest_floats_;
   std::string members_, body_;
 };
@@ -97,6 +98,7 @@ class Code {
   std::string product(int place);
   std::string quotient(int place);
   bool shared_divisor(int place) const;
+  std::optional<std::string> divisibility(int place);
   std::string by_uniform(int place, int factor);
   std::string scaled_sum(int place);
 

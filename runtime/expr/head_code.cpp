@@ -120,6 +120,11 @@ std::string HeadCode::divisor(int place) {
                 [&] { return fmt::format("flashjit::Divisor({})", value(place)); });
 }
 
+std::string HeadCode::multiples(int place) {
+  return member(multiples_, place, 'm', "flashjit::Multiples",
+                [&] { return fmt::format("flashjit::Multiples({})", value(place)); });
+}
+
 std::string HeadCode::rest_float(const Rest& rest) {
   if (rest.terms.empty()) return literal_text(static_cast<float>(rest.constant));
   return member(rest_floats_, rest, 'f', "float",

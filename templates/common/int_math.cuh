@@ -59,6 +59,28 @@ struct Divisor {
   }
 };
 
+/// All ints that wrap_modulo divides by one number without a rest: the same paper, section 9. A multiple
+/// times the inverse of the number's odd part is small, and has zeros where the number has.
+struct Multiples {
+  unsigned inverse = 0, offset = 0, most = ~0u;
+  int zeros = 0;
+
+  constexpr Multiples() = default;
+  constexpr explicit Multiples(int of) {
+    if (of == 0) return;
+    unsigned odd = magnitude(of);
+    for (; odd % 2 == 0; odd /= 2) ++zeros;
+    inverse = odd;  // to 3 bits; each step doubles them
+    for (int step = 0; step < 4; ++step) inverse *= 2 - odd * inverse;
+    offset = 0x7fffffffu / odd & (0u - (1u << zeros));  // makes what is negative positive
+    most = odd == 1 ? ~0u >> zeros : offset >> zeros << 1;
+  }
+  constexpr bool contain(int a) const {
+    const unsigned product = static_cast<unsigned>(a) * inverse + offset;
+    return (product >> zeros | product << (-zeros & 31)) <= most;
+  }
+};
+
 /// Counts are taken modulo 32.
 constexpr int wrap_shift_left(int a, int count) {
   return static_cast<int>(static_cast<unsigned>(a) << (count & 31));

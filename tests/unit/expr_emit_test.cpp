@@ -141,6 +141,14 @@ TEST(Emit, IntsThatMayWrapAreConvertedOneByOne) {
   EXPECT_TRUE(says(body(text, "score"), "static_cast<float>(v0)"));
 }
 
+TEST(Emit, RestsThatAreComparedWithZeroAreNotComputed) {
+  const auto tested = [](const std::string& mask) { return body(hooks("", mask), "bool mask"); };
+  EXPECT_TRUE(says(tested("step: int; (q - kv) % step == 0"), "= head.m0.contain(v0);"));
+  EXPECT_TRUE(says(tested("(q - kv) % 3 != 0"), "= !flashjit::Multiples(3).contain(v0);"));
+  EXPECT_TRUE(says(tested("(q - kv) % 8 == 0"), "wrap_modulo"));
+  EXPECT_TRUE(says(tested("step: int; (q - kv) % step == 1"), "head.d0.rest(v0)"));
+}
+
 TEST(Emit, SoftcapDividesOnceAHead) {
   const std::string text = hooks("cap: float; cap * tanh(score / cap)", "");
   EXPECT_FALSE(says(body(text, "score"), "divide")) << text;

@@ -29,9 +29,11 @@ TEST(IntMath, ADivisorDividesLikeTheOperators) {
   const std::vector<int> values = edges_and_others();
   for (const int by : values) {
     const Divisor divisor(by);
+    const Multiples multiples(by);
     for (const int a : values) {
       ASSERT_EQ(divisor.quotient(a), wrap_divide(a, by)) << a << " / " << by;
       ASSERT_EQ(divisor.rest(a), wrap_modulo(a, by)) << a << " % " << by;
+      ASSERT_EQ(multiples.contain(a), wrap_modulo(a, by) == 0) << a << " % " << by;
     }
     // Where the quotient changes.
     const std::int64_t size = magnitude(by);
@@ -40,6 +42,7 @@ TEST(IntMath, ADivisorDividesLikeTheOperators) {
         const int n = static_cast<int>(a);
         ASSERT_EQ(divisor.quotient(n), wrap_divide(n, by)) << a << " / " << by;
         ASSERT_EQ(divisor.rest(n), wrap_modulo(n, by)) << a << " % " << by;
+        ASSERT_EQ(multiples.contain(n), wrap_modulo(n, by) == 0) << a << " % " << by;
       }
   }
 }
@@ -47,9 +50,11 @@ TEST(IntMath, ADivisorDividesLikeTheOperators) {
 TEST(IntMath, SmallDivisorsDivideEverythingTheyMeet) {
   for (int by = -40; by <= 40; ++by) {
     const Divisor divisor(by);
+    const Multiples multiples(by);
     for (int a = -70000; a <= 70000; ++a) {
       ASSERT_EQ(divisor.quotient(a), wrap_divide(a, by)) << a << " / " << by;
       ASSERT_EQ(divisor.rest(a), wrap_modulo(a, by)) << a << " % " << by;
+      ASSERT_EQ(multiples.contain(a), wrap_modulo(a, by) == 0) << a << " % " << by;
     }
   }
 }

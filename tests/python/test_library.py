@@ -98,6 +98,25 @@ print(threads() - before)'''
     assert (int(run.stdout) > 0) == tunes
 
 
+def test_threads_share_specs_and_the_runtime():
+    """What one thread got must not be destroyed because another made the same thing at the same time."""
+    code = '''import flashjit, sys, threading
+from flashjit._library import spec_handle
+sys.setswitchinterval(1e-6)
+def seen_by_all(make):
+    seen, start = [], threading.Barrier(8)
+    def work():
+        start.wait()
+        seen.append(make())
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    [thread.start() for thread in threads], [thread.join() for thread in threads]
+    return len({id(made) for made in seen})
+print(seen_by_all(flashjit.runtime), *{seen_by_all(lambda: spec_handle(f"bf16:d64:mask{{q > {n}}}")) for n in range(100)})'''
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60,
+                         env=child.environment())
+    assert run.stdout == "1 1\n"
+
+
 @pytest.mark.parametrize("options, match", [
     (dict(jit="off"), "jit is 'off': give True, False, or None"),
     (dict(tune_in_background=3), "tune_in_background is 3"),

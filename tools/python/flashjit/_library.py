@@ -186,10 +186,14 @@ class Handle:
             self._destroy(self.address)
 
 
-@functools.lru_cache(maxsize=None)
+#: What all threads share. functools.cache alone lets two of them make a thing each: the first one counts.
+_SHARED: dict[str, Any] = {}
+
+
+@functools.cache
 def spec_handle(text: str) -> Handle:
     """A spec that was read and checked; the same object for the same text."""
-    return Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode())
+    return _SHARED.setdefault(text, Handle("flashjit_spec_create", "flashjit_spec_destroy", text.encode()))
 
 
 #: flashjit_jit and flashjit_tuning, by what the arguments say.
@@ -299,7 +303,7 @@ def shape_struct(sizes: Sequence[int]) -> Shape:
 @functools.cache
 def runtime() -> Runtime:
     """The runtime that all calls share: made when first used, from the environment."""
-    return Runtime()
+    return _SHARED.setdefault("runtime", Runtime())
 
 
 def version() -> str:

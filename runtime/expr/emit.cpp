@@ -151,12 +151,17 @@ class Hooks {
           "    add(flashjit::Addition<{}, {}>(), flashjit::capture_grad(p.captures[{}], {}), {});\n",
           number++, !reads_each_once(graph_, grad.read), head_.slot(graph_.node(grad.read).declaration),
           fmt::join(indices, ", "),
-          one ? "ds" : fmt::format("flashjit::chained(ds, {})", code.value(grad.derivative)));
+          one ? "ds" : product_with_ds(grad.derivative, code.value(grad.derivative)));
     }
     return "  template <class Add>\n" +
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
            "\n";
+  }
+
+  std::string product_with_ds(int derivative, const std::string& text) const {
+    const bool finite = graph_.node(derivative).op == Op::to_float;
+    return finite ? "ds * " + text : fmt::format("flashjit::chained(ds, {})", text);
   }
 
   std::string mask() {

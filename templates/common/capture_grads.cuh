@@ -75,13 +75,13 @@ class CaptureSums {
     }
     __device__ __forceinline__ void end() {
       if (__all_sync(~0u, value == 0.0f)) return;
-      unsigned taken = 0;  // bits of the lane's number: a lane without them has taken its sum
-#pragma unroll 1
+      const auto place = reinterpret_cast<unsigned long long>(at);
+      const bool one_place = __all_sync(~0u, __shfl_sync(~0u, place, 0) == place);
+      unsigned taken = 0;  // bits of the lane's number: those without them have what the others had
+#pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) {
-        const unsigned long long other = __shfl_xor_sync(~0u, reinterpret_cast<unsigned long long>(at), bit);
-        const float others = __shfl_xor_sync(~0u, value, bit);
-        if (!__all_sync(~0u, other == reinterpret_cast<unsigned long long>(at))) continue;
-        value += others;
+        if (!one_place && !__all_sync(~0u, __shfl_xor_sync(~0u, place, bit) == place)) continue;
+        value += __shfl_xor_sync(~0u, value, bit);
         taken |= bit;
       }
       if ((threadIdx.x & taken) == 0) add_to_memory(at, value);

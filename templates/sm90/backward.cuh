@@ -359,14 +359,15 @@ __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int gr
 }
 
 /// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
-/// reads it, go to shared memory, too.
+/// reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
 template <class P>
 __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps& maps,
                                               const BackwardTile<P>& tile, unsigned i, const StagedTile& now,
                                               int group, unsigned long long q_rows,
                                               float (&s)[BackwardTile<P>::kQueries / 2],
                                               unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
-                                              unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4]) {
+                                              unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4],
+                                              CaptureSums<P, 2>& sums) {
   using Element = typename P::Element;
   using Tile = BackwardTile<P>;
   constexpr int kS = Tile::kQueries / 2;
@@ -449,7 +450,6 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   pin(dp);
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
   if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
-  [[maybe_unused]] CaptureSums<P, 2> sums;
   const auto eight_queries_at_a_time = [&](auto masked) {
     [[maybe_unused]] unsigned elements[4];
 #pragma unroll
@@ -508,7 +508,6 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
     eight_queries_at_a_time(Flag<true>{});
   else
     eight_queries_at_a_time(Flag<false>{});
-  sums.end();
 }
 
 /// Starts a group's part of dQ of Q tile i.
@@ -633,11 +632,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (now.head < 0) break;
     if (kForeignKeys<P> && now.first) clear_foreign_keys(p, tile, i, group);
     unsigned probability[kSteps][4], gradient[kSteps][4];
-    differentiate(p, maps, tile, i, now, group, q_rows, s, probability, gradient);
+    CaptureSums<P, 2> sums;
+    differentiate(p, maps, tile, i, now, group, q_rows, s, probability, gradient, sums);
     q_rows = q_rows_of(i + 1);
     float dq[Tile::kDqColumns / 2];
     bool last;
     if constexpr (Tile::kWide) {
+      sums.end();
       publish_to_async_proxy();
       barrier_arrive(tile.ds_full(i));
       barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
@@ -683,6 +684,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         give_dq(tile, group);
       }
       last = now.last;
+      sums.end();  // under the products
       multiply_wait<0>();
       pin(dk);
       pin(dv);

@@ -255,6 +255,27 @@ std::optional<Declaration> plane_of(const NodePtr& score) {
   return read < 0 ? std::nullopt : std::optional(graph.node(read).declaration);
 }
 
+std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {
+  const Op sum = graph.node(root).op;
+  if (sum != Op::add && sum != Op::subtract) return {};
+  const std::vector<int>& args = graph[root].args;
+  const bool first = is_name(graph.node(args[0]), Name::score);
+  if (!first && (sum == Op::subtract || !is_name(graph.node(args[1]), Name::score))) return {};
+  ScoreLine line = {args[first ? 1 : 0], sum == Op::subtract, -1, 0.0f};
+  int number = line.place;
+  if (graph.node(number).op == Op::multiply) {
+    const std::vector<int>& factors = graph[number].args;
+    const bool left = graph.uniform(factors[0]);
+    line.factor = factors[left ? 0 : 1], number = factors[left ? 1 : 0];
+    if (!graph.uniform(line.factor)) return {};
+  }
+  if (graph.node(number).op != Op::to_float || graph.node(number).args[0]->type != Type::integer) return {};
+  const std::optional<Affine> form = affine_form(graph, graph[number].args[0]);
+  if (!form || form->kv == 0 || !always_fits(graph, *form)) return {};
+  line.keys = static_cast<float>(form->kv);
+  return line;
+}
+
 bool reads_by_position(const NodePtr& program) {
   if (!program) return false;
   Graph graph;

@@ -91,6 +91,17 @@ int plane_read(const Graph& graph, int root);
 /// The tensor of which a score program reads so, as it is emitted. Null reads nothing.
 std::optional<Declaration> plane_of(const NodePtr& score);
 
+/// What is added to the score of a program that does nothing else, where it is a line along kv, such as
+/// ALiBi's: the value at `place`, or its negative.
+struct ScoreLine {
+  int place;
+  bool negated;
+  int factor;  ///< shared by all pairs; -1: one
+  float keys;  ///< times the factor: what a key more adds
+};
+/// Of the score at `root`.
+std::optional<ScoreLine> line_of_score(const Graph& graph, int root);
+
 /// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison);
 

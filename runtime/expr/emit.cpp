@@ -66,6 +66,7 @@ class Hooks {
         mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
         mask_(graph_, mask_root_),
         plane_read_(options.check_indices ? -1 : plane_read(graph_, score_)),
+        line_(line_of_score(graph_, score_)),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr grad = derivative(graph_[score_].node, read);
@@ -75,8 +76,8 @@ class Hooks {
 
   std::string text() {
     const std::string functions = comment("score", programs_.score) + score() + plane_functions() +
-                                  score_grad() + add_capture_grads() + comment("mask", programs_.mask) +
-                                  mask() + tiles();
+                                  line_functions() + score_grad() + add_capture_grads() +
+                                  comment("mask", programs_.mask) + mask() + tiles();
     return constants() + "\n" + head() + functions;
   }
 
@@ -86,8 +87,8 @@ class Hooks {
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kReadsPlane", plane_read_ >= 0) + constant("kListed", mask_.listed()) +
-           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kReadsPlane", plane_read_ >= 0) + constant("kScoreLine", line_.has_value()) +
+           constant("kListed", mask_.listed()) + constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
            constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
@@ -132,6 +133,17 @@ class Hooks {
     return function("flashjit::CapturePlane", "plane", "", result_of(place, plane)) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
+  }
+  /// What is added to the score at a pair, and how much more that is a key on.
+  std::string line_functions() {
+    if (!line_) return {};
+    const char* sign = line_->negated ? "-" : "";
+    Code offset(head_, Style::fast, {});
+    const std::string at_pair = offset.value(line_->place);
+    const std::string factor = line_->factor < 0 ? "" : fmt::format(" * {}", head_.uniform(line_->factor));
+    return function("float", "score_offset", kPair, result_of(offset, sign + at_pair)) +
+           function("float", "score_slope", "",
+                    fmt::format("    return {}{}{};\n", sign, literal_text(line_->keys), factor));
   }
   // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {
@@ -196,6 +208,7 @@ class Hooks {
   int score_, score_grad_, mask_root_;
   MaskAnalysis mask_;
   int plane_read_;  ///< of the score; -1: none
+  std::optional<ScoreLine> line_;
   HeadCode head_;
   std::vector<ReadGrad> read_grads_;
 };

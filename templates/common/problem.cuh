@@ -40,6 +40,7 @@ struct ExampleProblem {
   static constexpr bool kHasScore = false;       // false: score() is the identity
   static constexpr bool kHasMask = false;        // false: mask() is always true
   static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
+  static constexpr bool kScoreLine = false;      // whether the score is a line's, see score_offset()
   static constexpr bool kReadsPlane = false;     // whether there are plane() and scores of its elements
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
@@ -66,6 +67,8 @@ struct ExampleProblem {
   }
   // With kReadsPlane there are plane(p, head), the CapturePlane that the score reads, and score_of_element(p,
   // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
+  // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
+  // score_slope(p, head) a key.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {

@@ -334,7 +334,18 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
   const float scale = scale_operand<P>(p);
-  if constexpr (P::kHasScore) {
+  // Scores of a line stay in the units of dot products, without what is added at this thread's first key:
+  // `unit` and `line` make them scores. A scale beside which no slope can be told is not asked for.
+  [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
+  [[maybe_unused]] float line[2];
+  if constexpr (P::kScoreLine) {
+    const float slope = __fdividef(P::score_slope(p, rows.head), unit);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      line[half] = P::score_offset(p, rows.head, position(row + half * 8), position(column));
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) s[n] = fmaf(slope, static_cast<float>(n / 4 * 8 + n % 2), s[n]);
+  } else if constexpr (P::kHasScore) {
     [[maybe_unused]] unsigned elements[4];
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
@@ -353,21 +364,24 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const float before = rows.max[half];
-    float highest = before;
+    float highest = P::kScoreLine ? -infinity() : before;
 #pragma unroll
     for (int n = 2 * half; n < kCount; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+    if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
     if (kLazy && !((highest - before) * scale > kSlack<P>)) highest = before;
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
     rows.max[half] = highest;
+    const float factor = P::kScoreLine ? unit * scale : scale;
+    const float offset = P::kScoreLine ? fmaf(line[half], scale, -shift) : -shift;
     float sum = 0.0f;
 #pragma unroll
     for (int n = 2 * half; n < kCount; n += 4)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        s[n + e] = exp2_approx(fmaf(s[n + e], scale, -shift));
+        s[n + e] = exp2_approx(fmaf(s[n + e], factor, offset));
         sum += s[n + e];
       }
     rows.sum[half] = rows.sum[half] * rescale[half] + sum;

@@ -141,6 +141,25 @@ TEST(Emit, IntsThatMayWrapAreConvertedOneByOne) {
   EXPECT_TRUE(says(body(text, "score"), "static_cast<float>(v0)"));
 }
 
+TEST(Emit, LinesAlongKvAreToldFromOtherScores) {
+  const auto slope = [](const std::string& score) {
+    const std::string text = hooks("w: float; t: fp32 1d; " + score, "");
+    EXPECT_EQ(says(text, "kScoreLine = true;"), says(text, "float score_offset(")) << score;
+    return says(text, "kScoreLine = true;") ? body(text, "score_slope") : "";
+  };
+  EXPECT_EQ(slope("score + t[h] * w * to_float(kv - q)"), "    return 1.0f * head.u0;");
+  EXPECT_EQ(slope("w * to_float(kv - q) * t[h] + score"), "");  // (w (kv - q)) t[h]
+  EXPECT_EQ(slope("to_float(q - kv) * (t[h] + w) + score"), "    return (-1.0f) * head.u0;");
+  EXPECT_EQ(slope("score - (w + t[h]) * to_float(kv)"), "    return -1.0f * head.u0;");
+  EXPECT_EQ(slope("score - to_float(kv - q) + 0.0 * (w + t[h])"), "");
+  for (const char* other :
+       {"score + t[h] * w * to_float(q)", "score * w + t[h] * to_float(kv)",
+        "t[h] * to_float(kv) - score * w", "score + t[kv] * w * to_float(kv)",
+        "score + t[h] * w * to_float(kv * kv)", "score + t[h] * w * to_float(abs(kv - q))",
+        "score + t[h] * score * w * to_float(kv)"})
+    EXPECT_EQ(slope(other), "") << other;
+}
+
 TEST(Emit, RestsThatAreComparedWithZeroAreNotComputed) {
   const auto tested = [](const std::string& mask) { return body(hooks("", mask), "bool mask"); };
   EXPECT_TRUE(says(tested("step: int; (q - kv) % step == 0"), "= head.m0.contain(v0);"));

@@ -64,16 +64,19 @@ def test_tiles_are_counted(variants):
     assert count(variants.causal, 2048)[1:] == (136, 16)  # in two steps
     assert count(lambda b, h, q, k: (q >= k) & (q - k < 130)) == (130 * 1024 - 129 * 130 // 2, 8 + 7 + 6, 21)
     assert count(lambda b, h, q, k: q // 128 == k // 128) == (8 * 128 * 128, 8, 0)
+    assert variants.counts(None, 1000, "cpu", 192, 128)[1:] == (48, 0)
+    assert variants.counts(variants.causal, 400, "cpu", 192, 128) == (400 * 401 // 2, 2 + 3 + 4, 2 + 2 + 4)
 
 
 def test_costs_of_tiles(variants):
     row = lambda case, ms, tiles, batch=2: dict(head_dim=64, case=case, flashjit_ms=ms, tiles=tiles, partial_tiles=3,
                                                 batch=batch, heads=4, **{"pass": "fwd"})
-    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("short", 9.9, 9, batch=8), row("alibi", 4.95, 36),
-            row("softcap", 9.0, 36)]
+    rows = [row("full", 8.0, 64), row("causal", 4.5, 36), row("short", 9.9, 9, batch=8), row("window_tiles", 4.95, 36),
+            row("alibi", 4.95, 36), row("softcap", 9.0, 36)]
     assert list(variants.tile_costs(rows)) == [
+        "fwd d64 window_tiles: 36 tiles of 192x128, 3 of them partial; time for each: 0.50 of the short kernel's",
         "fwd d64 alibi: 36 tiles of 128x128, 3 of them partial; time for each: 1.10 of the causal kernel's, 1.10 of the full "
-        "kernel's, 0.50 of the short kernel's"]
+        "kernel's"]
     assert "nothing to compare with" in next(iter(variants.tile_costs(rows[3:])))
 
 

@@ -8,10 +8,10 @@ tiles, is made anew in every call and counts; listed_ms is with lists made befor
 
     python3 tools/bench/variants.py --lib build/libflashjit.so --csv variants.csv
 
-Rates count the pairs that attend. bias_gbs: of a dense bias, GB a second of its elements at those pairs. At the end: what a
-tile of ours costs with a window and with ALiBi, beside one of the causal and of the full attention, and of full attention
-on sequences so short that a row has as many tiles as a window leaves ("short", without FlexAttention). Tiles are those
-of 128x128 in which a pair attends, whatever the kernels' own tiles are. Exit code: as compare.py.
+Rates count the pairs that attend. bias_gbs: of a dense bias, GB a second of its elements at those pairs. Tiles are those of
+128x128 in which a pair attends. At the end: what a tile of ours costs with ALiBi, beside one of the plain attention, and
+with a window ("window_tiles"), beside one of full attention on sequences so short that a row has about as many ("short");
+both with the tiles that sm90 takes for a window, which are counted, and without FlexAttention. Exit code: as compare.py.
 """
 import argparse
 import datetime
@@ -30,6 +30,9 @@ except ImportError as error:
 LENGTH, BATCH, HIDDEN = 8192, 2, 2048
 WINDOW, DOCUMENTS, PREFIX = 1024, 16, 2000
 TILE = 128
+#: What sm90 takes for a window: Br, Bc and the configuration by head dimension and pass.
+WINDOW_TILES = {(64, "fwd"): (192, 128, "sm90:br192:bc128:w12:s3"), (128, "fwd"): (128, 128, "sm90:br128:bc128:w8:s2"),
+                (64, "bwd"): (128, 128, "sm90:br128:bc128:w8:s2"), (128, "bwd"): (64, 128, "sm90:br64:bc128:w8:s2")}
 COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "flashjit_ms", "flex_ms", "flashjit_tflops",
            "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs",
            "listed_ms", "listed_ratio"]
@@ -99,47 +102,53 @@ def more_cases(batch, heads, length, device="cuda"):
                score_mod=lambda s, b, h, q, k: s + bias[b, h, q, k], bias="bias")
 
 
-def counts(mask_mod, length, device="cuda"):
+def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
     """Pairs that attend, tiles in which one does, and those of them in which not all do."""
     if mask_mod is None:
-        return length * length, (length // TILE) ** 2, 0
+        return length * length, -(-length // br) * -(-length // bc), 0
     keys, pairs, kept, partial = torch.arange(length, device=device), 0, 0, 0
-    step = min(length, 8 * TILE)
-    for begin in range(0, length, step):
-        queries = torch.arange(begin, begin + step, device=device)
+    for begin in range(0, length, 8 * br):
+        queries = torch.arange(begin, min(begin + 8 * br, length), device=device)
         attends = mask_mod(0, 0, queries[:, None], keys[None, :])
-        tiles = attends.reshape(step // TILE, TILE, length // TILE, TILE).sum((1, 3))
+        whole = torch.nn.functional.pad(attends, (0, -length % bc, 0, -len(queries) % br))
+        tiles = whole.reshape(-1, br, whole.shape[1] // bc, bc).sum((1, 3))
         pairs += int(tiles.sum())
         kept += int((tiles > 0).sum())
-        partial += int(((tiles > 0) & (tiles < TILE * TILE)).sum())
+        partial += int(((tiles > 0) & (tiles < br * bc)).sum())
     return pairs, kept, partial
 
 
 def tile_costs(rows):
-    """Lines: what a tile with a window or ALiBi costs, beside the plain kernel's. rows: as of the CSV."""
+    """Lines: what a tile with ALiBi or a window costs, beside the plain kernel's. rows: as of the CSV."""
     known = {(row["head_dim"], row["pass"], row["case"]): row for row in rows}
     for (dim, pass_name, case), row in known.items():
-        if case not in ("window", "alibi"):
+        if case not in ("alibi", "window_tiles"):
             continue
+        br, bc = (TILE, TILE) if case == "alibi" else WINDOW_TILES[int(dim), pass_name][:2]
         cost = lambda row: row["flashjit_ms"] / (row["tiles"] * row["batch"] * row["heads"])
         beside = [f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
-                  for plain in ("causal", "full", "short") if (dim, pass_name, plain) in known]
-        yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {TILE}x{TILE}, {row['partial_tiles']} of them partial; "
+                  for plain in (("causal", "full") if case == "alibi" else ("short",)) if (dim, pass_name, plain) in known]
+        yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {br}x{bc}, {row['partial_tiles']} of them partial; "
                f"time for each: {', '.join(beside) or 'nothing to compare with'}")
 
 
-def short_point(runtime, report, dim, rounds):
-    """Full attention, without FlexAttention, on as many tokens in sequences as long as what a window's Q tile meets."""
-    length = WINDOW + TILE
-    batch, heads = BATCH * LENGTH // length, HIDDEN // dim
-    ours = Ours(runtime, f"bf16:d{dim}", *compare.tensors(batch, heads, length, dim))
-    pairs, tiles, partial = counts(None, length)
-    ours.forward()
-    for pass_name, method in (("fwd", ours.forward), ("bwd", ours.backward)):
-        ms = interleaved_ms({"flashjit": method}, rounds)["flashjit"]
-        report.row(**{"pass": pass_name}, case="short", head_dim=dim, batch=batch, heads=heads, seqlen=length,
-                   pairs=float(pairs), flashjit_ms=ms, tiles=tiles, partial_tiles=partial)
-        print(f"{pass_name} short d{dim} b{batch} h{heads} s{length}: {ms:.4f} ms", flush=True)
+def window_point(runtime, report, dim, rounds):
+    """A window, and full attention on as many tokens in sequences as long as what a window's Q tile meets: same tiles."""
+    window = next(case for case in cases(LENGTH) if case.name == "window")
+    heads, short = HIDDEN // dim, WINDOW + TILE
+    tiles = {(pass_name, dim): WINDOW_TILES[dim, pass_name][2] for pass_name in compare.PASSES}
+    problems = [("window_tiles", window.parts, window.mask_mod, BATCH, LENGTH),
+                ("short", "", None, BATCH * LENGTH // short, short)]
+    ours = {name: Ours(runtime, f"bf16:d{dim}{parts}", *compare.tensors(batch, heads, length, dim), tiles=tiles)
+            for name, parts, _, batch, length in problems}
+    for pass_name in compare.PASSES:
+        call = lambda problem: problem.forward if pass_name == "fwd" else problem.backward
+        ms = interleaved_ms({name: call(problem) for name, problem in ours.items()}, rounds)
+        for name, _, mask_mod, batch, length in problems:
+            pairs, kept, partial = counts(mask_mod, length, "cuda", *WINDOW_TILES[dim, pass_name][:2])
+            report.row(**{"pass": pass_name}, case=name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
+                       pairs=float(pairs), flashjit_ms=ms[name], tiles=kept, partial_tiles=partial)
+            print(f"{pass_name} {name} d{dim} b{batch} h{heads} s{length}: {ms[name]:.4f} ms", flush=True)
 
 
 class Flex:
@@ -223,8 +232,8 @@ def main():
     print(f"{constants['device']}, flashjit {constants['commit']}, PyTorch {torch.__version__}")
     report = Report(arguments.csv, list(constants) + COLUMNS, constants)
     for dim in (64, 128):
-        if arguments.only in "short":
-            compare.guarded(report, f"short d{dim}", short_point, runtime, report, dim, 11)
+        if arguments.only in "window_tiles":
+            compare.guarded(report, f"window_tiles d{dim}", window_point, runtime, report, dim, 11)
     todo = [(dim, cases(LENGTH)) for dim in (64, 128)] + [(128, more_cases(BATCH, HIDDEN // 128, LENGTH))]
     for dim, some in todo:
         for case in some:

@@ -54,8 +54,8 @@ void add_random_blocks(BlockPattern& pattern, std::int64_t row, std::int64_t wan
   }
   const std::int64_t picks = std::min<std::int64_t>(wanted, std::ssize(free));
   for (std::int64_t i = 0; i < picks; ++i) {
-    const unsigned word = philox4x32_10(static_cast<unsigned>(i), static_cast<unsigned>(row), 0, 0,
-                                        static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32))
+    const unsigned word = philox4x32<10>(static_cast<unsigned>(i), static_cast<unsigned>(row), 0, 0,
+                                         static_cast<unsigned>(seed), static_cast<unsigned>(seed >> 32))
                               .word[0];
     const std::uint64_t left = free.size() - i;
     std::swap(free[i], free[i + static_cast<std::int64_t>(word * left >> 32)]);

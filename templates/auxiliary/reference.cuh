@@ -264,7 +264,7 @@ __device__ void fill(const FillParams& params) {
   const long long first = static_cast<long long>(blockIdx.x) * kReferenceThreads + threadIdx.x;
   for (long long i = first; i < params.count; i += threads) {
     const Philox4 random =
-        philox4x32_10(static_cast<unsigned>(i), static_cast<unsigned>(i >> 32), 0, 0, params.seed, 0);
+        philox4x32<10>(static_cast<unsigned>(i), static_cast<unsigned>(i >> 32), 0, 0, params.seed, 0);
     float sum = -2.0f;
     for (int word = 0; word < 4; ++word) sum += static_cast<float>(random.word[word]) * kUnit;
     static_cast<Element*>(params.data)[i] = from_float<Element>(sum * kDeviation);

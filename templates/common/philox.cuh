@@ -1,5 +1,5 @@
-// Philox 4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout mask
-// made of it. Host and device include this file: the reference and every kernel see the same mask.
+// Philox 4x32 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011) and the dropout mask made
+// of it. Host and device include this file: the reference and every kernel see the same mask.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -14,12 +14,13 @@ struct Philox4 {
   unsigned word[4];
 };
 
-FLASHJIT_HOST_DEVICE Philox4 philox4x32_10(unsigned c0, unsigned c1, unsigned c2, unsigned c3, unsigned k0,
-                                           unsigned k1) {
+template <int kRounds>
+FLASHJIT_HOST_DEVICE Philox4 philox4x32(unsigned c0, unsigned c1, unsigned c2, unsigned c3, unsigned k0,
+                                        unsigned k1) {
 #if defined(__CUDA_ARCH__)
 #pragma unroll
 #endif
-  for (int round = 0; round < 10; ++round) {
+  for (int round = 0; round < kRounds; ++round) {
     const unsigned long long p0 = 0xD2511F53ull * c0;
     const unsigned long long p1 = 0xCD9E8D57ull * c2;
     const unsigned n0 = static_cast<unsigned>(p1 >> 32) ^ c1 ^ k0;
@@ -35,12 +36,13 @@ FLASHJIT_HOST_DEVICE Philox4 philox4x32_10(unsigned c0, unsigned c1, unsigned c2
 }
 
 /// The random bits of the four pairs {q, q ^ 8} x {kv, kv ^ 8}: one Philox call serves the four scores that a
-/// thread of an m16n8 accumulator holds in both orders of the matrix product (S and its transpose).
+/// thread of an m16n8 accumulator holds in both orders of the matrix product (S and its transpose). Seven
+/// rounds: the fewest that pass BigCrush (table 2 there), since attention with dropout is bound by them.
 FLASHJIT_HOST_DEVICE Philox4 dropout_words(unsigned seed_lo, unsigned seed_hi, unsigned offset_lo,
                                            unsigned offset_hi, unsigned batch_head, int q, int kv) {
   const unsigned q_cell = (static_cast<unsigned>(q) >> 4 << 3) | (static_cast<unsigned>(q) & 7u);
   const unsigned kv_cell = (static_cast<unsigned>(kv) >> 4 << 3) | (static_cast<unsigned>(kv) & 7u);
-  return philox4x32_10(kv_cell, q_cell, batch_head, offset_lo, seed_lo, seed_hi ^ offset_hi);
+  return philox4x32<7>(kv_cell, q_cell, batch_head, offset_lo, seed_lo, seed_hi ^ offset_hi);
 }
 
 /// Which of the four words of dropout_words() belongs to the pair (q, kv).

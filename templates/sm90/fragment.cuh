@@ -31,24 +31,31 @@ __device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const 
 }
 
 /// Bit n: whether dropout drops value n of an accumulator of S, or of S^T when kTransposed. `row` and
-/// `column` are those of the thread's first value. A loop that is not unrolled: random numbers need
-/// registers, and code.
+/// `column` are those of the thread's first value. A loop of a few calls at a time, which hide each other's
+/// latency: more need registers, and code.
 template <int kCount, bool kTransposed>
 __device__ __forceinline__ void dropped_values(unsigned (&bits)[(kCount + 31) / 32], const Params& p,
                                                int batch_head, int row, int column) {
 #pragma unroll
   for (int word = 0; word < (kCount + 31) / 32; ++word) {
+    const int values = kCount - word * 32 < 32 ? kCount - word * 32 : 32;
+    const int step = values % 16 == 0 ? 16 : 8;
     bits[word] = 0;
 #pragma unroll 1
-    for (int n = 0; n < (kCount - word * 32 < 32 ? kCount - word * 32 : 32); n += n % 2 ? 7 : 1) {
-      const int at = column + word * 64 + n / 8 * 16 + n % 8;
-      const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head,
-                                           kTransposed ? at : row, kTransposed ? row : at);
+    for (int first = 0; first < values; first += step) {
+      unsigned dropped = 0;
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const int value = n + (kTransposed ? w / 2 * 4 + w % 2 * 2 : w % 2 * 4 + w / 2 * 2);
-        bits[word] |= (keeps(p, random.word[w]) ? 0u : 1u) << value;
+      for (int n = 0; n < step; n += n % 2 ? 7 : 1) {
+        const int at = column + word * 64 + first * 2 + n / 8 * 16 + n % 8;
+        const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head,
+                                             kTransposed ? at : row, kTransposed ? row : at);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const int value = n + (kTransposed ? w / 2 * 4 + w % 2 * 2 : w % 2 * 4 + w / 2 * 2);
+          if (!keeps(p, random.word[w])) dropped |= 1u << value;
+        }
       }
+      bits[word] |= dropped << first;
     }
   }
 }

@@ -471,6 +471,18 @@ void check_limits(const AttentionShape& shape) {
     refuse("seqlen_q is {}: at most {} is possible.", shape.seqlen_q, kMaxInt / 128 * 128);
 }
 
+ForwardArgs packed_like(const AttentionShape& shape, ForwardArgs args) {
+  if (args.q.size[1] == shape.heads_q) return args;
+  const auto pack = [&](auto& tensor) {
+    tensor.size[1] = shape.heads_q, tensor.size[2] = shape.seqlen_q;
+    tensor.stride[2] = tensor.stride[1];
+    tensor.stride[1] *= shape.seqlen_q;
+  };
+  pack(args.q);
+  pack(args.out);
+  return args;
+}
+
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   return common_params(plan, args, Pass::forward);
 }

@@ -24,7 +24,8 @@ AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
 }
 
 std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
-  return fmt::format("{} {}", to_string(spec.normalized()), to_string(shape));
+  const plan::Problem problem = plan::with_packed_heads(spec, shape);
+  return fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape));
 }
 
 std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device) {
@@ -127,8 +128,9 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   }
   if (operation->steps.empty()) return;
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
-  const Params params = make_params(operation->plan, args);
-  launch_steps(driver, operation->steps, params, tensor_maps(driver, operation->plan, args, params), stream,
+  const auto& packed = packed_like(operation->plan.shape, args);
+  const Params params = make_params(operation->plan, packed);
+  launch_steps(driver, operation->steps, params, tensor_maps(driver, operation->plan, packed, params), stream,
                [&](const Operation::Step& step) { return step.when != skipped; });
 }
 

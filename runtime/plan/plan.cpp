@@ -104,22 +104,38 @@ Support supports(const AttentionSpec& given, const DeviceInfo& device) {
   return first_able(spec, device) ? Support::yes() : Support::no(every_reason(spec, device));
 }
 
+Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape) {
+  Problem problem = {spec.normalized(), shape};
+  AttentionSpec& computed = problem.spec;
+  const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
+  // The last query sees every key.
+  const bool sees_all = computed.mask.empty() || computed.mask == causal();
+  const bool alike = computed.score.empty() && sees_all && !computed.dropout && !computed.sinks &&
+                     !computed.varlen && !computed.has_block_map();
+  if (computed.pass != Pass::forward || !grouped || !alike) return problem;
+  computed.mask = {};
+  problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;
+  problem.shape.heads_q = shape.heads_kv;
+  return problem;
+}
+
 ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
                         const TuningRecords& records, const std::optional<TileConfig>& given) {
   spec.validate();
   shape.validate();
   ExecutionPlan plan;
-  plan.spec = spec.normalized();
-  plan.shape = shape;
-  Choice choice = choose(plan.spec, shape, device, records, given);
+  Problem problem = with_packed_heads(spec, shape);
+  plan.spec = std::move(problem.spec);
+  plan.shape = problem.shape;
+  Choice choice = choose(plan.spec, plan.shape, device, records, given);
   plan.config = choice.config;
   plan.config_source = std::move(choice.source);
   plan.tuned_nvrtc = std::move(choice.nvrtc);
   const FamilyTraits& family = traits(plan.config.family);
   plan.entries = family.entries(plan.spec, plan.config);
-  plan.launches = family.launches(plan.spec, shape, plan.config);
-  plan.needs = family.workspace(plan.spec, shape, plan.config);
-  plan.workspace = workspace_layout(plan.needs, plan.spec, shape);
+  plan.launches = family.launches(plan.spec, plan.shape, plan.config);
+  plan.needs = family.workspace(plan.spec, plan.shape, plan.config);
+  plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
   plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);

@@ -12,10 +12,19 @@
 
 namespace flashjit::plan {
 
+/// A spec, normalized, and a shape as they are computed.
+struct Problem {
+  AttentionSpec spec;
+  AttentionShape shape;
+};
+/// The forward pass of one query a head, as when tokens are generated: the heads that share K and V become
+/// the queries of one head, and so read them once. Where something tells heads apart, as it was given.
+Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape);
+
 /// Everything about a call that does not depend on its pointers.
 struct ExecutionPlan {
-  AttentionSpec spec;  ///< normalized
-  AttentionShape shape;
+  AttentionSpec spec;    ///< normalized
+  AttentionShape shape;  ///< with packed heads, as the spec: arguments become so by packed_like()
   TileConfig config;
   std::string config_source;  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
   std::string tuned_nvrtc;    ///< whose code the record has timed; empty: not known, or no record's choice

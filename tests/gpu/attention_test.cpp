@@ -103,6 +103,18 @@ std::vector<AttentionCase> make_cases() {
                        .shape = {5, 8, 4, 130, 1100},
                        .family = family,
                        .seed = static_cast<unsigned>(cases.size())});
+  // One query of grouped heads, which the forward pass packs into one tile, or two.
+  for (const Family family : kFamilies)
+    for (const Layout layout : {Layout::bhsd, Layout::bshd, Layout::padded})
+      for (const AttentionShape& shape : {AttentionShape{3, 8, 2, 1, 333}, AttentionShape{2, 96, 1, 1, 200}})
+        cases.push_back({.spec = {.dtype = DType::bf16,
+                                  .head_dim = 128,
+                                  .mask = kMasks[layout == Layout::bshd ? 0 : 1],
+                                  .kv_lengths = layout == Layout::padded},
+                         .shape = shape,
+                         .family = family,
+                         .layout = layout,
+                         .seed = static_cast<unsigned>(cases.size())});
   return cases;
 }
 

@@ -490,6 +490,21 @@ TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
   EXPECT_EQ(make_params(plan, forward).captures[1].grad, nullptr);
 }
 
+TEST(Arguments, PackedHeadsAreRowsOfOneHead) {
+  ForwardArgs args = forward_args();
+  args.q = ConstTensorView::bhsd(address(0x10000), 2, 8, 1, kDim);
+  args.out = TensorView::bshd(address(0x40000), 2, 8, 1, kDim);
+  args.q.stride[2] = -7;  // of one element: means nothing
+  const AttentionShape shape = plan::with_packed_heads(spec(), {2, 8, 2, 1, 70}).shape;
+  const ForwardArgs packed = packed_like(shape, args);
+  EXPECT_EQ(packed.q.size, (std::array<std::int64_t, 4>{2, 2, 4, kDim}));
+  EXPECT_EQ(packed.q.stride, (std::array<std::int64_t, 4>{8 * kDim, 4 * kDim, kDim, 1}));
+  EXPECT_EQ(packed.out.size, packed.q.size);
+  EXPECT_EQ(packed.out.stride, packed.q.stride);
+  EXPECT_EQ(packed.k.size, args.k.size);
+  EXPECT_EQ(packed_like({2, 8, 2, 1, 70}, args).q.stride, args.q.stride);
+}
+
 TEST(Arguments, WorkspaceIsLargeEnoughAndAligned) {
   EXPECT_EQ(refusal([] { check_workspace({}, 0); }), "accepted");
   EXPECT_EQ(refusal([] { check_workspace({address(0x100), 512}, 512); }), "accepted");

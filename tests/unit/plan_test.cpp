@@ -61,7 +61,7 @@ TEST(Plan, DeterministicGradientsOfCapturesAreLeftToSimt) {
   const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   const auto plan = [&](const std::string& text) { return make_plan(parse_spec(text), kShape, hopper, {}); };
   const std::string rest = "bf16:d64:score{t: fp32 1d grad; score + t[kv]}";
-  EXPECT_EQ(plan("bwd:" + rest).config.family, Family::sm80);
+  EXPECT_EQ(plan("bwd:" + rest).config.family, Family::sm90);
   EXPECT_EQ(plan("fwd:" + rest + ":det").config.family, Family::sm90);
   EXPECT_EQ(plan("bwd:bf16:d64:score{t: fp32 1d; score + t[kv]}:det").config.family, Family::sm90);
   const ExecutionPlan ordered = plan("bwd:" + rest + ":det");
@@ -158,6 +158,31 @@ TEST(Plan, TheSpecIsNormalized) {
   const ExecutionPlan plan = make_plan({.head_dim = 64, .deterministic = true}, kShape, kA100, {});
   EXPECT_EQ(plan.spec.head_dim_v, 64);
   EXPECT_FALSE(plan.spec.deterministic);
+}
+
+TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
+  const AttentionShape shape{2, 8, 2, 1, 1000}, packed{2, 2, 2, 4, 1000};
+  const auto problem = [](const char* spec, const AttentionShape& given) {
+    return with_packed_heads(parse_spec(spec), given);
+  };
+  for (const char* spec :
+       {"fwd:bf16:d128", "fwd:bf16:d128:causal", "fwd:bf16:d128:kvlen", "fwd:bf16:d128:causal:kvlen:det"}) {
+    const Problem made = problem(spec, shape), again = with_packed_heads(made.spec, made.shape);
+    EXPECT_EQ(made.shape, packed) << spec;
+    EXPECT_TRUE(made.spec.mask.empty()) << spec;
+    EXPECT_EQ(made.spec.kv_lengths, parse_spec(spec).kv_lengths);
+    EXPECT_EQ(again.shape, packed) << spec;
+  }
+  for (const char* spec :
+       {"bwd:bf16:d128", "fwd:bf16:d128:causal_top_left", "fwd:bf16:d128:dropout", "fwd:bf16:d128:sinks",
+        "fwd:bf16:d128:map64x64", "fwd:bf16:d128:score{score * to_float(h)}", "fwd:bf16:d128:mask{kv > h}"})
+    EXPECT_EQ(problem(spec, shape).shape, shape) << spec;
+  for (const AttentionShape& other :
+       {AttentionShape{2, 8, 8, 1, 1000}, AttentionShape{2, 8, 2, 2, 1000}, AttentionShape{2, 0, 0, 1, 1000}})
+    EXPECT_EQ(problem("fwd:bf16:d128", other).shape, other) << to_string(other);
+  const ExecutionPlan plan = make_plan(parse_spec("fwd:bf16:d128:causal"), shape, kA100, {});
+  EXPECT_EQ(plan.shape, packed);
+  EXPECT_EQ(plan.launches.back().blocks, 4);  // a KV head of a batch entry each
 }
 
 TEST(Plan, ZeroSizesArePlanned) {

@@ -28,8 +28,8 @@ struct AtomicAddition {
 };
 
 /// What a thread's pairs of a tile add. Additions to one place that follow each other become one, in the end
-/// those of a warp's lanes, too: memory takes them one after the other, 14 ns each on an H100. Each of a
-/// thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).
+/// those of a warp's lanes, too: memory takes what goes to one line one after the other, 0.9 ns each on an
+/// H100. Each of a thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).
 template <class P, int kKeys>
 class CaptureSums {
  public:

@@ -74,8 +74,8 @@ struct ExampleProblem {
                                                      Position /*q*/, Position /*kv*/) {
     return 1.0f;
   }
-  /// Calls add(Addition, float* at, float value) for what a pair with the gradient ds = d loss / d score gives
-  /// to the captures that want a gradient: once for each of kCaptureGrads additions.
+  /// Calls add(Addition, float* at, float value) for what a pair with the gradient ds = d loss / d score
+  /// gives to the captures that want a gradient: once for each of kCaptureGrads additions.
   template <class Add>
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
                                                            float /*dot*/, Position /*q*/, Position /*kv*/,

@@ -1,15 +1,10 @@
 // What is tuned: one spec at one shape.
 #pragma once
 
-#include "flashjit/spec.hpp"
+#include "plan/plan.hpp"
 
 namespace flashjit::autotune {
 
-struct Problem {
-  AttentionSpec spec;
-  AttentionShape shape;
-
-  bool operator==(const Problem&) const = default;
-};
+using plan::Problem;
 
 }  // namespace flashjit::autotune

@@ -12,13 +12,16 @@
 
 namespace flashjit::plan {
 
-/// A spec, normalized, and a shape as they are computed.
+/// A spec at a shape.
 struct Problem {
   AttentionSpec spec;
   AttentionShape shape;
+
+  bool operator==(const Problem&) const = default;
 };
-/// The forward pass of one query a head, as when tokens are generated: the heads that share K and V become
-/// the queries of one head, and so read them once. Where something tells heads apart, as it was given.
+/// What is computed, with a normalized spec. The forward pass of one query a head, as when tokens are
+/// generated: the heads that share K and V become the queries of one head, and so read them once. Where
+/// something tells heads apart, as it was given.
 Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape);
 
 /// Everything about a call that does not depend on its pointers.

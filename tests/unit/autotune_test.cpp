@@ -395,6 +395,18 @@ TEST(Tune, NothingMeasurableWritesNothing) {
   EXPECT_TRUE(std::filesystem::is_empty(folder.path()));
 }
 
+TEST(Tune, WhatIsTunedForOneQueryOfGroupedHeadsIsFound) {
+  TempFolder folder;
+  FakeMeter meter;
+  const Problem one{parse_spec("fwd:bf16:d128:causal"), {2, 8, 2, 1, 1000}};
+  const TuneResult result = tune_into(folder.path(), one, setting(), meter, exhaustive());
+  plan::TuningRecords records;
+  records.add(result.record);
+  const plan::ExecutionPlan plan = plan::make_plan(one.spec, one.shape, setting().device, records);
+  EXPECT_EQ(plan.config_source, plan::kTuned);
+  EXPECT_EQ(tune_into(folder.path(), one, setting(), meter, exhaustive()).ending, Ending::already_tuned);
+}
+
 TEST(Tune, AnEmptyProblemIsRefused) {
   FakeMeter meter;
   Problem empty = problem();

@@ -44,7 +44,8 @@ __device__ void evaluate(const ProgramParams& t) {
     t.score[i] = P::score(p, head, t.dot[i], q, kv);
     t.score_grad[i] = P::score_grad(p, head, t.dot[i], q, kv);
     t.attends[i] = P::mask(p, head, q, kv);
-    P::add_capture_grads(p, head, 1.0f, t.dot[i], q, kv, AtomicAddition());
+    P::add_capture_grads(p, head, 1.0f, t.dot[i], q, kv,
+                         [](auto, float* at, float value) { add_to_memory(at, value); });
   }
   for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
     const Range q = range_of(i / columns, t.tile_q, p.seqlen_q),

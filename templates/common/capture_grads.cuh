@@ -19,14 +19,6 @@ __device__ __forceinline__ void add_to_memory(float* at, float value) {
   if (value != 0.0f) atomicAdd(at, value);
 }
 
-/// Each pair by itself.
-struct AtomicAddition {
-  template <class Which>
-  __device__ __forceinline__ void operator()(Which, float* at, float value) const {
-    add_to_memory(at, value);
-  }
-};
-
 /// What a thread's pairs of a tile add. Additions to one place that follow each other become one, in the end
 /// those of a warp's lanes, too: memory takes what goes to one line one after the other, 0.9 ns each on an
 /// H100. Each of a thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).

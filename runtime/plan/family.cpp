@@ -21,6 +21,8 @@ bool has_capture_grads(const AttentionSpec& spec) {
          std::ranges::any_of(expr::declarations(spec.score, spec.mask), &expr::Declaration::wants_grad);
 }
 
+bool orders_capture_grads(const AttentionSpec& spec) { return spec.deterministic && has_capture_grads(spec); }
+
 std::span<const FamilyTraits> families() {
   static const std::array<FamilyTraits, 3> kFamilies{sm90_traits(), sm80_traits(), simt_traits()};
   return kFamilies;

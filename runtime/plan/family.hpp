@@ -67,6 +67,8 @@ bool is_causal(const MaskProgram& mask);
 
 /// Whether the pass gives gradients to captured tensors.
 bool has_capture_grads(const AttentionSpec& spec);
+/// Whether they are to be added up in one order.
+bool orders_capture_grads(const AttentionSpec& spec);
 
 /// Why the other families leave deterministic ones to simt.
 inline constexpr const char* kUnorderedGrads =

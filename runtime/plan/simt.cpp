@@ -15,9 +15,6 @@ constexpr int kOldestCapability = 75;
 /// More than any GPU runs at once; each block takes tiles until there are no more.
 constexpr std::int64_t kMostOrderedBlocks = 4096;
 
-/// Whether gradients of captured tensors are added up by a kernel of their own, in one order.
-bool orders_capture_grads(const AttentionSpec& spec) { return spec.deterministic && has_capture_grads(spec); }
-
 int shared_bytes(const AttentionSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   if (spec.pass == Pass::forward) return by_queries;

@@ -33,7 +33,7 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
-  if (spec.deterministic && has_capture_grads(spec)) return Support::no(kUnorderedGrads);
+  if (orders_capture_grads(spec)) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
 

@@ -53,7 +53,7 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and the TMA unit of sm_90a, the device is {}", device.arch));
   if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
   if (is_forward(spec)) return Support::yes();
-  if (spec.deterministic && has_capture_grads(spec)) return Support::no(kUnorderedGrads);
+  if (orders_capture_grads(spec)) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
 

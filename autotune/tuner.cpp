@@ -512,8 +512,7 @@ bool is_current(const plan::TuningRecord& record, const Problem& problem, const 
 TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options,
                 const std::optional<plan::TuningRecord>& known,
                 const std::function<void(const plan::TuningRecord&)>& keep) {
-  // As it is looked up.
-  Search search(plan::with_packed_heads(problem.spec, problem.shape), setting, meter, options);
+  Search search(problem, setting, meter, options);
   if (known) search.remember(*known);
   if (search.is_done()) return {*known, Ending::already_tuned, search.heuristic(), 0, search.candidates()};
 
@@ -533,12 +532,12 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
 
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,
                      const Setting& setting, Meter& meter, const TuneOptions& options) {
-  const Problem computed = plan::with_packed_heads(problem.spec, problem.shape);
+  const Problem computed = plan::with_packed_heads(problem.spec, problem.shape);  // as it is looked up
   plan::TuningRecord name;
   name.spec = computed.spec;
   name.shape = computed.shape;
   name.arch = setting.device.arch;
-  return tune(problem, setting, meter, options, read_record(records_folder / plan::record_path(name)),
+  return tune(computed, setting, meter, options, read_record(records_folder / plan::record_path(name)),
               [&](const plan::TuningRecord& record) { plan::write_record(records_folder, record); });
 }
 

@@ -92,12 +92,14 @@ std::optional<std::string> Code::divisibility(int place) {
   if (rest.op != Op::modulo || !is_literal(zero) || zero.integer != 0) return {};
   const int number = graph_[left].args[0], divisor = graph_[left].args[1];
   const Node& by = graph_.node(divisor);
-  const bool has_multiples = is_literal(by) && !std::has_single_bit(magnitude(by.integer)) && by.integer != 0;
-  if (!shared_divisor(divisor) && !has_multiples) return {};
-  return fmt::format(
-      "{}{}.contain({})", node.op == Op::equal ? "" : "!",
-      has_multiples ? fmt::format("flashjit::Multiples({})", by.integer) : head_.multiples(divisor),
-      value(number));
+  std::string multiples;
+  if (shared_divisor(divisor))
+    multiples = head_.multiples(divisor);
+  else if (is_literal(by) && by.integer != 0 && !std::has_single_bit(magnitude(by.integer)))
+    multiples = fmt::format("flashjit::Multiples({})", by.integer);
+  else
+    return {};
+  return fmt::format("{}{}.contain({})", node.op == Op::equal ? "" : "!", multiples, value(number));
 }
 
 /// As the program's int: modulo 2^32, whatever the order of the additions.

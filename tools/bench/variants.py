@@ -30,9 +30,11 @@ except ImportError as error:
 LENGTH, BATCH, HIDDEN = 8192, 2, 2048
 WINDOW, DOCUMENTS, PREFIX = 1024, 16, 2000
 TILE = 128
-#: What sm90 takes for a window: Br, Bc and the configuration by head dimension and pass.
-WINDOW_TILES = {(64, "fwd"): (192, 128, "sm90:br192:bc128:w12:s3"), (128, "fwd"): (128, 128, "sm90:br128:bc128:w8:s2"),
-                (64, "bwd"): (128, 128, "sm90:br128:bc128:w8:s2"), (128, "bwd"): (64, 128, "sm90:br64:bc128:w8:s2")}
+#: What sm90 takes for a window: Br, Bc and the rest of the configuration by head dimension and pass.
+WINDOW_TILES = {(64, "fwd"): (192, 128, "w12:s3"), (128, "fwd"): (128, 128, "w8:s2"),
+                (64, "bwd"): (128, 128, "w8:s2"), (128, "bwd"): (64, 128, "w8:s2")}
+#: Beside which cases' tiles those of a case are put.
+PLAIN = {"alibi": ("causal", "full"), "window_tiles": ("short",)}
 COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "flashjit_ms", "flex_ms", "flashjit_tflops",
            "flex_tflops", "ratio", "flashjit_compile_ms", "flex_compile_ms", "tiles", "partial_tiles", "bias_gbs",
            "listed_ms", "listed_ratio"]
@@ -122,12 +124,12 @@ def tile_costs(rows):
     """Lines: what a tile with ALiBi or a window costs, beside the plain kernel's. rows: as of the CSV."""
     known = {(row["head_dim"], row["pass"], row["case"]): row for row in rows}
     for (dim, pass_name, case), row in known.items():
-        if case not in ("alibi", "window_tiles"):
+        if case not in PLAIN:
             continue
-        br, bc = (TILE, TILE) if case == "alibi" else WINDOW_TILES[int(dim), pass_name][:2]
+        br, bc = WINDOW_TILES[int(dim), pass_name][:2] if case == "window_tiles" else (TILE, TILE)
         cost = lambda row: row["flashjit_ms"] / (row["tiles"] * row["batch"] * row["heads"])
         beside = [f"{cost(row) / cost(known[dim, pass_name, plain]):.2f} of the {plain} kernel's"
-                  for plain in (("causal", "full") if case == "alibi" else ("short",)) if (dim, pass_name, plain) in known]
+                  for plain in PLAIN[case] if (dim, pass_name, plain) in known]
         yield (f"{pass_name} d{dim} {case}: {row['tiles']} tiles of {br}x{bc}, {row['partial_tiles']} of them partial; "
                f"time for each: {', '.join(beside) or 'nothing to compare with'}")
 
@@ -136,7 +138,8 @@ def window_point(runtime, report, dim, rounds):
     """A window, and full attention on as many tokens in sequences as long as what a window's Q tile meets: same tiles."""
     window = next(case for case in cases(LENGTH) if case.name == "window")
     heads, short = HIDDEN // dim, WINDOW + TILE
-    tiles = {(pass_name, dim): WINDOW_TILES[dim, pass_name][2] for pass_name in compare.PASSES}
+    config = lambda br, bc, rest: f"sm90:br{br}:bc{bc}:{rest}"
+    tiles = {(pass_name, dim): config(*WINDOW_TILES[dim, pass_name]) for pass_name in compare.PASSES}
     problems = [("window_tiles", window.parts, window.mask_mod, BATCH, LENGTH),
                 ("short", "", None, BATCH * LENGTH // short, short)]
     ours = {name: Ours(runtime, f"bf16:d{dim}{parts}", *compare.tensors(batch, heads, length, dim), tiles=tiles)

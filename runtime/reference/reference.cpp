@@ -261,7 +261,8 @@ double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t k
   const int i = static_cast<int>(q), j = static_cast<int>(kv);
   const Philox4 words = dropout_words(low(problem.seed), high(problem.seed), low(problem.offset),
                                       high(problem.offset), static_cast<unsigned>(task), i, j);
-  return words.word[dropout_word_index(i, j)] < dropout.keep_below ? dropout.keep_scale : 0.0;
+  const unsigned bits = dropout_bits(words.word[dropout_word_index(i, j)], j);
+  return bits < dropout.keep_below ? dropout.keep_scale : 0.0;
 }
 
 /// Some rows of a tensor [..., columns].
@@ -494,8 +495,8 @@ std::vector<double> existing_rows(const Problem& problem, const std::vector<doub
 
 Dropout dropout_parameters(double p) {
   if (!(p >= 0 && p < 1)) refuse(fmt::format("dropout_p is {}; it must be at least 0 and below 1", p));
-  const double keep_below = std::min(std::round((1 - p) * 0x1p32), 0x1p32 - 1);
-  return {static_cast<std::uint32_t>(keep_below), 1 / (1 - p)};
+  const double kept = std::max(std::round((1 - p) * 0x1p16), 1.0);  // of 2^16
+  return {static_cast<std::uint32_t>(std::min(kept * 0x1p16, 0x1p32 - 1)), 0x1p16 / kept};
 }
 
 double round_to(DType dtype, double value) {

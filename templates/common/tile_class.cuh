@@ -50,7 +50,7 @@ __device__ __forceinline__ bool pair_kept(const Params& p, int b, int h, int q, 
   const int index = dropout_word_index(q, kv);
   const unsigned low = index & 1 ? random.word[1] : random.word[0];
   const unsigned high = index & 1 ? random.word[3] : random.word[2];
-  return keeps(p, index & 2 ? high : low);
+  return keeps(p, dropout_bits(index & 2 ? high : low, kv));
 }
 
 }  // namespace flashjit

@@ -304,11 +304,15 @@ __device__ void backward(const Params& p) {
                   dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, sequence.b * p.heads_q + h,
                                 at_q(nt, e).at, at_kv(mt, e).at);
 #pragma unroll
-              for (int w = 0; w < 4; ++w)
-                if (!keeps(p, random.word[w])) {
-                  float& value = s[mt][nt + w / 2][e + w % 2 * 2];
+              for (int i = 0; i < 4; ++i) {
+                const int kv = at_kv(mt, e).at;
+                const unsigned word =
+                    (kv >> 4 & 1) != 0 ? random.word[i / 2 * 2 + 1] : random.word[i / 2 * 2];
+                if (!keeps(p, dropout_bits(word, i % 2 * 8))) {
+                  float& value = s[mt][nt + i / 2][e + i % 2 * 2];
                   value = -value;
                 }
+              }
             }
       }
       if constexpr (kPairs) {

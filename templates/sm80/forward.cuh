@@ -269,10 +269,12 @@ __device__ void forward(const Params& p) {
           for (int e = 0; e < 2; ++e) {
             const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
                                                  sequence.b * p.heads_q + h, at_q(mt, 0).at, at_kv(nt, e).at);
-            if (!keeps(p, random.word[0])) s[mt][nt][e] = 0.0f;
-            if (!keeps(p, random.word[1])) s[mt][nt + 1][e] = 0.0f;
-            if (!keeps(p, random.word[2])) s[mt][nt][e + 2] = 0.0f;
-            if (!keeps(p, random.word[3])) s[mt][nt + 1][e + 2] = 0.0f;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+              const int kv = at_kv(nt, e).at;
+              const unsigned word = (kv >> 4 & 1) != 0 ? random.word[i / 2 * 2 + 1] : random.word[i / 2 * 2];
+              if (!keeps(p, dropout_bits(word, i % 2 * 8))) s[mt][nt + i % 2][e + i / 2 * 2] = 0.0f;
+            }
           }
     }
     if constexpr (!kLateV) {

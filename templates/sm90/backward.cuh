@@ -416,7 +416,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
   // Before dP takes its registers.
   if constexpr (P::kDropout)
-    dropped_values<kS, true>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
+    dropped_values<kS, true, false>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
   const bool partial = !now.full || tile.kv_begin(i) + Tile::kKeys > tile.kv_limit(p, i);
   tile.await_dout(i);
   start_transposed<P, P::kHeadDimV>(dp, tile_descriptor(tile.v() + first_row * kRowBytes, 0),

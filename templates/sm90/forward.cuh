@@ -388,7 +388,8 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
   }
   if constexpr (P::kDropout) {
     unsigned dropped[(kCount + 31) / 32];
-    dropped_values<kCount, false>(dropped, p, work.sequence.b * p.heads_q + work.h, row, column);
+    dropped_values<kCount, false, P::kBc % 32 == 0 && kCount % 16 == 0>(
+        dropped, p, work.sequence.b * p.heads_q + work.h, row, column);
 #pragma unroll
     for (int n = 0; n < kCount; ++n)
       if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;

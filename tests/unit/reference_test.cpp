@@ -199,8 +199,8 @@ TEST(Reference, AgreesWithThePlainFormula) {
                                               static_cast<unsigned>(b * h_count + h), static_cast<int>(q),
                                               static_cast<int>(kv));
           const int index = dropout_word_index(static_cast<int>(q), static_cast<int>(kv));
-          if (words.word[index] >= dropout.keep_below) continue;
-          for (int i = 0; i < 16; ++i) out[i] += weight / 0.7 * problem.v[kv_row * 16 + i];
+          if (dropout_bits(words.word[index], static_cast<int>(kv)) >= dropout.keep_below) continue;
+          for (int i = 0; i < 16; ++i) out[i] += weight * dropout.keep_scale * problem.v[kv_row * 16 + i];
         }
         EXPECT_LT(max_abs_error({result.lse[row]}, {std::log(sum)}), 1e-12);
         for (int i = 0; i < 16; ++i) ASSERT_NEAR(result.out[row * 16 + i], sum ? out[i] / sum : 0, 1e-12);
@@ -510,7 +510,7 @@ TEST(ReferenceDropout, KeepsTheShareItShould) {
     for (const double value : result.out) {
       if (value == 0) continue;
       ++kept;
-      ASSERT_NEAR(value, 1.0 / 64 / (1 - p), 1e-15);
+      ASSERT_NEAR(value, 1.0 / 64 * dropout_parameters(p).keep_scale, 1e-15);
     }
     EXPECT_NEAR(kept / count, 1 - p, 5 * std::sqrt(p * (1 - p) / count)) << "p " << p;
   }

@@ -7,7 +7,7 @@
 #include <queue>
 
 #include "expr/graph.hpp"
-#include "plan/family.hpp"
+#include "plan/plan.hpp"
 #include "plan/tiles.hpp"
 #include "templates/sm90/layout.cuh"
 
@@ -210,6 +210,8 @@ Prediction Model::predict(const TileConfig& config) const {
   const std::vector<plan::Entry> entries = traits.entries(spec, config);
   const TileClocks clocks = tile_clocks(spec, config, rates_, program_operations_);
 
+  const auto parts = static_cast<double>(plan::parts_of_keys(spec, shape, config, device_));
+
   Prediction out;
   double busiest = 0;
   for (const auto& [unit, name] : clocks.units()) {
@@ -224,7 +226,7 @@ Prediction Model::predict(const TileConfig& config) const {
     if (!entry.hot) continue;
     // A grid too small to fill the device spreads out.
     const double multiprocessors = std::max(device_.multiprocessors, 1);
-    const double share = std::ceil(static_cast<double>(launch.blocks) / multiprocessors);
+    const double share = std::ceil(static_cast<double>(launch.blocks) * parts / multiprocessors);
     const int resident =
         static_cast<int>(std::min<double>(resident_blocks(spec, config, entry, device_), share));
     const double tile = overlapped(clocks, spec, config, resident);
@@ -240,13 +242,14 @@ Prediction Model::predict(const TileConfig& config) const {
     std::vector<double> blocks;
     for (const std::int64_t tiles : visited) {
       out.tiles += static_cast<double>(tiles * shape.batch * shape.heads_q);
-      blocks.push_back(resident * (static_cast<double>(tiles) * group * tile + kClocksPerBlock));
+      const double own_tiles = std::ceil(static_cast<double>(tiles) * group / parts);
+      blocks.push_back(resident * (own_tiles * tile + kClocksPerBlock));
     }
     const double slots = resident * multiprocessors;
-    const auto copies = static_cast<double>(shape.batch * heads);
+    const auto copies = static_cast<double>(shape.batch * heads) * parts;
     out.ms += makespan(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
     out.tile_clocks = std::max(out.tile_clocks, tile);
-    out.waves = std::max(out.waves, static_cast<double>(launch.blocks) / slots);
+    out.waves = std::max(out.waves, static_cast<double>(launch.blocks) * parts / slots);
     out.blocks_resident = resident;
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.

@@ -5,14 +5,14 @@
 #include <algorithm>
 #include <tuple>
 
-#include "plan/family.hpp"
+#include "plan/plan.hpp"
 
 namespace flashjit::autotune {
 namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks);
+                    c.min_blocks, c.splits_keys);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, const DeviceInfo& device,
@@ -50,7 +50,10 @@ std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>
   std::vector<TileConfig> all;
   for (const plan::FamilyTraits* traits : able) {
     for (const TileConfig& config : traits->search_space(problem.spec, device)) {
-      if (config != heuristic && traits->admits(problem.spec, config, device)) all.push_back(config);
+      const bool one_part =
+          config.splits_keys && plan::parts_of_keys(problem.spec, problem.shape, config, device) == 1;
+      if (config != heuristic && !one_part && traits->admits(problem.spec, config, device))
+        all.push_back(config);
     }
   }
   std::sort(all.begin(), all.end(), canonical_less);

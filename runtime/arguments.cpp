@@ -289,6 +289,9 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.d, plan.needs.row_stats, memory, at.d);
   set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
+  params.key_parts = static_cast<int>(plan.needs.key_parts);
+  set_part(params.o_parts, plan.needs.key_parts > 0, memory, at.o_parts);
+  set_part(params.lse_parts, plan.needs.key_parts > 0, memory, at.lse_parts);
   set_part(params.tickets, plan.needs.tickets, memory, at.tickets);
 }
 

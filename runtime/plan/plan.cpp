@@ -80,6 +80,11 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   return stay ? std::min(heads, first) : heads;
 }
 
+/// How many blocks, or clusters, of an entry the device holds.
+std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device) {
+  return std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
+}
+
 void require_launchable(const ExecutionPlan& plan) {
   constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();  // a grid's first dimension
   for (const Launch& launch : plan.launches) {
@@ -119,6 +124,17 @@ Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape
   return problem;
 }
 
+std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                           const DeviceInfo& device) {
+  if (!config.splits_keys) return 1;
+  const FamilyTraits& family = traits(config.family);
+  const std::vector<Entry> entries = family.entries(spec, config);
+  const std::vector<Launch> launches = family.launches(spec, shape, config);
+  const auto hot = std::ranges::find_if(launches, [&](const Launch& l) { return entries[l.entry].hot; });
+  return key_parts(hot->blocks, blocks_at_once(entries[hot->entry], device),
+                   tiles(shape.seqlen_kv, config.bc));
+}
+
 ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
                         const TuningRecords& records, const std::optional<TileConfig>& given) {
   spec.validate();
@@ -135,15 +151,16 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.entries = family.entries(plan.spec, plan.config);
   plan.launches = family.launches(plan.spec, plan.shape, plan.config);
   plan.needs = family.workspace(plan.spec, plan.shape, plan.config);
+  const std::int64_t parts = parts_of_keys(plan.spec, plan.shape, plan.config, device);
+  if (plan.config.splits_keys) plan.needs.key_parts = parts;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
   plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
     const Entry& entry = plan.entries[launch.entry];
-    const std::int64_t at_once =
-        std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
-    if (entry.persistent) launch.blocks = std::min(launch.blocks, at_once);
+    if (entry.hot) launch.blocks *= parts;
+    if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }
   plan.heads_cleared = heads_cleared(plan, device);

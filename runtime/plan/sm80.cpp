@@ -50,7 +50,8 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
     return Support::no(fmt::format("occ is 1 to 8, not {}", c.min_blocks));
   if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
     return Support::no("split2 is for the backward pass with at least 2 warps");
-  if (c.q_in_registers && !forward) return Support::no("qreg is for the forward pass");
+  if ((c.q_in_registers || c.splits_keys) && !forward)
+    return Support::no("qreg and parts are for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
     return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
@@ -76,6 +77,14 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
           .stages = stages,
           .q_in_registers = q_in_registers,
           .d_split = d_split};
+}
+
+/// Shared keys, of two blocks a multiprocessor, which hide each other's waits: registers of four warps allow
+/// it.
+TileConfig with_parts(TileConfig c) {
+  c.splits_keys = true;
+  c.min_blocks = c.warps <= 4 ? 2 : 1;
+  return c;
 }
 
 /// Good tiles, best first, by the wider head dimension; the last of each fits every device. The largest spill
@@ -140,6 +149,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
           for (const int bc : kForwardColumns)
             for (const bool q_in_registers : {false, true})
               consider(config(br, bc, warps, stages, q_in_registers));
+        for (const int bc : {32, 64}) consider(with_parts(config(64, bc, warps, stages)));
       } else {
         for (const int br : kBackwardRows)
           for (const int bc : kBackwardColumns)
@@ -152,7 +162,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
-  return with_auxiliaries(spec, Family::sm80, main);
+  return with_auxiliaries(spec, c, main);
 }
 
 std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
@@ -167,18 +177,31 @@ std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, 
   return blocks;
 }
 
+/// Whether sharing its Q tiles' keys spares each block as many tiles as a second launch is long.
+bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
+                    const DeviceInfo& device) {
+  constexpr std::int64_t kJoinTiles = 6;
+  if (spec.pass != Pass::forward) return false;
+  const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
+  const std::int64_t parts = key_parts(hot_blocks(spec, shape, c), slots, kv_tiles);
+  return kv_tiles - tiles(kv_tiles, parts) >= kJoinTiles && admits(spec, c, device);
+}
+
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
-/// the most blocks.
+/// the most blocks, which share keys where these are many.
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   TileConfig best;
   std::int64_t most = -1;
-  for (const TileConfig& c : preferences(spec, device)) {
+  const std::vector<TileConfig> choices = preferences(spec, device);
+  for (const TileConfig& c : choices) {
     if (!admits(spec, c, device)) continue;
     const std::int64_t blocks = hot_blocks(spec, shape, c);
     if (blocks > most) best = c, most = blocks;
-    if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) break;
+    if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
-  return best;
+  const TileConfig shared = with_parts(choices.back());
+  return gains_by_parts(spec, shape, shared, device) ? shared : best;
 }
 
 }  // namespace

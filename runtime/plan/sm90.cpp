@@ -75,6 +75,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
+  if (c.splits_keys && !is_forward(spec)) return Support::no("parts are for the forward pass");
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
         fmt::format("occ is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
@@ -104,6 +105,11 @@ TileConfig config(int br, int bc, int warps, int stages) {
 TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
   TileConfig c = config(warps / kGroupWarps * sm90::kGroupRows, bc, warps, stages);
   c.min_blocks = blocks;
+  return c;
+}
+
+TileConfig with_parts(TileConfig c) {
+  c.splits_keys = true;
   return c;
 }
 
@@ -160,14 +166,32 @@ double cost_of_rounds(const AttentionSpec& spec, std::int64_t count, int groups,
   return static_cast<double>(whole) * cost_of_groups(spec, groups) + last;
 }
 
+/// What it costs to join parts of the keys, in keys of one warp group: a launch, as long as three tiles, and
+/// O written and read once more, measured.
+double cost_of_joining(const AttentionShape& shape) {
+  return 45000 + 32 * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
+}
+
+std::int64_t slots_of(const TileConfig& c, const DeviceInfo& device) {
+  return std::int64_t{device.multiprocessors} * c.min_blocks;
+}
+
+std::int64_t parts_of(const AttentionShape& shape, const TileConfig& c, const DeviceInfo& device) {
+  const std::int64_t works = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
+  return key_parts(works, slots_of(c, device), tiles(shape.seqlen_kv, c.bc));
+}
+
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
 /// under a causal mask the longest tile.
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
   const int groups = c.warps / kGroupWarps;
   const std::int64_t heads = shape.batch * shape.heads_q;
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
+  const std::int64_t slots = slots_of(c, device);
   const auto padded = [&](std::int64_t keys) { return static_cast<double>(tiles(keys, c.bc) * c.bc); };
+  if (c.splits_keys)
+    return padded(tiles(shape.seqlen_kv, parts_of(shape, c, device))) * cost_of_groups(spec, groups) +
+           cost_of_joining(shape);
   const std::int64_t rows = tiles(shape.seqlen_q, c.br);
   if (!is_causal(spec.mask))
     return padded(shape.seqlen_kv) * cost_of_rounds(spec, rows * heads, groups, slots);
@@ -192,8 +216,12 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
-  const std::vector<TileConfig> choices = preferences(spec);
+  std::vector<TileConfig> choices = preferences(spec);
   if (choices.front().min_blocks > 1) return choices.front();  // small: of any length there are enough
+  if (is_forward(spec)) {
+    for (const TileConfig& c : preferences(spec))
+      if (parts_of(shape, c, device) > 1) choices.push_back(with_parts(c));
+  }
   return *std::ranges::min_element(
       choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });
 }
@@ -214,6 +242,10 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
       for (const int stages : {2, 3})
         for (int blocks = 1; blocks <= kMostBlocks; ++blocks)
           consider(forward_config(warps, bc, stages, blocks));
+  // Few tiles wait for memory, whatever their size is.
+  for (const int warps : {4, 8, 12})
+    for (const int bc : {64, 80, 128})
+      for (const int stages : {2, 3}) consider(with_parts(forward_config(warps, bc, stages)));
   return found;
 }
 
@@ -229,7 +261,7 @@ std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? sm90_forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
   main.persistent = !is_forward(spec) || has_tile_lists(spec) || shares_tiles_out(spec);
-  return with_auxiliaries(spec, Family::sm90, main);
+  return with_auxiliaries(spec, c, main);
 }
 
 /// The tensor of which the score reads planes, `rows` at a time.
@@ -248,7 +280,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
   bool plane = false;
   if (is_forward(spec)) {
     // As kStagesOutput of templates/sm90/forward.cuh has it.
-    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen;
+    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.splits_keys;
     boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, {}};
     plane = reads_plane(spec);
   } else {
@@ -263,7 +295,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 }  // namespace
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
-  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 ? 2 : 1;
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && !c.splits_keys ? 2 : 1;
 }
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {

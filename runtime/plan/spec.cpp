@@ -176,7 +176,7 @@ constexpr std::string_view kShapeAllowed =
     "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
 constexpr std::string_view kConfigAllowed =
     "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
-    "occ<blocks>";
+    "occ<blocks>, parts";
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   if (reader.flag(field, "dropout")) {
@@ -206,6 +206,8 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
 void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
   if (reader.flag(field, "qreg")) {
     config.q_in_registers = true;
+  } else if (reader.flag(field, "parts")) {
+    config.splits_keys = true;
   } else if (const auto stages = reader.number(field, "s", 1, 16)) {
     config.stages = *stages;
   } else if (const auto d_split = reader.number(field, "split", 1, 2)) {
@@ -305,6 +307,7 @@ std::string to_string(const TileConfig& config) {
   if (config.q_in_registers) out += ":qreg";
   if (config.d_split != defaults.d_split) out += fmt::format(":split{}", config.d_split);
   if (config.min_blocks != defaults.min_blocks) out += fmt::format(":occ{}", config.min_blocks);
+  if (config.splits_keys) out += ":parts";
   return out;
 }
 

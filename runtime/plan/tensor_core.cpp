@@ -10,7 +10,17 @@ namespace flashjit::plan {
 namespace {
 
 /// What a call launches, in order.
-enum class Step { preprocess, sink_grads, tile_reads, block_lists, list_ranks, reset_work, main, convert_dq };
+enum class Step {
+  preprocess,
+  sink_grads,
+  tile_reads,
+  block_lists,
+  list_ranks,
+  reset_work,
+  main,
+  convert_dq,
+  join_parts
+};
 
 LaunchedWhen launched_when(Step step) {
   switch (step) {
@@ -55,7 +65,8 @@ bool takes_listed_work(const AttentionSpec& spec, Family family) {
   return family == Family::sm90 && spec.pass == Pass::forward && has_tile_lists(spec);
 }
 
-std::vector<Step> steps(const AttentionSpec& spec, Family family) {
+std::vector<Step> steps(const AttentionSpec& spec, const TileConfig& config) {
+  const Family family = config.family;
   const bool backward = spec.pass == Pass::backward;
   std::vector<Step> all;
   if (backward) all.push_back(Step::preprocess);
@@ -66,6 +77,7 @@ std::vector<Step> steps(const AttentionSpec& spec, Family family) {
   if (takes_listed_work(spec, family)) all.push_back(Step::reset_work);
   all.push_back(Step::main);
   if (backward && !takes_backward_work(family)) all.push_back(Step::convert_dq);
+  if (config.splits_keys) all.push_back(Step::join_parts);
   return all;
 }
 
@@ -83,6 +95,8 @@ Entry entry_of(Step step, Family family, const Entry& main) {
       return auxiliary_entry("list_ranks", "block_lists");
     case Step::reset_work:
       return auxiliary_entry("reset_work", "block_lists");
+    case Step::join_parts:
+      return auxiliary_entry("join_parts");
     case Step::convert_dq:
       return family_entry(family, "convert_dq", "convert_dq", kAuxiliaryThreads);
     case Step::main:
@@ -100,6 +114,8 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
     case Step::preprocess:
     case Step::convert_dq:
       return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);
+    case Step::join_parts:
+      return heads * shape.seqlen_q;
     case Step::sink_grads:
       return shape.heads_q;
     case Step::tile_reads:
@@ -133,19 +149,22 @@ Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shar
   return main;
 }
 
-std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, const Entry& main) {
+std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig& config, const Entry& main) {
   std::vector<Entry> all;
-  for (const Step step : steps(spec, family)) all.push_back(entry_of(step, family, main));
+  for (const Step step : steps(spec, config)) all.push_back(entry_of(step, config.family, main));
   return all;
 }
 
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
   const bool backward = spec.pass == Pass::backward;
+  // Those that wait for what they need by themselves, with an instruction that all devices of sm90 have.
+  const auto early = [&](Step step) {
+    return config.family == Family::sm90 && (step == Step::join_parts || (step == Step::main && backward));
+  };
   std::vector<Launch> all;
-  for (const Step step : steps(spec, config.family))
-    all.push_back({all.size(), blocks_of(step, spec, shape, config), launched_when(step),
-                   step == Step::main && backward && takes_backward_work(config.family)});
+  for (const Step step : steps(spec, config))
+    all.push_back({all.size(), blocks_of(step, spec, shape, config), launched_when(step), early(step)});
   return all;
 }
 

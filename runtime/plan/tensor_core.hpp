@@ -10,8 +10,8 @@ namespace flashjit::plan {
 Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shared_bytes);
 
 /// The main kernel among those that a call launches with it: row sums and gradients of sinks before a
-/// backward pass, lists of tiles where there are some, dQ's conversion after it.
-std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, Family family, const Entry& main);
+/// backward pass, lists of tiles where there are some, dQ's conversion or the parts' joining after it.
+std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig& config, const Entry& main);
 
 /// The launches of with_auxiliaries(): of the main kernel a block a Q tile forward, a KV tile backward.
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,

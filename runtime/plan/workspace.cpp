@@ -64,6 +64,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.d = allocator.place(needs.row_stats, {heads, rows});
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
+  out.o_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q, spec.v_dim()});
+  out.lse_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q});
   // The counters of templates/common/tile_walk.cuh.
   out.tickets = allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, kTurnParts},
                                 kWorkCounters + shape.batch * shape.heads_kv * kHeadCounters);

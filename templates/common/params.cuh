@@ -59,6 +59,9 @@ struct Params {
   const int* cu_seqlens_kv;
   const float* sinks;  ///< [heads_q]
   float* dsinks;
+  float* o_parts;    ///< [key_parts, batch, heads_q, seqlen_q, head_dim_v]: O from one part of the keys alone
+  float* lse_parts;  ///< [key_parts, batch, heads_q, seqlen_q]: its LSE, without sinks
+  int key_parts;     ///< in how many parts blocks share the KV tiles of a Q tile; read with kSplitsKeys only
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
 };
 

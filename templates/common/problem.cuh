@@ -34,6 +34,7 @@ struct ExampleProblem {
   static constexpr bool kQInRegisters = false;
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
+  static constexpr bool kSplitsKeys = false;
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.

@@ -2,6 +2,7 @@
 // backward pass.
 #pragma once
 
+#include "flashjit/common/key_parts.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
@@ -66,6 +67,15 @@ struct KvTiles {
       first = bounds.begin / P::kBc;
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
     }
+  }
+  /// Leaves one of the parts in which blocks share them.
+  __device__ void keep_part(const Params& p, int part) {
+    const auto place = [&](int i) {
+      return static_cast<int>(static_cast<long long>(count) * i / key_parts<P>(p));
+    };
+    const int begin = place(part), end = place(part + 1);
+    if constexpr (kLists<P>) list += begin;
+    first += begin, count = end - begin;
   }
   /// Twice the tile, and in a list 1 more if block map and mask let every pair of it attend.
   __device__ int entry(int i) const {

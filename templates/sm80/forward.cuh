@@ -64,18 +64,21 @@ __device__ void forward(const Params& p) {
   const unsigned k_tiles = shared_address(shared) + kLayout.k();
   const unsigned v_tiles = shared_address(shared) + kLayout.v();
 
-  const int tile_count = q_tiles<P>(p);
+  const int tile_count = q_tiles<P>(p), parts = key_parts<P>(p);
+  const int part = static_cast<int>(blockIdx.x % parts);
+  const unsigned index = blockIdx.x / parts;
   const int tile_index =
-      tile_count - 1 - static_cast<int>(blockIdx.x % tile_count);  // the longest causal rows first
-  const int h = static_cast<int>(blockIdx.x / tile_count % p.heads_q);
+      tile_count - 1 - static_cast<int>(index % tile_count);  // the longest causal rows first
+  const int h = static_cast<int>(index / tile_count % p.heads_q);
   const int h_kv = h / (p.heads_q / p.heads_kv);
-  const Sequence<P> sequence(p, static_cast<int>(blockIdx.x / tile_count / p.heads_q));
+  const Sequence<P> sequence(p, static_cast<int>(index / tile_count / p.heads_q));
   const int seqlen_q = sequence.seqlen_q(p), kv_limit = sequence.kv_limit(p);
   const int q_begin = tile_index * P::kBr;
   const Range q_range = tile_range(tile_index, P::kBr, seqlen_q);
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
-  const KvTiles<P> tiles(p, head, tile_index, q_range, kv_limit);
+  KvTiles<P> tiles(p, head, tile_index, q_range, kv_limit);
+  if constexpr (P::kSplitsKeys) tiles.keep_part(p, part);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
@@ -322,17 +325,26 @@ __device__ void forward(const Params& p) {
       const float rest = fmaf(row_max[mt][half], scale_log2, -shift);
       const float lse = sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
       const RowEnd end = end_of_row<P>(p, h, lse);
-      if (p.lse != nullptr && lane % 4 == 0 && q < seqlen_q) p.lse[sequence.lse_row(p, h) + q] = end.lse;
+      if (float* to = lse_of<P>(p, part); to != nullptr && lane % 4 == 0 && q < seqlen_q)
+        to[sequence.lse_row(p, h) + q] = end.lse;
       scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
     }
+    if constexpr (P::kSplitsKeys) {
 #pragma unroll
-    for (int ot = 0; ot < kOt; ++ot)
-      store_fragment<Element, pitch(P::kHeadDimV)>(o_tile, warp_row(mt), ot * 8, o[mt][ot], scale[0],
-                                                   scale[1]);
-    __syncwarp();
-    const int row = warp_row(mt);
-    store_tile<16, P::kHeadDimV, 32>(sequence.q_pointer(p.o, h, q_begin + row), p.o.stride_s,
-                                     o_tile + row * pitch(P::kHeadDimV) * 2, seqlen_q - q_begin - row, lane);
+      for (int n = 0; n < kOt * 4; ++n) o[mt][n / 4][n % 4] *= scale[n / 2 % 2];
+      const int row = q_begin + warp_row(mt) + lane / 4;
+      store_part<P>(p, part, sequence.lse_row(p, h) + row, seqlen_q - row, o[mt][0]);
+    } else {
+#pragma unroll
+      for (int ot = 0; ot < kOt; ++ot)
+        store_fragment<Element, pitch(P::kHeadDimV)>(o_tile, warp_row(mt), ot * 8, o[mt][ot], scale[0],
+                                                     scale[1]);
+      __syncwarp();
+      const int row = warp_row(mt);
+      store_tile<16, P::kHeadDimV, 32>(sequence.q_pointer(p.o, h, q_begin + row), p.o.stride_s,
+                                       o_tile + row * pitch(P::kHeadDimV) * 2, seqlen_q - q_begin - row,
+                                       lane);
+    }
   }
 }
 

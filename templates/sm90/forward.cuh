@@ -24,7 +24,7 @@ constexpr bool kOutputUnderSoftmax = P::kHeadDimV > 64;
 /// Without a mask all tiles cost the same, and the last round may have few: its tiles are cut, so that more
 /// blocks have some warp groups' rows of them.
 template <class P>
-constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && P::kBr > kGroupRows;
+constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kSplitsKeys && P::kBr > kGroupRows;
 
 /// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
 /// softmax of a Q tile's first step may be over so many keys alone.
@@ -35,6 +35,13 @@ constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
 template <class P>
 constexpr bool kShortSteps =
     P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc && P::kBr > kGroupRows;
+
+/// A Q tile, which of its warp groups' rows, and which part of its keys.
+struct ForwardPiece {
+  unsigned batch_head, tile;
+  Range groups;
+  int part;
+};
 
 /// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
@@ -49,13 +56,15 @@ struct ForwardWalk {
   unsigned rows, heads, mixed = 1;
   unsigned neighbours;         ///< tiles that a cluster takes at a time: a set
   unsigned whole, pieces = 1;  ///< from which tile on they are cut, and in how many pieces
+  unsigned parts;              ///< of the keys, of which each is a piece of work
 
   __device__ explicit ForwardWalk(const Params& p)
       : rows(q_tiles<P>(p)),
         heads(p.batch * p.heads_q),
         neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
-        whole(rows * heads) {
-    if (gridDim.x >= rows * heads) return;  // every block has one tile: no rounds
+        whole(rows * heads),
+        parts(key_parts<P>(p)) {
+    if (gridDim.x >= rows * heads * parts) return;  // every block has one piece: no rounds
     if constexpr (kCutsTiles<P>) {
       const unsigned over = whole % gridDim.x;
       whole -= over;
@@ -76,21 +85,23 @@ struct ForwardWalk {
     if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(next_q_work(p), 1));
     return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
   }
-  /// The batch and head, the tile, and which of its warp groups' rows; false when there is no such number.
-  __device__ bool find(unsigned index, unsigned& batch_head, unsigned& tile, Range& groups) const {
-    groups = {0, static_cast<int>(kGroups)};
+  /// False when there is no such number.
+  __device__ bool find(unsigned index, ForwardPiece& found) const {
+    found.groups = {0, static_cast<int>(kGroups)};
+    found.part = static_cast<int>(index % parts);
+    index /= parts;
     if (kCutsTiles<P> && index >= whole) {
       const unsigned piece = (index - whole) % pieces, size = (kGroups + pieces - 1) / pieces;
       index = whole + (index - whole) / pieces;
-      groups = {static_cast<int>(piece * size), static_cast<int>(min((piece + 1) * size, kGroups))};
+      found.groups = {static_cast<int>(piece * size), static_cast<int>(min((piece + 1) * size, kGroups))};
     }
     if (index >= rows * heads) return false;
     // A few last heads are mixed with those before them.
     const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1, group = min(index / (rows * mixed), last);
     const unsigned first = group * mixed, rest = index - first * rows, set = rest / neighbours;
     const unsigned count = group == last ? heads - first : mixed;
-    batch_head = first + set % count;
-    tile = rows - 1 - set / count * neighbours - rest % neighbours;
+    found.batch_head = first + set % count;
+    found.tile = rows - 1 - set / count * neighbours - rest % neighbours;
     return true;
   }
 };
@@ -103,18 +114,22 @@ struct ForwardWork {
   int q_begin = 0;
   int groups = 0;         ///< whose rows these are
   unsigned is_short = 0;  ///< bit n: warp group n has a short first step
+  int part = 0;           ///< of the keys
   KvTiles<P> tiles;       ///< visited from the last to the first
 
   __device__ ForwardWork() {}
-  __device__ ForwardWork(const Params& p, unsigned batch_head, unsigned tile, Range of)
-      : sequence(p, static_cast<int>(batch_head / p.heads_q)),
-        h(static_cast<int>(batch_head % p.heads_q)),
-        q_begin(static_cast<int>(tile) * P::kBr + of.begin * kGroupRows),
-        groups(of.end - of.begin) {
-    const Range q_range = tile_range(static_cast<int>(tile), P::kBr, sequence.seqlen_q(p));
+  __device__ ForwardWork(const Params& p, const ForwardPiece& piece)
+      : sequence(p, static_cast<int>(piece.batch_head / p.heads_q)),
+        h(static_cast<int>(piece.batch_head % p.heads_q)),
+        q_begin(static_cast<int>(piece.tile) * P::kBr + piece.groups.begin * kGroupRows),
+        groups(piece.groups.end - piece.groups.begin),
+        part(piece.part) {
+    const int tile = static_cast<int>(piece.tile);
+    const Range q_range = tile_range(tile, P::kBr, sequence.seqlen_q(p));
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
-    tiles = KvTiles<P>(p, head, static_cast<int>(tile), q_range, sequence.kv_limit(p));
+    tiles = KvTiles<P>(p, head, tile, q_range, sequence.kv_limit(p));
+    if constexpr (P::kSplitsKeys) tiles.keep_part(p, part);
     if constexpr (kShortSteps<P>) {
       const int end = kv_begin(count() - 1) + kFewKeys<P>;
 #pragma unroll
@@ -177,26 +192,34 @@ struct ForwardPlaces {
 };
 
 /// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
-/// Packed sequences have each other's rows behind their last.
+/// Packed sequences have each other's rows behind their last; parts of the keys have O in fp32.
 template <class P>
-constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen;
+constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kSplitsKeys;
 
-/// Writes O and LSE of the tiles without keys, which the other warps pass over. By one warp.
+/// Writes O and LSE of the tiles without keys, which the other warps pass over: LSE alone where that is a
+/// part of the keys. By one warp.
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p) {
   constexpr int kChunks = P::kHeadDimV / 8;
-  const unsigned rows = q_tiles<P>(p), all = rows * p.batch * p.heads_q;
+  const unsigned rows = q_tiles<P>(p), parts = key_parts<P>(p), all = rows * p.batch * p.heads_q * parts;
 #pragma unroll 1
   for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
-    const ForwardWork<P> work(p, index / rows, index % rows, {0, P::kBr / kGroupRows});
+    const ForwardWork<P> work(p, {index / parts / rows,
+                                  index / parts % rows,
+                                  {0, P::kBr / kGroupRows},
+                                  static_cast<int>(index % parts)});
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, P::kBr);
-    unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
+    if constexpr (!P::kSplitsKeys) {
+      unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
-    for (int chunk = threadIdx.x % 32; chunk < count * kChunks; chunk += 32)
-      *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) = uint4{0, 0, 0, 0};
-    if (p.lse == nullptr) continue;
-    float* lse = p.lse + work.sequence.lse_row(p, work.h) + work.q_begin;
+      for (int chunk = threadIdx.x % 32; chunk < count * kChunks; chunk += 32)
+        *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) =
+            uint4{0, 0, 0, 0};
+    }
+    float* lse = lse_of<P>(p, work.part);
+    if (lse == nullptr) continue;
+    lse += work.sequence.lse_row(p, work.h) + work.q_begin;
 #pragma unroll 1
     for (int row = threadIdx.x % 32; row < count; row += 32)
       lse[row] = end_of_row<P>(p, work.h, -infinity()).lse;
@@ -253,10 +276,9 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
 #pragma unroll 1
   for (int round = 0, index = 0;; ++index) {
     ForwardWork<P>& work = at.work(round);
-    unsigned batch_head, tile;
-    Range groups;
-    const bool more = walk.find(walk.number(p, index), batch_head, tile, groups);
-    work = more ? ForwardWork<P>(p, batch_head, tile, groups) : ForwardWork<P>();
+    ForwardPiece piece;
+    const bool more = walk.find(walk.number(p, index), piece);
+    work = more ? ForwardWork<P>(p, piece) : ForwardWork<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(at.found(round));
 #pragma unroll 1
@@ -415,9 +437,10 @@ __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& 
     lse[half] = end.lse;
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
   }
-  if (p.lse == nullptr || threadIdx.x % 4 != 0) return;
+  float* to = lse_of<P>(p, work.part);
+  if (to == nullptr || threadIdx.x % 4 != 0) return;
   const int q = work.q_begin + group * kGroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
-  float* to = p.lse + work.sequence.lse_row(p, work.h) + q;
+  to += work.sequence.lse_row(p, work.h) + q;
   if (count > 0) to[0] = lse[0];
   if (count > 8) to[8] = lse[1];
 }
@@ -436,7 +459,10 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
                                              int group, const float (&o)[kCount]) {
   using Element = typename P::Element;
   const int q_begin = work.q_begin + group * kGroupRows;
-  if constexpr (kStagesOutput<P>) {
+  if constexpr (P::kSplitsKeys) {
+    const int q = q_begin + own_row();
+    store_part<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, work.sequence.seqlen_q(p) - q, o);
+  } else if constexpr (kStagesOutput<P>) {
     const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     if (elected()) bulk_wait_read();  // the last tile's
     __syncwarp();

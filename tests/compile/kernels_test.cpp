@@ -202,6 +202,23 @@ TEST(KernelsThatReadPlanes, CompileWithoutSpills) {
   }
 }
 
+// Few queries of many keys, of which each block takes a part.
+TEST(KernelsThatShareKeys, CompileWithoutSpills) {
+  constexpr std::array kRests = {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"};
+  const AttentionShape shape{1, 8, 8, 16, 16384};
+  for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
+    std::size_t i = 0;
+    for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
+      const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 5])).normalized();
+      TileConfig config = family.heuristic(spec, shape, device);
+      config.splits_keys = true;
+      EXPECT_EQ(compile_and_check(spec, config, device), "");
+    }
+  }
+}
+
 TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   const AttentionSpec spec = parse_spec(

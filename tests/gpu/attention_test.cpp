@@ -175,6 +175,51 @@ TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetPa
 INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
+/// Few queries of many keys, which blocks share: one feature after the other.
+std::vector<AttentionCase> shared_key_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d128",
+      "fp16:d64:causal",
+      "bf16:d128:dropout:kvlen",
+      "bf16:d64:causal:varlen:sinks",
+      "fp16:d192x128:map64x64",
+      "bf16:d256:causal_top_left:sinks",
+      "fp16:d72x40:mask{q >= kv && q - kv < 300}",
+      "bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}:dropout",
+      "bf16:d96:score{bias: bf16 4d; score + bias[b, h, q, kv]}:causal",
+      "fp16:d8x256:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:sinks:kvlen",
+  };
+  constexpr std::array<AttentionShape, 2> kShapes = {{{2, 4, 2, 70, 1100}, {3, 2, 1, 1, 777}}};
+  std::vector<AttentionCase> cases;
+  for (const Family family : {Family::sm90, Family::sm80})
+    for (const char* spec : kSpecs)
+      for (const AttentionShape& shape : kShapes) {
+        AttentionCase test{.spec = parse_spec(spec), .shape = shape, .family = family};
+        if (test.spec.dropout) test.dropout_p = 0.2;
+        test.variant = "shared";
+        test.seed = static_cast<unsigned>(cases.size());
+        cases.push_back(test);
+      }
+  return cases;
+}
+
+class SharedKeys : public GpuTestWith<AttentionCase> {};
+
+TEST_P(SharedKeys, AreJoined) {
+  const AttentionCase& test = GetParam();
+  if (const Support support = supports(test.family, test.spec); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
+  config.splits_keys = true;
+  TemporaryRuntime runtime;
+  AttentionRun run(test, make_problem(test));
+  run.check_forward(runtime.get(), config);
+  run.check_forward_without_lse(runtime.get(), config);
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, SharedKeys, testing::ValuesIn(shared_key_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 class AttentionArguments : public GpuTestWith<Family> {
  protected:
   void check(AttentionCase test, reference::Problem problem, bool without_lse = false) {

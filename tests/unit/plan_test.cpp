@@ -182,7 +182,39 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
     EXPECT_EQ(problem("fwd:bf16:d128", other).shape, other) << to_string(other);
   const ExecutionPlan plan = make_plan(parse_spec("fwd:bf16:d128:causal"), shape, kA100, {});
   EXPECT_EQ(plan.shape, packed);
-  EXPECT_EQ(plan.launches.back().blocks, 4);  // a KV head of a batch entry each
+  EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.key_parts);  // a KV head of a batch entry each
+}
+
+TEST(Plan, BlocksShareTheKeysOfFewQueries) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape, const DeviceInfo& device = kA100) {
+    return make_plan(parse_spec(spec), parse_shape(shape), device, {});
+  };
+  // 8 heads of keys, 132 multiprocessors: 16 blocks each.
+  const ExecutionPlan one = planned("fwd:bf16:d128:sinks", "b1:hq8:hkv8:sq1:skv8192", h100);
+  EXPECT_EQ(to_string(one.config), "sm90:br64:bc128:w4:s2:parts");
+  EXPECT_EQ(one.needs.key_parts, 16);
+  ASSERT_EQ(one.launches.size(), 2u);
+  EXPECT_EQ(one.launches[0].blocks, 8 * 16);
+  EXPECT_EQ(one.entries[one.launches[1].entry].name, "join_parts");
+  EXPECT_EQ(one.launches[1].blocks, 8);
+  EXPECT_TRUE(one.launches[1].early);
+  EXPECT_GE(one.workspace.bytes, 8u * 16 * (128 + 1) * 4);
+  // No more parts than tiles of keys, also where a configuration that shares them is given.
+  const AttentionSpec plain = parse_spec("fwd:bf16:d128").normalized();
+  EXPECT_EQ(parts_of_keys(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
+  EXPECT_EQ(parts_of_keys(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
+  EXPECT_EQ(parts_of_keys(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
+  // Where a block has few keys, or all multiprocessors have a block, nothing is joined.
+  for (const char* shape :
+       {"b1:hq8:hkv8:sq1:skv512", "b16:hq8:hkv8:sq1:skv8192", "b1:hq16:hkv16:sq1024:skv1024"})
+    EXPECT_EQ(planned("fwd:bf16:d128", shape, h100).needs.key_parts, 0) << shape;
+  EXPECT_EQ(planned("bwd:bf16:d128", "b1:hq8:hkv8:sq1:skv8192", h100).needs.key_parts, 0);
+  // Two blocks for each of 108.
+  const ExecutionPlan on_a100 = planned("fwd:bf16:d64:causal", "b2:hq32:hkv4:sq1:skv4096");
+  EXPECT_TRUE(on_a100.config.splits_keys);
+  EXPECT_EQ(on_a100.needs.key_parts, 108 * 2 / 8);
+  EXPECT_FALSE(on_a100.launches.back().early);
 }
 
 TEST(Plan, ZeroSizesArePlanned) {

@@ -56,8 +56,8 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(3),      pick(20),     pick(20),     pick(4),      pick(20)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
+                               pick(20),     pick(20),     pick(4),      pick(20),     pick(3)};
     const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 
@@ -68,6 +68,11 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
       parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_log2, heads * rows * 4}});
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
+    if (needs.key_parts > 0) {
+      const std::size_t o_rows = needs.key_parts * heads * shape.seqlen_q;
+      parts.insert(parts.end(),
+                   {{layout.o_parts, o_rows * spec.v_dim() * 4}, {layout.lse_parts, o_rows * 4}});
+    }
     if (needs.tickets)
       parts.emplace_back(layout.tickets,
                          (4 + shape.batch * shape.heads_kv * 2 + heads * needs.ordered_q_tiles * 4) * 4);
@@ -98,6 +103,7 @@ TEST(Workspace, OverflowIsRefusedWithTheShape) {
   const AttentionShape huge{2147483647, 2147483647, 1, 2147482624, 1};
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
+                                 {.key_parts = 2},
                                  {.tickets = true, .ordered_q_tiles = 1 << 25},
                                  {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {

@@ -1,0 +1,73 @@
+// After a forward pass whose blocks shared the keys of each Q tile: O = sum of exp(LSE_i - LSE) O_i over the
+// parts i of the keys, where LSE is that of all of them.
+#pragma once
+
+#include "flashjit/common/key_parts.cuh"
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/common/sink.cuh"
+#include "flashjit/common/visible.cuh"
+
+namespace flashjit::auxiliary {
+
+/// One block of 128 threads for one query of one head, whose warps take turns at the parts; grid:
+/// batch * heads_q * seqlen_q.
+template <class P>
+__device__ void join_parts(const Params& p) {
+  constexpr int kWarps = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
+  using Element = typename P::Element;
+  __shared__ float4 sums[kWarps][kChunks];
+  if constexpr (P::kArch >= 90) await_grid_before();
+  const long long row = blockIdx.x;
+  const int q = static_cast<int>(row % p.seqlen_q), h = static_cast<int>(row / p.seqlen_q % p.heads_q);
+  const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));
+  if (q >= sequence.seqlen_q(p)) return;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+
+  const auto lse_at = [&](int part) { return lse_of<P>(p, part)[row]; };
+  float highest = -infinity(), sum = 0.0f;
+  for (int part = lane; part < p.key_parts; part += 32) highest = fmaxf(highest, lse_at(part));
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
+  const float shift = highest == -infinity() ? 0.0f : highest;
+  for (int part = lane; part < p.key_parts; part += 32) sum += expf(lse_at(part) - shift);
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
+  const float lse = sum > 0.0f ? shift + logf(sum) : -infinity();
+  const RowEnd end = with_sink<P>(p, h, lse);
+  const float factor = sum > 0.0f ? end.factor / sum : 0.0f;
+
+  float4 o[kLaneChunks] = {};
+#pragma unroll 8
+  for (int part = warp; part < p.key_parts; part += kWarps) {
+    const float of_part = lse_at(part);
+    const bool has_o = of_part != -infinity();  // else there is memory, but nobody wrote it
+    const float weight = expf(of_part - shift) * factor;
+    const float4* from = reinterpret_cast<const float4*>(o_of_part<P>(p, part) + row * P::kHeadDimV);
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int chunk = lane + i * 32;
+      if (chunk >= kChunks) break;
+      const float4 x = from[chunk];
+      const auto add = [&](float& to, float value) { to = has_o ? fmaf(weight, value, to) : to; };
+      add(o[i].x, x.x), add(o[i].y, x.y), add(o[i].z, x.z), add(o[i].w, x.w);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i)
+    if (const int chunk = lane + i * 32; chunk < kChunks) sums[warp][chunk] = o[i];
+  __syncthreads();
+  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32) {
+    float4 all = sums[0][chunk];
+#pragma unroll
+    for (int other = 1; other < kWarps; ++other) {
+      const float4 x = sums[other][chunk];
+      all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
+    }
+    store_global(sequence.q_pointer(p.o, h, q) + chunk * 4,
+                 uint2{pack<Element>(all.x, all.y), pack<Element>(all.z, all.w)});
+  }
+  if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
+}
+
+}  // namespace flashjit::auxiliary

@@ -32,6 +32,10 @@ class HostTiles {
   Range kv_bounds(const expr::Point& head, Range q) const {
     return bounds(head, interval_of(q), {0, head.seqlen_kv - 1LL}, true);
   }
+  /// The keys that all queries of a range attend to, by a mask of bounds alone.
+  Range kv_bounds_of_all(const expr::Point& head, Range q) const {
+    return bounds(head, reversed(interval_of(q)), {0, head.seqlen_kv - 1LL}, true);
+  }
   Range q_bounds(const expr::Point& head, Range kv) const {
     return bounds(head, {0, head.seqlen_q - 1LL}, interval_of(kv), false);
   }

@@ -117,6 +117,13 @@ MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(
   listed_ = !std::ranges::all_of(conjuncts_, [&](const Conjunct& conjunct) {
     return graph_.uniform(conjunct.place) || comparison(conjunct.place);
   });
+  const auto tells = [&](const Conjunct& conjunct) {
+    const Comparison* c = comparison(conjunct.place);
+    return !c || (c->fits && (conjunct.negated ? negated(*c) : *c).relation != Relation::not_zero);
+  };
+  const auto compares = [&](const Conjunct& conjunct) { return comparison(conjunct.place) != nullptr; };
+  if (!listed_ && std::ranges::all_of(conjuncts_, tells))
+    bounds_ = static_cast<std::size_t>(std::ranges::count_if(conjuncts_, compares));
   if (!listed_) return;
   find_reads(root, false);
   for (std::vector<int>* reads : {&q_reads_, &kv_reads_}) {

@@ -43,6 +43,9 @@ class MaskAnalysis {
   /// Whether tiles are visited by lists: the mask is no conjunction of affine comparisons and of conditions
   /// that are the same for all pairs.
   bool listed() const { return listed_; }
+  /// How many affine comparisons tell all: a query attends to exactly what they leave of the keys, an
+  /// interval. 0: other conditions do, or comparisons of sides that may wrap.
+  std::size_t bounds() const { return bounds_; }
   /// Whether intervals say too often "partial", so that pairs are evaluated when lists are made.
   bool evaluate_tiles() const { return evaluate_; }
   /// Places of the values that depend on one position alone, whose bounds over a tile are found by evaluating
@@ -63,6 +66,7 @@ class MaskAnalysis {
   std::map<int, Comparison> comparisons_;
   std::vector<int> q_reads_, kv_reads_;
   bool listed_ = false, evaluate_ = false;
+  std::size_t bounds_ = 0;
 };
 
 /// A mask's tree as it is analysed and emitted: folded, and with bounds on both sides in place of bounds on

@@ -88,7 +88,8 @@ class Hooks {
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
            constant("kReadsPlane", plane_read_ >= 0) + constant("kScoreLine", line_.has_value()) +
-           constant("kListed", mask_.listed()) + constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kMaskBounds", mask_.bounds()) + constant("kListed", mask_.listed()) +
+           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
            constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
@@ -187,9 +188,12 @@ class Hooks {
                     "      const flashjit::Interval* q_reads, const flashjit::Interval* kv_reads",
                     classify_tile_body(head_, mask_)) +
            function("flashjit::Range", "kv_bounds", "flashjit::Range q_range",
-                    bounds_body(head_, mask_, true)) +
+                    bounds_body(head_, mask_, {.of_keys = true})) +
            function("flashjit::Range", "q_bounds", "flashjit::Range kv_range",
-                    bounds_body(head_, mask_, false)) +
+                    bounds_body(head_, mask_, {.of_keys = false})) +
+           (mask_.bounds() == 0 ? std::string()
+                                : function("flashjit::Range", "kv_bounds_of_all", "flashjit::Range q_range",
+                                           bounds_body(head_, mask_, {.of_keys = true, .of_all = true}))) +
            function("int", "q_read", "int i, int at", reads_body("q", kQReads, mask_.q_reads())) +
            function("int", "kv_read", "int i, int at", reads_body("kv", kKvReads, mask_.kv_reads()));
   }

@@ -135,7 +135,7 @@ class TileText {
 /// Prints what narrow_bounds asks for.
 class BoundsText {
  public:
-  explicit BoundsText(HeadCode& head) : head_(head) {}
+  BoundsText(HeadCode& head, bool of_all) : head_(head), of_all_(of_all) {}
   const std::string& lines() const { return lines_; }
 
   void keep_if(int place, bool negated) {
@@ -146,7 +146,8 @@ class BoundsText {
                                       ? ""
                                       : fmt::format("if (flashjit::fits({}) && flashjit::fits({}))\n      ",
                                                     affine_text(head_, c.left), affine_text(head_, c.right));
-    const std::string rest = affine_text(head_, others);
+    const std::string some = affine_text(head_, others);
+    const std::string rest = of_all_ ? fmt::format("flashjit::reversed({})", some) : some;
     lines_ += fmt::format("    {}", condition);
     lines_ += c.relation == Relation::zero
                   ? fmt::format("bounds.keep_zero({}, {});\n", factor, rest)
@@ -155,6 +156,7 @@ class BoundsText {
 
  private:
   HeadCode& head_;
+  bool of_all_;
   std::string lines_;
 };
 
@@ -173,14 +175,14 @@ std::string classify_tile_body(HeadCode& head, const MaskAnalysis& mask) {
          text.lines() + fmt::format("    return flashjit::class_of({});\n", root);
 }
 
-std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, bool of_keys) {
-  const std::string length = of_keys ? "head.seqlen_kv" : "head.seqlen_q";
-  BoundsText text(head);
-  if (!mask.listed()) narrow_bounds(head.graph(), mask, of_keys, text);
+std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, BoundsKind kind) {
+  const std::string length = kind.of_keys ? "head.seqlen_kv" : "head.seqlen_q";
+  BoundsText text(head, kind.of_all);
+  if (!mask.listed()) narrow_bounds(head.graph(), mask, kind.of_keys, text);
   if (text.lines().empty()) return fmt::format("    return {{0, {}}};\n", length);
   const std::string all = fmt::format("{{0, {} - 1LL}}", length);
-  return (of_keys ? positions(text.lines(), "flashjit::interval_of(q_range)", all)
-                  : positions(text.lines(), all, "flashjit::interval_of(kv_range)")) +
+  return (kind.of_keys ? positions(text.lines(), "flashjit::interval_of(q_range)", all)
+                       : positions(text.lines(), all, "flashjit::interval_of(kv_range)")) +
          fmt::format("    flashjit::Bounds bounds = {{0, {}}};\n", length) + text.lines() +
          "    return bounds.range();\n";
 }

@@ -8,8 +8,13 @@
 
 namespace flashjit::expr {
 
+/// Which bounds: those of keys or of queries, that some position of the other kind meets or that all do.
+struct BoundsKind {
+  bool of_keys, of_all = false;
+};
+
 /// Bodies of the hooks of the same names; the arguments are called q_range and kv_range.
 std::string classify_tile_body(HeadCode& head, const MaskAnalysis& mask);
-std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, bool of_keys);
+std::string bounds_body(HeadCode& head, const MaskAnalysis& mask, BoundsKind kind);
 
 }  // namespace flashjit::expr

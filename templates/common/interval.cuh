@@ -182,6 +182,9 @@ constexpr TileClass class_of(Truth attends) {
 /// The positions in a range that is not empty.
 constexpr Interval interval_of(Range range) { return {range.begin, range.end - 1LL}; }
 
+/// For bounds that hold for all values of an interval instead of some.
+constexpr Interval reversed(Interval a) { return {a.high, a.low}; }
+
 /// The positions of one kind that a condition leaves, narrowed by one condition after the other.
 struct Bounds {
   long long begin, end;  ///< at first 0 and a length

@@ -43,6 +43,8 @@ struct ExampleProblem {
   static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
   static constexpr bool kScoreLine = false;      // whether the score is a line's, see score_offset()
   static constexpr bool kReadsPlane = false;     // whether there are plane() and scores of its elements
+  static constexpr int kMaskBounds = 0;          // of how many bounds the mask is: then the keys of a query
+                                                 // are kv_bounds() of it alone; 0: it is something else
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
                                                  // evaluated pair by pair when lists are made
@@ -102,6 +104,7 @@ struct ExampleProblem {
   static __device__ __forceinline__ Range kv_bounds(const Params&, const Head& head, Range /*q*/) {
     return {0, head.seqlen_kv};
   }
+  // With kMaskBounds > 0 there is kv_bounds_of_all(p, head, q), the keys that all of the queries attend to.
   /// Queries outside of this range attend to none of the keys in `kv`; within [0, seqlen_q].
   static __device__ __forceinline__ Range q_bounds(const Params&, const Head& head, Range /*kv*/) {
     return {0, head.seqlen_q};

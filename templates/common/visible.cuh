@@ -80,6 +80,22 @@ __device__ __forceinline__ float mask_score(float score, bool by_map, bool by_le
                                                                                             : -infinity();
 }
 
+/// Bit n: whether the n-th of a thread's 32 values in a row of accumulators, two of each eight columns, is in
+/// columns [begin, end), which are counted from the first of them.
+__device__ __forceinline__ unsigned own_columns(int begin, int end) {
+  const auto before = [](int column) {
+    const int count = max((column >> 3) * 2 + min(column & 7, 2), 0);
+    return ~__funnelshift_lc(0u, ~0u, count);  // 32 and more: all
+  };
+  return before(end) & ~before(begin);
+}
+/// Which of the 32 keys of a thread attend to a query and are no padding, by a mask with kMaskBounds > 0.
+template <class P>
+__device__ __forceinline__ unsigned own_keys(const Params& p, const typename P::Head& head, int q,
+                                             int first_key, int kv_limit) {
+  const Range keys = P::kv_bounds(p, head, {q, q + 1});
+  return own_columns(keys.begin - first_key, min(keys.end, kv_limit) - first_key);
+}
 /// The map's row of entries for one block row of batch b and head h.
 template <class Problem>
 __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, int b, int h, int q) {

@@ -197,7 +197,15 @@ __device__ void forward(const Params& p) {
     const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked) {
 #pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
+      for (int mt = 0; mt < kMt; ++mt) {
+        [[maybe_unused]] unsigned attend[2][(kNt + 15) / 16];
+        if constexpr (P::kMaskBounds > 0) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+#pragma unroll
+            for (int nt = 0; nt < kNt; nt += 16)
+              attend[half][nt / 16] = own_keys<P>(p, head, at_q(mt, half * 2).at, at_kv(nt, 0).at, kv_limit);
+        }
 #pragma unroll
         for (int nt = 0; nt < kNt; ++nt) {
           // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
@@ -208,10 +216,16 @@ __device__ void forward(const Params& p) {
             block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
           }
 #pragma unroll
-          for (int e = 0; e < 4; ++e)
-            s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(nt, e).at < kv_limit,
-                                      P::mask(p, head, at_q(mt, e), at_kv(nt, e)));
+          for (int e = 0; e < 4; ++e) {
+            float& score = s[mt][nt][e];
+            if constexpr (P::kMaskBounds > 0)
+              score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
+            else
+              score = mask_score(score, block, at_kv(nt, e).at < kv_limit,
+                                 P::mask(p, head, at_q(mt, e), at_kv(nt, e)));
+          }
         }
+      }
     }
 
     // Online softmax: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.

@@ -305,11 +305,28 @@ __device__ __forceinline__ void pass_turn(int group) {
   if constexpr (kGroups > 1) named_barrier_arrive(1 + (group + 1 == kGroups ? 0 : group + 1), 256);
 }
 
+/// Whether bounds tell which KV tiles are full, once a Q tile.
+template <class P>
+constexpr bool kBoundsTell = (P::kMaskBounds > 0 && !kLists<P>);
+
+/// The keys that are no padding and, where bounds tell, that all of some queries attend to.
+template <class P>
+__device__ __forceinline__ Range keys_of_all(const Params& p, const typename P::Head& head, Range q,
+                                             int kv_limit) {
+  if constexpr (!kBoundsTell<P>) {
+    return {0, kv_limit};
+  } else {
+    const Range keys = P::kv_bounds_of_all(p, head, q);
+    return {keys.begin, min(keys.end, kv_limit)};
+  }
+}
+
 /// What the steps read most of a warp group's rows of a Q tile, and of this thread's two rows, of which the
 /// second is eight on, the maximum and the sum of the exponentials so far.
 template <class P>
 struct ForwardRows {
-  Range q{0, 0};  ///< the group's
+  Range q{0, 0};          ///< the group's
+  Range full_keys{0, 0};  ///< that all of them attend to
   int kv_limit = 0;
   typename P::Head head;
   float max[2], sum[2];
@@ -319,17 +336,30 @@ struct ForwardRows {
     q = {q_begin, min(q_begin + kGroupRows, work.sequence.seqlen_q(p))};
     kv_limit = work.sequence.kv_limit(p);
     head = work.sequence.head(p, work.h);
+    full_keys = keys_of_all<P>(p, head, q, kv_limit);
     max[0] = max[1] = -infinity();
     sum[0] = sum[1] = 0.0f;
   }
 };
 
+/// Whether a word of bits tells which keys of a row attend: quicker than two comparisons of every pair.
+template <class P>
+constexpr bool kMasksByBits = (P::kMaskBounds > 1);
+
 /// -infinity for the pairs that do not attend, in a tile of which not all do.
 template <class P, int kCount>
 __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P>& work,
                                             const ForwardRows<P>& rows, int kv_begin, float (&s)[kCount]) {
-  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row();
-  const Position row_position = position(row), column_position = position(kv_begin + lane % 4 * 2);
+  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
+  const Position row_position = position(row), column_position = position(column);
+  [[maybe_unused]] unsigned attend[2][(kCount + 63) / 64];
+  if constexpr (kMasksByBits<P>) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kCount; n += 64)
+        attend[half][n / 64] = own_keys<P>(p, rows.head, row + half * 8, column + n * 2, rows.kv_limit);
+  }
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
     // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
@@ -341,8 +371,11 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const Position kv = column_position + (n / 4 * 8 + e % 2);
-      s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
-                            P::mask(p, rows.head, row_position + e / 2 * 8, kv));
+      if constexpr (kMasksByBits<P>)
+        s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
+      else
+        s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
+                              P::mask(p, rows.head, row_position + e / 2 * 8, kv));
     }
   }
 }
@@ -566,7 +599,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     const ForwardWork<P>& work = at.work(round);
     if constexpr (!kLists<P>) entry = work.tiles.entry(i);
     kv_begin = (entry >> 1) * P::kBc;
-    full = kv_begin + P::kBc <= rows.kv_limit && work.tiles.full(p, rows.head, rows.q, entry);
+    full = kv_begin + P::kBc <= rows.full_keys.end &&
+           (kBoundsTell<P> ? rows.full_keys.begin <= kv_begin : work.tiles.full(p, rows.head, rows.q, entry));
     if (kLists<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
   const auto find_plane = [&](int n) {

@@ -113,14 +113,34 @@ TEST(Intervals, QuotientsRoundDownAndUp) {
 /// Lengths and tiles to check a mask with, against every pair.
 struct Checked {
   int exact = 0, tiles = 0;  ///< tiles whose class is the best there is
+  int told_by_bounds = 0;    ///< shapes of a mask that is its bounds
 };
+
+using Attends = std::vector<std::vector<bool>>;
+
+/// That the pairs of a mask that is its bounds are those within the bounds of each row, and of each column.
+void check_is_bounds(const HostTiles& mask, const Point& head, const Attends& attends) {
+  const auto in = [](Range range, int at) { return range.begin <= at && at < range.end; };
+  for (int row = 0; row < head.seqlen_q; ++row) {
+    const Range keys = mask.kv_bounds(head, {row, row + 1});
+    for (int column = 0; column < head.seqlen_kv; ++column) {
+      ASSERT_EQ(in(keys, column), attends[row][column]) << column << " of query " << row;
+      ASSERT_EQ(in(mask.q_bounds(head, {column, column + 1}), row), attends[row][column])
+          << row << " of key " << column;
+    }
+  }
+}
 
 void check_tiles(const HostTiles& mask, Point head, std::mt19937& random, int count, Checked& checked) {
   const int sq = head.seqlen_q, skv = head.seqlen_kv;
-  std::vector<std::vector<bool>> attends(sq, std::vector<bool>(skv));
+  Attends attends(sq, std::vector<bool>(skv));
   for (head.q = 0; head.q < sq; ++head.q)
     for (head.kv = 0; head.kv < skv; ++head.kv) attends[head.q][head.kv] = mask.attends(head);
   head.q = head.kv = 0;
+  if (mask.analysis().bounds() > 0) {
+    ASSERT_NO_FATAL_FAILURE(check_is_bounds(mask, head, attends));
+    ++checked.told_by_bounds;
+  }
   const auto range = [&](int length) {
     const int begin = static_cast<int>(random() % static_cast<unsigned>(length));
     return Range{begin, begin + 1 + static_cast<int>(random() % static_cast<unsigned>(length - begin))};
@@ -137,6 +157,14 @@ void check_tiles(const HostTiles& mask, Point head, std::mt19937& random, int co
     checked.exact += got == best;
     if (got != TileClass::partial) {
       ASSERT_EQ(got, best) << q.begin << "-" << q.end << " " << kv.begin << "-" << kv.end;
+    }
+    if (mask.analysis().bounds() > 0) {
+      const Range of_all = mask.kv_bounds_of_all(head, q);
+      for (int column = 0; column < skv; ++column) {
+        bool by_all = true;
+        for (int row = q.begin; row < q.end; ++row) by_all = by_all && attends[row][column];
+        ASSERT_EQ(of_all.begin <= column && column < of_all.end, by_all) << column;
+      }
     }
     const Range keys = mask.kv_bounds(head, q), queries = mask.q_bounds(head, kv);
     ASSERT_TRUE(0 <= keys.begin && keys.begin <= keys.end && keys.end <= skv);
@@ -207,7 +235,7 @@ Expr affine_mask(std::mt19937& random) {
 }
 
 TEST(Tiles, AffineConjunctionsHaveSoundBounds) {
-  int exact = 0, tiles = 0;
+  int exact = 0, tiles = 0, told_by_bounds = 0;
   for (unsigned seed = 0; seed < 4000; ++seed) {
     std::mt19937 random(seed);
     std::vector<Given> given = tame_captures(seed);
@@ -215,9 +243,10 @@ TEST(Tiles, AffineConjunctionsHaveSoundBounds) {
     ASSERT_FALSE(HostTiles(mask.pointer(), bounds_of(given)).analysis().listed()) << to_string(mask);
     const Checked checked = check_mask(mask.pointer(), given, seed);
     ASSERT_FALSE(HasFatalFailure()) << seed << ": " << to_string(mask);
-    exact += checked.exact, tiles += checked.tiles;
+    exact += checked.exact, tiles += checked.tiles, told_by_bounds += checked.told_by_bounds;
   }
   EXPECT_GT(exact, tiles * 8 / 10);
+  EXPECT_GT(told_by_bounds, 100);
 }
 
 // --- named masks -----------------------------------------------------------------------------------------
@@ -259,6 +288,23 @@ TEST(Tiles, VerdictsOnWhatPeopleWrite) {
     EXPECT_EQ(mask.q_reads().size(), v.q_reads) << v.mask;
     EXPECT_EQ(mask.kv_reads().size(), v.kv_reads) << v.mask;
   }
+}
+
+TEST(Tiles, MasksThatTheirBoundsTell) {
+  const auto bounds = [](const char* text) {
+    Graph graph;
+    const int root = graph.add(prepared_mask(parse(text).pointer()));
+    return MaskAnalysis(graph, root).bounds();
+  };
+  for (const char* text : {"kv <= q + seqlen_kv - seqlen_q", "kv <= q", "q == kv", "kv <= q && b != 1",
+                           "prefix: int32 1d; kv < prefix[b]"})
+    EXPECT_EQ(bounds(text), 1u) << text;
+  for (const char* text : {"w: int; kv <= q && q - kv < w", "abs(q - kv) <= 8", "!(kv > q || q - kv > 100)"})
+    EXPECT_EQ(bounds(text), 2u) << text;
+  // Nothing, a hole, sides that may wrap, what is listed.
+  for (const char* text : {"true", "kv <= q && kv != q", "w: int; q < kv + w", "2 * kv <= q + 1",
+                           "kv <= q || kv < 4", "doc: int32 1d; kv <= q && doc[q] == doc[kv]"})
+    EXPECT_EQ(bounds(text), 0u) << text;
 }
 
 /// Calls check(tiles, head, q range, kv range) for small shapes and all of their tiles.

@@ -27,6 +27,7 @@ constexpr double kClocksPerTile = 150;      // barriers
 constexpr double kWarpClocksPerTile = 200;  // the same and addresses, where each warp loads and computes
 constexpr double kClocksPerBlock = 5000;    // first loads, a softmax that nothing hides, last stores
 constexpr double kLaunchMs = 0.003;
+constexpr double kJoinedRowMs = 2.2e-6;  // O of all parts of the keys, written and read once more
 constexpr int kGroupWarps = 4;
 constexpr int kSchedulers = 4;                   // of a multiprocessor
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
@@ -254,6 +255,8 @@ Prediction Model::predict(const TileConfig& config) const {
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.
   out.ms += (is_backward(spec) ? 2 : 0) * work_.bytes / 2 / rates_.bytes_per_ms;
+  if (config.splits_keys)
+    out.ms += kJoinedRowMs * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
   out.ms = std::max(out.ms, work_.bytes / rates_.bytes_per_ms);
   return out;
 }

@@ -785,12 +785,13 @@ TEST_F(EngineTest, KernelsStayUntilTheEngineGoes) {
 }
 
 TEST_F(EngineTest, MoreShapesThanAreKeptStillWork) {
-  add_to_pack(kSpec, {1, 1, 1, 1, 1});
+  // So many Q tiles that no two of them share keys, which would be another kernel.
+  add_to_pack(kSpec, {300, 1, 1, 1, 1});
   const auto runtime = engine();
-  const TileConfig config = plan_of(kSpec, {1, 1, 1, 1, 1}).config;
+  const TileConfig config = plan_of(kSpec, {300, 1, 1, 1, 1}).config;
   int calls = 0;
   for (std::int64_t keys = 1; keys <= 5000; ++keys) {
-    const AttentionShape shape{1, 1, 1, 1, keys};
+    const AttentionShape shape{300, 1, 1, 1, keys};
     if (plan_of(kSpec, shape).config != config) continue;
     runtime->forward(kSpec, forward_args(shape), nullptr);
     ++calls;

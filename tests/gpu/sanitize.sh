@@ -42,6 +42,10 @@ sample=(
   'Families/WrongOffsets.*/sm90_pairs_det_lists'
   'Families/WrongOffsets.*/sm80_causal_det'
   'Families/WrongOffsets.*/simt_plain_sinks'
+  # keys that blocks share
+  'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
+  'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
+  'Features/SharedKeys.*/bf16_d64_varlen_sinks_b2_hq4_hkv2_sq70_skv1100_sm80_*'
 )
 
 # Backward passes of sm80 in which one warp of two gives P to the other: it arrives at a named barrier and goes on.

@@ -177,15 +177,16 @@ std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, 
   return blocks;
 }
 
-/// Whether sharing its Q tiles' keys spares each block as many tiles as a second launch is long.
+/// Whether sharing its Q tiles' keys spares each block as many tiles as joining the parts takes: a launch,
+/// and some time for every row.
 bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
-  constexpr std::int64_t kJoinTiles = 6;
+  const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
   if (spec.pass != Pass::forward) return false;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
   const std::int64_t parts = key_parts(hot_blocks(spec, shape, c), slots, kv_tiles);
-  return kv_tiles - tiles(kv_tiles, parts) >= kJoinTiles && admits(spec, c, device);
+  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);
 }
 
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with

@@ -58,6 +58,9 @@ __device__ void forward(const Params& p) {
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
   constexpr bool kLateV =
       kLateRegisters <= 192 && !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+  // Whether a word of bits tells which keys of a row attend. Beside a map's blocks it takes registers too
+  // many.
+  constexpr bool kBits = P::kMaskBounds > 0 && !P::kBlockMap;
   constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   extern __shared__ __align__(128) char shared[];
   const unsigned q_tile = shared_address(shared) + kLayout.q();
@@ -199,7 +202,7 @@ __device__ void forward(const Params& p) {
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt) {
         [[maybe_unused]] unsigned attend[2][(kNt + 15) / 16];
-        if constexpr (P::kMaskBounds > 0) {
+        if constexpr (kBits) {
 #pragma unroll
           for (int half = 0; half < 2; ++half)
 #pragma unroll
@@ -218,7 +221,7 @@ __device__ void forward(const Params& p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& score = s[mt][nt][e];
-            if constexpr (P::kMaskBounds > 0)
+            if constexpr (kBits)
               score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
             else
               score = mask_score(score, block, at_kv(nt, e).at < kv_limit,

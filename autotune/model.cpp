@@ -7,7 +7,7 @@
 #include <queue>
 
 #include "expr/graph.hpp"
-#include "plan/plan.hpp"
+#include "plan/family.hpp"
 #include "plan/tiles.hpp"
 #include "templates/sm90/layout.cuh"
 

@@ -5,7 +5,8 @@
 #include <algorithm>
 #include <tuple>
 
-#include "plan/plan.hpp"
+#include "plan/family.hpp"
+#include "plan/tiles.hpp"
 
 namespace flashjit::autotune {
 namespace {

@@ -68,19 +68,7 @@ Comparison compared(Op op, const Affine& left, const Affine& right, bool fits) {
   }
 }
 
-}  // namespace
-
-std::optional<Comparison> affine_comparison(const Graph& graph, int place) {
-  const Node& node = graph.node(place);
-  if (!is_comparison(node.op) || graph.uniform(place) || node.args[0]->type != Type::integer)
-    return std::nullopt;
-  const std::optional<Affine> left = affine_form(graph, graph[place].args[0]),
-                              right = affine_form(graph, graph[place].args[1]);
-  if (!left || !right) return std::nullopt;
-  const bool fits = always_fits(graph, *left) && always_fits(graph, *right);
-  return compared(node.op, *left, *right, fits);
-}
-
+/// The comparison that is true where `comparison` is false; fits as it does.
 Comparison negated(const Comparison& comparison) {
   Comparison result = comparison;
   switch (comparison.relation) {
@@ -95,6 +83,19 @@ Comparison negated(const Comparison& comparison) {
       break;
   }
   return result;
+}
+
+}  // namespace
+
+std::optional<Comparison> affine_comparison(const Graph& graph, int place) {
+  const Node& node = graph.node(place);
+  if (!is_comparison(node.op) || graph.uniform(place) || node.args[0]->type != Type::integer)
+    return std::nullopt;
+  const std::optional<Affine> left = affine_form(graph, graph[place].args[0]),
+                              right = affine_form(graph, graph[place].args[1]);
+  if (!left || !right) return std::nullopt;
+  const bool fits = always_fits(graph, *left) && always_fits(graph, *right);
+  return compared(node.op, *left, *right, fits);
 }
 
 NodePtr prepared_mask(const NodePtr& mask) { return without_abs(fold(mask)); }
@@ -117,13 +118,7 @@ MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(
   listed_ = !std::ranges::all_of(conjuncts_, [&](const Conjunct& conjunct) {
     return graph_.uniform(conjunct.place) || comparison(conjunct.place);
   });
-  const auto tells = [&](const Conjunct& conjunct) {
-    const Comparison* c = comparison(conjunct.place);
-    return !c || (c->fits && (conjunct.negated ? negated(*c) : *c).relation != Relation::not_zero);
-  };
-  const auto compares = [&](const Conjunct& conjunct) { return comparison(conjunct.place) != nullptr; };
-  if (!listed_ && std::ranges::all_of(conjuncts_, tells))
-    bounds_ = static_cast<std::size_t>(std::ranges::count_if(conjuncts_, compares));
+  if (!listed_) bounds_ = count_bounds();
   if (!listed_) return;
   find_reads(root, false);
   for (std::vector<int>* reads : {&q_reads_, &kv_reads_}) {
@@ -135,6 +130,23 @@ MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(
 const Comparison* MaskAnalysis::comparison(int place) const {
   const auto found = comparisons_.find(place);
   return found == comparisons_.end() ? nullptr : &found->second;
+}
+
+std::optional<Comparison> MaskAnalysis::comparison_of(const Conjunct& conjunct) const {
+  const Comparison* written = comparison(conjunct.place);
+  if (!written) return std::nullopt;
+  return conjunct.negated ? negated(*written) : *written;
+}
+
+std::size_t MaskAnalysis::count_bounds() const {
+  std::size_t count = 0;
+  for (const Conjunct& conjunct : conjuncts_) {
+    const std::optional<Comparison> condition = comparison_of(conjunct);
+    if (!condition) continue;
+    if (!condition->fits || condition->relation == Relation::not_zero) return 0;
+    ++count;
+  }
+  return count;
 }
 
 void MaskAnalysis::find_conjuncts(int place, bool negated) {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <map>
+#include <optional>
 #include <vector>
 
 #include "expr/affine.hpp"
@@ -37,6 +38,8 @@ class MaskAnalysis {
 
   int root() const { return root_; }
   const std::vector<Conjunct>& conjuncts() const { return conjuncts_; }
+  /// The affine comparison that a condition is; nothing: it is none, or the same for all pairs.
+  std::optional<Comparison> comparison_of(const Conjunct& conjunct) const;
   /// The comparison at a place; null: no affine one, or one that is the same for all pairs.
   const Comparison* comparison(int place) const;
 
@@ -56,6 +59,7 @@ class MaskAnalysis {
  private:
   void find_conjuncts(int place, bool negated);
   void find_comparisons();
+  std::size_t count_bounds() const;
   void find_reads(int place, bool negated);
   bool plain(int place) const;
   bool inexact(int place, bool negated) const;
@@ -105,8 +109,5 @@ struct ScoreLine {
 };
 /// Of the score at `root`.
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root);
-
-/// The comparison that is true where `comparison` is false; fits as it does.
-Comparison negated(const Comparison& comparison);
 
 }  // namespace flashjit::expr

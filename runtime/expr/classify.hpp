@@ -97,8 +97,7 @@ void narrow_bounds(const Graph& graph, const MaskAnalysis& mask, bool of_keys, D
       domain.keep_if(conjunct.place, conjunct.negated);
       continue;
     }
-    const Comparison& written = *mask.comparison(conjunct.place);
-    const Comparison comparison = conjunct.negated ? negated(written) : written;
+    const Comparison comparison = *mask.comparison_of(conjunct);
     if (comparison.relation == Relation::not_zero) continue;
     Affine others = comparison.difference;
     const long long factor = std::exchange(of_keys ? others.kv : others.q, 0);

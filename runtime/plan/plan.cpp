@@ -80,11 +80,6 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   return stay ? std::min(heads, first) : heads;
 }
 
-/// How many blocks, or clusters, of an entry the device holds.
-std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device) {
-  return std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
-}
-
 void require_launchable(const ExecutionPlan& plan) {
   constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();  // a grid's first dimension
   for (const Launch& launch : plan.launches) {
@@ -122,17 +117,6 @@ Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape
   problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;
   problem.shape.heads_q = shape.heads_kv;
   return problem;
-}
-
-std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
-                           const DeviceInfo& device) {
-  if (!config.splits_keys) return 1;
-  const FamilyTraits& family = traits(config.family);
-  const std::vector<Entry> entries = family.entries(spec, config);
-  const std::vector<Launch> launches = family.launches(spec, shape, config);
-  const auto hot = std::ranges::find_if(launches, [&](const Launch& l) { return entries[l.entry].hot; });
-  return key_parts(hot->blocks, blocks_at_once(entries[hot->entry], device),
-                   tiles(shape.seqlen_kv, config.bc));
 }
 
 ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,

@@ -46,11 +46,6 @@ inline constexpr const char *kTuned = "tuned", *kTunedElsewhere = "tuned elsewhe
 /// The first family that can do the spec, or the reasons of all of them.
 Support supports(const AttentionSpec& spec, const DeviceInfo& device);
 
-/// In how many parts blocks share the keys of each Q tile: 1 unless the configuration has them share. Of a
-/// normalized spec and a configuration of its family.
-std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
-                           const DeviceInfo& device);
-
 /// The given configuration, else the tuned record's, else the nearest shape's, else the first able family's
 /// heuristic. Throws Error(unsupported) with every family's reason, or Error(invalid_argument) when the given
 /// configuration is not admitted.

@@ -184,8 +184,7 @@ bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, cons
   const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
   if (spec.pass != Pass::forward) return false;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
-  const std::int64_t parts = key_parts(hot_blocks(spec, shape, c), slots, kv_tiles);
+  const std::int64_t parts = parts_of_keys(spec, shape, c, device);
   return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);
 }
 

@@ -172,25 +172,17 @@ double cost_of_joining(const AttentionShape& shape) {
   return 45000 + 32 * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
 }
 
-std::int64_t slots_of(const TileConfig& c, const DeviceInfo& device) {
-  return std::int64_t{device.multiprocessors} * c.min_blocks;
-}
-
-std::int64_t parts_of(const AttentionShape& shape, const TileConfig& c, const DeviceInfo& device) {
-  const std::int64_t works = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
-  return key_parts(works, slots_of(c, device), tiles(shape.seqlen_kv, c.bc));
-}
-
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
 /// under a causal mask the longest tile.
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
   const int groups = c.warps / kGroupWarps;
   const std::int64_t heads = shape.batch * shape.heads_q;
-  const std::int64_t slots = slots_of(c, device);
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
   const auto padded = [&](std::int64_t keys) { return static_cast<double>(tiles(keys, c.bc) * c.bc); };
   if (c.splits_keys)
-    return padded(tiles(shape.seqlen_kv, parts_of(shape, c, device))) * cost_of_groups(spec, groups) +
+    return padded(tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device))) *
+               cost_of_groups(spec, groups) +
            cost_of_joining(shape);
   const std::int64_t rows = tiles(shape.seqlen_q, c.br);
   if (!is_causal(spec.mask))
@@ -219,8 +211,10 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   std::vector<TileConfig> choices = preferences(spec);
   if (choices.front().min_blocks > 1) return choices.front();  // small: of any length there are enough
   if (is_forward(spec)) {
-    for (const TileConfig& c : preferences(spec))
-      if (parts_of(shape, c, device) > 1) choices.push_back(with_parts(c));
+    for (const TileConfig& alone : preferences(spec)) {
+      const TileConfig shared = with_parts(alone);
+      if (parts_of_keys(spec, shape, shared, device) > 1) choices.push_back(shared);
+    }
   }
   return *std::ranges::min_element(
       choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });

@@ -1,24 +1,25 @@
 // What the families share: counting tiles, and naming entries.
 #pragma once
 
-#include <algorithm>
-
 #include "plan/family.hpp"
 
 namespace flashjit::plan {
 
 constexpr std::int64_t tiles(std::int64_t length, std::int64_t tile) { return (length + tile - 1) / tile; }
 
-/// Of a forward pass whose blocks share keys: in how many parts, so that `works` Q tiles fill `slots` blocks.
-constexpr std::int64_t key_parts(std::int64_t works, std::int64_t slots, std::int64_t kv_tiles) {
-  return std::max<std::int64_t>(1, std::min(slots / std::max<std::int64_t>(works, 1), kv_tiles));
-}
-
 /// Threads of the kernels around the main one, and rows of one head that each block of them takes.
 constexpr int kAuxiliaryThreads = 128;
 
 /// Bytes of a multiprocessor's shared memory that the driver keeps for each block.
 constexpr int kReservedSharedBytes = 1024;
+
+/// How many blocks, or clusters, of an entry the device holds.
+std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
+
+/// In how many parts blocks share the keys of each Q tile: as many as fill the device, if the configuration
+/// has them share, else 1. Of a normalized spec.
+std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                           const DeviceInfo& device);
 
 /// An entry from templates/<family>/<header>.cuh.
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);

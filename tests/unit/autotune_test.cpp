@@ -22,6 +22,7 @@
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "plan/records.hpp"
+#include "plan/tiles.hpp"
 #include "support/file.hpp"
 
 namespace flashjit::autotune {

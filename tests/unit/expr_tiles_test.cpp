@@ -118,9 +118,10 @@ struct Checked {
 
 using Attends = std::vector<std::vector<bool>>;
 
+bool in(Range range, int at) { return range.begin <= at && at < range.end; }
+
 /// That the pairs of a mask that is its bounds are those within the bounds of each row, and of each column.
 void check_is_bounds(const HostTiles& mask, const Point& head, const Attends& attends) {
-  const auto in = [](Range range, int at) { return range.begin <= at && at < range.end; };
   for (int row = 0; row < head.seqlen_q; ++row) {
     const Range keys = mask.kv_bounds(head, {row, row + 1});
     for (int column = 0; column < head.seqlen_kv; ++column) {
@@ -163,7 +164,7 @@ void check_tiles(const HostTiles& mask, Point head, std::mt19937& random, int co
       for (int column = 0; column < skv; ++column) {
         bool by_all = true;
         for (int row = q.begin; row < q.end; ++row) by_all = by_all && attends[row][column];
-        ASSERT_EQ(of_all.begin <= column && column < of_all.end, by_all) << column;
+        ASSERT_EQ(in(of_all, column), by_all) << column;
       }
     }
     const Range keys = mask.kv_bounds(head, q), queries = mask.q_bounds(head, kv);
@@ -172,7 +173,6 @@ void check_tiles(const HostTiles& mask, Point head, std::mt19937& random, int co
     for (int row = 0; row < sq; ++row) {
       for (int column = 0; column < skv; ++column) {
         if (!attends[row][column]) continue;
-        const auto in = [](Range range, int at) { return range.begin <= at && at < range.end; };
         ASSERT_TRUE(!in(q, row) || in(keys, column)) << column << " of query " << row;
         ASSERT_TRUE(!in(kv, column) || in(queries, row)) << row << " of key " << column;
       }

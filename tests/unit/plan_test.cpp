@@ -1,5 +1,6 @@
 // From a spec and a shape to a plan: which configuration, why, and every refusal.
 #include "plan/plan.hpp"
+#include "plan/tiles.hpp"
 
 #include <gtest/gtest.h>
 

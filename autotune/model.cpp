@@ -8,8 +8,8 @@
 
 #include "expr/graph.hpp"
 #include "plan/family.hpp"
+#include "plan/sm90.hpp"
 #include "plan/tiles.hpp"
-#include "templates/sm90/layout.cuh"
 
 namespace flashjit::autotune {
 namespace {
@@ -62,9 +62,15 @@ double macs_per_clock(Family family, const Rates& rates) {
   return family == Family::sm90 ? rates.group_macs * kGroupEfficiency : rates.tensor_macs;
 }
 
+/// Q tiles that a block computes at a time.
+int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
+  return c.family == Family::sm90 && !is_backward(spec) ? plan::sm90_teams(c) : 1;
+}
+
 /// Warps, or warp groups, each of which reads the whole streamed tile.
-int readers(const TileConfig& c) {
-  return std::max(1, c.family == Family::sm90 ? c.warps / kGroupWarps : c.warps);
+int readers(const AttentionSpec& spec, const TileConfig& c) {
+  const int all = c.family == Family::sm90 ? c.warps / kGroupWarps : c.warps;
+  return std::max(1, all / tiles_at_a_time(spec, c));
 }
 
 double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
@@ -79,10 +85,10 @@ double shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   const double element = c.family == Family::simt ? 4 : size_of(spec.dtype);
   if (!is_backward(spec)) {
     const double q = c.q_in_registers ? 0 : c.br * static_cast<double>(spec.head_dim);
-    return element * (readers(c) * c.bc * dims + q);
+    return element * (readers(spec, c) * c.bc * dims + q);
   }
   // K and V by the rows that own them; Q and dO twice by everyone; dS once more for dQ, with K.
-  const double own = c.bc * dims, streamed = 2.0 * readers(c) * c.br * dims / c.d_split;
+  const double own = c.bc * dims, streamed = 2.0 * readers(spec, c) * c.br * dims / c.d_split;
   return element * (own * c.d_split + streamed + c.bc * static_cast<double>(spec.head_dim + 2 * c.br));
 }
 
@@ -103,7 +109,7 @@ TileClocks tile_clocks(const AttentionSpec& spec, const TileConfig& c, const Rat
   return clocks;
 }
 
-/// A tile's time when units work side by side as far as the resident warps let them.
+/// A tile's time when units work side by side as far as the warps of as many resident tiles let them.
 double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const TileConfig& c, int resident) {
   double busiest = 0;
   for (const auto& [unit, name] : clocks.units()) busiest = std::max(busiest, unit);
@@ -111,7 +117,7 @@ double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const Til
     // Loads have their own warps; products run under the softmax of the same and of other groups.
     const double hidden_loads = is_backward(spec) ? 0 : clocks.shared;
     const double rest = std::max(0.0, clocks.sum() - busiest - clocks.l2 - hidden_loads);
-    const int groups = c.warps / kGroupWarps * resident;
+    const int groups = readers(spec, c) * resident;
     const double exposed = is_backward(spec) ? 0.12 : groups <= 1 ? 0.5 : groups == 2 ? 0.15 : 0.07;
     const double late = c.stages == 1 ? clocks.l2 : 0;
     return busiest + exposed * rest + late + clocks.overhead;
@@ -228,8 +234,8 @@ Prediction Model::predict(const TileConfig& config) const {
     // A grid too small to fill the device spreads out.
     const double multiprocessors = std::max(device_.multiprocessors, 1);
     const double share = std::ceil(static_cast<double>(launch.blocks) * parts / multiprocessors);
-    const int resident =
-        static_cast<int>(std::min<double>(resident_blocks(spec, config, entry, device_), share));
+    const int resident = static_cast<int>(std::min<double>(
+        resident_blocks(spec, config, entry, device_) * tiles_at_a_time(spec, config), share));
     const double tile = overlapped(clocks, spec, config, resident);
 
     // Backward, a block owns keys, but for the kernel of simt that computes dQ.

@@ -5,6 +5,7 @@
 
 #include "expr/analyze.hpp"
 #include "expr/declarations.hpp"
+#include "expr/key_bounds.hpp"
 #include "plan/sm90.hpp"
 #include "plan/tensor_core.hpp"
 #include "templates/sm90/layout.cuh"
@@ -21,7 +22,7 @@ bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; 
 bool reads_plane(const AttentionSpec& spec) { return expr::plane_of(spec.score.tree()).has_value(); }
 
 sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec)};
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec), sm90_teams(c)};
 }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
@@ -48,6 +49,15 @@ int kept_limit(const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks) - 32;
 }
 
+/// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
+/// kernel knows, the device's own scheduler is fairer.
+bool shares_tiles_out(const AttentionSpec& spec) {
+  return !has_tile_lists(spec) && !spec.varlen && !spec.kv_lengths;
+}
+
+/// Whether blocks take one Q tile after the other, instead of one each.
+bool takes_tiles_in_turn(const AttentionSpec& spec) { return has_tile_lists(spec) || shares_tiles_out(spec); }
+
 Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and the TMA unit of sm_90a, the device is {}", device.arch));
@@ -59,10 +69,17 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
 
 Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
-    if (c.warps != 4 && c.warps != 8 && c.warps != 12)
-      return Support::no(fmt::format("warps is 4, 8 or 12, not {}", c.warps));
-    if (const int rows = c.warps / kGroupWarps * sm90::kGroupRows; c.br != rows)
-      return Support::no(fmt::format("{} warps compute {} rows, Br is {}", c.warps, rows, c.br));
+    if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
+      return Support::no(fmt::format("warps is 4, 8, 12 or 16, not {}", c.warps));
+    const int rows = c.warps / kGroupWarps * sm90::kGroupRows;
+    if (c.br != rows && c.br * 2 != rows)
+      return Support::no(
+          fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
+    if (sm90_teams(c) > 1 && (c.splits_keys || !takes_tiles_in_turn(spec)))
+      return Support::no(
+          "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
+          "nor "
+          "for packed sequences or lengths of keys without lists of tiles");
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
@@ -108,6 +125,9 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
   return c;
 }
 
+/// Two Q tiles at a time, of 128 rows each.
+TileConfig teams_config(int bc, int stages) { return config(2 * sm90::kGroupRows, bc, 16, stages); }
+
 TileConfig with_parts(TileConfig c) {
   c.splits_keys = true;
   return c;
@@ -136,10 +156,18 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     const bool simple = spec.mask.empty() || is_causal(spec.mask);
     if (!spec.dropout && !in_blocks && !plane && (d <= 64 || simple))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
-    // Small blocks hide each other's waits for what stands in lists, and for what a mask reads.
+    // Small tiles hide each other's waits for what stands in lists, and for what a mask reads.
     if (d <= 64 && in_blocks && !plane)
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
+    // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
+    // where a mask does. Their registers hold no more than the plain softmax.
+    const TileConfig two = teams_config(64, 3);
+    const bool in_tiles =
+        !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
+    if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
+        takes_tiles_in_turn(spec))
+      choices.push_back(two);
   } else if (d <= 192) {
     const int bc = spec.v_dim() <= 128 ? 112 : 80;
     choices = {forward_config(8, plane ? 64 : bc, 2), forward_config(4, plane ? 64 : 96, 2)};
@@ -155,15 +183,26 @@ double cost_of_groups(const AttentionSpec& spec, int groups) {
   const double exposed = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
+/// Of two Q tiles of two groups at a time, each; and where a block has but one of them.
+constexpr double kCostOfTeam = 290, kCostOfTeamAlone = 170;
 
-/// Without a causal mask all Q tiles of `groups` warp groups cost the same: what counts is the rounds of
-/// them. The last one's tiles are cut where there is no mask, see ForwardWalk in templates/sm90/forward.cuh.
-double cost_of_rounds(const AttentionSpec& spec, std::int64_t count, int groups, std::int64_t slots) {
+double cost_of_tile(const AttentionSpec& spec, const TileConfig& c) {
+  return sm90_teams(c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
+}
+
+/// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many
+/// `slots`. The last one's tiles are cut where there is no mask, see ForwardWalk in
+/// templates/sm90/forward.cuh.
+double cost_of_rounds(const AttentionSpec& spec, const TileConfig& c, std::int64_t count,
+                      std::int64_t slots) {
   const std::int64_t whole = count / slots, over = count % slots;
+  const double all_whole = static_cast<double>(whole) * cost_of_tile(spec, c);
+  if (over == 0) return all_whole;
+  if (sm90_teams(c) > 1) return all_whole + (over * sm90_teams(c) > slots ? kCostOfTeam : kCostOfTeamAlone);
+  const int groups = c.warps / kGroupWarps;
   int pieces = spec.mask.empty() && count > slots ? groups : 1;
   while (over * pieces > slots) --pieces;
-  const double last = over == 0 ? 0 : cost_of_groups(spec, (groups + pieces - 1) / pieces);
-  return static_cast<double>(whole) * cost_of_groups(spec, groups) + last;
+  return all_whole + cost_of_groups(spec, (groups + pieces - 1) / pieces);
 }
 
 /// What it costs to join parts of the keys, in keys of one warp group: a launch, as long as three tiles, and
@@ -176,27 +215,30 @@ double cost_of_joining(const AttentionShape& shape) {
 /// under a causal mask the longest tile.
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
-  const int groups = c.warps / kGroupWarps;
   const std::int64_t heads = shape.batch * shape.heads_q;
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks;
-  const auto padded = [&](std::int64_t keys) { return static_cast<double>(tiles(keys, c.bc) * c.bc); };
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * sm90_teams(c);
   if (c.splits_keys)
-    return padded(tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device))) *
-               cost_of_groups(spec, groups) +
+    return static_cast<double>(tiles(tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device)), c.bc) *
+                               c.bc) *
+               cost_of_tile(spec, c) +
            cost_of_joining(shape);
   const std::int64_t rows = tiles(shape.seqlen_q, c.br);
-  if (!is_causal(spec.mask))
-    return padded(shape.seqlen_kv) * cost_of_rounds(spec, rows * heads, groups, slots);
-  const bool top_left = spec.mask == causal(CausalAlignment::top_left);
-  const std::int64_t shift = top_left ? 0 : shape.seqlen_kv - shape.seqlen_q;
-  double all = 0, longest = 0;
+  const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
+                               static_cast<int>(shape.seqlen_kv));
+  double all = 0, longest = 0;  // keys that a head's Q tiles meet
   for (std::int64_t row = 0; row < rows; ++row) {
-    const double keys = padded(std::clamp<std::int64_t>((row + 1) * c.br + shift, 0, shape.seqlen_kv));
-    all += keys;
-    longest = std::max(longest, keys);
+    const int begin = static_cast<int>(row * c.br);
+    const Range keys = bounds.of({begin, begin + c.br});
+    const double met =
+        keys.begin < keys.end ? static_cast<double>((tiles(keys.end, c.bc) - keys.begin / c.bc) * c.bc) : 0;
+    all += met;
+    longest = std::max(longest, met);
   }
+  if (!is_causal(spec.mask))
+    return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
+           cost_of_rounds(spec, c, rows * heads, slots);
   const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
-  return std::max(longest, fair) * cost_of_groups(spec, groups);
+  return std::max(longest, fair) * cost_of_tile(spec, c);
 }
 
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.
@@ -209,7 +251,14 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
-  if (choices.front().min_blocks > 1) return choices.front();  // small: of any length there are enough
+  // Small: of any length there are enough. Two at a time where every block has them.
+  if (choices.front().min_blocks > 1) {
+    const TileConfig& last = choices.back();
+    const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, last.br);
+    return sm90_teams(last) > 1 && count >= std::int64_t{sm90_teams(last)} * device.multiprocessors
+               ? last
+               : choices.front();
+  }
   if (is_forward(spec)) {
     for (const TileConfig& alone : preferences(spec)) {
       const TileConfig shared = with_parts(alone);
@@ -236,6 +285,8 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
       for (const int stages : {2, 3})
         for (int blocks = 1; blocks <= kMostBlocks; ++blocks)
           consider(forward_config(warps, bc, stages, blocks));
+  for (int bc = 64; bc <= 128; bc += 16)
+    for (const int stages : {2, 3}) consider(teams_config(bc, stages));
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})
@@ -243,18 +294,12 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   return found;
 }
 
-/// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
-/// kernel knows, the device's own scheduler is fairer.
-bool shares_tiles_out(const AttentionSpec& spec) {
-  return !has_tile_lists(spec) && !spec.varlen && !spec.kv_lengths;
-}
-
 std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? sm90_forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
-  main.persistent = !is_forward(spec) || has_tile_lists(spec) || shares_tiles_out(spec);
+  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec);
   return with_auxiliaries(spec, c, main);
 }
 
@@ -288,8 +333,13 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 
 }  // namespace
 
+int sm90_teams(const TileConfig& c) { return c.warps / kGroupWarps * sm90::kGroupRows / c.br; }
+
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
-  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && !c.splits_keys ? 2 : 1;
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && sm90_teams(c) == 1 &&
+                 !c.splits_keys
+             ? 2
+             : 1;
 }
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {

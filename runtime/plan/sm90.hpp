@@ -1,10 +1,13 @@
-// What the renderer must know of family sm90 as the planner does.
+// What the renderer and the tuner must know of family sm90 as the planner does.
 #pragma once
 
 #include "flashjit/spec.hpp"
 #include "templates/sm90/layout.cuh"
 
 namespace flashjit::plan {
+
+/// Q tiles that a block of the forward pass computes at a time.
+int sm90_teams(const TileConfig& config);
 
 /// Blocks of the forward pass that take neighbouring Q tiles, as ForwardWalk in templates/sm90/forward.cuh
 /// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.

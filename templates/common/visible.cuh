@@ -104,6 +104,10 @@ __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, i
   return p.block_map + ((mb * p.map_heads + mh) * p.map_rows + q / Problem::kBlockQ) * p.map_columns;
 }
 
+/// Whether listed tiles reach across the map's blocks: else each is within one that attends.
+template <class P>
+constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kBr != 0 || P::kBlockKv % P::kBc != 0);
+
 /// Whether the pair attends by block map and mask program.
 template <class Problem>
 __device__ __forceinline__ bool pair_attends(const Params& p, const typename Problem::Head& head, int q,

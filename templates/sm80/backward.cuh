@@ -271,7 +271,7 @@ __device__ void backward(const Params& p) {
 #pragma unroll
           for (int nt = 0; nt < kNt; ++nt) {
             bool block = true;
-            if constexpr (P::kBlockMap) {
+            if constexpr (kTestsMap<P>) {
               const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
               const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
               block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;

@@ -213,7 +213,7 @@ __device__ void forward(const Params& p) {
         for (int nt = 0; nt < kNt; ++nt) {
           // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
           bool block = true;
-          if constexpr (P::kBlockMap) {
+          if constexpr (kTestsMap<P>) {
             const int q = min(q_begin + warp_row(mt), seqlen_q - 1);
             const int kv = min(kv_begin + nt * 8, kv_limit - 1);
             block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;

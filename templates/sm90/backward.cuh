@@ -425,7 +425,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
   // warp's sixteen keys lie in one.
   [[maybe_unused]] unsigned blocks = ~0u;
-  if constexpr (P::kBlockMap) {
+  if constexpr (kTestsMap<P>) {
     if (partial) {
       const unsigned char* column =
           block_map_row<P>(p, sequence.b, h, 0) +
@@ -475,7 +475,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
         }
       }
       if constexpr (masked.value) {
-        const bool block = !P::kBlockMap || (blocks >> (n / 4) & 1u) != 0;
+        const bool block = !kTestsMap<P> || (blocks >> (n / 4) & 1u) != 0;
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),

@@ -1,7 +1,7 @@
-// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and a
-// warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma. The
-// products of one tile run under the softmax of the tile before, and the warp groups take turns, so that one
-// group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
+// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and
+// a warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma.
+// The products of one tile run under the softmax of the tile before, and the warp groups take turns, so that
+// one group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
 #pragma once
 
 #include "flashjit/common/sink.cuh"
@@ -10,6 +10,19 @@
 #include "flashjit/sm90/plane.cuh"
 
 namespace flashjit::sm90 {
+
+/// How many Q tiles a block computes at a time, each with groups, places and warps that load of its own: a
+/// team. Two share the registers that one's loading warps would give back in vain.
+template <class P>
+constexpr int kTeams = P::kWarps* kWarpRows / P::kBr;
+template <class P>
+__device__ __forceinline__ unsigned teams_at_once() {
+  return gridDim.x * kTeams<P>;
+}
+template <class P>
+__device__ __forceinline__ unsigned team_index(int team) {
+  return blockIdx.x + team * gridDim.x;
+}
 
 /// By how many powers of two a row's exponentials may exceed one before O is rescaled: their sum and O share
 /// the factor. Asking whether to rescale costs more than doing it for few columns.
@@ -31,10 +44,11 @@ constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kSplitsKeys && P::
 template <class P>
 constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
 
-/// Whether it is. With more columns the products take longer than the softmax.
+/// Whether it is. With more columns the products take longer than the softmax, and two tiles at a time are
+/// small and short of registers.
 template <class P>
-constexpr bool kShortSteps =
-    P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc && P::kBr > kGroupRows;
+constexpr bool kShortSteps = P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc &&
+                             P::kBr > kGroupRows&& kTeams<P> == 1;
 
 /// A Q tile, which of its warp groups' rows, and which part of its keys.
 struct ForwardPiece {
@@ -43,7 +57,7 @@ struct ForwardPiece {
   int part;
 };
 
-/// The order of the walk over all Q tiles, of which each block takes one a round. Without a mask the tiles of
+/// The order of the walk over all Q tiles, of which each team takes one a round. Without a mask the tiles of
 /// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
 /// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
 /// blocks get the same. As few heads are mixed as make whole pairs of rounds. The blocks of a cluster take
@@ -64,26 +78,28 @@ struct ForwardWalk {
         neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
         whole(rows * heads),
         parts(key_parts<P>(p)) {
-    if (gridDim.x >= rows * heads * parts) return;  // every block has one piece: no rounds
+    const unsigned teams = teams_at_once<P>();
+    if (teams >= rows * heads * parts) return;  // every team has one piece: no rounds
     if constexpr (kCutsTiles<P>) {
-      const unsigned over = whole % gridDim.x;
+      const unsigned over = whole % teams;
       whole -= over;
-      for (pieces = kGroups; over * pieces > gridDim.x;) --pieces;
+      for (pieces = kGroups; over * pieces > teams;) --pieces;
     }
     // Masks that must be evaluated to be classed are of blocks here and there: no row is known to be long.
     if (!P::kHasMask || P::kEvaluateTiles) return;
-    unsigned divisor = 2 * gridDim.x, rest = rows;
+    unsigned divisor = 2 * teams, rest = rows;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;
       divisor = rest, rest = remainder;
     }
-    mixed = min(2 * gridDim.x / divisor, heads);
+    mixed = min(2 * teams / divisor, heads);
   }
   /// The number of a piece of work. What lists leave of a tile differs: then blocks take the next when they
   /// are done with the last.
-  __device__ unsigned number(const Params& p, unsigned round) const {
+  __device__ unsigned number(const Params& p, int team, unsigned round) const {
     if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(next_q_work(p), 1));
-    return round * gridDim.x + (round % 2 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+    const unsigned teams = teams_at_once<P>(), index = team_index<P>(team);
+    return round * teams + (round % 2 ? teams - 1 - index : index);
   }
   /// False when there is no such number.
   __device__ bool find(unsigned index, ForwardPiece& found) const {
@@ -144,20 +160,30 @@ struct ForwardWork {
   __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
 };
 
-/// Where things are in shared memory. `n` counts the tiles of K and V, `round` the Q tiles with keys, through
-/// all of a block's work.
+/// Where a team's things are in shared memory. `n` counts the tiles of K and V, `round` the Q tiles with
+/// keys, through all of its work.
 template <class P>
 struct ForwardPlaces {
-  static constexpr ForwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
-                                         P::kHeadDimV, P::kStages, P::kReadsPlane};
+  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim, P::kHeadDimV,
+                                         P::kStages, P::kReadsPlane, kTeams<P>};
   static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static_assert(sizeof(ForwardWork<P>) <= kWorkBytes);
 
-  char* shared;   ///< aligned
-  unsigned base;  ///< its address
+  int team;
+  char* shared;   ///< its part, aligned
+  unsigned base;  ///< the address of that
+
+  __device__ ForwardPlaces(int team, char* all) : team(team) {
+    const unsigned begin = (shared_address(all) + kAlignment - 1) / kAlignment * kAlignment;
+    base = begin + team * kLayout.team_bytes();
+    shared = all + (base - shared_address(all));
+  }
+  /// Named barriers: those of the groups' turns, and those where a group's warps meet.
+  __device__ int turn(int group) const { return 1 + (kTeams<P> > 1 ? team * 2 * kGroups : 0) + group; }
+  __device__ int meeting(int group) const { return turn(group) + kGroups; }
 
   __device__ ForwardWork<P>& work(int round) const {
     return *reinterpret_cast<ForwardWork<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
@@ -197,13 +223,13 @@ template <class P>
 constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kSplitsKeys;
 
 /// Writes O and LSE of the tiles without keys, which the other warps pass over: LSE alone where that is a
-/// part of the keys. By one warp.
+/// part of the keys. By the threads of one warp, or most of them.
 template <class P>
-__device__ __forceinline__ void write_rows_without_keys(const Params& p) {
+__device__ __forceinline__ void write_rows_without_keys(const Params& p, int team, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
   const unsigned rows = q_tiles<P>(p), parts = key_parts<P>(p), all = rows * p.batch * p.heads_q * parts;
 #pragma unroll 1
-  for (unsigned index = blockIdx.x; index < all; index += gridDim.x) {
+  for (unsigned index = team_index<P>(team); index < all; index += teams_at_once<P>()) {
     const ForwardWork<P> work(p, {index / parts / rows,
                                   index / parts % rows,
                                   {0, P::kBr / kGroupRows},
@@ -213,7 +239,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p) {
     if constexpr (!P::kSplitsKeys) {
       unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
-      for (int chunk = threadIdx.x % 32; chunk < count * kChunks; chunk += 32)
+      for (int chunk = thread; chunk < count * kChunks; chunk += threads)
         *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) =
             uint4{0, 0, 0, 0};
     }
@@ -221,8 +247,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p) {
     if (lse == nullptr) continue;
     lse += work.sequence.lse_row(p, work.h) + work.q_begin;
 #pragma unroll 1
-    for (int row = threadIdx.x % 32; row < count; row += 32)
-      lse[row] = end_of_row<P>(p, work.h, -infinity()).lse;
+    for (int row = thread; row < count; row += threads) lse[row] = end_of_row<P>(p, work.h, -infinity()).lse;
   }
 }
 
@@ -277,7 +302,7 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
   for (int round = 0, index = 0;; ++index) {
     ForwardWork<P>& work = at.work(round);
     ForwardPiece piece;
-    const bool more = walk.find(walk.number(p, index), piece);
+    const bool more = walk.find(walk.number(p, at.team, index), piece);
     work = more ? ForwardWork<P>(p, piece) : ForwardWork<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(at.found(round));
@@ -296,13 +321,14 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
 }
 
 /// The warp groups take turns at starting products.
-template <int kGroups>
-__device__ __forceinline__ void wait_for_turn(int group) {
-  if constexpr (kGroups > 1) named_barrier_sync(1 + group, 256);
+template <class Places>
+__device__ __forceinline__ void wait_for_turn(const Places& at, int group) {
+  if constexpr (Places::kGroups > 1) named_barrier_sync(at.turn(group), 256);
 }
-template <int kGroups>
-__device__ __forceinline__ void pass_turn(int group) {
-  if constexpr (kGroups > 1) named_barrier_arrive(1 + (group + 1 == kGroups ? 0 : group + 1), 256);
+template <class Places>
+__device__ __forceinline__ void pass_turn(const Places& at, int group) {
+  if constexpr (Places::kGroups > 1)
+    named_barrier_arrive(at.turn(group + 1 == Places::kGroups ? 0 : group + 1), 256);
 }
 
 /// Whether bounds tell which KV tiles are full, once a Q tile.
@@ -364,7 +390,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
   for (int n = 0; n < kCount; n += 4) {
     // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
     bool block = true;
-    if constexpr (P::kBlockMap) {
+    if constexpr (kTestsMap<P>) {
       const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.kv_limit - 1);
       block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
     }
@@ -574,7 +600,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (const int valid = rows.kv_limit - kv_begin; kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(n) - at.base), valid);
       publish_to_async_proxy();
-      named_barrier_sync(1 + kGroups + group, 128);
+      named_barrier_sync(at.meeting(group), 128);
     }
   };
   const auto start_output = [&] {
@@ -621,13 +647,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   float rescale[2], scale[2];
   int n = 0;
   find_tiles(0);
-  if (group == kGroups - 1) pass_turn<kGroups>(group);
+  if (group == kGroups - 1) pass_turn(at, group);
   for (; find_work(); ++round) {
     if (kCutsTiles<P> && group >= at.work(round).groups) break;  // its last
     const bool follows = n > 0;
     q_tile = tile_descriptor(at.q(group, round), 0);
     wait_for_k(n);
-    wait_for_turn<kGroups>(group);
+    wait_for_turn(at, group);
     start_scores();
     // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
     if (__any_sync(kWholeWarp, follows)) {
@@ -635,7 +661,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       start_output();
     }
     multiply_commit();
-    pass_turn<kGroups>(group);
+    pass_turn(at, group);
     find_tiles(n + 1);
     if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
     rows.begin(p, at.work(round), group);
@@ -666,12 +692,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     for (++n; i > 0; ++n) {
       --i;
       wait_for_k(n);
-      wait_for_turn<kGroups>(group);
+      wait_for_turn(at, group);
       start_scores();
       wait_for_v(n - 1);
       start_output();
       multiply_commit();
-      pass_turn<kGroups>(group);
+      pass_turn(at, group);
       find_tiles(n + 1);
       look_at_tile();
       multiply_wait<1>();
@@ -707,55 +733,70 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release(at.v_empty(n - 1));
     }
     for (; i >= 0; --i, ++n) {
-      wait_for_turn<kGroups>(group);
-      pass_turn<kGroups>(group);
+      wait_for_turn(at, group);
+      pass_turn(at, group);
       barrier_wait<P>(at.k_full(n), at.phase(n));
       release(at.k_empty(n));
       barrier_wait<P>(at.v_full(n), at.phase(n));
       release(at.v_empty(n));
     }
   }
-  if (group == 0) wait_for_turn<kGroups>(group);  // takes the turn that nobody else wants
+  if (group == 0) wait_for_turn(at, group);  // takes the turn that nobody else wants
+}
+
+template <class P>
+__device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
+  using Places = ForwardPlaces<P>;
+  for (int group = 0; group < Places::kGroups; ++group) {
+    for (int round = 0; round < Places::kQStages; ++round) {
+      barrier_init(at.q_full(group, round), 1);
+      barrier_init(at.q_empty(group, round), 4);
+    }
+  }
+  for (int round = 0; round < kKeptWorks; ++round) barrier_init(at.found(round), 1);
+  for (int stage = 0; stage < P::kStages; ++stage) {
+    barrier_init(at.k_full(stage), 1);
+    barrier_init(at.v_full(stage), 1);
+    barrier_init(at.k_empty(stage), Places::kGroups * 4);
+    barrier_init(at.v_empty(stage), Places::kGroups * 4);
+  }
 }
 
 template <class P>
 __device__ void forward(const Params& p, const TensorMaps& maps) {
   using Places = ForwardPlaces<P>;
   extern __shared__ __align__(kAlignment) char shared[];
-  Places at;
-  at.base = (shared_address(shared) + kAlignment - 1) / kAlignment * kAlignment;
-  at.shared = shared + (at.base - shared_address(shared));
   if (threadIdx.x == 0) {
-    for (int group = 0; group < Places::kGroups; ++group) {
-      for (int round = 0; round < Places::kQStages; ++round) {
-        barrier_init(at.q_full(group, round), 1);
-        barrier_init(at.q_empty(group, round), 4);
-      }
-    }
-    for (int round = 0; round < kKeptWorks; ++round) barrier_init(at.found(round), 1);
-    for (int stage = 0; stage < P::kStages; ++stage) {
-      barrier_init(at.k_full(stage), 1);
-      barrier_init(at.v_full(stage), 1);
-      barrier_init(at.k_empty(stage), Places::kGroups * 4);
-      barrier_init(at.v_empty(stage), Places::kGroups * 4);
-    }
+    for (int team = 0; team < kTeams<P>; ++team) init_barriers(Places(team, shared));
     barrier_init_fence();
   }
   __syncthreads();
 
+  constexpr int kAllGroups = kTeams<P> * Places::kGroups;
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   if (group < 0) {
-    lower_register_limit<producer_registers(Places::kGroups, P::kMinBlocks)>();
-    const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
-    if (warp == 2)
-      write_rows_without_keys<P>(p);
-    else if (warp == 1 && elected())
-      load_queries(p, at, maps);
-    else if (warp == 0 && elected())
-      load_keys(p, at, maps);
+    lower_register_limit<producer_registers(kAllGroups, P::kMinBlocks)>();
+    const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0), team = warp % kTeams<P>;
+    const Places at(team, shared);
+    if (warp / kTeams<P> == 0) {
+      if (elected()) load_keys(p, at, maps);
+    } else if (warp / kTeams<P> == 1) {
+      if constexpr (kTeams<P> == 2) {
+        const bool loads = elected();
+        const unsigned others = __ballot_sync(kWholeWarp, !loads);
+        if (!loads)
+          write_rows_without_keys<P>(p, team, __popc(others & ((1u << threadIdx.x % 32) - 1u)), 31);
+        else
+          load_queries(p, at, maps);
+      } else if (elected())
+        load_queries(p, at, maps);
+    } else if (warp / kTeams<P> == 2) {
+      write_rows_without_keys<P>(p, team, threadIdx.x % 32, 32);
+    }
   } else {
-    raise_register_limit<consumer_registers(Places::kGroups, P::kMinBlocks)>();
-    consume(p, maps, at, group);
+    raise_register_limit<consumer_registers(kAllGroups, P::kMinBlocks)>();
+    const int team = kTeams<P> > 1 ? group / Places::kGroups : 0;
+    consume(p, maps, Places(team, shared), group - team * Places::kGroups);
   }
 }
 

@@ -39,14 +39,15 @@ constexpr int kKeptWorks = 8;
 
 /// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
 /// V, then of a captured plane where the score reads one, then O where it fits, then what is known of Q
-/// tiles, then the barriers.
+/// tiles, then the barriers: all that for each of the Q tiles that a block computes at a time.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_plane;
+  int teams;
 
   constexpr int groups() const { return br / kGroupRows; }
   /// Two where they fit: then the next tile is there before it is needed.
-  constexpr int q_stages() const { return bytes_of(2) <= kSharedLimit ? 2 : 1; }
+  constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
@@ -54,12 +55,17 @@ struct ForwardLayout {
   constexpr int plane_bytes() const { return reads_plane ? tile_bytes(br, bc) : 0; }
   constexpr int o() const { return plane() + stages * plane_bytes(); }
   /// Where it fits O leaves from there: then the threads that compute need not store it.
-  constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= kSharedLimit; }
+  constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= limit(); }
   constexpr int work() const { return o() + (stages_output() ? o_bytes() : 0); }
   constexpr int barriers() const { return work() + kKeptWorks * kWorkBytes; }
-  constexpr int bytes() const { return bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0); }
+  constexpr int team_bytes() const {
+    const int used = bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0);
+    return teams == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
+  }
+  constexpr int bytes() const { return teams * team_bytes(); }
 
  private:
+  constexpr int limit() const { return kSharedLimit / teams / kAlignment * kAlignment; }
   constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
   /// Without O, with two barriers for each group's Q, four for each stage, and one for each piece of work.

@@ -220,6 +220,49 @@ TEST_P(SharedKeys, AreJoined) {
 INSTANTIATE_TEST_SUITE_P(Features, SharedKeys, testing::ValuesIn(shared_key_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
+/// Two Q tiles at a time in a block of sm90: few, of which some blocks have one or none, and several rounds.
+std::vector<AttentionCase> two_tile_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d64",
+      "fp16:d64:causal",
+      "bf16:d32:causal_top_left:sinks",
+      "fp16:d64:map128x128",
+      "bf16:d64:map32x64:kvlen",
+      "bf16:d64x40:mask{q >= kv && q - kv < 100}",
+      "fp16:d40:mask{(q / 64 ^ kv / 64) % 3 == 1}:sinks",
+      "bf16:d64:causal:dropout",
+      "fp16:d48:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}",
+      "bf16:d64:map64x128:varlen",
+  };
+  constexpr std::array<AttentionShape, 2> kShapes = {{{2, 4, 2, 333, 300}, {40, 8, 4, 260, 150}}};
+  std::vector<AttentionCase> cases;
+  for (const char* spec : kSpecs)
+    for (const AttentionShape& shape : kShapes) {
+      AttentionCase test{.spec = parse_spec(spec), .shape = shape, .family = Family::sm90};
+      if (test.spec.dropout) test.dropout_p = 0.2;
+      test.variant = "two";
+      test.seed = static_cast<unsigned>(cases.size());
+      cases.push_back(test);
+    }
+  return cases;
+}
+
+class TwoTilesAtATime : public GpuTestWith<AttentionCase> {};
+
+TEST_P(TwoTilesAtATime, GiveTheSameResult) {
+  const AttentionCase& test = GetParam();
+  if (const Support support = supports(test.family, test.spec); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  TemporaryRuntime runtime;
+  AttentionRun run(test, make_problem(test));
+  for (const char* config : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc48:w16:s1", "sm90:br64:bc96:w8:s2"})
+    run.check_forward(runtime.get(), parse_config(config));
+  run.check_forward_without_lse(runtime.get(), parse_config("sm90:br128:bc64:w16:s2"));
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, TwoTilesAtATime, testing::ValuesIn(two_tile_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 class AttentionArguments : public GpuTestWith<Family> {
  protected:
   void check(AttentionCase test, reference::Problem problem, bool without_lse = false) {

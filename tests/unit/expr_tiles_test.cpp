@@ -4,6 +4,7 @@
 #include <functional>
 #include <random>
 
+#include "expr/key_bounds.hpp"
 #include "host_tiles.hpp"
 #include "tame_program.hpp"
 #include "unit/random_program.hpp"
@@ -380,6 +381,34 @@ TEST(Tiles, CausalHoldsAtTheLongestLengths) {
   EXPECT_EQ(causal.q_bounds(head(n, 1), {0, 1}).begin, n - 1);
   EXPECT_EQ(causal.classify(head(n, n), {0, 256}, {256, n}), TileClass::empty);
   EXPECT_EQ(causal.classify(head(1, n), {0, 1}, {0, n}), TileClass::full);
+}
+
+/// What planning knows of a mask's bounds, beside what a kernel does.
+void expect_key_bounds(const char* mask, bool all_known) {
+  SCOPED_TRACE(mask);
+  const HostTiles tiles(prepared_mask(parse(mask).pointer()), {});
+  constexpr int kLengths[][2] = {{90, 70}, {5, 120}, {64, 64}};
+  for (const auto& [sq, skv] : kLengths) {
+    const KeyBounds bounds{MaskProgram(mask), sq, skv};
+    for (int begin = 0; begin < sq; begin += 16) {
+      const Range known = bounds.of({begin, begin + 16});
+      const Range exact = tiles.kv_bounds(Point{.seqlen_q = sq, .seqlen_kv = skv}, {begin, begin + 16});
+      EXPECT_EQ(known.begin, all_known ? exact.begin : 0) << begin;
+      EXPECT_EQ(known.end, all_known ? exact.end : skv) << begin;
+    }
+  }
+}
+
+TEST(Tiles, PlanningKnowsBoundsOfLengthsAndConstants) {
+  for (const char* mask : {"kv <= q + seqlen_kv - seqlen_q", "q >= kv && q - kv < 20", "abs(q - kv) < 7",
+                           "kv > 3 && kv < 50", "q == kv", "q < 40 && kv <= q"})
+    expect_key_bounds(mask, true);
+  for (const char* mask : {"q / 8 == kv / 8", "q >= kv || kv < 9", "(q ^ kv) < 30"})
+    expect_key_bounds(mask, false);
+  const KeyBounds none({}, 12, 34), unknown(MaskProgram("w: int; q >= kv && q - kv < w"), 100, 100);
+  EXPECT_EQ(none.of({0, 12}).end, 34);
+  EXPECT_EQ(unknown.of({16, 32}).begin, 0);
+  EXPECT_EQ(unknown.of({16, 32}).end, 32);
 }
 
 TEST(Tiles, WrappedConstantsAreNotTakenForLargeOnes) {

@@ -49,8 +49,9 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br192:bc128:w12:s2"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc16:w4"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc224:w4:s2", "fwd:bf16:d64"), "");
-  expect_in("12 warps compute 192 rows, Br is 128", refusal_of_config("sm90:br128:bc64:w12:s2"));
-  expect_in("warps is 4, 8 or 12, not 16", refusal_of_config("sm90:br256:bc64:w16:s2"));
+  expect_in("12 warps compute 192 rows, of one Q tile or of two, Br is 128",
+            refusal_of_config("sm90:br128:bc64:w12:s2"));
+  expect_in("warps is 4, 8, 12 or 16, not 20", refusal_of_config("sm90:br320:bc64:w20:s2"));
   expect_in("not 264", refusal_of_config("sm90:br64:bc264:w4:s2"));
   expect_in("not 72", refusal_of_config("sm90:br64:bc72:w4:s2"));
   expect_in("stages is 1 to 4, not 5", refusal_of_config("sm90:br64:bc64:w4:s5"));
@@ -62,6 +63,14 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
             refusal_of_config("sm90:br128:bc64:w8:s2:occ2", "fwd:bf16:d64"));
   expect_in("bytes of shared memory a block",
             refusal_of_config("sm90:br64:bc64:w4:s3:occ2", "fwd:bf16:d128"));
+  // Two Q tiles at a time.
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc64:w16:s3"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc64:w16:s2", "fwd:bf16:d64:map128x128:varlen"), "");
+  expect_in("keeps 92 values a thread, 80 fit", refusal_of_config("sm90:br128:bc80:w16:s2"));
+  for (const char* spec : {"fwd:bf16:d64:causal:kvlen", "fwd:bf16:d64:varlen"})
+    expect_in("blocks that take one after the other", refusal_of_config("sm90:br128:bc64:w16:s2", spec));
+  expect_in("not for parts of the keys", refusal_of_config("sm90:br128:bc64:w16:s2:parts"));
   expect_in("occ is 1 to 3, in the backward pass 1, not 4", refusal_of_config("sm90:br64:bc64:w4:s2:occ4"));
   expect_in("in the backward pass 1, not 2",
             refusal_of_config("sm90:br64:bc128:w8:s2:occ2", "bwd:bf16:d128"));
@@ -140,6 +149,8 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("fwd:bf16:d128", parse_shape("b1:hq4:hkv4:sq1000:skv1000")), "sm90:br64:bc128:w4:s2");
 }
 
+constexpr const char* kTwoTiles = "sm90:br128:bc64:w16:s3";
+
 TEST(Sm90, TheHeuristicCountsRounds) {
   const auto chosen = [](const char* spec, const char* shape) {
     return to_string(family().heuristic(parse_spec(spec), parse_shape(shape), kH100));
@@ -150,7 +161,8 @@ TEST(Sm90, TheHeuristicCountsRounds) {
   EXPECT_EQ(chosen("fwd:bf16:d128", "b1:hq16:hkv16:sq768:skv768"), two_groups);
   // Two rounds of 192 rows take longer than two of 128.
   EXPECT_EQ(chosen("fwd:bf16:d128", "b1:hq16:hkv16:sq2048:skv2048"), two_groups);
-  EXPECT_EQ(chosen("fwd:bf16:d64", "b1:hq32:hkv32:sq1024:skv1024"), two_groups);
+  // 256 tiles, two at a time, are one round.
+  EXPECT_EQ(chosen("fwd:bf16:d64", "b1:hq32:hkv32:sq1024:skv1024"), kTwoTiles);
   // Under a causal mask the longest tile decides while there is about a round.
   EXPECT_EQ(chosen("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"), one_group);
   EXPECT_EQ(chosen("fwd:bf16:d256:causal", "b1:hq8:hkv4:sq2048:skv2048"), "sm90:br64:bc64:w4:s2");
@@ -161,11 +173,17 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   const auto chosen = [](const std::string& mask) {
     return to_string(family().heuristic(parse_spec("fwd:bf16:d64:" + mask), kLarge, kH100));
   };
-  EXPECT_EQ(chosen("mask{q >= kv && q - kv < 1024}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{q >= kv && q - kv < 2048}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{q >= kv && q - kv < 300}"), kTwoTiles);
   EXPECT_EQ(chosen("mask{q >= kv || kv < 2000}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("mask{doc: int32 1d; doc[q] == doc[kv]}"), "sm90:br64:bc64:w4:s2:occ3");
-  EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), "sm90:br64:bc128:w4:s2:occ2");
-  EXPECT_EQ(chosen("map128x128"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), kTwoTiles);
+  EXPECT_EQ(chosen("map128x128"), kTwoTiles);
+  EXPECT_EQ(chosen("map64x128"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(chosen("map128x128:dropout"), "sm90:br64:bc128:w4:s2:occ2");
+  const auto of_few = family().heuristic(parse_spec("fwd:bf16:d64:map128x128"),
+                                         parse_shape("b1:hq16:hkv16:sq1024:skv1024"), kH100);
+  EXPECT_EQ(to_string(of_few), "sm90:br64:bc128:w4:s2:occ2");
 }
 
 TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
@@ -175,7 +193,7 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
     return to_string(family().heuristic(parse_spec(spec), shape, kH100));
   };
   EXPECT_EQ(chosen("fwd:bf16:d64", 512), "sm90:br192:bc128:w12:s3");
-  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 1024), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", 1024), kTwoTiles);
   EXPECT_EQ(chosen("fwd:bf16:d64:causal", 2048), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("fwd:bf16:d128", 512), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal_top_left", 1024), "sm90:br128:bc128:w8:s2");
@@ -187,7 +205,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false}.bytes();
+  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false, 1}.bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",
@@ -263,6 +281,7 @@ TEST(Sm90, BlocksOfAClusterTakeNeighbouringTilesOfAMaskedForwardPass) {
     EXPECT_EQ(planned(spec, few, config), (Planned{2, 16})) << spec;  // of 3 * 5 tiles
   }
   EXPECT_EQ(planned("fwd:bf16:d128:causal", many, "sm90:br64:bc64:w4:s2:occ2").first, 1);
+  EXPECT_EQ(planned("fwd:bf16:d64:causal", many, kTwoTiles), (Planned{1, kH100.multiprocessors}));
   for (const char* spec : {"fwd:bf16:d128", "fwd:bf16:d128:causal:kvlen", "fwd:bf16:d128:causal:varlen",
                            "fwd:bf16:d128:causal:map128x128"})
     EXPECT_EQ(planned(spec, many, config).first, 1) << spec;

@@ -1,0 +1,27 @@
+// Which keys queries may attend to, as far as a mask's bounds and the lengths alone tell: what planning knows
+// of a mask before a call.
+#pragma once
+
+#include "expr/analyze.hpp"
+#include "templates/common/types.cuh"
+
+namespace flashjit::expr {
+
+class KeyBounds {
+ public:
+  /// An empty mask bounds nothing.
+  KeyBounds(const MaskProgram& mask, int seqlen_q, int seqlen_kv);
+  KeyBounds(const KeyBounds&) = delete;
+  KeyBounds& operator=(const KeyBounds&) = delete;
+
+  /// The keys that some of `queries`, which are not none, may attend to. All but those that affine
+  /// comparisons of positions, lengths and constants rule out.
+  Range of(Range queries) const;
+
+ private:
+  Graph graph_;
+  std::optional<MaskAnalysis> mask_;  // where it bounds the keys
+  int seqlen_q_, seqlen_kv_;
+};
+
+}  // namespace flashjit::expr

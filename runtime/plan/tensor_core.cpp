@@ -160,7 +160,9 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
   const bool backward = spec.pass == Pass::backward;
   // Those that wait for what they need by themselves, with an instruction that all devices of sm90 have.
   const auto early = [&](Step step) {
-    return config.family == Family::sm90 && (step == Step::join_parts || (step == Step::main && backward));
+    if (config.family != Family::sm90) return false;
+    if (step == Step::block_lists) return has_tile_reads(spec);
+    return step == Step::join_parts || (step == Step::main && (backward || has_tile_lists(spec)));
   };
   std::vector<Launch> all;
   for (const Step step : steps(spec, config))

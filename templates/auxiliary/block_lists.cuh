@@ -97,6 +97,7 @@ struct Reads {
 /// row is looked at once: the lists' columns would do it again for each of their rows.
 template <class P>
 __device__ void tile_reads(const Params& p) {
+  let_next_grid_start<P>();
   const int tiles = q_tiles<P>(p) + kv_tiles<P>(p);
   const long long work = blockIdx.x * (kListThreads / 32ll) + threadIdx.x / 32;
   if (work >= ListSet<P>::count(p) * tiles) return;
@@ -144,6 +145,7 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
 /// given their lists; else block_lists does it.
 template <class P>
 __device__ void reset_work(const Params& p) {
+  let_next_grid_start<P>();
   if (threadIdx.x == 0) *next_q_work(p) = 0;
 }
 
@@ -151,6 +153,8 @@ __device__ void reset_work(const Params& p) {
 /// work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
 template <class P>
 __device__ void block_lists(const Params& p) {
+  let_next_grid_start<P>();
+  if constexpr (P::kQReads + P::kKvReads > 0) await_grid_before<P>();
   const int rows = P::kBackward ? kv_tiles<P>(p) : q_tiles<P>(p);
   const int columns = P::kBackward ? q_tiles<P>(p) : kv_tiles<P>(p);
   const long long list = blockIdx.x;

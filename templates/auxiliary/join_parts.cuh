@@ -16,7 +16,7 @@ __device__ void join_parts(const Params& p) {
   constexpr int kWarps = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
   using Element = typename P::Element;
   __shared__ float4 sums[kWarps][kChunks];
-  if constexpr (P::kArch >= 90) await_grid_before();
+  await_grid_before<P>();
   const long long row = blockIdx.x;
   const int q = static_cast<int>(row % p.seqlen_q), h = static_cast<int>(row / p.seqlen_q % p.heads_q);
   const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));

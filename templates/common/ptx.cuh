@@ -53,7 +53,10 @@ template <class P>
 __device__ __forceinline__ void let_next_grid_start() {
   if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
-__device__ __forceinline__ void await_grid_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+template <class P>
+__device__ __forceinline__ void await_grid_before() {
+  if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
 
 /// Stores of which the compiler need not know where `to` comes from.
 __device__ __forceinline__ void store_global(void* to, uint2 words) {

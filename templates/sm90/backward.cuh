@@ -744,7 +744,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     cluster_sync();
   else
     __syncthreads();
-  await_grid_before();
+  await_grid_before<P>();
 
   // A block stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {

@@ -771,6 +771,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     barrier_init_fence();
   }
   __syncthreads();
+  if constexpr (kLists<P>) await_grid_before<P>();
 
   constexpr int kAllGroups = kTeams<P> * Places::kGroups;
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;

@@ -1,4 +1,4 @@
-"""What tools/bench/variants.py and gallery.py measure and show: the same attention on both sides, and honest tile counts."""
+"""What the scripts of tools/bench measure and show: the same attention on both sides, and honest tile counts."""
 import csv
 import importlib
 import pathlib
@@ -21,6 +21,11 @@ def variants():
     sys.path[:0] = [str(BENCH)]
     yield importlib.import_module("variants")
     sys.path[:] = before
+
+
+@pytest.fixture(scope="module")
+def plot(variants):
+    return importlib.import_module("plot")
 
 
 @pytest.fixture(scope="module")
@@ -94,3 +99,11 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
     assert "read at forward 1000 and backward 1001 GB/s" in text.replace("\n", " ")
     row, = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
     assert row.count("300 / 200 = 1.50x") == 2
+
+
+def test_few_queries_are_a_table(plot):
+    row = {"seqlen_q": 1, "seqlen_kv": 8192, "batch": 4, "heads": 32, "heads_kv": 8, "head_dim": 128, "flashjit_ms": "0.0151",
+           "cudnn_ms": "0.0161", "fa2_ms": "", "gbs": "2222.1"}
+    lines = plot.few_table([row, {**row, "batch": 1, "seqlen_q": 16, "seqlen_kv": 1000}]).splitlines()
+    assert lines[2:] == ["| 1 | 4 x 8k | 32/8 | 128 | 15.1 | 16.1 | - | 2.22 |",
+                         "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | 2.22 |"]

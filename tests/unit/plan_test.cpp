@@ -218,6 +218,23 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_FALSE(on_a100.launches.back().early);
 }
 
+TEST(Plan, WhatReadsListsStartsBeforeTheyAreMade) {
+  const auto early = [](const char* spec, const DeviceInfo& device) {
+    std::vector<bool> all;
+    for (const Launch& l :
+         make_plan(parse_spec(spec), parse_shape("b2:hq4:hkv4:sq512:skv512"), device, {}).launches)
+      all.push_back(l.early);
+    return all;
+  };
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a"), a100 = DeviceInfo::parse("sm_80");
+  const char* documents = "fwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}";
+  // tile_reads, block_lists or reset_work, forward.
+  EXPECT_EQ(early(documents, h100), (std::vector<bool>{false, true, false, true}));
+  EXPECT_EQ(early(documents, a100), (std::vector<bool>{false, false, false}));
+  EXPECT_EQ(early("fwd:bf16:d64:map128x128", h100), (std::vector<bool>{false, false, true}));
+  EXPECT_EQ(early("fwd:bf16:d64:causal", h100), (std::vector<bool>{false}));
+}
+
 TEST(Plan, ZeroSizesArePlanned) {
   for (const char* text : {"fwd:bf16:d64", "bwd:bf16:d64:det", "bwd:fp32:d64", "fwd:bf16:d64:map64x64",
                            "bwd:bf16:d64:map64x64:det"}) {

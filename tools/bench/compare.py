@@ -2,6 +2,7 @@
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
 as it chooses itself, and its portable family sm80. Others: fp16, grouped heads, problems too small for the device.
+Few: few queries of many keys, as decoding has them, forward, without a mask.
 Sparse: block maps of 128-blocks against flashjit's own dense time. Results are checked before they are timed. Launches
 of all peers take turns, each between two CUDA events, and the median counts.
 
@@ -39,6 +40,10 @@ BLOCK = 128
 # Lengths, and shares of the blocks that a map keeps.
 SPARSE = ((4096, 0.125), (8192, 0.0625), (8192, 0.125), (8192, 0.5), (16384, 0.125), (65536, 0.0625), (65536, 0.5))
 PASSES = ("fwd", "bwd")
+# Batch, heads of Q, and of K and V, queries, keys, head dimension.
+FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192, 128), (16, 32, 8, 1, 8192, 128),
+       (64, 32, 8, 1, 4096, 128), (1, 32, 1, 1, 32768, 128), (1, 32, 8, 1, 131072, 64), (1, 32, 8, 16, 32768, 128),
+       (1, 32, 8, 128, 32768, 128))
 # What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
@@ -312,6 +317,38 @@ def dense_point(runtime, portable, report, point, rounds):
         print(f"{pass_name} {label:34} TFLOP/s: {rates}", flush=True)
 
 
+def few_point(runtime, report, problem, rounds):
+    """The forward pass of few queries, in the bytes of K and V that it reads a second."""
+    batch, heads, heads_kv, queries, keys, dim = problem
+    label = f"bf16 d{dim} b{batch} h{heads}/{heads_kv} sq{queries} skv{keys}"
+    torch.manual_seed(keys + dim)
+    random = lambda heads, length: torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16)
+    q, k, v = random(heads, queries), random(heads_kv, keys), random(heads_kv, keys)
+    ours = Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",))
+    people = {"flashjit": ours.forward}
+    results = {}
+    for name, backend in {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}.items():
+        try:
+            peer = Peer(backend, q, k, v, q, False)
+            results[name] = peer.forward()
+            people[name] = peer.forward
+        except Exception as error:
+            print(f"{label}: {name} does not run: {reason(error)}")
+    if not results:
+        report.failure(f"{label}: no peer to check flashjit against")
+    ours.forward()
+    for out in list(results.values())[:1]:
+        for text in differences({"out": ours.out}, {"out": out}):
+            report.failure(f"{label}: {text}")
+    ms = interleaved_ms(people, rounds)
+    ratio = lambda peer: ms[peer] / ms["flashjit"] if peer in ms else ""
+    report.row(**{"pass": "fwd"}, dtype="bf16", head_dim=dim, batch=batch, heads=heads, heads_kv=heads_kv,
+               seqlen_q=queries, seqlen_kv=keys, **{f"{name}_ms": x for name, x in ms.items()},
+               ratio_cudnn=ratio("cudnn"), ratio_fa2=ratio("fa2"),
+               gbs=2 * batch * heads_kv * keys * dim * 2 / ms["flashjit"] / 1e6)
+    print(f"fwd {label:34} us: " + "  ".join(f"{name} {1e3 * x:6.1f}" for name, x in ms.items()), flush=True)
+
+
 def window_map(length, density):
     """uint8 [1, 1, n, n]: in every row a window of that share of the blocks, around the diagonal."""
     n = length // BLOCK
@@ -394,7 +431,7 @@ def commit_name():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
-    parser.add_argument("--csv", help="write the dense table here, the others beside it as *_other.csv and *_sparse.csv")
+    parser.add_argument("--csv", help="write the dense table here, the others beside it as *_other.csv, *_few.csv and *_sparse.csv")
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     arguments = parser.parse_args()
@@ -418,15 +455,18 @@ def main():
     dense = Report(arguments.csv, about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal"] + sizes + times, constants)
     sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
+    few = Report(beside("few"), about + sizes[:-1] + ["seqlen_q", "seqlen_kv"] + times[:1] + times[2:-1] + ["gbs"], constants)
     points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)]
     if not arguments.quick:
         points += [(other, point) for point in other_points()]
     for report, point in points:
         guarded(report, point.label(), dense_point, runtime, portable, report, point, rounds)
+    for problem in FEW[:1] if arguments.quick else FEW:
+        guarded(few, f"few queries {problem}", few_point, runtime, few, problem, rounds)
     for dim, (length, density) in itertools.product((64, 128), SPARSE[:1] if arguments.quick else SPARSE):
         guarded(sparse, f"d{dim} s{length} sparse", sparse_point, runtime, sparse, dim, length, density, rounds)
     summary(dense)
-    failures = dense.failures + other.failures + sparse.failures
+    failures = dense.failures + other.failures + few.failures + sparse.failures
     print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))
     return 1 if failures else 0
 

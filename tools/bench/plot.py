@@ -3,7 +3,7 @@
     python3 tools/bench/plot.py tools/bench/results/h100_dense.csv --png tools/bench/results/h100_dense.png
 
 The picture shows TFLOP/s over the sequence length, one panel for each pass, head dim and mask; it needs matplotlib.
---table prints the section that stands in the README between its two markers, with the tables *_other.csv and
+--table prints the section that stands in the README between its two markers, with the tables *_other.csv, *_few.csv and
 *_sparse.csv beside the given one, where they are; --readme puts the section there.
 
 The picture's path in the section is that of --png, else the CSV's with the ending .png.
@@ -34,7 +34,7 @@ def read(path):
     if not rows:
         sys.exit(f"plot: {path} has no rows")
     for row in rows:
-        for name in ("head_dim", "causal", "batch", "heads", "heads_kv", "seqlen"):
+        for name in ("head_dim", "causal", "batch", "heads", "heads_kv", "seqlen", "seqlen_q", "seqlen_kv"):
             if name in row:
                 row[name] = int(row[name])
     return rows
@@ -165,7 +165,18 @@ def other_table(rows):
     return markdown(["Pass", "Problem", "Length", "flashjit / cuDNN", "flashjit / FA2", "sm80 / FA2"], lines)
 
 
-def section(dense, other, sparse, dense_csv, png):
+def few_table(rows):
+    lines = []
+    for row in rows:
+        sequences = f"{row['batch']} x " if row["batch"] > 1 else ""
+        micros = lambda name: f"{1e3 * float(row[name]):.1f}" if row[name] else "-"
+        lines.append([str(row["seqlen_q"]), f"{sequences}{short(row['seqlen_kv'])}", f"{row['heads']}/{row['heads_kv']}",
+                      str(row["head_dim"]), micros("flashjit_ms"), micros("cudnn_ms"), micros("fa2_ms"),
+                      f"{float(row['gbs']) / 1e3:.2f}"])
+    return markdown(["Queries", "Keys", "Heads", "Head dim", "flashjit, us", "cuDNN", "FA2", "flashjit, TB/s"], lines)
+
+
+def section(dense, other, few, sparse, dense_csv, png):
     """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
     dense_csv, png = (os.path.relpath(path, ROOT) for path in (dense_csv, png))
     lengths = values(dense, "seqlen")
@@ -181,6 +192,9 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
     ]
     if other:
         parts += ["fp16, grouped heads, and problems too small for the device:", other_table(other)]
+    if few:
+        parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once, of "
+                  "which the\nshortest stay in L2 from one call to the next.", few_table(few)]
     if sparse:
         parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
                   "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel.",
@@ -218,12 +232,13 @@ def main():
         parser.error("nothing to do: give --png, --table or --readme")
     dense = read(arguments.csv)
     beside = lambda name: f"_{name}".join(os.path.splitext(arguments.csv))
-    other, sparse = (read(beside(name)) if os.path.exists(beside(name)) else None for name in ("other", "sparse"))
+    other, few, sparse = (read(beside(name)) if os.path.exists(beside(name)) else None
+                          for name in ("other", "few", "sparse"))
     if arguments.png:
         draw(dense, arguments.png)
     if arguments.table or arguments.readme:
         png = arguments.png or os.path.splitext(arguments.csv)[0] + ".png"
-        text = section(dense, other, sparse, arguments.csv, png)
+        text = section(dense, other, few, sparse, arguments.csv, png)
         if arguments.table:
             print(text)
         if arguments.readme:

@@ -42,6 +42,9 @@ sample=(
   'Families/WrongOffsets.*/sm90_pairs_det_lists'
   'Families/WrongOffsets.*/sm80_causal_det'
   'Families/WrongOffsets.*/simt_plain_sinks'
+  # two Q tiles at a time
+  'Features/TwoTilesAtATime.*/fp16_d64_map128x128_b2_hq4_hkv2_sq333_skv300_sm90_*'
+  'Features/TwoTilesAtATime.*/bf16_d32_sinks_b2_hq4_hkv2_sq333_skv300_sm90_*'
   # keys that blocks share
   'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'

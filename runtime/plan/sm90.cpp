@@ -217,20 +217,21 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
                       const DeviceInfo& device) {
   const std::int64_t heads = shape.batch * shape.heads_q;
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * sm90_teams(c);
-  if (c.splits_keys)
-    return static_cast<double>(tiles(tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device)), c.bc) *
-                               c.bc) *
-               cost_of_tile(spec, c) +
-           cost_of_joining(shape);
+  const auto padded = [&](std::int64_t begin, std::int64_t end) {
+    return static_cast<double>((tiles(end, c.bc) - begin / c.bc) * c.bc);
+  };
+  if (c.splits_keys) {
+    const std::int64_t keys = tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device));
+    return padded(0, keys) * cost_of_tile(spec, c) + cost_of_joining(shape);
+  }
   const std::int64_t rows = tiles(shape.seqlen_q, c.br);
   const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
                                static_cast<int>(shape.seqlen_kv));
   double all = 0, longest = 0;  // keys that a head's Q tiles meet
   for (std::int64_t row = 0; row < rows; ++row) {
-    const int begin = static_cast<int>(row * c.br);
-    const Range keys = bounds.of({begin, begin + c.br});
-    const double met =
-        keys.begin < keys.end ? static_cast<double>((tiles(keys.end, c.bc) - keys.begin / c.bc) * c.bc) : 0;
+    const std::int64_t end = std::min((row + 1) * c.br, shape.seqlen_q);
+    const Range keys = bounds.of({static_cast<int>(row * c.br), static_cast<int>(end)});
+    const double met = keys.begin < keys.end ? padded(keys.begin, keys.end) : 0;
     all += met;
     longest = std::max(longest, met);
   }

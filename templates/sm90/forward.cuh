@@ -1,7 +1,7 @@
-// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and
-// a warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma.
-// The products of one tile run under the softmax of the tile before, and the warp groups take turns, so that
-// one group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
+// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and a
+// warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma. The
+// products of one tile run under the softmax of the tile before, and the warp groups take turns, so that one
+// group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
 #pragma once
 
 #include "flashjit/common/sink.cuh"
@@ -11,10 +11,12 @@
 
 namespace flashjit::sm90 {
 
-/// How many Q tiles a block computes at a time, each with groups, places and warps that load of its own: a
-/// team. Two share the registers that one's loading warps would give back in vain.
+/// How many Q tiles a block computes at a time, each by a team: groups that take turns, warps that load for
+/// them, and places of their own. Four groups in two teams leave each thread more registers than two blocks
+/// of two groups do, since only one warp group loads.
 template <class P>
-constexpr int kTeams = P::kWarps* kWarpRows / P::kBr;
+constexpr int kTeams = (P::kWarps * kWarpRows) / P::kBr;
+/// Of all blocks, and this block's among them: first teams first, so that few tiles have a block each.
 template <class P>
 __device__ __forceinline__ unsigned teams_at_once() {
   return gridDim.x * kTeams<P>;
@@ -48,7 +50,7 @@ constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
 /// small and short of registers.
 template <class P>
 constexpr bool kShortSteps = P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc &&
-                             P::kBr > kGroupRows&& kTeams<P> == 1;
+                             (P::kBr > kGroupRows) && kTeams<P> == 1;
 
 /// A Q tile, which of its warp groups' rows, and which part of its keys.
 struct ForwardPiece {
@@ -744,6 +746,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   if (group == 0) wait_for_turn(at, group);  // takes the turn that nobody else wants
 }
 
+/// A team's. By one thread.
 template <class P>
 __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
   using Places = ForwardPlaces<P>;

@@ -186,7 +186,7 @@ TEST_F(EngineTest, ShapesShareAKernelAndPointersAreAskedForOncePerShape) {
   EXPECT_GT(asked, 0);
   runtime->forward(kSpec, forward_args(), nullptr);
   EXPECT_EQ(fake().pointers_asked, asked);
-  runtime->forward(kSpec, forward_args({2, 4, 4, 90, 60}), nullptr);
+  runtime->forward(kSpec, forward_args({2, 4, 4, 90, 80}), nullptr);
   EXPECT_EQ(fake().libraries_loaded, 1);
 }
 
@@ -786,9 +786,9 @@ TEST_F(EngineTest, KernelsStayUntilTheEngineGoes) {
 
 TEST_F(EngineTest, MoreShapesThanAreKeptStillWork) {
   // So many Q tiles that no two of them share keys, which would be another kernel.
-  add_to_pack(kSpec, {300, 1, 1, 1, 1});
+  add_to_pack(kSpec, {300, 1, 1, 1, 5000});
   const auto runtime = engine();
-  const TileConfig config = plan_of(kSpec, {300, 1, 1, 1, 1}).config;
+  const TileConfig config = plan_of(kSpec, {300, 1, 1, 1, 5000}).config;
   int calls = 0;
   for (std::int64_t keys = 1; keys <= 5000; ++keys) {
     const AttentionShape shape{300, 1, 1, 1, keys};

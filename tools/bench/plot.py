@@ -193,8 +193,8 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
     if other:
         parts += ["fp16, grouped heads, and problems too small for the device:", other_table(other)]
     if few:
-        parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once, of "
-                  "which the\nshortest stay in L2 from one call to the next.", few_table(few)]
+        parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "
+                  "peer has its\nown, so that they come from memory.", few_table(few)]
     if sparse:
         parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
                   "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel.",

@@ -70,12 +70,12 @@ struct AttentionShape {
 /// As text: "sm80:br128:bc64:w4:s2:qreg:occ2:parts". Br counts queries and Bc keys in both passes.
 struct TileConfig {
   Family family = Family::simt;
-  int br = 0;     ///< rows of Q in a tile
-  int bc = 0;     ///< rows of K and V in a tile; above d128 sm90's backward pass shares 128 among
-                  ///< the two blocks of a cluster
-  int warps = 0;  ///< that compute; sm90 has four more, which load. Forward there a warp has 16 rows of Q:
-                  ///< twice as many warps as Br needs compute two Q tiles at a time
-  int stages = 1;               ///< buffers of the operands that stream through shared memory
+  int br = 0;      ///< rows of Q in a tile
+  int bc = 0;      ///< rows of K and V in a tile; above d128 sm90's backward pass shares 128 among
+                   ///< the two blocks of a cluster
+  int warps = 0;   ///< that compute; sm90 has four more, which load. Forward there a warp has 16 rows of Q:
+                   ///< twice as many warps as Br needs compute two Q tiles at a time
+  int stages = 1;  ///< buffers of the operands that stream through shared memory
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
   int d_split = 1;              ///< sm80 backward: 2 for two warps to the same rows, one for dV, one for dK
   int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread

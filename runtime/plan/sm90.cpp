@@ -218,7 +218,8 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
   const std::int64_t heads = shape.batch * shape.heads_q;
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * sm90_teams(c);
   const auto padded = [&](std::int64_t begin, std::int64_t end) {
-    return static_cast<double>((tiles(end, c.bc) - begin / c.bc) * c.bc);
+    const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
+    return static_cast<double>(met * c.bc);
   };
   if (c.splits_keys) {
     const std::int64_t keys = tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device));

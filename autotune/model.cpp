@@ -62,15 +62,10 @@ double macs_per_clock(Family family, const Rates& rates) {
   return family == Family::sm90 ? rates.group_macs * kGroupEfficiency : rates.tensor_macs;
 }
 
-/// Q tiles that a block computes at a time.
-int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
-  return c.family == Family::sm90 && !is_backward(spec) ? plan::sm90_teams(c) : 1;
-}
-
 /// Warps, or warp groups, each of which reads the whole streamed tile.
 int readers(const AttentionSpec& spec, const TileConfig& c) {
   const int all = c.family == Family::sm90 ? c.warps / kGroupWarps : c.warps;
-  return std::max(1, all / tiles_at_a_time(spec, c));
+  return std::max(1, all / plan::tiles_at_a_time(spec, c));
 }
 
 double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
@@ -235,7 +230,7 @@ Prediction Model::predict(const TileConfig& config) const {
     const double multiprocessors = std::max(device_.multiprocessors, 1);
     const double share = std::ceil(static_cast<double>(launch.blocks) * parts / multiprocessors);
     const int resident = static_cast<int>(std::min<double>(
-        resident_blocks(spec, config, entry, device_) * tiles_at_a_time(spec, config), share));
+        resident_blocks(spec, config, entry, device_) * plan::tiles_at_a_time(spec, config), share));
     const double tile = overlapped(clocks, spec, config, resident);
 
     // Backward, a block owns keys, but for the kernel of simt that computes dQ.

@@ -6,6 +6,7 @@
 #include <tuple>
 
 #include "plan/family.hpp"
+#include "plan/sm90.hpp"
 #include "plan/tiles.hpp"
 
 namespace flashjit::autotune {
@@ -38,6 +39,15 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
   return able;
 }
 
+/// Whether a switch of the configuration does nothing for the problem: one part of the keys, or two Q tiles
+/// at a time where there is a block for each.
+bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceInfo& device) {
+  const auto& [spec, shape] = problem;
+  if (config.splits_keys) return plan::parts_of_keys(spec, shape, config, device) == 1;
+  return plan::tiles_at_a_time(spec, config) > 1 &&
+         shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;
+}
+
 }  // namespace
 
 bool canonical_less(const TileConfig& a, const TileConfig& b) { return canonical_key(a) < canonical_key(b); }
@@ -51,9 +61,8 @@ std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>
   std::vector<TileConfig> all;
   for (const plan::FamilyTraits* traits : able) {
     for (const TileConfig& config : traits->search_space(problem.spec, device)) {
-      const bool one_part =
-          config.splits_keys && plan::parts_of_keys(problem.spec, problem.shape, config, device) == 1;
-      if (config != heuristic && !one_part && traits->admits(problem.spec, config, device))
+      if (config != heuristic && !is_in_vain(problem, config, device) &&
+          traits->admits(problem.spec, config, device))
         all.push_back(config);
     }
   }

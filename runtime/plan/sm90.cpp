@@ -22,7 +22,7 @@ bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; 
 bool reads_plane(const AttentionSpec& spec) { return expr::plane_of(spec.score.tree()).has_value(); }
 
 sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec), sm90_teams(c)};
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec), tiles_at_a_time(spec, c)};
 }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
@@ -75,7 +75,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (sm90_teams(c) > 1 && (c.splits_keys || !takes_tiles_in_turn(spec)))
+    if (tiles_at_a_time(spec, c) > 1 && (c.splits_keys || !takes_tiles_in_turn(spec)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
           "nor "
@@ -187,7 +187,7 @@ double cost_of_groups(const AttentionSpec& spec, int groups) {
 constexpr double kCostOfTeam = 290, kCostOfTeamAlone = 170;
 
 double cost_of_tile(const AttentionSpec& spec, const TileConfig& c) {
-  return sm90_teams(c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
+  return tiles_at_a_time(spec, c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
 }
 
 /// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many
@@ -198,7 +198,8 @@ double cost_of_rounds(const AttentionSpec& spec, const TileConfig& c, std::int64
   const std::int64_t whole = count / slots, over = count % slots;
   const double all_whole = static_cast<double>(whole) * cost_of_tile(spec, c);
   if (over == 0) return all_whole;
-  if (sm90_teams(c) > 1) return all_whole + (over * sm90_teams(c) > slots ? kCostOfTeam : kCostOfTeamAlone);
+  if (tiles_at_a_time(spec, c) > 1)
+    return all_whole + (over * tiles_at_a_time(spec, c) > slots ? kCostOfTeam : kCostOfTeamAlone);
   const int groups = c.warps / kGroupWarps;
   int pieces = spec.mask.empty() && count > slots ? groups : 1;
   while (over * pieces > slots) --pieces;
@@ -216,7 +217,7 @@ double cost_of_joining(const AttentionShape& shape) {
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
   const std::int64_t heads = shape.batch * shape.heads_q;
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * sm90_teams(c);
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * tiles_at_a_time(spec, c);
   const auto padded = [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
@@ -257,7 +258,8 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (choices.front().min_blocks > 1) {
     const TileConfig& last = choices.back();
     const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, last.br);
-    return sm90_teams(last) > 1 && count >= std::int64_t{sm90_teams(last)} * device.multiprocessors
+    return tiles_at_a_time(spec, last) > 1 &&
+                   count >= std::int64_t{tiles_at_a_time(spec, last)} * device.multiprocessors
                ? last
                : choices.front();
   }
@@ -335,10 +337,13 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 
 }  // namespace
 
-int sm90_teams(const TileConfig& c) { return c.warps / kGroupWarps * sm90::kGroupRows / c.br; }
+int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
+  if (c.family != Family::sm90 || !is_forward(spec)) return 1;
+  return c.warps / kGroupWarps * sm90::kGroupRows / c.br;
+}
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
-  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && sm90_teams(c) == 1 &&
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && tiles_at_a_time(spec, c) == 1 &&
                  !c.splits_keys
              ? 2
              : 1;

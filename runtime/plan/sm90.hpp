@@ -6,8 +6,8 @@
 
 namespace flashjit::plan {
 
-/// Q tiles that a block of the forward pass computes at a time.
-int sm90_teams(const TileConfig& config);
+/// Q tiles that a block computes at a time: more than one in this family's forward pass alone.
+int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& config);
 
 /// Blocks of the forward pass that take neighbouring Q tiles, as ForwardWalk in templates/sm90/forward.cuh
 /// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.

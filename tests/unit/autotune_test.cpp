@@ -167,6 +167,18 @@ TEST(Space, EveryAdmittedConfigurationOfEveryAbleFamilyIsThere) {
   EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::splits_keys));
 }
 
+TEST(Space, TwoTilesAtATimeAreForMoreTilesThanMultiprocessors) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto has_two = [&](const char* spec, int heads) {
+    const Problem p{parse_spec(spec).normalized(),
+                    {.batch = 1, .heads_q = heads, .heads_kv = heads, .seqlen_q = 512, .seqlen_kv = 512}};
+    return std::ranges::any_of(candidates_of(p, h100), [](const TileConfig& c) { return c.warps == 16; });
+  };
+  EXPECT_FALSE(has_two("fwd:bf16:d64", 33));  // a block for each of 132
+  EXPECT_TRUE(has_two("fwd:bf16:d64", 34));
+  EXPECT_FALSE(has_two("bwd:bf16:d64", 34));
+}
+
 TEST(Space, ChoiceOfFamilies) {
   for (const TileConfig& config : candidates_of(problem(), setting().device, {Family::simt})) {
     EXPECT_EQ(config.family, Family::simt);

@@ -55,7 +55,7 @@ TEST(Search, IsWithinTwoPercentOfTheBestAndMeasuresAtMostAShare) {
           std::string(arch) + " " + to_string(problem.spec) + " " + to_string(problem.shape);
       const double slower = gpu.true_ms(result.record.best) / best_ms(gpu, configs);
       beyond += slower > 1.02;
-      EXPECT_LE(slower, 1.12) << name;
+      EXPECT_LE(slower, 1.08) << name;
       EXPECT_LE(gpu.measured(), std::max(0.15 * static_cast<double>(configs.size()), 6.0)) << name;
       EXPECT_EQ(result.measured, gpu.measured()) << name;
       EXPECT_EQ(result.candidates, configs.size()) << name;

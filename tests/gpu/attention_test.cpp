@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <span>
 #include <string>
 #include <utility>
 #include <vector>
@@ -175,7 +176,24 @@ TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetPa
 INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
-/// Few queries of many keys, which blocks share: one feature after the other.
+/// Each spec, one feature after the other, in each shape and family.
+std::vector<AttentionCase> feature_cases(std::span<const char* const> specs,
+                                         std::span<const AttentionShape> shapes,
+                                         std::span<const Family> families, const char* variant) {
+  std::vector<AttentionCase> cases;
+  for (const Family family : families)
+    for (const char* spec : specs)
+      for (const AttentionShape& shape : shapes) {
+        AttentionCase test{.spec = parse_spec(spec), .shape = shape, .family = family};
+        if (test.spec.dropout) test.dropout_p = 0.2;
+        test.variant = variant;
+        test.seed = static_cast<unsigned>(cases.size());
+        cases.push_back(test);
+      }
+  return cases;
+}
+
+/// Few queries of many keys, which blocks share.
 std::vector<AttentionCase> shared_key_cases() {
   constexpr std::array kSpecs = {
       "bf16:d128",
@@ -190,17 +208,7 @@ std::vector<AttentionCase> shared_key_cases() {
       "fp16:d8x256:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:sinks:kvlen",
   };
   constexpr std::array<AttentionShape, 2> kShapes = {{{2, 4, 2, 70, 1100}, {3, 2, 1, 1, 777}}};
-  std::vector<AttentionCase> cases;
-  for (const Family family : {Family::sm90, Family::sm80})
-    for (const char* spec : kSpecs)
-      for (const AttentionShape& shape : kShapes) {
-        AttentionCase test{.spec = parse_spec(spec), .shape = shape, .family = family};
-        if (test.spec.dropout) test.dropout_p = 0.2;
-        test.variant = "shared";
-        test.seed = static_cast<unsigned>(cases.size());
-        cases.push_back(test);
-      }
-  return cases;
+  return feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "shared");
 }
 
 class SharedKeys : public GpuTestWith<AttentionCase> {};
@@ -235,16 +243,7 @@ std::vector<AttentionCase> two_tile_cases() {
       "bf16:d64:map64x128:varlen",
   };
   constexpr std::array<AttentionShape, 2> kShapes = {{{2, 4, 2, 333, 300}, {40, 8, 4, 260, 150}}};
-  std::vector<AttentionCase> cases;
-  for (const char* spec : kSpecs)
-    for (const AttentionShape& shape : kShapes) {
-      AttentionCase test{.spec = parse_spec(spec), .shape = shape, .family = Family::sm90};
-      if (test.spec.dropout) test.dropout_p = 0.2;
-      test.variant = "two";
-      test.seed = static_cast<unsigned>(cases.size());
-      cases.push_back(test);
-    }
-  return cases;
+  return feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "two");
 }
 
 class TwoTilesAtATime : public GpuTestWith<AttentionCase> {};

@@ -277,26 +277,32 @@ def teraflops(batch, heads, length, dim, causal, pass_name, ms):
     return operations * (2.5 if pass_name == "bwd" else 1.0) / ms / 1e9
 
 
+def running(report, label, makers, methods):
+    """Name -> what its maker made, of those whose methods run. A peer that cannot is left out, the rest goes on."""
+    people = {}
+    for name, make in makers.items():
+        try:
+            person = make()
+            for method in methods:
+                getattr(person, method)()
+            torch.cuda.synchronize()
+            people[name] = person
+        except Exception as error:
+            (report.failure if name in OURS else print)(f"{label}: {name} does not run: {reason(error)}")
+    return people
+
+
 def dense_point(runtime, portable, report, point, rounds):
     dim, length, causal, batch, heads, heads_kv, dtype = point
     label = point.label()
     q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
     spec = f"{dtype}:d{dim}" + (":causal" if causal else "")
-    people = {}
-    for name, make in {
+    people = running(report, label, {
         "flashjit": lambda: Ours(runtime, spec, q, k, v, dout),
         "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=SM80_TILES),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal),
-    }.items():
-        try:
-            people[name] = make()
-            people[name].forward()
-            people[name].backward()
-            torch.cuda.synchronize()
-        except Exception as error:  # a peer that cannot is left out, the rest goes on
-            people.pop(name, None)
-            (report.failure if name in OURS else print)(f"{label}: {name} does not run: {reason(error)}")
+    }, ("forward", "backward"))
     reference = people.get("fa2") or people.get("cudnn")
     for name in people.keys() & OURS:
         if reference is None:
@@ -324,23 +330,20 @@ def few_point(runtime, report, problem, rounds):
     torch.manual_seed(keys + dim)
     random = lambda heads, length: torch.randn(batch, heads, length, dim, device="cuda", dtype=torch.bfloat16)
     q, k, v = random(heads, queries), random(heads_kv, keys), random(heads_kv, keys)
-    ours = Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",))
-    people = {"flashjit": ours.forward}
-    results = {}
-    for name, backend in {"fa2": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}.items():
-        try:
-            peer = Peer(backend, q, k, v, q, False)
-            results[name] = peer.forward()
-            people[name] = peer.forward
-        except Exception as error:
-            print(f"{label}: {name} does not run: {reason(error)}")
-    if not results:
+    people = running(report, label, {
+        "flashjit": lambda: Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",)),
+        "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, q, False),
+        "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, q, False),
+    }, ("forward",))
+    if "flashjit" not in people:
+        return
+    reference = people.get("fa2") or people.get("cudnn")
+    if reference is None:
         report.failure(f"{label}: no peer to check flashjit against")
-    ours.forward()
-    for out in list(results.values())[:1]:
-        for text in differences({"out": ours.out}, {"out": out}):
+    else:
+        for text in differences({"out": people["flashjit"].out}, {"out": reference.forward()}):
             report.failure(f"{label}: {text}")
-    ms = interleaved_ms(people, rounds)
+    ms = interleaved_ms({name: person.forward for name, person in people.items()}, rounds)
     ratio = lambda peer: ms[peer] / ms["flashjit"] if peer in ms else ""
     report.row(**{"pass": "fwd"}, dtype="bf16", head_dim=dim, batch=batch, heads=heads, heads_kv=heads_kv,
                seqlen_q=queries, seqlen_kv=keys, **{f"{name}_ms": x for name, x in ms.items()},
@@ -455,7 +458,8 @@ def main():
     dense = Report(arguments.csv, about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal"] + sizes + times, constants)
     sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
-    few = Report(beside("few"), about + sizes[:-1] + ["seqlen_q", "seqlen_kv"] + times[:1] + times[2:-1] + ["gbs"], constants)
+    few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
+                 + [name for name in times if "sm80" not in name] + ["gbs"], constants)
     points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)]
     if not arguments.quick:
         points += [(other, point) for point in other_points()]

@@ -64,19 +64,24 @@ std::string from_shared(const std::string& name, const Product& product, const c
 }
 
 /// A function that adds the product of a left operand in registers and a tile in shared memory whose rows are
-/// summed.
+/// summed, or begins anew with it.
 std::string from_registers(const std::string& name, const Product& product) {
   return fmt::format(
       R"(  static __device__ __forceinline__ void {}(float (&c)[{}], const unsigned (&a)[4],
-                                              unsigned long long b) {{
+                                              unsigned long long b, int accumulate = 1) {{
     asm volatile(
-        "{} {}, {{{}, {}, {}, {}}}, {}, 1, 1, 1, 1;\n"
+        "{{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, {}, 0;\n"
+        "{} {}, {{{}, {}, {}, {}}}, {}, p, 1, 1, 1;\n"
+        "}}\n"
         : {}
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
   }}
 )",
-      name, product.accumulators(), product.instruction(), product.registers(), product.input(0),
-      product.input(1), product.input(2), product.input(3), product.input(4), product.outputs());
+      name, product.accumulators(), product.input(5), product.instruction(), product.registers(),
+      product.input(0), product.input(1), product.input(2), product.input(3), product.input(4),
+      product.outputs());
 }
 
 }  // namespace

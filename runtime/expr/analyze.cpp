@@ -274,6 +274,44 @@ std::optional<Declaration> plane_of(const NodePtr& score) {
   return read < 0 ? std::nullopt : std::optional(graph.node(read).declaration);
 }
 
+namespace {
+
+/// `position`: kUsesQ or kUsesKv.
+int position_value(const Graph& graph, int root, unsigned position) {
+  const unsigned others = kUsesScore | kUsesQ | kUsesKv;
+  const auto size = static_cast<std::size_t>(root) + 1;
+  std::vector<bool> reads(size), needed(size);
+  for (int place = 0; place <= root; ++place) {
+    const bool by_position = graph.node(place).op == Op::read && (graph.uses(place) & position) != 0;
+    reads[place] = by_position || std::ranges::any_of(graph[place].args, [&](int arg) { return reads[arg]; });
+  }
+  needed[root] = true;
+  int found = -1;
+  for (int place = root; place >= 0; --place) {
+    if (!needed[place] || !reads[place]) continue;
+    if (graph.node(place).type == Type::real && (graph.uses(place) & others) == position) {
+      if (found >= 0) return -1;
+      found = place;
+    } else {
+      for (const int arg : graph[place].args) needed[arg] = true;
+    }
+  }
+  return found;
+}
+
+}  // namespace
+
+PositionValues position_values(const Graph& graph, int root) {
+  return {position_value(graph, root, kUsesQ), position_value(graph, root, kUsesKv)};
+}
+
+bool has_key_value(const NodePtr& score) {
+  if (!score) return false;
+  Graph graph;
+  const int root = graph.add(fold(score));
+  return plane_read(graph, root) < 0 && position_values(graph, root).key >= 0;
+}
+
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {
   const Op sum = graph.node(root).op;
   if (sum != Op::add && sum != Op::subtract) return {};

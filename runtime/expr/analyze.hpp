@@ -99,6 +99,16 @@ int plane_read(const Graph& graph, int root);
 /// The tensor of which a score program reads so, as it is emitted. Null reads nothing.
 std::optional<Declaration> plane_of(const NodePtr& score);
 
+/// Among what `root` is computed from: the only real that depends on the query alone, or on the key alone,
+/// beside what all pairs of a head share, and reads a tensor by it; the largest such. -1: there is none, or
+/// several.
+struct PositionValues {
+  int query = -1, key = -1;
+};
+PositionValues position_values(const Graph& graph, int root);
+/// Whether a score program is emitted with a value of the key: it reads no plane. Null has none.
+bool has_key_value(const NodePtr& score);
+
 /// What is added to the score of a program that does nothing else, where it is a line along kv, such as
 /// ALiBi's: the value at `place`, or its negative.
 struct ScoreLine {

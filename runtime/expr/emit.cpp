@@ -66,6 +66,8 @@ class Hooks {
         mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
         mask_(graph_, mask_root_),
         plane_read_(options.check_indices ? -1 : plane_read(graph_, score_)),
+        values_(options.check_indices || plane_read_ >= 0 ? PositionValues{}
+                                                          : position_values(graph_, score_)),
         line_(line_of_score(graph_, score_)),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
@@ -76,7 +78,7 @@ class Hooks {
 
   std::string text() {
     const std::string functions = comment("score", programs_.score) + score() + plane_functions() +
-                                  line_functions() + score_grad() + add_capture_grads() +
+                                  value_functions() + line_functions() + score_grad() + add_capture_grads() +
                                   comment("mask", programs_.mask) + mask() + tiles();
     return constants() + "\n" + head() + functions;
   }
@@ -87,7 +89,8 @@ class Hooks {
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kReadsPlane", plane_read_ >= 0) + constant("kScoreLine", line_.has_value()) +
+           constant("kReadsPlane", plane_read_ >= 0) + constant("kQueryValues", values_.query >= 0) +
+           constant("kKeyValues", values_.key >= 0) + constant("kScoreLine", line_.has_value()) +
            constant("kMaskBounds", mask_.bounds()) + constant("kListed", mask_.listed()) +
            constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
@@ -134,6 +137,25 @@ class Hooks {
     return function("flashjit::CapturePlane", "plane", "", result_of(place, plane)) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
+  }
+  /// What the score is where a kernel has found what it reads of the query and of the key.
+  std::string value_functions() {
+    if (values_.query < 0 && values_.key < 0) return {};
+    const auto of_position = [&](std::string_view name, int place, std::string_view position) {
+      if (place < 0) return std::string();
+      Code code(head_, Style::fast, {});
+      const std::string value = code.value(place);
+      return function("float", name, position, result_of(code, value));
+    };
+    Code code(head_, Style::fast, {});
+    if (values_.query >= 0) code.know(values_.query, "of_query");
+    if (values_.key >= 0) code.know(values_.key, "of_key");
+    const std::string score = code.score_result(score_);
+    return of_position("query_value", values_.query, "flashjit::Position q") +
+           of_position("key_value", values_.key, "flashjit::Position kv") +
+           function("float", "score_of_values",
+                    fmt::format("float dot, float of_query, float of_key, {}", kPair),
+                    result_of(code, score));
   }
   /// What is added to the score at a pair, and how much more that is a key on.
   std::string line_functions() {
@@ -211,7 +233,8 @@ class Hooks {
   Graph graph_;
   int score_, score_grad_, mask_root_;
   MaskAnalysis mask_;
-  int plane_read_;  ///< of the score; -1: none
+  int plane_read_;         ///< of the score; -1: none
+  PositionValues values_;  ///< of the score
   std::optional<ScoreLine> line_;
   HeadCode head_;
   std::vector<ReadGrad> read_grads_;

@@ -22,7 +22,14 @@ bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; 
 bool reads_plane(const AttentionSpec& spec) { return expr::plane_of(spec.score.tree()).has_value(); }
 
 sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec), tiles_at_a_time(spec, c)};
+  return {c.br,
+          c.bc,
+          spec.head_dim,
+          spec.v_dim(),
+          c.stages,
+          reads_plane(spec),
+          expr::has_key_value(spec.score.tree()),
+          tiles_at_a_time(spec, c)};
 }
 
 int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
@@ -80,6 +87,8 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
           "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
           "nor "
           "for packed sequences or lengths of keys without lists of tiles");
+    if (tiles_at_a_time(spec, c) > 1 && expr::has_key_value(spec.score.tree()))
+      return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||

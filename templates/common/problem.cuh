@@ -43,6 +43,8 @@ struct ExampleProblem {
   static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
   static constexpr bool kScoreLine = false;      // whether the score is a line's, see score_offset()
   static constexpr bool kReadsPlane = false;     // whether there are plane() and scores of its elements
+  static constexpr bool kQueryValues = false;    // whether there are query_value() and score_of_values()
+  static constexpr bool kKeyValues = false;      // whether there are key_value() and score_of_values()
   static constexpr int kMaskBounds = 0;          // of how many bounds the mask is: then the keys of a query
                                                  // are kv_bounds() of it alone; 0: it is something else
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
@@ -70,7 +72,9 @@ struct ExampleProblem {
   }
   // With kReadsPlane there are plane(p, head), the CapturePlane that the score reads, and score_of_element(p,
   // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
-  // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
+  // With kKeyValues there are key_value(p, head, kv), which reads tensors by the key, and
+  // score_of_key_value(p, head, dot, value, q, kv), for a kernel that finds it once for all queries of a
+  // tile. With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
   // score_slope(p, head) a key.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,

@@ -1,7 +1,8 @@
-// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, and a
-// warp writes the rows that meet no keys; the other groups each own 64 rows of Q and compute with wgmma. The
-// products of one tile run under the softmax of the tile before, and the warp groups take turns, so that one
-// group's softmax runs under another's products (FlashAttention-3, sections 3.1 and 3.2).
+// Forward pass for Hopper: of one warp group a thread loads K and V through the TMA unit, another Q, a warp
+// writes the rows that meet no keys, and a warp finds what the score reads of the keys; the other groups each
+// own 64 rows of Q and compute with wgmma. The products of one tile run under the softmax of the tile before,
+// and the warp groups take turns, so that one group's softmax runs under another's products
+// (FlashAttention-3, sections 3.1 and 3.2).
 #pragma once
 
 #include "flashjit/common/sink.cuh"
@@ -172,8 +173,8 @@ struct ForwardWork {
 /// keys, through all of its work.
 template <class P>
 struct ForwardPlaces {
-  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim, P::kHeadDimV,
-                                         P::kStages, P::kReadsPlane, kTeams<P>};
+  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,   P::kHeadDimV,
+                                         P::kStages, P::kReadsPlane, P::kKeyValues, kTeams<P>};
   static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
@@ -208,6 +209,10 @@ struct ForwardPlaces {
   __device__ unsigned plane(int n) const {
     return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
   }
+  /// What the score reads of the keys of tile n.
+  __device__ float* values(int n) const {
+    return reinterpret_cast<float*>(shared + kLayout.values() + n % P::kStages * kLayout.values_bytes());
+  }
   __device__ unsigned q_full(int group, int round) const {
     return base + kLayout.barriers() + (group + round % kQStages * kGroups) * 16;
   }
@@ -222,6 +227,8 @@ struct ForwardPlaces {
   __device__ unsigned k_empty(int n) const { return k_full(n) + 8; }
   __device__ unsigned v_full(int n) const { return k_full(n) + 16; }
   __device__ unsigned v_empty(int n) const { return k_full(n) + 24; }
+  __device__ unsigned values_full(int n) const { return found(0) + kKeptWorks * 8 + n % P::kStages * 16; }
+  __device__ unsigned values_empty(int n) const { return values_full(n) + 8; }
   __device__ int phase(int n) const { return n / P::kStages & 1; }
 };
 
@@ -328,6 +335,33 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
   }
 }
 
+/// Finds what the score reads of each tile's keys, once for all queries of the Q tile. By one warp.
+template <class P>
+__device__ __forceinline__ void find_key_values(const Params& p, const ForwardPlaces<P>& at) {
+  constexpr int kOwn = (P::kBc + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(at.found(round), at.found_phase(round));
+    const ForwardWork<P>& work = at.work(round);
+    if (work.h < 0) break;
+    const auto head = work.sequence.head(p, work.h);
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      float values[kOwn];
+#pragma unroll
+      for (int own = 0; own < kOwn; ++own)
+        values[own] = P::key_value(p, head, position(work.kv_begin(i) + own * 32 + lane));
+      barrier_wait<P>(at.values_empty(n), at.phase(n) ^ 1);
+#pragma unroll
+      for (int own = 0; own < kOwn; ++own)
+        if (own * 32 + lane < P::kBc) at.values(n)[own * 32 + lane] = values[own];
+      barrier_arrive(at.values_full(n));
+    }
+  }
+}
+
 /// The warp groups take turns at starting products.
 template <class Places>
 __device__ __forceinline__ void wait_for_turn(const Places& at, int group) {
@@ -364,6 +398,7 @@ struct ForwardRows {
   int kv_limit = 0;
   typename P::Head head;
   float max[2], sum[2];
+  float value[2] = {};  ///< what the score reads of the rows
 
   __device__ void begin(const Params& p, const ForwardWork<P>& work, int group) {
     const int q_begin = work.q_begin + group * kGroupRows;
@@ -373,6 +408,9 @@ struct ForwardRows {
     full_keys = keys_of_all<P>(p, head, q, kv_limit);
     max[0] = max[1] = -infinity();
     sum[0] = sum[1] = 0.0f;
+    if constexpr (P::kQueryValues)
+      for (int half = 0; half < 2; ++half)
+        value[half] = P::query_value(p, head, position(q.begin + own_row() + half * 8));
   }
 };
 
@@ -415,11 +453,12 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
 }
 
 /// Scores to exponentials; returns what O and the sums so far are multiplied with. `plane`: where this lane's
-/// row of the first four matrices of the tile's elements lies, where the score reads a plane.
+/// row of the first four matrices of the tile's elements lies, where the score reads a plane. `values`: what
+/// the score reads of this thread's first key.
 template <class P, int kCount>
 __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
-                                        int kv_begin, bool full, unsigned plane, float (&s)[kCount],
-                                        float (&rescale)[2]) {
+                                        int kv_begin, bool full, unsigned plane, const float* values,
+                                        float (&s)[kCount], float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
   const float scale = scale_operand<P>(p);
@@ -436,6 +475,7 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     for (int n = 0; n < kCount; ++n) s[n] = fmaf(slope, static_cast<float>(n / 4 * 8 + n % 2), s[n]);
   } else if constexpr (P::kHasScore) {
     [[maybe_unused]] unsigned elements[4];
+    [[maybe_unused]] float2 of_keys{};
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const Position q = position(row) + n / 2 % 2 * 8, kv = position(column) + (n / 4 * 8 + n % 2);
@@ -444,6 +484,10 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
         if (n % 8 == 0) load_matrix_x4(elements, (plane ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
         const unsigned word = elements[n % 8 / 2] >> n % 2 * 16;
         s[n] = P::score_of_element(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
+      } else if constexpr (P::kQueryValues || P::kKeyValues) {
+        if (P::kKeyValues && n % 4 == 0) of_keys = *reinterpret_cast<const float2*>(values + n * 2);
+        s[n] = P::score_of_values(p, rows.head, s[n], rows.value[n / 2 % 2], n % 2 ? of_keys.y : of_keys.x, q,
+                                  kv);
       } else {
         s[n] = P::score(p, rows.head, s[n], q, kv);
       }
@@ -654,6 +698,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
     }
   };
+  // Of this thread's first key, and when they have been used.
+  const auto values_of_keys = [&](int n) -> const float* {
+    if constexpr (!P::kKeyValues) return nullptr;
+    barrier_wait<P>(at.values_full(n), at.phase(n));
+    return at.values(n) + threadIdx.x % 4 * 2;
+  };
+  const auto values_are_used = [&](int n) {
+    if constexpr (P::kKeyValues) release(at.values_empty(n));
+  };
   float rescale[2], scale[2];
   int n = 0;
   find_tiles(0);
@@ -681,12 +734,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     find_plane(n);
     if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
       auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
-      softmax(p, at.work(round), rows, kv_begin, full, plane, few, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), few, rescale);
 #pragma unroll
       for (int value = kFewKeys<P> / 2; value < kS; ++value) s[value] = 0.0f;
     } else {
-      softmax(p, at.work(round), rows, kv_begin, full, plane, s, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), s, rescale);
     }
+    values_are_used(n);
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
     keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
@@ -717,7 +771,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       multiply_wait<1>();
       scores_are_done(n);
       find_plane(n);
-      softmax(p, at.work(round), rows, kv_begin, full, plane, s, rescale);
+      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), s, rescale);
+      values_are_used(n);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
       keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
@@ -753,6 +808,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release(at.k_empty(n));
       barrier_wait<P>(at.v_full(n), at.phase(n));
       release(at.v_empty(n));
+      values_of_keys(n);
+      values_are_used(n);
     }
   }
   if (group == 0) wait_for_turn(at, group);  // takes the turn that nobody else wants
@@ -774,6 +831,10 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
     barrier_init(at.v_full(stage), 1);
     barrier_init(at.k_empty(stage), Places::kGroups * 4);
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
+    if constexpr (P::kKeyValues) {
+      barrier_init(at.values_full(stage), 32);
+      barrier_init(at.values_empty(stage), Places::kGroups * 4);
+    }
   }
 }
 
@@ -808,6 +869,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
         load_queries(p, at, maps);
     } else if (warp / kTeams<P> == 2) {
       write_rows_without_keys<P>(p, team, threadIdx.x % 32, 32);
+    } else if constexpr (P::kKeyValues) {
+      find_key_values(p, at);
     }
   } else {
     raise_register_limit<consumer_registers(kAllGroups, P::kMinBlocks)>();

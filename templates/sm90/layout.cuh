@@ -38,11 +38,12 @@ constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass
 constexpr int kKeptWorks = 8;
 
 /// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
-/// V, then of a captured plane where the score reads one, then O where it fits, then what is known of Q
-/// tiles, then the barriers: all that for each of the Q tiles that a block computes at a time.
+/// V, then of a captured plane where the score reads one, then O where it fits, then what the score reads of
+/// the keys of `stages` tiles, then what is known of Q tiles, then the barriers: all that for each of the Q
+/// tiles that a block computes at a time.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane;
+  bool reads_plane, key_values;
   int teams;
 
   constexpr int groups() const { return br / kGroupRows; }
@@ -56,7 +57,9 @@ struct ForwardLayout {
   constexpr int o() const { return plane() + stages * plane_bytes(); }
   /// Where it fits O leaves from there: then the threads that compute need not store it.
   constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= limit(); }
-  constexpr int work() const { return o() + (stages_output() ? o_bytes() : 0); }
+  constexpr int values() const { return o() + (stages_output() ? o_bytes() : 0); }
+  constexpr int values_bytes() const { return key_values ? bc * 4 : 0; }
+  constexpr int work() const { return values() + stages * values_bytes(); }
   constexpr int barriers() const { return work() + kKeptWorks * kWorkBytes; }
   constexpr int team_bytes() const {
     const int used = bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0);
@@ -68,11 +71,13 @@ struct ForwardLayout {
   constexpr int limit() const { return kSharedLimit / teams / kAlignment * kAlignment; }
   constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
-  /// Without O, with two barriers for each group's Q, four for each stage, and one for each piece of work.
+  /// Without O, with two barriers for each group's Q, four for each stage and two for its keys' values, and
+  /// one for each piece of work.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
-           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes()) +
-           kKeptWorks * kWorkBytes + (2 * groups() * q_count + 4 * stages + kKeptWorks) * 8;
+           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes() + values_bytes()) +
+           kKeptWorks * kWorkBytes +
+           (2 * groups() * q_count + (key_values ? 6 : 4) * stages + kKeptWorks) * 8;
   }
 };
 

@@ -68,7 +68,7 @@ std::string from_shared(const std::string& name, const Product& product, const c
 std::string from_registers(const std::string& name, const Product& product) {
   return fmt::format(
       R"(  static __device__ __forceinline__ void {}(float (&c)[{}], const unsigned (&a)[4],
-                                              unsigned long long b, int accumulate = 1) {{
+                                              unsigned long long b, int accumulate) {{
     asm volatile(
         "{{\n"
         ".reg .pred p;\n"

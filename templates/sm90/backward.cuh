@@ -564,11 +564,11 @@ __device__ __forceinline__ void start_gradients(
   } else {
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4));
+      P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4), 1);
     multiply_commit();
 #pragma unroll
     for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4));
+      P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4), 1);
   }
   multiply_commit();
 }

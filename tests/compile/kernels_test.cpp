@@ -202,6 +202,24 @@ TEST(KernelsThatReadPlanes, CompileWithoutSpills) {
   }
 }
 
+// A warp finds what they read of the keys.
+TEST(KernelsThatReadPositions, CompileWithoutSpills) {
+  constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":kvlen", ":dropout:causal"};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::size_t i = 0;
+  for (const char* dims : {"d40", "d64", "d96", "d128", "d192", "d256"}) {
+    for (const char* score :
+         {"bias: fp32 2d; score + bias[b, kv]", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
+          "t: bf16 2d; score * sigmoid(t[h, q])"}) {
+      const AttentionSpec spec =
+          parse_spec(fmt::format("fwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 5]));
+      EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device),
+                "");
+      ++i;
+    }
+  }
+}
+
 // Few queries of many keys, of which each block takes a part.
 TEST(KernelsThatShareKeys, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"};

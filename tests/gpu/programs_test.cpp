@@ -219,6 +219,65 @@ std::vector<AttentionCase> plane_cases() {
   return cases;
 }
 
+/// What a score reads of a query and what it reads of a key: the logarithm of gates between the two.
+Variant forget_gates() {
+  return {"forget_gates", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])", "causal",
+          [](const AttentionShape& s) {
+            return testing_support::Captures{testing_support::tensor(
+                "f", {s.batch, s.heads_q, std::max(s.seqlen_q, s.seqlen_kv)}, ElementType::fp32,
+                [](std::int64_t i) { return -0.01 * static_cast<double>(i); })};
+          }};
+}
+
+/// What a score reads of queries and of keys alone, which a kernel may find once for a row or a column of a
+/// tile: also where blocks share a Q tile's keys, where the last round's tiles are cut, and where several
+/// values of keys are read.
+std::vector<AttentionCase> position_value_cases() {
+  using testing_support::tensor;
+  using testing_support::wave;
+  const auto of_keys = [](ElementType type) {
+    return [=](const AttentionShape& s) {
+      return testing_support::Captures{tensor("bias", {s.batch, s.seqlen_kv}, type, wave)};
+    };
+  };
+  const auto of_queries = [](const AttentionShape& s) {
+    return testing_support::Captures{tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp16, wave)};
+  };
+  const auto looked_up = [](const AttentionShape& s) {
+    return testing_support::Captures{
+        tensor("at", {s.seqlen_kv}, ElementType::int32,
+               [](std::int64_t i) { return static_cast<double>((i * 7 + 3) % 90); }),
+        tensor("w", {90}, ElementType::bf16, wave)};
+  };
+  const auto fp32 = ElementType::fp32, bf16 = ElementType::bf16;
+  const Variant key_bias{"key_bias", "bias: fp32 2d; score + bias[b, kv]", "", of_keys(fp32)};
+  std::vector<AttentionCase> cases = in_every_family(
+      {key_bias,
+       forget_gates(),
+       {"shifted_key_bias", "bias: bf16 2d; score + 0.5 * bias[b, kv - 3]", "q - kv < 100", of_keys(bf16)},
+       {"temperature_of_queries", "t: fp16 2d; score * sigmoid(t[h, q])", "", of_queries},
+       {"looked_up", "w: bf16 1d; at: int32 1d; 9.0 * tanh((score + w[at[kv]]) / 9.0)", "causal", looked_up},
+       {"several", "bias: fp32 2d; score * sigmoid(bias[b, kv]) + bias[b, kv + 1]", "", of_keys(fp32)},
+       {"key_bias_blocks", "bias: fp32 2d; score + bias[b, kv]", "q / 64 % 3 != kv / 64 % 2", of_keys(fp32)}},
+      {2, 4, 2, 333, 440}, 9000);
+  const auto add = [&](const Variant& variant, const AttentionSpec& spec, const AttentionShape& shape) {
+    const unsigned seed = 9500 + static_cast<unsigned>(cases.size());
+    cases.push_back(case_of(variant, spec, shape, Family::sm90, seed));
+    if (spec.dropout) cases.back().dropout_p = 0.2;
+  };
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    const AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim};
+    AttentionSpec padded = spec, packed = spec;
+    padded.kv_lengths = true;
+    packed.varlen = packed.dropout = true;
+    add(forget_gates(), padded, {2, 4, 2, 333, 440});
+    add(key_bias, packed, {2, 4, 2, 333, 440});
+    add(forget_gates(), spec, {1, 8, 8, 5, 3000});
+    add(key_bias, spec, {5, 32, 32, 140, 130});
+  }
+  return cases;
+}
+
 /// What the header of ready-made programs promises of their combination, and T5's buckets.
 std::vector<AttentionCase> ready_made_cases() {
   using testing_support::tensor;
@@ -255,8 +314,8 @@ std::vector<AttentionCase> ready_made_cases() {
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more :
-         {pair_cases(), packed_cases(), strided_cases(), plane_cases(), ready_made_cases()})
+    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), plane_cases(),
+                             position_value_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
@@ -276,6 +335,7 @@ INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Planes, Programs, testing::ValuesIn(plane_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(PositionValues, Programs, testing::ValuesIn(position_value_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 
 /// A few that stress different parts of a kernel, with every configuration.
@@ -301,6 +361,8 @@ std::vector<AttentionCase> sweep_cases() {
   }
   add("causal_alibi_grad", fp32, Family::simt);
   add("documents", fp32, Family::simt);
+  for (const AttentionSpec& spec : {bf16, wide})
+    cases.push_back(case_of(forget_gates(), spec, shape, Family::sm90, seed++));
   return cases;
 }
 

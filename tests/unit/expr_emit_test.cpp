@@ -74,6 +74,37 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
   EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
 }
 
+TEST(Emit, ValuesOfOnePositionAreFoundApart) {
+  const auto values = [](const char* score) {
+    const std::string text = hooks(score, "");
+    EXPECT_EQ(says(text, "kKeyValues = true;"), has_key_value(ScoreProgram(score).tree())) << score;
+    return std::pair(says(text, "kQueryValues = true;"), says(text, "kKeyValues = true;"));
+  };
+  for (const char* score :
+       {"bias: fp32 2d; score + bias[b, kv]", "w: bf16 1d; at: int32 1d; score * exp(w[at[kv + 1]] * 2.0)",
+        "doc: int32 1d; score - to_float(doc[kv])", "w: fp32 1d; w[kv]",
+        "w: fp32 1d; score * w[kv] + score * w[kv]"})
+    EXPECT_EQ(values(score), std::pair(false, true)) << score;
+  for (const char* score : {"t: fp16 2d; score * sigmoid(t[h, q])", "t: fp16 1d; score + t[q / 2] / 3.0"})
+    EXPECT_EQ(values(score), std::pair(true, false)) << score;
+  EXPECT_EQ(values("f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])"), std::pair(true, true));
+  for (const char* score :
+       {"", "slopes: fp32 1d; score + slopes[h] * to_float(kv - q)", "score + to_float(kv)",
+        "t: fp32 1d; score + t[kv - q]", "t: fp32 2d; score + t[q, kv]",
+        "w: fp32 1d; score * w[kv] + w[kv + 1]", "w: fp32 1d; bias: bf16 2d; score * w[kv] + bias[q, kv]",
+        "at: int32 1d; t: fp32 1d; score + t[at[kv] - q]"})
+    EXPECT_EQ(values(score), std::pair(false, false)) << score;
+
+  const std::string text = hooks("f: fp32 2d; score + (2.0 * f[h, q] - sigmoid(f[h, kv]))", "");
+  EXPECT_EQ(body(text, "score_of_values").find("read_capture"), std::string::npos);
+  EXPECT_TRUE(says(body(text, "score_of_values"), "of_query") &&
+              says(body(text, "score_of_values"), "of_key"));
+  EXPECT_TRUE(says(body(text, "query_value"), "q.at") && says(body(text, "key_value"), "kv.at"));
+  const std::string checked =
+      emit_hooks(ScoreProgram("w: fp32 1d; score + w[kv]"), {}, {.check_indices = true});
+  EXPECT_TRUE(says(checked, "kKeyValues = false;")) << "each index is checked at its pair";
+}
+
 TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
   const auto name_of = [](const char* score) {
     const std::optional<Declaration> plane = plane_of(ScoreProgram(score).tree());

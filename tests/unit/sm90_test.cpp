@@ -71,6 +71,8 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   for (const char* spec : {"fwd:bf16:d64:causal:kvlen", "fwd:bf16:d64:varlen"})
     expect_in("blocks that take one after the other", refusal_of_config("sm90:br128:bc64:w16:s2", spec));
   expect_in("not for parts of the keys", refusal_of_config("sm90:br128:bc64:w16:s2:parts"));
+  expect_in("no warp to find what the score reads of the keys",
+            refusal_of_config("sm90:br128:bc64:w16:s3", "fwd:bf16:d64:score{w: fp32 1d; score + w[kv]}"));
   expect_in("occ is 1 to 3, in the backward pass 1, not 4", refusal_of_config("sm90:br64:bc64:w4:s2:occ4"));
   expect_in("in the backward pass 1, not 2",
             refusal_of_config("sm90:br64:bc128:w8:s2:occ2", "bwd:bf16:d128"));
@@ -338,11 +340,15 @@ TEST(Sm90Render, ProductsAreOneInstructionOfTheirWidth) {
         : "l"(a), "l"(b), "r"(accumulate));
   }
   static __device__ __forceinline__ void multiply_output(float (&c)[4], const unsigned (&a)[4],
-                                              unsigned long long b) {
+                                              unsigned long long b, int accumulate) {
     asm volatile(
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, 1, 1, 1, 1;\n"
+        "{\n"
+        ".reg .pred p;\n"
+        "setp.ne.b32 p, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 1;\n"
+        "}\n"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
   }
 )");
 }

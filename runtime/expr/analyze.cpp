@@ -305,11 +305,34 @@ PositionValues position_values(const Graph& graph, int root) {
   return {position_value(graph, root, kUsesQ), position_value(graph, root, kUsesKv)};
 }
 
+namespace {
+
+/// Of a score program at `root`, as it is emitted.
+int emitted_key_value(const Graph& graph, int root) {
+  return plane_read(graph, root) < 0 ? position_values(graph, root).key : -1;
+}
+
+}  // namespace
+
 bool has_key_value(const NodePtr& score) {
   if (!score) return false;
   Graph graph;
   const int root = graph.add(fold(score));
-  return plane_read(graph, root) < 0 && position_values(graph, root).key >= 0;
+  return emitted_key_value(graph, root) >= 0;
+}
+
+bool reads_beyond_key_value(const NodePtr& score) {
+  if (!score) return false;
+  Graph graph;
+  const int root = graph.add(fold(score)), value = emitted_key_value(graph, root);
+  std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
+  needed[root] = true;
+  for (int place = root; place >= 0; --place) {
+    if (!needed[place] || place == value) continue;
+    if (graph.node(place).op == Op::read && graph.uses_positions(place)) return true;
+    for (const int arg : graph[place].args) needed[arg] = true;
+  }
+  return false;
 }
 
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {

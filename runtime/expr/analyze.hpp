@@ -108,6 +108,8 @@ struct PositionValues {
 PositionValues position_values(const Graph& graph, int root);
 /// Whether a score program is emitted with a value of the key: it reads no plane. Null has none.
 bool has_key_value(const NodePtr& score);
+/// Whether it reads a tensor by positions elsewhere. Null reads nothing.
+bool reads_beyond_key_value(const NodePtr& score);
 
 /// What is added to the score of a program that does nothing else, where it is a line along kv, such as
 /// ALiBi's: the value at `place`, or its negative.

@@ -147,15 +147,18 @@ class Hooks {
       const std::string value = code.value(place);
       return function("float", name, position, result_of(code, value));
     };
-    Code code(head_, Style::fast, {});
-    if (values_.query >= 0) code.know(values_.query, "of_query");
-    if (values_.key >= 0) code.know(values_.key, "of_key");
-    const std::string score = code.score_result(score_);
+    const auto of_values = [&](std::string_view name, auto result_in) {
+      Code code(head_, Style::fast, {});
+      if (values_.query >= 0) code.know(values_.query, "of_query");
+      if (values_.key >= 0) code.know(values_.key, "of_key");
+      const std::string result = result_in(code);
+      return function("float", name, fmt::format("float dot, float of_query, float of_key, {}", kPair),
+                      result_of(code, result));
+    };
     return of_position("query_value", values_.query, "flashjit::Position q") +
            of_position("key_value", values_.key, "flashjit::Position kv") +
-           function("float", "score_of_values",
-                    fmt::format("float dot, float of_query, float of_key, {}", kPair),
-                    result_of(code, score));
+           of_values("score_of_values", [&](Code& code) { return code.score_result(score_); }) +
+           of_values("score_grad_of_values", [&](Code& code) { return code.value(score_grad_); });
   }
   /// What is added to the score at a pair, and how much more that is a key on.
   std::string line_functions() {

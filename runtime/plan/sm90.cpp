@@ -151,7 +151,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors.
-    const bool reads = expr::reads_by_position(spec.score.tree()) || mask_reads;
+    const bool reads = expr::reads_beyond_key_value(spec.score.tree()) || mask_reads;
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;

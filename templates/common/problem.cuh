@@ -72,9 +72,10 @@ struct ExampleProblem {
   }
   // With kReadsPlane there are plane(p, head), the CapturePlane that the score reads, and score_of_element(p,
   // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
-  // With kKeyValues there are key_value(p, head, kv), which reads tensors by the key, and
-  // score_of_key_value(p, head, dot, value, q, kv), for a kernel that finds it once for all queries of a
-  // tile. With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
+  // With kQueryValues there is query_value(p, head, q), which reads tensors by the query, with kKeyValues
+  // key_value(p, head, kv), and with either score_of_values(p, head, dot, of_query, of_key, q, kv) and
+  // score_grad_of_values(), for a kernel that finds each value once for a row or a column of a tile.
+  // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
   // score_slope(p, head) a key.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,

@@ -358,6 +358,12 @@ __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int gr
       s, tile_descriptor(tile.k() + BackwardTile<P>::first_row(group) * kRowBytes, 0), q);
 }
 
+/// Whether what the score reads of a thread's keys is found before the products are awaited. Beside lengths
+/// more columns leave no registers for it, and few are slower where what it reads of queries is found pair by
+/// pair.
+template <class P>
+constexpr bool kFindsKeyValues = P::kKeyValues && (P::kHeadDim > 64 ? !kForeignKeys<P> : !P::kQueryValues);
+
 /// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
 /// reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
 template <class P>
@@ -410,6 +416,11 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
     plane = tile.plane(dout_slot) +
             chunk_offset<P::kBr>(first_query + lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
   }
+
+  // What the score reads of this thread's keys.
+  [[maybe_unused]] float of_key[2];
+  if constexpr (kFindsKeyValues<P>)
+    for (int half = 0; half < 2; ++half) of_key[half] = P::key_value(p, head, at_kv(half * 2));
 
   float dp[kS];
   if constexpr (kForeignKeys<P>) start_scores(tile, group, q_rows, s);
@@ -468,6 +479,13 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
             if constexpr (P::kScoreGrad)
               slope[e] = P::score_grad_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
             s[n + e] = P::score_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
+          } else if constexpr (kFindsKeyValues<P>) {
+            float of_query = 0.0f;
+            if constexpr (P::kQueryValues) of_query = P::query_value(p, head, at_q(n + e));
+            if constexpr (P::kScoreGrad)
+              slope[e] =
+                  P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));
+            s[n + e] = P::score_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));
           } else {
             if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
             s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));

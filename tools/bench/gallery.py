@@ -187,6 +187,10 @@ def attentions():
                   names={"bucket": random.integers(0, 6, (1, 64))}),
         Attention("ALiBi", causal, "score + exp2(-0.5 * to_float(h + 1)) * to_float(kv - q)", length=8192, case="alibi"),
         Attention("Softcap", causal, "50.0 * tanh(score / 50.0)", case="softcap"),
+        Attention("Bias of a key", "", "bias: fp32 2d; score + bias[b, kv]", names={"bias": random.normal(size=(1, 64))},
+                  case="key_bias"),
+        Attention("Forget gates (FoX)", causal, "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
+                  names={"f": -np.cumsum(random.exponential(size=(1, 1, 64)) ** 3 / 8, axis=2)}, case="forget_gates"),
         Attention("Relative bias", "", "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]",
                   names={"table": np.cumsum(random.normal(size=(1, 64)), axis=1)}, case="relative_bias"),
         Attention("Bias of a pair, causal", causal, "bias: bf16 4d grad; score + bias[b, h, q, kv]",
@@ -223,7 +227,7 @@ def draw(rows, path):
     except ImportError as error:
         sys.exit(f"gallery: matplotlib is needed for the picture: {error}")
     all_of_them = attentions()
-    figure, axes = plt.subplots(4, 4, figsize=(14, 18.5 if rows else 17), layout="constrained")
+    figure, axes = plt.subplots(3, 6, figsize=(20.5, 14.5 if rows else 13.5), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.15)
     scores = matplotlib.colormaps["viridis"].with_extremes(bad=GREY)
     plain = matplotlib.colors.ListedColormap([BLUE]).with_extremes(bad=GREY)
@@ -307,9 +311,9 @@ def measured(rows):
 def section(rows, csv, png):
     """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
     csv, png = (os.path.relpath(path, ROOT) for path in (csv, png))
-    parts = [f"![Masks and scores of sixteen attentions]({png})", table(rows),
+    parts = [f"![Masks and scores of eighteen attentions]({png})", table(rows),
              """\
-ALiBi, Softcap and the last row are measured or drawn with a causal mask. *Tiles* says how those tiles are found in which
+ALiBi, Softcap, Forget gates and the last row are measured or drawn with a causal mask. *Tiles* says how those tiles are found in which
 no pair attends: `bounds` of the loops, or lists of tiles, made from intervals, or by looking at pairs where intervals
 cannot tell."""]
     if rows:

@@ -96,6 +96,12 @@ def more_cases(batch, heads, length, device="cuda"):
     yield Case("neighbourhood", ":mask{abs(q / 64 - kv / 64) <= 8 && abs(q % 64 - kv % 64) <= 8}",
                mask_mod=lambda b, h, q, k: ((q // 64 - k // 64).abs() <= 8) & ((q % 64 - k % 64).abs() <= 8))
     torch.manual_seed(0)
+    keys = torch.randn(batch, length, device=device)
+    yield Case("key_bias", ":score{bias: fp32 2d; score + bias[b, kv]}", captures={"bias": keys},
+               score_mod=lambda s, b, h, q, k: s + keys[b, k])
+    gates = torch.nn.functional.logsigmoid(torch.randn(batch, heads, length, device=device) + 4.0).cumsum(-1)
+    yield Case("forget_gates", ":score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}:causal", captures={"f": gates},
+               score_mod=lambda s, b, h, q, k: s + (gates[b, h, q] - gates[b, h, k]), mask_mod=causal)
     table = torch.randn(heads, 64, device=device).half()
     yield Case("relative_bias", ":score{table: fp16 2d; score + table[h, max(min(kv - q, 31), -32) + 32]}",
                score_mod=lambda s, b, h, q, k: s + table[h, torch.clamp(k - q, -32, 31) + 32], captures={"table": table})

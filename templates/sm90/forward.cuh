@@ -465,14 +465,12 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
   // Scores of a line stay in the units of dot products, without what is added at this thread's first key:
   // `unit` and `line` make them scores. A scale beside which no slope can be told is not asked for.
   [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
-  [[maybe_unused]] float line[2];
+  [[maybe_unused]] float line[2], slope;
   if constexpr (P::kScoreLine) {
-    const float slope = __fdividef(P::score_slope(p, rows.head), unit);
+    slope = __fdividef(P::score_slope(p, rows.head), unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       line[half] = P::score_offset(p, rows.head, position(row + half * 8), position(column));
-#pragma unroll
-    for (int n = 0; n < kCount; ++n) s[n] = fmaf(slope, static_cast<float>(n / 4 * 8 + n % 2), s[n]);
   } else if constexpr (P::kHasScore) {
     [[maybe_unused]] unsigned elements[4];
     [[maybe_unused]] float2 of_keys{};
@@ -499,7 +497,11 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     const float before = rows.max[half];
     float highest = P::kScoreLine ? -infinity() : before;
 #pragma unroll
-    for (int n = 2 * half; n < kCount; n += 4) highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+    for (int n = 2 * half; n < kCount; n += 4) {
+      if constexpr (P::kScoreLine)
+        for (int e = 0; e < 2; ++e) s[n + e] = fmaf(slope, static_cast<float>(n / 4 * 8 + e), s[n + e]);
+      highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+    }
     if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));

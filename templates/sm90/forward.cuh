@@ -121,12 +121,20 @@ struct ForwardWalk {
       found.groups = {static_cast<int>(piece * size), static_cast<int>(min((piece + 1) * size, kGroups))};
     }
     if (index >= rows * heads) return false;
-    // A few last heads are mixed with those before them.
-    const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1, group = min(index / (rows * mixed), last);
-    const unsigned first = group * mixed, rest = index - first * rows, set = rest / neighbours;
-    const unsigned count = group == last ? heads - first : mixed;
-    found.batch_head = first + set % count;
-    found.tile = rows - 1 - set / count * neighbours - rest % neighbours;
+    // Without a mask no heads are mixed, and fewer divisions stand before a block's first load. Beside few
+    // columns ptxas would order the softmax in a slower way then.
+    if constexpr (!P::kHasMask && P::kHeadDimV > 64) {
+      found.batch_head = index / rows;
+      found.tile = rows - 1 - index % rows;
+    } else {
+      // A few last heads are mixed with those before them.
+      const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1,
+                     group = min(index / (rows * mixed), last);
+      const unsigned first = group * mixed, rest = index - first * rows, set = rest / neighbours;
+      const unsigned count = group == last ? heads - first : mixed;
+      found.batch_head = first + set % count;
+      found.tile = rows - 1 - set / count * neighbours - rest % neighbours;
+    }
     return true;
   }
 };

@@ -39,9 +39,9 @@ constexpr bool kOutputUnderSoftmax = P::kHeadDimV > 64;
 
 /// Whether the first P V of a Q tile overwrites O, so that nobody clears it. Short rows gain 2%. ptxas finds
 /// another order for the rest, though, which costs few columns more than that where a row's keys are many or
-/// of no bounds.
+/// of no bounds, and spills with two bounds and two tiles at a time.
 template <class P>
-constexpr bool kOverwritesOutput = P::kHeadDimV > 64 || P::kBlockMap || P::kMaskBounds > 0;
+constexpr bool kOverwritesOutput = P::kHeadDimV > 64 || P::kBlockMap || P::kMaskBounds == 1;
 
 /// Without a mask all tiles cost the same, and the last round may have few: its tiles are cut, so that more
 /// blocks have some warp groups' rows of them.

@@ -708,14 +708,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
     }
   };
-  // Of this thread's first key, and when they have been used.
+  // Of this thread's first key, and when they have been used, which each thread says for itself: racecheck
+  // does not see that a warp's lanes have read where one says so for all.
   const auto values_of_keys = [&](int n) -> const float* {
     if constexpr (!P::kKeyValues) return nullptr;
     barrier_wait<P>(at.values_full(n), at.phase(n));
     return at.values(n) + threadIdx.x % 4 * 2;
   };
   const auto values_are_used = [&](int n) {
-    if constexpr (P::kKeyValues) release(at.values_empty(n));
+    if constexpr (P::kKeyValues) barrier_arrive(at.values_empty(n));
   };
   float rescale[2], scale[2];
   int n = 0;
@@ -843,7 +844,7 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
     if constexpr (P::kKeyValues) {
       barrier_init(at.values_full(stage), 32);
-      barrier_init(at.values_empty(stage), Places::kGroups * 4);
+      barrier_init(at.values_empty(stage), Places::kGroups * 128);
     }
   }
 }

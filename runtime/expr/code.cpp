@@ -66,6 +66,9 @@ std::string Code::expression(int place) {
     if (const int divisor = graph_[place].args[1]; shared_divisor(divisor))
       return fmt::format("{}.{}({})", head_.divisor(divisor), node->op == Op::divide ? "quotient" : "rest",
                          value(graph_[place].args[0]));
+    if (node->type == Type::integer && divides_naturals(place))
+      return fmt::format("flashjit::natural_{}({}, {})", node->op == Op::divide ? "divide" : "modulo",
+                         value(graph_[place].args[0]), value(graph_[place].args[1]));
   }
   std::vector<std::string> args;
   for (const int arg : std::vector<int>(graph_[place].args)) args.push_back(value(arg));
@@ -81,6 +84,38 @@ std::string Code::expression(int place) {
 bool Code::shared_divisor(int place) const {
   const Node& node = graph_.node(place);
   return node.type == Type::integer && graph_.uniform(place) && !is_literal(node);
+}
+
+/// Whether an int is known to be no less than zero, as positions are.
+bool Code::natural(int place) const {
+  const Node& node = graph_.node(place);
+  const std::vector<int>& args = graph_[place].args;
+  switch (node.op) {
+    case Op::name:
+      return true;
+    case Op::literal:
+      return node.integer >= 0;
+    case Op::divide:
+    case Op::modulo:
+      return divides_naturals(place);
+    case Op::shift_right:
+      return natural(args[0]);
+    case Op::bit_and:
+    case Op::max:
+      return natural(args[0]) || natural(args[1]);
+    case Op::bit_or:
+    case Op::bit_xor:
+    case Op::min:
+      return natural(args[0]) && natural(args[1]);
+    default:
+      return false;
+  }
+}
+
+/// Whether a quotient or rest is one of an int that is not negative by a literal that is positive.
+bool Code::divides_naturals(int place) const {
+  const Node& divisor = graph_.node(graph_[place].args[1]);
+  return is_literal(divisor) && divisor.integer > 0 && natural(graph_[place].args[0]);
 }
 
 /// Of a rest that is compared with zero, where the divisor is shared or is no power of two.

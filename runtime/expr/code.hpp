@@ -98,6 +98,8 @@ class Code {
   std::string product(int place);
   std::string quotient(int place);
   bool shared_divisor(int place) const;
+  bool natural(int place) const;
+  bool divides_naturals(int place) const;
   std::optional<std::string> divisibility(int place);
   std::string by_uniform(int place, int factor);
   std::string scaled_sum(int place);

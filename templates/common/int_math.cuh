@@ -24,6 +24,15 @@ constexpr int wrap_divide(int a, int b) {
 /// The rest of wrap_divide, with the sign of `a`; a zero divisor gives 0.
 constexpr int wrap_modulo(int a, int b) { return b == 0 || b == -1 ? 0 : a % b; }
 
+/// The same of what is not negative by what is positive: without a sign a power of two is one shift, and of a
+/// tile's positions, which begin at multiples, a compiler sees which have the same quotient.
+constexpr int natural_divide(int a, int b) {
+  return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
+}
+constexpr int natural_modulo(int a, int b) {
+  return static_cast<int>(static_cast<unsigned>(a) % static_cast<unsigned>(b));
+}
+
 constexpr unsigned magnitude(int a) {
   return a < 0 ? 0u - static_cast<unsigned>(a) : static_cast<unsigned>(a);
 }

@@ -259,6 +259,19 @@ TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   }
 }
 
+// Masks that divide positions leave enough registers for products that do not wait for each other.
+TEST(KernelsThatDividePositions, CompileWithoutSpills) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  for (const char* mask :
+       {"((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0", "kv / 8 <= q / 8", "(q ^ kv) % 16 < 4"}) {
+    for (const char* dims : {"fwd:bf16:d128", "bwd:bf16:d64", "bwd:bf16:d128", "bwd:bf16:d256"}) {
+      const AttentionSpec spec = parse_spec(fmt::format("{}:mask{{{}}}", dims, mask));
+      EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(0), device), device),
+                "");
+    }
+  }
+}
+
 TEST(KernelsOfOrderedCaptureGrads, CompileWithEveryTile) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   const AttentionSpec spec = parse_spec(

@@ -208,6 +208,24 @@ TEST(Emit, RestsThatAreComparedWithZeroAreNotComputed) {
   EXPECT_TRUE(says(tested("step: int; (q - kv) % step == 1"), "head.d0.rest(v0)"));
 }
 
+TEST(Emit, PositionsAreDividedWithoutASign) {
+  const auto tested = [](const std::string& mask) { return body(hooks("", mask), "bool mask"); };
+  for (const char* natural :
+       {"q / 128 == kv / 128", "kv % 64 < 8 && q > 3", "(q ^ kv) % 16 < 4", "q / 64 % 8 <= kv / 64 % 8",
+        "max(q - kv, 0) / 128 < 3", "(kv >> 3) % 5 == q % 5", "(q & 255 | 7) / 3 < kv", "min(q, kv) / 7 > 2",
+        "(q & -kv) / 7 > 2"}) {
+    EXPECT_TRUE(says(tested(natural), "natural_")) << natural << "\n" << tested(natural);
+    EXPECT_FALSE(says(tested(natural), "wrap_divide")) << natural << "\n" << tested(natural);
+    EXPECT_FALSE(says(tested(natural), "wrap_modulo")) << natural << "\n" << tested(natural);
+  }
+  for (const char* signed_one :
+       {"(q - kv) % 8 == 1", "q / -128 == kv", "q * 7 % 13 < kv", "(q + kv) / 4 < 9",
+        "min(q, kv - 8) / 8 > 2", "max(q - 9, kv - 9) / 8 > 2", "(q ^ -kv) % 16 < 4", "(q << 3) / 5 > kv",
+        "abs(q - kv) / 2 < 4", "~q / 128 == kv", "(q - kv >> 2) % 3 == 1", "q / (kv + 1) == 2",
+        "max(q, -1 - kv) / (kv % 3) > 2"})
+    EXPECT_FALSE(says(tested(signed_one), "natural_divide")) << signed_one << "\n" << tested(signed_one);
+}
+
 TEST(Emit, SoftcapDividesOnceAHead) {
   const std::string text = hooks("cap: float; cap * tanh(score / cap)", "");
   EXPECT_FALSE(says(body(text, "score"), "divide")) << text;

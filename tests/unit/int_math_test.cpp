@@ -47,6 +47,17 @@ TEST(IntMath, ADivisorDividesLikeTheOperators) {
   }
 }
 
+TEST(IntMath, NaturalNumbersDivideLikeInts) {
+  const std::vector<int> values = edges_and_others();
+  for (const int by : values) {
+    for (const int a : values) {
+      if (a < 0 || by <= 0) continue;
+      ASSERT_EQ(natural_divide(a, by), wrap_divide(a, by)) << a << " / " << by;
+      ASSERT_EQ(natural_modulo(a, by), wrap_modulo(a, by)) << a << " % " << by;
+    }
+  }
+}
+
 TEST(IntMath, SmallDivisorsDivideEverythingTheyMeet) {
   for (int by = -40; by <= 40; ++by) {
     const Divisor divisor(by);

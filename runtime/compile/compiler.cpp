@@ -9,6 +9,7 @@
 #include <charconv>
 #include <chrono>
 #include <filesystem>
+#include <future>
 #include <string_view>
 
 #include "support/environment.hpp"
@@ -221,11 +222,14 @@ struct Compiler::Impl {
     return options;
   }
 
-  /// Compiles or throws with the log.
-  void compile(Program& program, const KernelSource& source, const std::vector<std::string>& options) const {
-    const nvrtcResult result = program.compile(with_own_cache_off(options));
-    if (result == NVRTC_SUCCESS) return;
-    const std::string log = program.log();
+  /// The source with all its entries, or with those of one of its programs. Throws with the log.
+  std::unique_ptr<Program> compile(const KernelSource& source, int number = 0) const {
+    auto program = std::make_unique<Program>(api, source.text, source.headers);
+    std::vector<std::string> options = with_own_cache_off(compile_options(source.arch));
+    if (number > 0) options.push_back(fmt::format("--define-macro={}={}", kProgramMacro, number));
+    const nvrtcResult result = program->compile(options);
+    if (result == NVRTC_SUCCESS) return program;
+    const std::string log = program->log();
     throw Error(
         ErrorCode::compile_failed,
         fmt::format("{} could not compile {} with {} for {}: {}: {}; the error's detail has the whole log",
@@ -272,13 +276,20 @@ std::vector<std::string> Compiler::architectures() const {
 CompiledKernel Compiler::compile(const KernelSource& source) const {
   impl_->check_arch(source.arch);
   const auto begin = std::chrono::steady_clock::now();
-  Program program(impl_->api, source.text, source.headers);
-  impl_->compile(program, source, compile_options(source.arch));
-  CompiledKernel kernel{.cubin = program.cubin(), .log = program.log(), .compiler = tag()};
-  if (kernel.cubin.empty()) {
-    throw Error(ErrorCode::compile_failed, fmt::format("{} gave no machine code for {}", tag(), source.arch),
-                kernel.log);
-  }
+  std::vector<std::future<std::unique_ptr<Program>>> others;
+  for (int number = 2; number <= program_count(source.entries); ++number)
+    others.push_back(std::async([&, number] { return impl_->compile(source, number); }));
+  CompiledKernel kernel{.cubin = {}, .log = {}, .compiler = tag()};
+  const auto add = [&](const Program& program) {
+    const std::string image = program.cubin();
+    kernel.cubin += image;
+    kernel.log += program.log();
+    if (image.empty())
+      throw Error(ErrorCode::compile_failed,
+                  fmt::format("{} gave no machine code for {}", tag(), source.arch), kernel.log);
+  };
+  add(*impl_->compile(source, others.empty() ? 0 : 1));
+  for (auto& other : others) add(*other.get());
   kernel.resources = parse_ptxas_log(kernel.log);
   kernel.compile_ms =
       std::chrono::duration<double, std::milli>(std::chrono::steady_clock::now() - begin).count();
@@ -287,9 +298,7 @@ CompiledKernel Compiler::compile(const KernelSource& source) const {
 
 std::string Compiler::ptx(const KernelSource& source) const {
   impl_->check_arch(source.arch);
-  Program program(impl_->api, source.text, source.headers);
-  impl_->compile(program, source, compile_options(source.arch));
-  return program.ptx();
+  return impl_->compile(source)->ptx();
 }
 
 std::vector<std::string> compile_options(const std::string& arch) {

@@ -23,9 +23,9 @@ class Compiler {
   /// The architectures this NVRTC can compile for: {"sm_75", ...}.
   std::vector<std::string> architectures() const;
 
-  /// Throws Error(compile_failed) with NVRTC's log as detail.
+  /// A source's programs side by side. Throws Error(compile_failed) with NVRTC's log as detail.
   CompiledKernel compile(const KernelSource& source) const;
-  /// The PTX of the same program, for inspection.
+  /// The PTX of all entries, for inspection.
   std::string ptx(const KernelSource& source) const;
 
   ~Compiler();

@@ -2,6 +2,8 @@
 
 #include <fmt/format.h>
 
+#include "device/images.hpp"
+
 namespace flashjit::device {
 namespace {
 
@@ -29,27 +31,34 @@ void check_loaded(const Driver& driver, CUresult result, const std::string& what
 
 }  // namespace
 
+LoadedImage::LoadedImage(std::shared_ptr<const Driver> driver, const std::string& image)
+    : driver_(std::move(driver)) {
+  check_loaded(*driver_,
+               driver_->library_load_data(&library_, image.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
+               "cuLibraryLoadData");
+}
+
+LoadedImage::~LoadedImage() {
+  // At process exit the driver may be gone first and says so with an error; nothing is left to unload then.
+  driver_->library_unload(library_);
+}
+
 LoadedKernel::LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                            std::vector<plan::Entry> entries)
     : driver_(std::move(driver)), entries_(std::move(entries)) {
-  check_loaded(*driver_,
-               driver_->library_load_data(&library_, cubin.data(), nullptr, nullptr, 0, nullptr, nullptr, 0),
-               "cuLibraryLoadData");
+  // Each where an allocation of its own begins, as the driver expects of a file's bytes.
+  for (const std::string_view image : images(cubin)) images_.emplace_back(driver_, std::string(image));
   for (const plan::Entry& entry : entries_) {
+    const std::string symbol = "flashjit_" + entry.name;
     CUkernel kernel = nullptr;
-    const CUresult result =
-        driver_->library_get_kernel(&kernel, library_, ("flashjit_" + entry.name).c_str());
-    if (result != CUDA_SUCCESS) {
-      driver_->library_unload(library_);
-      check_loaded(*driver_, result, fmt::format("cuLibraryGetKernel of flashjit_{}", entry.name));
+    CUresult result = CUDA_ERROR_NOT_FOUND;
+    for (const LoadedImage& image : images_) {
+      result = driver_->library_get_kernel(&kernel, image.library(), symbol.c_str());
+      if (result != CUDA_ERROR_NOT_FOUND) break;
     }
+    check_loaded(*driver_, result, "cuLibraryGetKernel of " + symbol);
     kernels_.push_back(kernel);
   }
-}
-
-LoadedKernel::~LoadedKernel() {
-  // At process exit the driver may be gone first and says so with an error; nothing is left to unload then.
-  driver_->library_unload(library_);
 }
 
 void LoadedKernel::make_ready(CUdevice device) const {

@@ -1,6 +1,7 @@
 // A cubin in the driver: its entries as kernels that launch in whatever context is current.
 #pragma once
 
+#include <list>
 #include <memory>
 #include <span>
 #include <vector>
@@ -15,17 +16,29 @@ class CodeRefused : public Error {
   using Error::Error;
 };
 
-/// Owns one CUlibrary, which belongs to no context. It unloads with its last owner: a graph that captured one
-/// of its kernels must not outlive it.
+/// One image in the driver: a CUlibrary, which belongs to no context.
+class LoadedImage {
+ public:
+  /// Throws CodeRefused when the driver refuses the image, Error(cuda) when it cannot load anything now, such
+  /// as for want of memory.
+  LoadedImage(std::shared_ptr<const Driver> driver, const std::string& image);
+  ~LoadedImage();
+  LoadedImage(const LoadedImage&) = delete;
+  LoadedImage& operator=(const LoadedImage&) = delete;
+
+  CUlibrary library() const { return library_; }
+
+ private:
+  std::shared_ptr<const Driver> driver_;
+  CUlibrary library_ = nullptr;
+};
+
+/// Owns a kernel's images. They unload with it: a graph that captured one of its kernels must not outlive it.
 class LoadedKernel {
  public:
-  /// Throws CodeRefused when the driver refuses the cubin or finds an entry missing, Error(cuda) when it
-  /// cannot load anything now, such as for want of memory.
+  /// Throws as LoadedImage does, and CodeRefused when no image has an entry.
   LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                std::vector<plan::Entry> entries);
-  ~LoadedKernel();
-  LoadedKernel(const LoadedKernel&) = delete;
-  LoadedKernel& operator=(const LoadedKernel&) = delete;
 
   /// In the order of the family's entries.
   const std::vector<plan::Entry>& entries() const { return entries_; }
@@ -38,7 +51,7 @@ class LoadedKernel {
  private:
   std::shared_ptr<const Driver> driver_;
   std::vector<plan::Entry> entries_;
-  CUlibrary library_ = nullptr;
+  std::list<LoadedImage> images_;
   std::vector<CUkernel> kernels_;
 };
 

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "flashjit/spec.hpp"
@@ -37,12 +38,18 @@ struct EntryResources {
 };
 
 struct CompiledKernel {
-  std::string cubin;
+  std::string cubin;     ///< one image a program (program_count()), one after the other
   std::string log;       ///< NVRTC's and ptxas's, as printed
   std::string compiler;  ///< "nvrtc13.0.88"
   std::vector<EntryResources> resources = {};
   double compile_ms = 0;
 };
+
+/// Entries without a main loop that stand beside one with one are a second program, since two compile side by
+/// side sooner than one that has all. A program is the source's text with kProgramMacro defined as its
+/// number, from 1 on, which leaves the other's entries out; without the macro the text has them all.
+int program_count(const std::vector<plan::Entry>& entries);
+inline constexpr std::string_view kProgramMacro = "FLASHJIT_PROGRAM";
 
 /// Whether ptxas spilled in an entry that holds a main loop; such a configuration is not worth running.
 bool spills_in_main_loop(const CompiledKernel& kernel, const std::vector<plan::Entry>& entries);

@@ -59,17 +59,21 @@ std::string includes(const std::vector<plan::Entry>& entries) {
   return text;
 }
 
-std::string entry_text(const plan::Entry& entry) {
+/// Among the entries of `programs` programs.
+std::string entry_text(const plan::Entry& entry, int programs) {
   const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
   const std::string cluster =
       entry.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", entry.cluster) : "";
-  return fmt::format(
-      "\nextern \"C\" __global__ void{} __launch_bounds__({}, {})\n"
+  const std::string text = fmt::format(
+      "extern \"C\" __global__ void{} __launch_bounds__({}, {})\n"
       "flashjit_{}(const __grid_constant__ flashjit::Params p{}) {{\n"
       "  {}<flashjit::Problem>(p{});\n"
       "}}\n",
       cluster, entry.threads, entry.min_blocks, entry.name, maps, entry.function,
       entry.tensor_maps ? ", maps" : "");
+  if (programs == 1) return "\n" + text;
+  const int other = entry.hot ? 2 : 1;
+  return fmt::format("\n#if {} != {}\n{}#endif\n", kProgramMacro, other, text);
 }
 
 // The templates that a text includes, by their names; other includes are NVRTC's to refuse.
@@ -113,7 +117,8 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
       constants(source.spec, config, device.compute_capability, options.check_waits),
       expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}),
       products.empty() ? "" : "\n", products);
-  for (const plan::Entry& entry : source.entries) source.text += entry_text(entry);
+  const int programs = program_count(source.entries);
+  for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, programs);
 
   std::map<std::string, std::string> headers;
   add_headers(source.text, templates, headers);
@@ -124,6 +129,11 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
 }  // namespace flashjit::render
 
 namespace flashjit {
+
+int program_count(const std::vector<plan::Entry>& entries) {
+  const auto with_main_loop = std::ranges::count_if(entries, &plan::Entry::hot);
+  return with_main_loop == 0 || with_main_loop == std::ssize(entries) ? 1 : 2;
+}
 
 bool spills_in_main_loop(const CompiledKernel& kernel, const std::vector<plan::Entry>& entries) {
   return std::any_of(kernel.resources.begin(), kernel.resources.end(), [&](const EntryResources& used) {

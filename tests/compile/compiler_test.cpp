@@ -1,6 +1,7 @@
 // NVRTC itself: what is asked of it, what comes back, and how it says no. Needs NVRTC and no GPU.
 #include "compile/compiler.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 #include <sys/resource.h>
 
@@ -10,6 +11,10 @@
 #include <functional>
 #include <regex>
 #include <thread>
+
+#include "device/images.hpp"
+#include "plan/plan.hpp"
+#include "render/render.hpp"
 
 namespace flashjit {
 namespace {
@@ -131,6 +136,41 @@ TEST(Compiler, AnUnknownArchitectureIsRefusedWithThoseItKnows) {
     const Error error = error_of([&] { compiler().compile(small_source(arch)); });
     EXPECT_EQ(error.code(), ErrorCode::compile_failed) << arch;
     EXPECT_NE(error.message().find("sm_80, sm_"), std::string::npos) << error.message();
+  }
+}
+
+TEST(Compiler, CompilesProgramsWhoseImagesFollowEachOther) {
+  for (const char* spec : {"fwd:bf16:d64", "bwd:bf16:d64:det", "fwd:bf16:d64:map128x128"}) {
+    for (const char* arch : {"sm_80", "sm_90a"}) {
+      const DeviceInfo device = DeviceInfo::parse(arch);
+      const plan::ExecutionPlan plan = plan::make_plan(parse_spec(spec), {1, 8, 8, 4096, 4096}, device, {});
+      const KernelSource source =
+          render::render(plan.spec, plan.config, device, render::TemplateSet::embedded());
+      const std::string cubin = compiler().compile(source).cubin, ptx = compiler().ptx(source);
+      const std::vector<std::string_view> images = device::images(cubin);
+      EXPECT_EQ(images.size(), program_count(source.entries)) << spec << " " << arch;
+      std::size_t bytes = 0;
+      for (const std::string_view image : images) bytes += image.size();
+      EXPECT_EQ(bytes, cubin.size());
+      for (const plan::Entry& entry : source.entries) {
+        const std::string symbol = ".text.flashjit_" + entry.name;
+        const bool second = images.size() > 1 && !entry.hot;
+        for (std::size_t i = 0; i < images.size(); ++i)
+          EXPECT_EQ(images[i].find(symbol) != images[i].npos, i == second) << spec << " " << symbol;
+        EXPECT_NE(ptx.find(".entry flashjit_" + entry.name), ptx.npos) << spec << " " << symbol;
+      }
+    }
+  }
+}
+
+TEST(Compiler, AnErrorInAnyProgramIsTold) {
+  for (const char* number : {"1", "2"}) {
+    KernelSource source = small_source();
+    source.entries.push_back({.name = "other", .header = "", .function = "", .threads = 64});
+    source.text += fmt::format("\n#if FLASHJIT_PROGRAM == {}\nint x = nowhere;\n#endif\n", number);
+    const Error error = error_of([&] { compiler().compile(source); });
+    EXPECT_EQ(error.code(), ErrorCode::compile_failed) << number;
+    EXPECT_NE(error.message().find("\"nowhere\" is undefined"), std::string::npos) << error.message();
   }
 }
 

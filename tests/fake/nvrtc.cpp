@@ -1,4 +1,5 @@
 // An NVRTC for tests: "compiles" any source to a few bytes, slowly if asked, and writes down that it did.
+// Of a kernel's programs the first alone counts, and waits.
 //   FAKE_NVRTC_LOG=FILE  a line is added for each compilation: its process
 //   FAKE_NVRTC_MS=N      each takes that long
 //   FAKE_NVRTC_FAIL=1    each fails
@@ -7,6 +8,7 @@
 #include <nvrtc.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <chrono>
 #include <condition_variable>
 #include <cstdlib>
@@ -14,6 +16,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 
 struct _nvrtcProgram {
@@ -37,6 +40,11 @@ void note_compilation() {
   const std::string line = std::to_string(::getpid()) + "\n";
   if (fd < 0 || ::write(fd, line.data(), line.size()) < 0) std::abort();
   ::close(fd);
+}
+
+bool is_second_program(int count, const char* const* options) {
+  return std::any_of(options, options + count,
+                     [](std::string_view option) { return option == "--define-macro=FLASHJIT_PROGRAM=2"; });
 }
 
 /// Whether `wanted` compilations came to be under way at once.
@@ -86,12 +94,13 @@ nvrtcResult nvrtcDestroyProgram(nvrtcProgram* program) {
   return NVRTC_SUCCESS;
 }
 
-nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int, const char* const*) {
+nvrtcResult nvrtcCompileProgram(nvrtcProgram program, int count, const char* const* options) {
   if (program->source.empty()) return NVRTC_SUCCESS;  // flashjit asks for the version so
   if (const char* ms = std::getenv("FAKE_NVRTC_MS"))
     std::this_thread::sleep_for(std::chrono::milliseconds(std::atoi(ms)));
-  note_compilation();
-  const char* meeting = std::getenv("FAKE_NVRTC_MEET");
+  const bool counts = !is_second_program(count, options);
+  if (counts) note_compilation();
+  const char* meeting = counts ? std::getenv("FAKE_NVRTC_MEET") : nullptr;
   if (std::getenv("FAKE_NVRTC_FAIL") || (meeting && !meet(std::atoi(meeting)))) {
     program->log = "flashjit.cu(1): error: as the test asked";
     return NVRTC_ERROR_COMPILATION;

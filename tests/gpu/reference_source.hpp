@@ -41,9 +41,11 @@ inline KernelSource reference_source(const AttentionSpec& spec, const DeviceInfo
   const plan::FamilyTraits& family = plan::simt_traits();
   KernelSource source = render::render(spec, family.heuristic(spec, {1, 1, 1, 1, 1}, device), device,
                                        render::TemplateSet::embedded());
-  const std::size_t begin = source.text.find("namespace flashjit {"), end = source.text.find("extern \"C\"");
+  const std::string_view last = "}  // namespace flashjit\n";
+  const std::size_t begin = source.text.find("namespace flashjit {");
+  const std::size_t end = source.text.find(last, begin) + last.size();
   source.text =
-      "#include \"flashjit/auxiliary/reference.cuh\"\n" + source.text.substr(begin, end - begin) +
+      "#include \"flashjit/auxiliary/reference.cuh\"\n" + source.text.substr(begin, end - begin) + "\n" +
       entry_text("fill", "FillParams", "fill<flashjit::Problem>") +
       entry_text("forward_exact", "ReferenceParams", "reference_forward<flashjit::Problem, double>") +
       entry_text("forward_rounded", "ReferenceParams", "reference_forward<flashjit::Problem, float>") +

@@ -97,8 +97,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v] = config;
-  // Not in the key by themselves: header and function, which stand in the text, and hot, which only the tuner
-  // reads.
+  // Not in the key by themselves: header and function, which stand in the text, as does what hot means for a
+  // compiler.
   const plan::Entry entry = {};
   [[maybe_unused]] const auto& [name, header, function, threads, min_blocks, cluster, shared_bytes, hot,
                                 tensor_maps, persistent] = entry;
@@ -126,7 +126,7 @@ TEST(Key, StaysWithEverythingElse) {
 
   KernelSource hot = source();
   hot.entries[0].hot = true;
-  EXPECT_EQ(source_digest(hot, kOptions), expected) << "what only the tuner reads";
+  EXPECT_EQ(source_digest(hot, kOptions), expected) << "what the text says";
 }
 
 /// The key of one rendered kernel, as this process makes it.

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "command.hpp"
+#include "device/images.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
 
@@ -81,6 +82,18 @@ class TemporaryFile {
   std::filesystem::path path_;
 };
 
+std::string disassemble_image(const std::string& tool, std::string_view image) {
+  const TemporaryFile file{std::string(image)};
+  std::vector<std::string> command{tool};
+  if (tool.ends_with("cuobjdump")) command.emplace_back("-sass");
+  command.push_back(file.path());
+  int status = 0;
+  std::string output = output_of(command, &status);
+  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
+    throw Error(ErrorCode::io, fmt::format("'{}' could not disassemble the kernel", tool), output);
+  return output;
+}
+
 }  // namespace
 
 std::optional<std::string> find_disassembler() {
@@ -97,15 +110,9 @@ std::string disassemble(const std::string& cubin) {
         ErrorCode::no_compiler,
         "SASS needs cuobjdump or nvdisasm, and neither is on PATH, in CUDA_HOME/bin, CUDA_PATH/bin or "
         "/usr/local/cuda/bin; install them (apt: cuda-cuobjdump, cuda-nvdisasm; PyPI: nvidia-cuda-nvdisasm)");
-  const TemporaryFile file(cubin);
-  std::vector<std::string> command{*tool};
-  if (tool->ends_with("cuobjdump")) command.emplace_back("-sass");
-  command.push_back(file.path());
-  int status = 0;
-  std::string output = output_of(command, &status);
-  if (!WIFEXITED(status) || WEXITSTATUS(status) != 0)
-    throw Error(ErrorCode::io, fmt::format("'{}' could not disassemble the kernel", *tool), output);
-  return output;
+  std::string text;
+  for (const std::string_view image : device::images(cubin)) text += disassemble_image(*tool, image);
+  return text;
 }
 
 }  // namespace flashjit::command

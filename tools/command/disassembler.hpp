@@ -10,7 +10,8 @@ namespace flashjit::command {
 /// is there.
 std::optional<std::string> find_disassembler();
 
-/// Throws Error(no_compiler) when no disassembler is there, Error(io) with its output when it fails.
+/// Of all images. Throws Error(no_compiler) when no disassembler is there, Error(io) with its output when it
+/// fails.
 std::string disassemble(const std::string& cubin);
 
 }  // namespace flashjit::command

@@ -118,8 +118,8 @@ plan::Entry entry(const char* name) { return {.name = name, .header = "", .funct
 TEST(LoadedKernel, FindsEachEntryInItsImage) {
   test::FakeDriver& fake = test::FakeDriver::state();
   fake.reset();
-  const std::string cubin =
-      elf(std::string("flashjit_backward", 18)) + elf(std::string("flashjit_preprocess", 20));
+  const auto image_of = [](const std::string& symbol) { return elf(symbol + '\0'); };
+  const std::string cubin = image_of("flashjit_backward") + image_of("flashjit_preprocess");
   {
     const device::LoadedKernel kernel(driver_that_looks(), cubin, {entry("preprocess"), entry("backward")});
     EXPECT_EQ(*reinterpret_cast<std::string*>(kernel.kernel(0)), "flashjit_preprocess");

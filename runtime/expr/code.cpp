@@ -86,7 +86,7 @@ bool Code::shared_divisor(int place) const {
   return node.type == Type::integer && graph_.uniform(place) && !is_literal(node);
 }
 
-/// Whether an int is known to be no less than zero, as positions are.
+/// Whether an int is known to be no less than zero, as all that have names are: positions, heads, lengths.
 bool Code::natural(int place) const {
   const Node& node = graph_.node(place);
   const std::vector<int>& args = graph_[place].args;

@@ -63,12 +63,14 @@ std::string Code::expression(int place) {
   if (fast && node->op == Op::divide && node->type == Type::real) return quotient(place);
   if (const std::optional<std::string> text = divisibility(place)) return *text;
   if (node->op == Op::divide || node->op == Op::modulo) {
-    if (const int divisor = graph_[place].args[1]; shared_divisor(divisor))
-      return fmt::format("{}.{}({})", head_.divisor(divisor), node->op == Op::divide ? "quotient" : "rest",
-                         value(graph_[place].args[0]));
+    const int number = graph_[place].args[0], divisor = graph_[place].args[1];
+    if (shared_divisor(divisor))
+      return fmt::format("{}.{}({})",
+                         natural(number) ? head_.natural_divisor(divisor) : head_.divisor(divisor),
+                         node->op == Op::divide ? "quotient" : "rest", value(number));
     if (node->type == Type::integer && divides_naturals(place))
       return fmt::format("flashjit::natural_{}({}, {})", node->op == Op::divide ? "divide" : "modulo",
-                         value(graph_[place].args[0]), value(graph_[place].args[1]));
+                         value(number), value(divisor));
   }
   std::vector<std::string> args;
   for (const int arg : std::vector<int>(graph_[place].args)) args.push_back(value(arg));

@@ -35,8 +35,9 @@ class HeadCode {
   /// softmax_scale times a float.
   std::string scaled(int place);
   std::string rest_float(const Rest& rest);
-  /// A Divisor by an int, and its Multiples.
+  /// A Divisor by an int, one for what is not negative, and its Multiples.
   std::string divisor(int place);
+  std::string natural_divisor(int place);
   std::string multiples(int place);
 
   /// The element that `read` reads at indices.
@@ -61,7 +62,7 @@ class HeadCode {
   std::map<std::string, int> slots_;
   bool check_indices_;
   std::map<int, std::string> values_;  // within head()
-  std::map<int, std::string> known_, scaled_, divisors_, multiples_;
+  std::map<int, std::string> known_, scaled_, divisors_, natural_divisors_, multiples_;
   std::map<Rest, std::string> rests_, rest_floats_;
   std::string members_, body_;
 };

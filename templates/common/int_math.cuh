@@ -68,6 +68,28 @@ struct Divisor {
   }
 };
 
+/// As a Divisor divides, but numbers that are not negative: of 31 bits the product is right for all divisors,
+/// and none is a case of its own (the same paper, section 4).
+struct NaturalDivisor {
+  unsigned multiplier = 0, size = 1;  ///< of twice the number; the divisor's magnitude, 1 where that is 0
+  int shift = 0, sign = 0;            ///< sign 0: the quotient is 0
+
+  constexpr NaturalDivisor() = default;
+  constexpr explicit NaturalDivisor(int by) : size(by == 0 ? 1 : magnitude(by)), sign((by > 0) - (by < 0)) {
+    while (shift < 31 && 1u << shift < size) ++shift;  // 2^shift is the first that is no less than size
+    multiplier = static_cast<unsigned>(((1ull << (31 + shift)) + size - 1) / size);
+  }
+  constexpr int quotient(int a) const { return wrap_multiply(static_cast<int>(quotient_of_size(a)), sign); }
+  constexpr int rest(int a) const {
+    return static_cast<int>(static_cast<unsigned>(a) - quotient_of_size(a) * size);
+  }
+
+ private:
+  constexpr unsigned quotient_of_size(int a) const {
+    return static_cast<unsigned>(2ull * static_cast<unsigned>(a) * multiplier >> 32) >> shift;
+  }
+};
+
 /// All ints that wrap_modulo divides by one number without a rest: the same paper, section 9. A multiple
 /// times the inverse of the number's odd part is small, and has zeros where the number has.
 struct Multiples {

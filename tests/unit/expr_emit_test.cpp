@@ -206,6 +206,8 @@ TEST(Emit, RestsThatAreComparedWithZeroAreNotComputed) {
   EXPECT_TRUE(says(tested("(q - kv) % 3 != 0"), "= !flashjit::Multiples(3).contain(v0);"));
   EXPECT_TRUE(says(tested("(q - kv) % 8 == 0"), "wrap_modulo"));
   EXPECT_TRUE(says(tested("step: int; (q - kv) % step == 1"), "head.d0.rest(v0)"));
+  EXPECT_TRUE(says(tested("w: int; q / w == kv % w"), "head.n0.quotient(q.at)"));
+  EXPECT_TRUE(says(tested("w: int; q / w == kv % w"), "head.n0.rest(kv.at)"));
 }
 
 TEST(Emit, PositionsAreDividedWithoutASign) {

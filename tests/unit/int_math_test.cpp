@@ -50,19 +50,33 @@ TEST(IntMath, ADivisorDividesLikeTheOperators) {
 TEST(IntMath, NaturalNumbersDivideLikeInts) {
   const std::vector<int> values = edges_and_others();
   for (const int by : values) {
-    for (const int a : values) {
-      if (a < 0 || by <= 0) continue;
+    const NaturalDivisor divisor(by);
+    const auto check = [&](int a) {
+      ASSERT_EQ(divisor.quotient(a), wrap_divide(a, by)) << a << " / " << by;
+      ASSERT_EQ(divisor.rest(a), wrap_modulo(a, by)) << a << " % " << by;
+      if (by <= 0) return;
       ASSERT_EQ(natural_divide(a, by), wrap_divide(a, by)) << a << " / " << by;
       ASSERT_EQ(natural_modulo(a, by), wrap_modulo(a, by)) << a << " % " << by;
-    }
+    };
+    for (const int a : values)
+      if (a >= 0) check(a);
+    // Where the quotient changes.
+    const std::int64_t size = magnitude(by);
+    for (std::int64_t times = 1; size > 1 && times * size <= kMost; times = times * 5 / 2 + 1)
+      for (const std::int64_t a : {times * size - 1, times * size}) check(static_cast<int>(a));
   }
 }
 
 TEST(IntMath, SmallDivisorsDivideEverythingTheyMeet) {
   for (int by = -40; by <= 40; ++by) {
     const Divisor divisor(by);
+    const NaturalDivisor natural(by);
     const Multiples multiples(by);
     for (int a = -70000; a <= 70000; ++a) {
+      if (a >= 0) {
+        ASSERT_EQ(natural.quotient(a), wrap_divide(a, by)) << a << " / " << by;
+        ASSERT_EQ(natural.rest(a), wrap_modulo(a, by)) << a << " % " << by;
+      }
       ASSERT_EQ(divisor.quotient(a), wrap_divide(a, by)) << a << " / " << by;
       ASSERT_EQ(divisor.rest(a), wrap_modulo(a, by)) << a << " % " << by;
       ASSERT_EQ(multiples.contain(a), wrap_modulo(a, by) == 0) << a << " % " << by;

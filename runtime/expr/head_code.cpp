@@ -124,6 +124,7 @@ std::string HeadCode::natural_divisor(int place) {
   return member(natural_divisors_, place, 'n', "flashjit::NaturalDivisor",
                 [&] { return fmt::format("flashjit::NaturalDivisor({})", value(place)); });
 }
+
 std::string HeadCode::multiples(int place) {
   return member(multiples_, place, 'm', "flashjit::Multiples",
                 [&] { return fmt::format("flashjit::Multiples({})", value(place)); });

@@ -45,12 +45,8 @@ std::vector<std::string> split(const std::string& cubin) {
 }
 
 TEST(Images, FollowEachOther) {
-  const std::string a = elf("machine code"),
-                    b =
-                        elf("\x7f"
-                            "ELF is no beginning here",
-                            false),
-                    c = elf("");
+  const std::string within = std::string(ELFMAG) + " is no beginning here";
+  const std::string a = elf("machine code"), b = elf(within, false), c = elf("");
   EXPECT_EQ(split(a), std::vector{a});
   EXPECT_EQ(split(a + b), (std::vector{a, b}));
   EXPECT_EQ(split(b + c + a), (std::vector{b, c, a}));

@@ -227,13 +227,9 @@ bool MaskAnalysis::inexact(int place, bool negated) const {
   }
 }
 
-namespace {
-
-bool is_plane_read(const Graph& graph, int place) {
+bool reads_plane(const Graph& graph, int place) {
   const Graph::Item& read = graph[place];
   if (read.node->op != Op::read || read.args.size() < 2) return false;
-  const ElementType type = read.node->declaration.type;
-  if (type != ElementType::fp16 && type != ElementType::bf16) return false;
   const auto follows = [&](std::size_t i, long long q, long long kv) {
     const std::optional<Affine> index = affine_form(graph, read.args[i]);
     return index && index->q == q && index->kv == kv;
@@ -244,7 +240,13 @@ bool is_plane_read(const Graph& graph, int place) {
                      [&](int index) { return (graph.uses(index) & (kUsesScore | kUsesQ | kUsesKv)) == 0; });
 }
 
-}  // namespace
+bool depends_on_difference(const Graph& graph, int place) {
+  if (!graph.uses_positions(place)) return (graph.uses(place) & kUsesScore) == 0;
+  if (const std::optional<Affine> form = affine_form(graph, place)) return form->q == -form->kv;
+  const std::vector<int>& args = graph[place].args;
+  return !args.empty() &&
+         std::ranges::all_of(args, [&](int arg) { return depends_on_difference(graph, arg); });
+}
 
 bool reads_each_once(const Graph& graph, int read) {
   bool by_q = false, by_kv = false;
@@ -257,11 +259,15 @@ bool reads_each_once(const Graph& graph, int read) {
 }
 
 int plane_read(const Graph& graph, int root) {
+  const auto is_half = [&](int place) {
+    const ElementType type = graph.node(place).declaration.type;
+    return type == ElementType::fp16 || type == ElementType::bf16;
+  };
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
     if (!needed[place]) continue;
-    if (is_plane_read(graph, place)) return place;
+    if (reads_plane(graph, place) && is_half(place)) return place;
     for (const int arg : graph[place].args) needed[arg] = true;
   }
   return -1;

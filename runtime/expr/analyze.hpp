@@ -90,11 +90,16 @@ MaskTraits mask_traits(const MaskProgram& mask);
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 
+/// Whether something is the same for all pairs of a head of the same kv - q; not where the score is needed.
+bool depends_on_difference(const Graph& graph, int place);
+
 /// Whether no two pairs of a head read the same element, but for indices that are clamped.
 bool reads_each_once(const Graph& graph, int read);
 
-/// Among what `root` is computed from: the read of a tensor of 16-bit floats whose last two indices are q and
-/// kv, but for what all pairs of a head share, as are the others: a dense bias. -1: there is none.
+/// Whether something is the read of a tensor whose last two indices are q and kv, but for what all pairs of a
+/// head share, as are the others: a dense bias.
+bool reads_plane(const Graph& graph, int place);
+/// Among what `root` is computed from: such a read of 16-bit floats. -1: there is none.
 int plane_read(const Graph& graph, int root);
 /// The tensor of which a score program reads so, as it is emitted. Null reads nothing.
 std::optional<Declaration> plane_of(const NodePtr& score);

@@ -1,5 +1,6 @@
 #include "expr/emit.hpp"
 
+#include <algorithm>
 #include <string_view>
 
 #include <fmt/format.h>
@@ -51,9 +52,25 @@ std::string result_of(Code& code, const std::string& result) {
   return code.lines() + fmt::format("    return {};\n", result);
 }
 
+/// To which places a head's pairs add: Places in templates/common/capture_grads.cuh.
+enum class Places { any, by_difference, own };
+
+std::string_view text_of(Places places) {
+  switch (places) {
+    case Places::any:
+      return "any";
+    case Places::by_difference:
+      return "by_difference";
+    case Places::own:
+      return "own";
+  }
+  return "";
+}
+
 /// The gradient of one read: d score / d read.
 struct ReadGrad {
   int read, derivative;
+  Places places;
 };
 
 /// The hooks' texts, made one after the other; the Head knows all that they need when all are made.
@@ -72,8 +89,11 @@ class Hooks {
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr grad = derivative(graph_[score_].node, read);
-      if (!is_real(*grad, 0)) read_grads_.push_back({graph_.add(read), graph_.add(grad)});
+      if (is_real(*grad, 0)) continue;
+      const int place = graph_.add(read), derivative = graph_.add(grad);
+      read_grads_.push_back({place, derivative, places_of(place, derivative)});
     }
+    sort_read_grads();
   }
 
   std::string text() {
@@ -84,6 +104,37 @@ class Hooks {
   }
 
  private:
+  bool of_score(const ReadGrad& grad) const { return grad.derivative == score_grad_; }
+  /// Own: a pair gives its place what it gives the score, dS; of `score + bias[q, kv]`, or a softcap of that.
+  /// By difference: that, or dS and a factor, of `score + table[h, kv - q]`. What all pairs of a head add to
+  /// one place is in neither: a thread's are soon one sum.
+  Places places_of(int read, int derivative) const {
+    const auto of_difference = [&](int place) { return depends_on_difference(graph_, place); };
+    const std::vector<int>& indices = graph_[read].args;
+    const bool same = derivative == score_grad_;
+    if (same && reads_plane(graph_, read)) return Places::own;
+    const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(derivative);
+    return (same || product) && std::ranges::all_of(indices, of_difference) &&
+                   std::ranges::any_of(indices, [&](int index) { return graph_.uses_positions(index); })
+               ? Places::by_difference
+               : Places::any;
+  }
+  /// Those of any places come first, and of those with places of their own there is one.
+  void sort_read_grads() {
+    const auto owning = [](const ReadGrad& grad) { return grad.places == Places::own; };
+    const auto first = std::ranges::find_if(read_grads_, owning);
+    if (first != read_grads_.end())
+      std::for_each(first + 1, read_grads_.end(), [&](ReadGrad& grad) {
+        if (owning(grad)) grad.places = Places::any;
+      });
+    std::ranges::stable_sort(read_grads_, {}, &ReadGrad::places);
+  }
+  bool has_plane_grad() const { return !read_grads_.empty() && read_grads_.back().places == Places::own; }
+  std::size_t difference_grads() const {
+    return static_cast<std::size_t>(
+        std::ranges::count(read_grads_, Places::by_difference, &ReadGrad::places));
+  }
+
   std::string constants() const {
     const unsigned uses = graph_.uses(mask_root_);
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
@@ -95,7 +146,8 @@ class Hooks {
            constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
-           constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size());
+           constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size()) +
+           constant("kDifferenceGrads", difference_grads()) + constant("kPlaneGrad", has_plane_grad());
   }
 
   std::string head() const {
@@ -113,11 +165,9 @@ class Hooks {
     const std::string result = code.score_result(score_);
     return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
   }
-  /// What the score and its slope are where a kernel has read the plane's element.
-  std::string plane_functions() {
-    if (plane_read_ < 0) return {};
-    const Graph::Item read = graph_[plane_read_];
-    const std::string element = element_text(read.node->declaration.type);
+  /// The function that says where the plane of a read lies, or its gradient.
+  std::string plane_function(std::string_view type, std::string_view name, std::string_view make, int plane) {
+    const Graph::Item read = graph_[plane];
     const std::size_t leading = read.args.size() - 2;
     Code place(head_, Style::fast, {});
     std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration))};
@@ -126,7 +176,13 @@ class Hooks {
       arguments.push_back(fmt::format("static_cast<int>({})", head_.rest(shift)));
     }
     for (std::size_t i = 0; i < leading; ++i) arguments.push_back(place.value(read.args[i]));
-    const std::string plane = fmt::format("flashjit::plane_of({})", fmt::join(arguments, ", "));
+    return function(type, name, "",
+                    result_of(place, fmt::format("{}({})", make, fmt::join(arguments, ", "))));
+  }
+  /// What the score and its slope are where a kernel has read the plane's element.
+  std::string plane_functions() {
+    if (plane_read_ < 0) return {};
+    const std::string element = element_text(graph_.node(plane_read_).declaration.type);
     const auto of_element = [&](std::string_view name, auto result_in) {
       Code code(head_, Style::fast, {});
       code.know(plane_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
@@ -134,7 +190,7 @@ class Hooks {
       return function("float", name, fmt::format("float dot, unsigned short element, {}", kPair),
                       result_of(code, result));
     };
-    return function("flashjit::CapturePlane", "plane", "", result_of(place, plane)) +
+    return plane_function("flashjit::CapturePlane", "plane", "flashjit::plane_of", plane_read_) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
   }
@@ -186,14 +242,18 @@ class Hooks {
       for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
       const bool one = is_real(graph_.node(grad.derivative), 1);
       additions += fmt::format(
-          "    add(flashjit::Addition<{}, {}>(), flashjit::capture_grad(p.captures[{}], {}), {});\n",
-          number++, !reads_each_once(graph_, grad.read), head_.slot(graph_.node(grad.read).declaration),
-          fmt::join(indices, ", "),
+          "    add(flashjit::Addition<{}, {}, flashjit::Places::{}, {}>(), "
+          "flashjit::capture_grad(p.captures[{}], {}), {});\n",
+          number++, !reads_each_once(graph_, grad.read), text_of(grad.places), of_score(grad),
+          head_.slot(graph_.node(grad.read).declaration), fmt::join(indices, ", "),
           one ? "ds" : product_with_ds(grad.derivative, code.value(grad.derivative)));
     }
     return "  template <class Add>\n" +
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
+           (has_plane_grad() ? plane_function("flashjit::PlaneGrad", "plane_grad", "flashjit::plane_grad_of",
+                                              read_grads_.back().read)
+                             : std::string()) +
            "\n";
   }
 

@@ -124,4 +124,29 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   return tensor.grad + at;
 }
 
+/// Where the gradients of a captured plane are: the pairs', as CapturePlane has their elements.
+struct PlaneGrad {
+  float* first;
+  int size_q, size_kv, q_shift, kv_shift;
+
+  /// Whether the gradients of any four keys from a multiple of four on are 16 aligned bytes.
+  __device__ __forceinline__ bool in_fours(int keys) const {
+    return (reinterpret_cast<unsigned long long>(first) % 16 | (size_kv | kv_shift) % 4) == 0 &&
+           kv_shift >= 0 && kv_shift <= size_kv - keys;
+  }
+  __device__ __forceinline__ float* of_pair(int q, int kv) const {
+    return first + static_cast<long long>(clamped_index(wrap_add(q, q_shift), size_q)) * size_kv +
+           clamped_index(wrap_add(kv, kv_shift), size_kv);
+  }
+};
+
+/// The gradients of tensor[indices..., :, :].
+template <class... Indices>
+__device__ __forceinline__ PlaneGrad plane_grad_of(const CaptureParam& tensor, int q_shift, int kv_shift,
+                                                   Indices... indices) {
+  constexpr int kLeading = sizeof...(Indices);
+  return {capture_grad(tensor, indices..., 0, 0), tensor.size[kLeading], tensor.size[kLeading + 1], q_shift,
+          kv_shift};
+}
+
 }  // namespace flashjit

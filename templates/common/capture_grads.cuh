@@ -3,11 +3,17 @@
 
 namespace flashjit {
 
+/// What decides where a head's pairs add: any of their values; kv - q alone, as it does for the factor; or
+/// each has its own place, which plane_grad() says.
+enum class Places { any, by_difference, own };
+
 /// One of the additions that each pair makes. `shared`: pairs of a head may add to the same place.
-template <int index, bool shared>
+/// `of_score`: it adds the gradient of p.softmax_scale * dot.
+template <int index, bool shared, Places places, bool of_score>
 struct Addition {
   static constexpr int kIndex = index;
-  static constexpr bool kShared = shared;
+  static constexpr bool kShared = shared, kOfScore = of_score;
+  static constexpr Places kPlaces = places;
 };
 
 /// ds times a derivative, which may be anything where no gradient comes.
@@ -19,10 +25,27 @@ __device__ __forceinline__ void add_to_memory(float* at, float value) {
   if (value != 0.0f) atomicAdd(at, value);
 }
 
+/// Adds each lane's value to its place; neighbours with one place add as one. By a whole warp.
+__device__ __forceinline__ void add_by_runs(float* at, float value) {
+  const unsigned lane = threadIdx.x % 32;
+  const auto place = reinterpret_cast<unsigned long long>(at);
+  const bool begins = __shfl_up_sync(~0u, place, 1) != place || lane == 0;
+  const unsigned beginners = __ballot_sync(~0u, begins), later = beginners & ~((2u << lane) - 1);
+  if (beginners != ~0u) {
+    const unsigned end = later == 0 ? 32 : __ffs(static_cast<int>(later)) - 1;
+#pragma unroll
+    for (unsigned ahead = 1; ahead < 32; ahead *= 2) {
+      const float other = __shfl_down_sync(~0u, value, ahead);
+      if (lane + ahead < end) value += other;
+    }
+  }
+  if (begins) add_to_memory(at, value);
+}
+
 /// What a thread's pairs of a tile add. Additions to one place that follow each other become one, in the end
 /// those of a warp's lanes, too: memory takes what goes to one line one after the other, 0.9 ns each on an
 /// H100. Each of a thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).
-template <class P, int kKeys>
+template <int kCount, int kKeys>
 class CaptureSums {
  public:
   /// Adds what pairs of the thread's n-th key give.
@@ -36,7 +59,7 @@ class CaptureSums {
   }
   /// By whole warps.
   __device__ __forceinline__ void end() {
-    if constexpr (P::kCaptureGrads > 0) {
+    if constexpr (kCount > 0) {
 #pragma unroll
       for (Sum(&of_keys)[kKeys] : sums_) {
 #pragma unroll
@@ -80,7 +103,7 @@ class CaptureSums {
     }
   };
 
-  Sum sums_[P::kCaptureGrads > 0 ? P::kCaptureGrads : 1][kKeys];
+  Sum sums_[kCount > 0 ? kCount : 1][kKeys];
 };
 
 }  // namespace flashjit

@@ -55,6 +55,16 @@ __device__ __forceinline__ unsigned pack<bf16>(float low, float high) {
 #endif
 }
 
+/// What pack() made one of.
+template <class Element>
+__device__ __forceinline__ float low_of(unsigned pair) {
+  return to_float(Element{static_cast<unsigned short>(pair)});
+}
+template <class Element>
+__device__ __forceinline__ float high_of(unsigned pair) {
+  return to_float(Element{static_cast<unsigned short>(pair >> 16)});
+}
+
 /// Zero in place of each negative element of a pack of 16-bit floats.
 __device__ __forceinline__ unsigned without_negatives(unsigned pair) {
   const unsigned negative = (pair >> 15 & 0x00010001u) * 0xffffu;

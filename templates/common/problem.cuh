@@ -54,7 +54,9 @@ struct ExampleProblem {
   static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
   static constexpr int kQReads = 0;              // listed only: how many q_read() and kv_read() there are
   static constexpr int kKvReads = 0;
-  static constexpr int kCaptureGrads = 0;  // additions of add_capture_grads()
+  static constexpr int kCaptureGrads = 0;     // additions of add_capture_grads()
+  static constexpr int kDifferenceGrads = 0;  // of those, with Places::by_difference: the last but, perhaps,
+  static constexpr bool kPlaneGrad = false;   // one with Places::own, for which there is plane_grad()
 
   /// What the programs need of one head of one batch entry, made once for a tile of work; the lengths are
   /// those of the sequence.
@@ -88,6 +90,8 @@ struct ExampleProblem {
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
                                                            float /*dot*/, Position /*q*/, Position /*kv*/,
                                                            Add&& /*add*/) {}
+  // With kPlaneGrad there is plane_grad(p, head), a PlaneGrad: where the last of the additions adds the
+  // gradient of p.softmax_scale * dot.
 
   /// Whether the pair attends. Lengths, padding and block maps are not its business.
   static __device__ __forceinline__ bool mask(const Params&, const Head&, Position /*q*/, Position /*kv*/) {

@@ -97,6 +97,20 @@ __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&to)[4], uns
                : "memory");
 }
 
+/// Adds to four floats in global memory, which begin at a multiple of 16 bytes.
+__device__ __forceinline__ void add_four(float* at, float x0, float x1, float x2, float x3) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x0), "f"(x1),
+               "f"(x2), "f"(x3)
+               : "memory");
+#else
+  atomicAdd(at, x0);
+  atomicAdd(at + 1, x1);
+  atomicAdd(at + 2, x2);
+  atomicAdd(at + 3, x3);
+#endif
+}
+
 /// C += A B with A 16x16, B 16x8 and fp32 C. Lane 4g+c holds C[g][2c], C[g][2c+1], C[g+8][2c], C[g+8][2c+1].
 template <class Element>
 __device__ __forceinline__ void mma_16x8x16(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);

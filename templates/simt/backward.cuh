@@ -53,7 +53,7 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
   constexpr int kQueries = kRowsAreQueries ? T::kM : T::kN;
   // One of the two kernels adds to the gradients of captures, unless capture_grads does so in order.
   constexpr bool kAdds = kRowsAreQueries && !Problem::kDeterministic;
-  [[maybe_unused]] CaptureSums<Problem, kAdds ? T::kN : 1> sums;
+  [[maybe_unused]] CaptureSums<Problem::kCaptureGrads, kAdds ? T::kN : 1> sums;
   RowStats stats[kQueries];
 #pragma unroll
   for (int i = 0; i < kQueries; ++i) {

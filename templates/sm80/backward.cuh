@@ -202,8 +202,8 @@ __device__ void backward(const Params& p) {
                     lane % 4 * 4;
         const float(&left)[4] = dq[mt][2 * unit];
         const float(&right)[4] = dq[mt][2 * unit + 1];
-        add_to_dq(at, left[0], left[1], right[0], right[1]);
-        add_to_dq(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
+        add_four(at, left[0], left[1], right[0], right[1]);
+        add_four(at + 8 * kDUnits * 16, left[2], left[3], right[2], right[3]);
       }
     if constexpr (P::kDeterministic) {
       __threadfence();
@@ -350,7 +350,7 @@ __device__ void backward(const Params& p) {
             load_matrix_x4(a, v_rows + (warp_row(mt) * kVPitch + k * 16) * 2);
           });
       if constexpr (kPairs) named_barrier_sync(1 + row_warp, 64);
-      [[maybe_unused]] CaptureSums<P, kMt * 2> sums;
+      [[maybe_unused]] CaptureSums<P::kCaptureGrads, kMt * 2> sums;
 #pragma unroll
       for (int nt = 0; nt < kNt; ++nt) {
         const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);

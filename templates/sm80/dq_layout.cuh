@@ -10,18 +10,4 @@ __device__ __forceinline__ int dq_column(int at) {
   return at / 16 * 16 + value / 2 * 8 + lane * 2 + value % 2;
 }
 
-/// Adds four neighbouring floats of the dQ accumulator.
-__device__ __forceinline__ void add_to_dq(float* at, float x0, float x1, float x2, float x3) {
-#if __CUDA_ARCH__ >= 900
-  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(at), "f"(x0), "f"(x1),
-               "f"(x2), "f"(x3)
-               : "memory");
-#else
-  atomicAdd(at, x0);
-  atomicAdd(at + 1, x1);
-  atomicAdd(at + 2, x2);
-  atomicAdd(at + 3, x3);
-#endif
-}
-
 }  // namespace flashjit::sm80

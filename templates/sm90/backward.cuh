@@ -1,6 +1,7 @@
 // Backward pass for Hopper: thread blocks that take one KV tile after the other. Of one warp group a thread
 // loads, through the TMA unit, and two add dQ to global memory; the two other groups compute with wgmma. S
-// and dP are computed transposed.
+// and dP are computed transposed. Where gradients of captures are sums of dS, the two threads' warps add
+// them, from shared memory.
 //
 // Up to 128 columns a KV tile has 128 keys, each group 64 of them, and P^T and dS^T feed dV and dK from
 // registers. dS goes through shared memory for dQ, for which each group needs the other's too, but only a Q
@@ -18,6 +19,7 @@
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/convert_dq.cuh"
 #include "flashjit/sm90/dq_fragments.cuh"
+#include "flashjit/sm90/ds_grads.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/sm90/plane.cuh"
 
@@ -38,6 +40,15 @@ struct BackwardTile {
   static constexpr int kOtherKBytes = kCluster > 1 ? tile_bytes(kKeys, kDim / 2) : 0;
   static constexpr int kDsBytes = tile_bytes(kKeys, P::kBr);
   static constexpr bool kHasPlane = kLayout.has_plane();
+  // Gradients of captures that come from dS in shared memory. Up to 64 columns, registers suffice for what
+  // the warps that compute add to a plane themselves, which is quicker.
+  static constexpr bool kAddsPlane = P::kPlaneGrad && P::kHeadDim > 64;
+  static constexpr bool kAddsDs = kAddsPlane || P::kDifferenceGrads > 0;
+  static constexpr int kAddedGrads = P::kDifferenceGrads + kAddsPlane;
+  template <class Addition>
+  static constexpr bool adds(Addition which) {
+    return which.kPlaces == Places::by_difference || (kAddsPlane && which.kPlaces == Places::own);
+  }
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kShare = kWide ? 2 : 1;
   static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
@@ -99,6 +110,7 @@ struct BackwardTile {
   // have read those of the tile before.
   __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * kDsBytes; }
+  __device__ unsigned zeros() const { return base + kLayout.zeros(); }
   __device__ unsigned ds_full(unsigned i) const { return q_full(P::kStages) + i % 2 * 8; }
   /// Where a step of a group's dQ lies.
   __device__ unsigned dq(int group, int slot, int step) const {
@@ -123,13 +135,15 @@ struct BackwardTile {
   __device__ unsigned dq_full(int group) const { return ds_full(0) + (2 + group * 2) * 8; }
   __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
   __device__ unsigned kv_empty() const { return ds_full(0) + 6 * 8; }
+  /// Until what dS of Q tile i gives to gradients of captures is added.
+  __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
 
   // Of the other block of the cluster: half of the columns of its K, its dS of Q tile i, which it has written
   // when its dS of the tile before has been read, and, from the first block, its n-th KV tile.
   __device__ unsigned other_k() const { return base + kLayout.other_k(); }
   static __device__ int first_other_column() { return rank() * (kDim / 2); }
   __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
-  __device__ unsigned other_ds_full(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
+  __device__ unsigned other_ds_full(unsigned i) const { return kv_empty() + (3 + i % 2) * 8; }
   __device__ unsigned told(unsigned n) const { return base + kLayout.told() + n % kToldWorks * 4; }
   __device__ unsigned told_full(unsigned n) const { return other_ds_full(0) + (2 + n % kToldWorks) * 8; }
 };
@@ -271,14 +285,49 @@ __device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned lo
   pin(c);
 }
 
+/// Adds one of two warps' share of what dS of Q tile n gives to gradients of captures. Those who compute wait
+/// for that before they write dS of the next tile but one.
+template <class P>
+__device__ __forceinline__ void add_ds(const Params& p, const BackwardTile<P>& tile, unsigned n, int half) {
+  using Tile = BackwardTile<P>;
+  using Element = typename P::Element;
+  barrier_wait<P>(tile.ds_full(n), n / 2 & 1);
+  __syncwarp();  // one lane was adding dQ
+  const typename Tile::QTile& now = tile.staged(n);
+  if (now.head < 0) return;
+  const typename Tile::Place& place = tile.place(n);
+  const auto head = place.sequence.head(p, now.head);
+  const int q = now.tile * P::kBr, kv = place.kv_begin;
+  if constexpr (P::kDifferenceGrads > 0)
+    sum_diagonals<Element, Tile::kKeys, P::kBr>(
+        tile.ds(n), tile.zeros(), half, [&](int difference, float sum) {
+          P::add_capture_grads(p, head, sum, 0.0f, position(0), position(kv - q + difference),
+                               [&](auto which, float* at, float value) {
+                                 if constexpr (which.kPlaces == Places::by_difference)
+                                   add_by_runs(at, which.kOfScore ? sum : value);
+                               });
+        });
+  if constexpr (Tile::kAddsPlane) {
+    const PlaneGrad to = P::plane_grad(p, head);
+    constexpr int kKeys = Tile::kKeys / 2;
+    add_plane_grads<Element, Tile::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), tile.ds(n), q, kv,
+                                                         half * kKeys);
+  }
+  barrier_arrive(tile.ds_added(n));
+}
+
 /// A thread adds a group's parts of dQ to global memory. Wide, it also gives back the stages in which they
-/// lay.
+/// lay. Where there are gradients to add, its whole warp comes for them.
 template <class P>
 __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& tile, int group) {
   using Tile = BackwardTile<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = tile.first_dq_column(group);
   const int steps = min(kColumns - first_column, Tile::kDqColumns) / 8;
+  const bool one = !Tile::kAddsDs || elected();
+  // When there is dQ of a tile, there is dS of so many more.
+  constexpr int kAhead = Tile::kWide ? 0 : 1;
+  if constexpr (Tile::kAddsDs && kAhead > 0) add_ds(p, tile, 0, group);
   for (unsigned n = 0;; ++n) {
     barrier_wait<P>(tile.dq_full(group), n & 1);
     const typename Tile::QTile& now = tile.staged(n);
@@ -292,15 +341,19 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
         add_line(to + first * kDqStep, tile.dq(group, n % P::kStages, first),
                  (min(end, steps) - first) * kDqStepBytes);
     };
-    if (now.first) await_cleared<P>(p, tile.place(n).sequence.b, tile.place(n).h_kv);
+    if (one && now.first) await_cleared<P>(p, tile.place(n).sequence.b, tile.place(n).h_kv);
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
       turn = turn_of<P>(p, tile.place(n).sequence.b, now.head, now.tile, tile.dq_part(group));
       await_turn<P, 32>(turn, now.turn);
     }
-    add_steps(0, Tile::kDqInDout);
-    add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
-    add_steps(Tile::kDqInDout + Tile::kDqInQ, Tile::kDqSteps);
+    if (one) {
+      add_steps(0, Tile::kDqInDout);
+      add_steps(Tile::kDqInDout, Tile::kDqInDout + Tile::kDqInQ);
+      add_steps(Tile::kDqInDout + Tile::kDqInQ, Tile::kDqSteps);
+    }
+    if constexpr (Tile::kAddsDs) add_ds(p, tile, n + kAhead, group);  // while that is read
+    if (!one) continue;
     if constexpr (P::kDeterministic) {
       added_lines_done();
       __threadfence();
@@ -364,6 +417,10 @@ __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int gr
 template <class P>
 constexpr bool kFindsKeyValues = P::kKeyValues && (P::kHeadDim > 64 ? !kForeignKeys<P> : !P::kQueryValues);
 
+/// What a thread's pairs add to those gradients of captures that do not come from dS in shared memory.
+template <class P>
+using PairSums = CaptureSums<P::kCaptureGrads - BackwardTile<P>::kAddedGrads, 2>;
+
 /// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
 /// reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
 template <class P>
@@ -373,7 +430,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
                                               float (&s)[BackwardTile<P>::kQueries / 2],
                                               unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
                                               unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4],
-                                              CaptureSums<P, 2>& sums) {
+                                              PairSums<P>& sums) {
   using Element = typename P::Element;
   using Tile = BackwardTile<P>;
   constexpr int kS = Tile::kQueries / 2;
@@ -461,6 +518,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   pin(dp);
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
   if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
+  if constexpr (Tile::kAddsDs) barrier_wait<P>(tile.ds_added(i), i / 2 & 1 ^ 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
     [[maybe_unused]] unsigned elements[4];
 #pragma unroll
@@ -506,8 +564,11 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
         const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : probable;
         dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));
-        if constexpr (P::kCaptureGrads > 0)
-          P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e), sums.of_key(e / 2));
+        if constexpr (P::kCaptureGrads > Tile::kAddedGrads)
+          P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e),
+                               [&](auto which, float* at, float value) {
+                                 if constexpr (!Tile::adds(which)) sums.of_key(e / 2)(which, at, value);
+                               });
         // A slope may be anything where P is zero.
         if constexpr (P::kScoreGrad) dp[n + e] = probable == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
@@ -650,7 +711,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (now.head < 0) break;
     if (kForeignKeys<P> && now.first) clear_foreign_keys(p, tile, i, group);
     unsigned probability[kSteps][4], gradient[kSteps][4];
-    CaptureSums<P, 2> sums;
+    PairSums<P> sums;
     differentiate(p, maps, tile, i, now, group, q_rows, s, probability, gradient, sums);
     q_rows = q_rows_of(i + 1);
     float dq[Tile::kDqColumns / 2];
@@ -728,6 +789,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   }
   multiply_wait<0>();
   pin(s);
+  if constexpr (Tile::kAddsDs && !Tile::kWide) barrier_arrive(tile.ds_full(i));  // that this was all
   barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
   give_dq(tile, group);
 }
@@ -740,7 +802,10 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const Tile tile(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
   if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
+      if constexpr (Tile::kAddsDs) barrier_init(tile.ds_added(buffer), 2 * 32);
+    }
     for (int slot = 0; slot < P::kStages; ++slot) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
@@ -752,6 +817,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       barrier_init(tile.dq_empty(group), 1);
     }
     barrier_init(tile.kv_empty(), Tile::kGroups * 128);
+    if constexpr (P::kDifferenceGrads > 0)
+      *reinterpret_cast<uint4*>(shared + Tile::kLayout.zeros()) = uint4{0, 0, 0, 0};
     if constexpr (Tile::kCluster > 1) {
       for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.other_ds_full(buffer), 1);
       for (int n = 0; n < kToldWorks; ++n) barrier_init(tile.told_full(n), 1);
@@ -773,7 +840,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     lower_register_limit<Tile::kHelperRegisters>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 3) {
-      if (!elected()) return;
+      const bool whole = Tile::kAddsDs && warp > 0;
+      if (!whole && !elected()) return;
       if (warp == 0)
         produce(p, tile, maps);
       else

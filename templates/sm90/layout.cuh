@@ -90,6 +90,8 @@ constexpr int kQTileBytes = 32;  ///< of what it knows of a Q tile
 /// before, whose dQ may still be waiting, and be added.
 constexpr int kKeptQTiles = 8;
 
+constexpr int kZerosBytes = 16;  ///< which stand for a row of eight elements where there is none
+
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
 /// groups share them.
 constexpr int backward_columns(int columns) {
@@ -112,7 +114,7 @@ constexpr int kToldWorks = 8;
 /// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
 /// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
 /// block's; wide two of P; `stages` tiles of a captured plane where the score reads one; dQ where it does not
-/// lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of KV tiles; and the barriers.
+/// lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of KV tiles; zeros; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_plane;
@@ -155,12 +157,13 @@ struct BackwardLayout {
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
-  constexpr int told() const { return places() + kPlaces * kPlaceBytes; }
+  constexpr int zeros() const { return places() + kPlaces * kPlaceBytes; }
+  constexpr int told() const { return zeros() + kZerosBytes; }
   constexpr int barriers() const { return told() + (cluster() > 1 ? kToldWorks * 4 : 0); }
-  /// Four barriers for each stage, two for dS, four for dQ and one for K and V; in a cluster two for the
-  /// other block's dS, and those of what it is told.
+  /// Four barriers for each stage, two for dS, four for dQ and one for K and V, two for gradients of
+  /// captures; in a cluster two for the other block's dS, and those of what it is told.
   constexpr int bytes() const {
-    return barriers() + (7 + 4 * stages + (cluster() > 1 ? 2 + kToldWorks : 0)) * 8;
+    return barriers() + (9 + 4 * stages + (cluster() > 1 ? 2 + kToldWorks : 0)) * 8;
   }
 };
 

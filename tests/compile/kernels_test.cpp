@@ -202,6 +202,28 @@ TEST(KernelsThatReadPlanes, CompileWithoutSpills) {
   }
 }
 
+// Of which the warps that compute know nothing: others make them of dS in shared memory.
+TEST(KernelsOfGradientsFromDs, CompileWithoutSpills) {
+  constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":dropout"};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::size_t i = 0;
+  const auto check = [&](const char* dims, const char* score) {
+    const AttentionSpec spec =
+        parse_spec(fmt::format("bwd:bf16:{}:score{{{}}}{}", dims, score, kRests[i % 4]));
+    EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape_of(i), device), device), "");
+    ++i;
+  };
+  for (const char* dims : {"d72", "d96", "d128", "d192", "d256"}) {
+    check(dims, "bias: bf16 4d grad; score + bias[b, h, q, kv]");
+    check(dims, "bias: fp16 2d grad; 9.0 * tanh((score + bias[q, kv + 1]) / 9.0)");
+  }
+  // Between, reads of the table leave no registers.
+  for (const char* dims : {"d40", "d64", "d192x128", "d256"}) {
+    check(dims, "table: fp32 2d grad; score + table[h, kv - q + seqlen_q]");
+    check(dims, "table: fp16 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]");
+  }
+}
+
 // What they read of queries or keys alone they find before they need it: the backward pass of keys, where no
 // lengths need the registers.
 TEST(KernelsThatReadPositions, CompileWithoutSpills) {

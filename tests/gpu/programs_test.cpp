@@ -219,6 +219,116 @@ std::vector<AttentionCase> plane_cases() {
   return cases;
 }
 
+/// Planes that want their gradient: in rows of whole 16 bytes and in others, shared by batches, with pairs
+/// that are clamped to one place, of a score with a slope, of 32 bits, and beside another gradient.
+std::vector<AttentionCase> plane_grad_cases() {
+  using testing_support::tensor;
+  using testing_support::wave;
+  const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16, fp32 = ElementType::fp32;
+  const auto bias = [](ElementType type, int rows_less = 0, int columns_less = 0) {
+    return [=](const AttentionShape& s) {
+      return testing_support::Captures{
+          tensor("bias", {s.heads_q, s.seqlen_q - rows_less, s.seqlen_kv - columns_less}, type, wave)};
+    };
+  };
+  const auto own = [](const AttentionShape& s) {
+    return testing_support::Captures{
+        tensor("bias", {s.batch, s.heads_q, s.seqlen_q, s.seqlen_kv}, ElementType::fp16, wave)};
+  };
+  const auto and_slopes = [=](const AttentionShape& s) {
+    testing_support::Captures captures = bias(bf16)(s);
+    captures.push_back(tensor("slopes", {s.heads_q}, ElementType::fp32,
+                              [](std::int64_t h) { return 0.01 * static_cast<double>(h + 1); }));
+    return captures;
+  };
+  const AttentionShape whole_rows{2, 4, 2, 333, 440}, odd_rows{2, 4, 2, 233, 433};
+  const Variant plain{"plane_grad", "bias: bf16 3d grad; score + bias[h, q, kv]", "", bias(bf16)};
+  std::vector<AttentionCase> cases = in_every_family(
+      {plain,
+       {"plane_grad_causal", "bias: fp16 4d grad; score + bias[b, h, q, kv]", "causal", own},
+       {"plane_grad_curved", "bias: bf16 3d grad; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
+        bias(bf16)},
+       {"plane_grad_scaled", "bias: bf16 3d grad; score - 0.5 * bias[h, q, kv]", "", bias(bf16)},
+       {"plane_grad_fp32", "bias: fp32 3d grad; score + bias[h, q, kv]", "q - kv < 100 && kv - q < 70",
+        bias(fp32)},
+       {"plane_grad_shift", "bias: fp16 3d grad; score + bias[h, q + 3, kv + 8]", "", bias(fp16, -4, -16)},
+       {"plane_grad_clamped", "bias: bf16 3d grad; score + bias[h, q - 3, kv + 4]", "", bias(bf16, 4, 40)},
+       {"plane_grad_and_slopes",
+        "bias: bf16 3d grad; slopes: fp32 1d grad; score + bias[h, q, kv] + slopes[h] * to_float(kv - q)",
+        "causal", and_slopes}},
+      whole_rows, 9000);
+  const std::vector<AttentionCase> odd = in_every_family({plain}, odd_rows, 9100);
+  cases.insert(cases.end(), odd.begin(), odd.end());
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    const unsigned seed = 9200 + static_cast<unsigned>(cases.size());
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    cases.push_back(case_of(plain, spec, whole_rows, Family::sm90, seed));
+    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    cases.push_back(case_of(plain, spec, whole_rows, Family::sm90, seed + 1));
+    cases.back().dropout_p = 0.2;
+  }
+  return cases;
+}
+
+/// Gradients that are sums over the pairs of one kv - q: of a table with a place for each, of places that
+/// many share, with a factor, of a score with a slope, and beside other gradients. And slopes of the
+/// difference.
+std::vector<AttentionCase> difference_grad_cases() {
+  using testing_support::tensor;
+  using testing_support::wave;
+  const auto table = [](ElementType type, int size) {
+    return [=](const AttentionShape& s) {
+      const std::int64_t places = size > 0 ? size : s.seqlen_q + s.seqlen_kv;
+      return testing_support::Captures{tensor("table", {s.heads_q, places}, type, wave)};
+    };
+  };
+  const auto slopes = [](const AttentionShape& s) {
+    return testing_support::Captures{tensor("slopes", {s.heads_q}, ElementType::fp32, [](std::int64_t h) {
+      return 0.01 * static_cast<double>(h + 1);
+    })};
+  };
+  const auto all = [=](const AttentionShape& s) {
+    testing_support::Captures captures = table(ElementType::fp32, 0)(s);
+    captures.push_back(slopes(s)[0]);
+    captures.push_back(tensor("gate", {s.seqlen_kv}, ElementType::fp32, wave));
+    captures.push_back(tensor("bias", {s.seqlen_q, s.seqlen_kv}, ElementType::bf16, wave));
+    return captures;
+  };
+  const AttentionShape shape{2, 4, 2, 333, 450};
+  const Variant own{"table_grad", "table: fp32 2d grad; score + table[h, kv - q + seqlen_q]", "",
+                    table(ElementType::fp32, 0)};
+  const Variant sloped{"slopes_grad", "slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)", "",
+                       slopes};
+  std::vector<AttentionCase> cases = in_every_family(
+      {own,
+       sloped,
+       {"table_grad_causal", "table: bf16 2d grad; score + table[h, q - kv]", "causal",
+        table(ElementType::bf16, 0)},
+       {"table_grad_curved", "table: fp16 2d grad; 9.0 * tanh((score + table[h, kv - q + seqlen_q]) / 9.0)",
+        "q - kv < 100 && kv - q < 70", table(ElementType::fp16, 0)},
+       {"table_grad_clamped", "table: fp32 2d grad; score - 0.5 * table[h, max(min(kv - q, 9), -6) + 6]", "",
+        table(ElementType::fp32, 16)},
+       {"table_grad_scaled",
+        "table: fp32 2d grad; score + 0.01 * table[h, (kv - q) % 5 + 4] * to_float(q - kv)", "",
+        table(ElementType::fp32, 9)},
+       {"all_grads",
+        "table: fp32 2d grad; slopes: fp32 1d grad; gate: fp32 1d grad; bias: bf16 2d grad; score + bias[q, "
+        "kv] "
+        "+ gate[kv] + slopes[h] * to_float(kv - q) + table[h, kv - q + seqlen_q]",
+        "causal", all}},
+      shape, 9300);
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    const unsigned seed = 9400 + static_cast<unsigned>(cases.size());
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    cases.push_back(case_of(own, spec, shape, Family::sm90, seed));
+    cases.push_back(case_of(sloped, spec, shape, Family::sm90, seed + 1));
+    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    cases.push_back(case_of(own, spec, shape, Family::sm90, seed + 2));
+    cases.back().dropout_p = 0.2;
+  }
+  return cases;
+}
+
 /// What a score reads of a query and what it reads of a key: the logarithm of gates between the two.
 Variant forget_gates() {
   return {"forget_gates", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])", "causal",
@@ -314,8 +424,8 @@ std::vector<AttentionCase> ready_made_cases() {
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), plane_cases(),
-                             position_value_cases(), ready_made_cases()})
+    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), plane_cases(), plane_grad_cases(),
+                             difference_grad_cases(), position_value_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
@@ -335,6 +445,8 @@ INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Planes, Programs, testing::ValuesIn(plane_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(PlaneGrads, Programs, testing::ValuesIn(plane_grad_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(DifferenceGrads, Programs, testing::ValuesIn(difference_grad_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(PositionValues, Programs, testing::ValuesIn(position_value_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 

@@ -31,6 +31,8 @@ sample=(
   'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
   'Planes/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
   'Planes/Programs.*/bf16_d128_*_sm90_bhsd_plane_7*'
+  'PlaneGrads/Programs.*/bf16_d128_*_sm90_bhsd_plane_grad_90*'
+  'DifferenceGrads/Programs.*/bf16_d64_*_sm90_bhsd_table_grad_curved_*'
   'PositionValues/Programs.*/bf16_d128_*_sm90_bhsd_key_bias_blocks_*'
   'PositionValues/Programs.*/bf16_d64_kvlen_*_sm90_bhsd_forget_gates_*'
   'Variants/Programs.*/fp32_d64_*_simt_bhsd_documents_*'

@@ -1,6 +1,7 @@
 #include "expr/analyze.hpp"
 
 #include <algorithm>
+#include <numeric>
 
 #include "expr/fold.hpp"
 #include "expr/nodes.hpp"
@@ -225,6 +226,35 @@ bool MaskAnalysis::inexact(int place, bool negated) const {
     default:
       return true;
   }
+}
+
+namespace {
+
+/// n where something is the position divided by n; else 0.
+int divisor_of_position(const Graph& graph, const Graph::Item& item) {
+  if (item.args.size() != 2 || graph.node(item.args[0]).op != Op::name) return 0;
+  const Node& by = graph.node(item.args[1]);
+  if (!is_literal(by) || by.type != Type::integer) return 0;
+  if (item.node->op == Op::divide) return std::max(by.integer, 0);
+  return item.node->op == Op::shift_right && by.integer >= 0 && by.integer < 31 ? 1 << by.integer : 0;
+}
+
+}  // namespace
+
+int block_of(const Graph& graph, int root, unsigned position) {
+  std::vector<int> blocks;  // of each place
+  for (int place = 0; place <= root; ++place) {
+    const Graph::Item& item = graph[place];
+    int block = 0;
+    if ((item.uses & position) != 0) {
+      block = divisor_of_position(graph, item);
+      if (block == 0 && item.args.empty()) block = 1;
+      if (block == 0)
+        for (const int arg : item.args) block = std::gcd(block, blocks[arg]);
+    }
+    blocks.push_back(block);
+  }
+  return blocks[root];
 }
 
 bool reads_plane(const Graph& graph, int place) {

@@ -87,6 +87,10 @@ struct MaskTraits {
 };
 MaskTraits mask_traits(const MaskProgram& mask);
 
+/// The size of blocks of positions, from each multiple of it on, in which something is the same: as `q / 128`
+/// is in blocks of 128. 0: everywhere. `position`: kUsesQ or kUsesKv.
+int block_of(const Graph& graph, int root, unsigned position);
+
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 

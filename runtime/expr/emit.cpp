@@ -144,6 +144,8 @@ class Hooks {
            constant("kKeyValues", values_.key >= 0) + constant("kScoreLine", line_.has_value()) +
            constant("kMaskBounds", mask_.bounds()) + constant("kListed", mask_.listed()) +
            constant("kEvaluateTiles", mask_.evaluate_tiles()) +
+           constant("kMaskBlockQ", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesQ))) +
+           constant("kMaskBlockKv", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesKv))) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
            constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
            constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size()) +

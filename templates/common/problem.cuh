@@ -47,6 +47,8 @@ struct ExampleProblem {
   static constexpr bool kKeyValues = false;      // whether there are key_value() and score_of_values()
   static constexpr int kMaskBounds = 0;          // of how many bounds the mask is: then the keys of a query
                                                  // are kv_bounds() of it alone; 0: it is something else
+  static constexpr int kMaskBlockQ = 0;          // the mask is the same for all pairs of so many queries and
+  static constexpr int kMaskBlockKv = 0;         // keys, from multiples of these on; 0: of all
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
                                                  // evaluated pair by pair when lists are made

@@ -108,6 +108,10 @@ __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, i
 template <class P>
 constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kBr != 0 || P::kBlockKv % P::kBc != 0);
 
+/// Whether pairs of a tile may be unlike to the mask program.
+template <class P>
+constexpr bool kTestsMask = P::kMaskBlockQ % P::kBr != 0 || P::kMaskBlockKv % P::kBc != 0;
+
 /// Whether the pair attends by block map and mask program.
 template <class Problem>
 __device__ __forceinline__ bool pair_attends(const Params& p, const typename Problem::Head& head, int q,

@@ -520,6 +520,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
   if constexpr (Tile::kAddsDs) barrier_wait<P>(tile.ds_added(i), i / 2 & 1 ^ 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
+    const bool any = !masked.value || kTestsMask<P> || P::mask(p, head, q_position, kv_position);
     [[maybe_unused]] unsigned elements[4];
 #pragma unroll
     for (int n = 0; n < kS; n += 4) {
@@ -555,7 +556,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
 #pragma unroll
         for (int e = 0; e < 4; ++e)
           s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),
-                                P::mask(p, head, at_q(n + e), at_kv(n + e)));
+                                kTestsMask<P> ? P::mask(p, head, at_q(n + e), at_kv(n + e)) : any);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

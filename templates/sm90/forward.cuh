@@ -432,6 +432,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
                                             const ForwardRows<P>& rows, int kv_begin, float (&s)[kCount]) {
   const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
   const Position row_position = position(row), column_position = position(column);
+  const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
   [[maybe_unused]] unsigned attend[2][(kCount + 63) / 64];
   if constexpr (kMasksByBits<P>) {
 #pragma unroll
@@ -455,7 +456,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
         s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
       else
         s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
-                              P::mask(p, rows.head, row_position + e / 2 * 8, kv));
+                              kTestsMask<P> ? P::mask(p, rows.head, row_position + e / 2 * 8, kv) : any);
     }
   }
 }

@@ -414,6 +414,12 @@ std::vector<AttentionCase> ready_made_cases() {
       {{"window_or_dilated", "", text(ready::sliding_window(40, 0) || ready::dilated(7))},
        {"not_strided_or_prefix", "", text(!ready::strided(24, 24) || ready::prefix_lm()), prefix},
        {"causal_and_other_documents", "", text(ready::causal_mask() && !ready::documents(1)), documents},
+       {"blocks_of_tiles", "", "q / 128 % 3 != kv / 128"},
+       {"blocks_of_tiles_read", "", "keep: bool 2d; keep[q >> 7, kv / 256]",
+        [](const AttentionShape&) {
+          return testing_support::Captures{tensor("keep", {2, 2}, ElementType::boolean,
+                                                  [](std::int64_t i) { return i == 1 ? 0.0 : 1.0; })};
+        }},
        {"not_either", "", text(!(ready::neighborhood_2d(16, 2) || ready::sliding_window(0, -1)))},
        {"relative_bias_grad", text(ready::relative_bias(learned)), "", table(32, ElementType::fp32)},
        {"causal_relative_bias", text(ready::relative_bias(one_sided)), text(ready::causal_mask()),

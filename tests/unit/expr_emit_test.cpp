@@ -228,6 +228,26 @@ TEST(Emit, PositionsAreDividedWithoutASign) {
     EXPECT_FALSE(says(tested(signed_one), "natural_divide")) << signed_one << "\n" << tested(signed_one);
 }
 
+TEST(Emit, MasksSayInWhichBlocksTheyAreTheSame) {
+  const auto blocks = [](std::string_view mask) {
+    const std::string text = hooks("", mask);
+    const auto number = [&](std::string_view name) {
+      const std::string before = fmt::format("static constexpr int {} = ", name);
+      return std::stoi(text.substr(text.find(before) + before.size()));
+    };
+    return std::pair(number("kMaskBlockQ"), number("kMaskBlockKv"));
+  };
+  EXPECT_EQ(blocks("((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0"), std::pair(128, 128));
+  EXPECT_EQ(blocks("q >> 7 != kv / 96 || kv / 64 % 3 == 1"), std::pair(128, 32));
+  EXPECT_EQ(blocks("keep: bool 3d; keep[h, q / 100, seqlen_q / 2 - kv / 256 * 3]"), std::pair(100, 256));
+  EXPECT_EQ(blocks("h % 2 == 0"), std::pair(0, 0));
+  EXPECT_EQ(blocks("kv / 128 < 5"), std::pair(0, 128));
+  EXPECT_EQ(blocks("q / 128 == (kv + 1) / 128"), std::pair(128, 1));
+  EXPECT_EQ(blocks("w: int; q / w == kv / 128"), std::pair(1, 128));
+  EXPECT_EQ(blocks("q / 128 == kv / 128 && kv <= q"), std::pair(1, 1));
+  EXPECT_EQ(blocks("128 / (q + 1) == 3 && q / -128 == kv % 128"), std::pair(1, 1));
+}
+
 TEST(Emit, SoftcapDividesOnceAHead) {
   const std::string text = hooks("cap: float; cap * tanh(score / cap)", "");
   EXPECT_FALSE(says(body(text, "score"), "divide")) << text;

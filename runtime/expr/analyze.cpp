@@ -270,12 +270,17 @@ bool reads_plane(const Graph& graph, int place) {
                      [&](int index) { return (graph.uses(index) & (kUsesScore | kUsesQ | kUsesKv)) == 0; });
 }
 
-bool depends_on_difference(const Graph& graph, int place) {
-  if (!graph.uses_positions(place)) return (graph.uses(place) & kUsesScore) == 0;
-  if (const std::optional<Affine> form = affine_form(graph, place)) return form->q == -form->kv;
-  const std::vector<int>& args = graph[place].args;
-  return !args.empty() &&
-         std::ranges::all_of(args, [&](int arg) { return depends_on_difference(graph, arg); });
+bool depends_on_difference(const Graph& graph, int root) {
+  std::vector<bool> depends;  // each place
+  const auto does = [&](int place) {
+    const Graph::Item& item = graph[place];
+    if ((item.uses & kUsesScore) != 0) return false;
+    if (!graph.uses_positions(place)) return true;
+    if (const std::optional<Affine> form = affine_form(graph, place)) return form->q == -form->kv;
+    return !item.args.empty() && std::ranges::all_of(item.args, [&](int arg) { return depends[arg]; });
+  };
+  for (int place = 0; place <= root; ++place) depends.push_back(does(place));
+  return depends[root];
 }
 
 bool reads_each_once(const Graph& graph, int read) {

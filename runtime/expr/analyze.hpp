@@ -95,7 +95,7 @@ int block_of(const Graph& graph, int root, unsigned position);
 bool reads_by_position(const NodePtr& program);
 
 /// Whether something is the same for all pairs of a head of the same kv - q; not where the score is needed.
-bool depends_on_difference(const Graph& graph, int place);
+bool depends_on_difference(const Graph& graph, int root);
 
 /// Whether no two pairs of a head read the same element, but for indices that are clamped.
 bool reads_each_once(const Graph& graph, int read);

@@ -70,7 +70,7 @@ std::string_view text_of(Places places) {
 /// The gradient of one read: d score / d read.
 struct ReadGrad {
   int read, derivative;
-  Places places;
+  Places places = Places::any;
 };
 
 /// The hooks' texts, made one after the other; the Head knows all that they need when all are made.
@@ -88,10 +88,11 @@ class Hooks {
         line_(line_of_score(graph_, score_)),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
-      const NodePtr grad = derivative(graph_[score_].node, read);
-      if (is_real(*grad, 0)) continue;
-      const int place = graph_.add(read), derivative = graph_.add(grad);
-      read_grads_.push_back({place, derivative, places_of(place, derivative)});
+      const NodePtr slope = derivative(graph_[score_].node, read);
+      if (is_real(*slope, 0)) continue;
+      ReadGrad grad{graph_.add(read), graph_.add(slope)};
+      grad.places = places_of(grad);
+      read_grads_.push_back(grad);
     }
     sort_read_grads();
   }
@@ -108,13 +109,12 @@ class Hooks {
   /// Own: a pair gives its place what it gives the score, dS; of `score + bias[q, kv]`, or a softcap of that.
   /// By difference: that, or dS and a factor, of `score + table[h, kv - q]`. What all pairs of a head add to
   /// one place is in neither: a thread's are soon one sum.
-  Places places_of(int read, int derivative) const {
+  Places places_of(const ReadGrad& grad) const {
     const auto of_difference = [&](int place) { return depends_on_difference(graph_, place); };
-    const std::vector<int>& indices = graph_[read].args;
-    const bool same = derivative == score_grad_;
-    if (same && reads_plane(graph_, read)) return Places::own;
-    const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(derivative);
-    return (same || product) && std::ranges::all_of(indices, of_difference) &&
+    const std::vector<int>& indices = graph_[grad.read].args;
+    if (of_score(grad) && reads_plane(graph_, grad.read)) return Places::own;
+    const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(grad.derivative);
+    return (of_score(grad) || product) && std::ranges::all_of(indices, of_difference) &&
                    std::ranges::any_of(indices, [&](int index) { return graph_.uses_positions(index); })
                ? Places::by_difference
                : Places::any;

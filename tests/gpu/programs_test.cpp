@@ -312,9 +312,8 @@ std::vector<AttentionCase> difference_grad_cases() {
         "table: fp32 2d grad; score + 0.01 * table[h, (kv - q) % 5 + 4] * to_float(q - kv)", "",
         table(ElementType::fp32, 9)},
        {"all_grads",
-        "table: fp32 2d grad; slopes: fp32 1d grad; gate: fp32 1d grad; bias: bf16 2d grad; score + bias[q, "
-        "kv] "
-        "+ gate[kv] + slopes[h] * to_float(kv - q) + table[h, kv - q + seqlen_q]",
+        "table: fp32 2d grad; slopes: fp32 1d grad; gate: fp32 1d grad; bias: bf16 2d grad; "
+        "score + bias[q, kv] + gate[kv] + slopes[h] * to_float(kv - q) + table[h, kv - q + seqlen_q]",
         "causal", all}},
       shape, 9300);
   for (const int dim : {32, 64, 96, 128, 192, 256}) {

@@ -24,17 +24,19 @@ std::string body(const std::string& hooks, std::string_view name) {
 
 bool says(const std::string& text, std::string_view what) { return text.find(what) != std::string::npos; }
 
+/// A constant of the hooks.
+int number_said(const std::string& hooks, std::string_view name) {
+  const std::string before = fmt::format("static constexpr int {} = ", name);
+  return std::stoi(hooks.substr(hooks.find(before) + before.size()));
+}
+
 /// The constants of the hooks that plans count on.
 MaskTraits traits_said(const std::string& hooks) {
-  const auto number = [&](std::string_view name) {
-    const std::string before = fmt::format("static constexpr int {} = ", name);
-    return std::stoi(hooks.substr(hooks.find(before) + before.size()));
-  };
   return {.listed = says(hooks, "kListed = true;"),
           .uses_batch = says(hooks, "kMaskUsesBatch = true;"),
           .uses_head = says(hooks, "kMaskUsesHead = true;"),
-          .q_reads = number("kQReads"),
-          .kv_reads = number("kKvReads")};
+          .q_reads = number_said(hooks, "kQReads"),
+          .kv_reads = number_said(hooks, "kKvReads")};
 }
 
 TEST(Emit, HooksAreThoseOfTheContract) {
@@ -231,11 +233,7 @@ TEST(Emit, PositionsAreDividedWithoutASign) {
 TEST(Emit, MasksSayInWhichBlocksTheyAreTheSame) {
   const auto blocks = [](std::string_view mask) {
     const std::string text = hooks("", mask);
-    const auto number = [&](std::string_view name) {
-      const std::string before = fmt::format("static constexpr int {} = ", name);
-      return std::stoi(text.substr(text.find(before) + before.size()));
-    };
-    return std::pair(number("kMaskBlockQ"), number("kMaskBlockKv"));
+    return std::pair(number_said(text, "kMaskBlockQ"), number_said(text, "kMaskBlockKv"));
   };
   EXPECT_EQ(blocks("((q / 128 ^ kv / 128) & (q / 128 ^ kv / 128) - 1) == 0"), std::pair(128, 128));
   EXPECT_EQ(blocks("q >> 7 != kv / 96 || kv / 64 % 3 == 1"), std::pair(128, 32));

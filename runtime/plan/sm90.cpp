@@ -29,6 +29,7 @@ sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& 
           c.stages,
           reads_plane(spec),
           expr::has_key_value(spec.score.tree()),
+          has_tile_lists(spec),
           tiles_at_a_time(spec, c)};
 }
 
@@ -171,7 +172,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
     // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
     // where a mask does. Their registers hold no more than the plain softmax.
-    const TileConfig two = teams_config(64, 3);
+    const TileConfig two = teams_config(64, has_tile_lists(spec) ? 4 : 3);
     const bool in_tiles =
         !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
     if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
@@ -299,7 +300,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
         for (int blocks = 1; blocks <= kMostBlocks; ++blocks)
           consider(forward_config(warps, bc, stages, blocks));
   for (int bc = 64; bc <= 128; bc += 16)
-    for (const int stages : {2, 3}) consider(teams_config(bc, stages));
+    for (const int stages : {2, 3, 4}) consider(teams_config(bc, stages));
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})

@@ -178,11 +178,11 @@ struct ForwardWork {
 };
 
 /// Where a team's things are in shared memory. `n` counts the tiles of K and V, `round` the Q tiles with
-/// keys, through all of its work.
+/// keys, through all of its work: without a sign, so that a stage and its phase are few instructions.
 template <class P>
 struct ForwardPlaces {
-  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,   P::kHeadDimV,
-                                         P::kStages, P::kReadsPlane, P::kKeyValues, kTeams<P>};
+  static constexpr ForwardLayout kLayout{P::kBr,         P::kBc,        P::kHeadDim, P::kHeadDimV, P::kStages,
+                                         P::kReadsPlane, P::kKeyValues, kLists<P>,   kTeams<P>};
   static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
@@ -202,42 +202,50 @@ struct ForwardPlaces {
   __device__ int turn(int group) const { return 1 + (kTeams<P> > 1 ? team * 2 * kGroups : 0) + group; }
   __device__ int meeting(int group) const { return turn(group) + kGroups; }
 
-  __device__ ForwardWork<P>& work(int round) const {
+  __device__ ForwardWork<P>& work(unsigned round) const {
     return *reinterpret_cast<ForwardWork<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
   }
-  __device__ unsigned q(int group, int round) const {
+  /// Of tile n, where tiles are listed: twice the tile, and 1 more if every pair of it attends.
+  __device__ int& entry(unsigned n) const {
+    return reinterpret_cast<int*>(shared + kLayout.entries())[n % P::kStages];
+  }
+  __device__ unsigned q(int group, unsigned round) const {
     return base + kLayout.q() + (group + round % kQStages * kGroups) * kQBytes;
   }
   __device__ unsigned o(int group) const {
     return base + kLayout.o() + group * tile_bytes(kGroupRows, P::kHeadDimV);
   }
-  __device__ unsigned k(int n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
-  __device__ unsigned v(int n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
+  __device__ unsigned k(unsigned n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
+  __device__ unsigned v(unsigned n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
   /// The part of a captured plane that the scores of tile n read. It comes and goes with V.
-  __device__ unsigned plane(int n) const {
+  __device__ unsigned plane(unsigned n) const {
     return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
   }
   /// What the score reads of the keys of tile n.
-  __device__ float* values(int n) const {
+  __device__ float* values(unsigned n) const {
     return reinterpret_cast<float*>(shared + kLayout.values() + n % P::kStages * kLayout.values_bytes());
   }
-  __device__ unsigned q_full(int group, int round) const {
+  __device__ unsigned q_full(int group, unsigned round) const {
     return base + kLayout.barriers() + (group + round % kQStages * kGroups) * 16;
   }
-  __device__ unsigned q_empty(int group, int round) const { return q_full(group, round) + 8; }
+  __device__ unsigned q_empty(int group, unsigned round) const { return q_full(group, round) + 8; }
   /// That `work(round)` is there.
-  __device__ unsigned found(int round) const { return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8; }
-  __device__ int found_phase(int round) const { return round / kKeptWorks & 1; }
-  __device__ int q_phase(int round) const { return round / kQStages & 1; }
-  __device__ unsigned k_full(int n) const {
+  __device__ unsigned found(unsigned round) const {
+    return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8;
+  }
+  __device__ int found_phase(unsigned round) const { return round / kKeptWorks & 1; }
+  __device__ int q_phase(unsigned round) const { return round / kQStages & 1; }
+  __device__ unsigned k_full(unsigned n) const {
     return base + kLayout.barriers() + kQStages * kGroups * 16 + n % P::kStages * 32;
   }
-  __device__ unsigned k_empty(int n) const { return k_full(n) + 8; }
-  __device__ unsigned v_full(int n) const { return k_full(n) + 16; }
-  __device__ unsigned v_empty(int n) const { return k_full(n) + 24; }
-  __device__ unsigned values_full(int n) const { return found(0) + kKeptWorks * 8 + n % P::kStages * 16; }
-  __device__ unsigned values_empty(int n) const { return values_full(n) + 8; }
-  __device__ int phase(int n) const { return n / P::kStages & 1; }
+  __device__ unsigned k_empty(unsigned n) const { return k_full(n) + 8; }
+  __device__ unsigned v_full(unsigned n) const { return k_full(n) + 16; }
+  __device__ unsigned v_empty(unsigned n) const { return k_full(n) + 24; }
+  __device__ unsigned values_full(unsigned n) const {
+    return found(0) + kKeptWorks * 8 + n % P::kStages * 16;
+  }
+  __device__ unsigned values_empty(unsigned n) const { return values_full(n) + 8; }
+  __device__ int phase(unsigned n) const { return n / P::kStages & 1; }
 };
 
 /// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
@@ -275,7 +283,8 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
 }
 
 /// Loads K and V in the order in which they are needed: V of a tile, and what its scores read of a plane,
-/// after K of the next one, which may be another Q tile's. By one thread.
+/// after K of the next one, which may be another Q tile's. Says with K what a list has of the tile: whoever
+/// computes would wait for that. By one thread.
 template <class P>
 __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P>& at,
                                           const TensorMaps& maps) {
@@ -303,13 +312,15 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int row = work.sequence.kv_row(work.kv_begin(i));
+      const int entry = work.tiles.entry(i), begin = (entry >> 1) * P::kBc;
+      const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
+      if constexpr (kLists<P>) at.entry(n) = begin + P::kBc <= work.sequence.kv_limit(p) ? entry : entry & ~1;
       barrier_expect(at.k_full(n), Places::kKBytes);
       load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
       if (n > 0) load_v(n - 1);
       v_row = row, v_head = head, v_batch = batch;
-      v_round = round, v_begin = work.kv_begin(i);
+      v_round = round, v_begin = begin;
     }
   }
   if (n > 0) load_v(n - 1);
@@ -461,6 +472,11 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
   }
 }
 
+/// Whether the exponentials of a thread's two rows follow each other column by column. ptxas keeps what it
+/// reads, and 2 to 5% depend on it: so for two Q tiles at a time where these are listed, row by row else.
+template <class P>
+constexpr bool kRowsTogether = (kLists<P> && kTeams<P> > 1);
+
 /// Scores to exponentials; returns what O and the sums so far are multiplied with. `plane`: where this lane's
 /// row of the first four matrices of the tile's elements lies, where the score reads a plane. `values`: what
 /// the score reads of this thread's first key.
@@ -501,8 +517,9 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     }
   }
   if (!full) mask_scores(p, work, rows, kv_begin, s);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
+  float offset[2], sum[2] = {0.0f, 0.0f};
+  const float factor = P::kScoreLine ? unit * scale : scale;
+  const auto find_offset = [&](int half) {
     const float before = rows.max[half];
     float highest = P::kScoreLine ? -infinity() : before;
 #pragma unroll
@@ -518,17 +535,27 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
     rows.max[half] = highest;
-    const float factor = P::kScoreLine ? unit * scale : scale;
-    const float offset = P::kScoreLine ? fmaf(line[half], scale, -shift) : -shift;
-    float sum = 0.0f;
+    offset[half] = P::kScoreLine ? fmaf(line[half], scale, -shift) : -shift;
+  };
+  const auto exponentiate = [&](int n) {
+    const int half = n / 2 % 2;
+    s[n] = exp2_approx(fmaf(s[n], factor, offset[half]));
+    sum[half] += s[n];
+  };
+  const auto add_sum = [&](int half) { rows.sum[half] = rows.sum[half] * rescale[half] + sum[half]; };
+  if constexpr (kRowsTogether<P>) {
+    find_offset(0), find_offset(1);
 #pragma unroll
-    for (int n = 2 * half; n < kCount; n += 4)
+    for (int n = 0; n < kCount; ++n) exponentiate(n);
+    add_sum(0), add_sum(1);
+  } else {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        s[n + e] = exp2_approx(fmaf(s[n + e], factor, offset));
-        sum += s[n + e];
-      }
-    rows.sum[half] = rows.sum[half] * rescale[half] + sum;
+    for (int half = 0; half < 2; ++half) {
+      find_offset(half);
+#pragma unroll
+      for (int n = 2 * half; n < kCount; n += 4) exponentiate(n), exponentiate(n + 1);
+      add_sum(half);
+    }
   }
   if constexpr (P::kDropout) {
     unsigned dropped[(kCount + 31) / 32];
@@ -603,6 +630,16 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
   }
 }
 
+/// Whether V of a tile, which lies as far from its K in every stage, is found by that. Few columns are slower
+/// so, as ptxas orders their softmax otherwise.
+template <class P>
+constexpr bool kFindsVByK = P::kHeadDim > 64 && ForwardPlaces<P>::kKBytes == ForwardPlaces<P>::kVBytes;
+
+/// Whether V, too, is asked for ahead, so that a turn is short. Only listed tiles gain; a wide O leaves no
+/// register for the answer.
+template <class P>
+constexpr bool kAsksForV = (kLists<P> && P::kHeadDim <= 128);
+
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.
 template <class P>
@@ -619,7 +656,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   // Of the step, until the next one looks at its tile: its first key, and whether every pair attends.
   int kv_begin = 0;
   bool full = false;
-  int entry = 0;  // of the tile, read a step ahead where it stands in a list
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
@@ -630,17 +666,24 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     barrier_wait<P>(at.q_full(group, round), at.q_phase(round));
     const ForwardWork<P>& work = at.work(round);
     i = work.count() - 1;
-    if (kLists<P> && i >= 0) entry = work.tiles.entry(i);
     return work.h >= 0;
   };
   // Who has the turn is to start at once: what it needs is known from the step before.
-  unsigned long long q_tile, k_tile, v_tile;
+  unsigned long long q_tile, k_tile = 0, v_tile;
   const auto find_tiles = [&](int n) {
+    if constexpr (kFindsVByK<P>)
+      v_tile = k_tile + (tile_descriptor(at.v(0), Places::kSliceBytes) - tile_descriptor(at.k(0), 0));
+    else
+      v_tile = tile_descriptor(at.v(n - 1), Places::kSliceBytes);
     k_tile = tile_descriptor(at.k(n), 0);
-    v_tile = tile_descriptor(at.v(n - 1), Places::kSliceBytes);
   };
   // Asked at the end of the step before.
   bool keys_ready = false;
+  [[maybe_unused]] bool v_ready = false;
+  const auto ask = [&](int n) {
+    keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
+    if constexpr (kAsksForV<P>) v_ready = barrier_ready(at.v_full(n), at.phase(n));
+  };
   const auto wait_for_k = [&](int n) {
     if (!keys_ready) barrier_wait<P>(at.k_full(n), at.phase(n));
   };
@@ -659,7 +702,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   };
   // What stands behind the last key may be anything, and zero times anything is not zero.
   const auto wait_for_v = [&](int n) {
-    barrier_wait<P>(at.v_full(n), at.phase(n));
+    if (!v_ready) barrier_wait<P>(at.v_full(n), at.phase(n));
     if (const int valid = rows.kv_limit - kv_begin; kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(n) - at.base), valid);
       publish_to_async_proxy();
@@ -676,23 +719,30 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     adds = 1;
     pin(o);
   };
-  // One arrival a warp, when all of its lanes have read.
+  // One arrival a warp, when all of its lanes have read. What threads wrote each reader gives back for
+  // itself: racecheck does not see that a warp's lanes have read where one says so for all.
   const auto release = [&](unsigned barrier) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) barrier_arrive(barrier);
   };
   const auto scores_are_done = [&](int n) {
     pin(s);
-    release(at.k_empty(n));
+    if constexpr (kLists<P>)
+      barrier_arrive(at.k_empty(n));
+    else
+      release(at.k_empty(n));
     if (Places::kQStages == 1 && i == 0) release(at.q_empty(group, round));
   };
-  const auto look_at_tile = [&] {
+  const auto look_at_tile = [&](int n) {
     const ForwardWork<P>& work = at.work(round);
-    if constexpr (!kLists<P>) entry = work.tiles.entry(i);
+    const int entry = kLists<P> ? at.entry(n) : work.tiles.entry(i);
     kv_begin = (entry >> 1) * P::kBc;
-    full = kv_begin + P::kBc <= rows.full_keys.end &&
-           (kBoundsTell<P> ? rows.full_keys.begin <= kv_begin : work.tiles.full(p, rows.head, rows.q, entry));
-    if (kLists<P> && i > 0) entry = work.tiles.entry(i - 1);
+    if constexpr (kLists<P>)
+      full = entry & 1;
+    else
+      full =
+          kv_begin + P::kBc <= rows.full_keys.end &&
+          (kBoundsTell<P> ? rows.full_keys.begin <= kv_begin : work.tiles.full(p, rows.head, rows.q, entry));
   };
   const auto find_plane = [&](int n) {
     if constexpr (P::kReadsPlane) {
@@ -709,8 +759,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
     }
   };
-  // Of this thread's first key, and when they have been used, which each thread says for itself: racecheck
-  // does not see that a warp's lanes have read where one says so for all.
+  // Of this thread's first key, and when they have been used.
   const auto values_of_keys = [&](int n) -> const float* {
     if constexpr (!P::kKeyValues) return nullptr;
     barrier_wait<P>(at.values_full(n), at.phase(n));
@@ -740,7 +789,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     find_tiles(n + 1);
     if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
     rows.begin(p, at.work(round), group);
-    look_at_tile();
+    look_at_tile(n);
     multiply_wait<1>();
     scores_are_done(n);
     find_plane(n);
@@ -755,7 +804,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     values_are_used(n);
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
-    keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
+    ask(n);
     pin(o);
     as_left_operand<Element>(probability, s);
     if (follows) {
@@ -779,7 +828,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       multiply_commit();
       pass_turn(at, group);
       find_tiles(n + 1);
-      look_at_tile();
+      look_at_tile(n);
       multiply_wait<1>();
       scores_are_done(n);
       find_plane(n);
@@ -787,7 +836,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       values_are_used(n);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
-      keys_ready = barrier_ready(at.k_full(n + 1), at.phase(n + 1));
+      ask(n);
       pin(o);
       release(at.v_empty(n - 1));
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
@@ -841,7 +890,7 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
   for (int stage = 0; stage < P::kStages; ++stage) {
     barrier_init(at.k_full(stage), 1);
     barrier_init(at.v_full(stage), 1);
-    barrier_init(at.k_empty(stage), Places::kGroups * 4);
+    barrier_init(at.k_empty(stage), Places::kGroups * (kLists<P> ? 128 : 4));
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
     if constexpr (P::kKeyValues) {
       barrier_init(at.values_full(stage), 32);

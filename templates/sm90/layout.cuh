@@ -39,11 +39,11 @@ constexpr int kKeptWorks = 8;
 
 /// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
 /// V, then of a captured plane where the score reads one, then O where it fits, then what the score reads of
-/// the keys of `stages` tiles, then what is known of Q tiles, then the barriers: all that for each of the Q
-/// tiles that a block computes at a time.
+/// the keys of `stages` tiles, then what is known of Q tiles and, where they are listed, of those tiles of
+/// keys, then the barriers: all that for each of the Q tiles that a block computes at a time.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane, key_values;
+  bool reads_plane, key_values, lists;
   int teams;
 
   constexpr int groups() const { return br / kGroupRows; }
@@ -60,7 +60,8 @@ struct ForwardLayout {
   constexpr int values() const { return o() + (stages_output() ? o_bytes() : 0); }
   constexpr int values_bytes() const { return key_values ? bc * 4 : 0; }
   constexpr int work() const { return values() + stages * values_bytes(); }
-  constexpr int barriers() const { return work() + kKeptWorks * kWorkBytes; }
+  constexpr int entries() const { return work() + kKeptWorks * kWorkBytes; }
+  constexpr int barriers() const { return entries() + entries_bytes(); }
   constexpr int team_bytes() const {
     const int used = bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0);
     return teams == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
@@ -69,6 +70,7 @@ struct ForwardLayout {
 
  private:
   constexpr int limit() const { return kSharedLimit / teams / kAlignment * kAlignment; }
+  constexpr int entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
   constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
   /// Without O, with two barriers for each group's Q, four for each stage and two for its keys' values, and
@@ -76,7 +78,7 @@ struct ForwardLayout {
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
            stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes() + values_bytes()) +
-           kKeptWorks * kWorkBytes +
+           kKeptWorks * kWorkBytes + entries_bytes() +
            (2 * groups() * q_count + (key_values ? 6 : 4) * stages + kKeptWorks) * 8;
   }
 };

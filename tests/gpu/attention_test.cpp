@@ -254,7 +254,8 @@ TEST_P(TwoTilesAtATime, GiveTheSameResult) {
     GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   TemporaryRuntime runtime;
   AttentionRun run(test, make_problem(test));
-  for (const char* text : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc48:w16:s1", "sm90:br64:bc96:w8:s2"}) {
+  for (const char* text : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4", "sm90:br128:bc48:w16:s1",
+                           "sm90:br64:bc96:w8:s2"}) {
     const TileConfig config = parse_config(text);
     run.check_forward(runtime.get(), config);
     run.check_forward_without_lse(runtime.get(), config);

@@ -177,8 +177,26 @@ struct ForwardWork {
   __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
 };
 
+/// Whether those who compute read lists themselves, a step ahead. Else the loader says of a tile what its
+/// list has of it, and nobody waits for that: 2 to 4% of two Q tiles at a time. Beside a mask that is tested
+/// pair by pair ptxas takes back more than that.
+template <class P>
+constexpr bool kReadsList = (kLists<P> && kTestsMask<P> && kTeams<P> == 1);
+template <class P>
+constexpr bool kTellsTiles = kLists<P> && !kReadsList<P>;
+
+/// What counts tiles: without a sign a stage and its phase are fewer instructions.
+template <bool kSigned>
+struct CountOf {
+  using Type = unsigned;
+};
+template <>
+struct CountOf<true> {
+  using Type = int;
+};
+
 /// Where a team's things are in shared memory. `n` counts the tiles of K and V, `round` the Q tiles with
-/// keys, through all of its work: without a sign, so that a stage and its phase are few instructions.
+/// keys, through all of its work.
 template <class P>
 struct ForwardPlaces {
   static constexpr ForwardLayout kLayout{P::kBr,         P::kBc,        P::kHeadDim, P::kHeadDimV, P::kStages,
@@ -188,6 +206,7 @@ struct ForwardPlaces {
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static_assert(sizeof(ForwardWork<P>) <= kWorkBytes);
+  using Count = CountOf<kReadsList<P>>::Type;
 
   int team;
   char* shared;   ///< its part, aligned
@@ -202,50 +221,48 @@ struct ForwardPlaces {
   __device__ int turn(int group) const { return 1 + (kTeams<P> > 1 ? team * 2 * kGroups : 0) + group; }
   __device__ int meeting(int group) const { return turn(group) + kGroups; }
 
-  __device__ ForwardWork<P>& work(unsigned round) const {
+  __device__ ForwardWork<P>& work(Count round) const {
     return *reinterpret_cast<ForwardWork<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
   }
   /// Of tile n, where tiles are listed: twice the tile, and 1 more if every pair of it attends.
-  __device__ int& entry(unsigned n) const {
+  __device__ int& entry(Count n) const {
     return reinterpret_cast<int*>(shared + kLayout.entries())[n % P::kStages];
   }
-  __device__ unsigned q(int group, unsigned round) const {
+  __device__ unsigned q(int group, Count round) const {
     return base + kLayout.q() + (group + round % kQStages * kGroups) * kQBytes;
   }
   __device__ unsigned o(int group) const {
     return base + kLayout.o() + group * tile_bytes(kGroupRows, P::kHeadDimV);
   }
-  __device__ unsigned k(unsigned n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
-  __device__ unsigned v(unsigned n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
+  __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
+  __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
   /// The part of a captured plane that the scores of tile n read. It comes and goes with V.
-  __device__ unsigned plane(unsigned n) const {
+  __device__ unsigned plane(Count n) const {
     return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
   }
   /// What the score reads of the keys of tile n.
-  __device__ float* values(unsigned n) const {
+  __device__ float* values(Count n) const {
     return reinterpret_cast<float*>(shared + kLayout.values() + n % P::kStages * kLayout.values_bytes());
   }
-  __device__ unsigned q_full(int group, unsigned round) const {
+  __device__ unsigned q_full(int group, Count round) const {
     return base + kLayout.barriers() + (group + round % kQStages * kGroups) * 16;
   }
-  __device__ unsigned q_empty(int group, unsigned round) const { return q_full(group, round) + 8; }
+  __device__ unsigned q_empty(int group, Count round) const { return q_full(group, round) + 8; }
   /// That `work(round)` is there.
-  __device__ unsigned found(unsigned round) const {
+  __device__ unsigned found(Count round) const {
     return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8;
   }
-  __device__ int found_phase(unsigned round) const { return round / kKeptWorks & 1; }
-  __device__ int q_phase(unsigned round) const { return round / kQStages & 1; }
-  __device__ unsigned k_full(unsigned n) const {
+  __device__ int found_phase(Count round) const { return round / kKeptWorks & 1; }
+  __device__ int q_phase(Count round) const { return round / kQStages & 1; }
+  __device__ unsigned k_full(Count n) const {
     return base + kLayout.barriers() + kQStages * kGroups * 16 + n % P::kStages * 32;
   }
-  __device__ unsigned k_empty(unsigned n) const { return k_full(n) + 8; }
-  __device__ unsigned v_full(unsigned n) const { return k_full(n) + 16; }
-  __device__ unsigned v_empty(unsigned n) const { return k_full(n) + 24; }
-  __device__ unsigned values_full(unsigned n) const {
-    return found(0) + kKeptWorks * 8 + n % P::kStages * 16;
-  }
-  __device__ unsigned values_empty(unsigned n) const { return values_full(n) + 8; }
-  __device__ int phase(unsigned n) const { return n / P::kStages & 1; }
+  __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
+  __device__ unsigned v_full(Count n) const { return k_full(n) + 16; }
+  __device__ unsigned v_empty(Count n) const { return k_full(n) + 24; }
+  __device__ unsigned values_full(Count n) const { return found(0) + kKeptWorks * 8 + n % P::kStages * 16; }
+  __device__ unsigned values_empty(Count n) const { return values_full(n) + 8; }
+  __device__ int phase(Count n) const { return n / P::kStages & 1; }
 };
 
 /// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
@@ -283,8 +300,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
 }
 
 /// Loads K and V in the order in which they are needed: V of a tile, and what its scores read of a plane,
-/// after K of the next one, which may be another Q tile's. Says with K what a list has of the tile: whoever
-/// computes would wait for that. By one thread.
+/// after K of the next one, which may be another Q tile's. By one thread.
 template <class P>
 __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P>& at,
                                           const TensorMaps& maps) {
@@ -315,7 +331,8 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
       const int entry = work.tiles.entry(i), begin = (entry >> 1) * P::kBc;
       const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
-      if constexpr (kLists<P>) at.entry(n) = begin + P::kBc <= work.sequence.kv_limit(p) ? entry : entry & ~1;
+      if constexpr (kTellsTiles<P>)
+        at.entry(n) = begin + P::kBc <= work.sequence.kv_limit(p) ? entry : entry & ~1;
       barrier_expect(at.k_full(n), Places::kKBytes);
       load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
       if (n > 0) load_v(n - 1);
@@ -475,7 +492,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
 /// Whether the exponentials of a thread's two rows follow each other column by column. ptxas keeps what it
 /// reads, and 2 to 5% depend on it: so for two Q tiles at a time where these are listed, row by row else.
 template <class P>
-constexpr bool kRowsTogether = (kLists<P> && kTeams<P> > 1);
+constexpr bool kRowsTogether = (kTellsTiles<P> && kTeams<P> > 1);
 
 /// Scores to exponentials; returns what O and the sums so far are multiplied with. `plane`: where this lane's
 /// row of the first four matrices of the tile's elements lies, where the score reads a plane. `values`: what
@@ -633,12 +650,13 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
 /// Whether V of a tile, which lies as far from its K in every stage, is found by that. Few columns are slower
 /// so, as ptxas orders their softmax otherwise.
 template <class P>
-constexpr bool kFindsVByK = P::kHeadDim > 64 && ForwardPlaces<P>::kKBytes == ForwardPlaces<P>::kVBytes;
+constexpr bool kFindsVByK =
+    P::kHeadDim > 64 && ForwardPlaces<P>::kKBytes == ForwardPlaces<P>::kVBytes && !kReadsList<P>;
 
 /// Whether V, too, is asked for ahead, so that a turn is short. Only listed tiles gain; a wide O leaves no
 /// register for the answer.
 template <class P>
-constexpr bool kAsksForV = (kLists<P> && P::kHeadDim <= 128);
+constexpr bool kAsksForV = (kTellsTiles<P> && P::kHeadDim <= 128);
 
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.
@@ -656,6 +674,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   // Of the step, until the next one looks at its tile: its first key, and whether every pair attends.
   int kv_begin = 0;
   bool full = false;
+  int entry = 0;  // of the tile, read a step ahead where it stands in a list of which nobody tells
   float o[kO] = {};
   float s[kS];
   unsigned probability[kPSteps][4];
@@ -666,6 +685,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     barrier_wait<P>(at.q_full(group, round), at.q_phase(round));
     const ForwardWork<P>& work = at.work(round);
     i = work.count() - 1;
+    if (kReadsList<P> && i >= 0) entry = work.tiles.entry(i);
     return work.h >= 0;
   };
   // Who has the turn is to start at once: what it needs is known from the step before.
@@ -727,7 +747,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   };
   const auto scores_are_done = [&](int n) {
     pin(s);
-    if constexpr (kLists<P>)
+    if constexpr (kTellsTiles<P>)
       barrier_arrive(at.k_empty(n));
     else
       release(at.k_empty(n));
@@ -735,14 +755,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   };
   const auto look_at_tile = [&](int n) {
     const ForwardWork<P>& work = at.work(round);
-    const int entry = kLists<P> ? at.entry(n) : work.tiles.entry(i);
+    if constexpr (!kReadsList<P>) entry = kTellsTiles<P> ? at.entry(n) : work.tiles.entry(i);
     kv_begin = (entry >> 1) * P::kBc;
-    if constexpr (kLists<P>)
+    if constexpr (kTellsTiles<P>)
       full = entry & 1;
     else
       full =
           kv_begin + P::kBc <= rows.full_keys.end &&
           (kBoundsTell<P> ? rows.full_keys.begin <= kv_begin : work.tiles.full(p, rows.head, rows.q, entry));
+    if (kReadsList<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
   const auto find_plane = [&](int n) {
     if constexpr (P::kReadsPlane) {
@@ -890,7 +911,7 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
   for (int stage = 0; stage < P::kStages; ++stage) {
     barrier_init(at.k_full(stage), 1);
     barrier_init(at.v_full(stage), 1);
-    barrier_init(at.k_empty(stage), Places::kGroups * (kLists<P> ? 128 : 4));
+    barrier_init(at.k_empty(stage), Places::kGroups * (kTellsTiles<P> ? 128 : 4));
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
     if constexpr (P::kKeyValues) {
       barrier_init(at.values_full(stage), 32);

@@ -181,9 +181,12 @@ def section(dense, other, few, sparse, dense_csv, png):
     dense_csv, png = (os.path.relpath(path, ROOT) for path in (dense_csv, png))
     lengths = values(dense, "seqlen")
     span = f"{short(lengths[0])} to {short(lengths[-1])}"
+    tables = {"fp16 and grouped heads": other, "few queries": few, "block-sparse": sparse}
+    commits = ", ".join(f"{name} of {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
+                        if rows and values(rows, "commit") != values(dense, "commit"))
     parts = [
         f"""\
-[The picture above]({png}) and this section: {origin(dense)}.
+[The picture above]({png}) and this section: {origin(dense)}{commits and f"; {commits}"}.
 Measured by [tools/bench/compare.py](tools/bench/compare.py): flashjit, cuDNN and FlashAttention-2 (both through
 PyTorch) in one process on the same tensors, checked before they are timed, launches interleaved, medians; 16k tokens
 in all, hidden size 2048, bf16. `flashjit` is what the library chooses by itself, `sm80` its portable family, forced.

@@ -552,7 +552,8 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
     rows.max[half] = highest;
-    offset[half] = P::kScoreLine ? fmaf(line[half], scale, -shift) : -shift;
+    offset[half] = -shift;
+    if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], scale, -shift);
   };
   const auto exponentiate = [&](int n) {
     const int half = n / 2 % 2;

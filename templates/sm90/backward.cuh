@@ -169,12 +169,11 @@ template <class P>
 __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& tile,
                                         const TensorMaps& maps) {
   using Tile = BackwardTile<P>;
-  // Without queries there is no work, and nobody has cleared the counter.
-  const unsigned works = p.seqlen_q > 0 ? kv_works<P>(p) : 0;
   unsigned n = 0, i = 0;
-  while (works > 0) {
+  // Without queries there is no work, and nobody has cleared the counter.
+  while (p.seqlen_q > 0) {
     const unsigned number = take_work(p, tile, n);
-    if (number >= works) {
+    if (number >= kv_works<P>(p)) {
       tell_work(tile, n, number);  // that there are no more
       break;
     }
@@ -271,16 +270,12 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
   }
 }
 
-/// Starts S^T or dP^T: a warp group's 64 rows of K or V times the rows of Q or dO, by descriptors of both.
-template <class P, int kColumns, int kCount>
-__device__ __forceinline__ void start_transposed(float (&c)[kCount], unsigned long long left,
-                                                 unsigned long long right) {
+/// Starts S^T or dP^T, which `multiply` begins anew.
+template <int kCount>
+__device__ __forceinline__ void start_transposed(float (&c)[kCount], auto multiply) {
   pin(c);
   multiply_fence();
-#pragma unroll
-  for (int step = 0; step < (kColumns + 15) / 16; ++step)
-    P::multiply_scores(c, left + ((step / 4 * BackwardTile<P>::kKvSlice + step % 4 * 32) >> 4),
-                       right + ((step / 4 * BackwardTile<P>::kQSlice + step % 4 * 32) >> 4), step > 0);
+  multiply();
   multiply_commit();
   pin(c);
 }
@@ -407,8 +402,8 @@ __device__ __forceinline__ void give_ds(const BackwardTile<P>& tile, unsigned i,
 template <class P, int kCount>
 __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int group, unsigned long long q,
                                              float (&s)[kCount]) {
-  start_transposed<P, P::kHeadDim>(
-      s, tile_descriptor(tile.k() + BackwardTile<P>::first_row(group) * kRowBytes, 0), q);
+  const unsigned long long k = tile_descriptor(tile.k() + BackwardTile<P>::first_row(group) * kRowBytes, 0);
+  start_transposed(s, [&] { P::multiply_scores(s, k, q, 0); });
 }
 
 /// Whether what the score reads of a thread's keys is found before the products are awaited. Beside lengths
@@ -487,8 +482,9 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
     dropped_values<kS, true, false>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
   const bool partial = !now.full || tile.kv_begin(i) + Tile::kKeys > tile.kv_limit(p, i);
   tile.await_dout(i);
-  start_transposed<P, P::kHeadDimV>(dp, tile_descriptor(tile.v() + first_row * kRowBytes, 0),
-                                    tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0));
+  const unsigned long long v = tile_descriptor(tile.v() + first_row * kRowBytes, 0),
+                           dout = tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0);
+  start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
 
   // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
   // warp's sixteen keys lie in one.
@@ -599,10 +595,7 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
   const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
     const unsigned long long left = tile_descriptor(ds, Tile::kKvSlice);
     const unsigned long long right = tile_descriptor(Tile::column(k, column, Tile::kKvSlice), Tile::kKvSlice);
-#pragma unroll
-    for (int step = 0; step < Tile::kKeys / 16; ++step)
-      P::multiply_dq(dq, left + (step * 16 * kRowBytes >> 4), right + (step * 16 * kRowBytes >> 4),
-                     add || step > 0);
+    P::multiply_dq(dq, left, right, add);
   };
   pin(dq);
   multiply_fence();
@@ -634,21 +627,13 @@ __device__ __forceinline__ void start_gradients(
   if constexpr (Tile::kWide) {
     // The summed queries are the columns of P^T and dS^T.
     const unsigned long long p_tile = tile_descriptor(tile.p(i), 0), ds_tile = tile_descriptor(tile.ds(i), 0);
-#pragma unroll
-    for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dv(dv, p_tile + (step * 32 >> 4), dout + (step * 16 * kRowBytes >> 4), 1);
+    P::multiply_dv(dv, p_tile, dout, 1);
     multiply_commit();
-#pragma unroll
-    for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dk(dk, ds_tile + (step * 32 >> 4), q + (step * 16 * kRowBytes >> 4), 1);
+    P::multiply_dk(dk, ds_tile, q, 1);
   } else {
-#pragma unroll
-    for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dv(dv, probability[step], dout + (step * 16 * kRowBytes >> 4), 1);
+    P::multiply_dv(dv, probability, dout, 1);
     multiply_commit();
-#pragma unroll
-    for (int step = 0; step < P::kBr / 16; ++step)
-      P::multiply_dk(dk, gradient[step], q + (step * 16 * kRowBytes >> 4), 1);
+    P::multiply_dk(dk, gradient, q, 1);
   }
   multiply_commit();
 }

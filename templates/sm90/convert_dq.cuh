@@ -9,20 +9,21 @@
 
 namespace flashjit::sm90 {
 
+/// One step of a transposition: a lane without `bit` gives `high` for the `low` of the one that has it.
+__device__ __forceinline__ void exchange(unsigned& low, unsigned& high, unsigned lane, unsigned bit) {
+  const bool has_bit = (lane & bit) != 0;
+  const unsigned got = __shfl_xor_sync(kWholeWarp, has_bit ? low : high, bit);
+  if (has_bit)
+    low = got;
+  else
+    high = got;
+}
 /// Of each four lanes the i-th gives its i-th word to each of the four, by their numbers.
-__device__ __forceinline__ uint4 transpose_among_four(const unsigned (&mine)[4], unsigned lane) {
-  unsigned all[4];
-#pragma unroll
-  for (int round = 0; round < 4; ++round) {
-    // Each pair of lanes swaps: an index known only at run time would put the words into local memory.
-    const unsigned other = lane ^ round;
-    const unsigned send = other == 0 ? mine[0] : other == 1 ? mine[1] : other == 2 ? mine[2] : mine[3];
-    const unsigned got = __shfl_xor_sync(kWholeWarp, send, round);
-#pragma unroll
-    for (unsigned i = 0; i < 4; ++i)
-      if (i == other) all[i] = got;
-  }
-  return {all[0], all[1], all[2], all[3]};
+__device__ __forceinline__ void transpose_among_four(unsigned (&words)[4], unsigned lane) {
+  exchange(words[0], words[1], lane, 1);
+  exchange(words[2], words[3], lane, 1);
+  exchange(words[0], words[2], lane, 2);
+  exchange(words[1], words[3], lane, 2);
 }
 
 constexpr int kDqWarpRows = 16;  ///< of a block, that a warp's fragments have
@@ -33,8 +34,8 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
                                                 int first, unsigned lane) {
   using Element = typename P::Element;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  // Columns at a time: the loading group is short of registers.
-  constexpr int kSlice = kColumns <= 32 ? 16 : 48;
+  // Columns at a time, as the loading group is short of registers; in a loop, as it compiles sooner.
+  constexpr int kSlice = kColumns <= 64 ? kColumns : 32;
   const int warp = first % kDqRows / kDqWarpRows;
   // Of each sixteen columns of rows lane / 4 and lane / 4 + 8 a lane stores the half of one row.
   const int row = first + static_cast<int>(lane / 4 + lane % 4 / 2 * 8);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
       p.dq_accum + (sequence.stats_row(p, h) + first / kDqRows * kDqRows) * kColumns +
       (warp * 32 + lane) * 4);
   auto* to = sequence.q_pointer(p.dq, h, row) + lane % 2 * 8;
-#pragma unroll
+#pragma unroll 1
   for (int slice = 0; slice < kColumns; slice += kSlice) {
     // All of a slice's loads before its first store, which the compiler must not move them over.
     float4 values[kSlice / 8];
@@ -56,12 +57,12 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
       if (column >= kColumns) break;
       const float4 left = values[i], right = values[i + 1];
       const float scale = p.softmax_scale;
-      const unsigned words[4] = {
+      unsigned words[4] = {
           pack<Element>(left.x * scale, left.y * scale), pack<Element>(right.x * scale, right.y * scale),
           pack<Element>(left.z * scale, left.w * scale), pack<Element>(right.z * scale, right.w * scale)};
-      const uint4 whole = transpose_among_four(words, lane % 4);
+      transpose_among_four(words, lane);
       if (inside && (column + 16 <= P::kHeadDim || lane % 2 == 0))
-        *reinterpret_cast<uint4*>(to + column) = whole;
+        *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
     }
   }
 }

@@ -736,7 +736,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     multiply_fence();
 #pragma unroll
     for (int step = 0; step < kPSteps; ++step)
-      P::multiply_output(o, probability[step], v_tile + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
+      P::multiply_output(o, &probability[step], v_tile + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
     adds = 1;
     pin(o);
   };

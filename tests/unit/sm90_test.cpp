@@ -326,32 +326,53 @@ TEST(Sm90Render, TheKernelTakesTensorMaps) {
   EXPECT_EQ(rendered("fwd:bf16:d128", "sm80:br128:bc64:w4").text.find("wgmma"), std::string::npos);
 }
 
-TEST(Sm90Render, ProductsAreOneInstructionOfTheirWidth) {
+TEST(Sm90Render, ForwardProductsAreOneInstructionOfTheirWidth) {
   EXPECT_EQ(
       render::wgmma_functions(parse_spec("fwd:fp16:d64x8"), parse_config("sm90:br64:bc16:w4")),
       R"(  static __device__ __forceinline__ void multiply_scores(float (&c)[8], unsigned long long a, unsigned long long b,
                                               int accumulate) {
     asm volatile(
         "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %10, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, %8, %9, p, 1, 1, 0, 0;\n"
+        ".reg .pred first, more;\n"
+        ".reg .b64 left, right;\n"
+        "setp.ne.b32 first, %10, 0;\n"
+        "setp.eq.b32 more, 0, 0;\n"
+        "add.s64 left, %8, 0;\n"
+        "add.s64 right, %9, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.f16.f16 {%0, %1, %2, %3, %4, %5, %6, %7}, left, right, first, 1, 1, 0, 0;\n"
         "}\n"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3]), "+f"(c[4]), "+f"(c[5]), "+f"(c[6]), "+f"(c[7])
         : "l"(a), "l"(b), "r"(accumulate));
   }
-  static __device__ __forceinline__ void multiply_output(float (&c)[4], const unsigned (&a)[4],
+  static __device__ __forceinline__ void multiply_output(float (&c)[4], const unsigned (*a)[4],
                                               unsigned long long b, int accumulate) {
     asm volatile(
         "{\n"
-        ".reg .pred p;\n"
-        "setp.ne.b32 p, %9, 0;\n"
-        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, %8, p, 1, 1, 1;\n"
+        ".reg .pred first, more;\n"
+        ".reg .b64 left, right;\n"
+        "setp.ne.b32 first, %9, 0;\n"
+        "setp.eq.b32 more, 0, 0;\n"
+        "add.s64 right, %8, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.f16.f16 {%0, %1, %2, %3}, {%4, %5, %6, %7}, right, first, 1, 1, 1;\n"
         "}\n"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(accumulate));
+        : "r"(a[0][0]), "r"(a[0][1]), "r"(a[0][2]), "r"(a[0][3]), "l"(b), "r"(accumulate));
   }
 )");
+}
+
+TEST(Sm90Render, BackwardProductsAreOneStatementOfAllSteps) {
+  const std::string text =
+      render::wgmma_functions(parse_spec("bwd:bf16:d72"), parse_config("sm90:br64:bc128:w8:s2"));
+  // S^T: five steps of 72 columns, of which the fifth begins a slice of K's 128 rows and of Q's 64.
+  expect_in(
+      "\"add.s64 left, %32, 1024;\\n\"\n        \"add.s64 right, %33, 512;\\n\"\n        "
+      "\"wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16",
+      text);
+  EXPECT_EQ(text.find("add.s64 left, %32, 1026;"), std::string::npos);
+  // dV: the fourth sixteen of 64 queries are 48 rows on; P^T is in registers.
+  expect_in("\"add.s64 right, %80, 384;", text);
+  expect_in("\"r\"(a[3][3]), \"l\"(b)", text);
 }
 
 TEST(Sm90Render, ProductsFollowElementTypeAndWidths) {

@@ -535,8 +535,10 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
               slope[e] = P::score_grad_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
             s[n + e] = P::score_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
           } else if constexpr (kFindsKeyValues<P>) {
+            // Found anew for each pair: what all queries' have in common would be spilled.
             float of_query = 0.0f;
-            if constexpr (P::kQueryValues) of_query = P::query_value(p, head, at_q(n + e));
+            if constexpr (P::kQueryValues)
+              of_query = P::query_value(p, head, position(opaque(at_q(n + e).at)));
             if constexpr (P::kScoreGrad)
               slope[e] =
                   P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));

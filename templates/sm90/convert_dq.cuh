@@ -9,23 +9,6 @@
 
 namespace flashjit::sm90 {
 
-/// One step of a transposition: a lane without `bit` gives `high` for the `low` of the one that has it.
-__device__ __forceinline__ void exchange(unsigned& low, unsigned& high, unsigned lane, unsigned bit) {
-  const bool has_bit = (lane & bit) != 0;
-  const unsigned got = __shfl_xor_sync(kWholeWarp, has_bit ? low : high, bit);
-  if (has_bit)
-    low = got;
-  else
-    high = got;
-}
-/// Of each four lanes the i-th gives its i-th word to each of the four, by their numbers.
-__device__ __forceinline__ void transpose_among_four(unsigned (&words)[4], unsigned lane) {
-  exchange(words[0], words[1], lane, 1);
-  exchange(words[2], words[3], lane, 1);
-  exchange(words[0], words[2], lane, 2);
-  exchange(words[1], words[3], lane, 2);
-}
-
 constexpr int kDqWarpRows = 16;  ///< of a block, that a warp's fragments have
 
 /// Converts a warp's rows of a head from query `first` on.
@@ -37,33 +20,23 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
   // Columns at a time, as the loading group is short of registers; in a loop, as it compiles sooner.
   constexpr int kSlice = kColumns <= 64 ? kColumns : 32;
   const int warp = first % kDqRows / kDqWarpRows;
-  // Of each sixteen columns of rows lane / 4 and lane / 4 + 8 a lane stores the half of one row.
-  const int row = first + static_cast<int>(lane / 4 + lane % 4 / 2 * 8);
-  const bool inside = row < sequence.seqlen_q(p);
+  const int row = first + static_cast<int>(lane / 4), rows = sequence.seqlen_q(p) - row;
   const float4* from = reinterpret_cast<const float4*>(
       p.dq_accum + (sequence.stats_row(p, h) + first / kDqRows * kDqRows) * kColumns +
       (warp * 32 + lane) * 4);
-  auto* to = sequence.q_pointer(p.dq, h, row) + lane % 2 * 8;
+  unsigned short* to = sequence.q_pointer(p.dq, h, row);
 #pragma unroll 1
-  for (int slice = 0; slice < kColumns; slice += kSlice) {
+  for (int column = 0; column < kColumns; column += kSlice) {
     // All of a slice's loads before its first store, which the compiler must not move them over.
-    float4 values[kSlice / 8];
+    alignas(16) float values[kSlice / 2] = {};
 #pragma unroll
     for (int i = 0; i < kSlice / 8; ++i)
-      if (slice + i * 8 < kColumns) values[i] = __ldcg(from + (slice / 8 + i) * (kDqStep / 4));
+      if (kColumns % kSlice == 0 || column + i * 8 < kColumns)
+        reinterpret_cast<float4&>(values[i * 4]) = __ldcg(from + (column / 8 + i) * (kDqStep / 4));
 #pragma unroll
-    for (int i = 0; i < kSlice / 8; i += 2) {
-      const int column = slice + i * 8;
-      if (column >= kColumns) break;
-      const float4 left = values[i], right = values[i + 1];
-      const float scale = p.softmax_scale;
-      unsigned words[4] = {
-          pack<Element>(left.x * scale, left.y * scale), pack<Element>(right.x * scale, right.y * scale),
-          pack<Element>(left.z * scale, left.w * scale), pack<Element>(right.z * scale, right.w * scale)};
-      transpose_among_four(words, lane);
-      if (inside && (column + 16 <= P::kHeadDim || lane % 2 == 0))
-        *reinterpret_cast<uint4*>(to + column) = {words[0], words[1], words[2], words[3]};
-    }
+    for (float& value : values) value *= p.softmax_scale;
+    store_rows<Element>(values, P::kHeadDim / 8 - column / 8, to + column, p.dq.stride_s, rows,
+                        static_cast<int>(lane));
   }
 }
 

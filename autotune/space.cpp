@@ -14,7 +14,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.splits_keys);
+                    c.min_blocks, c.splits_keys, c.packs_heads);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, const DeviceInfo& device,
@@ -39,10 +39,11 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
   return able;
 }
 
-/// Whether a switch of the configuration does nothing for the problem: one part of the keys, or two Q tiles
-/// at a time where there is a block for each.
+/// Whether a switch of the configuration does nothing for the problem: heads packed that share no K and V,
+/// one part of the keys, or two Q tiles at a time where there is a block for each.
 bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceInfo& device) {
   const auto& [spec, shape] = problem;
+  if (config.packs_heads) return shape.heads_q == shape.heads_kv;
   if (config.splits_keys) return plan::parts_of_keys(spec, shape, config, device) == 1;
   return plan::tiles_at_a_time(spec, config) > 1 &&
          shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;

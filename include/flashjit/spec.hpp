@@ -67,7 +67,7 @@ struct AttentionShape {
 
 /// How it is computed: a family, its tile and its switches. Changes speed, never the mathematics.
 ///
-/// As text: "sm80:br128:bc64:w4:s2:qreg:occ2:parts". Br counts queries and Bc keys in both passes.
+/// As text: "sm80:br128:bc64:w4:s2:qreg:occ2:parts:packed". Br counts queries and Bc keys in both passes.
 struct TileConfig {
   Family family = Family::simt;
   int br = 0;      ///< rows of Q in a tile
@@ -81,6 +81,8 @@ struct TileConfig {
   int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread
   bool splits_keys = false;  ///< forward of sm90, sm80: blocks share the keys of a Q tile, in as many parts
                              ///< as the device has room for; then a second kernel joins the parts
+  bool packs_heads = false;  ///< with splits_keys, of sm90: a Q tile has the rows of all heads that share K
+                             ///< and V, of fewer queries; for specs to which all heads are alike
 
   bool operator==(const TileConfig&) const = default;
 };

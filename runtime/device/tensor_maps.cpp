@@ -6,11 +6,14 @@
 #include <algorithm>
 #include <array>
 
+#include "templates/sm90/layout.cuh"
+
 namespace flashjit::device {
 namespace {
 
-constexpr int kRank = 4;                // head_dim, length, heads, batch
-constexpr cuuint32_t kBoxColumns = 64;  // 128 bytes, the width of the swizzle
+constexpr int kRank = 4;  // of a view
+constexpr std::size_t kMostDimensions = 5;
+constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
 constexpr cuuint64_t kElementBytes = 2;
 constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may have left anything in it
 
@@ -29,29 +32,60 @@ CUtensorMapDataType element_type(DType dtype) {
   return dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
+/// A dimension of a tensor, the fastest first: its size, its stride in elements, and how much of it is copied
+/// at a time.
+struct Dimension {
+  std::int64_t size, stride;
+  int box;
+};
+
 /// Of a tensor of 16-bit elements.
-CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type,
-                      const ConstTensorView& tensor, int rows) {
-  std::array<cuuint64_t, kRank> sizes;
-  std::array<cuuint64_t, kRank - 1> strides;  // in bytes, of all but the first
-  for (int i = 0; i < kRank; ++i) {
-    const int from = kRank - 1 - i;  // the view names the slowest dimension first
-    sizes[i] = static_cast<cuuint64_t>(tensor.size[from]);
-    if (i == 0) continue;
-    strides[i - 1] = sizes[i] > 1 ? static_cast<cuuint64_t>(tensor.stride[from]) * kElementBytes : kAnyStride;
+CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
+                      std::span<const Dimension> dimensions) {
+  std::array<cuuint64_t, kMostDimensions> sizes, strides;  // strides in bytes, of all but the first
+  std::array<cuuint32_t, kMostDimensions> box, element_strides;
+  for (std::size_t i = 0; i < dimensions.size(); ++i) {
+    const Dimension& dimension = dimensions[i];
+    const auto stride = static_cast<cuuint64_t>(dimension.stride) * kElementBytes;
+    if (i > 0) strides[i - 1] = dimension.size > 1 ? stride : kAnyStride;
+    sizes[i] = static_cast<cuuint64_t>(dimension.size);
+    box[i] = static_cast<cuuint32_t>(dimension.box);
+    element_strides[i] = 1;
   }
-  const std::array<cuuint32_t, kRank> box{kBoxColumns, static_cast<cuuint32_t>(rows), 1, 1};
-  const std::array<cuuint32_t, kRank> element_strides{1, 1, 1, 1};
   return driver.tensor_map_encode_tiled(
-      &map, type, kRank, const_cast<void*>(tensor.data), sizes.data(), strides.data(), box.data(),
-      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, type, static_cast<cuuint32_t>(dimensions.size()), const_cast<void*>(data), sizes.data(),
+      strides.data(), box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+}
+
+/// head_dim, length, heads, batch: the view names the slowest dimension first.
+std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int rows) {
+  const auto& size = tensor.size;
+  const auto& stride = tensor.stride;
+  return {{{size[3], 1, kBoxColumns},
+           {size[2], stride[2], rows},
+           {size[1], stride[1], 1},
+           {size[0], stride[0], 1}}};
+}
+
+/// The same with the heads that share one of `heads_kv` heads of K and V as a dimension of their own, of
+/// which boxes have as many rows as the kernel packs.
+std::array<Dimension, kMostDimensions> packed_dimensions_of(const ConstTensorView& q, std::int64_t heads_kv,
+                                                            int rows) {
+  const auto [columns, queries, heads, batch] = dimensions_of(q, rows);
+  const int packed = sm90::packed_heads(static_cast<int>(heads.size), static_cast<int>(heads_kv));
+  const std::int64_t group = heads.size / heads_kv;
+  return {{columns,
+           {group, heads.stride, packed},
+           {queries.size, queries.stride, rows / packed},
+           {heads_kv, heads.stride * group, 1},
+           batch}};
 }
 
 void encode(const Driver& driver, CUtensorMap& map, const char* name, const ConstTensorView& tensor,
-            DType dtype, int rows) {
-  if (rows == 0 || std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
-  const CUresult result = encode_tiled(driver, map, element_type(dtype), tensor, rows);
+            DType dtype, std::span<const Dimension> dimensions) {
+  if (std::ranges::find(tensor.size, 0) != tensor.size.end()) return;
+  const CUresult result = encode_tiled(driver, map, element_type(dtype), tensor.data, dimensions);
   if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
 }
 
@@ -70,7 +104,9 @@ void encode_plane(const Driver& driver, CUtensorMap& map, const CaptureParam& te
     view.size[kRank - box.rank + i] = tensor.size[i];
     view.stride[kRank - box.rank + i] = tensor.stride[i];
   }
-  if (encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT16, view, box.rows) != CUDA_SUCCESS) map = {};
+  if (encode_tiled(driver, map, CU_TENSOR_MAP_DATA_TYPE_UINT16, view.data, dimensions_of(view, box.rows)) !=
+      CUDA_SUCCESS)
+    map = {};
 }
 
 }  // namespace
@@ -80,10 +116,16 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
                             const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures) {
   TensorMaps maps{};
-  encode(driver, maps.q, "q", q, dtype, boxes.q_rows);
-  encode(driver, maps.k, "k", k, dtype, boxes.kv_rows);
-  encode(driver, maps.v, "v", v, dtype, boxes.kv_rows);
-  encode(driver, maps.o, o_name, o, dtype, boxes.o_rows);
+  const auto encode_rows = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
+    if (rows > 0) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
+  };
+  if (boxes.packs_heads && k.size[1] > 0)
+    encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.q_rows));
+  else
+    encode_rows(maps.q, "q", q, boxes.q_rows);
+  encode_rows(maps.k, "k", k, boxes.kv_rows);
+  encode_rows(maps.v, "v", v, boxes.kv_rows);
+  encode_rows(maps.o, o_name, o, boxes.o_rows);
   if (boxes.plane.rows > 0) encode_plane(driver, maps.plane, captures[boxes.plane.capture], boxes.plane);
   return maps;
 }

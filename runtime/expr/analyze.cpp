@@ -397,6 +397,12 @@ std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {
   return line;
 }
 
+bool uses_head(const NodePtr& program) {
+  if (!program) return false;
+  Graph graph;
+  return (graph.uses(graph.add(program)) & kUsesHead) != 0;
+}
+
 bool reads_by_position(const NodePtr& program) {
   if (!program) return false;
   Graph graph;

@@ -94,6 +94,9 @@ int block_of(const Graph& graph, int root, unsigned position);
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 
+/// Whether a program tells the query heads that share K and V apart. Null does not.
+bool uses_head(const NodePtr& program);
+
 /// Whether something is the same for all pairs of a head of the same kv - q; not where the score is needed.
 bool depends_on_difference(const Graph& graph, int root);
 

@@ -83,10 +83,12 @@ struct PlaneBox {
   bool operator==(const PlaneBox&) const = default;
 };
 
-/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that; and the
-/// tensor of which the score reads planes, where it copies those.
+/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that; whether
+/// those of Q are of all heads that share K and V; and the tensor of which the score reads planes, where it
+/// copies those.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
+  bool packs_heads = false;
   PlaneBox plane = {};
 
   bool operator==(const TensorBoxes&) const = default;

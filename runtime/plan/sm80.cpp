@@ -50,6 +50,7 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
     return Support::no(fmt::format("occ is 1 to 8, not {}", c.min_blocks));
   if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
     return Support::no("split2 is for the backward pass with at least 2 warps");
+  if (c.packs_heads) return Support::no("packed is for family sm90");
   if ((c.q_in_registers || c.splits_keys) && !forward)
     return Support::no("qreg and parts are for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.

@@ -75,6 +75,17 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
   return Support::yes();
 }
 
+Support check_packed_heads(const AttentionSpec& spec, const TileConfig& c) {
+  if (!c.packs_heads) return Support::yes();
+  if (!c.splits_keys) return Support::no("packed is for parts of the keys: give parts, too");
+  const bool alike = !spec.dropout && !has_tile_lists(spec) && !reads_plane(spec) &&
+                     !expr::uses_head(spec.score.tree()) && !expr::uses_head(spec.mask.tree());
+  if (alike) return Support::yes();
+  return Support::no(
+      "packed is for specs to which the heads that share K and V are alike: without dropout, lists of tiles, "
+      "a dense bias, or h in a program");
+}
+
 Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
@@ -103,6 +114,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
   if (c.splits_keys && !is_forward(spec)) return Support::no("parts are for the forward pass");
+  if (Support packed = check_packed_heads(spec, c); !packed) return packed;
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
         fmt::format("occ is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
@@ -138,8 +150,9 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
 /// Two Q tiles at a time, of 128 rows each.
 TileConfig teams_config(int bc, int stages) { return config(2 * sm90::kGroupRows, bc, 16, stages); }
 
-TileConfig with_parts(TileConfig c) {
+TileConfig with_parts(TileConfig c, bool packs_heads) {
   c.splits_keys = true;
+  c.packs_heads = packs_heads;
   return c;
 }
 
@@ -226,17 +239,18 @@ double cost_of_joining(const AttentionShape& shape) {
 /// under a causal mask the longest tile.
 double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
-  const std::int64_t heads = shape.batch * shape.heads_q;
+  const auto [queries, heads_of_entry] = forward_tiles(shape, c);
+  const std::int64_t heads = shape.batch * heads_of_entry, rows = tiles(shape.seqlen_q, queries);
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * tiles_at_a_time(spec, c);
   const auto padded = [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
   };
   if (c.splits_keys) {
-    const std::int64_t keys = tiles(shape.seqlen_kv, parts_of_keys(spec, shape, c, device));
-    return padded(0, keys) * cost_of_tile(spec, c) + cost_of_joining(shape);
+    const std::int64_t parts = parts_of_keys(spec, shape, c, device);
+    const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
+    return rounds * padded(0, tiles(shape.seqlen_kv, parts)) * cost_of_tile(spec, c) + cost_of_joining(shape);
   }
-  const std::int64_t rows = tiles(shape.seqlen_q, c.br);
   const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
                                static_cast<int>(shape.seqlen_kv));
   double all = 0, longest = 0;  // keys that a head's Q tiles meet
@@ -275,8 +289,9 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   }
   if (is_forward(spec)) {
     for (const TileConfig& alone : preferences(spec)) {
-      const TileConfig shared = with_parts(alone);
+      const TileConfig shared = with_parts(alone, false), packed = with_parts(alone, true);
       if (parts_of_keys(spec, shape, shared, device) > 1) choices.push_back(shared);
+      if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
     }
   }
   return *std::ranges::min_element(
@@ -304,7 +319,9 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})
-      for (const int stages : {2, 3}) consider(with_parts(forward_config(warps, bc, stages)));
+      for (const int stages : {2, 3})
+        for (const bool packed : {false, true})
+          consider(with_parts(forward_config(warps, bc, stages), packed));
   return found;
 }
 
@@ -334,11 +351,11 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
   if (is_forward(spec)) {
     // As kStagesOutput of templates/sm90/forward.cuh has it.
     const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.splits_keys;
-    boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, {}};
+    boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, c.packs_heads, {}};
     plane = reads_plane(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
-    boxes = {c.br, layout.keys(), c.br, {}};
+    boxes = {c.br, layout.keys(), c.br, false, {}};
     plane = layout.has_plane();
   }
   if (plane) boxes.plane = plane_box(spec, c.br);
@@ -350,6 +367,13 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
   if (c.family != Family::sm90 || !is_forward(spec)) return 1;
   return c.warps / kGroupWarps * sm90::kGroupRows / c.br;
+}
+
+ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& c) {
+  if (!c.packs_heads || shape.heads_kv == 0) return {c.br, shape.heads_q};
+  const int packed = sm90::packed_heads(static_cast<int>(shape.heads_q), static_cast<int>(shape.heads_kv));
+  return {std::int64_t{c.br} / sm90::kGroupRows * (sm90::kGroupRows / packed),
+          shape.heads_kv * tiles(shape.heads_q / shape.heads_kv, packed)};
 }
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {

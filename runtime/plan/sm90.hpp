@@ -9,6 +9,13 @@ namespace flashjit::plan {
 /// Q tiles that a block computes at a time: more than one in this family's forward pass alone.
 int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& config);
 
+/// Q tiles of the forward pass, of any family: so many queries each, of so many sets of heads of a batch
+/// entry. A set is one head, or where heads are packed those of a tile.
+struct ForwardTiles {
+  std::int64_t queries, heads;
+};
+ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config);
+
 /// Blocks of the forward pass that take neighbouring Q tiles, as ForwardWalk in templates/sm90/forward.cuh
 /// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& config);

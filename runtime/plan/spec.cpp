@@ -176,7 +176,7 @@ constexpr std::string_view kShapeAllowed =
     "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
 constexpr std::string_view kConfigAllowed =
     "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
-    "occ<blocks>, parts";
+    "occ<blocks>, parts, packed";
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   if (reader.flag(field, "dropout")) {
@@ -208,6 +208,8 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
     config.q_in_registers = true;
   } else if (reader.flag(field, "parts")) {
     config.splits_keys = true;
+  } else if (reader.flag(field, "packed")) {
+    config.packs_heads = true;
   } else if (const auto stages = reader.number(field, "s", 1, 16)) {
     config.stages = *stages;
   } else if (const auto d_split = reader.number(field, "split", 1, 2)) {
@@ -308,6 +310,7 @@ std::string to_string(const TileConfig& config) {
   if (config.d_split != defaults.d_split) out += fmt::format(":split{}", config.d_split);
   if (config.min_blocks != defaults.min_blocks) out += fmt::format(":occ{}", config.min_blocks);
   if (config.splits_keys) out += ":parts";
+  if (config.packs_heads) out += ":packed";
   return out;
 }
 

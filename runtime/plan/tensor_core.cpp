@@ -127,7 +127,9 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
     case Step::reset_work:
       return 1;
     case Step::main: {
-      const std::int64_t forward_blocks = heads * q_tiles;
+      const ForwardTiles forward = forward_tiles(shape, config);
+      const std::int64_t forward_blocks =
+          shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
       const std::int64_t backward_blocks = shape.batch * shape.heads_kv * kv_tiles;
       if (!backward)
         return config.family == Family::sm90 ? tiles(forward_blocks, sm90_forward_cluster(spec, config))

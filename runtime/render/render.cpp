@@ -46,7 +46,8 @@ std::string constants(const AttentionSpec& spec, const TileConfig& config, int c
          int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
          int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
          int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks) +
-         bool_constant("kSplitsKeys", config.splits_keys) + bool_constant("kCheckWaits", check_waits);
+         bool_constant("kSplitsKeys", config.splits_keys) + bool_constant("kPacksHeads", config.packs_heads) +
+         bool_constant("kCheckWaits", check_waits);
 }
 
 std::string includes(const std::vector<plan::Entry>& entries) {

@@ -60,91 +60,113 @@ Offsets along_rows(int rows) {
   return offsets;
 }
 
-/// The asm text of a product's steps. `left`: each step's left operand, none where it is a tile in shared
-/// memory, which the first input describes. `right`: which input describes the right tile; the next says
-/// whether the first step adds to the accumulators.
-std::string text_of(const Product& product, const std::vector<std::string>& left, const Offsets& left_offsets,
-                    int right, const Offsets& right_offsets, const char* transposed) {
+/// Where the left operand is: a tile in shared memory, or four words a step in registers.
+enum class Left { shared, registers };
+
+/// A product over several steps. `transposed`: "0, 0" where the tiles' rows are the product's, "1, 1" where
+/// they are summed; of the right tile alone where the left operand is in registers.
+struct Multiplication {
+  Product product;
+  Left left;
+  const char* transposed;
+  Offsets left_offsets, right_offsets;
+};
+
+/// The asm statement of steps [first, end).
+std::string statement(const Multiplication& of, int first, int end) {
+  std::vector<std::string> inputs, left;
+  for (int step = first; of.left == Left::registers && step < end; ++step) {
+    std::vector<std::string> words;
+    for (int i = 0; i < 4; ++i) {
+      words.push_back(of.product.input(static_cast<int>(inputs.size())));
+      inputs.push_back(fmt::format("\"r\"(a[{}][{}])", step, i));
+    }
+    left.push_back(fmt::format("{{{}}}", fmt::join(words, ", ")));
+  }
+  if (of.left == Left::shared) inputs.push_back(fmt::format("\"l\"(a + {})", of.left_offsets[first]));
+  const int right = static_cast<int>(inputs.size());
+  inputs.push_back(fmt::format("\"l\"(b + {})", of.right_offsets[first]));
+  inputs.emplace_back(first == 0 ? "\"r\"(accumulate)" : "\"r\"(1)");
+
   std::string text = fmt::format(
-      R"(        "{{\n"
+      R"(    asm volatile(
+        "{{\n"
         ".reg .pred first, more;\n"
         ".reg .b64 left, right;\n"
         "setp.ne.b32 first, {}, 0;\n"
         "setp.eq.b32 more, 0, 0;\n"
 )",
-      product.input(right + 1));
-  for (std::size_t step = 0; step < right_offsets.size(); ++step) {
-    if (left.empty())
-      text += fmt::format("        \"add.s64 left, {}, {};\\n\"\n", product.input(0), left_offsets[step]);
-    text += fmt::format("        \"add.s64 right, {}, {};\\n\"\n", product.input(right), right_offsets[step]);
-    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1, {};\\n\"\n", product.instruction(),
-                        product.registers(), left.empty() ? "left" : left[step], step == 0 ? "first" : "more",
-                        transposed);
+      of.product.input(right + 1));
+  for (int step = first; step < end; ++step) {
+    if (of.left == Left::shared)
+      text += fmt::format("        \"add.s64 left, {}, {};\\n\"\n", of.product.input(0),
+                          of.left_offsets[step] - of.left_offsets[first]);
+    text += fmt::format("        \"add.s64 right, {}, {};\\n\"\n", of.product.input(right),
+                        of.right_offsets[step] - of.right_offsets[first]);
+    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1, {};\\n\"\n", of.product.instruction(),
+                        of.product.registers(), of.left == Left::shared ? "left" : left[step - first],
+                        step == first ? "first" : "more", of.transposed);
   }
-  return text + "        \"}\\n\"\n";
+  return text + fmt::format("        \"}}\\n\"\n        : {}\n        : {});\n", of.product.outputs(),
+                            fmt::join(inputs, ", "));
 }
 
-/// A function that multiplies tiles in shared memory: rows along the product's rows and columns ("0, 0"), or
-/// along the summed dimension ("1, 1").
-std::string from_shared(const std::string& name, const Product& product, const char* transposed,
-                        const Offsets& left = {0}, const Offsets& right = {0}) {
-  return fmt::format(
-      R"(  static __device__ __forceinline__ void {}(float (&c)[{}], unsigned long long a, unsigned long long b,
-                                              int accumulate) {{
-    asm volatile(
-{}        : {}
-        : "l"(a), "l"(b), "r"(accumulate));
-  }}
-)",
-      name, product.accumulators(), text_of(product, {}, left, 1, right, transposed), product.outputs());
-}
-
-/// A function that adds the product of a left operand in registers, four words a step, and a tile in shared
-/// memory whose rows are summed, or begins anew with it.
-std::string from_registers(const std::string& name, const Product& product, const Offsets& right = {0}) {
-  std::vector<std::string> left, inputs;
-  for (int step = 0, word = 0; step < static_cast<int>(right.size()); ++step, word += 4) {
-    left.push_back(fmt::format("{{{}, {}, {}, {}}}", product.input(word), product.input(word + 1),
-                               product.input(word + 2), product.input(word + 3)));
-    for (int i = 0; i < 4; ++i) inputs.push_back(fmt::format("\"r\"(a[{}][{}])", step, i));
-  }
-  return fmt::format(
-      R"(  static __device__ __forceinline__ void {}(float (&c)[{}], const unsigned (*a)[4],
-                                              unsigned long long b, int accumulate) {{
-    asm volatile(
-{}        : {}
-        : {}, "l"(b), "r"(accumulate));
-  }}
-)",
-      name, product.accumulators(), text_of(product, left, {}, static_cast<int>(inputs.size()), right, "1"),
-      product.outputs(), fmt::join(inputs, ", "));
+/// The function, whose steps are `together` in one asm statement, or one in each.
+std::string function(const std::string& name, const Multiplication& of, bool together = true) {
+  std::string text = fmt::format(
+      "  static __device__ __forceinline__ void {}(float (&c)[{}], {},\n"
+      "                                              unsigned long long b, int accumulate) {{\n",
+      name, of.product.accumulators(),
+      of.left == Left::shared ? "unsigned long long a" : "const unsigned (*a)[4]");
+  const int steps = static_cast<int>(of.right_offsets.size()), of_statement = together ? steps : 1;
+  for (int step = 0; step < steps; step += of_statement) text += statement(of, step, step + of_statement);
+  return text + "  }\n";
 }
 
 }  // namespace
 
 std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config) {
   const DType dtype = spec.dtype;
-  // A statement of all steps compiles sooner, by 6 to 12% of the backward pass. The forward pass, which ptxas
-  // orders otherwise then, is up to 3% slower with it.
-  if (spec.pass == Pass::forward)
-    return from_shared("multiply_scores", {dtype, config.bc}, "0, 0") +
-           from_registers("multiply_output", {dtype, spec.v_dim()});
+  const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim,
+                          bool together) {
+    return function(name,
+                    {{dtype, columns},
+                     Left::shared,
+                     "0, 0",
+                     along_columns(left_rows, dim),
+                     along_columns(right_rows, dim)},
+                    together);
+  };
+  if (spec.pass == Pass::forward) {
+    // A statement of all steps compiles sooner, by 8% and more. But ptxas orders fewer columns otherwise
+    // then, and they are up to 3% slower.
+    const bool together = spec.v_dim() > 128;
+    return scores("multiply_scores", config.bc, sm90::kGroupRows, config.bc, spec.head_dim, together) +
+           function("multiply_output",
+                    {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(config.bc)}, together);
+  }
   const sm90::BackwardLayout layout = plan::sm90_backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
-  const auto scores = [&](const char* name, int dim) {
-    return from_shared(name, {dtype, config.br / own}, "0, 0", along_columns(layout.keys(), dim),
-                       along_columns(config.br, dim));
+  const auto transposed_scores = [&](const char* name, int dim) {
+    return scores(name, config.br / own, layout.keys(), config.br, dim, true);
   };
   const auto gradient = [&](const char* name, int columns) {
-    const Product product(dtype, columns / own);
-    return layout.wide() ? from_shared(name, product, "0, 1", along_columns(layout.keys(), config.br),
-                                       along_rows(config.br))
-                         : from_registers(name, product, along_rows(config.br));
+    Multiplication product{{dtype, columns / own}, Left::registers, "1", {}, along_rows(config.br)};
+    if (layout.wide()) {
+      product.left = Left::shared;
+      product.transposed = "0, 1";
+      product.left_offsets = along_columns(layout.keys(), config.br);
+    }
+    return function(name, product);
   };
-  return scores("multiply_scores", spec.head_dim) + scores("multiply_dp", spec.v_dim()) +
-         gradient("multiply_dv", layout.columns_v()) + gradient("multiply_dk", layout.columns()) +
-         from_shared("multiply_dq", {dtype, layout.dq_columns()}, "1, 1", along_rows(layout.keys()),
-                     along_rows(layout.keys()));
+  return transposed_scores("multiply_scores", spec.head_dim) +
+         transposed_scores("multiply_dp", spec.v_dim()) + gradient("multiply_dv", layout.columns_v()) +
+         gradient("multiply_dk", layout.columns()) +
+         function("multiply_dq", {{dtype, layout.dq_columns()},
+                                  Left::shared,
+                                  "1, 1",
+                                  along_rows(layout.keys()),
+                                  along_rows(layout.keys())});
 }
 
 }  // namespace flashjit::render

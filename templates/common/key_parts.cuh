@@ -25,19 +25,15 @@ template <class P>
 __device__ __forceinline__ float* o_of_part(const Params& p, int part) {
   return p.o_parts + first_of_part(p, part) * P::kHeadDimV;
 }
-/// Stores what a thread has of two rows of O: of each eight columns two of `row`, then two of eight rows on.
-/// `rows` are inside.
+/// Stores what a thread has of one of its two rows of O, of each eight columns the `half`-th two.
 template <class P>
-__device__ __forceinline__ void store_part(const Params& p, int part, long long row, int rows,
+__device__ __forceinline__ void store_part(const Params& p, int part, long long row, int half,
                                            const float* o) {
   float* to = o_of_part<P>(p, part) + row * P::kHeadDimV + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int chunk = 0; chunk < P::kHeadDimV / 8; ++chunk)
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      if (half * 8 < rows)
-        *reinterpret_cast<float2*>(to + half * 8 * P::kHeadDimV + chunk * 8) =
-            float2{o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]};
+    *reinterpret_cast<float2*>(to + chunk * 8) =
+        float2{o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]};
 }
 
 }  // namespace flashjit

@@ -35,6 +35,7 @@ struct ExampleProblem {
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplitsKeys = false;
+  static constexpr bool kPacksHeads = false;
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.

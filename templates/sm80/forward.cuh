@@ -350,7 +350,9 @@ __device__ void forward(const Params& p) {
 #pragma unroll
       for (int n = 0; n < kOt * 4; ++n) o[mt][n / 4][n % 4] *= scale[n / 2 % 2];
       const int row = q_begin + warp_row(mt) + lane / 4;
-      store_part<P>(p, part, sequence.lse_row(p, h) + row, seqlen_q - row, o[mt][0]);
+      for (int half = 0; half < 2; ++half)
+        if (row + half * 8 < seqlen_q)
+          store_part<P>(p, part, sequence.lse_row(p, h) + row + half * 8, half, o[mt][0]);
     } else {
 #pragma unroll
       for (int ot = 0; ot < kOt; ++ot)

@@ -56,12 +56,44 @@ constexpr int kFewKeys = (P::kBc / 2 + 15) / 16 * 16;
 /// Whether it is. With more columns the products take longer than the softmax, and two tiles at a time are
 /// small and short of registers.
 template <class P>
-constexpr bool kShortSteps = P::kHasMask && !kLists<P> && P::kHeadDim <= 64 && kFewKeys<P> != P::kBc &&
-                             (P::kBr > kGroupRows) && kTeams<P> == 1;
+constexpr bool kShortSteps = P::kHasMask && !kLists<P> && !P::kPacksHeads && P::kHeadDim <= 64 &&
+                             kFewKeys<P> != P::kBc && (P::kBr > kGroupRows) && kTeams<P> == 1;
+
+/// The rows of Q that a warp group has: a query each, of one head.
+template <class P, bool kPacked = P::kPacksHeads>
+struct GroupRows {
+  static constexpr int heads = 1, queries = kGroupRows;
+  __device__ GroupRows() {}
+  __device__ explicit GroupRows(const Params& /*p*/) {}
+  static __device__ unsigned sets(const Params& p) { return p.heads_q; }
+};
+/// Where heads are packed, row r is of query r / heads and of head r % heads of a set that shares K and V,
+/// which are read once for all of them.
+template <class P>
+struct GroupRows<P, true> {
+  unsigned heads = 1, queries = 0;
+  __device__ GroupRows() {}
+  __device__ explicit GroupRows(const Params& p)
+      : heads(packed_heads(p.heads_q, p.heads_kv)), queries(kGroupRows / heads) {}
+  /// How many sets of heads of K and V there are for each, and all of a batch entry.
+  __device__ unsigned sets_of_one(const Params& p) const {
+    return (p.heads_q / p.heads_kv + heads - 1) / heads;
+  }
+  __device__ unsigned sets(const Params& p) const { return p.heads_kv * sets_of_one(p); }
+};
+
+/// Tiles of all queries of a set of heads.
+template <class P>
+__device__ __forceinline__ unsigned forward_tiles(const Params& p, const GroupRows<P>& rows) {
+  if constexpr (!P::kPacksHeads) return q_tiles<P>(p);
+  const unsigned queries = P::kBr / kGroupRows * rows.queries;
+  return (p.seqlen_q + queries - 1) / queries;
+}
 
 /// A Q tile, which of its warp groups' rows, and which part of its keys.
 struct ForwardPiece {
-  unsigned batch_head, tile;
+  unsigned batch_head;  ///< among batch entries and their sets of heads
+  unsigned tile;
   Range groups;
   int part;
 };
@@ -82,8 +114,8 @@ struct ForwardWalk {
   unsigned parts;              ///< of the keys, of which each is a piece of work
 
   __device__ explicit ForwardWalk(const Params& p)
-      : rows(q_tiles<P>(p)),
-        heads(p.batch * p.heads_q),
+      : rows(forward_tiles<P>(p, GroupRows<P>(p))),
+        heads(p.batch * GroupRows<P>(p).sets(p)),
         neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
         whole(rows * heads),
         parts(key_parts<P>(p)) {
@@ -141,9 +173,9 @@ struct ForwardWalk {
 
 /// A Q tile and the KV tiles that it meets. The producer finds it, the consumers read it in shared memory.
 template <class P>
-struct ForwardWork {
+struct ForwardWork : GroupRows<P> {
   Sequence<P> sequence;
-  int h = -1;  ///< -1: there is no more work
+  int h = -1;  ///< the first of the tile's; -1: there is no more work
   int q_begin = 0;
   int groups = 0;         ///< whose rows these are
   unsigned is_short = 0;  ///< bit n: warp group n has a short first step
@@ -152,13 +184,18 @@ struct ForwardWork {
 
   __device__ ForwardWork() {}
   __device__ ForwardWork(const Params& p, const ForwardPiece& piece)
-      : sequence(p, static_cast<int>(piece.batch_head / p.heads_q)),
-        h(static_cast<int>(piece.batch_head % p.heads_q)),
-        q_begin(static_cast<int>(piece.tile) * P::kBr + piece.groups.begin * kGroupRows),
+      : GroupRows<P>(p),
+        sequence(p, static_cast<int>(piece.batch_head / this->sets(p))),
+        h(static_cast<int>(piece.batch_head % this->sets(p))),
+        q_begin(static_cast<int>(piece.tile) * tile_queries() + piece.groups.begin * kGroupRows),
         groups(piece.groups.end - piece.groups.begin),
         part(piece.part) {
+    if constexpr (P::kPacksHeads) {
+      const int sets = this->sets_of_one(p);
+      h = h / sets * (p.heads_q / p.heads_kv) + h % sets * this->heads;
+    }
     const int tile = static_cast<int>(piece.tile);
-    const Range q_range = tile_range(tile, P::kBr, sequence.seqlen_q(p));
+    const Range q_range = tile_range(tile, tile_queries(), sequence.seqlen_q(p));
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
     tiles = KvTiles<P>(p, head, tile, q_range, sequence.kv_limit(p));
@@ -172,6 +209,13 @@ struct ForwardWork {
           is_short |= 1u << group;
       }
     }
+  }
+  __device__ int tile_queries() const { return P::kBr / kGroupRows * static_cast<int>(this->queries); }
+  /// The end of its heads, which begin at `h`: a set may be short of some.
+  __device__ int end_of_heads(const Params& p) const {
+    if constexpr (!P::kPacksHeads) return h + 1;
+    const int shared = p.heads_q / p.heads_kv;
+    return min(h + static_cast<int>(this->heads), h - h % shared + shared);
   }
   __device__ int count() const { return tiles.count; }
   __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
@@ -275,7 +319,9 @@ constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, int team, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
-  const unsigned rows = q_tiles<P>(p), parts = key_parts<P>(p), all = rows * p.batch * p.heads_q * parts;
+  const GroupRows<P> own(p);
+  const unsigned rows = forward_tiles<P>(p, own), parts = key_parts<P>(p),
+                 all = rows * p.batch * own.sets(p) * parts;
 #pragma unroll 1
   for (unsigned index = team_index<P>(team); index < all; index += teams_at_once<P>()) {
     const ForwardWork<P> work(p, {index / parts / rows,
@@ -283,7 +329,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
                                   {0, P::kBr / kGroupRows},
                                   static_cast<int>(index % parts)});
     if (work.count() > 0) continue;
-    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, P::kBr);
+    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, work.tile_queries());
     if constexpr (!P::kSplitsKeys) {
       unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
@@ -293,9 +339,12 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
     }
     float* lse = lse_of<P>(p, work.part);
     if (lse == nullptr) continue;
-    lse += work.sequence.lse_row(p, work.h) + work.q_begin;
 #pragma unroll 1
-    for (int row = thread; row < count; row += threads) lse[row] = end_of_row<P>(p, work.h, -infinity()).lse;
+    for (int h = work.h; h < work.end_of_heads(p); ++h) {
+      float* of_head = lse + work.sequence.lse_row(p, h) + work.q_begin;
+#pragma unroll 1
+      for (int row = thread; row < count; row += threads) of_head[row] = end_of_row<P>(p, h, -infinity()).lse;
+    }
   }
 }
 
@@ -343,6 +392,20 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
   if (n > 0) load_v(n - 1);
 }
 
+/// Loads a warp group's rows of Q of all heads of the tile; without a tile none come.
+template <class P>
+__device__ __forceinline__ void load_packed_queries(const Params& p, const ForwardPlaces<P>& at,
+                                                    const TensorMaps& maps, int group, int round, bool more) {
+  const ForwardWork<P>& work = at.work(round);
+  const int queries = work.queries, rows = queries * static_cast<int>(work.heads);
+  const int row = work.sequence.q_row(work.q_begin) + group * queries, shared = p.heads_q / p.heads_kv;
+  const unsigned full = at.q_full(group, round);
+  barrier_expect(full, more ? ForwardPlaces<P>::kQBytes / kGroupRows * rows : 0);
+  for (int slice = 0; more && slice < slices(P::kHeadDim); ++slice)
+    load_packed_box(at.q(group, round) + slice * kGroupRows * kRowBytes, maps.q, full, slice * kSliceColumns,
+                    work.h % shared, row, work.h / shared, work.sequence.batch());
+}
+
 /// Finds the work, and loads each warp group's Q as soon as there is room. By one thread.
 template <class P>
 __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlaces<P>& at,
@@ -360,11 +423,15 @@ __device__ __forceinline__ void load_queries(const Params& p, const ForwardPlace
 #pragma unroll 1
     for (int group = 0; group < Places::kGroups; ++group) {
       barrier_wait<P>(at.q_empty(group, round), at.q_phase(round) ^ 1);
-      barrier_expect(at.q_full(group, round), more ? Places::kQBytes : 0);
-      if (!more) continue;
-      load_tile<kGroupRows, P::kHeadDim>(at.q(group, round), maps.q, at.q_full(group, round),
-                                         work.sequence.q_row(work.q_begin) + group * kGroupRows, work.h,
-                                         work.sequence.batch());
+      if constexpr (P::kPacksHeads) {
+        load_packed_queries(p, at, maps, group, round, more);
+      } else {
+        barrier_expect(at.q_full(group, round), more ? Places::kQBytes : 0);
+        if (!more) continue;
+        load_tile<kGroupRows, P::kHeadDim>(at.q(group, round), maps.q, at.q_full(group, round),
+                                           work.sequence.q_row(work.q_begin) + group * kGroupRows, work.h,
+                                           work.sequence.batch());
+      }
     }
     if (!more) break;
     ++round;
@@ -435,10 +502,13 @@ struct ForwardRows {
   typename P::Head head;
   float max[2], sum[2];
   float value[2] = {};  ///< what the score reads of the rows
+  int packed[2];        ///< their queries, where heads are packed: else they follow from `q`
 
   __device__ void begin(const Params& p, const ForwardWork<P>& work, int group) {
-    const int q_begin = work.q_begin + group * kGroupRows;
-    q = {q_begin, min(q_begin + kGroupRows, work.sequence.seqlen_q(p))};
+    const int queries = work.queries, q_begin = work.q_begin + group * queries;
+    q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
+    if constexpr (P::kPacksHeads)
+      for (int half = 0; half < 2; ++half) packed[half] = q_begin + (own_row() + half * 8u) / work.heads;
     kv_limit = work.sequence.kv_limit(p);
     head = work.sequence.head(p, work.h);
     full_keys = keys_of_all<P>(p, head, q, kv_limit);
@@ -446,8 +516,10 @@ struct ForwardRows {
     sum[0] = sum[1] = 0.0f;
     if constexpr (P::kQueryValues)
       for (int half = 0; half < 2; ++half)
-        value[half] = P::query_value(p, head, position(q.begin + own_row() + half * 8));
+        value[half] = P::query_value(p, head, position(first_query() + half * to_second()));
   }
+  __device__ int first_query() const { return P::kPacksHeads ? packed[0] : q.begin + own_row(); }
+  __device__ int to_second() const { return P::kPacksHeads ? packed[1] - packed[0] : 8; }
 };
 
 /// Whether a word of bits tells which keys of a row attend: quicker than two comparisons of every pair.
@@ -458,7 +530,7 @@ constexpr bool kMasksByBits = (P::kMaskBounds > 1);
 template <class P, int kCount>
 __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P>& work,
                                             const ForwardRows<P>& rows, int kv_begin, float (&s)[kCount]) {
-  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
+  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const Position row_position = position(row), column_position = position(column);
   const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
   [[maybe_unused]] unsigned attend[2][(kCount + 63) / 64];
@@ -467,7 +539,8 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
     for (int half = 0; half < 2; ++half)
 #pragma unroll
       for (int n = 0; n < kCount; n += 64)
-        attend[half][n / 64] = own_keys<P>(p, rows.head, row + half * 8, column + n * 2, rows.kv_limit);
+        attend[half][n / 64] =
+            own_keys<P>(p, rows.head, row + half * rows.to_second(), column + n * 2, rows.kv_limit);
   }
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
@@ -483,8 +556,9 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
       if constexpr (kMasksByBits<P>)
         s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
       else
-        s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
-                              kTestsMask<P> ? P::mask(p, rows.head, row_position + e / 2 * 8, kv) : any);
+        s[n + e] = mask_score(
+            s[n + e], block, kv.at < rows.kv_limit,
+            kTestsMask<P> ? P::mask(p, rows.head, row_position + e / 2 * rows.to_second(), kv) : any);
     }
   }
 }
@@ -502,7 +576,7 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
                                         int kv_begin, bool full, unsigned plane, const float* values,
                                         float (&s)[kCount], float (&rescale)[2]) {
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
-  const int lane = threadIdx.x % 32, row = rows.q.begin + own_row(), column = kv_begin + lane % 4 * 2;
+  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const float scale = scale_operand<P>(p);
   // Scores of a line stay in the units of dot products, without what is added at this thread's first key:
   // `unit` and `line` make them scores. A scale beside which no slope can be told is not asked for.
@@ -512,13 +586,14 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
     slope = __fdividef(P::score_slope(p, rows.head), unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      line[half] = P::score_offset(p, rows.head, position(row + half * 8), position(column));
+      line[half] = P::score_offset(p, rows.head, position(row + half * rows.to_second()), position(column));
   } else if constexpr (P::kHasScore) {
     [[maybe_unused]] unsigned elements[4];
     [[maybe_unused]] float2 of_keys{};
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const Position q = position(row) + n / 2 % 2 * 8, kv = position(column) + (n / 4 * 8 + n % 2);
+      const Position q = position(row) + n / 2 % 2 * rows.to_second(),
+                     kv = position(column) + (n / 4 * 8 + n % 2);
       if constexpr (P::kReadsPlane) {
         const int chunk = n / 4;
         if (n % 8 == 0) load_matrix_x4(elements, (plane ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
@@ -585,6 +660,17 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
   }
 }
 
+/// Which row of LSE, and of parts of O, one of a thread's two rows is; -1: none. Where heads are packed.
+template <class P>
+__device__ __forceinline__ long long packed_row(const Params& p, const ForwardWork<P>& work, int group,
+                                                int half) {
+  const unsigned row = own_row() + half * 8u, queries = work.queries;
+  const int h = work.h + static_cast<int>(row % work.heads);
+  const int q = work.q_begin + static_cast<int>(group * queries + row / work.heads);
+  if (row >= queries * work.heads || h >= work.end_of_heads(p) || q >= work.sequence.seqlen_q(p)) return -1;
+  return work.sequence.lse_row(p, h) + q;
+}
+
 /// Writes the rows' LSE; returns what makes them rows of O.
 template <class P>
 __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& work,
@@ -606,6 +692,11 @@ __device__ __forceinline__ void end_rows(const Params& p, const ForwardWork<P>& 
   }
   float* to = lse_of<P>(p, work.part);
   if (to == nullptr || threadIdx.x % 4 != 0) return;
+  if constexpr (P::kPacksHeads) {
+    for (int half = 0; half < 2; ++half)
+      if (const long long row = packed_row(p, work, group, half); row >= 0) to[row] = lse[half];
+    return;
+  }
   const int q = work.q_begin + group * kGroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
   to += work.sequence.lse_row(p, work.h) + q;
   if (count > 0) to[0] = lse[0];
@@ -626,9 +717,14 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
                                              int group, const float (&o)[kCount]) {
   using Element = typename P::Element;
   const int q_begin = work.q_begin + group * kGroupRows;
-  if constexpr (P::kSplitsKeys) {
-    const int q = q_begin + own_row();
-    store_part<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, work.sequence.seqlen_q(p) - q, o);
+  if constexpr (P::kPacksHeads) {
+    for (int half = 0; half < 2; ++half)
+      if (const long long row = packed_row(p, work, group, half); row >= 0)
+        store_part<P>(p, work.part, row, half, o);
+  } else if constexpr (P::kSplitsKeys) {
+    for (int half = 0; half < 2; ++half)
+      if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
+        store_part<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, half, o);
   } else if constexpr (kStagesOutput<P>) {
     const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     if (elected()) bulk_wait_read();  // the last tile's
@@ -668,7 +764,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   using Places = ForwardPlaces<P>;
   constexpr int kGroups = Places::kGroups;
   constexpr int kS = P::kBc / 2, kO = P::kHeadDimV / 2;  // accumulators of a thread
-  constexpr int kKSteps = (P::kHeadDim + 15) / 16, kPSteps = P::kBc / 16;
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   int round = 0, i = 0;  // of the Q tile and the KV tile, of which the last is 0
   ForwardRows<P> rows;
@@ -678,7 +773,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   int entry = 0;  // of the tile, read a step ahead where it stands in a list of which nobody tells
   float o[kO] = {};
   float s[kS];
-  unsigned probability[kPSteps][4];
+  unsigned probability[P::kBc / 16][4];
   unsigned plane = 0;  // of the step
 
   // False when there is no more work.
@@ -711,13 +806,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_scores = [&] {
     pin(s);
     multiply_fence();
-#pragma unroll
-    for (int step = 0; step < kKSteps; ++step) {
-      // Four steps of 16 columns (32 bytes) make a slice.
-      const int q_offset = step / 4 * kGroupRows * kRowBytes + step % 4 * 32;
-      const int k_offset = step / 4 * Places::kSliceBytes + step % 4 * 32;
-      P::multiply_scores(s, q_tile + (q_offset >> 4), k_tile + (k_offset >> 4), step > 0);
-    }
+    P::multiply_scores(s, q_tile, k_tile, 0);
     multiply_commit();
     pin(s);
   };
@@ -734,9 +823,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_output = [&] {
     pin(o);
     multiply_fence();
-#pragma unroll
-    for (int step = 0; step < kPSteps; ++step)
-      P::multiply_output(o, &probability[step], v_tile + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
+    P::multiply_output(o, probability, v_tile, adds);
     adds = 1;
     pin(o);
   };

@@ -148,6 +148,17 @@ __device__ __forceinline__ void load_box(unsigned to, const TensorMap& map, unsi
       : "memory");
 }
 
+/// The same for a map whose heads are two dimensions: those that share K and V, and the sets of them.
+__device__ __forceinline__ void load_packed_box(unsigned to, const TensorMap& map, unsigned barrier,
+                                                int column, int head, int row, int set, int batch) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6, %7}], "
+      "[%2];" ::"r"(to),
+      "l"(&map), "r"(barrier), "r"(column), "r"(head), "r"(row), "r"(set), "r"(batch)
+      : "memory");
+}
+
 /// Starts copying a box from shared memory to (column, row, head, batch); rows and columns outside of the
 /// tensor stay behind. Of this thread's bulk group.
 __device__ __forceinline__ void store_box(const TensorMap& map, unsigned from, int column, int row, int head,

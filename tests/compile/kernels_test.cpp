@@ -267,6 +267,27 @@ TEST(KernelsThatShareKeys, CompileWithoutSpills) {
   }
 }
 
+// Few queries of grouped heads, of which a tile has all that share K and V.
+TEST(KernelsThatPackHeads, CompileWithoutSpills) {
+  constexpr std::array kRests = {"",
+                                 ":causal",
+                                 ":causal:kvlen",
+                                 ":score{50.0 * tanh(score / 50.0)}:causal",
+                                 ":mask{q >= kv && q - kv < 300}:varlen:sinks",
+                                 ":score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal_top_left"};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  const AttentionShape shape{1, 32, 8, 16, 16384};
+  std::size_t i = 0;
+  for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
+    for (int n = 0; n < 2; ++n) {
+      const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 6])).normalized();
+      const TileConfig config = plan::sm90_traits().heuristic(spec, shape, device);
+      EXPECT_TRUE(config.packs_heads) << to_string(spec) << " " << to_string(config);
+      EXPECT_EQ(compile_and_check(spec, config, device), "");
+    }
+  }
+}
+
 // What the heuristic takes so, of which a thread has few registers.
 TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

@@ -228,6 +228,44 @@ TEST_P(SharedKeys, AreJoined) {
 INSTANTIATE_TEST_SUITE_P(Features, SharedKeys, testing::ValuesIn(shared_key_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
+/// Few queries of grouped heads: groups of 4, 3 and 1, and of 65, which are two sets.
+std::vector<AttentionCase> packed_head_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d128",
+      "fp16:d64:causal",
+      "bf16:d128:causal_top_left:kvlen",
+      "bf16:d64:causal:varlen:sinks",
+      "fp16:d72x40:mask{q >= kv && q - kv < 300}",
+      "bf16:d256:score{50.0 * tanh(score / 50.0)}:causal",
+      "fp16:d96:score{score + 0.05 * to_float(kv - q)}:sinks",
+      "bf16:d64x192:score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal",
+  };
+  constexpr std::array<AttentionShape, 4> kShapes = {
+      {{2, 8, 2, 5, 1100}, {3, 6, 2, 70, 777}, {2, 4, 4, 9, 130}, {1, 130, 2, 3, 200}}};
+  std::vector<AttentionCase> cases = feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "heads");
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    cases[i].layout = std::array{Layout::bhsd, Layout::bshd, Layout::padded}[i % 3];
+  return cases;
+}
+
+class PackedHeads : public GpuTestWith<AttentionCase> {};
+
+TEST_P(PackedHeads, GiveTheSameResult) {
+  const AttentionCase& test = GetParam();
+  if (const Support support = supports(test.family, test.spec); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  TemporaryRuntime runtime;
+  AttentionRun run(test, make_problem(test));
+  for (const char* text : {"sm90:br64:bc64:w4:s2:parts:packed", "sm90:br128:bc48:w8:s2:parts:packed"}) {
+    const TileConfig config = parse_config(text);
+    run.check_forward(runtime.get(), config);
+    run.check_forward_without_lse(runtime.get(), config);
+  }
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, PackedHeads, testing::ValuesIn(packed_head_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 /// Two Q tiles at a time in a block of sm90: few, of which some blocks have one or none, and several rounds.
 std::vector<AttentionCase> two_tile_cases() {
   constexpr std::array kSpecs = {

@@ -167,6 +167,17 @@ TEST(Space, EveryAdmittedConfigurationOfEveryAbleFamilyIsThere) {
   EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::splits_keys));
 }
 
+TEST(Space, HeadsArePackedWhereSomeShareKeys) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto packs = [&](int heads_kv) {
+    const Problem few{parse_spec("fwd:bf16:d128:causal").normalized(),
+                      {.batch = 1, .heads_q = 8, .heads_kv = heads_kv, .seqlen_q = 4, .seqlen_kv = 9000}};
+    return std::ranges::any_of(candidates_of(few, h100), &TileConfig::packs_heads);
+  };
+  EXPECT_TRUE(packs(2));
+  EXPECT_FALSE(packs(8));
+}
+
 TEST(Space, TwoTilesAtATimeAreForMoreTilesThanMultiprocessors) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto has_two = [&](const char* spec, int heads) {

@@ -90,13 +90,14 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"d_split", [](auto& s) { s.config.d_split = 2; }},
       {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
       {"splits_keys", [](auto& s) { s.config.splits_keys = true; }},
+      {"packs_heads", [](auto& s) { s.config.packs_heads = true; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = spec;
   const TileConfig config = {};
-  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v] = config;
+  [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header and function, which stand in the text, as does what hot means for a
   // compiler.
   const plan::Entry entry = {};

@@ -218,6 +218,46 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_FALSE(on_a100.launches.back().early);
 }
 
+TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape, const char* config = "") {
+    const std::optional<TileConfig> given =
+        *config ? std::optional(parse_config(config)) : std::optional<TileConfig>();
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {}, given);
+  };
+  // 16 queries of 4 heads: 64 rows, of each of 8 heads of K and V.
+  const ExecutionPlan few = planned("fwd:bf16:d128:causal", "b1:hq32:hkv8:sq16:skv32768");
+  EXPECT_EQ(to_string(few.config), "sm90:br64:bc128:w4:s2:parts:packed");
+  EXPECT_EQ(few.needs.key_parts, 132 / 8);
+  EXPECT_EQ(few.launches[0].blocks, 8 * 16);
+  EXPECT_EQ(few.launches[1].blocks, 32 * 16);  // rows that are joined
+  ASSERT_TRUE(few.tensor_boxes);
+  EXPECT_TRUE(few.tensor_boxes->packs_heads);
+  // Also where there are tiles for all multiprocessors: K and V are read once all the same.
+  EXPECT_TRUE(planned("fwd:bf16:d128:causal", "b64:hq32:hkv8:sq4:skv4096").config.packs_heads);
+  // 21 queries of 3 heads a warp group; of 65 heads two sets of 33 and 32.
+  const char* two_groups = "sm90:br128:bc64:w8:s2:parts:packed";
+  EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq6:hkv2:sq43:skv64", two_groups).launches[0].blocks, 2 * 2);
+  EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq65:hkv1:sq2:skv64", two_groups).launches[0].blocks, 2);
+  EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq0:hkv0:sq2:skv64", two_groups).launches[0].blocks, 0);
+  // Not where rows fill tiles anyway, keys are few, or no heads share any.
+  for (const char* shape :
+       {"b4:hq32:hkv8:sq4096:skv4096", "b1:hq32:hkv8:sq16:skv256", "b1:hq8:hkv8:sq16:skv32768"})
+    EXPECT_FALSE(planned("fwd:bf16:d128:causal", shape).config.packs_heads) << shape;
+  const auto refused = [&](const char* spec, const char* config, const char* reason) {
+    const Support support = sm90_traits().admits(parse_spec(spec).normalized(), parse_config(config), h100);
+    EXPECT_NE(support.reason.find(reason), std::string::npos) << spec << ": " << support.reason;
+  };
+  refused("fwd:bf16:d128", "sm90:br64:bc128:w4:s2:packed", "give parts, too");
+  for (const char* spec :
+       {"fwd:bf16:d128:score{score * to_float(h)}", "fwd:bf16:d128:mask{kv > h}", "fwd:bf16:d128:dropout",
+        "fwd:bf16:d128:map64x64", "fwd:bf16:d128:mask{doc: int32 1d; doc[q] == doc[kv]}",
+        "fwd:bf16:d128:score{bias: bf16 2d; score + bias[q, kv]}"})
+    refused(spec, "sm90:br64:bc128:w4:s2:parts:packed", "are alike");
+  EXPECT_FALSE(sm80_traits().admits(parse_spec("fwd:bf16:d128").normalized(),
+                                    parse_config("sm80:br64:bc64:w4:s2:parts:packed"), kA100));
+}
+
 TEST(Plan, WhatReadsListsStartsBeforeTheyAreMade) {
   const auto early = [](const char* spec, const DeviceInfo& device) {
     std::vector<bool> all;

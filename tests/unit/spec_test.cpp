@@ -330,9 +330,9 @@ TEST(Config, RoundTrip) {
 
 TEST(Config, TextForms) {
   EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
-  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true};
-  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:qreg:split2:occ3:parts");
-  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:parts:occ3:split2:qreg:s2"), all);
+  const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true};
+  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:qreg:split2:occ3:parts:packed");
+  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:packed:parts:occ3:split2:qreg:s2"), all);
   EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:split1:occ1"), (TileConfig{Family::simt, 64, 32, 4}));
 }
 

@@ -288,6 +288,7 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   const plan::WorkspaceLayout& at = plan.workspace;
   set_part(params.d, plan.needs.row_stats, memory, at.d);
   set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
+  set_part(params.query_values, plan.needs.query_values, memory, at.query_values);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
   params.key_parts = static_cast<int>(plan.needs.key_parts);
   set_part(params.o_parts, plan.needs.key_parts > 0, memory, at.o_parts);

@@ -349,23 +349,27 @@ PositionValues position_values(const Graph& graph, int root) {
 namespace {
 
 /// Of a score program at `root`, as it is emitted.
-int emitted_key_value(const Graph& graph, int root) {
-  return plane_read(graph, root) < 0 ? position_values(graph, root).key : -1;
+PositionValues emitted_values(const Graph& graph, int root) {
+  return plane_read(graph, root) < 0 ? position_values(graph, root) : PositionValues{};
+}
+
+PositionValues emitted_values(const NodePtr& score) {
+  if (!score) return {};
+  Graph graph;
+  const int root = graph.add(fold(score));
+  return emitted_values(graph, root);
 }
 
 }  // namespace
 
-bool has_key_value(const NodePtr& score) {
-  if (!score) return false;
-  Graph graph;
-  const int root = graph.add(fold(score));
-  return emitted_key_value(graph, root) >= 0;
-}
+bool has_query_value(const NodePtr& score) { return emitted_values(score).query >= 0; }
+
+bool has_key_value(const NodePtr& score) { return emitted_values(score).key >= 0; }
 
 bool reads_beyond_key_value(const NodePtr& score) {
   if (!score) return false;
   Graph graph;
-  const int root = graph.add(fold(score)), value = emitted_key_value(graph, root);
+  const int root = graph.add(fold(score)), value = emitted_values(graph, root).key;
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
   for (int place = root; place >= 0; --place) {

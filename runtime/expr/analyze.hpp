@@ -118,7 +118,9 @@ struct PositionValues {
   int query = -1, key = -1;
 };
 PositionValues position_values(const Graph& graph, int root);
-/// Whether a score program is emitted with a value of the key: it reads no plane. Null has none.
+/// Whether a score program is emitted with a value of the query, or of the key: it reads no plane. Null has
+/// none.
+bool has_query_value(const NodePtr& score);
 bool has_key_value(const NodePtr& score);
 /// Whether it reads a tensor by positions elsewhere. Null reads nothing.
 bool reads_beyond_key_value(const NodePtr& score);

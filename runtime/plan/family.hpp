@@ -45,7 +45,8 @@ struct Launch {
 
 /// What a call needs beside its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
-  bool row_stats = false;  ///< D, and LSE padded to whole tiles
+  bool row_stats = false;     ///< D, and LSE padded to whole tiles
+  bool query_values = false;  ///< what the score reads of each query
   bool dq_accum = false;
   bool clears_dq = false;  ///< the main entry clears dq_accum as it goes, but for the first heads
   bool tickets = false;    ///< blocks ask for their work, or wait for their turn

@@ -384,7 +384,13 @@ int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, reads_plane(spec)};
+  return {c.br,
+          c.bc,
+          spec.head_dim,
+          spec.v_dim(),
+          c.stages,
+          reads_plane(spec),
+          expr::has_query_value(spec.score.tree())};
 }
 
 const FamilyTraits& sm90_traits() {

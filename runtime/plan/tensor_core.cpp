@@ -178,6 +178,8 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const std::int64_t q_tiles = tiles(shape.seqlen_q, config.br), kv_tiles = tiles(shape.seqlen_kv, config.bc);
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return {.row_stats = backward,
+          .query_values =
+              backward && config.family == Family::sm90 && sm90_backward_layout(spec, config).query_values,
           .dq_accum = backward,
           .clears_dq = backward && takes_backward_work(config.family),
           .tickets = takes_listed_work(spec, config.family) ||

@@ -63,6 +63,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
+  out.query_values = allocator.place(needs.query_values, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   out.o_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q, spec.v_dim()});
   out.lse_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q});

@@ -10,7 +10,7 @@ namespace flashjit::plan {
 /// Offsets in bytes from the workspace's start, each 256-byte aligned; a part that is not needed has size
 /// zero.
 struct WorkspaceLayout {
-  std::size_t d = 0, lse_log2 = 0, dq_accum = 0, o_parts = 0, lse_parts = 0, tickets = 0;
+  std::size_t d = 0, lse_log2 = 0, query_values = 0, dq_accum = 0, o_parts = 0, lse_parts = 0, tickets = 0;
   std::size_t list_count = 0, list_entries = 0, list_rank = 0, tile_reads = 0;
   std::size_t bytes = 0;
 
@@ -21,8 +21,8 @@ struct WorkspaceLayout {
   bool operator==(const WorkspaceLayout&) const = default;
 };
 
-/// seqlen_q rounded up to 128: the row count of D, of the LSE copy and of the dQ accumulator, so that a tile
-/// may write past the last query.
+/// seqlen_q rounded up to 128: the row count of D, of the LSE copy, of query values and of the dQ
+/// accumulator, so that a tile may write past the last query.
 std::int64_t padded_seqlen_q(const AttentionShape& shape);
 
 /// Throws Error(invalid_argument) when the size overflows.

@@ -1,5 +1,5 @@
-// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, the counters, and zeros where dQ
-// is added up: all, or those of the first heads.
+// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, what the score reads of each query
+// where that is wanted, the counters, and zeros where dQ is added up: all, or those of the first heads.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -45,6 +45,10 @@ __device__ void preprocess(const Params& p) {
       const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
       p.d[at] = sum;
       p.lse_log2[at] = lse == -infinity() ? infinity() : lse * kLog2E;
+      // Behind the last row, too: of a score that is no number P would not be 0.
+      if constexpr (P::kQueryValues)
+        if (p.query_values != nullptr)
+          p.query_values[at] = P::query_value(p, sequence.head(p, h), position(row));
     }
   }
   if (p.dq_accum != nullptr && head / (p.heads_q / p.heads_kv) < p.heads_cleared) {

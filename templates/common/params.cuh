@@ -40,8 +40,9 @@ struct Params {
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows that attend to
                     ///< nothing or do not exist: their P is exp2(S - inf) = 0
-  float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* tickets;     ///< what blocks count, see templates/common/tile_walk.cuh
+  float* query_values;  ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
+  float* dq_accum;      ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
+  int* tickets;         ///< what blocks count, see templates/common/tile_walk.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
   BlockListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast

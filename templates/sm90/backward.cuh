@@ -27,8 +27,8 @@ namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardTile {
-  static constexpr BackwardLayout kLayout{P::kBr,       P::kBc,     P::kHeadDim,
-                                          P::kHeadDimV, P::kStages, P::kReadsPlane};
+  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,    P::kHeadDimV,
+                                          P::kStages, P::kReadsPlane, P::kQueryValues};
   static constexpr int kGroups = kDqGroups;
   static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
@@ -196,9 +196,13 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
       const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(dout_slot);
       barrier_wait<P>(tile.q_empty(slot), i / P::kStages & 1 ^ 1);
-      barrier_expect(q_full, Tile::kQBytes + P::kBr * 4 + (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
+      barrier_expect(q_full, Tile::kQBytes + (P::kQueryValues ? 2 : 1) * P::kBr * 4 +
+                                 (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
+      if constexpr (P::kQueryValues)
+        load_line(tile.base + Tile::kLayout.values() + slot * P::kBr * 4, p.query_values + row, P::kBr * 4,
+                  q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
       const int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0);
       if constexpr (Tile::kHasPlane) {
@@ -407,10 +411,10 @@ __device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int gr
 }
 
 /// Whether what the score reads of a thread's keys is found before the products are awaited. Beside lengths
-/// more columns leave no registers for it, and few are slower where what it reads of queries is found pair by
-/// pair.
+/// more columns leave no registers for it, unless it also reads of queries: then to find it pair by pair
+/// takes more.
 template <class P>
-constexpr bool kFindsKeyValues = P::kKeyValues && (P::kHeadDim > 64 ? !kForeignKeys<P> : !P::kQueryValues);
+constexpr bool kFindsKeyValues = P::kKeyValues && (P::kHeadDim <= 64 || P::kQueryValues || !kForeignKeys<P>);
 
 /// What a thread's pairs add to those gradients of captures that do not come from dS in shared memory.
 template <class P>
@@ -438,6 +442,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   const int own = opaque((slot * P::kBr + first_query + lane % 4 * 2) * 4);
   const char* row_lse = tile.shared + Tile::kLayout.lse() + own;
   const char* row_d = tile.shared + Tile::kLayout.d() + own;
+  [[maybe_unused]] const char* row_values = tile.shared + Tile::kLayout.values() + own;
   const Position q_position = position(q_begin + lane % 4 * 2);
   const Position kv_position = position(tile.kv_begin(i) + kv_row);
   const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
@@ -470,7 +475,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   }
 
   // What the score reads of this thread's keys.
-  [[maybe_unused]] float of_key[2];
+  [[maybe_unused]] float of_key[2] = {};
   if constexpr (kFindsKeyValues<P>)
     for (int half = 0; half < 2; ++half) of_key[half] = P::key_value(p, head, at_kv(half * 2));
 
@@ -524,6 +529,8 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
       const float2 d = n == 0 ? first_d : at_pair(row_d, n);
       // What the gradients want.
       [[maybe_unused]] float slope[4], dots[4];
+      [[maybe_unused]] float2 of_queries{};
+      if constexpr (P::kQueryValues) of_queries = at_pair(row_values, n);
       if constexpr (P::kHasScore) {
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
@@ -534,11 +541,10 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
             if constexpr (P::kScoreGrad)
               slope[e] = P::score_grad_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
             s[n + e] = P::score_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
-          } else if constexpr (kFindsKeyValues<P>) {
-            // Found anew for each pair: what all queries' have in common would be spilled.
-            float of_query = 0.0f;
-            if constexpr (P::kQueryValues)
-              of_query = P::query_value(p, head, position(opaque(at_q(n + e).at)));
+          } else if constexpr (P::kQueryValues || P::kKeyValues) {
+            const float of_query = e % 2 ? of_queries.y : of_queries.x;
+            if constexpr (P::kKeyValues && !kFindsKeyValues<P>)
+              of_key[e / 2] = P::key_value(p, head, at_kv(n + e));
             if constexpr (P::kScoreGrad)
               slope[e] =
                   P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));

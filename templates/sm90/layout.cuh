@@ -123,10 +123,11 @@ constexpr int kToldWorks = 8;
 /// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
 /// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
 /// block's; wide two of P; `stages` tiles of a captured plane where the score reads one; dQ where it does not
-/// lie in Q and dO; the rows' LSE and D; what is known of Q tiles and of KV tiles; zeros; and the barriers.
+/// lie in Q and dO; the rows' LSE, D and query values where the score has any; what is known of Q tiles and
+/// of KV tiles; zeros; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane;
+  bool reads_plane, query_values;
 
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
@@ -164,7 +165,8 @@ struct BackwardLayout {
   }
   constexpr int lse() const { return dq() + 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
-  constexpr int staged() const { return d() + stages * br * 4; }
+  constexpr int values() const { return d() + stages * br * 4; }
+  constexpr int staged() const { return values() + (query_values ? stages * br * 4 : 0); }
   constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
   constexpr int zeros() const { return places() + kPlaces * kPlaceBytes; }
   constexpr int told() const { return zeros() + kZerosBytes; }

@@ -224,7 +224,7 @@ TEST(KernelsOfGradientsFromDs, CompileWithoutSpills) {
   }
 }
 
-// What they read of queries or keys alone they find before they need it: the backward pass of keys, where no
+// What they read of queries or keys alone they find before they need it: in the backward pass where no
 // lengths need the registers.
 TEST(KernelsThatReadPositions, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal", ":dropout:causal", ":causal:varlen", ":kvlen"};
@@ -245,6 +245,7 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
     for (const char* score :
          {"t: bf16 2d; score * sigmoid(t[h, q])", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])"}) {
       check("fwd", dims, score, kRests.size());
+      check("bwd", dims, score, 3);
       ++i;
     }
   }

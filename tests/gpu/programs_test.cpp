@@ -329,9 +329,11 @@ std::vector<AttentionCase> difference_grad_cases() {
 }
 
 /// What a score reads of a query and what it reads of a key: the logarithm of gates between the two.
-Variant forget_gates() {
-  return {"forget_gates", "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])", "causal",
-          [](const AttentionShape& s) {
+Variant forget_gates(bool wants_grad = false) {
+  return {wants_grad ? "forget_gates_grad" : "forget_gates",
+          wants_grad ? "f: fp32 3d grad; score + (f[b, h, q] - f[b, h, kv])"
+                     : "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
+          "causal", [](const AttentionShape& s) {
             return testing_support::Captures{testing_support::tensor(
                 "f", {s.batch, s.heads_q, std::max(s.seqlen_q, s.seqlen_kv)}, ElementType::fp32,
                 [](std::int64_t i) { return -0.01 * static_cast<double>(i); })};
@@ -359,6 +361,12 @@ std::vector<AttentionCase> position_value_cases() {
         tensor("w", {90}, ElementType::bf16, wave)};
   };
   const auto fp32 = ElementType::fp32, bf16 = ElementType::bf16;
+  // Of queries alone; behind the last of them no 0 may be read.
+  const Variant divided{"divided", "t: fp32 2d; score / t[h, q]", "", [](const AttentionShape& s) {
+                          return testing_support::Captures{
+                              tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp32,
+                                     [](std::int64_t i) { return 1.0 + 0.25 * static_cast<double>(i % 7); })};
+                        }};
   const Variant key_bias{"key_bias", "bias: fp32 2d; score + bias[b, kv]", "", of_keys(fp32)};
   std::vector<AttentionCase> cases = in_every_family(
       {key_bias,
@@ -383,6 +391,15 @@ std::vector<AttentionCase> position_value_cases() {
     add(key_bias, packed, {2, 4, 2, 333, 440});
     add(forget_gates(), spec, {1, 8, 8, 5, 3000});
     add(key_bias, spec, {5, 32, 32, 140, 130});
+  }
+  for (const int dim : {64, 96, 128, 192, 256}) {
+    const AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim};
+    AttentionSpec padded = spec, packed = spec;
+    padded.kv_lengths = true;
+    packed.varlen = packed.dropout = true;
+    for (const AttentionSpec& each : {spec, padded, packed}) add(divided, each, {3, 4, 2, 333, 440});
+    add(forget_gates(), packed, {3, 4, 2, 333, 440});
+    add(forget_gates(true), spec, {2, 4, 2, 333, 440});
   }
   return cases;
 }

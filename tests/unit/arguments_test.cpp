@@ -526,15 +526,16 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
-  plan.needs = {.row_stats = true, .dq_accum = true, .tickets = true, .list_sets = 1};
+  plan.needs = {.row_stats = true, .query_values = true, .dq_accum = true, .tickets = true, .list_sets = 1};
   plan.workspace = {.d = 0,
                     .lse_log2 = 256,
-                    .dq_accum = 512,
-                    .tickets = 768,
-                    .list_count = 1024,
-                    .list_entries = 1280,
-                    .list_rank = 1536,
-                    .bytes = 1792};
+                    .query_values = 512,
+                    .dq_accum = 768,
+                    .tickets = 1024,
+                    .list_count = 1280,
+                    .list_entries = 1536,
+                    .list_rank = 1792,
+                    .bytes = 2048};
   plan.heads_cleared = 3;
 
   const Params p = make_params(plan, args);
@@ -549,10 +550,11 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.kv_lengths, args.kv_lengths);
   EXPECT_EQ(p.d, address<float>(0x100000));
   EXPECT_EQ(p.lse_log2, address<float>(0x100100));
-  EXPECT_EQ(p.dq_accum, address<float>(0x100200));
-  EXPECT_EQ(p.tickets, address<int>(0x100300));
-  EXPECT_EQ(p.lists.count, address<int>(0x100400));
-  EXPECT_EQ(p.lists.entries, address<int>(0x100500));
+  EXPECT_EQ(p.query_values, address<float>(0x100200));
+  EXPECT_EQ(p.dq_accum, address<float>(0x100300));
+  EXPECT_EQ(p.tickets, address<int>(0x100400));
+  EXPECT_EQ(p.lists.count, address<int>(0x100500));
+  EXPECT_EQ(p.lists.entries, address<int>(0x100600));
   EXPECT_EQ(p.lists.rank, nullptr);
   EXPECT_EQ(p.map_batch, 1);
   EXPECT_EQ(p.map_heads, 4);

@@ -79,6 +79,7 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
 TEST(Emit, ValuesOfOnePositionAreFoundApart) {
   const auto values = [](const char* score) {
     const std::string text = hooks(score, "");
+    EXPECT_EQ(says(text, "kQueryValues = true;"), has_query_value(ScoreProgram(score).tree())) << score;
     EXPECT_EQ(says(text, "kKeyValues = true;"), has_key_value(ScoreProgram(score).tree())) << score;
     return std::pair(says(text, "kQueryValues = true;"), says(text, "kKeyValues = true;"));
   };

@@ -112,7 +112,9 @@ TEST(Sm90, TheHeuristicIsAdmittedForEveryHeadDimension) {
     for (int dv = 8; dv <= 256; dv += 8) {
       AttentionSpec biased{.head_dim = d, .head_dim_v = dv};
       biased.score = ScoreProgram("bias: bf16 2d; score + bias[q, kv]");
-      for (const AttentionSpec& spec : {AttentionSpec{.head_dim = d, .head_dim_v = dv}, biased}) {
+      AttentionSpec gated{.pass = Pass::backward, .head_dim = d, .head_dim_v = dv};
+      gated.score = ScoreProgram("f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])");
+      for (const AttentionSpec& spec : {AttentionSpec{.head_dim = d, .head_dim_v = dv}, biased, gated}) {
         for (const AttentionShape& shape : {kLarge, kSmall}) {
           const TileConfig config = family().heuristic(spec, shape, kH100);
           const Support admitted = family().admits(spec, config, kH100);
@@ -252,6 +254,33 @@ TEST(Sm90, PlanesThatTheScoreReadsAreCopiedWhereTheyFit) {
           "fwd:bf16:d64:score{gate: fp32 2d; n: int; bias: fp16 2d; score * gate[h, kv] + bias[q, kv + n]}")
           .tensor_boxes->plane,
       (PlaneBox{128, 1, 2}));
+}
+
+TEST(Sm90, QueryValuesHaveALineOfEachQTileInTheBackwardPass) {
+  const auto planned = [](const std::string& spec) {
+    return make_plan(parse_spec(spec), parse_shape("b2:hq16:hkv4:sq1000:skv1024"), kH100, {},
+                     parse_config("sm90:br64:bc128:w8:s2"));
+  };
+  const auto bytes = [](const ExecutionPlan& plan) { return plan.entries.back().shared_bytes; };
+  for (const char* dims : {"bf16:d64", "fp16:d96", "bf16:d128", "bf16:d192", "bf16:d256"}) {
+    const std::string backward = std::string("bwd:") + dims;
+    const ExecutionPlan plain = planned(backward);
+    for (const char* score :
+         {":score{t: fp32 2d; score * t[h, q]}", ":score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}"}) {
+      const ExecutionPlan plan = planned(backward + score);
+      EXPECT_EQ(bytes(plan) - bytes(plain), 2 * 64 * 4) << dims << score;
+      EXPECT_EQ(plan.workspace.bytes - plain.workspace.bytes, 2u * 16 * 1024 * 4) << dims << score;
+    }
+    for (const char* score :
+         {":score{w: fp32 1d; score + w[kv]}", ":score{t: fp32 2d; score * t[h, q] + t[h, q + 1]}"}) {
+      const ExecutionPlan plan = planned(backward + score);
+      EXPECT_EQ(bytes(plan), bytes(plain)) << dims << score;
+      EXPECT_EQ(plan.workspace.bytes, plain.workspace.bytes) << dims << score;
+    }
+  }
+  const std::string gates = "d64:score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}";
+  EXPECT_FALSE(make_plan(parse_spec("fwd:bf16:" + gates), kLarge, kH100, {}).needs.query_values);
+  EXPECT_FALSE(make_plan(parse_spec("bwd:fp32:" + gates), kLarge, kH100, {}).needs.query_values);
 }
 
 TEST(Sm90, ClustersShareAKvTileOfManyColumns) {

@@ -27,6 +27,7 @@ TEST(Workspace, NothingNeededIsNoBytes) {
 
 TEST(Workspace, FormulaByHand) {
   const WorkspaceNeeds needs{.row_stats = true,
+                             .query_values = true,
                              .dq_accum = true,
                              .tickets = true,
                              .ranks = true,
@@ -40,8 +41,9 @@ TEST(Workspace, FormulaByHand) {
   const std::size_t heads = 6, stats = heads * 256 * 4, dq = heads * 256 * 80 * 4;
   EXPECT_EQ(layout.d, 0u);
   EXPECT_EQ(layout.lse_log2, stats);
-  EXPECT_EQ(layout.dq_accum, 2 * stats);
-  EXPECT_EQ(layout.tickets, 2 * stats + dq);
+  EXPECT_EQ(layout.query_values, 2 * stats);
+  EXPECT_EQ(layout.dq_accum, 3 * stats);
+  EXPECT_EQ(layout.tickets, 3 * stats + dq);
   EXPECT_EQ(layout.list_count, layout.tickets + aligned((4 + 2 * 1 * 2 + heads * 7 * 4) * 4));
   EXPECT_EQ(layout.list_entries, layout.list_count + aligned(2 * 3 * 4));
   EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(2 * 3 * 5 * 4));
@@ -56,8 +58,9 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),
-                               pick(20),     pick(20),     pick(4),      pick(20),     pick(3)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
+                               pick(20),     pick(4),      pick(20),     pick(3)};
     const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 
@@ -66,6 +69,7 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
     if (needs.row_stats)
       parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_log2, heads * rows * 4}});
+    if (needs.query_values) parts.emplace_back(layout.query_values, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
     if (needs.key_parts > 0) {

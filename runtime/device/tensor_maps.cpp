@@ -73,8 +73,8 @@ std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int ro
 std::array<Dimension, kMostDimensions> packed_dimensions_of(const ConstTensorView& q, std::int64_t heads_kv,
                                                             int rows) {
   const auto [columns, queries, heads, batch] = dimensions_of(q, rows);
-  const int packed = sm90::packed_heads(static_cast<int>(heads.size), static_cast<int>(heads_kv));
   const std::int64_t group = heads.size / heads_kv;
+  const int packed = sm90::packed_heads(static_cast<int>(group));
   return {{columns,
            {group, heads.stride, packed},
            {queries.size, queries.stride, rows / packed},

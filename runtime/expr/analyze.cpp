@@ -366,14 +366,15 @@ bool has_query_value(const NodePtr& score) { return emitted_values(score).query 
 
 bool has_key_value(const NodePtr& score) { return emitted_values(score).key >= 0; }
 
-bool reads_beyond_key_value(const NodePtr& score) {
+bool reads_beyond_values(const NodePtr& score) {
   if (!score) return false;
   Graph graph;
-  const int root = graph.add(fold(score)), value = emitted_values(graph, root).key;
+  const int root = graph.add(fold(score));
+  const PositionValues values = emitted_values(graph, root);
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
-    if (!needed[place] || place == value) continue;
+    if (!needed[place] || place == values.query || place == values.key) continue;
     if (graph.node(place).op == Op::read && graph.uses_positions(place)) return true;
     for (const int arg : graph[place].args) needed[arg] = true;
   }

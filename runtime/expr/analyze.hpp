@@ -123,7 +123,7 @@ PositionValues position_values(const Graph& graph, int root);
 bool has_query_value(const NodePtr& score);
 bool has_key_value(const NodePtr& score);
 /// Whether it reads a tensor by positions elsewhere. Null reads nothing.
-bool reads_beyond_key_value(const NodePtr& score);
+bool reads_beyond_values(const NodePtr& score);
 
 /// What is added to the score of a program that does nothing else, where it is a line along kv, such as
 /// ALiBi's: the value at `place`, or its negative.

@@ -164,8 +164,10 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   if (!is_forward(spec)) {
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
-    // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors.
-    const bool reads = expr::reads_beyond_key_value(spec.score.tree()) || mask_reads;
+    // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors, or
+    // for gradients of what is read of queries.
+    const bool reads = mask_reads || expr::reads_beyond_values(spec.score.tree()) ||
+                       (has_capture_grads(spec) && expr::has_query_value(spec.score.tree()));
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
@@ -230,9 +232,10 @@ double cost_of_rounds(const AttentionSpec& spec, const TileConfig& c, std::int64
 }
 
 /// What it costs to join parts of the keys, in keys of one warp group: a launch, as long as three tiles, and
-/// O written and read once more, measured.
-double cost_of_joining(const AttentionShape& shape) {
-  return 45000 + 32 * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
+/// O of each part written and read, measured.
+double cost_of_joining(const AttentionShape& shape, std::int64_t parts) {
+  const double of_row = 24 + 2 * static_cast<double>(parts);
+  return 45000 + of_row * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
 }
 
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
@@ -249,7 +252,8 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
   if (c.splits_keys) {
     const std::int64_t parts = parts_of_keys(spec, shape, c, device);
     const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
-    return rounds * padded(0, tiles(shape.seqlen_kv, parts)) * cost_of_tile(spec, c) + cost_of_joining(shape);
+    return rounds * padded(0, tiles(shape.seqlen_kv, parts)) * cost_of_tile(spec, c) +
+           cost_of_joining(shape, parts);
   }
   const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
                                static_cast<int>(shape.seqlen_kv));
@@ -371,9 +375,10 @@ int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
 
 ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& c) {
   if (!c.packs_heads || shape.heads_kv == 0) return {c.br, shape.heads_q};
-  const int packed = sm90::packed_heads(static_cast<int>(shape.heads_q), static_cast<int>(shape.heads_kv));
+  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
+  const int packed = sm90::packed_heads(shared);
   return {std::int64_t{c.br} / sm90::kGroupRows * (sm90::kGroupRows / packed),
-          shape.heads_kv * tiles(shape.heads_q / shape.heads_kv, packed)};
+          shape.heads_kv * tiles(shared, packed)};
 }
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {

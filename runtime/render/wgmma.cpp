@@ -72,10 +72,11 @@ struct Multiplication {
   Offsets left_offsets, right_offsets;
 };
 
-/// The asm statement of steps [first, end).
-std::string statement(const Multiplication& of, int first, int end) {
+/// The function: one asm statement of all steps, of which the first may begin the accumulators anew.
+std::string function(const std::string& name, const Multiplication& of) {
+  const int steps = static_cast<int>(of.right_offsets.size());
   std::vector<std::string> inputs, left;
-  for (int step = first; of.left == Left::registers && step < end; ++step) {
+  for (int step = 0; of.left == Left::registers && step < steps; ++step) {
     std::vector<std::string> words;
     for (int i = 0; i < 4; ++i) {
       words.push_back(of.product.input(static_cast<int>(inputs.size())));
@@ -83,72 +84,59 @@ std::string statement(const Multiplication& of, int first, int end) {
     }
     left.push_back(fmt::format("{{{}}}", fmt::join(words, ", ")));
   }
-  if (of.left == Left::shared) inputs.push_back(fmt::format("\"l\"(a + {})", of.left_offsets[first]));
+  if (of.left == Left::shared) inputs.emplace_back("\"l\"(a)");
   const int right = static_cast<int>(inputs.size());
-  inputs.push_back(fmt::format("\"l\"(b + {})", of.right_offsets[first]));
-  inputs.emplace_back(first == 0 ? "\"r\"(accumulate)" : "\"r\"(1)");
+  inputs.insert(inputs.end(), {"\"l\"(b)", "\"r\"(accumulate)"});
 
   std::string text = fmt::format(
-      R"(    asm volatile(
+      R"(  static __device__ __forceinline__ void {}(float (&c)[{}], {},
+                                              unsigned long long b, int accumulate) {{
+    asm volatile(
         "{{\n"
         ".reg .pred first, more;\n"
         ".reg .b64 left, right;\n"
         "setp.ne.b32 first, {}, 0;\n"
         "setp.eq.b32 more, 0, 0;\n"
 )",
-      of.product.input(right + 1));
-  for (int step = first; step < end; ++step) {
-    if (of.left == Left::shared)
-      text += fmt::format("        \"add.s64 left, {}, {};\\n\"\n", of.product.input(0),
-                          of.left_offsets[step] - of.left_offsets[first]);
-    text += fmt::format("        \"add.s64 right, {}, {};\\n\"\n", of.product.input(right),
-                        of.right_offsets[step] - of.right_offsets[first]);
-    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1, {};\\n\"\n", of.product.instruction(),
-                        of.product.registers(), of.left == Left::shared ? "left" : left[step - first],
-                        step == first ? "first" : "more", of.transposed);
-  }
-  return text + fmt::format("        \"}}\\n\"\n        : {}\n        : {});\n", of.product.outputs(),
-                            fmt::join(inputs, ", "));
-}
-
-/// The function, whose steps are `together` in one asm statement, or one in each.
-std::string function(const std::string& name, const Multiplication& of, bool together = true) {
-  std::string text = fmt::format(
-      "  static __device__ __forceinline__ void {}(float (&c)[{}], {},\n"
-      "                                              unsigned long long b, int accumulate) {{\n",
       name, of.product.accumulators(),
-      of.left == Left::shared ? "unsigned long long a" : "const unsigned (*a)[4]");
-  const int steps = static_cast<int>(of.right_offsets.size()), of_statement = together ? steps : 1;
-  for (int step = 0; step < steps; step += of_statement) text += statement(of, step, step + of_statement);
-  return text + "  }\n";
+      of.left == Left::shared ? "unsigned long long a" : "const unsigned (*a)[4]",
+      of.product.input(right + 1));
+  for (int step = 0; step < steps; ++step) {
+    if (of.left == Left::shared)
+      text +=
+          fmt::format("        \"add.s64 left, {}, {};\\n\"\n", of.product.input(0), of.left_offsets[step]);
+    text += fmt::format("        \"add.s64 right, {}, {};\\n\"\n", of.product.input(right),
+                        of.right_offsets[step]);
+    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1, {};\\n\"\n", of.product.instruction(),
+                        of.product.registers(), of.left == Left::shared ? "left" : left[step],
+                        step == 0 ? "first" : "more", of.transposed);
+  }
+  return text + fmt::format("        \"}}\\n\"\n        : {}\n        : {});\n  }}\n", of.product.outputs(),
+                            fmt::join(inputs, ", "));
 }
 
 }  // namespace
 
 std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config) {
   const DType dtype = spec.dtype;
-  const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim,
-                          bool together) {
-    return function(name,
-                    {{dtype, columns},
-                     Left::shared,
-                     "0, 0",
-                     along_columns(left_rows, dim),
-                     along_columns(right_rows, dim)},
-                    together);
+  // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
+  const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
+    return function(name, {{dtype, columns},
+                           Left::shared,
+                           "0, 0",
+                           along_columns(left_rows, dim),
+                           along_columns(right_rows, dim)});
   };
   if (spec.pass == Pass::forward) {
-    // A statement of all steps compiles sooner, by 8% and more. But ptxas orders fewer columns otherwise
-    // then, and they are up to 3% slower.
-    const bool together = spec.v_dim() > 128;
-    return scores("multiply_scores", config.bc, sm90::kGroupRows, config.bc, spec.head_dim, together) +
+    const bool whole = sm90::has_whole_products(spec.v_dim());
+    return scores("multiply_scores", config.bc, sm90::kGroupRows, config.bc, whole ? spec.head_dim : 16) +
            function("multiply_output",
-                    {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(config.bc)}, together);
+                    {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
   }
   const sm90::BackwardLayout layout = plan::sm90_backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
   const auto transposed_scores = [&](const char* name, int dim) {
-    return scores(name, config.br / own, layout.keys(), config.br, dim, true);
+    return scores(name, config.br / own, layout.keys(), config.br, dim);
   };
   const auto gradient = [&](const char* name, int columns) {
     Multiplication product{{dtype, columns / own}, Left::registers, "1", {}, along_rows(config.br)};

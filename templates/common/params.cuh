@@ -33,6 +33,16 @@ struct CaptureParam {
   int size[4];
 };
 
+/// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warp group is of
+/// query r / heads and of head r % heads of a set.
+struct PackedHeadsParam {
+  int shared;   ///< heads of Q for each of K and V
+  int heads;    ///< of a set: all of these, or as many as make equal sets, the last of which may lack some
+  int sets;     ///< for each head of K and V
+  int queries;  ///< of a warp group
+  unsigned inverse;  ///< 2^16 / heads, rounded up: row * inverse / 2^16 is row / heads
+};
+
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
@@ -64,6 +74,7 @@ struct Params {
   float* lse_parts;  ///< [key_parts, batch, heads_q, seqlen_q]: its LSE, without sinks
   int key_parts;     ///< in how many parts blocks share the KV tiles of a Q tile; read with kSplitsKeys only
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
+  PackedHeadsParam packed;  ///< read with kPacksHeads only
 };
 
 }  // namespace flashjit

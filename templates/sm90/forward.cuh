@@ -59,35 +59,29 @@ template <class P>
 constexpr bool kShortSteps = P::kHasMask && !kLists<P> && !P::kPacksHeads && P::kHeadDim <= 64 &&
                              kFewKeys<P> != P::kBc && (P::kBr > kGroupRows) && kTeams<P> == 1;
 
-/// The rows of Q that a warp group has: a query each, of one head.
-template <class P, bool kPacked = P::kPacksHeads>
-struct GroupRows {
-  static constexpr int heads = 1, queries = kGroupRows;
-  __device__ GroupRows() {}
-  __device__ explicit GroupRows(const Params& /*p*/) {}
-  static __device__ unsigned sets(const Params& p) { return p.heads_q; }
-};
-/// Where heads are packed, row r is of query r / heads and of head r % heads of a set that shares K and V,
-/// which are read once for all of them.
+/// A warp group has the rows of so many queries: one a row, of one head, unless heads are packed: then of
+/// several that share K and V, which are read once for all of them.
 template <class P>
-struct GroupRows<P, true> {
-  unsigned heads = 1, queries = 0;
-  __device__ GroupRows() {}
-  __device__ explicit GroupRows(const Params& p)
-      : heads(packed_heads(p.heads_q, p.heads_kv)), queries(kGroupRows / heads) {}
-  /// How many sets of heads of K and V there are for each, and all of a batch entry.
-  __device__ unsigned sets_of_one(const Params& p) const {
-    return (p.heads_q / p.heads_kv + heads - 1) / heads;
-  }
-  __device__ unsigned sets(const Params& p) const { return p.heads_kv * sets_of_one(p); }
-};
-
-/// Tiles of all queries of a set of heads.
+__device__ __forceinline__ int queries_of_group(const Params& p) {
+  return P::kPacksHeads ? p.packed.queries : kGroupRows;
+}
 template <class P>
-__device__ __forceinline__ unsigned forward_tiles(const Params& p, const GroupRows<P>& rows) {
-  if constexpr (!P::kPacksHeads) return q_tiles<P>(p);
-  const unsigned queries = P::kBr / kGroupRows * rows.queries;
-  return (p.seqlen_q + queries - 1) / queries;
+__device__ __forceinline__ int queries_of_tile(const Params& p) {
+  return P::kBr / kGroupRows * queries_of_group<P>(p);
+}
+/// Which of those queries a row is of.
+template <class P>
+__device__ __forceinline__ int query_of_row(const Params& p, int row) {
+  return P::kPacksHeads ? static_cast<int>(row * p.packed.inverse >> 16) : row;
+}
+/// Of a head, or a set of packed ones, Q tiles for all queries; and how many of these a batch entry has.
+template <class P>
+__device__ __forceinline__ unsigned forward_tiles(const Params& p) {
+  return P::kPacksHeads ? (p.seqlen_q + queries_of_tile<P>(p) - 1) / queries_of_tile<P>(p) : q_tiles<P>(p);
+}
+template <class P>
+__device__ __forceinline__ unsigned forward_heads(const Params& p) {
+  return P::kPacksHeads ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
 /// A Q tile, which of its warp groups' rows, and which part of its keys.
@@ -114,8 +108,8 @@ struct ForwardWalk {
   unsigned parts;              ///< of the keys, of which each is a piece of work
 
   __device__ explicit ForwardWalk(const Params& p)
-      : rows(forward_tiles<P>(p, GroupRows<P>(p))),
-        heads(p.batch * GroupRows<P>(p).sets(p)),
+      : rows(forward_tiles<P>(p)),
+        heads(p.batch * forward_heads<P>(p)),
         neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
         whole(rows * heads),
         parts(key_parts<P>(p)) {
@@ -171,9 +165,20 @@ struct ForwardWalk {
   }
 };
 
+/// The heads of a Q tile, from its first on: one, or a set of packed ones.
+template <bool kPacked>
+struct HeadsOfWork {
+  __device__ int end(int h) const { return h + 1; }
+};
+template <>
+struct HeadsOfWork<true> {
+  int h_kv, heads;
+  __device__ int end(int h) const { return h + heads; }
+};
+
 /// A Q tile and the KV tiles that it meets. The producer finds it, the consumers read it in shared memory.
 template <class P>
-struct ForwardWork : GroupRows<P> {
+struct ForwardWork : HeadsOfWork<P::kPacksHeads> {
   Sequence<P> sequence;
   int h = -1;  ///< the first of the tile's; -1: there is no more work
   int q_begin = 0;
@@ -184,18 +189,19 @@ struct ForwardWork : GroupRows<P> {
 
   __device__ ForwardWork() {}
   __device__ ForwardWork(const Params& p, const ForwardPiece& piece)
-      : GroupRows<P>(p),
-        sequence(p, static_cast<int>(piece.batch_head / this->sets(p))),
-        h(static_cast<int>(piece.batch_head % this->sets(p))),
-        q_begin(static_cast<int>(piece.tile) * tile_queries() + piece.groups.begin * kGroupRows),
+      : sequence(p, static_cast<int>(piece.batch_head / forward_heads<P>(p))),
+        h(static_cast<int>(piece.batch_head % forward_heads<P>(p))),
+        q_begin(static_cast<int>(piece.tile) * queries_of_tile<P>(p) + piece.groups.begin * kGroupRows),
         groups(piece.groups.end - piece.groups.begin),
         part(piece.part) {
     if constexpr (P::kPacksHeads) {
-      const int sets = this->sets_of_one(p);
-      h = h / sets * (p.heads_q / p.heads_kv) + h % sets * this->heads;
+      const int first = h % p.packed.sets * p.packed.heads;
+      this->h_kv = h / p.packed.sets;
+      this->heads = min(p.packed.heads, p.packed.shared - first);
+      h = this->h_kv * p.packed.shared + first;
     }
     const int tile = static_cast<int>(piece.tile);
-    const Range q_range = tile_range(tile, tile_queries(), sequence.seqlen_q(p));
+    const Range q_range = tile_range(tile, queries_of_tile<P>(p), sequence.seqlen_q(p));
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
     tiles = KvTiles<P>(p, head, tile, q_range, sequence.kv_limit(p));
@@ -209,13 +215,6 @@ struct ForwardWork : GroupRows<P> {
           is_short |= 1u << group;
       }
     }
-  }
-  __device__ int tile_queries() const { return P::kBr / kGroupRows * static_cast<int>(this->queries); }
-  /// The end of its heads, which begin at `h`: a set may be short of some.
-  __device__ int end_of_heads(const Params& p) const {
-    if constexpr (!P::kPacksHeads) return h + 1;
-    const int shared = p.heads_q / p.heads_kv;
-    return min(h + static_cast<int>(this->heads), h - h % shared + shared);
   }
   __device__ int count() const { return tiles.count; }
   __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
@@ -319,9 +318,8 @@ constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, int team, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
-  const GroupRows<P> own(p);
-  const unsigned rows = forward_tiles<P>(p, own), parts = key_parts<P>(p),
-                 all = rows * p.batch * own.sets(p) * parts;
+  const unsigned rows = forward_tiles<P>(p), parts = key_parts<P>(p),
+                 all = rows * p.batch * forward_heads<P>(p) * parts;
 #pragma unroll 1
   for (unsigned index = team_index<P>(team); index < all; index += teams_at_once<P>()) {
     const ForwardWork<P> work(p, {index / parts / rows,
@@ -329,7 +327,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
                                   {0, P::kBr / kGroupRows},
                                   static_cast<int>(index % parts)});
     if (work.count() > 0) continue;
-    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, work.tile_queries());
+    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_of_tile<P>(p));
     if constexpr (!P::kSplitsKeys) {
       unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
@@ -340,7 +338,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
     float* lse = lse_of<P>(p, work.part);
     if (lse == nullptr) continue;
 #pragma unroll 1
-    for (int h = work.h; h < work.end_of_heads(p); ++h) {
+    for (int h = work.h; h < work.end(work.h); ++h) {
       float* of_head = lse + work.sequence.lse_row(p, h) + work.q_begin;
 #pragma unroll 1
       for (int row = thread; row < count; row += threads) of_head[row] = end_of_row<P>(p, h, -infinity()).lse;
@@ -397,13 +395,13 @@ template <class P>
 __device__ __forceinline__ void load_packed_queries(const Params& p, const ForwardPlaces<P>& at,
                                                     const TensorMaps& maps, int group, int round, bool more) {
   const ForwardWork<P>& work = at.work(round);
-  const int queries = work.queries, rows = queries * static_cast<int>(work.heads);
-  const int row = work.sequence.q_row(work.q_begin) + group * queries, shared = p.heads_q / p.heads_kv;
+  const int row = work.sequence.q_row(work.q_begin) + group * p.packed.queries;
   const unsigned full = at.q_full(group, round);
-  barrier_expect(full, more ? ForwardPlaces<P>::kQBytes / kGroupRows * rows : 0);
+  const int row_bytes = ForwardPlaces<P>::kQBytes / kGroupRows;
+  barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
   for (int slice = 0; more && slice < slices(P::kHeadDim); ++slice)
     load_packed_box(at.q(group, round) + slice * kGroupRows * kRowBytes, maps.q, full, slice * kSliceColumns,
-                    work.h % shared, row, work.h / shared, work.sequence.batch());
+                    work.h - work.h_kv * p.packed.shared, row, work.h_kv, work.sequence.batch());
 }
 
 /// Finds the work, and loads each warp group's Q as soon as there is room. By one thread.
@@ -505,10 +503,10 @@ struct ForwardRows {
   int packed[2];        ///< their queries, where heads are packed: else they follow from `q`
 
   __device__ void begin(const Params& p, const ForwardWork<P>& work, int group) {
-    const int queries = work.queries, q_begin = work.q_begin + group * queries;
+    const int queries = queries_of_group<P>(p), q_begin = work.q_begin + group * queries;
     q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
     if constexpr (P::kPacksHeads)
-      for (int half = 0; half < 2; ++half) packed[half] = q_begin + (own_row() + half * 8u) / work.heads;
+      for (int half = 0; half < 2; ++half) packed[half] = q_begin + query_of_row<P>(p, own_row() + half * 8);
     kv_limit = work.sequence.kv_limit(p);
     head = work.sequence.head(p, work.h);
     full_keys = keys_of_all<P>(p, head, q, kv_limit);
@@ -664,11 +662,10 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
 template <class P>
 __device__ __forceinline__ long long packed_row(const Params& p, const ForwardWork<P>& work, int group,
                                                 int half) {
-  const unsigned row = own_row() + half * 8u, queries = work.queries;
-  const int h = work.h + static_cast<int>(row % work.heads);
-  const int q = work.q_begin + static_cast<int>(group * queries + row / work.heads);
-  if (row >= queries * work.heads || h >= work.end_of_heads(p) || q >= work.sequence.seqlen_q(p)) return -1;
-  return work.sequence.lse_row(p, h) + q;
+  const int row = own_row() + half * 8, query = query_of_row<P>(p, row);
+  const int head = row - query * p.packed.heads, q = work.q_begin + group * p.packed.queries + query;
+  if (query >= p.packed.queries || head >= work.heads || q >= work.sequence.seqlen_q(p)) return -1;
+  return work.sequence.lse_row(p, work.h + head) + q;
 }
 
 /// Writes the rows' LSE; returns what makes them rows of O.
@@ -764,6 +761,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   using Places = ForwardPlaces<P>;
   constexpr int kGroups = Places::kGroups;
   constexpr int kS = P::kBc / 2, kO = P::kHeadDimV / 2;  // accumulators of a thread
+  constexpr bool kWhole = has_whole_products(P::kHeadDimV);
+  constexpr int kScoreStatements = kWhole ? 1 : (P::kHeadDim + 15) / 16;
+  constexpr int kOutputStatements = kWhole ? 1 : P::kBc / 16;
   constexpr bool kLazy = (kSlack<P>) != 0.0f;
   int round = 0, i = 0;  // of the Q tile and the KV tile, of which the last is 0
   ForwardRows<P> rows;
@@ -806,7 +806,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_scores = [&] {
     pin(s);
     multiply_fence();
-    P::multiply_scores(s, q_tile, k_tile, 0);
+#pragma unroll
+    for (int step = 0; step < kScoreStatements; ++step) {
+      // Four steps of 16 columns (32 bytes) make a slice.
+      const int q_offset = step / 4 * kGroupRows * kRowBytes + step % 4 * 32;
+      const int k_offset = step / 4 * Places::kSliceBytes + step % 4 * 32;
+      P::multiply_scores(s, q_tile + (q_offset >> 4), k_tile + (k_offset >> 4), step > 0);
+    }
     multiply_commit();
     pin(s);
   };
@@ -823,7 +829,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_output = [&] {
     pin(o);
     multiply_fence();
-    P::multiply_output(o, probability, v_tile, adds);
+#pragma unroll
+    for (int step = 0; step < kOutputStatements; ++step)
+      P::multiply_output(o, &probability[step], v_tile + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
     adds = 1;
     pin(o);
   };

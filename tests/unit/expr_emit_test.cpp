@@ -98,13 +98,11 @@ TEST(Emit, ValuesOfOnePositionAreFoundApart) {
         "at: int32 1d; t: fp32 1d; score + t[at[kv] - q]"})
     EXPECT_EQ(values(score), std::pair(false, false)) << score;
 
-  const auto reads_beyond = [](const char* score) {
-    return reads_beyond_key_value(ScoreProgram(score).tree());
-  };
-  for (const char* score : {"", "w: fp32 1d; score * w[kv]", "w: fp32 1d; s: fp32 1d; score * s[h] + w[kv]"})
+  const auto reads_beyond = [](const char* score) { return reads_beyond_values(ScoreProgram(score).tree()); };
+  for (const char* score : {"", "w: fp32 1d; score * w[kv]", "w: fp32 1d; s: fp32 1d; score * s[h] + w[kv]",
+                            "w: fp32 1d; score * w[q]", "w: fp32 1d; score * w[kv] + w[q]"})
     EXPECT_FALSE(reads_beyond(score)) << score;
-  for (const char* score : {"w: fp32 1d; score * w[q]", "w: fp32 1d; score * w[kv] + w[q]",
-                            "w: fp32 1d; score * w[kv] + w[kv + 1]", "w: fp32 2d; score * w[q, kv]"})
+  for (const char* score : {"w: fp32 1d; score * w[kv] + w[kv + 1]", "w: fp32 2d; score * w[q, kv]"})
     EXPECT_TRUE(reads_beyond(score)) << score;
 
   const std::string text = hooks("f: fp32 2d; score + (2.0 * f[h, q] - sigmoid(f[h, kv]))", "");

@@ -66,10 +66,16 @@ class Random {
   }
 
   TileConfig config() {
-    return {static_cast<Family>(from_to(0, 2)), static_cast<int>(from_to(1, 1024)),
-            static_cast<int>(from_to(1, 1024)), static_cast<int>(from_to(1, 32)),
-            static_cast<int>(from_to(1, 16)),   coin(),
-            static_cast<int>(from_to(1, 2)),    static_cast<int>(from_to(1, 32))};
+    return {static_cast<Family>(from_to(0, 2)),
+            static_cast<int>(from_to(1, 1024)),
+            static_cast<int>(from_to(1, 1024)),
+            static_cast<int>(from_to(1, 32)),
+            static_cast<int>(from_to(1, 16)),
+            coin(),
+            static_cast<int>(from_to(1, 2)),
+            static_cast<int>(from_to(1, 32)),
+            coin(),
+            coin()};
   }
 
  private:

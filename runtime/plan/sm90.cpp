@@ -249,21 +249,21 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
   };
-  if (c.splits_keys) {
-    const std::int64_t parts = parts_of_keys(spec, shape, c, device);
-    const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
-    return rounds * padded(0, tiles(shape.seqlen_kv, parts)) * cost_of_tile(spec, c) +
-           cost_of_joining(shape, parts);
-  }
   const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
                                static_cast<int>(shape.seqlen_kv));
   double all = 0, longest = 0;  // keys that a head's Q tiles meet
   for (std::int64_t row = 0; row < rows; ++row) {
-    const std::int64_t end = std::min((row + 1) * c.br, shape.seqlen_q);
-    const Range keys = bounds.of({static_cast<int>(row * c.br), static_cast<int>(end)});
+    const std::int64_t end = std::min((row + 1) * queries, shape.seqlen_q);
+    const Range keys = bounds.of({static_cast<int>(row * queries), static_cast<int>(end)});
     const double met = keys.begin < keys.end ? padded(keys.begin, keys.end) : 0;
     all += met;
     longest = std::max(longest, met);
+  }
+  if (c.splits_keys) {
+    const std::int64_t parts = parts_of_keys(spec, shape, c, device);
+    const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
+    const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), parts);
+    return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_joining(shape, parts);
   }
   if (!is_causal(spec.mask))
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *

@@ -50,9 +50,8 @@ struct Params {
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows that attend to
                     ///< nothing or do not exist: their P is exp2(S - inf) = 0
-  float* query_values;  ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
-  float* dq_accum;      ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* tickets;         ///< what blocks count, see templates/common/tile_walk.cuh
+  float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
+  int* tickets;     ///< what blocks count, see templates/common/tile_walk.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
   BlockListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast
@@ -75,6 +74,7 @@ struct Params {
   int key_parts;     ///< in how many parts blocks share the KV tiles of a Q tile; read with kSplitsKeys only
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
   PackedHeadsParam packed;  ///< read with kPacksHeads only
+  float* query_values;      ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
 };
 
 }  // namespace flashjit

@@ -438,6 +438,7 @@ def main():
     parser.add_argument("--csv", help="write the dense table here, the others beside it as *_other.csv, *_few.csv and *_sparse.csv")
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
+    parser.add_argument("--only", choices=("dense", "other", "few", "sparse"), help="one table alone; the others stay as they are")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("compare: PyTorch finds no GPU", file=sys.stderr)
@@ -452,23 +453,26 @@ def main():
     print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
           f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
     lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
-    beside = lambda name: f"_{name}".join(os.path.splitext(arguments.csv)) if arguments.csv else None
+    wanted = lambda name: arguments.only in (None, name)
+    table = lambda name, suffix: suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
+    beside = lambda name: table(name, f"_{name}")
     about = list(constants) + ["pass", "dtype", "head_dim"]
     times = ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2", "sm80_ratio_fa2"]
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
-    dense = Report(arguments.csv, about + ["causal"] + sizes + times, constants)
+    dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal"] + sizes + times, constants)
     sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
     few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
                  + [name for name in times if "sm80" not in name] + ["gbs"], constants)
-    points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)]
-    if not arguments.quick:
+    points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)] if wanted("dense") else []
+    if wanted("other") and not arguments.quick:
         points += [(other, point) for point in other_points()]
     for report, point in points:
         guarded(report, point.label(), dense_point, runtime, portable, report, point, rounds)
-    for problem in FEW[:1] if arguments.quick else FEW:
+    for problem in (FEW[:1] if arguments.quick else FEW) if wanted("few") else ():
         guarded(few, f"few queries {problem}", few_point, runtime, few, problem, rounds)
-    for dim, (length, density) in itertools.product((64, 128), SPARSE[:1] if arguments.quick else SPARSE):
+    for dim, (length, density) in itertools.product((64, 128) if wanted("sparse") else (),
+                                                     SPARSE[:1] if arguments.quick else SPARSE):
         guarded(sparse, f"d{dim} s{length} sparse", sparse_point, runtime, sparse, dim, length, density, rounds)
     summary(dense)
     failures = dense.failures + other.failures + few.failures + sparse.failures

@@ -32,8 +32,7 @@ __device__ __forceinline__ void store_part(const Params& p, int part, long long 
   float* to = o_of_part<P>(p, part) + row * P::kHeadDimV + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int chunk = 0; chunk < P::kHeadDimV / 8; ++chunk)
-    *reinterpret_cast<float2*>(to + chunk * 8) =
-        float2{o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]};
+    *reinterpret_cast<float2*>(to + chunk * 8) = float2{o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]};
 }
 
 }  // namespace flashjit

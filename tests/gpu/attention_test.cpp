@@ -248,19 +248,26 @@ std::vector<AttentionCase> packed_head_cases() {
   return cases;
 }
 
-class PackedHeads : public GpuTestWith<AttentionCase> {};
+class ForwardConfigurations : public GpuTestWith<AttentionCase> {
+ protected:
+  void check(std::initializer_list<const char*> texts) {
+    const AttentionCase& test = GetParam();
+    if (const Support support = supports(test.family, test.spec); !support)
+      GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    TemporaryRuntime runtime;
+    AttentionRun run(test, make_problem(test));
+    for (const char* text : texts) {
+      const TileConfig config = parse_config(text);
+      run.check_forward(runtime.get(), config);
+      run.check_forward_without_lse(runtime.get(), config);
+    }
+  }
+};
+
+class PackedHeads : public ForwardConfigurations {};
 
 TEST_P(PackedHeads, GiveTheSameResult) {
-  const AttentionCase& test = GetParam();
-  if (const Support support = supports(test.family, test.spec); !support)
-    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
-  TemporaryRuntime runtime;
-  AttentionRun run(test, make_problem(test));
-  for (const char* text : {"sm90:br64:bc64:w4:s2:parts:packed", "sm90:br128:bc48:w8:s2:parts:packed"}) {
-    const TileConfig config = parse_config(text);
-    run.check_forward(runtime.get(), config);
-    run.check_forward_without_lse(runtime.get(), config);
-  }
+  check({"sm90:br64:bc64:w4:s2:parts:packed", "sm90:br128:bc48:w8:s2:parts:packed"});
 }
 
 INSTANTIATE_TEST_SUITE_P(Features, PackedHeads, testing::ValuesIn(packed_head_cases()),
@@ -284,20 +291,11 @@ std::vector<AttentionCase> two_tile_cases() {
   return feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "two");
 }
 
-class TwoTilesAtATime : public GpuTestWith<AttentionCase> {};
+class TwoTilesAtATime : public ForwardConfigurations {};
 
 TEST_P(TwoTilesAtATime, GiveTheSameResult) {
-  const AttentionCase& test = GetParam();
-  if (const Support support = supports(test.family, test.spec); !support)
-    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
-  TemporaryRuntime runtime;
-  AttentionRun run(test, make_problem(test));
-  for (const char* text : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4", "sm90:br128:bc48:w16:s1",
-                           "sm90:br64:bc96:w8:s2"}) {
-    const TileConfig config = parse_config(text);
-    run.check_forward(runtime.get(), config);
-    run.check_forward_without_lse(runtime.get(), config);
-  }
+  check(
+      {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4", "sm90:br128:bc48:w16:s1", "sm90:br64:bc96:w8:s2"});
 }
 
 INSTANTIATE_TEST_SUITE_P(Features, TwoTilesAtATime, testing::ValuesIn(two_tile_cases()),

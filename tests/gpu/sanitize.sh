@@ -53,6 +53,8 @@ sample=(
   'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b2_hq4_hkv2_sq70_skv1100_sm80_*'
+  # heads that a tile has together
+  'Features/PackedHeads.*/bf16_d64_varlen_sinks_b3_hq6_hkv2_sq70_skv777_sm90_*'
 )
 
 # Backward passes of sm80 in which one warp of two gives P to the other: it arrives at a named barrier and goes on.

@@ -9,7 +9,6 @@
 
 #include "captures.hpp"
 #include "plan/sm90.hpp"
-#include "plan/tiles.hpp"
 #include "reference/reference.hpp"
 #include "refuse.hpp"
 
@@ -308,14 +307,6 @@ void set_lists(Params& params, const plan::ExecutionPlan& plan, void* memory) {
   set_part(params.lists.reads, lists && plan.needs.tile_reads > 0, memory, at.tile_reads - at.list_count);
 }
 
-PackedHeadsParam packed_heads(const AttentionShape& shape) {
-  if (shape.heads_kv == 0) return {};
-  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
-  const int heads = sm90::packed_heads(shared);
-  return {shared, heads, static_cast<int>(plan::tiles(shared, heads)), sm90::kGroupRows / heads,
-          static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
-}
-
 /// What masks see of a call.
 template <class Args>
 Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass) {
@@ -357,7 +348,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
             args.lists ? args.lists->data
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
-  if (plan.config.packs_heads) params.packed = packed_heads(plan.shape);
+  if (plan.config.packs_heads) params.packed = plan::packed_heads(plan.shape);
   return params;
 }
 

@@ -373,12 +373,18 @@ int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
   return c.warps / kGroupWarps * sm90::kGroupRows / c.br;
 }
 
+PackedHeadsParam packed_heads(const AttentionShape& shape) {
+  if (shape.heads_kv == 0) return {};
+  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
+  const int heads = sm90::packed_heads(shared);
+  return {shared, heads, static_cast<int>(tiles(shared, heads)), sm90::kGroupRows / heads,
+          static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
+}
+
 ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& c) {
   if (!c.packs_heads || shape.heads_kv == 0) return {c.br, shape.heads_q};
-  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
-  const int packed = sm90::packed_heads(shared);
-  return {std::int64_t{c.br} / sm90::kGroupRows * (sm90::kGroupRows / packed),
-          shape.heads_kv * tiles(shared, packed)};
+  const PackedHeadsParam packed = packed_heads(shape);
+  return {std::int64_t{c.br} / sm90::kGroupRows * packed.queries, shape.heads_kv * packed.sets};
 }
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {

@@ -2,12 +2,16 @@
 #pragma once
 
 #include "flashjit/spec.hpp"
+#include "templates/common/params.cuh"
 #include "templates/sm90/layout.cuh"
 
 namespace flashjit::plan {
 
 /// Q tiles that a block computes at a time: more than one in this family's forward pass alone.
 int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& config);
+
+/// How the heads that share K and V are packed, where they are; nothing without heads.
+PackedHeadsParam packed_heads(const AttentionShape& shape);
 
 /// Q tiles of the forward pass, of any family: so many queries each, of so many sets of heads of a batch
 /// entry. A set is one head, or where heads are packed those of a tile.

@@ -99,6 +99,22 @@ std::optional<Comparison> affine_comparison(const Graph& graph, int place) {
   return compared(node.op, *left, *right, fits);
 }
 
+namespace {
+
+/// Whether what is at `root` is computed from a read by positions that none of `found` needs alone.
+bool reads_beyond(const Graph& graph, int root, const std::vector<int>& found) {
+  std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
+  needed[root] = true;
+  for (int place = root; place >= 0; --place) {
+    if (!needed[place] || std::ranges::find(found, place) != found.end()) continue;
+    if (graph.node(place).op == Op::read && graph.uses_positions(place)) return true;
+    for (const int arg : graph[place].args) needed[arg] = true;
+  }
+  return false;
+}
+
+}  // namespace
+
 NodePtr prepared_mask(const NodePtr& mask) { return without_abs(fold(mask)); }
 
 MaskTraits mask_traits(const MaskProgram& mask) {
@@ -111,6 +127,16 @@ MaskTraits mask_traits(const MaskProgram& mask) {
           .uses_head = (graph.uses(root) & kUsesHead) != 0,
           .q_reads = static_cast<int>(analysis.q_reads().size()),
           .kv_reads = static_cast<int>(analysis.kv_reads().size())};
+}
+
+bool mask_reads_pairs(const MaskProgram& mask) {
+  if (mask.empty()) return false;
+  Graph graph;
+  const int root = graph.add(prepared_mask(mask.tree()));
+  const MaskAnalysis analysis(graph, root);
+  std::vector<int> found = analysis.q_reads();
+  found.insert(found.end(), analysis.kv_reads().begin(), analysis.kv_reads().end());
+  return reads_beyond(graph, root, found);
 }
 
 MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(root) {
@@ -371,14 +397,7 @@ bool reads_beyond_values(const NodePtr& score) {
   Graph graph;
   const int root = graph.add(fold(score));
   const PositionValues values = emitted_values(graph, root);
-  std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
-  needed[root] = true;
-  for (int place = root; place >= 0; --place) {
-    if (!needed[place] || place == values.query || place == values.key) continue;
-    if (graph.node(place).op == Op::read && graph.uses_positions(place)) return true;
-    for (const int arg : graph[place].args) needed[arg] = true;
-  }
-  return false;
+  return reads_beyond(graph, root, {values.query, values.key});
 }
 
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {

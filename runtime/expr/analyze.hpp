@@ -86,6 +86,8 @@ struct MaskTraits {
   bool operator==(const MaskTraits&) const = default;
 };
 MaskTraits mask_traits(const MaskProgram& mask);
+/// Whether it reads a tensor by positions beside those reads: pair by pair.
+bool mask_reads_pairs(const MaskProgram& mask);
 
 /// The size of blocks of positions, from each multiple of it on, in which something is the same: as `q / 128`
 /// is in blocks of 128. 0: everywhere. `position`: kUsesQ or kUsesKv.

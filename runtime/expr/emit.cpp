@@ -86,6 +86,7 @@ class Hooks {
         values_(options.check_indices || plane_read_ >= 0 ? PositionValues{}
                                                           : position_values(graph_, score_)),
         line_(line_of_score(graph_, score_)),
+        mask_reads_(!options.check_indices && reads_tensors(mask_.q_reads(), mask_.kv_reads())),
         head_(graph_, programs.declarations, options.check_indices) {
     for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
       const NodePtr slope = derivative(graph_[score_].node, read);
@@ -147,9 +148,10 @@ class Hooks {
            constant("kMaskBlockQ", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesQ))) +
            constant("kMaskBlockKv", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesKv))) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
-           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kQReads", mask_.q_reads().size()) +
-           constant("kKvReads", mask_.kv_reads().size()) + constant("kCaptureGrads", read_grads_.size()) +
-           constant("kDifferenceGrads", difference_grads()) + constant("kPlaneGrad", has_plane_grad());
+           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kMaskReads", mask_reads_) +
+           constant("kQReads", mask_.q_reads().size()) + constant("kKvReads", mask_.kv_reads().size()) +
+           constant("kCaptureGrads", read_grads_.size()) + constant("kDifferenceGrads", difference_grads()) +
+           constant("kPlaneGrad", has_plane_grad());
   }
 
   std::string head() const {
@@ -267,7 +269,30 @@ class Hooks {
   std::string mask() {
     Code code(head_, Style::exact, kMaskReads);
     const std::string result = code.value(mask_root_);
-    return function("bool", "mask", kPair, result_of(code, result));
+    return function("bool", "mask", kPair, result_of(code, result)) + mask_of_reads();
+  }
+  /// What the mask is where a kernel has found what it reads of the query and of the key.
+  std::string mask_of_reads() {
+    if (!mask_reads_) return {};
+    Code code(head_, Style::exact, {});
+    const auto know = [&](std::string_view position, const std::vector<int>& reads) {
+      for (std::size_t i = 0; i < reads.size(); ++i) {
+        const std::string read = fmt::format("{}_reads[{}]", position, i);
+        code.know(reads[i],
+                  graph_.node(reads[i]).type == Type::boolean ? fmt::format("({} != 0)", read) : read);
+      }
+    };
+    know("q", mask_.q_reads());
+    know("kv", mask_.kv_reads());
+    const std::string result = code.value(mask_root_);
+    return function("bool", "mask_of_reads",
+                    fmt::format("const int* q_reads, const int* kv_reads, {}", kPair),
+                    result_of(code, result));
+  }
+  /// Whether any of what a mask reads of one position comes from a tensor.
+  bool reads_tensors(const std::vector<int>& q_reads, const std::vector<int>& kv_reads) const {
+    const auto reads = [&](int place) { return reads_by_position(graph_[place].node); };
+    return std::ranges::any_of(q_reads, reads) || std::ranges::any_of(kv_reads, reads);
   }
   std::string tiles() {
     return function("flashjit::TileClass", "classify_tile",
@@ -301,6 +326,7 @@ class Hooks {
   int plane_read_;         ///< of the score; -1: none
   PositionValues values_;  ///< of the score
   std::optional<ScoreLine> line_;
+  bool mask_reads_;  ///< whether the mask is emitted as one of what it reads, too
   HeadCode head_;
   std::vector<ReadGrad> read_grads_;
 };

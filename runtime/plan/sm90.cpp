@@ -164,10 +164,10 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   if (!is_forward(spec)) {
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
-    // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors, or
-    // for gradients of what is read of queries.
-    const bool reads = mask_reads || expr::reads_beyond_values(spec.score.tree()) ||
-                       (has_capture_grads(spec) && expr::has_query_value(spec.score.tree()));
+    // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
+    // by pair, or for gradients beside what is read of positions.
+    const bool reads = expr::mask_reads_pairs(spec.mask) || expr::reads_beyond_values(spec.score.tree()) ||
+                       (has_capture_grads(spec) && (mask_reads || expr::has_query_value(spec.score.tree())));
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
@@ -175,10 +175,11 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   if (d <= 128) {
     choices = {forward_config(8, 128, plane && d <= 64 ? 3 : 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
-    // where products take long.
+    // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
     const expr::MaskTraits mask = expr::mask_traits(spec.mask);
-    const bool in_blocks = spec.has_block_map() || mask.q_reads + mask.kv_reads > 0;
-    const bool simple = spec.mask.empty() || is_causal(spec.mask);
+    const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
+    const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
+    const bool simple = spec.mask.empty() || is_causal(spec.mask) || by_key;
     if (!spec.dropout && !in_blocks && !plane && (d <= 64 || simple))
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small tiles hide each other's waits for what stands in lists, and for what a mask reads.

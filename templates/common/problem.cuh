@@ -55,6 +55,7 @@ struct ExampleProblem {
                                                  // evaluated pair by pair when lists are made
   static constexpr bool kMaskUsesBatch = false;  // the mask depends on b
   static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
+  static constexpr bool kMaskReads = false;      // whether there is mask_of_reads()
   static constexpr int kQReads = 0;              // listed only: how many q_read() and kv_read() there are
   static constexpr int kKvReads = 0;
   static constexpr int kCaptureGrads = 0;     // additions of add_capture_grads()
@@ -107,6 +108,8 @@ struct ExampleProblem {
                                                             const Interval* /*kv_reads*/) {
     return TileClass::full;
   }
+  // With kMaskReads there is mask_of_reads(p, head, q_reads, kv_reads, q, kv), for a kernel that finds each
+  // q_read() and kv_read() once for a row or a column of a tile.
   /// Integers or conditions (0 and 1) of the mask that depend on one position alone, beside what Head knows.
   static __device__ __forceinline__ int q_read(const Params&, const Head&, int /*i*/, int /*q*/) { return 0; }
   static __device__ __forceinline__ int kv_read(const Params&, const Head&, int /*i*/, int /*kv*/) {

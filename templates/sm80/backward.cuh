@@ -7,6 +7,7 @@
 #pragma once
 
 #include "flashjit/common/philox.cuh"
+#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/common/wait.cuh"
 #include "flashjit/sm80/dq_layout.cuh"
@@ -266,6 +267,9 @@ __device__ void backward(const Params& p) {
             }
       }
       if (tile.full == 0) {
+        TileMask<P, P::kBr, kMt * 2> mask;
+        const auto row_at = [&](int n) { return at_kv(n / 2, n % 2 * 2).at; };
+        mask.find(p, head, row_at, q_begin);
 #pragma unroll
         for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
@@ -276,10 +280,12 @@ __device__ void backward(const Params& p) {
               const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
               block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
             }
+            const auto columns = mask.columns(nt * 8);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
-              s[mt][nt][e] = mask_score(s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
-                                        P::mask(p, head, at_q(nt, e), at_kv(mt, e)));
+              s[mt][nt][e] = mask_score(
+                  s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
+                  mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(nt, e), at_kv(mt, e)));
           }
       }
 #pragma unroll

@@ -6,6 +6,7 @@
 
 #include "flashjit/common/philox.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/tile.cuh"
 
@@ -199,6 +200,9 @@ __device__ void forward(const Params& p) {
     }
     const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked) {
+      TileMask<P, P::kBc, kMt * 2> mask;
+      const auto row_at = [&](int n) { return at_q(n / 2, n % 2 * 2).at; };
+      mask.find(p, head, row_at, kv_begin);
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt) {
         [[maybe_unused]] unsigned attend[2][(kNt + 15) / 16];
@@ -218,14 +222,16 @@ __device__ void forward(const Params& p) {
             const int kv = min(kv_begin + nt * 8, kv_limit - 1);
             block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
           }
+          const auto columns = mask.columns(nt * 8);
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float& score = s[mt][nt][e];
             if constexpr (kBits)
               score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
             else
-              score = mask_score(score, block, at_kv(nt, e).at < kv_limit,
-                                 P::mask(p, head, at_q(mt, e), at_kv(nt, e)));
+              score = mask_score(
+                  score, block, at_kv(nt, e).at < kv_limit,
+                  mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(mt, e), at_kv(nt, e)));
           }
         }
       }

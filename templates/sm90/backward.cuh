@@ -16,6 +16,7 @@
 // computes half of dQ's columns for all 128.
 #pragma once
 
+#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/convert_dq.cuh"
 #include "flashjit/sm90/dq_fragments.cuh"
@@ -490,6 +491,9 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   const unsigned long long v = tile_descriptor(tile.v() + first_row * kRowBytes, 0),
                            dout = tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0);
   start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
+  TileMask<P, Tile::kQueries> mask;
+  const auto row_at = [&](int half) { return kv_position.at + half * 8; };
+  if (partial) mask.find(p, head, row_at, q_begin);
 
   // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
   // warp's sixteen keys lie in one.
@@ -557,10 +561,12 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
       }
       if constexpr (masked.value) {
         const bool block = !kTestsMap<P> || (blocks >> (n / 4) & 1u) != 0;
+        const auto columns = mask.columns(n * 2);
 #pragma unroll
         for (int e = 0; e < 4; ++e)
-          s[n + e] = mask_score(s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),
-                                kTestsMask<P> ? P::mask(p, head, at_q(n + e), at_kv(n + e)) : any);
+          s[n + e] = mask_score(
+              s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),
+              kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, at_q(n + e), at_kv(n + e)) : any);
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

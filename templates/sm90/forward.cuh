@@ -6,6 +6,7 @@
 #pragma once
 
 #include "flashjit/common/sink.cuh"
+#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/sm90/plane.cuh"
@@ -531,6 +532,9 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const Position row_position = position(row), column_position = position(column);
   const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
+  TileMask<P, P::kBc> mask;
+  const auto row_at = [&](int half) { return row + half * rows.to_second(); };
+  mask.find(p, rows.head, row_at, kv_begin);
   [[maybe_unused]] unsigned attend[2][(kCount + 63) / 64];
   if constexpr (kMasksByBits<P>) {
 #pragma unroll
@@ -548,15 +552,17 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
       const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.kv_limit - 1);
       block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
     }
+    const auto columns = mask.columns(n * 2);
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const Position kv = column_position + (n / 4 * 8 + e % 2);
       if constexpr (kMasksByBits<P>)
         s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
       else
-        s[n + e] = mask_score(
-            s[n + e], block, kv.at < rows.kv_limit,
-            kTestsMask<P> ? P::mask(p, rows.head, row_position + e / 2 * rows.to_second(), kv) : any);
+        s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
+                              kTestsMask<P> ? mask.attends(p, rows.head, e / 2, columns, e % 2,
+                                                           row_position + e / 2 * rows.to_second(), kv)
+                                            : any);
     }
   }
 }

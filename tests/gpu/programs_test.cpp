@@ -404,6 +404,55 @@ std::vector<AttentionCase> position_value_cases() {
   return cases;
 }
 
+/// Masks of what they read of one position: integers and conditions of several types, two of each side, of
+/// expressions that leave the tensor, beside scores that read of positions, too.
+std::vector<AttentionCase> mask_read_cases() {
+  using testing_support::Captures;
+  using testing_support::tensor;
+  using testing_support::wave;
+  const auto longest = [](const AttentionShape& s) { return std::max(s.seqlen_q, s.seqlen_kv); };
+  const auto documents = [=](const AttentionShape& s, ElementType type) {
+    return tensor("doc", {s.batch, longest(s)}, type, [n = longest(s)](std::int64_t i) {
+      return static_cast<double>(i % n / (50 + 20 * (i / n)));
+    });
+  };
+  const auto valid = [](const AttentionShape& s) {
+    return Captures{tensor("valid", {s.batch, s.seqlen_kv}, ElementType::boolean,
+                           [](std::int64_t i) { return i % 7 < 4 ? 1.0 : 0.0; })};
+  };
+  const auto starts = [](const AttentionShape& s) {
+    return Captures{tensor("start", {s.seqlen_q}, ElementType::int32,
+                           [](std::int64_t q) { return static_cast<double>(q * 3 / 4 - q % 11); })};
+  };
+  const auto ids = [=](ElementType type) {
+    return [=](const AttentionShape& s) { return Captures{documents(s, type)}; };
+  };
+  const auto and_gates = [=](const AttentionShape& s) {
+    return Captures{documents(s, ElementType::int64),
+                    tensor("gate", {s.heads_q, longest(s)}, ElementType::fp32, wave)};
+  };
+  const std::string gates = "gate: fp32 2d; score + (gate[h, q] - gate[h, kv])";
+  const std::vector<Variant> given = {
+      {"valid_keys", "", "valid: bool 2d; valid[b, kv]", valid},
+      {"from_starts", "", "start: int32 1d; kv >= start[q] && kv <= q + 100", starts},
+      {"int64_documents", "", "doc: int64 2d; kv <= q + 30 && doc[b, q] == doc[b, kv]",
+       ids(ElementType::int64)},
+      {"neighbours_documents", "",
+       "doc: uint8 2d; doc[b, q] == doc[b, kv] || doc[b, q / 2] + 1 == doc[b, kv + 40]",
+       ids(ElementType::uint8)},
+      {"documents_and_gates", gates, "doc: int64 2d; doc[b, q] >= doc[b, kv]", and_gates}};
+  std::vector<AttentionCase> cases = in_every_family(given, {3, 4, 2, 333, 433}, 9400);
+  unsigned seed = 9500;
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    AttentionSpec spec{.dtype = DType::fp16, .head_dim = dim, .block_map = {.q = 128, .kv = 64}};
+    cases.push_back(case_of(given[2], spec, {2, 4, 2, 333, 440}, Family::sm90, seed++));
+    spec = {.dtype = DType::bf16, .head_dim = dim, .dropout = true, .varlen = true, .sinks = true};
+    cases.push_back(case_of(given[3], spec, {2, 4, 2, 333, 440}, Family::sm90, seed++));
+    cases.back().dropout_p = 0.2;
+  }
+  return cases;
+}
+
 /// What the header of ready-made programs promises of their combination, and T5's buckets.
 std::vector<AttentionCase> ready_made_cases() {
   using testing_support::tensor;
@@ -446,8 +495,9 @@ std::vector<AttentionCase> ready_made_cases() {
 const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
-    for (const auto& more : {pair_cases(), packed_cases(), strided_cases(), plane_cases(), plane_grad_cases(),
-                             difference_grad_cases(), position_value_cases(), ready_made_cases()})
+    for (const auto& more :
+         {pair_cases(), packed_cases(), strided_cases(), plane_cases(), plane_grad_cases(),
+          difference_grad_cases(), position_value_cases(), mask_read_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
   }();
@@ -470,6 +520,7 @@ INSTANTIATE_TEST_SUITE_P(Planes, Programs, testing::ValuesIn(plane_cases()), kNa
 INSTANTIATE_TEST_SUITE_P(PlaneGrads, Programs, testing::ValuesIn(plane_grad_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(DifferenceGrads, Programs, testing::ValuesIn(difference_grad_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(PositionValues, Programs, testing::ValuesIn(position_value_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(MaskReads, Programs, testing::ValuesIn(mask_read_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(ReadyMade, Programs, testing::ValuesIn(ready_made_cases()), kName);
 
 /// A few that stress different parts of a kernel, with every configuration.

@@ -115,6 +115,35 @@ TEST(Emit, ValuesOfOnePositionAreFoundApart) {
   EXPECT_TRUE(says(checked, "kKeyValues = false;")) << "each index is checked at its pair";
 }
 
+TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
+  for (const char* mask :
+       {"doc: int32 1d; doc[q] == doc[kv]", "valid: bool 2d; valid[b, kv]",
+        "from: int64 1d; q >= kv && kv >= from[q]", "doc: int32 1d; doc[q / 2] < kv / 2"}) {
+    const std::string text = hooks("", mask);
+    EXPECT_TRUE(says(text, "kMaskReads = true;")) << mask;
+    EXPECT_EQ(body(text, "mask_of_reads").find("read_capture"), std::string::npos) << mask;
+    EXPECT_TRUE(says(body(text, "mask"), "read_capture")) << mask;
+  }
+  for (const char* mask : {"", "causal", "q / 64 == kv / 64", "w: fp32 1d; w[q] < w[kv]",
+                           "keep: bool 2d; keep[q, kv]", "n: int32 1d; kv < n[b]"})
+    EXPECT_TRUE(says(hooks("", mask), "kMaskReads = false;")) << mask;
+
+  const auto reads_pairs = [](const char* mask) { return mask_reads_pairs(MaskProgram(mask)); };
+  for (const char* mask : {"", "causal", "doc: int32 1d; doc[q] == doc[kv]", "n: int32 1d; kv < n[b]"})
+    EXPECT_FALSE(reads_pairs(mask)) << mask;
+  for (const char* mask : {"w: fp32 1d; w[q] < w[kv]", "keep: bool 2d; keep[q, kv]",
+                           "doc: int32 1d; keep: bool 2d; doc[q] == doc[kv] && keep[q, kv]"})
+    EXPECT_TRUE(reads_pairs(mask)) << mask;
+
+  const std::string text = hooks("", "keys: bool 1d; doc: int32 1d; keys[kv] && doc[q] == doc[kv] / 3");
+  EXPECT_TRUE(says(body(text, "mask_of_reads"), "q_reads[0]") &&
+              says(body(text, "mask_of_reads"), "(kv_reads[0] != 0)"));
+  EXPECT_TRUE(says(body(text, "kv_read"), "divide(v0, 3)"));
+  const std::string checked =
+      emit_hooks({}, MaskProgram("valid: bool 1d; valid[kv]"), {.check_indices = true});
+  EXPECT_TRUE(says(checked, "kMaskReads = false;")) << "each index is checked at its pair";
+}
+
 TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
   const auto name_of = [](const char* score) {
     const std::optional<Declaration> plane = plane_of(ScoreProgram(score).tree());

@@ -146,7 +146,8 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
             "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:score{f: fp32 2d grad; score + (f[h, q] - f[h, kv])}", kLarge),
             "sm90:br64:bc128:w8:s2");
-  EXPECT_EQ(chosen("bwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}", kLarge), "sm90:br64:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}", kLarge), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:mask{keep: bool 2d; keep[q, kv]}", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256:map64x64", kLarge), "sm90:br64:bc64:w8:s2");
@@ -187,6 +188,8 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   EXPECT_EQ(chosen("mask{q >= kv && q - kv < 300}"), kTwoTiles);
   EXPECT_EQ(chosen("mask{q >= kv || kv < 2000}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("mask{doc: int32 1d; doc[q] == doc[kv]}"), "sm90:br64:bc64:w4:s2:occ3");
+  EXPECT_EQ(chosen("mask{valid: bool 2d; q >= kv && valid[b, kv]}"), "sm90:br192:bc128:w12:s3");
+  EXPECT_EQ(chosen("mask{valid: bool 2d; valid[b, kv]}:map128x128"), "sm90:br64:bc64:w4:s2:occ3");
   EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), kTwoListedTiles);
   EXPECT_EQ(chosen("map128x128"), kTwoListedTiles);
   EXPECT_EQ(chosen("map64x128"), "sm90:br64:bc128:w4:s2:occ2");

@@ -1,0 +1,69 @@
+// What a mask reads of one position, such as the document of a query or of a key: found once for a row and a
+// column of a tile instead of for each pair.
+#pragma once
+
+#include "flashjit/common/visible.cuh"
+
+namespace flashjit {
+
+/// The mask over a tile that it divides, as a thread with values of an accumulator sees it: of each eight
+/// columns it has two, of each sixteen rows two, kRows in all. In the forward pass rows are queries and
+/// columns keys, in the backward pass the other way round.
+template <class P, int kColumns, int kRows = 2>
+class TileMask {
+  static constexpr bool kFinds = P::kMaskReads && kTestsMask<P>;
+  static constexpr int kOfRow = P::kBackward ? P::kKvReads : P::kQReads,
+                       kOfColumn = P::kBackward ? P::kQReads : P::kKvReads;
+  int rows_[kRows][kOfRow + 1];
+  int columns_[(kColumns + 31) / 32][kOfColumn + 1];  // lane n has those of column n of each 32
+
+ public:
+  /// What is read of the two columns that a thread has of eight.
+  struct Columns {
+    int reads[2][kOfColumn + 1];
+  };
+
+  /// `row(n)`: the position of this thread's n-th row; `column`: that of the tile's first column.
+  template <class Row>
+  __device__ __forceinline__ void find(const Params& p, const typename P::Head& head, Row&& row, int column) {
+    if constexpr (kFinds) {
+      const auto read = [&](bool of_key, int i, int at) {
+        return of_key ? P::kv_read(p, head, i, at) : P::q_read(p, head, i, at);
+      };
+#pragma unroll
+      for (int n = 0; n < kRows; ++n)
+#pragma unroll
+        for (int i = 0; i < kOfRow; ++i) rows_[n][i] = read(P::kBackward, i, row(n));
+#pragma unroll
+      for (int n = 0; n < kColumns; n += 32)
+#pragma unroll
+        for (int i = 0; i < kOfColumn; ++i)
+          columns_[n / 32][i] = read(!P::kBackward, i, column + n + static_cast<int>(threadIdx.x) % 32);
+    }
+  }
+  /// Of the eight columns from `column` on. By whole warps.
+  __device__ __forceinline__ Columns columns(int column) const {
+    Columns found = {};
+    if constexpr (kFinds) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e)
+#pragma unroll
+        for (int i = 0; i < kOfColumn; ++i)
+          found.reads[e][i] = __shfl_sync(kWholeWarp, columns_[column / 32][i],
+                                          column % 32 + e + static_cast<int>(threadIdx.x) % 4 * 2);
+    }
+    return found;
+  }
+  /// Whether a pair attends, of the n-th row and the first or second of two columns.
+  __device__ __forceinline__ bool attends(const Params& p, const typename P::Head& head, int n,
+                                          const Columns& columns, int e, Position q, Position kv) const {
+    if constexpr (!kFinds)
+      return P::mask(p, head, q, kv);
+    else if constexpr (P::kBackward)
+      return P::mask_of_reads(p, head, columns.reads[e], rows_[n], q, kv);
+    else
+      return P::mask_of_reads(p, head, rows_[n], columns.reads[e], q, kv);
+  }
+};
+
+}  // namespace flashjit

@@ -171,6 +171,10 @@ def attentions():
         Attention("Sliding window", "q >= kv && q - kv < 1024", length=8192, case="window"),
         Attention("Window and first tokens", "window: int; kv <= q && (q - kv < window || kv < 4)", tiles=INTERVALS,
                   names={"window": np.int64(14)}, case="first_tokens"),
+        Attention("Padding", "valid: bool 2d; valid[b, kv]", tiles=INTERVALS, names={"valid": np.arange(64)[None] < 40},
+                  case="padding"),
+        Attention("Left padding", "start: int32 1d; kv >= start[b] && kv <= q", names={"start": np.array([24])},
+                  case="left_padding"),
         Attention("Prefix LM", "q >= kv || kv < 2000", tiles=INTERVALS, length=8192, case="prefix"),
         Attention("Documents", "ids: int32 1d; q >= kv && ids[q] == ids[kv]", tiles=INTERVALS, length=8192,
                   names={"ids": runs(16, 8192, 3)}, case="documents"),
@@ -227,7 +231,7 @@ def draw(rows, path):
     except ImportError as error:
         sys.exit(f"gallery: matplotlib is needed for the picture: {error}")
     all_of_them = attentions()
-    figure, axes = plt.subplots(3, 6, figsize=(20.5, 14.5 if rows else 13.5), layout="constrained")
+    figure, axes = plt.subplots(4, 5, figsize=(17.5, 19 if rows else 17.5), layout="constrained")
     figure.get_layout_engine().set(h_pad=0.15)
     scores = matplotlib.colormaps["viridis"].with_extremes(bad=GREY)
     plain = matplotlib.colors.ListedColormap([BLUE]).with_extremes(bad=GREY)
@@ -311,7 +315,7 @@ def measured(rows):
 def section(rows, csv, png):
     """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
     csv, png = (os.path.relpath(path, ROOT) for path in (csv, png))
-    parts = [f"![Masks and scores of eighteen attentions]({png})", table(rows),
+    parts = [f"![Masks and scores of twenty attentions]({png})", table(rows),
              """\
 ALiBi, Softcap, Forget gates and the last row are measured or drawn with a causal mask. *Tiles* says how those tiles are found in which
 no pair attends: `bounds` of the loops, or lists of tiles, made from intervals, or by looking at pairs where intervals

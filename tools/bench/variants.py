@@ -61,11 +61,11 @@ def butterfly(b, h, q, k):
 
 class Case:
     """One attention, for both: our spec's parts and captures, FlexAttention's functions. bias: the name of a capture with
-    an element for each pair."""
+    an element for each pair. by_batch: whether the mask tells batch entries apart."""
 
-    def __init__(self, name, parts, score_mod=None, mask_mod=None, captures=None, bias=None):
+    def __init__(self, name, parts, score_mod=None, mask_mod=None, captures=None, bias=None, by_batch=False):
         self.name, self.parts, self.score_mod, self.mask_mod = name, parts, score_mod, mask_mod
-        self.captures, self.bias = captures or {}, bias
+        self.captures, self.bias, self.by_batch = captures or {}, bias, by_batch
 
 
 def cases(length, device="cuda"):
@@ -86,6 +86,13 @@ def cases(length, device="cuda"):
 
 def more_cases(batch, heads, length, device="cuda"):
     """Those of the gallery that are measured with one head dimension. One after the other, as the last takes memory."""
+    lengths = torch.linspace(0.625, 1.0, batch, device=device) * length
+    valid = torch.arange(length, device=device) < lengths[:, None]
+    yield Case("padding", ":mask{valid: bool 2d; valid[b, kv]}", mask_mod=lambda b, h, q, k: valid[b, k],
+               captures={"valid": valid}, by_batch=True)
+    start = (length - lengths).int()
+    yield Case("left_padding", ":mask{start: int32 1d; kv >= start[b] && kv <= q}", captures={"start": start}, by_batch=True,
+               mask_mod=lambda b, h, q, k: (k >= start[b]) & (k <= q))
     yield Case("first_tokens", ":mask{window: int; kv <= q && (q - kv < window || kv < 4)}", captures={"window": WINDOW},
                mask_mod=lambda b, h, q, k: (k <= q) & ((q - k < WINDOW) | (k < 4)))
     yield Case("block_causal", ":mask{kv / 8 <= q / 8}", mask_mod=lambda b, h, q, k: k // 8 <= q // 8)
@@ -124,6 +131,13 @@ def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
         kept += int((tiles > 0).sum())
         partial += int(((tiles > 0) & (tiles < br * bc)).sum())
     return pairs, kept, partial
+
+
+def counts_of(case, batch, length):
+    """The same of a case, on average over the batch."""
+    each = [counts(case.mask_mod and (lambda _, h, q, k, b=b: case.mask_mod(b, h, q, k)), length)
+            for b in range(batch if case.by_batch else 1)]
+    return [sum(column) / len(each) for column in zip(*each)]
 
 
 def tile_costs(rows):
@@ -167,8 +181,8 @@ class Flex:
         torch._dynamo.reset()
         begin = time.monotonic()
         length = q.shape[2]
-        block_mask = case.mask_mod and create_block_mask(case.mask_mod, None, None, length, length, device="cuda",
-                                                         _compile=length > 16384)
+        block_mask = case.mask_mod and create_block_mask(case.mask_mod, q.shape[0] if case.by_batch else None, None, length,
+                                                         length, device="cuda", _compile=length > 16384)
         self.dout, self.inputs = dout, tuple(x.detach().clone().requires_grad_() for x in (q, k, v))
         compiled = torch.compile(lambda q, k, v: flex_attention(q, k, v, score_mod=case.score_mod, block_mask=block_mask),
                                  dynamic=False)
@@ -203,7 +217,7 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
         problem.backward()
         for text in compare.differences(problem.results(), flex.results()):
             report.failure(f"{label}: {text}")
-    pairs, tiles, partial = counts(case.mask_mod, length)
+    pairs, tiles, partial = counts_of(case, batch, length)
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
         problems = {"flashjit": ours, "flex": flex, **({"listed": listed} if pass_name in listed.lists else {})}
         ms = interleaved_ms({name: getattr(problem, method) for name, problem in problems.items()}, rounds)
@@ -214,7 +228,7 @@ def point(runtime, report, case, batch, heads, length, dim, rounds):
         if case.bias:
             more["bias_gbs"] = pairs * batch * heads * case.captures[case.bias].element_size() / ms["flashjit"] / 1e6
         report.row(**{"pass": pass_name}, case=case.name, head_dim=dim, batch=batch, heads=heads, seqlen=length,
-                   pairs=float(pairs), flashjit_ms=ms["flashjit"], flex_ms=ms["flex"],
+                   pairs=pairs, flashjit_ms=ms["flashjit"], flex_ms=ms["flex"],
                    flashjit_tflops=rate(ms["flashjit"]), flex_tflops=rate(ms["flex"]), ratio=ms["flex"] / ms["flashjit"],
                    flashjit_compile_ms=compile_ms, flex_compile_ms=flex.compile_ms, tiles=tiles, partial_tiles=partial,
                    **more)

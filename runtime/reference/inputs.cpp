@@ -10,6 +10,7 @@
 #include <random>
 
 #include "expr/declarations.hpp"
+#include "expr/graph.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit::reference {
@@ -49,13 +50,62 @@ std::int64_t product(const std::vector<std::int64_t>& sizes) {
   return std::accumulate(sizes.begin(), sizes.end(), std::int64_t{1}, std::multiplies());
 }
 
-/// Sizes of a tensor of the rank, outermost first; its reads are clamped, so any would do, and a size of 1
-/// repeats the tensor.
-std::vector<std::int64_t> sizes_of(const expr::Declaration& d, const AttentionShape& shape) {
+/// How programs read a dimension of a tensor.
+struct Reading {
+  std::int64_t size = 0;   ///< of the names that they read it at; 0: they read it elsewhere, too
+  bool positions = false;  ///< whether all of these are q or kv
+};
+
+std::int64_t size_of(expr::Name name, const AttentionShape& shape) {
+  switch (name) {
+    case expr::Name::b:
+      return shape.batch;
+    case expr::Name::h:
+      return shape.heads_q;
+    case expr::Name::h_kv:
+      return shape.heads_kv;
+    case expr::Name::q:
+      return shape.seqlen_q;
+    case expr::Name::kv:
+      return shape.seqlen_kv;
+    default:
+      return 0;
+  }
+}
+
+/// Of each dimension, outermost first.
+std::vector<Reading> readings_of(const expr::Declaration& d, const expr::Graph& graph,
+                                 const AttentionShape& shape) {
+  std::vector<Reading> readings(d.rank);
+  for (int dimension = 0; dimension < d.rank; ++dimension) {
+    Reading& reading = readings[dimension];
+    for (int place = 0; place < graph.size(); ++place) {
+      if (graph.node(place).op != expr::Op::read || graph.node(place).declaration.name != d.name) continue;
+      const expr::Node& index = graph.node(graph[place].args[dimension]);
+      const std::int64_t size = index.op == expr::Op::name ? size_of(index.name, shape) : 0;
+      if (size == 0) {
+        reading = {};
+        break;
+      }
+      const bool position = index.name == expr::Name::q || index.name == expr::Name::kv;
+      reading.positions = position && (reading.positions || reading.size == 0);
+      reading.size = std::max(reading.size, size);
+    }
+  }
+  return readings;
+}
+
+/// Sizes of a tensor, outermost first; its reads are clamped, so any would do, and a size of 1 repeats the
+/// tensor.
+std::vector<std::int64_t> sizes_of(const expr::Declaration& d, const std::vector<Reading>& readings,
+                                   const AttentionShape& shape) {
   const std::array all{shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_kv};
   std::vector<std::int64_t> sizes(all.end() - d.rank, all.end());
   if (d.rank == 1) sizes[0] = *std::max_element(all.begin() + 1, all.end());
-  for (std::int64_t& size : sizes) size = std::max<std::int64_t>(size, 1);
+  for (int i = 0; i < d.rank; ++i) {
+    if (readings[i].size > 0) sizes[i] = readings[i].size;
+    sizes[i] = std::max<std::int64_t>(sizes[i], 1);
+  }
   for (int i = 0; i + 2 < d.rank && product(sizes) > kMostElements; ++i) sizes[i] = 1;
   return sizes;
 }
@@ -68,13 +118,34 @@ std::vector<double> documents(std::int64_t count, std::mt19937_64& random) {
   return numbers;
 }
 
-std::vector<double> tensor_values(const expr::Declaration& d, std::int64_t count, std::mt19937_64& random) {
+/// Padding: true for some half of the row or more.
+std::vector<double> valid_keys(std::int64_t count, std::mt19937_64& random) {
+  const std::int64_t valid = std::uniform_int_distribution((count + 1) / 2, count)(random);
   std::vector<double> values(count);
+  std::fill_n(values.begin(), valid, 1.0);
+  return values;
+}
+
+/// Whether a tensor is one of rows that are read by a position, as documents' ids [b, q] are.
+bool in_rows(const std::vector<Reading>& readings) {
+  return readings.back().positions && std::ranges::count(readings, true, &Reading::positions) == 1 &&
+         std::ranges::none_of(readings, [](const Reading& reading) { return reading.size == 0; });
+}
+
+std::vector<double> tensor_values(const expr::Declaration& d, const std::vector<Reading>& readings,
+                                  const std::vector<std::int64_t>& sizes, std::mt19937_64& random) {
+  const std::int64_t count = product(sizes);
+  std::vector<double> values(count);
+  const bool is_condition = d.type == ElementType::boolean;
   if (is_integer(d.type) && d.rank == 1) {
     values = documents(count, random);
+  } else if (in_rows(readings) && (is_integer(d.type) || is_condition)) {
+    for (std::int64_t row = 0; row < count; row += sizes.back())
+      std::ranges::copy(is_condition ? valid_keys(sizes.back(), random) : documents(sizes.back(), random),
+                        values.begin() + row);
   } else if (is_integer(d.type)) {
     for (double& value : values) value = static_cast<double>(random() % 4);
-  } else if (d.type == ElementType::boolean) {
+  } else if (is_condition) {
     for (double& value : values) value = random() % 4 != 0;
   } else {
     std::normal_distribution<double> normal;
@@ -142,6 +213,9 @@ std::vector<std::byte> encode(ElementType type, const std::vector<double>& value
 
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed) {
+  expr::Graph graph;
+  for (const expr::NodePtr& program : {spec.score.tree(), spec.mask.tree()})
+    if (program) graph.add(program);
   std::vector<Captured> captures;
   for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
     // A name's value does not depend on what else is declared.
@@ -154,8 +228,9 @@ std::vector<Captured> plausible_captures(const AttentionSpec& spec, const Attent
     if (d.is_scalar()) {
       made.values = {scalar_value(d, shape, random)};
     } else {
-      made.size = sizes_of(d, shape);
-      made.values = tensor_values(d, product(made.size), random);
+      const std::vector<Reading> readings = readings_of(d, graph, shape);
+      made.size = sizes_of(d, readings, shape);
+      made.values = tensor_values(d, readings, made.size, random);
     }
     captures.push_back(std::move(made));
   }

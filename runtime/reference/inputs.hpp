@@ -17,8 +17,9 @@ double round_to(ElementType type, double value);
 /// The bytes of `values` as elements of `type`, little-endian.
 std::vector<std::byte> encode(ElementType type, const std::vector<double>& values);
 
-/// A value for each name that the spec's programs declare, drawn from `seed`: floats are normal, integer
-/// vectors are numbers of documents, scalars small and positive. A tensor's sizes are those of the positions
+/// A value for each name that the spec's programs declare, drawn from `seed`: floats are normal, scalars
+/// small and positive; integer vectors, and integers in rows that are read by q or kv alone, are numbers of
+/// documents, conditions in such rows say where padding begins. A tensor's sizes are those of the positions
 /// that the programs read it at, where they say so plainly; large ones are made for one batch entry and head.
 std::vector<Captured> plausible_captures(const AttentionSpec& spec, const AttentionShape& shape,
                                          std::uint64_t seed);

@@ -3,8 +3,10 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <limits>
 
 namespace flashjit::reference {
@@ -62,6 +64,40 @@ TEST(Inputs, OffsetsHaveALongestAndAnEmptySequence) {
     EXPECT_EQ(random_offsets(5, 70, 2, seed), offsets);
   }
   EXPECT_EQ(random_offsets(0, 70, 1, 1), std::vector<std::int32_t>{0});
+}
+
+TEST(Inputs, CapturesAreAsProgramsReadThem) {
+  const auto only = [](const char* mask) {
+    AttentionSpec spec{.head_dim = 64, .mask = MaskProgram(mask)};
+    const std::vector<Captured> captures = plausible_captures(spec, {2, 6, 3, 400, 500}, 7);
+    EXPECT_EQ(captures.size(), 1u);
+    return captures.front();
+  };
+  const Captured ids = only("ids: int32 2d; ids[b, q] == ids[b, kv]");
+  EXPECT_EQ(ids.size, (std::vector<std::int64_t>{2, 500}));
+  for (const std::int64_t row : {0, 500}) {
+    const auto begin = ids.values.begin() + row;
+    EXPECT_EQ(*begin, 0);
+    EXPECT_TRUE(std::is_sorted(begin, begin + 500)) << "documents follow each other";
+  }
+  EXPECT_NE(std::vector(ids.values.begin(), ids.values.begin() + 500),
+            std::vector(ids.values.begin() + 500, ids.values.end()));
+
+  const Captured valid = only("valid: bool 2d; valid[b, kv] && kv <= q");
+  EXPECT_EQ(valid.size, (std::vector<std::int64_t>{2, 500}));
+  for (const std::int64_t row : {0, 500}) {
+    const auto begin = valid.values.begin() + row;
+    EXPECT_TRUE(std::is_sorted(begin, begin + 500, std::greater())) << "padding stands behind";
+    EXPECT_GE(std::count(begin, begin + 500, 1.0), 250);
+  }
+
+  EXPECT_EQ(only("first: int32 1d; kv >= first[b]").size, std::vector<std::int64_t>{2});
+  EXPECT_EQ(only("w: int32 2d; q - kv < w[h_kv, h]").size, (std::vector<std::int64_t>{3, 6}));
+  const Captured pairs = only("keep: bool 2d; keep[q, kv]");
+  EXPECT_EQ(pairs.size, (std::vector<std::int64_t>{400, 500}));
+  EXPECT_FALSE(std::is_sorted(pairs.values.begin(), pairs.values.begin() + 500, std::greater()));
+  EXPECT_EQ(only("table: int32 1d; kv < table[q / 4]").size, std::vector<std::int64_t>{500})
+      << "of the longest, where an index is no name";
 }
 
 TEST(Inputs, ProgramsWithoutNamesNeedNoCaptures) {

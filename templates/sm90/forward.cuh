@@ -121,8 +121,9 @@ struct ForwardWalk {
       whole -= over;
       for (pieces = kGroups; over * pieces > teams;) --pieces;
     }
-    // Masks that must be evaluated to be classed are of blocks here and there: no row is known to be long.
-    if (!P::kHasMask || P::kEvaluateTiles) return;
+    // To a mask of keys alone all rows are alike, and those that must be evaluated to be classed are of
+    // blocks here and there: no row is known to be long.
+    if (!P::kHasMask || P::kMaskBlockQ == 0 || P::kEvaluateTiles) return;
     unsigned divisor = 2 * teams, rest = rows;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;

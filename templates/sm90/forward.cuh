@@ -281,7 +281,7 @@ struct ForwardPlaces {
   }
   __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
-  /// The part of a captured plane that the scores of tile n read. It comes and goes with V.
+  /// The part of a captured plane that the scores of tile n read.
   __device__ unsigned plane(Count n) const {
     return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
   }
@@ -305,8 +305,9 @@ struct ForwardPlaces {
   __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
   __device__ unsigned v_full(Count n) const { return k_full(n) + 16; }
   __device__ unsigned v_empty(Count n) const { return k_full(n) + 24; }
-  __device__ unsigned values_full(Count n) const { return found(0) + kKeptWorks * 8 + n % P::kStages * 16; }
-  __device__ unsigned values_empty(Count n) const { return values_full(n) + 8; }
+  /// What the score reads of tile n, a plane or values of its keys: that it is there, and has been read.
+  __device__ unsigned reads_full(Count n) const { return found(0) + kKeptWorks * 8 + n % P::kStages * 16; }
+  __device__ unsigned reads_empty(Count n) const { return reads_full(n) + 8; }
   __device__ int phase(Count n) const { return n / P::kStages & 1; }
 };
 
@@ -348,24 +349,17 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
   }
 }
 
-/// Loads K and V in the order in which they are needed: V of a tile, and what its scores read of a plane,
-/// after K of the next one, which may be another Q tile's. By one thread.
+/// Loads K and V in the order in which they are needed: V of a tile after K of the next one, which may be
+/// another Q tile's. What the scores of a tile read of a plane is read sooner than its V, and so comes with
+/// its K. By one thread.
 template <class P>
 __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P>& at,
                                           const TensorMaps& maps) {
   using Places = ForwardPlaces<P>;
   int v_row = 0, v_head = 0, v_batch = 0;  // of the tile of which K was loaded last
-  [[maybe_unused]] int v_round = 0, v_begin = 0;
   const auto load_v = [&](int n) {
     barrier_wait<P>(at.v_empty(n), at.phase(n) ^ 1);
-    if constexpr (P::kReadsPlane) {
-      const ForwardWork<P>& work = at.work(v_round);
-      expect_with_plane<P::kBr, P::kBc>(p, maps, at.v_full(n), Places::kVBytes,
-                                        P::plane(p, work.sequence.head(p, work.h)), at.plane(n), work.q_begin,
-                                        v_begin);
-    } else {
-      barrier_expect(at.v_full(n), Places::kVBytes);
-    }
+    barrier_expect(at.v_full(n), Places::kVBytes);
     load_tile<P::kBc, P::kHeadDimV>(at.v(n), maps.v, at.v_full(n), v_row, v_head, v_batch);
   };
   int n = 0;
@@ -384,9 +378,14 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
         at.entry(n) = begin + P::kBc <= work.sequence.kv_limit(p) ? entry : entry & ~1;
       barrier_expect(at.k_full(n), Places::kKBytes);
       load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
+      if constexpr (P::kReadsPlane) {
+        barrier_wait<P>(at.reads_empty(n), at.phase(n) ^ 1);
+        expect_with_plane<P::kBr, P::kBc>(p, maps, at.reads_full(n), 0,
+                                          P::plane(p, work.sequence.head(p, work.h)), at.plane(n),
+                                          work.q_begin, begin);
+      }
       if (n > 0) load_v(n - 1);
       v_row = row, v_head = head, v_batch = batch;
-      v_round = round, v_begin = begin;
     }
   }
   if (n > 0) load_v(n - 1);
@@ -456,11 +455,11 @@ __device__ __forceinline__ void find_key_values(const Params& p, const ForwardPl
 #pragma unroll
       for (int own = 0; own < kOwn; ++own)
         values[own] = P::key_value(p, head, position(work.kv_begin(i) + own * 32 + lane));
-      barrier_wait<P>(at.values_empty(n), at.phase(n) ^ 1);
+      barrier_wait<P>(at.reads_empty(n), at.phase(n) ^ 1);
 #pragma unroll
       for (int own = 0; own < kOwn; ++own)
         if (own * 32 + lane < P::kBc) at.values(n)[own * 32 + lane] = values[own];
-      barrier_arrive(at.values_full(n));
+      barrier_arrive(at.reads_full(n));
     }
   }
 }
@@ -573,32 +572,20 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
 template <class P>
 constexpr bool kRowsTogether = (kTellsTiles<P> && kTeams<P> > 1);
 
-/// Scores to exponentials; returns what O and the sums so far are multiplied with. `plane`: where this lane's
-/// row of the first four matrices of the tile's elements lies, where the score reads a plane. `values`: what
-/// the score reads of this thread's first key.
+/// Makes scores of dot products, where a program does so pair by pair. `plane`: where this lane's row of the
+/// first four matrices of the tile's elements lies, where the score reads a plane. `values`: what it reads of
+/// this thread's first key.
 template <class P, int kCount>
-__device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
-                                        int kv_begin, bool full, unsigned plane, const float* values,
-                                        float (&s)[kCount], float (&rescale)[2]) {
-  constexpr bool kLazy = (kSlack<P>) != 0.0f;
-  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
-  const float scale = scale_operand<P>(p);
-  // Scores of a line stay in the units of dot products, without what is added at this thread's first key:
-  // `unit` and `line` make them scores. A scale beside which no slope can be told is not asked for.
-  [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
-  [[maybe_unused]] float line[2], slope;
-  if constexpr (P::kScoreLine) {
-    slope = __fdividef(P::score_slope(p, rows.head), unit);
-#pragma unroll
-    for (int half = 0; half < 2; ++half)
-      line[half] = P::score_offset(p, rows.head, position(row + half * rows.to_second()), position(column));
-  } else if constexpr (P::kHasScore) {
+__device__ __forceinline__ void apply_score(const Params& p, const ForwardRows<P>& rows, int kv_begin,
+                                            unsigned plane, const float* values, float (&s)[kCount]) {
+  if constexpr (P::kHasScore && !P::kScoreLine) {
+    const Position row = position(rows.first_query()),
+                   column = position(kv_begin + static_cast<int>(threadIdx.x) % 4 * 2);
     [[maybe_unused]] unsigned elements[4];
     [[maybe_unused]] float2 of_keys{};
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
-      const Position q = position(row) + n / 2 % 2 * rows.to_second(),
-                     kv = position(column) + (n / 4 * 8 + n % 2);
+      const Position q = row + n / 2 % 2 * rows.to_second(), kv = column + (n / 4 * 8 + n % 2);
       if constexpr (P::kReadsPlane) {
         const int chunk = n / 4;
         if (n % 8 == 0) load_matrix_x4(elements, (plane ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
@@ -612,6 +599,25 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
         s[n] = P::score(p, rows.head, s[n], q, kv);
       }
     }
+  }
+}
+
+/// Scores to exponentials; returns what O and the sums so far are multiplied with.
+template <class P, int kCount>
+__device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& work, ForwardRows<P>& rows,
+                                        int kv_begin, bool full, float (&s)[kCount], float (&rescale)[2]) {
+  constexpr bool kLazy = (kSlack<P>) != 0.0f;
+  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
+  const float scale = scale_operand<P>(p);
+  // Scores of a line stay in the units of dot products, without what is added at this thread's first key:
+  // `unit` and `line` make them scores. A scale beside which no slope can be told is not asked for.
+  [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
+  [[maybe_unused]] float line[2], slope;
+  if constexpr (P::kScoreLine) {
+    slope = __fdividef(P::score_slope(p, rows.head), unit);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      line[half] = P::score_offset(p, rows.head, position(row + half * rows.to_second()), position(column));
   }
   if (!full) mask_scores(p, work, rows, kv_begin, s);
   float offset[2], sum[2] = {0.0f, 0.0f};
@@ -868,13 +874,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
           (kBoundsTell<P> ? rows.full_keys.begin <= kv_begin : work.tiles.full(p, rows.head, rows.q, entry));
     if (kReadsList<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
-  const auto find_plane = [&](int n) {
+  const auto await_reads = [&](int n) {
+    if constexpr (P::kReadsPlane || P::kKeyValues) barrier_wait<P>(at.reads_full(n), at.phase(n));
+  };
+  const auto reads_are_done = [&](int n) {
+    if constexpr (P::kReadsPlane)
+      release(at.reads_empty(n));
+    else if constexpr (P::kKeyValues)
+      barrier_arrive(at.reads_empty(n));
+  };
+  const auto find_reads = [&](int n) {
+    await_reads(n);
     if constexpr (P::kReadsPlane) {
       const int row = group * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
       const int lane = threadIdx.x % 32;
-      if (unit_copies(p, maps, P::plane(p, rows.head))) {
-        barrier_wait<P>(at.v_full(n), at.phase(n));
-      } else {
+      if (!unit_copies(p, maps, P::plane(p, rows.head))) {
         const ForwardWork<P>& work = at.work(round);
         fill_plane<P::kBr, kWarpRows, P::kBc, 8>(at.shared + (at.plane(n) - at.base),
                                                  P::plane(p, work.sequence.head(p, work.h)), work.q_begin,
@@ -883,16 +897,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
     }
   };
-  // Of this thread's first key, and when they have been used.
-  const auto values_of_keys = [&](int n) -> const float* {
-    if constexpr (!P::kKeyValues) return nullptr;
-    barrier_wait<P>(at.values_full(n), at.phase(n));
-    return at.values(n) + threadIdx.x % 4 * 2;
-  };
-  const auto values_are_used = [&](int n) {
-    if constexpr (P::kKeyValues) barrier_arrive(at.values_empty(n));
-  };
   float rescale[2], scale[2];
+  // Of tile n, whose dot products and reads are there.
+  const auto to_exponentials = [&](int n, auto& scores) {
+    apply_score(p, rows, kv_begin, plane, at.values(n) + threadIdx.x % 4 * 2, scores);
+    reads_are_done(n);
+    softmax(p, at.work(round), rows, kv_begin, full, scores, rescale);
+  };
   int n = 0;
   find_tiles(0);
   if (group == kGroups - 1) pass_turn(at, group);
@@ -916,16 +927,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     look_at_tile(n);
     multiply_wait<1>();
     scores_are_done(n);
-    find_plane(n);
+    find_reads(n);
     if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
       auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
-      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), few, rescale);
+      to_exponentials(n, few);
 #pragma unroll
       for (int value = kFewKeys<P> / 2; value < kS; ++value) s[value] = 0.0f;
     } else {
-      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), s, rescale);
+      to_exponentials(n, s);
     }
-    values_are_used(n);
     if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
     multiply_wait<0>();
     ask(n);
@@ -955,9 +965,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       look_at_tile(n);
       multiply_wait<1>();
       scores_are_done(n);
-      find_plane(n);
-      softmax(p, at.work(round), rows, kv_begin, full, plane, values_of_keys(n), s, rescale);
-      values_are_used(n);
+      find_reads(n);
+      to_exponentials(n, s);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
       ask(n);
@@ -993,8 +1002,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release(at.k_empty(n));
       barrier_wait<P>(at.v_full(n), at.phase(n));
       release(at.v_empty(n));
-      values_of_keys(n);
-      values_are_used(n);
+      await_reads(n);
+      reads_are_done(n);
     }
   }
   if (group == 0) wait_for_turn(at, group);  // takes the turn that nobody else wants
@@ -1016,9 +1025,12 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
     barrier_init(at.v_full(stage), 1);
     barrier_init(at.k_empty(stage), Places::kGroups * (kTellsTiles<P> ? 128 : 4));
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
-    if constexpr (P::kKeyValues) {
-      barrier_init(at.values_full(stage), 32);
-      barrier_init(at.values_empty(stage), Places::kGroups * 128);
+    if constexpr (P::kReadsPlane) {
+      barrier_init(at.reads_full(stage), 1);
+      barrier_init(at.reads_empty(stage), Places::kGroups * 4);
+    } else if constexpr (P::kKeyValues) {
+      barrier_init(at.reads_full(stage), 32);
+      barrier_init(at.reads_empty(stage), Places::kGroups * 128);
     }
   }
 }

@@ -84,13 +84,15 @@ struct ForwardLayout {
   constexpr int entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
   constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
-  /// Without O, with two barriers for each group's Q, four for each stage and two for its keys' values, and
-  /// one for each piece of work.
+  /// Two for each stage: that what the score reads of its tile is there, and has been read.
+  constexpr int score_barriers() const { return reads_plane || key_values ? 2 : 0; }
+  /// Without O, with two barriers for each group's Q, four for each stage beside those, and one for each piece
+  /// of work.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
            stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes() + values_bytes()) +
            kKeptWorks * kWorkBytes + entries_bytes() +
-           (2 * groups() * q_count + (key_values ? 6 : 4) * stages + kKeptWorks) * 8;
+           (2 * groups() * q_count + (4 + score_barriers()) * stages + kKeptWorks) * 8;
   }
 };
 

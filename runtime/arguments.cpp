@@ -264,7 +264,7 @@ TensorParam tensor_param(const ConstTensorView& tensor) {
 void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint64_t seed,
                  std::uint64_t offset) {
   const auto dropout = reference::dropout_parameters(spec.dropout ? p : 0.0);
-  params.keep_below = dropout.keep_below;
+  params.drop_share = dropout.drop_share;
   params.keep_scale = static_cast<float>(dropout.keep_scale);
   params.seed_lo = static_cast<unsigned>(seed);
   params.seed_hi = static_cast<unsigned>(seed >> 32);

@@ -66,7 +66,7 @@ struct ForwardArgs {
   const std::int32_t* kv_lengths =
       nullptr;                  ///< [b] on the device, with spec.kv_lengths: keys from there on are padding
   BlockMapView block_map = {};  ///< with spec.block_map
-  double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-16
+  double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
   std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
   Workspace workspace = {};                ///< at least Runtime::workspace_bytes(spec, shape)

@@ -173,14 +173,16 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
   std::vector<TileConfig> choices;
   const bool plane = reads_plane(spec);
   if (d <= 128) {
-    choices = {forward_config(8, 128, plane && d <= 64 ? 3 : 2), forward_config(4, 128, 2)};
+    choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
+    // Beside dropout there are registers for neither mask nor score, nor for more columns.
     const expr::MaskTraits mask = expr::mask_traits(spec.mask);
     const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
     const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
     const bool simple = spec.mask.empty() || is_causal(spec.mask) || by_key;
-    if (!spec.dropout && !in_blocks && !plane && (d <= 64 || simple))
+    const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
+    if (!in_blocks && !plane && fits)
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small tiles hide each other's waits for what stands in lists, and for what a mask reads.
     if (d <= 64 && in_blocks && !plane)

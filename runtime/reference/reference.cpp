@@ -255,14 +255,14 @@ bool Context::attends(const Point& at) const {
 }
 
 double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const {
-  if (!spec.dropout || dropout.keep_below == ~0u) return dropout.keep_scale;
+  if (!spec.dropout) return dropout.keep_scale;
   const auto low = [](std::uint64_t value) { return static_cast<unsigned>(value); };
   const auto high = [](std::uint64_t value) { return static_cast<unsigned>(value >> 32); };
   const int i = static_cast<int>(q), j = static_cast<int>(kv);
   const Philox4 words = dropout_words(low(problem.seed), high(problem.seed), low(problem.offset),
                                       high(problem.offset), static_cast<unsigned>(task), i, j);
-  const unsigned bits = dropout_bits(words.word[dropout_word_index(i, j)], j);
-  return bits < dropout.keep_below ? dropout.keep_scale : 0.0;
+  const unsigned drawn = draw_dropped(words.word[dropout_word_index(i, j)], dropout.drop_share);
+  return is_dropped(drawn, j & 1) ? 0.0 : dropout.keep_scale;
 }
 
 /// Some rows of a tensor [..., columns].
@@ -495,8 +495,8 @@ std::vector<double> existing_rows(const Problem& problem, const std::vector<doub
 
 Dropout dropout_parameters(double p) {
   if (!(p >= 0 && p < 1)) refuse(fmt::format("dropout_p is {}; it must be at least 0 and below 1", p));
-  const double kept = std::max(std::round((1 - p) * 0x1p16), 1.0);  // of 2^16
-  return {static_cast<std::uint32_t>(std::min(kept * 0x1p16, 0x1p32 - 1)), 0x1p16 / kept};
+  const double kept = std::max(std::round((1 - p) * 0x1p15), 1.0);  // of 2^15
+  return {static_cast<std::uint32_t>(0x1p15 - kept) * 0x10001u, 0x1p15 / kept};
 }
 
 double round_to(DType dtype, double value) {

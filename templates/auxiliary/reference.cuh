@@ -5,6 +5,7 @@
 #include "flashjit/auxiliary/reference_params.cuh"
 #include "flashjit/common/element.cuh"
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/tile_class.cuh"
 
 namespace flashjit::auxiliary {
@@ -98,7 +99,7 @@ __device__ double reference_sink(const ReferenceRow<P>& r) {
 template <class P>
 __device__ double reference_dropout(const ReferenceRow<P>& r, int kv) {
   if constexpr (P::kDropout)
-    return pair_kept(r.p, r.b, r.h, r.q, kv) ? static_cast<double>(r.p.keep_scale) : 0.0;
+    return pair_dropped(r.p, r.b * r.p.heads_q + r.h, r.q, kv) ? 0.0 : static_cast<double>(r.p.keep_scale);
   return 1.0;
 }
 

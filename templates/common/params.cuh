@@ -61,7 +61,7 @@ struct Params {
   float softmax_scale;
   float softmax_scale_log2;  ///< times log2(e)
   float keep_scale;          ///< 1 / (1 - p)
-  unsigned keep_below;       ///< a pair stays if its dropout_bits() are below this; 2^32 - 1 keeps all
+  unsigned drop_share;       ///< 2^15 p in each half, see draw_dropped()
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
   CaptureParam captures[kMaxCaptures];
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float

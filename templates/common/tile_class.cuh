@@ -1,7 +1,6 @@
-// How much of a tile attends by block map and mask program together, and the keep test of dropout.
+// How much of a tile attends by block map and mask program together.
 #pragma once
 
-#include "flashjit/common/philox.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
@@ -40,17 +39,6 @@ __device__ __forceinline__ TileClass tile_class(const Params& p, const typename 
   }
   if (mask == TileClass::empty) return TileClass::empty;
   return map == TileClass::full && mask == TileClass::full ? TileClass::full : TileClass::partial;
-}
-
-/// Whether dropout keeps the pair.
-__device__ __forceinline__ bool pair_kept(const Params& p, int b, int h, int q, int kv) {
-  const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
-                                       static_cast<unsigned>(b) * p.heads_q + h, q, kv);
-  // Selects, since an index known only at run time would put the words into local memory.
-  const int index = dropout_word_index(q, kv);
-  const unsigned low = index & 1 ? random.word[1] : random.word[0];
-  const unsigned high = index & 1 ? random.word[3] : random.word[2];
-  return keeps(p, dropout_bits(index & 2 ? high : low, kv));
 }
 
 }  // namespace flashjit

@@ -123,9 +123,4 @@ __device__ __forceinline__ bool pair_attends(const Params& p, const typename Pro
   return true;
 }
 
-/// Whether dropout keeps the pair with these dropout_bits().
-__device__ __forceinline__ bool keeps(const Params& p, unsigned bits) {
-  return bits < p.keep_below || p.keep_below == 0xffffffffu;
-}
-
 }  // namespace flashjit

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/tile_class.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/simt/layout.cuh"
@@ -283,7 +284,8 @@ __device__ __forceinline__ Pairs pairs_of_thread(const Params& p, const Visible&
     const int kv = tile.kv.begin + (kRowsAreQueries ? column : row);
     if (!attends<Problem>(p, tile, head, q, kv)) continue;
     pairs.attending |= 1u << pair;
-    if (!Problem::kDropout || pair_kept(p, head.b, head.h, q, kv)) pairs.kept |= 1u << pair;
+    if (Problem::kDropout && pair_dropped(p, head.b * p.heads_q + head.h, q, kv)) continue;
+    pairs.kept |= 1u << pair;
   }
   return pairs;
 }

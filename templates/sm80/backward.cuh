@@ -6,7 +6,7 @@
 // computes products while the other computes exponentials.
 #pragma once
 
-#include "flashjit/common/philox.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/common/wait.cuh"
@@ -303,23 +303,15 @@ __device__ void backward(const Params& p) {
 #pragma unroll
         for (int mt = 0; mt < kMt; ++mt)
 #pragma unroll
-          for (int nt = 0; nt < kNt; nt += 2)
+          for (int nt = 0; nt < kNt; nt += 2) {
+            const Philox4 drawn =
+                draw_transposed(p, sequence.b * p.heads_q + h, at_q(nt, 0).at, at_kv(mt, 0).at);
 #pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              const Philox4 random =
-                  dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, sequence.b * p.heads_q + h,
-                                at_q(nt, e).at, at_kv(mt, e).at);
-#pragma unroll
-              for (int i = 0; i < 4; ++i) {
-                const int kv = at_kv(mt, e).at;
-                const unsigned word =
-                    (kv >> 4 & 1) != 0 ? random.word[i / 2 * 2 + 1] : random.word[i / 2 * 2];
-                if (!keeps(p, dropout_bits(word, i % 2 * 8))) {
-                  float& value = s[mt][nt + i / 2][e + i % 2 * 2];
-                  value = -value;
-                }
-              }
+            for (int i = 0; i < 8; ++i) {
+              float& value = s[mt][nt + i / 4][i % 4];
+              if (is_dropped(drawn.word[i / 2], i % 2)) value = -value;
             }
+          }
       }
       if constexpr (kPairs) {
         hand_over(0, s);

@@ -4,7 +4,7 @@
 // and exponentials then work at the same time within a warp, too.
 #pragma once
 
-#include "flashjit/common/philox.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
@@ -286,28 +286,19 @@ __device__ void forward(const Params& p) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) o[mt][ot][e] *= rescale[mt][e / 2];
     }
-    if constexpr (P::kDropout) {
-#pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < kNt; nt += 2)
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const Philox4 random = dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi,
-                                                 sequence.b * p.heads_q + h, at_q(mt, 0).at, at_kv(nt, e).at);
-#pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const int kv = at_kv(nt, e).at;
-              const unsigned word = (kv >> 4 & 1) != 0 ? random.word[i / 2 * 2 + 1] : random.word[i / 2 * 2];
-              if (!keeps(p, dropout_bits(word, i % 2 * 8))) s[mt][nt + i % 2][e + i / 2 * 2] = 0.0f;
-            }
-          }
-    }
     if constexpr (!kLateV) {
 #pragma unroll
       for (int k = 0; k < kNt / 2; ++k) {
 #pragma unroll
-        for (int mt = 0; mt < kMt; ++mt) as_left_operand<Element, kNt>(weights[k][mt], s[mt], k);
+        for (int mt = 0; mt < kMt; ++mt) {
+          as_left_operand<Element, kNt>(weights[k][mt], s[mt], k);
+          if constexpr (P::kDropout) {
+            unsigned masks[4];
+            drop_masks(masks, p, sequence.b * p.heads_q + h, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+#pragma unroll
+            for (int r = 0; r < 4; ++r) weights[k][mt][r] &= ~masks[r];
+          }
+        }
         multiply_v(i, k, 0.0f);
       }
     }

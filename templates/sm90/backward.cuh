@@ -467,10 +467,16 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   if constexpr (Tile::kHasPlane) {
     const CapturePlane of = P::plane(p, head);
     const int first_chunk = (first_row + warp * 16) / 8;
-    if (!unit_copies(p, maps, of))
-      fill_plane<P::kBr, Tile::kQueries, 16, 4>(tile.shared + (tile.plane(dout_slot) - tile.base), of,
-                                                now.tile * P::kBr, tile.kv_begin(i), first_query,
-                                                first_chunk * 8);
+    if (!unit_copies(p, maps, of)) {
+      const PlaneRows<P::kBr, Tile::kQueries, 16, 4> rows{tile.shared + (tile.plane(dout_slot) - tile.base),
+                                                          of,
+                                                          now.tile * P::kBr,
+                                                          tile.kv_begin(i),
+                                                          first_query,
+                                                          first_chunk * 8};
+      rows.start();
+      rows.finish();
+    }
     plane = tile.plane(dout_slot) +
             chunk_offset<P::kBr>(first_query + lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
   }
@@ -482,15 +488,16 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
 
   float dp[kS];
   if constexpr (kForeignKeys<P>) start_scores(tile, group, q_rows, s);
-  [[maybe_unused]] unsigned dropped[(kS + 31) / 32];
-  // Before dP takes its registers.
-  if constexpr (P::kDropout)
-    dropped_values<kS, true, false>(dropped, p, sequence.b * p.heads_q + h, at_kv(0).at, at_q(0).at);
+  [[maybe_unused]] DroppedValues<kS> dropped;
+  const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + h, at_q(0).at, at_kv(0).at); };
+  // Wide, registers suffice beside dP, too.
+  if constexpr (P::kDropout && !Tile::kWide) draw();
   const bool partial = !now.full || tile.kv_begin(i) + Tile::kKeys > tile.kv_limit(p, i);
   tile.await_dout(i);
   const unsigned long long v = tile_descriptor(tile.v() + first_row * kRowBytes, 0),
                            dout = tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0);
   start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
+  if constexpr (P::kDropout && Tile::kWide) draw();
   TileMask<P, Tile::kQueries> mask;
   const auto row_at = [&](int half) { return kv_position.at + half * 8; };
   if (partial) mask.find(p, head, row_at, q_begin);
@@ -571,7 +578,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float probable = exp2_approx(fmaf(s[n + e], scale_log2, e % 2 ? -lse.y : -lse.x));
-        const bool drop = P::kDropout && (dropped[(n + e) / 32] >> ((n + e) % 32) & 1u) != 0;
+        const bool drop = P::kDropout && dropped[n + e];
         const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : probable;
         dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));

@@ -661,14 +661,6 @@ __device__ __forceinline__ void softmax(const Params& p, const ForwardWork<P>& w
       add_sum(half);
     }
   }
-  if constexpr (P::kDropout) {
-    unsigned dropped[(kCount + 31) / 32];
-    dropped_values<kCount, false, P::kBc % 32 == 0 && kCount % 16 == 0>(
-        dropped, p, work.sequence.b * p.heads_q + work.h, row, column);
-#pragma unroll
-    for (int n = 0; n < kCount; ++n)
-      if (dropped[n / 32] >> (n % 32) & 1u) s[n] = 0.0f;
-  }
 }
 
 /// Which row of LSE, and of parts of O, one of a thread's two rows is; -1: none. Where heads are packed.
@@ -765,6 +757,11 @@ constexpr bool kFindsVByK =
 template <class P>
 constexpr bool kAsksForV = (kTellsTiles<P> && P::kHeadDim <= 128);
 
+/// Whether what dropout drops of a tile is drawn while its scores are computed, which needs registers for the
+/// masks until P is there; else when it is: quicker for few columns, and a wide O leaves no registers.
+template <class P>
+constexpr bool kDrawsEarly = P::kDropout&& P::kHeadDimV > 64 && P::kHeadDimV <= 128;
+
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.
 template <class P>
@@ -839,6 +836,31 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
   };
   int adds = kOverwritesOutput<P> ? 0 : 1;  // whether the next P V adds to O
+  // What dropout drops of 16 keys of the step's P.
+  [[maybe_unused]] unsigned dropped[P::kBc / 16][4];
+  const auto draw = [&](int keys) {
+    const ForwardWork<P>& work = at.work(round);
+    drop_masks(dropped[keys], p, work.sequence.b * p.heads_q + work.h, rows.first_query(),
+               kv_begin + keys * 16 + static_cast<int>(threadIdx.x) % 4 * 2);
+  };
+  const auto draw_early = [&] {
+    if constexpr (kDrawsEarly<P>) {
+#pragma unroll
+      for (int keys = 0; keys < P::kBc / 16; ++keys) draw(keys);
+    }
+  };
+  // P of the step as the left operand of its product with V.
+  const auto pack_probabilities = [&] {
+    as_left_operand<Element>(probability, s);
+    if constexpr (P::kDropout) {
+#pragma unroll
+      for (int keys = 0; keys < P::kBc / 16; ++keys) {
+        if constexpr (!kDrawsEarly<P>) draw(keys);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) probability[keys][r] &= ~dropped[keys][r];
+      }
+    }
+  };
   const auto start_output = [&] {
     pin(o);
     multiply_fence();
@@ -883,20 +905,22 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     else if constexpr (P::kKeyValues)
       barrier_arrive(at.reads_empty(n));
   };
-  const auto find_reads = [&](int n) {
-    await_reads(n);
+  // Where the TMA unit does not copy the plane, each warp fills in what it reads: starts so before it waits
+  // for anything else, and ends under the products.
+  const auto fill_plane = [&](int n, auto fill) {
     if constexpr (P::kReadsPlane) {
+      const ForwardWork<P>& work = at.work(round);
+      const CapturePlane of = P::plane(p, work.sequence.head(p, work.h));
       const int row = group * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+      if (!unit_copies(p, maps, of))
+        fill(PlaneRows<P::kBr, kWarpRows, P::kBc, 8>{at.shared + (at.plane(n) - at.base), of, work.q_begin,
+                                                     work.kv_begin(i), row, 0});
       const int lane = threadIdx.x % 32;
-      if (!unit_copies(p, maps, P::plane(p, rows.head))) {
-        const ForwardWork<P>& work = at.work(round);
-        fill_plane<P::kBr, kWarpRows, P::kBc, 8>(at.shared + (at.plane(n) - at.base),
-                                                 P::plane(p, work.sequence.head(p, work.h)), work.q_begin,
-                                                 kv_begin, row, 0);
-      }
       plane = at.plane(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
     }
   };
+  const auto start_plane = [&](int n) { fill_plane(n, [](const auto& rows) { rows.start(); }); };
+  const auto finish_plane = [&](int n) { fill_plane(n, [](const auto& rows) { rows.finish(); }); };
   float rescale[2], scale[2];
   // Of tile n, whose dot products and reads are there.
   const auto to_exponentials = [&](int n, auto& scores) {
@@ -925,9 +949,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (follows) end_rows(p, at.work(round - 1), rows, group, scale);
     rows.begin(p, at.work(round), group);
     look_at_tile(n);
+    draw_early();
+    start_plane(n);
+    finish_plane(n);
     multiply_wait<1>();
     scores_are_done(n);
-    find_reads(n);
+    await_reads(n);
     if (kShortSteps<P> && at.work(round).is_short >> group & 1u) {
       auto& few = reinterpret_cast<float(&)[kFewKeys<P> / 2]>(s);
       to_exponentials(n, few);
@@ -940,7 +967,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     multiply_wait<0>();
     ask(n);
     pin(o);
-    as_left_operand<Element>(probability, s);
+    pack_probabilities();
     if (follows) {
       release(at.v_empty(n - 1));
       scale_rows(o, scale);
@@ -954,6 +981,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     for (++n; i > 0; ++n) {
       --i;
+      start_plane(n);
       wait_for_k(n);
       wait_for_turn(at, group);
       start_scores();
@@ -963,9 +991,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       pass_turn(at, group);
       find_tiles(n + 1);
       look_at_tile(n);
+      draw_early();
+      finish_plane(n);
       multiply_wait<1>();
       scores_are_done(n);
-      find_reads(n);
+      await_reads(n);
       to_exponentials(n, s);
       if constexpr (kOutputUnderSoftmax<P>) finish_before_wait(rows.sum[0] + rows.sum[1], at.base);
       multiply_wait<0>();
@@ -973,7 +1003,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       pin(o);
       release(at.v_empty(n - 1));
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
-      as_left_operand<Element>(probability, s);
+      pack_probabilities();
     }
     // Where there are two, nobody waits for this one yet.
     if (Places::kQStages == 2) release(at.q_empty(group, round));

@@ -3,7 +3,7 @@
 // repeated.
 #pragma once
 
-#include "flashjit/common/philox.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/hopper.cuh"
 
@@ -28,43 +28,6 @@ __device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const 
   for (int step = 0; step < kSteps; ++step)
 #pragma unroll
     for (int r = 0; r < 4; ++r) a[step][r] = pack<Element>(c[step * 8 + r * 2], c[step * 8 + r * 2 + 1]);
-}
-
-/// Bit n: whether dropout drops value n of an accumulator of S, or of S^T when kTransposed. `row` and
-/// `column` are those of the thread's first value. A loop of a few calls at a time, which hide each other's
-/// latency: more need registers, and code. kWholeCells: columns are keys and come in multiples of 32, so that
-/// all eight pairs of a call are this thread's; else four of them are.
-template <int kCount, bool kTransposed, bool kWholeCells>
-__device__ __forceinline__ void dropped_values(unsigned (&bits)[(kCount + 31) / 32], const Params& p,
-                                               int batch_head, int row, int column) {
-#pragma unroll
-  for (int word = 0; word < (kCount + 31) / 32; ++word) {
-    const int values = kCount - word * 32 < 32 ? kCount - word * 32 : 32;
-    const int step = values % 16 == 0 ? 16 : 8;
-    bits[word] = 0;
-#pragma unroll 1
-    for (int first = 0; first < values; first += step) {
-      unsigned dropped = 0;
-#pragma unroll
-      for (int n = 0; n < step; n += n % 2 ? (kWholeCells ? 15 : 7) : 1) {
-        const int at = column + word * 64 + first * 2 + n / 8 * 16 + n % 8;
-        const int q = kTransposed ? at : row, kv = kTransposed ? row : at;
-        const Philox4 random =
-            dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head, q, kv);
-#pragma unroll
-        for (int q_half = 0; q_half < 2; ++q_half) {
-#pragma unroll
-          for (int eight = 0; eight < (kWholeCells ? 4 : 2); ++eight) {
-            unsigned of_pair = random.word[q_half * 2 + eight / 2];
-            if (!kWholeCells && (kv >> 4 & 1) != 0) of_pair = random.word[q_half * 2 + 1];
-            const int value = n + (kTransposed ? q_half * 4 + eight * 2 : q_half * 2 + eight * 4);
-            if (!keeps(p, dropout_bits(of_pair, eight * 8))) dropped |= 1u << value;
-          }
-        }
-      }
-      bits[word] |= dropped << first;
-    }
-  }
 }
 
 /// score_scale_log2() as a constant: while the tensor cores work, reads of registers are what is scarce.

@@ -86,8 +86,8 @@ struct ForwardLayout {
   constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
   /// Two for each stage: that what the score reads of its tile is there, and has been read.
   constexpr int score_barriers() const { return reads_plane || key_values ? 2 : 0; }
-  /// Without O, with two barriers for each group's Q, four for each stage beside those, and one for each piece
-  /// of work.
+  /// Without O, with two barriers for each group's Q, four for each stage beside those, and one for each
+  /// piece of work.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
            stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes() + values_bytes()) +

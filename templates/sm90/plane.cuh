@@ -29,45 +29,63 @@ __device__ __forceinline__ void expect_with_plane(const Params& p, const TensorM
              q + plane.q_shift, plane.leading[0], plane.leading[1]);
 }
 
-/// Fills in kCount rows of a tile of kRows from `row` on, of each `kKeys` keys from `key` on. The tile begins
-/// at the pair (q, kv). By a whole warp, for itself: fast where two elements are one word. kTogether: rows on
+/// What a warp fills in, for itself: kCount rows of a tile of kRows from `row` on, of each kKeys keys from
+/// `key` on. The tile begins at the pair (q, kv). Fast where two elements are one word. kTogether: rows on
 /// their way at a time, for which registers suffice.
 template <int kRows, int kCount, int kKeys, int kTogether>
-__device__ __forceinline__ void fill_plane(char* tile, const CapturePlane& plane, int q, int kv, int row,
-                                           int key) {
-  constexpr int kWords = kKeys / 2, kAcross = kWords % 32 == 0 ? 32 : kWords % 16 == 0 ? 16 : 8;
-  constexpr int kDown = 32 / kAcross;
-  const int lane = static_cast<int>(threadIdx.x) % 32, first = wrap_add(kv + key, plane.kv_shift);
-  const unsigned long long address = reinterpret_cast<unsigned long long>(plane.first + first);
-  const bool in_words = plane.stride_kv == 1 && first >= 0 && first <= plane.size_kv - kKeys &&
-                        (address | plane.stride_q * 2) % 4 == 0;
-#pragma unroll 1
-  for (int word = lane % kAcross; word < kWords; word += kAcross) {
+struct PlaneRows {
+  static constexpr int kWords = kKeys / 2, kAcross = kWords % 32 == 0 ? 32 : kWords % 16 == 0 ? 16 : 8;
+  static constexpr int kDown = 32 / kAcross;
+  char* tile;
+  CapturePlane plane;
+  int q, kv, row, key;
+
+  __device__ __forceinline__ int first() const { return wrap_add(kv + key, plane.kv_shift); }
+  __device__ __forceinline__ bool in_words() const {
+    const unsigned long long address = reinterpret_cast<unsigned long long>(plane.first + first());
+    return plane.stride_kv == 1 && first() >= 0 && first() <= plane.size_kv - kKeys &&
+           (address | plane.stride_q * 2) % 4 == 0;
+  }
+  /// Of this lane's words of each row and its rows of each kDown.
+  __device__ __forceinline__ int own_word() const { return static_cast<int>(threadIdx.x) % kAcross; }
+  __device__ __forceinline__ int own_row(int n) const {
+    return row + n + static_cast<int>(threadIdx.x) % 32 / kAcross;
+  }
+  __device__ __forceinline__ char* place(int n, int word) const {
     const int own_key = key + word * 2;
-    const auto place = [&](int own_row) {
-      return tile + chunk_offset<kRows>(own_row, own_key / 8) + own_key % 8 * 2;
-    };
-    if (in_words) {
+    return tile + chunk_offset<kRows>(own_row(n), own_key / 8) + own_key % 8 * 2;
+  }
+
+  /// Starts copying words, where elements lie in words.
+  __device__ __forceinline__ void start() const {
+    if (in_words()) {
+#pragma unroll 1
+      for (int word = own_word(); word < kWords; word += kAcross)
 #pragma unroll kTogether
-      for (int n = 0; n < kCount; n += kDown) {
-        const int own_row = row + n + lane / kAcross;
-        copy_async_4(shared_address(place(own_row)), plane.row(q + own_row) + first + word * 2);
-      }
-    } else {
-      const long long low = plane.column(kv + own_key), high = plane.column(kv + own_key + 1);
+        for (int n = 0; n < kCount; n += kDown)
+          copy_async_4(shared_address(place(n, word)), plane.row(q + own_row(n)) + first() + word * 2);
+    }
+    copy_async_commit();
+  }
+  /// Waits for them, or copies elements.
+  __device__ __forceinline__ void finish() const {
+    if (!in_words()) {
+#pragma unroll 1
+      for (int word = own_word(); word < kWords; word += kAcross) {
+        const int at = kv + key + word * 2;
+        const long long low = plane.column(at), high = plane.column(at + 1);
 #pragma unroll kTogether
-      for (int n = 0; n < kCount; n += kDown) {
-        const int own_row = row + n + lane / kAcross;
-        const unsigned short* from = plane.row(q + own_row);
-        *reinterpret_cast<unsigned*>(place(own_row)) =
-            __ldg(from + low) | static_cast<unsigned>(__ldg(from + high)) << 16;
+        for (int n = 0; n < kCount; n += kDown) {
+          const unsigned short* from = plane.row(q + own_row(n));
+          *reinterpret_cast<unsigned*>(place(n, word)) =
+              __ldg(from + low) | static_cast<unsigned>(__ldg(from + high)) << 16;
+        }
       }
     }
+    copy_async_wait<0>();
+    __syncwarp();
+    publish_to_async_proxy();  // the TMA unit may write there next
   }
-  copy_async_commit();
-  copy_async_wait<0>();
-  __syncwarp();
-  publish_to_async_proxy();  // the TMA unit may write there next
-}
+};
 
 }  // namespace flashjit::sm90

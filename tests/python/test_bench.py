@@ -101,6 +101,14 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
     assert row.count("300 / 200 = 1.50x") == 2
 
 
+def test_other_problems_are_a_table(plot):
+    row = {"pass": "fwd", "dtype": "bf16", "head_dim": 64, "causal": 1, "batch": 4, "heads": 32, "heads_kv": 8, "seqlen": 4096,
+           "ratio_cudnn": "1.251", "ratio_fa2": "", "sm80_ratio_fa2": "1.009"}
+    lines = plot.other_table([row, {**row, "heads_kv": 32, "dropout": "0.1000"}]).splitlines()
+    assert lines[2:] == ["| forward | bf16, d64, causal, b4, 32/8 heads | 4k | 1.25 | - | 1.01 |",
+                         "| forward | bf16, d64, causal, dropout 0.1, b4, 32 heads | 4k | 1.25 | - | 1.01 |"]
+
+
 def test_few_queries_are_a_table(plot):
     row = {"seqlen_q": 1, "seqlen_kv": 8192, "batch": 4, "heads": 32, "heads_kv": 8, "head_dim": 128, "flashjit_ms": "0.0151",
            "cudnn_ms": "0.0161", "fa2_ms": "", "gbs": "2222.1"}

@@ -569,7 +569,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.heads_cleared, 3);
   EXPECT_FLOAT_EQ(p.softmax_scale, 0.125f);
   EXPECT_FLOAT_EQ(p.keep_scale, 4.0f / 3.0f);
-  EXPECT_EQ(p.keep_below, reference::dropout_parameters(0.25).keep_below);
+  EXPECT_EQ(p.drop_share, reference::dropout_parameters(0.25).drop_share);
   EXPECT_EQ(p.seed_lo, 0x55667788u);
   EXPECT_EQ(p.seed_hi, 0x11223344u);
   EXPECT_EQ(p.offset_lo, 0xddeeff00u);
@@ -602,7 +602,7 @@ TEST(Arguments, ParamsWithoutFeaturesAreNeutral) {
   const Params p = make_params(plan_of(spec(), shape_of(spec(), args)), args);
   EXPECT_EQ(p.q.stride_b, 0);
   EXPECT_EQ(p.softmax_scale, 0.3f);
-  EXPECT_EQ(p.keep_below, 0xffffffffu);
+  EXPECT_EQ(p.drop_share, 0u);
   EXPECT_EQ(p.keep_scale, 1.0f);
   EXPECT_EQ(p.block_map, nullptr);
   EXPECT_EQ(p.d, nullptr);

@@ -39,8 +39,8 @@ TEST(DropoutWords, EveryPairOfAHeadHasAWordOfItsOwn) {
       const Philox4 words = dropout_words(1, 2, 3, 4, 5, q, kv);
       const int index = dropout_word_index(q, kv);
       ASSERT_TRUE(index >= 0 && index < 4);
-      places.emplace(words.word[0], words.word[1], words.word[2], words.word[3], index * 2 + (kv >> 3 & 1));
-      values.insert(dropout_bits(words.word[index], kv) >> 16);
+      places.emplace(words.word[0], words.word[1], words.word[2], words.word[3], index * 2 + (kv & 1));
+      values.insert(words.word[index] >> kv % 2 * 16 & 0xffffu);
     }
   }
   EXPECT_EQ(places.size(), static_cast<std::size_t>(kLength * kLength));
@@ -53,12 +53,24 @@ TEST(DropoutWords, OneCallServesTheEightPairsOfAnAccumulatorCell) {
   const Words words = words_of(dropout_words(9, 8, 7, 6, 5, q, kv));
   std::set<int> indices;
   for (int i : {q, q ^ 8}) {
-    for (int j : {kv, kv ^ 8, kv ^ 16, kv ^ 24}) {
+    for (int j : {kv, kv ^ 1, kv ^ 8, kv ^ 9}) {
       EXPECT_EQ(words_of(dropout_words(9, 8, 7, 6, 5, i, j)), words);
-      indices.insert(dropout_word_index(i, j) * 2 + (j >> 3 & 1));
+      indices.insert(dropout_word_index(i, j) * 2 + (j & 1));
     }
   }
   EXPECT_EQ(indices.size(), 8u);
+}
+
+TEST(DropoutWords, APairIsDroppedWhereItsBitsAreInTheHighestShare) {
+  for (const unsigned share : {0u, 1u, 0x0ccdu, 0x4000u, 0x7fffu}) {
+    for (unsigned bits = 0; bits < 0x10000; ++bits) {
+      const bool dropped = (bits & 0x7fff) >= 0x8000 - share;
+      for (const unsigned other : {0u, 0x7fffu, 0xffffu}) {  // never changes what is drawn beside it
+        EXPECT_EQ(is_dropped(draw_dropped(bits | other << 16, share * 0x10001u), 0), dropped);
+        EXPECT_EQ(is_dropped(draw_dropped(other | bits << 16, share * 0x10001u), 1), dropped);
+      }
+    }
+  }
 }
 
 TEST(DropoutWords, EveryBitOfSeedOffsetAndHeadMatters) {

@@ -199,7 +199,7 @@ TEST(Reference, AgreesWithThePlainFormula) {
                                               static_cast<unsigned>(b * h_count + h), static_cast<int>(q),
                                               static_cast<int>(kv));
           const int index = dropout_word_index(static_cast<int>(q), static_cast<int>(kv));
-          if (dropout_bits(words.word[index], static_cast<int>(kv)) >= dropout.keep_below) continue;
+          if (is_dropped(draw_dropped(words.word[index], dropout.drop_share), kv % 2)) continue;
           for (int i = 0; i < 16; ++i) out[i] += weight * dropout.keep_scale * problem.v[kv_row * 16 + i];
         }
         EXPECT_LT(max_abs_error({result.lse[row]}, {std::log(sum)}), 1e-12);
@@ -570,12 +570,13 @@ TEST(ReferenceDropout, DependsOnNothingElse) {
 }
 
 TEST(ReferenceDropout, ParametersAreRoundedOnce) {
-  EXPECT_EQ(dropout_parameters(0).keep_below, 0xffffffffu);
+  EXPECT_EQ(dropout_parameters(0).drop_share, 0u);
   EXPECT_EQ(dropout_parameters(0).keep_scale, 1.0);
-  EXPECT_EQ(dropout_parameters(0.5).keep_below, 0x80000000u);
+  EXPECT_EQ(dropout_parameters(0.5).drop_share, 0x40004000u);
   EXPECT_EQ(dropout_parameters(0.5).keep_scale, 2.0);
-  EXPECT_EQ(dropout_parameters(0.25).keep_below, 0xc0000000u);
-  EXPECT_EQ(dropout_parameters(0x1p-40).keep_below, 0xffffffffu);
+  EXPECT_EQ(dropout_parameters(0.25).drop_share, 0x20002000u);
+  EXPECT_EQ(dropout_parameters(0x1p-40).drop_share, 0u);
+  EXPECT_EQ(dropout_parameters(1 - 0x1p-40).drop_share, 0x7fff7fffu);  // a pair of 2^15 stays
   for (const double p : {-0.1, 1.0, 2.0, std::nan(""), kInfinity})
     EXPECT_THROW(dropout_parameters(p), Error) << p;
 }

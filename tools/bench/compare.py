@@ -1,7 +1,7 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
-as it chooses itself, and its portable family sm80. Others: fp16, grouped heads, problems too small for the device.
+as it chooses itself, and its portable family sm80. Others: fp16, grouped heads, dropout, problems too small for the device.
 Few: few queries of many keys, as decoding has them, forward, without a mask.
 Sparse: block maps of 128-blocks against flashjit's own dense time. Results are checked before they are timed. Launches
 of all peers take turns, each between two CUDA events, and the median counts.
@@ -49,6 +49,8 @@ FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192,
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
               ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:split2"}
+SM80_DROPOUT_TILES = {**SM80_TILES, ("bwd", 128): "sm80:br64:bc128:w8"}
+SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 
 # Two right results differ by the rounding of bf16, in the tensor as a whole and in its worst element.
@@ -81,10 +83,12 @@ def capture_array(captures):
 class Ours:
     """One problem for flashjit: its outputs, its workspaces, and the calls. tiles: a configuration by pass and head
     dimension, if not what the library chooses. lists: whether tile lists, of passes that walk some, are made beforehand,
-    not in every call."""
+    not in every call. dropout: its probability, where the spec has dropout."""
 
-    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES, lists=False):
+    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES, lists=False,
+                 dropout=0.0):
         b, h, s, dim = q.shape
+        self.dropout = dropout
         self.runtime, self.spec, self.inputs = runtime, abi.spec_handle(spec), (q, k, v, dout, block_map)
         self.captures = capture_array(captures or {})
         shape = (b, h, k.shape[1], s, k.shape[2])
@@ -124,7 +128,7 @@ class Ours:
     def _args(self, kind, pass_name, tensors):
         space, size = self.spaces[pass_name]
         args = kind(struct_size=ctypes.sizeof(kind), lse=self.lse.data_ptr(), workspace=space.data_ptr(),
-                    workspace_bytes=size, **tensors)
+                    workspace_bytes=size, dropout_p=self.dropout, seed=SEED, offset=OFFSET, **tensors)
         args.captures, args.capture_count = ctypes.addressof(self.captures), len(self.captures)
         block_map = self.inputs[4]
         if block_map is not None:
@@ -148,15 +152,16 @@ class Ours:
 class Peer:
     """One problem for a backend of scaled_dot_product_attention."""
 
-    def __init__(self, backend, q, k, v, dout, causal):
-        self.backend, self.dout, self.causal = backend, dout, causal
+    def __init__(self, backend, q, k, v, dout, causal, dropout=0.0):
+        self.backend, self.dout, self.causal, self.dropout = backend, dout, causal, dropout
         self.inputs = tuple(x.detach().clone().requires_grad_() for x in (q, k, v))
         self.out = self._attention()
 
     def _attention(self):
         with sdpa_kernel(self.backend):
             grouped = self.inputs[0].shape[1] != self.inputs[1].shape[1]
-            return F.scaled_dot_product_attention(*self.inputs, is_causal=self.causal, enable_gqa=grouped)
+            return F.scaled_dot_product_attention(*self.inputs, dropout_p=self.dropout, is_causal=self.causal,
+                                                  enable_gqa=grouped)
 
     def forward(self):
         with torch.no_grad():
@@ -246,10 +251,12 @@ class Point(typing.NamedTuple):
     heads: int
     heads_kv: int
     dtype: str = "bf16"
+    dropout: float = 0.0
 
     def label(self):
         heads = f"{self.heads}/{self.heads_kv}" if self.heads != self.heads_kv else str(self.heads)
-        return f"{self.dtype} d{self.dim} {'causal' if self.causal else 'full'} b{self.batch} h{heads} s{self.length}"
+        dropout = f" p{self.dropout}" if self.dropout else ""
+        return f"{self.dtype} d{self.dim} {'causal' if self.causal else 'full'}{dropout} b{self.batch} h{heads} s{self.length}"
 
 
 def dense_points(dim, lengths):
@@ -259,10 +266,12 @@ def dense_points(dim, lengths):
 
 
 def other_points():
-    """fp16, grouped heads, and problems that do not fill the device."""
+    """fp16, grouped heads, dropout, and problems that do not fill the device."""
     for dim in (64, 128, 256):
         yield from (point._replace(dtype="fp16") for point in dense_points(dim, (4096,)))
     yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
+    for dim in (64, 128, 256):
+        yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
     yield from (Point(128, length, causal, 1, 16, 16) for length in (512, 1024) for causal in (False, True))
 
 
@@ -294,20 +303,22 @@ def running(report, label, makers, methods):
 
 
 def dense_point(runtime, portable, report, point, rounds):
-    dim, length, causal, batch, heads, heads_kv, dtype = point
+    dim, length, causal, batch, heads, heads_kv, dtype, dropout = point
     label = point.label()
     q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
-    spec = f"{dtype}:d{dim}" + (":causal" if causal else "")
+    spec = f"{dtype}:d{dim}" + (":causal" if causal else "") + (":dropout" if dropout else "")
+    tiles = SM80_DROPOUT_TILES if dropout else SM80_TILES
     people = running(report, label, {
-        "flashjit": lambda: Ours(runtime, spec, q, k, v, dout),
-        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=SM80_TILES),
-        "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal),
-        "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal),
+        "flashjit": lambda: Ours(runtime, spec, q, k, v, dout, dropout=dropout),
+        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=tiles, dropout=dropout),
+        "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal, dropout),
+        "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal, dropout),
     }, ("forward", "backward"))
-    reference = people.get("fa2") or people.get("cudnn")
-    for name in people.keys() & OURS:
+    # Peers drop other pairs; our families, which share no kernel, the same.
+    reference = people.get("sm80") if dropout else people.get("fa2") or people.get("cudnn")
+    for name in people.keys() & (OURS - {"sm80"} if dropout else OURS):
         if reference is None:
-            report.failure(f"{label}: no peer to check {name} against")
+            report.failure(f"{label}: nothing to check {name} against")
             continue
         for text in differences(people[name].results(), reference.results()):
             report.failure(f"{label}: {name}: {text}")
@@ -315,8 +326,8 @@ def dense_point(runtime, portable, report, point, rounds):
         method = "forward" if pass_name == "fwd" else "backward"
         ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()}, rounds)
         ratio = lambda ours, peer: ms[peer] / ms[ours] if {ours, peer} <= ms.keys() else ""
-        report.row(**{"pass": pass_name}, dtype=dtype, head_dim=dim, causal=int(causal), batch=batch, heads=heads,
-                   heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
+        report.row(**{"pass": pass_name}, dtype=dtype, head_dim=dim, causal=int(causal), dropout=dropout, batch=batch,
+                   heads=heads, heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
                    ratio_cudnn=ratio("flashjit", "cudnn"), ratio_fa2=ratio("flashjit", "fa2"),
                    sm80_ratio_fa2=ratio("sm80", "fa2"))
         rates = "  ".join(f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
@@ -460,7 +471,7 @@ def main():
     times = ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2", "sm80_ratio_fa2"]
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
     dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
-    other = Report(beside("other"), about + ["causal"] + sizes + times, constants)
+    other = Report(beside("other"), about + ["causal", "dropout"] + sizes + times, constants)
     sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
     few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
                  + [name for name in times if "sm80" not in name] + ["gbs"], constants)

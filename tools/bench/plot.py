@@ -158,7 +158,8 @@ def other_table(rows):
     lines = []
     for row in rows:
         heads = f"{row['heads']}/{row['heads_kv']}" if row["heads"] != row["heads_kv"] else row["heads"]
-        problem = f"{row['dtype']}, d{row['head_dim']}, {MASKS[row['causal']]}, b{row['batch']}, {heads} heads"
+        dropout = f"dropout {float(row['dropout']):g}, " if float(row.get("dropout", 0)) else ""
+        problem = f"{row['dtype']}, d{row['head_dim']}, {MASKS[row['causal']]}, {dropout}b{row['batch']}, {heads} heads"
         ratio = lambda name: f"{float(row[name]):.2f}" if row.get(name) else "-"
         lines.append([PASSES[row["pass"]], problem, short(row["seqlen"]), ratio("ratio_cudnn"), ratio("ratio_fa2"),
                       ratio("sm80_ratio_fa2")])
@@ -181,7 +182,7 @@ def section(dense, other, few, sparse, dense_csv, png):
     dense_csv, png = (os.path.relpath(path, ROOT) for path in (dense_csv, png))
     lengths = values(dense, "seqlen")
     span = f"{short(lengths[0])} to {short(lengths[-1])}"
-    tables = {"fp16 and grouped heads": other, "few queries": few, "block-sparse": sparse}
+    tables = {"the second table": other, "few queries": few, "block-sparse": sparse}
     commits = ", ".join(f"{name} of {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
                         if rows and values(rows, "commit") != values(dense, "commit"))
     parts = [
@@ -194,7 +195,7 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, grouped heads, and problems too small for the device:", other_table(other)]
+        parts += ["fp16, grouped heads, dropout, and problems too small for the device:", other_table(other)]
     if few:
         parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "
                   "peer has its\nown, so that they come from memory.", few_table(few)]

@@ -1,0 +1,82 @@
+// Which pairs dropout drops: of one, and of the fragments of S and S^T that a thread holds.
+#pragma once
+
+#include "flashjit/common/params.cuh"
+#include "flashjit/common/philox.cuh"
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit {
+
+__device__ __forceinline__ Philox4 dropout_words(const Params& p, unsigned batch_head, int q, int kv) {
+  return dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head, q, kv);
+}
+
+/// Whether dropout drops the pair.
+__device__ __forceinline__ bool pair_dropped(const Params& p, unsigned batch_head, int q, int kv) {
+  const Philox4 random = dropout_words(p, batch_head, q, kv);
+  // Selects, since an index known only at run time would put the words into local memory.
+  const int index = dropout_word_index(q, kv);
+  const unsigned low = index & 1 ? random.word[1] : random.word[0];
+  const unsigned high = index & 1 ? random.word[3] : random.word[2];
+  return is_dropped(draw_dropped(index & 2 ? high : low, p.drop_share), kv & 1);
+}
+
+/// Masks of what dropout drops of P as the left operand of P V: of its words for 16 keys, of which the
+/// thread's first pair is (q, kv), the halves that become zero.
+__device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p, unsigned batch_head, int q,
+                                           int kv) {
+  const Philox4 random = dropout_words(p, batch_head, q, kv);
+#pragma unroll
+  for (int r = 0; r < 4; ++r) {
+    const unsigned drawn = draw_dropped(random.word[r], p.drop_share);
+    masks[r] = select_bytes(drawn, drawn, 0xbb99);  // each half all of its highest bit
+  }
+}
+
+/// What is drawn for 16 queries of S^T of which the thread's first pair is (q, kv): word r for the queries q
+/// and q + 1, plus 8 for r above 1, of the key kv, plus 8 for odd r. A call has the bits of kv ^ 1, too,
+/// which are another lane's: the two make a call each, one for even and one for odd queries, and exchange
+/// halves. By whole warps.
+__device__ __forceinline__ Philox4 draw_transposed(const Params& p, unsigned batch_head, int q, int kv) {
+  const int odd = kv & 1;
+  const Philox4 own = dropout_words(p, batch_head, q + odd, kv);
+  const unsigned others = odd ? 0x5410 : 0x7632, even_words = odd ? 0x3254 : 0x5410,
+                 odd_words = odd ? 0x3276 : 0x7610;
+  Philox4 drawn;
+#pragma unroll
+  for (int r = 0; r < 4; r += 2) {
+    // Of words 2 (kv >= 8) and 2 (kv >= 8) + 1 what the other lane wants.
+    const unsigned other = __shfl_xor_sync(kWholeWarp, select_bytes(own.word[r], own.word[r + 1], others), 4);
+    drawn.word[r / 2] = draw_dropped(select_bytes(own.word[r], other, even_words), p.drop_share);
+    drawn.word[r / 2 + 2] = draw_dropped(select_bytes(own.word[r + 1], other, odd_words), p.drop_share);
+  }
+  return drawn;
+}
+
+/// What dropout drops of a thread's kCount values of an accumulator of S^T, a bit each.
+template <int kCount>
+class DroppedValues {
+  static constexpr int kWords = (kCount + 31) / 32, kOfWord = kCount < 32 ? kCount : 32;
+  unsigned bits_[kWords];
+
+ public:
+  /// The first value is the pair (q, kv). By whole warps.
+  __device__ __forceinline__ void draw(const Params& p, unsigned batch_head, int q, int kv) {
+#pragma unroll
+    for (int word = 0; word < kWords; ++word) {
+      unsigned bits = 0;
+#pragma unroll
+      for (int first = 0; first < kOfWord; first += 8) {
+        const Philox4 drawn = draw_transposed(p, batch_head, q + word * 64 + first * 2, kv);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) bits = bits >> 1 | (drawn.word[r] & 0x80008000u);
+      }
+      bits_[word] = opaque(bits);  // else each bit gets a register
+    }
+  }
+  __device__ __forceinline__ bool operator[](int n) const {
+    return (bits_[n / 32] >> (16 - kOfWord / 2 + n % 32 / 2 + n % 2 * 16) & 1u) != 0;
+  }
+};
+
+}  // namespace flashjit

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "flashjit/auxiliary/reference_params.cuh"
+#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/element.cuh"
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/common/dropout.cuh"
 #include "flashjit/common/tile_class.cuh"
 
 namespace flashjit::auxiliary {

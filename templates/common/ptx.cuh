@@ -23,8 +23,8 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-/// Four bytes of two words: those that the digits of `bytes` name, the lower word's 0 to 3, the upper one's 4 to
-/// 7; plus 8: all of the named byte's highest bit.
+/// Four bytes of two words: those that the digits of `bytes` name, the lower word's 0 to 3, the upper one's 4
+/// to 7; plus 8: all of the named byte's highest bit.
 __device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper, unsigned bytes) {
   unsigned word;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(lower), "r"(upper), "r"(bytes));

@@ -208,6 +208,12 @@ std::vector<AttentionCase> plane_cases() {
        {"plane_blocks", "bias: fp16 2d; score + bias[q, kv]", "q / 64 % 3 != kv / 64 % 2", bias_2d}},
       whole_rows, 7000);
   cases.insert(cases.end(), copied.begin(), copied.end());
+  // The TMA unit copies it for every other head, and blocks have tiles of both kinds.
+  const Variant by_head{"plane_shift_by_head", "bias: bf16 3d; score + bias[h, q, kv + 4 * h]", "",
+                        bias(bf16, 0, -128)};
+  for (const int dim : {32, 64, 128, 256})
+    cases.push_back(case_of(by_head, {.dtype = DType::bf16, .head_dim = dim}, {2, 32, 8, 333, 200},
+                            Family::sm90, 7900 + static_cast<unsigned>(dim)));
   for (const int dim : {32, 64, 96, 128, 192, 256}) {
     const unsigned seed = 8000 + static_cast<unsigned>(cases.size());
     AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};

@@ -69,6 +69,7 @@ def test_tiles_are_counted(variants):
     assert count(variants.causal, 2048)[1:] == (136, 16)  # in two steps
     assert count(lambda b, h, q, k: (q >= k) & (q - k < 130)) == (130 * 1024 - 129 * 130 // 2, 8 + 7 + 6, 21)
     assert count(lambda b, h, q, k: q // 128 == k // 128) == (8 * 128 * 128, 8, 0)
+    assert count(lambda b, h, q, k: k < 200) == (200 * 1024, 16, 8)  # of keys alone
     assert variants.counts(None, 1000, "cpu", 192, 128)[1:] == (48, 0)
     assert variants.counts(variants.causal, 400, "cpu", 192, 128) == (400 * 401 // 2, 2 + 3 + 4, 2 + 2 + 4)
 

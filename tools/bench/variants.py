@@ -124,7 +124,7 @@ def counts(mask_mod, length, device="cuda", br=TILE, bc=TILE):
     keys, pairs, kept, partial = torch.arange(length, device=device), 0, 0, 0
     for begin in range(0, length, 8 * br):
         queries = torch.arange(begin, min(begin + 8 * br, length), device=device)
-        attends = mask_mod(0, 0, queries[:, None], keys[None, :])
+        attends = mask_mod(0, 0, queries[:, None], keys[None, :]).expand(len(queries), length)
         whole = torch.nn.functional.pad(attends, (0, -length % bc, 0, -len(queries) % br))
         tiles = whole.reshape(-1, br, whole.shape[1] // bc, bc).sum((1, 3))
         pairs += int(tiles.sum())

@@ -453,6 +453,8 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 
 def _call_torch(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
     """A function of torch, or an operator of a tensor, on stand-ins and captured tensors."""
+    # Reversed operators are wrapped, and a compiled function sees the wrapper without their name.
+    function = getattr(function, "__wrapped__", function)
     name = getattr(function, "__name__", str(function))
     if _tracers:
         tracer = _tracers[-1]

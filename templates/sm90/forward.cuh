@@ -760,7 +760,7 @@ constexpr bool kAsksForV = (kTellsTiles<P> && P::kHeadDim <= 128);
 /// Whether what dropout drops of a tile is drawn while its scores are computed, which needs registers for the
 /// masks until P is there; else when it is: quicker for few columns, and a wide O leaves no registers.
 template <class P>
-constexpr bool kDrawsEarly = P::kDropout&& P::kHeadDimV > 64 && P::kHeadDimV <= 128;
+constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128);
 
 /// Computes a warp group's rows of O. The steps, one a tile of K and V, follow each other without a gap, also
 /// from one Q tile to the next: each starts its own scores and then the last step's P V.

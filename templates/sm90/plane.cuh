@@ -1,6 +1,6 @@
 // Tiles of a captured plane, which a score reads, in shared memory: [slice of 64 keys][query][64], swizzled
-// as tiles of Q and K are. The TMA unit copies them where it can, beside V or dO; else the warps that compute
-// fill in what they need themselves.
+// as tiles of Q and K are. The TMA unit copies them where it can, before V or beside dO; else the warps that
+// compute fill in what they need themselves.
 #pragma once
 
 #include "flashjit/common/capture.cuh"

@@ -49,6 +49,7 @@ FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192,
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
               ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:split2"}
+# Beside dropout two warps of a pair have no registers for d128.
 SM80_DROPOUT_TILES = {**SM80_TILES, ("bwd", 128): "sm80:br64:bc128:w8"}
 SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch

@@ -74,7 +74,7 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * kv_tiles) + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
   const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
-  constexpr double kShareOfL2 = 0.6;
+  constexpr double kShareOfL2 = 0.75;
   const std::int64_t alive = first + first / group + 1;
   const bool stay = static_cast<double>(alive) * bytes <= kShareOfL2 * static_cast<double>(device.l2_bytes);
   return stay ? std::min(heads, first) : heads;

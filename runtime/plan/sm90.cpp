@@ -196,6 +196,10 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
     if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
         takes_tiles_in_turn(spec))
       choices.push_back(two);
+    // Three groups pass over what only others meet, with a stage more to do so.
+    if (const TileConfig three = forward_config(12, 128, 4);
+        d <= 64 && !spec.dropout && spec.score.empty() && listed_rows(spec, three) < three.br)
+      choices.push_back(three);
   } else if (d <= 192) {
     const int bc = spec.v_dim() <= 128 ? 112 : 80;
     choices = {forward_config(8, plane ? 64 : bc, 2), forward_config(4, plane ? 64 : 96, 2)};
@@ -285,14 +289,15 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
-  // Small: of any length there are enough. Two at a time where every block has them.
+  // Small: of any length there are enough. Larger ones where there are many, as the last round is not cut.
   if (choices.front().min_blocks > 1) {
-    const TileConfig& last = choices.back();
-    const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, last.br);
-    return tiles_at_a_time(spec, last) > 1 &&
-                   count >= std::int64_t{tiles_at_a_time(spec, last)} * device.multiprocessors
-               ? last
-               : choices.front();
+    const auto has_many = [&](const TileConfig& c) {
+      const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
+      const bool two = tiles_at_a_time(spec, c) > 1;
+      return (two || c.warps == 12) && count >= std::int64_t{two ? 2 : 8} * device.multiprocessors;
+    };
+    const auto found = std::find_if(choices.rbegin(), choices.rend(), has_many);
+    return found == choices.rend() ? choices.front() : *found;
   }
   if (is_forward(spec)) {
     for (const TileConfig& alone : preferences(spec)) {
@@ -323,6 +328,9 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
           consider(forward_config(warps, bc, stages, blocks));
   for (int bc = 64; bc <= 128; bc += 16)
     for (const int stages : {2, 3, 4}) consider(teams_config(bc, stages));
+  for (const int warps : {8, 12})
+    for (const int bc : {64, 128})
+      if (const TileConfig c = forward_config(warps, bc, 4); listed_rows(spec, c) < c.br) consider(c);
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})
@@ -374,6 +382,16 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
 int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
   if (c.family != Family::sm90 || !is_forward(spec)) return 1;
   return c.warps / kGroupWarps * sm90::kGroupRows / c.br;
+}
+
+int listed_rows(const AttentionSpec& spec, const TileConfig& c) {
+  const bool whole = c.family != Family::sm90 || !is_forward(spec) || !spec.has_block_map() ||
+                     spec.block_map.q % c.br == 0 || spec.block_map.q % sm90::kGroupRows != 0 ||
+                     spec.block_map.kv % c.bc != 0;
+  // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
+  const bool plain = spec.mask.empty() && !spec.kv_lengths && !spec.varlen && !reads_plane(spec) &&
+                     !expr::has_key_value(spec.score.tree());
+  return whole || !plain || c.stages < 2 || tiles_at_a_time(spec, c) > 1 ? c.br : sm90::kGroupRows;
 }
 
 PackedHeadsParam packed_heads(const AttentionShape& shape) {

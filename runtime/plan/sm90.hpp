@@ -10,6 +10,10 @@ namespace flashjit::plan {
 /// Q tiles that a block computes at a time: more than one in this family's forward pass alone.
 int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& config);
 
+/// Rows of a Q tile of which its list tells whether they meet a KV tile: all together, or in the forward pass
+/// each warp group's, where the blocks of a map divide into those but not into whole tiles.
+int listed_rows(const AttentionSpec& spec, const TileConfig& config);
+
 /// How the heads that share K and V are packed, where they are; nothing without heads.
 PackedHeadsParam packed_heads(const AttentionShape& shape);
 

@@ -141,6 +141,61 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
   return kind;
 }
 
+/// Which rows of the Q tile meet a KV tile, as an entry has it.
+template <class P>
+__device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>& set, Range q, Range kv) {
+  int bits = 0;
+#pragma unroll
+  for (int n = 0; n < P::kBr / P::kListedRows; ++n) {
+    const int row = q.begin + n * P::kListedRows;
+    if (row < q.end && kv.begin < kv.end && pair_attends<P>(p, set.head, row, kv.begin))
+      bits |= 1 << (kListedRowsBit + n);
+  }
+  return bits;
+}
+
+/// Lists the tiles that any rows of the Q tile meet, and says which do; returns how many tiles. A warp group
+/// that passes over a tile is to have another to compute meanwhile: those that the first rows meet, but not
+/// all, take turns with those that only later rows do. They are visited from the last on: then one for the
+/// later rows, whose groups may so have begun while the others end the Q tile before, then those for all. Two
+/// stages leave no room for turns.
+template <class P>
+__device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& set, Range q, int columns,
+                                            int* entries) {
+  enum Kind { none, first, later, all };
+  constexpr int kFirstRows = 1 << kListedRowsBit;
+  const int groups = (q.end - q.begin + P::kListedRows - 1) / P::kListedRows;
+  int bits = 0;
+  const auto look_at = [&](int column) {
+    bits = rows_that_meet<P>(p, set, q, set.kv_rows(p, column));
+    if (bits == 0) return none;
+    return P::kStages <= 2 || __popc(bits) == groups ? all : bits & kFirstRows ? first : later;
+  };
+  int count[4] = {};
+  for (int begin = 0; begin < columns; begin += kListThreads) {
+    const Kind kind = look_at(begin + static_cast<int>(threadIdx.x));
+    for (const Kind each : {first, later, all}) count[each] += __syncthreads_count(kind == each);
+  }
+  const int in_all = count[first] + count[later] + count[all];
+  const int others = max(count[later] - 1, 0), in_turns = min(count[first], others);
+  int listed[4] = {};
+  for (int begin = 0; begin < columns; begin += kListThreads) {
+    const int column = begin + static_cast<int>(threadIdx.x);
+    const Kind kind = look_at(column);
+    for (const Kind each : {first, later, all}) {
+      const Place among = place_among_threads(kind == each);
+      const int n = listed[each] + among.before;
+      const int place = each == all     ? count[first] + others + n
+                        : each == first ? n + min(n, in_turns)
+                        : n < others    ? n + min(n + 1, in_turns)
+                                        : in_all - 1;
+      if (kind == each) entries[place] = column * 2 + 1 + bits;
+      listed[each] += among.total;
+    }
+  }
+  return in_all;
+}
+
 /// Before a forward pass whose blocks take listed work: the first is next. One block, for calls that are
 /// given their lists; else block_lists does it.
 template <class P>
@@ -166,7 +221,8 @@ __device__ void block_lists(const Params& p) {
 
   int* entries = p.lists.entries + list * columns;
   int count = 0;
-  for (int first = 0; first < columns; first += kListThreads) {
+  if constexpr (kTellsRows<P>) count = list_by_rows(p, set, row_range, columns, entries);
+  for (int first = kTellsRows<P> ? columns : 0; first < columns; first += kListThreads) {
     const int column = first + static_cast<int>(threadIdx.x);
     const Range column_range = P::kBackward ? set.q_rows(p, column) : set.kv_rows(p, column);
     const Range q = P::kBackward ? column_range : row_range, kv = P::kBackward ? row_range : column_range;

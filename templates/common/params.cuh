@@ -13,7 +13,7 @@ struct TensorParam {
 /// each batch entry and head that they tell apart.
 struct BlockListParam {
   int* count;    ///< [sets, rows]: tiles in the row's list
-  int* entries;  ///< [sets, rows, columns]: tile * 2 + (1 if every pair of it attends), ascending
+  int* entries;  ///< [sets, rows, columns]: the tiles and what is known of them, see common/tile_walk.cuh
   int* rank;   ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
   int* reads;  ///< [sets, q_tiles, q_reads, 2], then [sets, kv_tiles, kv_reads, 2]: smallest and largest
                ///< value of what the mask reads over each tile's rows; made by the tile_reads entry

@@ -36,6 +36,8 @@ struct ExampleProblem {
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplitsKeys = false;
   static constexpr bool kPacksHeads = false;
+  static constexpr int kListedRows = 128;  // rows of a Q tile of which its list tells whether they meet a KV
+                                           // tile: kBr, or less, and then all their pairs attend or none
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.

@@ -13,6 +13,14 @@ namespace flashjit {
 template <class P>
 constexpr bool kLists = P::kBlockMap || P::kListed || (P::kBackward && P::kDeterministic && P::kHasMask);
 
+/// An entry of a list is twice the tile, and 1 more if block map and mask let every pair of it attend;
+/// tiles ascend. Where some rows of a Q tile may meet a KV tile that others do not, bits from this one on say
+/// which do (tiles have no more than 2^27 numbers), and block_lists.cuh has an order for them.
+constexpr int kListedRowsBit = 28;
+template <class P>
+constexpr bool kTellsRows = (P::kListedRows < P::kBr);
+__device__ __forceinline__ int tile_of_entry(int entry) { return (entry & ((1 << kListedRowsBit) - 1)) >> 1; }
+
 /// How many different lists of tiles there are: as many as map and mask tell apart.
 template <class P>
 __device__ __forceinline__ int list_batch(const Params& p) {
@@ -77,12 +85,12 @@ struct KvTiles {
     if constexpr (kLists<P>) list += begin;
     first += begin, count = end - begin;
   }
-  /// Twice the tile, and in a list 1 more if block map and mask let every pair of it attend.
+  /// As a list has it.
   __device__ int entry(int i) const {
     if constexpr (kLists<P>) return list[i];
     return (first + i) * 2;
   }
-  __device__ int tile(int i) const { return entry(i) >> 1; }
+  __device__ int tile(int i) const { return tile_of_entry(entry(i)); }
   /// Whether block map and mask let every pair of the tile attend.
   __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
     if constexpr (kLists<P>) return entry & 1;

@@ -106,7 +106,7 @@ __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, i
 
 /// Whether listed tiles reach across the map's blocks: else each is within one that attends.
 template <class P>
-constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kBr != 0 || P::kBlockKv % P::kBc != 0);
+constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kListedRows != 0 || P::kBlockKv % P::kBc != 0);
 
 /// Whether pairs of a tile may be unlike to the mask program.
 template <class P>

@@ -371,7 +371,7 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int entry = work.tiles.entry(i), begin = (entry >> 1) * P::kBc;
+      const int entry = work.tiles.entry(i), begin = tile_of_entry(entry) * P::kBc;
       const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
       if constexpr (kTellsTiles<P>)
@@ -884,11 +884,19 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release(at.k_empty(n));
     if (Places::kQStages == 1 && i == 0) release(at.q_empty(group, round));
   };
+  static_assert(kTellsTiles<P> || !kTellsRows<P>);
+  // Whether any of the group's rows meet the tile, of which K is there.
+  const auto meets = [&](int n) { return (at.entry(n) >> (kListedRowsBit + group) & 1) != 0; };
   const auto look_at_tile = [&](int n) {
     const ForwardWork<P>& work = at.work(round);
     if constexpr (!kReadsList<P>) entry = kTellsTiles<P> ? at.entry(n) : work.tiles.entry(i);
-    kv_begin = (entry >> 1) * P::kBc;
-    if constexpr (kTellsTiles<P>)
+    kv_begin = tile_of_entry(entry) * P::kBc;
+    if constexpr (kTellsRows<P>) {
+      // Of a tile that it does not meet the group masks all.
+      const bool met = meets(n);
+      full = met && (entry & 1);
+      rows.kv_limit = met ? work.sequence.kv_limit(p) : 0;
+    } else if constexpr (kTellsTiles<P>)
       full = entry & 1;
     else
       full =
@@ -904,6 +912,29 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       release(at.reads_empty(n));
     else if constexpr (P::kKeyValues)
       barrier_arrive(at.reads_empty(n));
+  };
+  // A group passes over the tiles that only others' rows meet. But it computes one of each Q tile, so that O
+  // and LSE are written, and its V waits for P no longer than there are stages: else nobody could go on.
+  int last = -1;  // the tile that was computed last
+  const auto computes = [&](int n, bool is_first) {
+    if constexpr (!kTellsRows<P>) return true;
+    const bool must = n - last >= P::kStages || (is_first && i == 0);
+    return __any_sync(kWholeWarp, must || meets(n)) != 0;
+  };
+  const auto pass_over = [&](int n) {
+    wait_for_turn(at, group);
+    pass_turn(at, group);
+    barrier_arrive(at.k_empty(n));
+    if (Places::kQStages == 1 && i == 0) release(at.q_empty(group, round));
+    barrier_wait<P>(at.v_full(n), at.phase(n));
+    release(at.v_empty(n));
+    k_tile = tile_descriptor(at.k(n + 1), 0);
+    keys_ready = false;
+  };
+  // The tile before n that was computed.
+  const auto before = [&](int n) {
+    if constexpr (kTellsRows<P>) return last;
+    return n - 1;
   };
   // Where the TMA unit does not copy the plane, each warp fills in what it reads: starts so before it waits
   // for anything else, and ends under the products.
@@ -933,14 +964,18 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   if (group == kGroups - 1) pass_turn(at, group);
   for (; find_work(); ++round) {
     if (kCutsTiles<P> && group >= at.work(round).groups) break;  // its last
-    const bool follows = n > 0;
-    q_tile = tile_descriptor(at.q(group, round), 0);
     wait_for_k(n);
+    for (; !computes(n, true); --i) {
+      pass_over(n);
+      wait_for_k(++n);
+    }
+    const bool follows = before(n) >= 0;
+    q_tile = tile_descriptor(at.q(group, round), 0);
     wait_for_turn(at, group);
     start_scores();
     // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
     if (__any_sync(kWholeWarp, follows)) {
-      wait_for_v(n - 1);
+      wait_for_v(before(n));
       start_output();
     }
     multiply_commit();
@@ -969,10 +1004,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     pin(o);
     pack_probabilities();
     if (follows) {
-      release(at.v_empty(n - 1));
+      release(at.v_empty(before(n)));
       scale_rows(o, scale);
       store_output(p, maps, at, at.work(round - 1), group, o);
     }
+    last = n;
     if constexpr (kOverwritesOutput<P>) {
       adds = 0;
     } else {
@@ -983,9 +1019,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       --i;
       start_plane(n);
       wait_for_k(n);
+      if (!computes(n, false)) {
+        pass_over(n);
+        continue;
+      }
       wait_for_turn(at, group);
       start_scores();
-      wait_for_v(n - 1);
+      wait_for_v(before(n));
       start_output();
       multiply_commit();
       pass_turn(at, group);
@@ -1001,7 +1041,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       multiply_wait<0>();
       ask(n);
       pin(o);
-      release(at.v_empty(n - 1));
+      release(at.v_empty(before(n)));
+      last = n;
       if (!kLazy || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f)) scale_rows(o, rescale);
       pack_probabilities();
     }
@@ -1009,7 +1050,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (Places::kQStages == 2) release(at.q_empty(group, round));
   }
   if (n > 0) {
-    wait_for_v(n - 1);
+    wait_for_v(before(n));
     start_output();
     multiply_commit();
     end_rows(p, at.work(round - 1), rows, group, scale);

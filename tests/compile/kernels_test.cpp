@@ -17,6 +17,7 @@
 #include "compile/compiler.hpp"
 #include "compile/covering.hpp"
 #include "plan/plan.hpp"
+#include "plan/sm90.hpp"
 #include "render/render.hpp"
 
 namespace flashjit {
@@ -300,6 +301,23 @@ TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
       for (const char* config : {"sm90:br128:bc64:w16:s3", "sm90:br128:bc64:w16:s4"})
         EXPECT_EQ(compile_and_check(spec, parse_config(config), device), "");
     }
+  }
+}
+
+// Warp groups that pass over tiles which only others' rows meet.
+TEST(KernelsWhoseGroupsMeetOtherTiles, CompileWithoutSpills) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  for (const char* text : {"fwd:bf16:d64:map128x128 sm90:br192:bc128:w12:s4",
+                           "fwd:fp16:d40x64:map64x128:sinks sm90:br192:bc128:w12:s4",
+                           "fwd:bf16:d64:map64x128:dropout sm90:br128:bc64:w8:s3",
+                           "fwd:bf16:d128:map64x128 sm90:br128:bc128:w8:s2",
+                           "fwd:bf16:d192x128:map64x112 sm90:br128:bc112:w8:s2",
+                           "fwd:bf16:d256:map64x64 sm90:br128:bc64:w8:s2"}) {
+    const std::string both = text;
+    const AttentionSpec spec = parse_spec(both.substr(0, both.find(' '))).normalized();
+    const TileConfig config = parse_config(both.substr(both.find(' ') + 1));
+    EXPECT_EQ(plan::listed_rows(spec, config), 64) << both;
+    EXPECT_EQ(compile_and_check(spec, config, device), "");
   }
 }
 

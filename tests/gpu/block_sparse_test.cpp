@@ -3,6 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cctype>
+#include <cstdint>
+#include <functional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -158,6 +161,64 @@ TEST_P(BlockSparseMaps, LocalWindow) { check({16, 16}, local_window(19, 18, 1));
 TEST_P(BlockSparseMaps, Strided) { check({32, 16}, strided(10, 18, 3)); }
 TEST_P(BlockSparseMaps, LocalGlobal) { check({32, 32}, local_global(10, 9, 1, 1)); }
 TEST_P(BlockSparseMaps, BigBird) { check({16, 32}, big_bird(19, 9, 1, 1, 2, 5)); }
+
+/// Warp groups of one Q tile that meet other KV tiles than their neighbours: family sm90 passes over those.
+struct RowsCase {
+  const char *spec, *config;
+};
+
+class BlockSparseRows : public GpuTestWith<RowsCase> {
+ protected:
+  /// For each block row of the map whether it attends to a block column, in all heads alike.
+  static void check(const std::function<bool(std::int64_t, std::int64_t)>& attends) {
+    const AttentionSpec spec = parse_spec(GetParam().spec);
+    const AttentionCase test{.spec = spec, .shape = {1, 2, 2, 1000, 2600}, .family = Family::sm90};
+    if (const Support support = supports(test.family, spec); !support)
+      GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+    reference::Problem problem = make_problem(test);
+    BlockPattern map = empty_pattern(test.shape.seqlen_q, test.shape.seqlen_kv, spec.block_map);
+    for (std::int64_t row = 0; row < map.rows; ++row)
+      for (std::int64_t column = 0; column < map.columns; ++column)
+        map.blocks[row * map.columns + column] = attends(row, column);
+    problem.block_map = map.blocks;
+    TemporaryRuntime runtime;
+    AttentionRun run(test, std::move(problem));
+    run.check_forward(runtime.get(), parse_config(GetParam().config));
+  }
+};
+
+TEST_P(BlockSparseRows, FarApart) {
+  check([](auto row, auto column) { return row % 2 == 0 || column == row % 3 * 10; });
+}
+TEST_P(BlockSparseRows, AllAndNone) {
+  check([](auto row, auto) { return row % 2 == 1; });
+}
+TEST_P(BlockSparseRows, NothingInCommon) {
+  check([](auto row, auto column) { return (row + column) % 2 == 0; });
+}
+TEST_P(BlockSparseRows, Windows) {
+  check([](auto row, auto column) { return column >= row && column < row + 4; });
+}
+TEST_P(BlockSparseRows, WithoutOrder) {
+  check([](auto row, auto column) { return (row * 7919 + column * 104729) % 31 < 9; });
+}
+
+constexpr std::array kRowsCases = {
+    RowsCase{"fwd:bf16:d64:map128x128", "sm90:br192:bc128:w12:s4"},
+    RowsCase{"fwd:fp16:d64:map64x128:sinks", "sm90:br192:bc128:w12:s2"},
+    RowsCase{"fwd:bf16:d40:map64x128:dropout", "sm90:br128:bc64:w8:s3"},
+    RowsCase{"fwd:bf16:d128:map64x128", "sm90:br128:bc128:w8:s2"},
+    RowsCase{"fwd:bf16:d256:map64x64", "sm90:br128:bc64:w8:s2"},
+    RowsCase{"fwd:bf16:d64:map64x128:score{30.0 * tanh(score / 30.0)}", "sm90:br128:bc128:w8:s2:parts"}};
+
+INSTANTIATE_TEST_SUITE_P(Configurations, BlockSparseRows, testing::ValuesIn(kRowsCases),
+                         [](const auto& test) {
+                           std::string name = std::string(test.param.spec) + "_" + test.param.config;
+                           std::erase_if(name, [](char c) { return c == ' ' || c == '{' || c == '}'; });
+                           for (char& c : name)
+                             if (std::isalnum(static_cast<unsigned char>(c)) == 0) c = '_';
+                           return name;
+                         });
 
 INSTANTIATE_TEST_SUITE_P(Families, BlockSparseMaps, testing::ValuesIn(kFamilies),
                          [](const auto& test) { return to_string(test.param); });

@@ -26,6 +26,8 @@ sample=(
   'Pairs/BlockSparse.*/fp16_d128_map32x64_b2_hq4_hkv2_sq129_skv129_sm90_*'
   'Pairs/BlockSparse.*/bf16_d64_causal_top_left_map32x64_det_b2_hq4_hkv2_sq65_skv64_sm80_*'
   'Pairs/BlockSparse.*/fp32_d64_causal_kvlen_map16x256_b2_hq4_hkv2_sq65_skv64_simt_*'
+  'Configurations/BlockSparseRows.FarApart/fwd_bf16_d64_map128x128_sm90_*'
+  'Configurations/BlockSparseRows.WithoutOrder/fwd_bf16_d256_map64x64_sm90_*'
   # programs
   'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
   'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'

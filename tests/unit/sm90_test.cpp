@@ -4,6 +4,7 @@
 #include <string>
 
 #include "plan/plan.hpp"
+#include "plan/sm90.hpp"
 #include "render/render.hpp"
 #include "render/wgmma.hpp"
 #include "templates/sm90/layout.cuh"
@@ -195,12 +196,35 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   EXPECT_EQ(chosen("mask{valid: bool 2d; q >= kv && valid[b, kv]}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("mask{valid: bool 2d; valid[b, kv]}:map128x128"), "sm90:br64:bc64:w4:s2:occ3");
   EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), kTwoListedTiles);
-  EXPECT_EQ(chosen("map128x128"), kTwoListedTiles);
-  EXPECT_EQ(chosen("map64x128"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(chosen("map128x128"), "sm90:br192:bc128:w12:s4");
+  EXPECT_EQ(chosen("map64x128"), "sm90:br192:bc128:w12:s4");
+  EXPECT_EQ(chosen("map128x64"), kTwoListedTiles);
+  EXPECT_EQ(chosen("map64x64"), "sm90:br64:bc128:w4:s2:occ2");
   EXPECT_EQ(chosen("map128x128:dropout"), "sm90:br64:bc128:w4:s2:occ2");
-  const auto of_few = family().heuristic(parse_spec("fwd:bf16:d64:map128x128"),
-                                         parse_shape("b1:hq16:hkv16:sq1024:skv1024"), kH100);
-  EXPECT_EQ(to_string(of_few), "sm90:br64:bc128:w4:s2:occ2");
+  const auto of_shape = [](const char* shape) {
+    return to_string(family().heuristic(parse_spec("fwd:bf16:d64:map128x128"), parse_shape(shape), kH100));
+  };
+  EXPECT_EQ(of_shape("b2:hq16:hkv16:sq4096:skv4096"), kTwoListedTiles);
+  EXPECT_EQ(of_shape("b1:hq16:hkv16:sq1024:skv1024"), "sm90:br64:bc128:w4:s2:occ2");
+}
+
+TEST(Sm90, ListsTellWarpGroupsApartWhereBlocksDivideIntoTheirRows) {
+  const auto rows = [](const char* spec, const char* config) {
+    return plan::listed_rows(parse_spec(spec).normalized(), parse_config(config));
+  };
+  EXPECT_EQ(rows("fwd:bf16:d64:map128x128", "sm90:br192:bc128:w12:s4"), 64);
+  EXPECT_EQ(rows("fwd:bf16:d64:map64x256", "sm90:br128:bc128:w8:s2"), 64);
+  EXPECT_EQ(rows("fwd:bf16:d64:map192x128", "sm90:br192:bc128:w12:s4"), 192);
+  EXPECT_EQ(rows("fwd:bf16:d64:map128x64", "sm90:br192:bc128:w12:s4"), 192);
+  EXPECT_EQ(rows("fwd:bf16:d64:map32x128", "sm90:br192:bc128:w12:s4"), 192);
+  EXPECT_EQ(rows("fwd:bf16:d64:map64x64", "sm90:br128:bc64:w16:s4"), 128);
+  EXPECT_EQ(rows("fwd:bf16:d64:map64x128", "sm90:br128:bc128:w8:s1"), 128);
+  EXPECT_EQ(rows("bwd:bf16:d64:map64x128", "sm90:br128:bc128:w8:s2"), 128);
+  EXPECT_EQ(rows("fwd:bf16:d64:map64x128", "sm80:br128:bc128:w8:s2"), 128);
+  for (const char* rest : {":kvlen", ":varlen", ":causal", ":score{bias: bf16 2d; score + bias[q, kv]}",
+                           ":score{bias: fp32 1d; score + bias[kv]}"})
+    EXPECT_EQ(rows(("fwd:bf16:d64:map128x128" + std::string(rest)).c_str(), "sm90:br192:bc128:w12:s4"), 192)
+        << rest;
 }
 
 TEST(Sm90, TheHeuristicComputesFewPairsInVain) {

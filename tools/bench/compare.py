@@ -37,8 +37,10 @@ from flashjit import _library as abi  # noqa: E402
 
 TOKENS, HIDDEN = 16384, 2048
 BLOCK = 128
-# Lengths, and shares of the blocks that a map keeps.
-SPARSE = ((4096, 0.125), (8192, 0.0625), (8192, 0.125), (8192, 0.5), (16384, 0.125), (65536, 0.0625), (65536, 0.5))
+# Lengths, shares of the blocks that a map keeps, and where these are.
+SPARSE = ((4096, 0.125, "window"), (8192, 0.0625, "window"), (8192, 0.125, "window"), (8192, 0.5, "window"),
+          (16384, 0.125, "window"), (65536, 0.0625, "window"), (65536, 0.5, "window"), (8192, 0.125, "scattered"),
+          (8192, 0.5, "scattered"))
 PASSES = ("fwd", "bwd")
 # Batch, heads of Q, and of K and V, queries, keys, head dimension.
 FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192, 128), (16, 32, 8, 1, 8192, 128),
@@ -374,6 +376,16 @@ def window_map(length, density):
     return ((column >= begin) & (column < begin + width)).to(torch.uint8)[None, None].contiguous().cuda()
 
 
+def scattered_map(length, density):
+    """As many blocks in every row, at random: neighbouring rows share no more than chance has it."""
+    n = length // BLOCK
+    order = torch.rand(n, n, generator=torch.Generator().manual_seed(n)).argsort(dim=1)
+    return (order < max(1, round(density * n))).to(torch.uint8)[None, None].contiguous().cuda()
+
+
+MAPS = {"window": window_map, "scattered": scattered_map}
+
+
 def masked_reference(q, k, v, dout, block_map):
     """O and gradients of the first batch entry's first head in fp32, with the map written out."""
     q, k, v = (x[0, 0].float().requires_grad_() for x in (q, k, v))
@@ -384,11 +396,11 @@ def masked_reference(q, k, v, dout, block_map):
     return {"out": out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
-def sparse_point(runtime, report, dim, length, density, rounds):
+def sparse_point(runtime, report, dim, length, density, pattern, rounds):
     batch, heads = max(TOKENS // length, 1), min(HIDDEN, TOKENS * HIDDEN // length) // dim
-    label = f"bf16 d{dim} map{BLOCK}x{BLOCK} b{batch} h{heads} s{length}"
+    label = f"bf16 d{dim} {pattern} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
-    block_map = window_map(length, density)
+    block_map = MAPS[pattern](length, density)
     density = block_map.float().mean().item()
     dense = Ours(runtime, f"bf16:d{dim}", q, k, v, dout)
     sparse = Ours(runtime, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
@@ -404,7 +416,7 @@ def sparse_point(runtime, report, dim, length, density, rounds):
         ms = interleaved_ms({"sparse": getattr(sparse, method), "dense": getattr(dense, method)},
                             rounds if length <= 16384 else 5)
         ratio = ms["sparse"] / ms["dense"]
-        report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, density=density, batch=batch, heads=heads,
+        report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, pattern=pattern, density=density, batch=batch, heads=heads,
                    heads_kv=heads, seqlen=length, sparse_ms=ms["sparse"], dense_ms=ms["dense"], ratio=ratio,
                    rate=density / ratio)
         print(f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  share of the time "
@@ -473,7 +485,7 @@ def main():
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
     dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal", "dropout"] + sizes + times, constants)
-    sparse = Report(beside("sparse"), about + ["density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
+    sparse = Report(beside("sparse"), about + ["pattern", "density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
     few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
                  + [name for name in times if "sm80" not in name] + ["gbs"], constants)
     points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)] if wanted("dense") else []
@@ -483,9 +495,8 @@ def main():
         guarded(report, point.label(), dense_point, runtime, portable, report, point, rounds)
     for problem in (FEW[:1] if arguments.quick else FEW) if wanted("few") else ():
         guarded(few, f"few queries {problem}", few_point, runtime, few, problem, rounds)
-    for dim, (length, density) in itertools.product((64, 128) if wanted("sparse") else (),
-                                                     SPARSE[:1] if arguments.quick else SPARSE):
-        guarded(sparse, f"d{dim} s{length} sparse", sparse_point, runtime, sparse, dim, length, density, rounds)
+    for dim, problem in itertools.product((64, 128) if wanted("sparse") else (), SPARSE[:1] if arguments.quick else SPARSE):
+        guarded(sparse, f"d{dim} {problem}", sparse_point, runtime, sparse, dim, *problem, rounds)
     summary(dense)
     failures = dense.failures + other.failures + few.failures + sparse.failures
     print(f"{len(failures)} failures" + "".join(f"\n  {text}" for text in failures))

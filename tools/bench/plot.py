@@ -144,14 +144,15 @@ def dense_table(rows):
 
 
 def sparse_table(rows):
-    problems = sorted({(row["head_dim"], row["seqlen"], row["density"]) for row in rows})
+    problems = sorted({(row["head_dim"], row["pattern"] != "window", row["seqlen"], row["density"]) for row in rows})
     lines = []
-    for dim, length, density in problems:
-        cells = [select(rows, **{"pass": pass_name}, head_dim=dim, seqlen=length, density=density)
+    for dim, scattered, length, density in problems:
+        pattern = "scattered" if scattered else "window"
+        cells = [select(rows, **{"pass": pass_name}, head_dim=dim, pattern=pattern, seqlen=length, density=density)
                  for pass_name in PASSES]
         share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f})" if cell else "-" for cell in cells]
-        lines.append([str(dim), short(length), f"{100 * float(density):.1f}%"] + share)
-    return markdown(["Head dim", "Length", "Blocks kept"] + [f"{name}: time (rate)" for name in PASSES.values()], lines)
+        lines.append([str(dim), short(length), f"{100 * float(density):.1f}%", pattern] + share)
+    return markdown(["Head dim", "Length", "Blocks kept", "which"] + [f"{name}: time (rate)" for name in PASSES.values()], lines)
 
 
 def other_table(rows):
@@ -201,7 +202,8 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
                   "peer has its\nown, so that they come from memory.", few_table(few)]
     if sparse:
         parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
-                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel.",
+                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel. A window around "
+                  "the diagonal, or as many\nblocks of each row scattered at random.",
                   sparse_table(sparse)]
     parts += [f"""\
 To measure on the GPU machine, and to renew the picture and this section:

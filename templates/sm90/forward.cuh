@@ -167,6 +167,13 @@ struct ForwardWalk {
   }
 };
 
+/// Without the bits of rows, where an entry has none: ptxas orders what follows as it did before there were
+/// any.
+template <class P>
+__device__ __forceinline__ int tile_of(int entry) {
+  return kTellsRows<P> ? tile_of_entry(entry) : entry >> 1;
+}
+
 /// The heads of a Q tile, from its first on: one, or a set of packed ones.
 template <bool kPacked>
 struct HeadsOfWork {
@@ -219,7 +226,7 @@ struct ForwardWork : HeadsOfWork<P::kPacksHeads> {
     }
   }
   __device__ int count() const { return tiles.count; }
-  __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
+  __device__ int kv_begin(int i) const { return tile_of<P>(tiles.entry(i)) * P::kBc; }
 };
 
 /// Whether those who compute read lists themselves, a step ahead. Else the loader says of a tile what its
@@ -371,7 +378,7 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int entry = work.tiles.entry(i), begin = tile_of_entry(entry) * P::kBc;
+      const int entry = work.tiles.entry(i), begin = tile_of<P>(entry) * P::kBc;
       const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
       if constexpr (kTellsTiles<P>)
@@ -890,7 +897,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto look_at_tile = [&](int n) {
     const ForwardWork<P>& work = at.work(round);
     if constexpr (!kReadsList<P>) entry = kTellsTiles<P> ? at.entry(n) : work.tiles.entry(i);
-    kv_begin = tile_of_entry(entry) * P::kBc;
+    kv_begin = tile_of<P>(entry) * P::kBc;
     if constexpr (kTellsRows<P>) {
       // Of a tile that it does not meet the group masks all.
       const bool met = meets(n);
@@ -917,7 +924,6 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   // and LSE are written, and its V waits for P no longer than there are stages: else nobody could go on.
   int last = -1;  // the tile that was computed last
   const auto computes = [&](int n, bool is_first) {
-    if constexpr (!kTellsRows<P>) return true;
     const bool must = n - last >= P::kStages || (is_first && i == 0);
     return __any_sync(kWholeWarp, must || meets(n)) != 0;
   };
@@ -964,13 +970,15 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   if (group == kGroups - 1) pass_turn(at, group);
   for (; find_work(); ++round) {
     if (kCutsTiles<P> && group >= at.work(round).groups) break;  // its last
-    wait_for_k(n);
-    for (; !computes(n, true); --i) {
-      pass_over(n);
-      wait_for_k(++n);
-    }
-    const bool follows = before(n) >= 0;
+    const bool follows = n > 0;
     q_tile = tile_descriptor(at.q(group, round), 0);
+    wait_for_k(n);
+    if constexpr (kTellsRows<P>) {
+      for (; !computes(n, true); --i) {
+        pass_over(n);
+        wait_for_k(++n);
+      }
+    }
     wait_for_turn(at, group);
     start_scores();
     // The vote tells ptxas that all lanes go one way: else it may make products wait for each other.
@@ -1019,9 +1027,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       --i;
       start_plane(n);
       wait_for_k(n);
-      if (!computes(n, false)) {
-        pass_over(n);
-        continue;
+      if constexpr (kTellsRows<P>) {
+        if (!computes(n, false)) {
+          pass_over(n);
+          continue;
+        }
       }
       wait_for_turn(at, group);
       start_scores();

@@ -221,25 +221,28 @@ __device__ void block_lists(const Params& p) {
 
   int* entries = p.lists.entries + list * columns;
   int count = 0;
-  if constexpr (kTellsRows<P>) count = list_by_rows(p, set, row_range, columns, entries);
-  for (int first = kTellsRows<P> ? columns : 0; first < columns; first += kListThreads) {
-    const int column = first + static_cast<int>(threadIdx.x);
-    const Range column_range = P::kBackward ? set.q_rows(p, column) : set.kv_rows(p, column);
-    const Range q = P::kBackward ? column_range : row_range, kv = P::kBackward ? row_range : column_range;
-    TileClass kind = TileClass::empty;
-    if (q.begin < q.end && kv.begin < kv.end) {
-      const Reads<P, P::kBackward> column_reads(p, set, column);
-      kind = tile_class<P>(p, set.head, q, kv, P::kBackward ? column_reads.bounds : row_reads.bounds,
-                           P::kBackward ? row_reads.bounds : column_reads.bounds);
+  if constexpr (kTellsRows<P>) {
+    count = list_by_rows(p, set, row_range, columns, entries);
+  } else {
+    for (int first = 0; first < columns; first += kListThreads) {
+      const int column = first + static_cast<int>(threadIdx.x);
+      const Range column_range = P::kBackward ? set.q_rows(p, column) : set.kv_rows(p, column);
+      const Range q = P::kBackward ? column_range : row_range, kv = P::kBackward ? row_range : column_range;
+      TileClass kind = TileClass::empty;
+      if (q.begin < q.end && kv.begin < kv.end) {
+        const Reads<P, P::kBackward> column_reads(p, set, column);
+        kind = tile_class<P>(p, set.head, q, kv, P::kBackward ? column_reads.bounds : row_reads.bounds,
+                             P::kBackward ? row_reads.bounds : column_reads.bounds);
+      }
+      if constexpr (P::kEvaluateTiles) kind = evaluate_partial<P>(p, set.head, q, kv, kind);
+      const bool listed = kind != TileClass::empty;
+      const Place place = place_among_threads(listed);
+      if (listed) entries[count + place.before] = column * 2 + (kind == TileClass::full ? 1 : 0);
+      if constexpr (P::kBackward && P::kDeterministic) {
+        if (column < columns) p.lists.rank[list * columns + column] = listed;
+      }
+      count += place.total;
     }
-    if constexpr (P::kEvaluateTiles) kind = evaluate_partial<P>(p, set.head, q, kv, kind);
-    const bool listed = kind != TileClass::empty;
-    const Place place = place_among_threads(listed);
-    if (listed) entries[count + place.before] = column * 2 + (kind == TileClass::full ? 1 : 0);
-    if constexpr (P::kBackward && P::kDeterministic) {
-      if (column < columns) p.lists.rank[list * columns + column] = listed;
-    }
-    count += place.total;
   }
   if (threadIdx.x == 0) p.lists.count[list] = count;
   if constexpr (!P::kBackward) {

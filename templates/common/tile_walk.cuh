@@ -19,7 +19,10 @@ constexpr bool kLists = P::kBlockMap || P::kListed || (P::kBackward && P::kDeter
 constexpr int kListedRowsBit = 28;
 template <class P>
 constexpr bool kTellsRows = (P::kListedRows < P::kBr);
-__device__ __forceinline__ int tile_of_entry(int entry) { return (entry & ((1 << kListedRowsBit) - 1)) >> 1; }
+template <class P>
+__device__ __forceinline__ int tile_of_entry(int entry) {
+  return (kTellsRows<P> ? entry & ((1 << kListedRowsBit) - 1) : entry) >> 1;
+}
 
 /// How many different lists of tiles there are: as many as map and mask tell apart.
 template <class P>
@@ -90,7 +93,7 @@ struct KvTiles {
     if constexpr (kLists<P>) return list[i];
     return (first + i) * 2;
   }
-  __device__ int tile(int i) const { return tile_of_entry(entry(i)); }
+  __device__ int tile(int i) const { return tile_of_entry<P>(entry(i)); }
   /// Whether block map and mask let every pair of the tile attend.
   __device__ bool full(const Params& p, const typename P::Head& head, Range q, int entry) const {
     if constexpr (kLists<P>) return entry & 1;

@@ -167,13 +167,6 @@ struct ForwardWalk {
   }
 };
 
-/// Without the bits of rows, where an entry has none: ptxas orders what follows as it did before there were
-/// any.
-template <class P>
-__device__ __forceinline__ int tile_of(int entry) {
-  return kTellsRows<P> ? tile_of_entry(entry) : entry >> 1;
-}
-
 /// The heads of a Q tile, from its first on: one, or a set of packed ones.
 template <bool kPacked>
 struct HeadsOfWork {
@@ -226,7 +219,7 @@ struct ForwardWork : HeadsOfWork<P::kPacksHeads> {
     }
   }
   __device__ int count() const { return tiles.count; }
-  __device__ int kv_begin(int i) const { return tile_of<P>(tiles.entry(i)) * P::kBc; }
+  __device__ int kv_begin(int i) const { return tiles.tile(i) * P::kBc; }
 };
 
 /// Whether those who compute read lists themselves, a step ahead. Else the loader says of a tile what its
@@ -378,7 +371,7 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int entry = work.tiles.entry(i), begin = tile_of<P>(entry) * P::kBc;
+      const int entry = work.tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
       if constexpr (kTellsTiles<P>)
@@ -897,7 +890,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto look_at_tile = [&](int n) {
     const ForwardWork<P>& work = at.work(round);
     if constexpr (!kReadsList<P>) entry = kTellsTiles<P> ? at.entry(n) : work.tiles.entry(i);
-    kv_begin = tile_of<P>(entry) * P::kBc;
+    kv_begin = tile_of_entry<P>(entry) * P::kBc;
     if constexpr (kTellsRows<P>) {
       // Of a tile that it does not meet the group masks all.
       const bool met = meets(n);

@@ -144,10 +144,10 @@ def dense_table(rows):
 
 
 def sparse_table(rows):
-    problems = sorted({(row["head_dim"], row["pattern"] != "window", row["seqlen"], row["density"]) for row in rows})
+    problems = sorted({(row["head_dim"], row["pattern"], row["seqlen"], row["density"]) for row in rows},
+                      key=lambda problem: (problem[0], problem[1] != "window", *problem[2:]))
     lines = []
-    for dim, scattered, length, density in problems:
-        pattern = "scattered" if scattered else "window"
+    for dim, pattern, length, density in problems:
         cells = [select(rows, **{"pass": pass_name}, head_dim=dim, pattern=pattern, seqlen=length, density=density)
                  for pass_name in PASSES]
         share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f})" if cell else "-" for cell in cells]

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <initializer_list>
 
 #include "expr/derive.hpp"
 #include "plan/tensor_core.hpp"
@@ -88,49 +89,97 @@ TileConfig with_parts(TileConfig c) {
   return c;
 }
 
-/// Good tiles, best first, by the wider head dimension; the last of each fits every device. The largest spill
-/// for Blackwell, where ptxas keeps more in registers, and beside what else takes registers: gradients of
-/// captured tensors keep S and their places until dS is known, slopes as many values again.
-std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+/// Whether nothing but lengths of keys, a causal mask or an order of additions is asked for, which takes the
+/// fewest registers. On Hopper, as ptxas keeps more for other architectures.
+bool is_plain_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
+  return device.compute_capability == 90 && spec.head_dim == spec.v_dim() && spec.score.empty() &&
+         (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen && !spec.dropout &&
+         !spec.has_block_map();
+}
+
+/// A tile, and whether it is good for what is asked.
+struct Choice {
+  TileConfig tile;
+  bool good = true;
+};
+
+std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
+  std::vector<TileConfig> good;
+  for (const Choice& choice : choices)
+    if (choice.good) good.push_back(choice.tile);
+  return good;
+}
+
+// Good tiles, best first, by the wider head dimension; the last of each fits every device. Measured on
+// Hopper, also with one block a multiprocessor, as smaller devices have; and only what does not spill.
+
+std::vector<TileConfig> forward_preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  const bool large = device.compute_capability < 100;
+  const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
+  if (d <= 64) {
+    const int stages = device.shared_per_block > 120 * 1024 ? 2 : 1;
+    return good_of({{config(128, 64, 4, stages)}, {config(64, 128, 4, 1), large}, {config(64, 64, 4, 1)}});
+  }
+  if (d <= 128) {
+    const bool lengths_spill = spec.varlen && (spec.has_block_map() || device.compute_capability == 90);
+    return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device)},
+                    {config(128, 48, 4, 1), large && !lengths_spill},
+                    {config(128, 32, 4, 1)},
+                    {config(64, 64, 4, 1)},
+                    {config(64, 32, 4, 1)}});
+  }
+  return good_of({{config(128, 128, 8, 1), d <= 192 && spec.v_dim() <= 128},
+                  {config(128, 80, 8, 2), d <= 160},
+                  {config(128, 48, 8, 2, true), d <= 192},
+                  {config(64, 64, 4, 1), roomy},
+                  {config(128, 64, 8, 1)},
+                  {config(64, 64, 4, 1)},
+                  {config(64, 32, 4, 1)}});
+}
+
+/// The largest spill beside gradients of captured tensors, which keep S and their places until dS is known,
+/// and slopes as many values again.
+std::vector<TileConfig> backward_preferences(const AttentionSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool capture_grads = has_capture_grads(spec);
   const bool and_slopes = capture_grads && expr::has_slope(spec.score.tree());
-  const bool large = device.compute_capability < 100 && !capture_grads;
-  const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
-  // What fits exactly: on other architectures ptxas spills some words.
-  const bool plain = device.compute_capability == 90 && d % 16 == 0 && spec.head_dim == spec.v_dim() &&
-                     spec.score.empty() && (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen &&
-                     !spec.dropout && !spec.has_block_map();
-  std::vector<TileConfig> choices;
-  if (spec.pass == Pass::forward) {
-    if (d <= 64) {
-      choices = {config(128, 64, 4, device.shared_per_block > 120 * 1024 ? 2 : 1), config(64, 64, 4, 1)};
-    } else if (d <= 128) {
-      choices = {config(128, 32, 4, 1), config(64, 32, 4, 1)};
-      if (large && !(spec.varlen && (spec.has_block_map() || device.compute_capability == 90)))
-        choices.insert(choices.begin(), config(128, 48, 4, 1));
-      if (plain) choices.insert(choices.begin(), config(128, 64, 4, 1));
-    } else {
-      choices = {config(128, 64, 8, 1), config(64, 64, 4, 1), config(64, 32, 4, 1)};
-      if (roomy) choices.insert(choices.begin(), config(64, 64, 4, 1));
-    }
-  } else if (d <= 64) {
-    choices = {config(32, 64, 4, 1)};
-    if (large) choices.insert(choices.begin(), config(32, 128, 4, 2));
-  } else if (d <= 128 && capture_grads) {
-    if (and_slopes)
-      choices = {config(32, 64, 8, 1, false, 2)};
-    else
-      choices = {config(32, 128, 8, 1), config(32, 64, 4, 1)};
-  } else if (d <= 128) {
-    choices = {config(64, 128, 8, 1), config(32, 64, 4, 1)};
-    if (plain) choices.insert(choices.begin(), config(64, 128, 8, 2, false, 2));
-  } else {
-    choices = {config(16, 64, 8, 1, false, 2)};
-    if (!and_slopes) choices.insert(choices.begin(), config(32, 64, 8, 1, false, 2));
-    if (large && !spec.dropout && d <= 192) choices.insert(choices.begin(), config(64, 64, 8, 1, false, 2));
+  const bool plain = is_plain_on_hopper(spec, device);
+  const auto pairs = [](int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); };
+  if (d <= 64) {
+    const bool large = device.compute_capability < 100 && !capture_grads;
+    return good_of({{config(32, 128, 4, 2), large},
+                    {pairs(64, 64, 2), large},  // of few keys, for all multiprocessors
+                    {config(64, 64, 4, 2), !and_slopes},
+                    {config(32, 64, 4, 2)}});
   }
-  return choices;
+  if (d <= 128 && capture_grads) {
+    const bool wide_pairs = !and_slopes && !spec.dropout && !spec.has_block_map();
+    return good_of({{pairs(32, 128, 2), wide_pairs},
+                    {config(32, 128, 8, 1), !and_slopes},
+                    {pairs(64, 64, 2)},
+                    {pairs(32, 64, 2)},
+                    {config(32, 64, 4, 1), !and_slopes},
+                    {pairs(32, 64, 1)}});
+  }
+  if (d <= 128) {
+    const bool narrow = d <= 96 && device.compute_capability == 90 && spec.head_dim == spec.v_dim() &&
+                        spec.score.empty() && !spec.varlen;
+    return good_of({{pairs(64, 128, 2), narrow || (d == 128 && plain)},
+                    {pairs(32, 128, 2), d > 112},
+                    {config(64, 128, 8, 1)},
+                    {pairs(64, 64, 2)},
+                    {pairs(32, 64, 2)},
+                    {config(32, 64, 4, 1)}});
+  }
+  return good_of({{pairs(64, 64, 2), d <= 192 || (d <= 240 && plain)},
+                  {pairs(32, 64, 2)},
+                  {pairs(32, 64, 1), !and_slopes},
+                  {pairs(16, 64, 1)}});
+}
+
+std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+  return spec.pass == Pass::forward ? forward_preferences(spec, device) : backward_preferences(spec, device);
 }
 
 std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {

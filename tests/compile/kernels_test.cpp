@@ -156,7 +156,8 @@ TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
     }
   };
   for (const char* dims : {"d32", "d64", "d96", "d128", "d192x128", "d256"}) check(plan::sm90_traits(), dims);
-  for (const char* dims : {"d120", "d120x128", "d128x120"}) check(plan::sm80_traits(), dims);
+  for (const char* dims : {"d80", "d96", "d120", "d120x128", "d128x120", "d160", "d192", "d192x128", "d240"})
+    check(plan::sm80_traits(), dims);
 }
 
 /// With the tiles that the family takes by itself.

@@ -1,11 +1,27 @@
 """Python processes of the tests' own."""
 import os
 import pathlib
+import subprocess
+import sys
+
+import pytest
 
 import flashjit
+from flashjit import _library
 
 
 def environment(**more):
     """In which they import the package under test, too. more: variables."""
     paths = [str(pathlib.Path(flashjit.__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), **{name: str(value) for name, value in more.items()}}
+
+
+def command(*arguments, **more):
+    """What python -m flashjit did, with the wheel's command, or the one beside the library under test. more: variables."""
+    built = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _library.PACKAGE / "native" / "flashjit")
+    if not built.exists():
+        built = _library.library_path().parent / "tools" / "flashjit"
+    if not built.exists():
+        pytest.skip("the command is not built: build the target flashjit_command")
+    return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
+                          env=environment(FLASHJIT_COMMAND=built, **more))

@@ -1,6 +1,7 @@
 """What the scripts of tools/bench measure and show: the same attention on both sides, and honest tile counts."""
 import csv
 import importlib
+import json
 import pathlib
 import sys
 
@@ -9,6 +10,7 @@ import pytest
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 np = pytest.importorskip("numpy")
+import child  # noqa: E402
 import flashjit  # noqa: E402
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
@@ -31,6 +33,11 @@ def plot(variants):
 @pytest.fixture(scope="module")
 def gallery(variants):
     return importlib.import_module("gallery")
+
+
+@pytest.fixture(scope="module")
+def compare(variants):
+    return importlib.import_module("compare")
 
 
 def all_cases(variants, length=LENGTH):
@@ -100,6 +107,19 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
     assert "read at forward 1000 and backward 1001 GB/s" in text.replace("\n", " ")
     row, = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
     assert row.count("300 / 200 = 1.50x") == 2
+
+
+def test_the_portable_family_is_measured_with_its_own_tiles(compare, tmp_path):
+    point = compare.Point(128, 4096, False, 4, 16, 16)
+    points = [point, point._replace(dim=64, heads=32), point._replace(dim=256, heads=8), point._replace(dropout=0.1),
+              point._replace(batch=1, length=512), point._replace(batch=1, length=1024, causal=True)]
+    for point in points:
+        shape = f"b{point.batch}:hq{point.heads}:hkv{point.heads_kv}:sq{point.length}:skv{point.length}"
+        run = child.command("inspect", "--json", "--arch", "sm_90", "--spec", point.spec(), "--shape", shape,
+                            FLASHJIT_CACHE_DIR=tmp_path)
+        assert run.returncode == 0, run.stdout + run.stderr
+        taken = {kernel["spec"][:3]: kernel["config"] for kernel in json.loads(run.stdout)["kernels"]}
+        assert taken == {name: compare.sm80_tiles(point)[name, point.dim] for name in compare.PASSES}, point.label()
 
 
 def test_other_problems_are_a_table(plot):

@@ -187,32 +187,21 @@ def test_the_command_runs(tmp_path):
     assert run.returncode == 3 and "FLASHJIT_COMMAND" in run.stderr
 
 
-def real_command(*arguments, **environment):
-    """python -m flashjit with the wheel's command, or the one beside the library under test."""
-    command = pathlib.Path(os.environ.get("FLASHJIT_COMMAND") or _library.PACKAGE / "native" / "flashjit")
-    if not command.exists():
-        command = _library.library_path().parent / "tools" / "flashjit"
-    if not command.exists():
-        pytest.skip("the command is not built: build the target flashjit_command")
-    return subprocess.run([sys.executable, "-m", "flashjit", *map(str, arguments)], capture_output=True, text=True, timeout=60,
-                          env=child.environment(FLASHJIT_COMMAND=command, **environment))
-
-
 def test_the_real_command_packs_and_lists(fake_gpu, tmp_path):
     """With the NVRTC of tests/fake, so that it needs none."""
     nvrtc, pack = fake_gpu.folder / "libflashjit_fake_nvrtc.so", tmp_path / "pack"
-    packed = real_command("pack", "--spec", "fwd:fp16:d64", "--arch", "sm_80", "--out", pack, FLASHJIT_NVRTC=nvrtc)
+    packed = child.command("pack", "--spec", "fwd:fp16:d64", "--arch", "sm_80", "--out", pack, FLASHJIT_NVRTC=nvrtc)
     assert packed.returncode == 0 and "1 of 1 kernels" in packed.stdout, packed.stderr
-    entries = lambda *more, **named: json.loads(real_command("cache", "list", "--json", *more, **named).stdout)["entries"]
+    entries = lambda *more, **named: json.loads(child.command("cache", "list", "--json", *more, **named).stdout)["entries"]
     assert [(entry["spec"], entry["arch"]) for entry in entries("--dir", pack)] == [("fwd:fp16:d64", "sm_80")]
     assert entries(FLASHJIT_CACHE_DIR=tmp_path / "cache") == []
-    refused = real_command("pack", "--spec", "fp16:d7", "--arch", "sm_80", "--out", pack)
+    refused = child.command("pack", "--spec", "fp16:d7", "--arch", "sm_80", "--out", pack)
     assert refused.returncode == 2 and "fp16:d7" in refused.stderr
 
 
 @pytest.mark.parametrize("name", ["tune", "pack", "doctor", "cache"])
 def test_python_reaches_each_real_subcommand(name):
-    done = real_command(name, "--help")
+    done = child.command(name, "--help")
     assert (done.returncode, done.stderr) == (0, "") and f"Usage: flashjit {name} [OPTIONS]" in done.stdout
 
 
@@ -224,25 +213,25 @@ def test_python_reaches_each_real_subcommand(name):
     (["tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64"], 3, "FLASHJIT_LIBCUDA"),
 ])
 def test_the_real_command_s_refusals_reach_python(arguments, code, said, tmp_path):
-    done = real_command(*arguments, FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1")
+    done = child.command(*arguments, FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1")
     assert done.returncode == code and said in done.stderr, done.stdout
 
 
 def test_the_real_command_tunes_and_checks(fake_gpu, tmp_path):
     """Over the driver and the NVRTC of tests/fake."""
-    tuned = real_command("tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64", FLASHJIT_CACHE_DIR=tmp_path,
+    tuned = child.command("tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64", FLASHJIT_CACHE_DIR=tmp_path,
                          FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
     assert tuned.returncode == 0 and f"records in {tmp_path}" in tuned.stdout, tuned.stderr
     assert list(tmp_path.glob("v1/tuning/*/*.json"))
     entry, = tmp_path.glob("v1/*/*/kernel.cubin")
-    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 0
+    assert child.command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 0
     entry.write_bytes(b"damage")
-    assert real_command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 1
+    assert child.command("cache", "verify", FLASHJIT_CACHE_DIR=tmp_path).returncode == 1
 
 
 def test_the_real_doctor_looks_around(tmp_path):
     """Exit code 3: kernels cannot run here, as it says."""
-    done = real_command("doctor", FLASHJIT_CACHE_DIR=tmp_path)
+    done = child.command("doctor", FLASHJIT_CACHE_DIR=tmp_path)
     assert done.returncode in (0, 3) and str(tmp_path) in done.stdout, done.stderr
     assert (done.returncode == 3) == ("Kernels cannot run here" in done.stdout)
-    assert real_command("doctor", FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1").returncode == 3
+    assert child.command("doctor", FLASHJIT_CACHE_DIR=tmp_path, FLASHJIT_LIBCUDA="/nonexistent/libcuda.so.1").returncode == 3

@@ -155,6 +155,55 @@ TEST(Plan, HoldsWhatTheFamilySays) {
   }
 }
 
+/// What the portable family takes, where dQ comes a tile later (two stages) and warps work in pairs if the
+/// device has the memory; small problems get tiles for all multiprocessors.
+TEST(Plan, ThePortableFamilyTakesWhatFits) {
+  const AttentionShape large{4, 16, 16, 4096, 4096}, small{1, 16, 16, 512, 512};
+  struct Case {
+    const char* arch;
+    std::string spec;
+    AttentionShape shape;
+    const char* config;
+  };
+  const std::string alibi = "score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal";
+  const std::string learned = "score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}";
+  const std::string gate = "score{gate: fp32 1d grad; score * gate[h]}";
+  for (const Case& c : {
+           Case{"sm_90", "fwd:bf16:d128:causal", large, "sm80:br128:bc64:w4"},
+           Case{"sm_90", "fwd:bf16:d96:causal", large, "sm80:br128:bc48:w4"},
+           Case{"sm_90", "fwd:bf16:d128:causal", small, "sm80:br64:bc64:w4"},
+           Case{"sm_90", "fwd:bf16:d64", small, "sm80:br64:bc128:w4"},
+           Case{"sm_80", "fwd:bf16:d192x128", large, "sm80:br128:bc128:w8"},
+           Case{"sm_80", "fwd:bf16:d160", large, "sm80:br128:bc80:w8:s2"},
+           Case{"sm_80", "fwd:bf16:d192", large, "sm80:br128:bc48:w8:s2:qreg"},
+           Case{"sm_86", "fwd:bf16:d192", large, "sm80:br64:bc64:w4"},
+           Case{"sm_90", "bwd:bf16:d64", large, "sm80:br32:bc128:w4:s2"},
+           Case{"sm_90", "bwd:bf16:d64", small, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_120", "bwd:bf16:d64", large, "sm80:br64:bc64:w4:s2"},
+           Case{"sm_90", "bwd:bf16:d64:" + learned, large, "sm80:br64:bc64:w4:s2"},
+           Case{"sm_90", "bwd:bf16:d64:" + gate, large, "sm80:br32:bc64:w4:s2"},
+           Case{"sm_90", "bwd:bf16:d128:causal", large, "sm80:br64:bc128:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d128:dropout", large, "sm80:br32:bc128:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d96:dropout", large, "sm80:br64:bc128:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d128:causal", small, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d128:" + alibi, large, "sm80:br32:bc128:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d104", large, "sm80:br64:bc128:w8"},
+           Case{"sm_86", "bwd:bf16:d128", large, "sm80:br32:bc64:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d128:" + learned, large, "sm80:br32:bc128:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d128:dropout:" + learned, large, "sm80:br32:bc128:w8"},
+           Case{"sm_90", "bwd:bf16:d128:" + gate, large, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d192:dropout", large, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d192", large, "sm80:br32:bc64:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d240", large, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_80", "bwd:bf16:d256", large, "sm80:br32:bc64:w8:s2:split2"},
+           Case{"sm_86", "bwd:bf16:d256", large, "sm80:br16:bc64:w8:split2"},
+       }) {
+    const DeviceInfo device = DeviceInfo::parse(c.arch);
+    EXPECT_EQ(to_string(make_plan(parse_spec(c.spec), c.shape, device, {}).config), c.config)
+        << c.arch << ' ' << c.spec;
+  }
+}
+
 TEST(Plan, TheSpecIsNormalized) {
   const ExecutionPlan plan = make_plan({.head_dim = 64, .deterministic = true}, kShape, kA100, {});
   EXPECT_EQ(plan.spec.head_dim_v, 64);

@@ -50,9 +50,11 @@ FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192,
 # What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
-              ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:split2"}
-# Beside dropout two warps of a pair have no registers for d128.
-SM80_DROPOUT_TILES = {**SM80_TILES, ("bwd", 128): "sm80:br64:bc128:w8"}
+              ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:split2"}
+# Beside dropout d128 has fewer registers.
+SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:split2"}
+# Where tiles of 128 rows leave multiprocessors without one.
+SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:split2"}
 SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 
@@ -256,6 +258,9 @@ class Point(typing.NamedTuple):
     dtype: str = "bf16"
     dropout: float = 0.0
 
+    def spec(self):
+        return f"{self.dtype}:d{self.dim}" + (":causal" if self.causal else "") + (":dropout" if self.dropout else "")
+
     def label(self):
         heads = f"{self.heads}/{self.heads_kv}" if self.heads != self.heads_kv else str(self.heads)
         dropout = f" p{self.dropout}" if self.dropout else ""
@@ -305,15 +310,21 @@ def running(report, label, makers, methods):
     return people
 
 
+def sm80_tiles(point):
+    """The tiles that the heuristic takes for a problem in the family sm80."""
+    if point.batch * point.heads * point.length // 128 < 0.9 * 132:
+        return SM80_SMALL_TILES
+    return SM80_DROPOUT_TILES if point.dropout else SM80_TILES
+
+
 def dense_point(runtime, portable, report, point, rounds):
     dim, length, causal, batch, heads, heads_kv, dtype, dropout = point
     label = point.label()
     q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
-    spec = f"{dtype}:d{dim}" + (":causal" if causal else "") + (":dropout" if dropout else "")
-    tiles = SM80_DROPOUT_TILES if dropout else SM80_TILES
+    spec = point.spec()
     people = running(report, label, {
         "flashjit": lambda: Ours(runtime, spec, q, k, v, dout, dropout=dropout),
-        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=tiles, dropout=dropout),
+        "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=sm80_tiles(point), dropout=dropout),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal, dropout),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal, dropout),
     }, ("forward", "backward"))

@@ -293,8 +293,8 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (choices.front().min_blocks > 1) {
     const auto has_many = [&](const TileConfig& c) {
       const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
-      const bool two = tiles_at_a_time(spec, c) > 1;
-      return (two || c.warps == 12) && count >= std::int64_t{two ? 2 : 8} * device.multiprocessors;
+      const bool two_tiles = tiles_at_a_time(spec, c) > 1, three_groups = c.warps / kGroupWarps == 3;
+      return (two_tiles || three_groups) && count >= std::int64_t{two_tiles ? 2 : 8} * device.multiprocessors;
     };
     const auto found = std::find_if(choices.rbegin(), choices.rend(), has_many);
     return found == choices.rend() ? choices.front() : *found;

@@ -193,6 +193,37 @@ std::vector<AttentionCase> feature_cases(std::span<const char* const> specs,
   return cases;
 }
 
+/// KV tiles for all multiprocessors: family sm80 takes its largest tiles, in which two warps share rows and
+/// dQ comes a tile later; the others of these tests have the smallest.
+std::vector<AttentionCase> large_tile_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d64:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal",
+      "bf16:d64:score{gate: fp32 2d grad; score * gate[b, h]}",
+      "fp16:d64:causal:dropout",
+      "fp16:d80:causal",
+      "bf16:d96:dropout:kvlen",
+      "bf16:d96:map64x64:mask{q >= kv && q - kv < 100}",
+      "bf16:d128:causal_top_left:dropout",
+      "bf16:d128:map32x64",
+      "fp16:d128:varlen:sinks:mask{doc: int32 1d; doc[q] == doc[kv]}",
+      "bf16:d128x64:score{50.0 * tanh(score / 50.0)}",
+      "bf16:d128:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}",
+      "bf16:d128:score{gate: fp32 2d grad; score * gate[b, h]}:dropout",
+      "fp16:d160:causal_top_left",
+      "bf16:d192:dropout:kvlen",
+      "bf16:d192x128:score{bias: fp32 2d grad; score + bias[h, kv]}",
+      "bf16:d240",
+      "bf16:d256:score{50.0 * tanh(score / 50.0)}:dropout",
+      "fp16:d256:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:varlen",
+      "bf16:d256:map64x64:det",
+  };
+  constexpr std::array<AttentionShape, 1> kShapes = {{{5, 8, 4, 130, 1100}}};
+  return feature_cases(kSpecs, kShapes, std::array{Family::sm80}, "large");
+}
+
+INSTANTIATE_TEST_SUITE_P(LargeTiles, Attention, testing::ValuesIn(large_tile_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 /// Few queries of many keys, which blocks share.
 std::vector<AttentionCase> shared_key_cases() {
   constexpr std::array kSpecs = {

@@ -19,18 +19,16 @@ sample=(
   'Pairs/Attention.*/bf16_d64_causal_b40_hq8_hkv4_sq130_skv150_sm90_*'
   'Pairs/Attention.*/fp16_d256_causal_dropout_kvlen_b3_hq2_hkv2_sq128_skv333_sm90_*'
   'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
-  'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
+  'LargeTiles/Attention.*/fp16_d64_dropout_b5_hq8_hkv4_sq130_skv1100_sm80_*'
   'Pairs/Attention.*/fp32_d32_causal_b2_hq4_hkv4_sq128_skv128_simt_*'
   'Pairs/Attention.*/fp16_d64_causal_top_left_det_b1_hq6_hkv6_sq64_skv64_simt_*'
   # block maps
   'Pairs/BlockSparse.*/fp16_d128_map32x64_b2_hq4_hkv2_sq129_skv129_sm90_*'
-  'Pairs/BlockSparse.*/bf16_d64_causal_top_left_map32x64_det_b2_hq4_hkv2_sq65_skv64_sm80_*'
   'Pairs/BlockSparse.*/fp32_d64_causal_kvlen_map16x256_b2_hq4_hkv2_sq65_skv64_simt_*'
   'Configurations/BlockSparseRows.FarApart/fwd_bf16_d64_map128x128_sm90_*'
   'Configurations/BlockSparseRows.WithoutOrder/fwd_bf16_d256_map64x64_sm90_*'
   # programs
   'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
-  'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
   'Planes/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
   'Planes/Programs.*/bf16_d128_*_sm90_bhsd_plane_7*'
   'PlaneGrads/Programs.*/bf16_d128_*_sm90_bhsd_plane_grad_90*'
@@ -42,11 +40,9 @@ sample=(
   # packed sequences and sinks
   'Packed/Programs.*/bf16_d96x64_varlen_b3_hq4_hkv1_sq65_skv64_sm90_*'
   'Packed/Programs.*/bf16_d40_causal_det_sinks_b2_hq2_hkv2_sq65_skv64_sm90_*'
-  'Packed/Programs.*/fp16_d64_det_varlen_b2_hq2_hkv2_sq333_skv333_sm80_*'
   # packed sequences with wrong offsets
   'Families/WrongOffsets.*/sm90_causal_dropout'
   'Families/WrongOffsets.*/sm90_pairs_det_lists'
-  'Families/WrongOffsets.*/sm80_causal_det'
   'Families/WrongOffsets.*/simt_plain_sinks'
   # two Q tiles at a time
   'Features/TwoTilesAtATime.*/fp16_d64_map128x128_b2_hq4_hkv2_sq333_skv300_sm90_*'
@@ -65,6 +61,11 @@ sample=(
 pairs=(
   'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
   'Pairs/Attention.*/fp16_d128_b5_hq8_hkv4_sq130_skv1100_sm80_*'
+  'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'
+  'Pairs/BlockSparse.*/bf16_d64_causal_top_left_map32x64_det_b2_hq4_hkv2_sq65_skv64_sm80_*'
+  'Variants/Programs.*/fp16_d64_*_sm80_bhsd_documents_*'
+  'Packed/Programs.*/fp16_d64_det_varlen_b2_hq2_hkv2_sq333_skv333_sm80_*'
+  'Families/WrongOffsets.*/sm80_causal_det'
 )
 
 [ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }

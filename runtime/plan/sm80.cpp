@@ -89,11 +89,15 @@ TileConfig with_parts(TileConfig c) {
   return c;
 }
 
-/// Whether nothing but lengths of keys, a causal mask or an order of additions is asked for, which takes the
-/// fewest registers. On Hopper, as ptxas keeps more for other architectures.
-bool is_plain_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
+/// Whether registers are spared: no score, no packed sequences, one head dimension. On Hopper, as ptxas keeps
+/// more for other architectures.
+bool is_lean_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
   return device.compute_capability == 90 && spec.head_dim == spec.v_dim() && spec.score.empty() &&
-         (spec.mask.empty() || is_causal(spec.mask)) && !spec.varlen && !spec.dropout &&
+         !spec.varlen;
+}
+/// And nothing but lengths of keys, a causal mask or an order of additions asked for: the fewest registers.
+bool is_plain_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
+  return is_lean_on_hopper(spec, device) && (spec.mask.empty() || is_causal(spec.mask)) && !spec.dropout &&
          !spec.has_block_map();
 }
 
@@ -164,9 +168,7 @@ std::vector<TileConfig> backward_preferences(const AttentionSpec& spec, const De
                     {pairs(32, 64, 1)}});
   }
   if (d <= 128) {
-    const bool narrow = d <= 96 && device.compute_capability == 90 && spec.head_dim == spec.v_dim() &&
-                        spec.score.empty() && !spec.varlen;
-    return good_of({{pairs(64, 128, 2), narrow || (d == 128 && plain)},
+    return good_of({{pairs(64, 128, 2), d <= 96 ? is_lean_on_hopper(spec, device) : d == 128 && plain},
                     {pairs(32, 128, 2), d > 112},
                     {config(64, 128, 8, 1)},
                     {pairs(64, 64, 2)},

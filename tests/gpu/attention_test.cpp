@@ -2,7 +2,9 @@
 // case. Shapes too large for the CPU are in large_test.cpp, against the naive GPU kernel.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
+#include <iterator>
 #include <span>
 #include <string>
 #include <utility>
@@ -124,58 +126,6 @@ const std::vector<AttentionCase>& all_cases() {
   return cases;
 }
 
-class Attention : public CaseTest {
- protected:
-  static void SetUpTestSuite() { prepare_selected(all_cases()); }
-};
-
-TEST_P(Attention, MatchesTheReference) { run_case(GetParam()); }
-
-INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
-                         [](const auto& test) { return name_of(test.param); });
-
-/// A few specs that stress different parts of a tile, at a shape that is no multiple of any.
-std::vector<AttentionCase> sweep_cases() {
-  struct Sweep {
-    AttentionSpec spec;
-    std::vector<Family> families;
-  };
-  const Sweep sweeps[] = {
-      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal()}, {Family::sm90}},
-      {{.dtype = DType::fp16, .head_dim = 64}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40}, {Family::sm90}},
-      {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
-       {Family::sm90, Family::sm80}},
-      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 32, .deterministic = true}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128, .mask = causal(), .deterministic = true},
-       {Family::sm90, Family::sm80}},
-      {{.dtype = DType::fp16, .head_dim = 256, .deterministic = true}, {Family::sm90}},
-      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal()}, {Family::sm80}},
-      {{.dtype = DType::bf16, .head_dim = 256, .mask = causal()}, {Family::sm80}},
-      {{.dtype = DType::fp16, .head_dim = 40}, {Family::sm80}},
-      {{.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
-       {Family::simt}},
-      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true}, {Family::simt}},
-  };
-  std::vector<AttentionCase> cases;
-  for (const auto& [spec, families] : sweeps)
-    for (const Family family : families)
-      cases.push_back({.spec = spec,
-                       .shape = {2, 2, 1, 333, 200},
-                       .family = family,
-                       .dropout_p = spec.dropout ? 0.3 : 0.0});
-  return cases;
-}
-
-class EveryConfiguration : public GpuTestWith<AttentionCase> {};
-
-TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetParam()); }
-
-INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
-                         [](const auto& test) { return name_of(test.param); });
-
 /// Each spec, one feature after the other, in each shape and family.
 std::vector<AttentionCase> feature_cases(std::span<const char* const> specs,
                                          std::span<const AttentionShape> shapes,
@@ -221,7 +171,63 @@ std::vector<AttentionCase> large_tile_cases() {
   return feature_cases(kSpecs, kShapes, std::array{Family::sm80}, "large");
 }
 
+class Attention : public CaseTest {
+ protected:
+  static void SetUpTestSuite() {
+    std::vector<AttentionCase> cases = large_tile_cases();
+    std::ranges::copy(all_cases(), std::back_inserter(cases));
+    prepare_selected(cases);
+  }
+};
+
+TEST_P(Attention, MatchesTheReference) { run_case(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
 INSTANTIATE_TEST_SUITE_P(LargeTiles, Attention, testing::ValuesIn(large_tile_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+/// A few specs that stress different parts of a tile, at a shape that is no multiple of any.
+std::vector<AttentionCase> sweep_cases() {
+  struct Sweep {
+    AttentionSpec spec;
+    std::vector<Family> families;
+  };
+  const Sweep sweeps[] = {
+      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal()}, {Family::sm90}},
+      {{.dtype = DType::fp16, .head_dim = 64}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 72, .head_dim_v = 40}, {Family::sm90}},
+      {{.dtype = DType::fp16, .head_dim = 128, .dropout = true, .kv_lengths = true},
+       {Family::sm90, Family::sm80}},
+      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal(), .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 32, .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 192, .head_dim_v = 128, .mask = causal(), .deterministic = true},
+       {Family::sm90, Family::sm80}},
+      {{.dtype = DType::fp16, .head_dim = 256, .deterministic = true}, {Family::sm90}},
+      {{.dtype = DType::bf16, .head_dim = 64, .mask = causal()}, {Family::sm80}},
+      {{.dtype = DType::bf16, .head_dim = 256, .mask = causal()}, {Family::sm80}},
+      {{.dtype = DType::fp16, .head_dim = 40}, {Family::sm80}},
+      {{.dtype = DType::fp32, .head_dim = 64, .mask = causal(), .dropout = true, .deterministic = true},
+       {Family::simt}},
+      {{.dtype = DType::bf16, .head_dim = 128, .mask = causal(), .kv_lengths = true}, {Family::simt}},
+  };
+  std::vector<AttentionCase> cases;
+  for (const auto& [spec, families] : sweeps)
+    for (const Family family : families)
+      cases.push_back({.spec = spec,
+                       .shape = {2, 2, 1, 333, 200},
+                       .family = family,
+                       .dropout_p = spec.dropout ? 0.3 : 0.0});
+  return cases;
+}
+
+class EveryConfiguration : public GpuTestWith<AttentionCase> {};
+
+TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetParam()); }
+
+INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 /// Few queries of many keys, which blocks share.

@@ -220,7 +220,7 @@ def test_the_real_command_s_refusals_reach_python(arguments, code, said, tmp_pat
 def test_the_real_command_tunes_and_checks(fake_gpu, tmp_path):
     """Over the driver and the NVRTC of tests/fake."""
     tuned = child.command("tune", "--spec", "fwd:fp16:d64", "--shape", "b1:hq1:hkv1:sq64:skv64", FLASHJIT_CACHE_DIR=tmp_path,
-                         FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
+                          FLASHJIT_NVRTC=fake_gpu.folder / "libflashjit_fake_nvrtc.so")
     assert tuned.returncode == 0 and f"records in {tmp_path}" in tuned.stdout, tuned.stderr
     assert list(tmp_path.glob("v1/tuning/*/*.json"))
     entry, = tmp_path.glob("v1/*/*/kernel.cubin")

@@ -40,9 +40,12 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
 }
 
 /// Whether a switch of the configuration does nothing for the problem: heads packed that share no K and V,
-/// one part of the keys, or two Q tiles at a time where there is a block for each.
+/// one part of the keys, two Q tiles at a time where there is a block for each, or KV tiles of a cluster that
+/// are not of whole rows, or of more blocks than rows have keys for.
 bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceInfo& device) {
   const auto& [spec, shape] = problem;
+  if (config.family == Family::sm90 && spec.pass == Pass::backward && config.bc > sm90::kMostKeys)
+    return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
   if (config.packs_heads) return shape.heads_q == shape.heads_kv;
   if (config.splits_keys) return plan::parts_of_keys(spec, shape, config, device) == 1;
   return plan::tiles_at_a_time(spec, config) > 1 &&

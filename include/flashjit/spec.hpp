@@ -71,8 +71,8 @@ struct AttentionShape {
 struct TileConfig {
   Family family = Family::simt;
   int br = 0;      ///< rows of Q in a tile
-  int bc = 0;      ///< rows of K and V in a tile; above d128 sm90's backward pass shares 128 among
-                   ///< the two blocks of a cluster
+  int bc = 0;      ///< rows of K and V in a tile; in sm90's backward pass the blocks of a cluster share 128
+                   ///< of them above d128, else more than 128
   int warps = 0;   ///< that compute; sm90 has four more, which load. Forward there a warp has 16 rows of Q:
                    ///< twice as many warps as Br needs compute two Q tiles at a time
   int stages = 1;  ///< buffers of the operands that stream through shared memory

@@ -86,6 +86,19 @@ Support check_packed_heads(const AttentionSpec& spec, const TileConfig& c) {
       "a dense bias, or h in a program");
 }
 
+/// KV tiles of the backward pass that are of a cluster whose blocks sum up dQ.
+Support check_long_tile(const AttentionSpec& spec, const TileConfig& c) {
+  if (is_wide(spec)) return Support::no("Bc above 128 is for up to 128 columns");
+  if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
+    return Support::no(
+        fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
+  if (has_tile_lists(spec) || spec.deterministic || has_capture_grads(spec))
+    return Support::no(
+        "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
+        "tensors");
+  return Support::yes();
+}
+
 Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
@@ -103,6 +116,8 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
+  } else if (c.bc > sm90::kMostKeys) {
+    if (Support able = check_long_tile(spec, c); !able) return able;
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
              (c.br != 64 && (c.br != 128 || sm90_backward_layout(spec, c).wide()))) {
     return Support::no(fmt::format(
@@ -285,7 +300,26 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
          shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, 64) <= device.multiprocessors;
 }
 
+/// A KV tile of all keys of a row, where that is quicker, measured: of two blocks nearly always; of four,
+/// which not all multiprocessors can be part of, if all have keys, and rows attend to all, and heads are
+/// many.
+std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const AttentionShape& shape,
+                                         const DeviceInfo& device) {
+  if (is_forward(spec)) return std::nullopt;
+  TileConfig c = preferences(spec).front();
+  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
+  if (shape.seqlen_kv > (narrow ? 64 : 0) && shape.seqlen_kv <= 256) {
+    const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
+    c.bc = halves_suffice ? 64 : 256;
+  } else if (shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512) {
+    const bool alike = spec.mask.empty() && !spec.varlen && !spec.kv_lengths;
+    c.bc = alike && shape.batch * shape.heads_kv >= device.multiprocessors ? 512 : 128;
+  }
+  return c.bc > sm90::kMostKeys && admits(spec, c, device) ? std::optional(c) : std::nullopt;
+}
+
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
@@ -317,7 +351,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   };
   if (!is_forward(spec)) {
     for (const int br : {64, 128})
-      for (const int bc : {64, 128})
+      for (const int bc : {64, 128, 256, 512})
         for (const int stages : {1, 2, 3}) consider(config(br, bc, 8, stages));
     return found;
   }

@@ -65,6 +65,12 @@ bool takes_listed_work(const AttentionSpec& spec, Family family) {
   return family == Family::sm90 && spec.pass == Pass::forward && has_tile_lists(spec);
 }
 
+/// Whether a cluster has all keys of a row: then what it sums up is dQ.
+bool writes_dq(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
+  return config.family == Family::sm90 && sm90_backward_layout(spec, config).sums_dq() &&
+         tiles(shape.seqlen_kv, config.bc) == 1;
+}
+
 std::vector<Step> steps(const AttentionSpec& spec, const TileConfig& config) {
   const Family family = config.family;
   const bool backward = spec.pass == Pass::backward;
@@ -177,11 +183,12 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const bool backward = spec.pass == Pass::backward;
   const std::int64_t q_tiles = tiles(shape.seqlen_q, config.br), kv_tiles = tiles(shape.seqlen_kv, config.bc);
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
+  const bool adds_dq = backward && !writes_dq(spec, shape, config);
   return {.row_stats = backward,
           .query_values =
               backward && config.family == Family::sm90 && sm90_backward_layout(spec, config).query_values,
-          .dq_accum = backward,
-          .clears_dq = backward && takes_backward_work(config.family),
+          .dq_accum = adds_dq,
+          .clears_dq = adds_dq && takes_backward_work(config.family),
           .tickets = takes_listed_work(spec, config.family) ||
                      (backward && (spec.deterministic || takes_backward_work(config.family))),
           .ranks = has_ranks(spec),

@@ -131,8 +131,12 @@ struct QTiles {
       count = bounds.end > bounds.begin ? (bounds.end + P::kBr - 1) / P::kBr - first : 0;
     }
   }
-  /// The tile at a place, as the compute loop wants to know it. With ordered additions the last KV tile comes
-  /// first: under a causal mask it has the fewest Q tiles, and then nobody waits.
+  /// All of the head instead, also those that the KV tile does not meet.
+  __device__ void take_every(const typename P::Head& head) {
+    first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
+  }
+  /// The tile at a place, as the compute loop wants to know it of the keys `kv`. With ordered additions the
+  /// last KV tile comes first: under a causal mask it has the fewest Q tiles, and then nobody waits.
   __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
                            int kv_limit) const {
     const int tile = kLists<P> ? list[index] >> 1 : first + index;
@@ -196,24 +200,34 @@ struct KvWork {
   }
 };
 
+/// Which keys of a KV tile are a block's; and whether every Q tile is visited, also those that meet none.
+struct BlockKeys {
+  int first, count;
+  bool every_q_tile = false;
+};
+
 /// The Q tiles that a KV tile meets, of all query heads that share it, one after the other.
 template <class P>
 struct QWalk {
   int kv_tile, kv_limit, head, end_head, index = 0;
-  Range kv;
+  bool every;
+  Range kv, own;
 
-  __device__ QWalk(const Params& p, const Sequence<P>& sequence, const KvWork<P>& work)
-      : kv_tile(work.kv_tile), kv_limit(sequence.kv_limit(p)) {
-    const int group_size = p.heads_q / p.heads_kv;
+  __device__ QWalk(const Params& p, const Sequence<P>& sequence, const KvWork<P>& work,
+                   BlockKeys keys = {0, P::kBc})
+      : kv_tile(work.kv_tile), kv_limit(sequence.kv_limit(p)), every(keys.every_q_tile) {
+    const int group_size = p.heads_q / p.heads_kv, begin = kv_tile * P::kBc + keys.first;
     head = work.h_kv * group_size;
-    end_head = kListedTurns<P> || kv_tile * P::kBc < kv_limit ? head + group_size : head;
+    end_head = kListedTurns<P> || every || kv_tile * P::kBc < kv_limit ? head + group_size : head;
     kv = tile_range(kv_tile, P::kBc, kv_limit);
+    own = {min(begin, kv_limit), min(begin + keys.count, kv_limit)};
   }
   __device__ StagedTile next(const Params& p, const Sequence<P>& sequence) {
     for (; head < end_head; ++head, index = 0) {
       const auto program_head = sequence.head(p, head);
-      const QTiles<P> tiles(p, program_head, kv_tile, kv);
-      if (index < tiles.count) return tiles.at(p, program_head, index++, kv_tile, kv, kv_limit);
+      QTiles<P> tiles(p, program_head, kv_tile, kv);
+      if (every) tiles.take_every(program_head);
+      if (index < tiles.count) return tiles.at(p, program_head, index++, kv_tile, own, kv_limit);
     }
     return {-1, 0, 0, 0};
   }

@@ -11,6 +11,10 @@
 // both groups have the same 64 keys: of S and dP each computes half of the queries, of dK and dV half of the
 // columns, from P and dS in shared memory.
 //
+// A KV tile of more keys is of a cluster of blocks with 128 keys each. They visit the same Q tiles and give
+// each other their parts of dQ, of which each block sums up some columns. Where all keys of a row are in one
+// KV tile the sum is dQ, for which nothing is cleared, added to or converted in global memory.
+//
 // Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all products. So there a
 // cluster of two blocks shares a KV tile of 128 keys: each block has 64 of them, gives the other its dS, and
 // computes half of dQ's columns for all 128.
@@ -34,11 +38,12 @@ struct BackwardTile {
   static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kCluster = kLayout.cluster(), kKeys = kLayout.keys();
+  static constexpr bool kExchangesDs = kLayout.exchanges_ds(), kSumsDq = kLayout.sums_dq();
   static constexpr int kDoutStages = kLayout.dout_stages();
   static constexpr int kKvSlice = kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
   static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
   static constexpr int kKBytes = tile_bytes(kKeys, kDim), kVBytes = tile_bytes(kKeys, kDimV);
-  static constexpr int kOtherKBytes = kCluster > 1 ? tile_bytes(kKeys, kDim / 2) : 0;
+  static constexpr int kOtherKBytes = kExchangesDs ? tile_bytes(kKeys, kDim / 2) : 0;
   static constexpr int kDsBytes = tile_bytes(kKeys, P::kBr);
   static constexpr bool kHasPlane = kLayout.has_plane();
   // Gradients of captures that come from dS in shared memory. Up to 64 columns, registers suffice for what
@@ -62,6 +67,8 @@ struct BackwardTile {
   static constexpr int kDqSteps = kDqColumns / 8;
   static constexpr int kDqInDout = kLayout.dq_within_dout() / kDqStepBytes;
   static constexpr int kDqInQ = kLayout.dq_within_q() / kDqStepBytes;
+  /// Of each group's part, those that a block of the cluster sums up.
+  static constexpr int kSummedSteps = kDqSteps / kCluster;
   struct Place {
     Sequence<P> sequence;
     int h_kv;
@@ -89,7 +96,7 @@ struct BackwardTile {
   /// Which block of the cluster this is.
   static __device__ int rank() { return kCluster > 1 ? cluster_rank() : 0; }
   /// Which part of dQ a group computes, and its first column.
-  static __device__ int dq_part(int group) { return rank() * kGroups + group; }
+  static __device__ int dq_part(int group) { return (kExchangesDs ? rank() * kGroups : 0) + group; }
   static __device__ int first_dq_column(int group) { return kSplitRows ? 0 : dq_part(group) * kDqColumns; }
   __device__ Place* places() const { return reinterpret_cast<Place*>(shared + kLayout.places()); }
   __device__ QTile& staged(unsigned i) const {
@@ -139,18 +146,31 @@ struct BackwardTile {
   /// Until what dS of Q tile i gives to gradients of captures is added.
   __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
 
+  // Where blocks sum up dQ, of Q tile n: block `from`'s part of the columns of a group that are this block's;
+  // the barriers which say that all blocks' are there, that this block has given all that it has (or that
+  // this was the last tile), and that all blocks have read what they were given.
+  __device__ unsigned dq_from(int from, int group, unsigned n) const {
+    return base + kLayout.dq() +
+           ((n % kDqSlots * kGroups + group) * kCluster + from) * kSummedSteps * kDqStepBytes;
+  }
+  __device__ unsigned dq_there(int group, unsigned n) const {
+    return told_full(0) + (kToldWorks + n % kDqSlots * kGroups + group) * 8;
+  }
+  __device__ unsigned dq_given(unsigned n) const { return dq_full(n % kDqSlots); }
+  __device__ unsigned dq_read(unsigned n) const { return dq_empty(n % kDqSlots); }
+
   // Of the other block of the cluster: half of the columns of its K, its dS of Q tile i, which it has written
-  // when its dS of the tile before has been read, and, from the first block, its n-th KV tile.
+  // when its dS of the tile before has been read. From the first block, the n-th KV tile.
   __device__ unsigned other_k() const { return base + kLayout.other_k(); }
   static __device__ int first_other_column() { return rank() * (kDim / 2); }
   __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
-  __device__ unsigned other_ds_full(unsigned i) const { return kv_empty() + (3 + i % 2) * 8; }
+  __device__ unsigned other_ds_full(unsigned i) const { return told_full(0) + (kToldWorks + i % 2) * 8; }
   __device__ unsigned told(unsigned n) const { return base + kLayout.told() + n % kToldWorks * 4; }
-  __device__ unsigned told_full(unsigned n) const { return other_ds_full(0) + (2 + n % kToldWorks) * 8; }
+  __device__ unsigned told_full(unsigned n) const { return kv_empty() + (3 + n % kToldWorks) * 8; }
 };
 
 /// The number of this block's n-th KV tile. In a cluster the first block finds those that meet any Q tile,
-/// and tells the other.
+/// and tells the others.
 template <class P>
 __device__ __forceinline__ unsigned take_work(const Params& p, const BackwardTile<P>& tile, unsigned n) {
   if (tile.rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
@@ -161,8 +181,21 @@ __device__ __forceinline__ unsigned take_work(const Params& p, const BackwardTil
 template <class P>
 __device__ __forceinline__ void tell_work(const BackwardTile<P>& tile, unsigned n, unsigned number) {
   if constexpr (BackwardTile<P>::kCluster > 1) {
-    if (tile.rank() == 0) store_remote(in_block(tile.told(n), 1), number, in_block(tile.told_full(n), 1));
+    if (tile.rank() > 0) return;
+    for (int other = 1; other < BackwardTile<P>::kCluster; ++other)
+      store_remote(in_block(tile.told(n), other), number, in_block(tile.told_full(n), other));
   }
+}
+
+/// Whether the sum that a cluster makes is dQ: all keys of a row are in its KV tile.
+template <class P>
+__device__ __forceinline__ bool writes_dq(const Params& p) {
+  return BackwardTile<P>::kSumsDq && p.dq_accum == nullptr;
+}
+/// The keys of block `rank` of a cluster.
+template <class P>
+__device__ __forceinline__ BlockKeys block_keys(const Params& p, int rank) {
+  return {rank * BackwardTile<P>::kKeys, BackwardTile<P>::kKeys, writes_dq<P>(p)};
 }
 
 /// Finds the KV tiles and loads them and their Q tiles as soon as there is room. By one thread.
@@ -180,11 +213,11 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
     }
     const KvWork<P> work(p, number);
     const Sequence<P> sequence(p, work.b);
-    QWalk<P> walk(p, sequence, work);
+    QWalk<P> walk(p, sequence, work, block_keys<P>(p, tile.rank()));
     StagedTile now = walk.next(p, sequence);
     if (now.head < 0) continue;
     tell_work(tile, n, number);
-    const int place = n % kPlaces, batch = sequence.batch();
+    const int place = n % Tile::kLayout.kept_places(), batch = sequence.batch();
     const int own = tile.rank() * Tile::kKeys, kv_begin = work.kv_tile * P::kBc + own;
     tile.places()[place] = {sequence, work.h_kv, kv_begin, sequence.kv_limit(p)};
     bool first = true;
@@ -219,7 +252,7 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
         const int kv_row = sequence.kv_row(kv_begin);
         barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1);
         load_tile<Tile::kKeys, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
-        if constexpr (Tile::kCluster > 1) {
+        if constexpr (Tile::kExchangesDs) {
           load_tile<Tile::kKeys, Tile::kDim / 2>(tile.other_k(), maps.k, q_full,
                                                  kv_row + Tile::kKeys - 2 * own, work.h_kv, batch,
                                                  tile.first_other_column() / kSliceColumns);
@@ -250,7 +283,7 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
   };
   const auto is_empty = [&](const KvWork<P>& work) {
     const Sequence<P> sequence(p, work.b);
-    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work).next(p, sequence).head < 0;
+    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work, block_keys<P>(p, 0)).next(p, sequence).head < 0;
   };
   const auto clear = [&](const KvWork<P>& work, const TensorParam& tensor, int columns) {
     const Sequence<P> sequence(p, work.b);
@@ -316,6 +349,12 @@ __device__ __forceinline__ void add_ds(const Params& p, const BackwardTile<P>& t
   barrier_arrive(tile.ds_added(n));
 }
 
+/// Says of a head that one more part of a KV tile's dQ has been added, for which this thread has waited.
+__device__ __forceinline__ void count_done(int* done) {
+  __threadfence();
+  atomicAdd(done, 1);
+}
+
 /// A thread adds a group's parts of dQ to global memory. Wide, it also gives back the stages in which they
 /// lay. Where there are gradients to add, its whole warp comes for them.
 template <class P>
@@ -363,15 +402,102 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardTile<P>& t
     }
     barrier_arrive(tile.dq_empty(group));
     if constexpr (Tile::kWide) {
-      if constexpr (Tile::kCluster == 1) barrier_arrive(tile.dout_empty(n % P::kStages));
+      if constexpr (!Tile::kExchangesDs) barrier_arrive(tile.dout_empty(n % P::kStages));
       barrier_arrive(tile.q_empty(n % P::kStages));
     }
     if (done != nullptr) {
       added_lines_done();
-      __threadfence();
-      atomicAdd(done, 1);
+      count_done(done);
     }
   }
+}
+
+/// Of sixteen rows of dQ this lane's fragments of the columns that are this block's, summed up over the
+/// blocks' parts, of which the first is at `parts`.
+template <class P>
+__device__ __forceinline__ void sum_parts(const char* parts,
+                                          float (&sum)[BackwardTile<P>::kSummedSteps * 4]) {
+  constexpr int kSteps = BackwardTile<P>::kSummedSteps;
+#pragma unroll
+  for (float& value : sum) value = 0.0f;
+#pragma unroll
+  for (int i = 0; i < BackwardTile<P>::kCluster * kSteps; ++i) {
+    const float4 part = *reinterpret_cast<const float4*>(parts + i * kDqStepBytes);
+    float* to = sum + i % kSteps * 4;
+    to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
+  }
+}
+
+/// A warp sums up those columns of a group's dQ that are this block's, of each Q tile, and writes them, or
+/// adds them to global memory where there are more keys than the cluster has.
+template <class P>
+__device__ __forceinline__ void sum_dq(const Params& p, const BackwardTile<P>& tile, int group) {
+  using Tile = BackwardTile<P>;
+  constexpr int kSteps = Tile::kSummedSteps, kColumns = dq_columns(P::kHeadDim);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int first_column = tile.first_dq_column(group) + tile.rank() * kSteps * 8;
+  const int first_row = Tile::kSplitRows ? group * kDqRows : 0;
+#pragma unroll 1
+  for (unsigned n = 0;; ++n) {
+    const int phase = n / kDqSlots & 1;
+    barrier_wait<P>(tile.dq_given(n), phase);
+    const typename Tile::QTile& now = tile.staged(n);
+    if (now.head < 0) break;
+    const typename Tile::Place& place = tile.place(n);
+    int* done = now.last ? done_of(p, place.sequence.b, place.h_kv) : nullptr;
+    if (!writes_dq<P>(p) && now.first) await_cleared<P>(p, place.sequence.b, place.h_kv);
+    const int row = now.tile * P::kBr + first_row + lane / 4, rows = place.sequence.seqlen_q(p) - row;
+    unsigned short* to = place.sequence.q_pointer(p.dq, now.head, row) + first_column;
+    float* sum_at = p.dq_accum + (now.row + first_row) * kColumns + first_column / 8 * kDqStep + lane * 4;
+    const char* parts = tile.shared + (tile.dq_from(0, group, n) - tile.base) + lane * 16;
+    if (lane == 0) barrier_expect(tile.dq_there(group, n), Tile::kDqSteps * kDqStepBytes);
+    barrier_wait<P>(tile.dq_there(group, n), phase);
+#pragma unroll 1
+    for (int warp = 0; warp < 4; ++warp) {  // of the group, whose sixteen rows these are
+      alignas(16) float sum[kSteps * 4];
+      sum_parts<P>(parts + warp * kDqStepBytes / 4, sum);
+      if (warp == 3) {
+        __syncwarp();
+        if (lane < Tile::kCluster) barrier_arrive_remote(in_block(tile.dq_read(n), lane));
+      }
+      if (writes_dq<P>(p)) {
+#pragma unroll
+        for (float& value : sum) value *= p.softmax_scale;
+        store_rows<typename P::Element>(sum, min(P::kHeadDim / 8 - first_column / 8, kSteps),
+                                        to + warp * 16 * p.dq.stride_s, p.dq.stride_s, rows - warp * 16,
+                                        lane);
+      } else {
+#pragma unroll
+        for (int step = 0; step < kSteps; ++step)
+          if (first_column + step * 8 < kColumns)
+            add_global(sum_at + step * kDqStep + warp * kDqStep / 4,
+                       reinterpret_cast<const float4&>(sum[step * 4]));
+      }
+    }
+    if (writes_dq<P>(p) || done == nullptr) continue;
+    __threadfence();
+    __syncwarp();
+    if (lane == 0) count_done(done);
+  }
+}
+
+/// Gives a group's part of dQ of Q tile n to the blocks that sum it up.
+template <class P>
+__device__ __forceinline__ void send_dq(const BackwardTile<P>& tile, unsigned n, int group,
+                                        const float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
+  using Tile = BackwardTile<P>;
+  barrier_wait<P>(tile.dq_read(n), n / kDqSlots & 1 ^ 1);
+  const unsigned place = tile.dq_from(tile.rank(), group, n) + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int block = 0; block < Tile::kCluster; ++block) {
+    const unsigned to = in_block(place, block), there = in_block(tile.dq_there(group, n), block);
+#pragma unroll
+    for (int step = 0; step < Tile::kSummedSteps; ++step) {
+      const float* part = dq + (block * Tile::kSummedSteps + step) * 4;
+      store_remote(to + step * kDqStepBytes, float4{part[0], part[1], part[2], part[3]}, there);
+    }
+  }
+  barrier_arrive(tile.dq_given(n));
 }
 
 /// Stores steps [kFirst, kEnd) of a group's dQ to shared memory.
@@ -390,6 +516,20 @@ template <class P>
 __device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group) {
   publish_to_async_proxy();
   barrier_arrive(tile.dq_full(group));
+}
+
+/// Gives a group's part of dQ of Q tile n, when what it overwrites has been read.
+template <class P>
+__device__ __forceinline__ void give_whole_dq(const BackwardTile<P>& tile, unsigned n, int group,
+                                              const float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
+  using Tile = BackwardTile<P>;
+  if constexpr (Tile::kSumsDq) {
+    send_dq(tile, n, group, dq);
+  } else {
+    barrier_wait<P>(tile.dq_empty(group), (n & 1) ^ 1);
+    stage_dq<0, Tile::kDqSteps>(tile, group, n % P::kStages, dq);
+    give_dq(tile, group);
+  }
 }
 
 /// Gives dS of Q tile i to the other block of the cluster: by one thread of the first group. The other has
@@ -621,7 +761,7 @@ __device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i
   pin(dq);
   multiply_fence();
   multiply_keys(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), tile.k(), first_column, false);
-  if constexpr (Tile::kCluster > 1) {
+  if constexpr (Tile::kExchangesDs) {
     const int first_loaded = tile.first_other_column() / kSliceColumns * kSliceColumns;
     multiply_keys(tile.other_ds(i), tile.other_k(), first_column - first_loaded, true);
   }
@@ -669,7 +809,7 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
   tile.await_dout(i);
   clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), valid);
   clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), valid);
-  if constexpr (Tile::kCluster > 1)
+  if constexpr (Tile::kExchangesDs)
     clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(),
                                             valid - Tile::kKeys + 2 * own);
   publish_to_async_proxy();
@@ -728,7 +868,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       publish_to_async_proxy();
       barrier_arrive(tile.ds_full(i));
       barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
-      if constexpr (Tile::kCluster > 1) {
+      if constexpr (Tile::kExchangesDs) {
         give_ds(tile, i, group);
         start_gradients(tile, i, group, probability, gradient, dk, dv);
         multiply_wait<1>();
@@ -764,11 +904,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       multiply_wait<2>();
       pin(dq);
       barrier_arrive(tile.ds_full(i));
-      if (!first) {
-        barrier_wait<P>(tile.dq_empty(group), i & 1);
-        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq);
-        give_dq(tile, group);
-      }
+      if (!first) give_whole_dq(tile, i - 1, group, dq);
       last = now.last;
       sums.end();  // under the products
       multiply_wait<0>();
@@ -783,9 +919,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         multiply_wait<0>();
         pin(dq);
         barrier_arrive(tile.kv_empty());
-        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-        stage_dq<0, Tile::kDqSteps>(tile, group, slot, dq);
-        give_dq(tile, group);
+        give_whole_dq(tile, i, group, dq);
       }
     }
     if (last) {
@@ -797,8 +931,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   multiply_wait<0>();
   pin(s);
   if constexpr (Tile::kAddsDs && !Tile::kWide) barrier_arrive(tile.ds_full(i));  // that this was all
-  barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-  give_dq(tile, group);
+  if constexpr (Tile::kSumsDq) {
+    barrier_wait<P>(tile.dq_read(i), i / kDqSlots & 1 ^ 1);
+    barrier_arrive(tile.dq_given(i));
+  } else {
+    barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+    give_dq(tile, group);
+  }
 }
 
 template <class P>
@@ -817,19 +956,22 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       barrier_init(tile.q_full(slot), 1);
       barrier_init(tile.dout_full(slot), 1);
       barrier_init(tile.q_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
-      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide && Tile::kCluster == 1 ? 1 : 128));
+      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide && !Tile::kExchangesDs ? 1 : 128));
     }
     for (int group = 0; group < Tile::kGroups; ++group) {
-      barrier_init(tile.dq_full(group), 128);
-      barrier_init(tile.dq_empty(group), 1);
+      barrier_init(tile.dq_full(group), Tile::kSumsDq ? Tile::kGroups * 128 : 128);
+      barrier_init(tile.dq_empty(group), Tile::kSumsDq ? Tile::kGroups * Tile::kCluster : 1);
     }
+    if constexpr (Tile::kSumsDq)
+      for (int n = 0; n < kDqSlots; ++n)
+        for (int group = 0; group < Tile::kGroups; ++group) barrier_init(tile.dq_there(group, n), 1);
     barrier_init(tile.kv_empty(), Tile::kGroups * 128);
     if constexpr (P::kDifferenceGrads > 0)
       *reinterpret_cast<uint4*>(shared + Tile::kLayout.zeros()) = uint4{0, 0, 0, 0};
-    if constexpr (Tile::kCluster > 1) {
+    if constexpr (Tile::kExchangesDs)
       for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.other_ds_full(buffer), 1);
+    if constexpr (Tile::kCluster > 1)
       for (int n = 0; n < kToldWorks; ++n) barrier_init(tile.told_full(n), 1);
-    }
     barrier_init_fence();
   }
   if constexpr (Tile::kCluster > 1)
@@ -847,10 +989,12 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     lower_register_limit<Tile::kHelperRegisters>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 3) {
-      const bool whole = Tile::kAddsDs && warp > 0;
+      const bool whole = (Tile::kAddsDs || Tile::kSumsDq) && warp > 0;
       if (!whole && !elected()) return;
       if (warp == 0)
         produce(p, tile, maps);
+      else if constexpr (Tile::kSumsDq)
+        sum_dq(p, tile, warp - 1);
       else
         add_dq(p, tile, warp - 1);
       leave();
@@ -863,7 +1007,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     lower_register_limit<Tile::kHelperRegisters>();
   }
   // Whoever computes comes for the last heads'.
-  convert_dq<P>(p);
+  if (!writes_dq<P>(p)) convert_dq<P>(p);
   leave();
 }
 

@@ -30,6 +30,12 @@ __device__ __forceinline__ void add_line(float* to, unsigned from, int bytes) {
                : "memory");
   bulk_commit();
 }
+/// Adds to four floats of global memory; of this thread, as other writes.
+__device__ __forceinline__ void add_global(float* to, float4 value) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(to), "f"(value.x),
+               "f"(value.y), "f"(value.z), "f"(value.w)
+               : "memory");
+}
 /// Waits until it has been added.
 __device__ __forceinline__ void added_lines_done() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");

@@ -117,12 +117,24 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
-/// Stores a word, or copies `bytes` (a multiple of 16) of this block's shared memory, to that of a block of
-/// the cluster, and completes on a barrier there.
+/// Stores a word or four, or copies `bytes` (a multiple of 16) of this block's shared memory, to that of a
+/// block of the cluster, and completes on a barrier there.
 __device__ __forceinline__ void store_remote(unsigned to, unsigned value, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
                "r"(value), "r"(barrier)
                : "memory");
+}
+__device__ __forceinline__ void store_remote(unsigned to, float4 value, unsigned barrier) {
+  asm volatile(
+      "st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+          to),
+      "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
+      : "memory");
+}
+/// Arrives on a barrier of a block of the cluster, to say that what was there has been read. What this thread
+/// has written need not be visible by that, for which it would wait until the whole GPU could see it.
+__device__ __forceinline__ void barrier_arrive_remote(unsigned barrier) {
+  asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 __device__ __forceinline__ void copy_remote(unsigned to, unsigned from, int bytes, unsigned barrier) {
   asm volatile(

@@ -100,6 +100,8 @@ constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows
 /// KV tiles of which that is kept. The loader finds one when it has loaded K and V of the last, for which the
 /// groups were done with those before: but dQ of the one before may still be waiting, and be added.
 constexpr int kPlaces = 4;
+/// Where blocks sum up dQ, that may be of three more.
+constexpr int kPlacesOfSums = 8;
 constexpr int kQTileBytes = 32;  ///< of what it knows of a Q tile
 /// Q tiles of which that is kept: of those in the stages, of which there are four at most, and of the two
 /// before, whose dQ may still be waiting, and be added.
@@ -118,19 +120,26 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-/// Blocks of a cluster, which share a KV tile of the backward pass: wide, two share one of 128 keys.
+constexpr int kMostKeys = 128;  ///< of a block of the backward pass
+
+/// Blocks of a cluster, which share a KV tile of the backward pass: wide, two share one of 128 keys; else
+/// larger tiles are of one block for every 128 keys.
 constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
-  return is_wide(head_dim, head_dim_v) && bc == 128 ? 2 : 1;
+  if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
+  return bc > kMostKeys ? bc / kMostKeys : 1;
 }
-/// KV tiles that the first block of a cluster tells the other of, before that one has heard of the first: one
+/// KV tiles that the first block of a cluster tells the others of, before those have heard of the first: two
 /// more than there are stages would do.
 constexpr int kToldWorks = 8;
+/// Q tiles of which there is room for all blocks' parts of dQ, where they sum it up.
+constexpr int kDqSlots = 2;
 
-/// Of a block: its keys of K and V; in a cluster those of the other block's K from which it computes dQ;
-/// `stages` tiles of Q, and of dO, of which a block of a cluster has one; two of dS, and of the other
+/// Of a block: its keys of K and V; where blocks exchange dS those of the other block's K from which it
+/// computes dQ; `stages` tiles of Q, and of dO, of which such a block has one; two of dS, and of the other
 /// block's; wide two of P; `stages` tiles of a captured plane where the score reads one; dQ where it does not
-/// lie in Q and dO; the rows' LSE, D and query values where the score has any; what is known of Q tiles and
-/// of KV tiles; zeros; and the barriers.
+/// lie in Q and dO, or where blocks sum it up those columns of all blocks' dQ that are this block's, of two Q
+/// tiles; the rows' LSE, D and query values where the score has any; what is known of Q tiles and of KV
+/// tiles; zeros; and the barriers.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_plane, query_values;
@@ -138,49 +147,56 @@ struct BackwardLayout {
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
   constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
+  /// What the blocks of a cluster do for dQ: each computes some of its columns, from the dS of both; or all
+  /// from its own keys, and sums up some columns of what all have.
+  constexpr bool exchanges_ds() const { return cluster() > 1 && wide(); }
+  constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
   constexpr int keys() const { return bc / cluster(); }
-  constexpr int dout_stages() const { return cluster() > 1 ? 1 : stages; }
+  constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
   constexpr int columns() const { return backward_columns(head_dim); }
   constexpr int columns_v() const { return backward_columns(head_dim_v); }
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(keys(), columns()); }
   constexpr int other_k() const { return v() + tile_bytes(keys(), columns_v()); }
-  constexpr int q() const { return other_k() + (cluster() > 1 ? tile_bytes(keys(), columns() / 2) : 0); }
+  constexpr int q() const { return other_k() + (exchanges_ds() ? tile_bytes(keys(), columns() / 2) : 0); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
   constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
-  constexpr int p() const { return ds() + cluster() * 2 * tile_bytes(keys(), br); }
+  constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * 2 * tile_bytes(keys(), br); }
   constexpr int plane() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
   /// Above 128 columns there is no room: there the score is read element by element.
   constexpr bool has_plane() const { return reads_plane && !is_wide(head_dim, head_dim_v); }
   constexpr int plane_bytes() const { return has_plane() ? tile_bytes(br, keys()) : 0; }
   constexpr int dq() const { return plane() + stages * plane_bytes(); }
   /// Columns of dQ that a warp group computes: 64 rows of all where there are 128 rows, else all rows.
-  constexpr int dq_columns() const { return br == 128 ? columns() : columns() / 2 / cluster(); }
+  constexpr int dq_columns() const { return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2); }
   /// Bytes of a warp group's dQ that lie in what it alone reads of a tile of Q, or of dO.
   constexpr int dq_within_q() const {
     return wide() && columns() >= 2 * kSliceColumns ? columns() / 2 * br * 2 : 0;
   }
   constexpr int dq_within_dout() const {
-    return wide() && cluster() == 1 && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
+    return wide() && !exchanges_ds() && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
   }
   /// And the rest, in fp32 as all of it, for which there is a place.
   constexpr int dq_bytes() const {
     const int rest = dq_columns() * kGroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
   }
-  constexpr int lse() const { return dq() + 2 * dq_bytes(); }
+  constexpr int lse() const { return dq() + (sums_dq() ? kDqSlots : 1) * 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int values() const { return d() + stages * br * 4; }
   constexpr int staged() const { return values() + (query_values ? stages * br * 4 : 0); }
   constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
-  constexpr int zeros() const { return places() + kPlaces * kPlaceBytes; }
+  constexpr int kept_places() const { return sums_dq() ? kPlacesOfSums : kPlaces; }
+  constexpr int zeros() const { return places() + kept_places() * kPlaceBytes; }
   constexpr int told() const { return zeros() + kZerosBytes; }
   constexpr int barriers() const { return told() + (cluster() > 1 ? kToldWorks * 4 : 0); }
   /// Four barriers for each stage, two for dS, four for dQ and one for K and V, two for gradients of
-  /// captures; in a cluster two for the other block's dS, and those of what it is told.
+  /// captures; in a cluster those of what it is told, and two for the other block's dS or for each Q tile
+  /// whose dQ is summed up.
   constexpr int bytes() const {
-    return barriers() + (9 + 4 * stages + (cluster() > 1 ? 2 + kToldWorks : 0)) * 8;
+    const int of_cluster = cluster() == 1 ? 0 : kToldWorks + (sums_dq() ? kDqSlots * 2 : 2);
+    return barriers() + (9 + 4 * stages + of_cluster) * 8;
   }
 };
 

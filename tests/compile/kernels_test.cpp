@@ -305,6 +305,32 @@ TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   }
 }
 
+// Clusters that sum up dQ, with the tiles of their heuristic.
+TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
+  constexpr std::array kRests = {"",
+                                 ":causal",
+                                 ":dropout",
+                                 ":causal_top_left:dropout:kvlen",
+                                 ":varlen:sinks",
+                                 ":causal:varlen",
+                                 ":score{50.0 * tanh(score / 50.0)}",
+                                 ":score{score + 0.05 * to_float(kv - q)}:causal:kvlen",
+                                 ":mask{q >= kv && q - kv < 100}"};
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  for (const char* dims : {"fp16:d8", "bf16:d64", "bf16:d72x40", "fp16:d96", "bf16:d128", "bf16:d128x64"}) {
+    for (const char* rest : kRests) {
+      const AttentionSpec spec = parse_spec(fmt::format("bwd:{}{}", dims, rest)).normalized();
+      const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 16, 16, 256, 256}, device);
+      EXPECT_EQ(config.bc, 256) << to_string(spec);
+      EXPECT_EQ(compile_and_check(spec, config, device), "");
+    }
+    const AttentionSpec plain = parse_spec(fmt::format("bwd:{}", dims)).normalized();
+    const TileConfig config = plan::sm90_traits().heuristic(plain, {64, 16, 16, 512, 512}, device);
+    EXPECT_EQ(config.bc, 512) << to_string(plain);
+    EXPECT_EQ(compile_and_check(plain, config, device), "");
+  }
+}
+
 // Warp groups that pass over tiles which only others' rows meet.
 TEST(KernelsWhoseGroupsMeetOtherTiles, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

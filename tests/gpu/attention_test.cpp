@@ -96,7 +96,7 @@ std::vector<AttentionCase> make_cases() {
       for (const bool det : {false, true})
         cases.push_back(
             {.spec = {.dtype = DType::bf16, .head_dim = head_dim, .mask = mask, .deterministic = det},
-             .shape = {40, 8, 4, 130, 150},
+             .shape = {40, 8, 4, 130, 300},
              .family = Family::sm90,
              .seed = static_cast<unsigned>(cases.size())});
   // There with many KV tiles: fewer rows of dQ are converted at a time, and sm80 takes its largest tiles.
@@ -336,6 +336,46 @@ TEST_P(TwoTilesAtATime, GiveTheSameResult) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Features, TwoTilesAtATime, testing::ValuesIn(two_tile_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+/// Backward passes of sm90 whose clusters sum up dQ: of whole rows, more heads than clusters, rows of more
+/// keys than a cluster has, and blocks without keys.
+std::vector<AttentionCase> cluster_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d64",
+      "fp16:d128:causal",
+      "bf16:d128:causal_top_left:kvlen",
+      "fp16:d64:causal:dropout",
+      "bf16:d128:varlen:sinks:causal",
+      "bf16:d72x40:mask{q >= kv && q - kv < 100}",
+      "fp16:d128x64:score{50.0 * tanh(score / 50.0)}:dropout:kvlen",
+      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:varlen",
+      "bf16:d96:score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal",
+  };
+  constexpr std::array<AttentionShape, 5> kShapes = {
+      {{2, 4, 2, 333, 200}, {36, 2, 2, 66, 450}, {3, 2, 1, 70, 1100}, {2, 2, 2, 300, 60}, {2, 4, 4, 1, 256}}};
+  std::vector<AttentionCase> cases = feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "sums");
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    cases[i].layout = std::array{Layout::bhsd, Layout::bshd, Layout::padded}[i % 3];
+  return cases;
+}
+
+class Clusters : public GpuTestWith<AttentionCase> {};
+
+TEST_P(Clusters, SumUpDq) {
+  const AttentionCase& test = GetParam();
+  if (const Support support = supports(test.family, test.spec); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  TemporaryRuntime runtime;
+  AttentionRun run(test, make_problem(test));
+  run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+  const int br = test.spec.head_dim <= 64 ? 128 : 64;
+  for (const int bc : {256, 512})
+    run.check_backward(runtime.get(), {.family = Family::sm90, .br = br, .bc = bc, .warps = 8, .stages = 2});
+  run.check_backward(runtime.get(), {.family = Family::sm90, .br = 64, .bc = 256, .warps = 8});
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, Clusters, testing::ValuesIn(cluster_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 class AttentionArguments : public GpuTestWith<Family> {

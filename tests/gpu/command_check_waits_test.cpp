@@ -47,8 +47,10 @@ class CheckWaits : public GpuTest {
 };
 
 TEST_F(CheckWaits, LeavesResultsRight) {
-  for (const char* spec : {"bf16:d64", "fp16:d128:causal", "bf16:d128:det", "bf16:d256:causal:det",
-                           "bwd:bf16:d64:det --config sm80:br32:bc64:w4"}) {
+  for (const char* spec :
+       {"bf16:d64", "fp16:d128:causal", "bf16:d128:det", "bf16:d256:causal:det",
+        "bwd:bf16:d64:det --config sm80:br32:bc64:w4", "bwd:bf16:d128:causal --config sm90:br64:bc256:w8:s2",
+        "bwd:fp16:d64 --shape b3:hq4:hkv2:sq700:skv500 --config sm90:br128:bc512:w8:s2"}) {
     const testing::CommandResult result =
         verify(fmt::format("--shape b1:hq4:hkv2:sq700:skv900 --spec {}", spec));
     EXPECT_EQ(result.code, 0) << spec << "\n" << result.out << result.err;
@@ -65,6 +67,12 @@ TEST_F(CheckWaits, EndATurnThatNeverComesOnHopper) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
   change_template("sm90/backward.cuh", "atomicAdd(turn, 1);", "");
   expect_launch_error("--spec bwd:bf16:d64:det --shape b1:hq1:hkv1:sq64:skv1024");
+}
+
+TEST_F(CheckWaits, EndASumThatIsNeverRead) {
+  if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
+  change_template("sm90/backward.cuh", "barrier_arrive_remote(in_block(tile.dq_read(n), lane));", "{}");
+  expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq400:skv200 --config sm90:br64:bc256:w8:s2");
 }
 
 TEST_F(CheckWaits, EndAHeadThatIsNeverDone) {

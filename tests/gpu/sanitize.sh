@@ -10,13 +10,14 @@ binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
 
 # Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, tile_reads, block_lists,
-# list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256).
+# list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256,
+# and those that sum up dQ).
 # Names without their number at the end.
 sample=(
   # dense
   'Pairs/Attention.*/fp16_d96_dropout_b1_hq1_hkv1_sq200_skv65_sm90_*'
   'Pairs/Attention.*/fp16_d64_causal_dropout_kvlen_det_b2_hq4_hkv2_sq128_skv128_sm90_*'
-  'Pairs/Attention.*/bf16_d64_causal_b40_hq8_hkv4_sq130_skv150_sm90_*'
+  'Pairs/Attention.*/bf16_d64_causal_b40_hq8_hkv4_sq130_skv300_sm90_*'
   'Pairs/Attention.*/fp16_d256_causal_dropout_kvlen_b3_hq2_hkv2_sq128_skv333_sm90_*'
   'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
   'LargeTiles/Attention.*/fp16_d64_dropout_b5_hq8_hkv4_sq130_skv1100_sm80_*'
@@ -51,6 +52,9 @@ sample=(
   'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b2_hq4_hkv2_sq70_skv1100_sm80_*'
+  # clusters that sum up dQ
+  'Features/Clusters.*/bf16_d128_kvlen_b2_hq4_hkv2_sq333_skv200_sm90_bshd_*'
+  'Features/Clusters.*/bf16_d128_varlen_sinks_b3_hq2_hkv1_sq70_skv1100_sm90_*'
   # heads that a tile has together
   'Features/PackedHeads.*/bf16_d64_varlen_sinks_b3_hq6_hkv2_sq70_skv777_sm90_*'
 )

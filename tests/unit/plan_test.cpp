@@ -134,6 +134,24 @@ TEST(Plan, HoppersBackwardPassStartsEarlyAndClearsTheLaterHeads) {
   for (const Launch& launch : portable.launches) EXPECT_FALSE(launch.early);
 }
 
+TEST(Plan, ClustersThatHaveWholeRowsNeedNoMemoryForDq) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto plan = [&](const AttentionShape& shape) {
+    return make_plan(parse_spec("bwd:bf16:d128"), shape, h100, {}, parse_config("sm90:br64:bc512:w8:s2"));
+  };
+  const ExecutionPlan whole = plan({64, 16, 16, 900, 512}), more = plan({64, 16, 16, 900, 513});
+  EXPECT_FALSE(whole.needs.dq_accum);
+  EXPECT_FALSE(whole.needs.clears_dq);
+  EXPECT_TRUE(more.needs.dq_accum);
+  EXPECT_TRUE(more.needs.clears_dq);
+  EXPECT_LT(whole.workspace.bytes, more.workspace.bytes / 50);
+  EXPECT_TRUE(plan({64, 16, 16, 900, 0}).needs.dq_accum) << "without keys nobody sums up";
+  for (const ExecutionPlan& of : {whole, more}) {
+    EXPECT_EQ(of.entries[of.launches.back().entry].cluster, 4);
+    EXPECT_EQ(of.launches.back().blocks, h100.multiprocessors / 4 * 4);
+  }
+}
+
 TEST(Plan, HoldsWhatTheFamilySays) {
   for (const char* text :
        {"fwd:bf16:d128:causal", "bwd:fp16:d64:det", "bwd:fp32:d40", "fwd:bf16:d64:map64x64",

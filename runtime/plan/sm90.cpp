@@ -92,10 +92,11 @@ Support check_long_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
-  if (has_tile_lists(spec) || spec.deterministic || has_capture_grads(spec))
+  // Packed sequences without any keys have no tensor map of K, from which all blocks would load.
+  if (has_tile_lists(spec) || spec.varlen || spec.deterministic || has_capture_grads(spec))
     return Support::no(
-        "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
-        "tensors");
+        "Bc above 128 is for specs without lists of tiles, packed sequences, ordered additions and gradients "
+        "of captured tensors");
   return Support::yes();
 }
 
@@ -312,7 +313,7 @@ std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const Attent
     const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
     c.bc = halves_suffice ? 64 : 256;
   } else if (shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512) {
-    const bool alike = spec.mask.empty() && !spec.varlen && !spec.kv_lengths;
+    const bool alike = spec.mask.empty() && !spec.kv_lengths && std::min(spec.head_dim, spec.v_dim()) >= 64;
     c.bc = alike && shape.batch * shape.heads_kv >= device.multiprocessors ? 512 : 128;
   }
   return c.bc > sm90::kMostKeys && admits(spec, c, device) ? std::optional(c) : std::nullopt;

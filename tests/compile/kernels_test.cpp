@@ -311,8 +311,7 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
                                  ":causal",
                                  ":dropout",
                                  ":causal_top_left:dropout:kvlen",
-                                 ":varlen:sinks",
-                                 ":causal:varlen",
+                                 ":causal:sinks",
                                  ":score{50.0 * tanh(score / 50.0)}",
                                  ":score{score + 0.05 * to_float(kv - q)}:causal:kvlen",
                                  ":mask{q >= kv && q - kv < 100}"};
@@ -324,10 +323,13 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
       EXPECT_EQ(config.bc, 256) << to_string(spec);
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
-    const AttentionSpec plain = parse_spec(fmt::format("bwd:{}", dims)).normalized();
-    const TileConfig config = plan::sm90_traits().heuristic(plain, {64, 16, 16, 512, 512}, device);
-    EXPECT_EQ(config.bc, 512) << to_string(plain);
-    EXPECT_EQ(compile_and_check(plain, config, device), "");
+  }
+  for (const char* text :
+       {"bwd:fp16:d64", "bwd:bf16:d96:dropout", "bwd:fp16:d128:sinks", "bwd:bf16:d128x64"}) {
+    const AttentionSpec spec = parse_spec(text).normalized();
+    const TileConfig config = plan::sm90_traits().heuristic(spec, {64, 16, 16, 512, 512}, device);
+    EXPECT_EQ(config.bc, 512) << text;
+    EXPECT_EQ(compile_and_check(spec, config, device), "");
   }
 }
 

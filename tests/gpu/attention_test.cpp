@@ -346,10 +346,10 @@ std::vector<AttentionCase> cluster_cases() {
       "fp16:d128:causal",
       "bf16:d128:causal_top_left:kvlen",
       "fp16:d64:causal:dropout",
-      "bf16:d128:varlen:sinks:causal",
+      "bf16:d128:sinks:causal",
       "bf16:d72x40:mask{q >= kv && q - kv < 100}",
       "fp16:d128x64:score{50.0 * tanh(score / 50.0)}:dropout:kvlen",
-      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:varlen",
+      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:kvlen",
       "bf16:d96:score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal",
   };
   constexpr std::array<AttentionShape, 5> kShapes = {

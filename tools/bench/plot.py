@@ -196,7 +196,7 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, short sequences, grouped heads, dropout, and problems too small for the device:", other_table(other)]
+        parts += ["fp16, grouped heads, dropout, and few or short sequences:", other_table(other)]
     if few:
         parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "
                   "peer has its\nown, so that they come from memory.", few_table(few)]

@@ -44,7 +44,7 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
 /// are not of whole rows, or of more blocks than rows have keys for.
 bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceInfo& device) {
   const auto& [spec, shape] = problem;
-  if (config.family == Family::sm90 && spec.pass == Pass::backward && config.bc > sm90::kMostKeys)
+  if (plan::clusters_sum_dq(spec, config))
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
   if (config.packs_heads) return shape.heads_q == shape.heads_kv;
   if (config.splits_keys) return plan::parts_of_keys(spec, shape, config, device) == 1;

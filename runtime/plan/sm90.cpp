@@ -301,22 +301,28 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
          shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, 64) <= device.multiprocessors;
 }
 
-/// A KV tile of all keys of a row, where that is quicker, measured: of two blocks nearly always; of four,
-/// which not all multiprocessors can be part of, if all have keys, and rows attend to all, and heads are
-/// many.
+/// Whether a cluster that has all keys of a row is quicker, measured: two blocks nearly always; four, which
+/// not all multiprocessors can be part of, if all have keys, and rows attend to all, and heads are many.
+bool suits_two_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
+  const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
+  return shape.seqlen_kv > (narrow ? 64 : 0) && shape.seqlen_kv <= 256 && !halves_suffice;
+}
+bool suits_four_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
+  return shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
+         !spec.kv_lengths && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
+         shape.batch * shape.heads_kv >= device.multiprocessors;
+}
+
+/// A KV tile of all keys of a row, if that is quicker and can be.
 std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device) {
-  if (is_forward(spec)) return std::nullopt;
+  const bool two = suits_two_blocks(spec, shape, device);
+  if (is_forward(spec) || (!two && !suits_four_blocks(spec, shape, device))) return std::nullopt;
   TileConfig c = preferences(spec).front();
-  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
-  if (shape.seqlen_kv > (narrow ? 64 : 0) && shape.seqlen_kv <= 256) {
-    const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
-    c.bc = halves_suffice ? 64 : 256;
-  } else if (shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512) {
-    const bool alike = spec.mask.empty() && !spec.kv_lengths && std::min(spec.head_dim, spec.v_dim()) >= 64;
-    c.bc = alike && shape.batch * shape.heads_kv >= device.multiprocessors ? 512 : 128;
-  }
-  return c.bc > sm90::kMostKeys && admits(spec, c, device) ? std::optional(c) : std::nullopt;
+  c.bc = two ? 256 : 512;
+  return admits(spec, c, device) ? std::optional(c) : std::nullopt;
 }
 
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
@@ -458,6 +464,10 @@ sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileC
           c.stages,
           reads_plane(spec),
           expr::has_query_value(spec.score.tree())};
+}
+
+bool clusters_sum_dq(const AttentionSpec& spec, const TileConfig& c) {
+  return c.family == Family::sm90 && !is_forward(spec) && sm90_backward_layout(spec, c).sums_dq();
 }
 
 const FamilyTraits& sm90_traits() {

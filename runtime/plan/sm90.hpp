@@ -31,4 +31,7 @@ int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& config);
 /// The shared memory of the backward pass, as BackwardTile in templates/sm90/backward.cuh has it.
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& config);
 
+/// Whether a KV tile of the backward pass is of a cluster whose blocks sum up dQ; asked of any configuration.
+bool clusters_sum_dq(const AttentionSpec& spec, const TileConfig& config);
+
 }  // namespace flashjit::plan

@@ -65,12 +65,6 @@ bool takes_listed_work(const AttentionSpec& spec, Family family) {
   return family == Family::sm90 && spec.pass == Pass::forward && has_tile_lists(spec);
 }
 
-/// Whether a cluster has all keys of a row: then what it sums up is dQ.
-bool writes_dq(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
-  return config.family == Family::sm90 && sm90_backward_layout(spec, config).sums_dq() &&
-         tiles(shape.seqlen_kv, config.bc) == 1;
-}
-
 std::vector<Step> steps(const AttentionSpec& spec, const TileConfig& config) {
   const Family family = config.family;
   const bool backward = spec.pass == Pass::backward;
@@ -183,7 +177,8 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const bool backward = spec.pass == Pass::backward;
   const std::int64_t q_tiles = tiles(shape.seqlen_q, config.br), kv_tiles = tiles(shape.seqlen_kv, config.bc);
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
-  const bool adds_dq = backward && !writes_dq(spec, shape, config);
+  // Where a cluster has all keys of a row, what it sums up is dQ.
+  const bool adds_dq = backward && !(clusters_sum_dq(spec, config) && kv_tiles == 1);
   return {.row_stats = backward,
           .query_values =
               backward && config.family == Family::sm90 && sm90_backward_layout(spec, config).query_values,

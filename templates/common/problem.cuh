@@ -104,7 +104,8 @@ struct ExampleProblem {
     return true;
   }
   /// What mask() says over a tile, whose ranges are within the sequence and not empty. Never empty or full
-  /// when it is not. A block of a cluster may have no keys; what is said of those is not used. With kListed it is handed the bounds of each q_read() and kv_read() over the ranges.
+  /// when it is not. A block of a cluster may have no keys: what is said of none is not used. With kListed it
+  /// is handed the bounds of each q_read() and kv_read() over the ranges.
   static __device__ __forceinline__ TileClass classify_tile(const Params&, const Head&, Range /*q*/,
                                                             Range /*kv*/, const Interval* /*q_reads*/,
                                                             const Interval* /*kv_reads*/) {

@@ -156,6 +156,7 @@ struct BackwardTile {
   __device__ unsigned dq_there(int group, unsigned n) const {
     return told_full(0) + (kToldWorks + n % kDqSlots * kGroups + group) * 8;
   }
+  static_assert(kDqSlots <= kGroups, "in the place of the groups' barriers");
   __device__ unsigned dq_given(unsigned n) const { return dq_full(n % kDqSlots); }
   __device__ unsigned dq_read(unsigned n) const { return dq_empty(n % kDqSlots); }
 
@@ -481,12 +482,11 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardTile<P>& t
   }
 }
 
-/// Gives a group's part of dQ of Q tile n to the blocks that sum it up.
+/// Stores a group's part of dQ of Q tile n with the blocks that sum it up.
 template <class P>
 __device__ __forceinline__ void send_dq(const BackwardTile<P>& tile, unsigned n, int group,
                                         const float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
   using Tile = BackwardTile<P>;
-  barrier_wait<P>(tile.dq_read(n), n / kDqSlots & 1 ^ 1);
   const unsigned place = tile.dq_from(tile.rank(), group, n) + threadIdx.x % 128 * 16;
 #pragma unroll
   for (int block = 0; block < Tile::kCluster; ++block) {
@@ -497,7 +497,6 @@ __device__ __forceinline__ void send_dq(const BackwardTile<P>& tile, unsigned n,
       store_remote(to + step * kDqStepBytes, float4{part[0], part[1], part[2], part[3]}, there);
     }
   }
-  barrier_arrive(tile.dq_given(n));
 }
 
 /// Stores steps [kFirst, kEnd) of a group's dQ to shared memory.
@@ -511,11 +510,24 @@ __device__ __forceinline__ void stage_dq(const BackwardTile<P>& tile, int group,
                                                           dq[step * 4 + 3]};
 }
 
-/// Gives what a group has staged, or the word that this was all, to the thread that adds it.
+/// Until what a group's dQ of Q tile n is stored over has been read.
 template <class P>
-__device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, int group) {
-  publish_to_async_proxy();
-  barrier_arrive(tile.dq_full(group));
+__device__ __forceinline__ void await_dq_room(const BackwardTile<P>& tile, unsigned n, int group) {
+  if constexpr (BackwardTile<P>::kSumsDq)
+    barrier_wait<P>(tile.dq_read(n), n / kDqSlots & 1 ^ 1);
+  else
+    barrier_wait<P>(tile.dq_empty(group), (n & 1) ^ 1);
+}
+
+/// Gives what a group has stored of Q tile n, or the word that this was all, to those who add it or sum up.
+template <class P>
+__device__ __forceinline__ void give_dq(const BackwardTile<P>& tile, unsigned n, int group) {
+  if constexpr (BackwardTile<P>::kSumsDq) {
+    barrier_arrive(tile.dq_given(n));
+  } else {
+    publish_to_async_proxy();
+    barrier_arrive(tile.dq_full(group));
+  }
 }
 
 /// Gives a group's part of dQ of Q tile n, when what it overwrites has been read.
@@ -523,13 +535,12 @@ template <class P>
 __device__ __forceinline__ void give_whole_dq(const BackwardTile<P>& tile, unsigned n, int group,
                                               const float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
   using Tile = BackwardTile<P>;
-  if constexpr (Tile::kSumsDq) {
+  await_dq_room(tile, n, group);
+  if constexpr (Tile::kSumsDq)
     send_dq(tile, n, group, dq);
-  } else {
-    barrier_wait<P>(tile.dq_empty(group), (n & 1) ^ 1);
+  else
     stage_dq<0, Tile::kDqSteps>(tile, group, n % P::kStages, dq);
-    give_dq(tile, group);
-  }
+  give_dq(tile, n, group);
 }
 
 /// Gives dS of Q tile i to the other block of the cluster: by one thread of the first group. The other has
@@ -880,7 +891,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         multiply_wait<0>();
         pin(dk);
         pin(dq);
-        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+        await_dq_room(tile, i, group);
       } else {
         start_dq(tile, i, group, dq);
         start_gradients(tile, i, group, probability, gradient, dk, dv);
@@ -888,13 +899,13 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
         multiply_wait<1>();
         pin(dq);
         pin(dv);
-        barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
+        await_dq_room(tile, i, group);
         stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq);
         multiply_wait<0>();
         pin(dk);
       }
       stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq);
-      give_dq(tile, group);
+      give_dq(tile, i, group);
     } else {
       // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
       start_dq(tile, i - 1, group, dq);
@@ -931,13 +942,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   multiply_wait<0>();
   pin(s);
   if constexpr (Tile::kAddsDs && !Tile::kWide) barrier_arrive(tile.ds_full(i));  // that this was all
-  if constexpr (Tile::kSumsDq) {
-    barrier_wait<P>(tile.dq_read(i), i / kDqSlots & 1 ^ 1);
-    barrier_arrive(tile.dq_given(i));
-  } else {
-    barrier_wait<P>(tile.dq_empty(group), (i & 1) ^ 1);
-    give_dq(tile, group);
-  }
+  await_dq_room(tile, i, group);
+  give_dq(tile, i, group);
 }
 
 template <class P>

@@ -143,6 +143,13 @@ std::vector<AttentionCase> feature_cases(std::span<const char* const> specs,
   return cases;
 }
 
+/// One after the other in each layout that tensors of their own can have.
+std::vector<AttentionCase> in_layouts_by_turns(std::vector<AttentionCase> cases) {
+  for (std::size_t i = 0; i < cases.size(); ++i)
+    cases[i].layout = std::array{Layout::bhsd, Layout::bshd, Layout::padded}[i % 3];
+  return cases;
+}
+
 /// KV tiles for all multiprocessors: family sm80 takes its largest tiles, in which two warps share rows and
 /// dQ comes a tile later; the others of these tests have the smallest.
 std::vector<AttentionCase> large_tile_cases() {
@@ -279,10 +286,7 @@ std::vector<AttentionCase> packed_head_cases() {
   };
   constexpr std::array<AttentionShape, 4> kShapes = {
       {{2, 8, 2, 5, 1100}, {3, 6, 2, 70, 777}, {2, 4, 4, 9, 130}, {1, 130, 2, 3, 200}}};
-  std::vector<AttentionCase> cases = feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "heads");
-  for (std::size_t i = 0; i < cases.size(); ++i)
-    cases[i].layout = std::array{Layout::bhsd, Layout::bshd, Layout::padded}[i % 3];
-  return cases;
+  return in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "heads"));
 }
 
 class ForwardConfigurations : public GpuTestWith<AttentionCase> {
@@ -354,10 +358,7 @@ std::vector<AttentionCase> cluster_cases() {
   };
   constexpr std::array<AttentionShape, 5> kShapes = {
       {{2, 4, 2, 333, 200}, {36, 2, 2, 66, 450}, {3, 2, 1, 70, 1100}, {2, 2, 2, 300, 60}, {2, 4, 4, 1, 256}}};
-  std::vector<AttentionCase> cases = feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "sums");
-  for (std::size_t i = 0; i < cases.size(); ++i)
-    cases[i].layout = std::array{Layout::bhsd, Layout::bshd, Layout::padded}[i % 3];
-  return cases;
+  return in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "sums"));
 }
 
 class Clusters : public GpuTestWith<AttentionCase> {};

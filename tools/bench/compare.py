@@ -1,8 +1,8 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
-as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, dropout, problems too small for
-the device.
+as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, dropout, problems too small
+for the device.
 Few: few queries of many keys, as decoding has them, forward, without a mask.
 Sparse: block maps of 128-blocks against flashjit's own dense time. Results are checked before they are timed. Launches
 of all peers take turns, each between two CUDA events, and the median counts.

@@ -92,11 +92,10 @@ Support check_long_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
-  // Packed sequences without any keys have no tensor map of K, from which all blocks would load.
-  if (has_tile_lists(spec) || spec.varlen || spec.deterministic || has_capture_grads(spec))
+  if (has_tile_lists(spec) || spec.deterministic || has_capture_grads(spec))
     return Support::no(
-        "Bc above 128 is for specs without lists of tiles, packed sequences, ordered additions and gradients "
-        "of captured tensors");
+        "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
+        "tensors");
   return Support::yes();
 }
 
@@ -301,17 +300,19 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
          shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, 64) <= device.multiprocessors;
 }
 
-/// Whether a cluster that has all keys of a row is quicker, measured: two blocks nearly always; four, which
-/// not all multiprocessors can be part of, if all have keys, and rows attend to all, and heads are many.
+/// Whether a cluster that has all keys of a row is quicker, measured: two blocks nearly always, but for up to
+/// 64 columns if the second has few keys; four, which not all multiprocessors can be part of, if all have
+/// keys, and rows attend to all, and heads are many.
 bool suits_two_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
   const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
-  return shape.seqlen_kv > (narrow ? 64 : 0) && shape.seqlen_kv <= 256 && !halves_suffice;
+  const int fewest = !narrow ? 0 : spec.varlen ? 128 : 64;
+  return shape.seqlen_kv > fewest && shape.seqlen_kv <= 256 && !halves_suffice;
 }
 bool suits_four_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
   return shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
-         !spec.kv_lengths && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
+         !spec.kv_lengths && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
          shape.batch * shape.heads_kv >= device.multiprocessors;
 }
 

@@ -221,6 +221,9 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
     const int place = n % Tile::kLayout.kept_places(), batch = sequence.batch();
     const int own = tile.rank() * Tile::kKeys, kv_begin = work.kv_tile * P::kBc + own;
     tile.places()[place] = {sequence, work.h_kv, kv_begin, sequence.kv_limit(p)};
+    // Where there are none the tensor may be none, too: those who compute clear what is not loaded then.
+    const bool has_keys = !Tile::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.kv_limit(p);
+    const auto await_kv_room = [&] { barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1); };
     bool first = true;
 #pragma unroll 1
     while (now.head >= 0) {
@@ -232,14 +235,16 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(dout_slot);
       barrier_wait<P>(tile.q_empty(slot), i / P::kStages & 1 ^ 1);
       barrier_expect(q_full, Tile::kQBytes + (P::kQueryValues ? 2 : 1) * P::kBr * 4 +
-                                 (first ? Tile::kKBytes + Tile::kOtherKBytes : 0));
+                                 (first && has_keys ? Tile::kKBytes + Tile::kOtherKBytes : 0));
       load_tile<P::kBr, Tile::kDim>(tile.q(slot), maps.q, q_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.lse() + slot * P::kBr * 4, p.lse_log2 + row, P::kBr * 4, q_full);
       if constexpr (P::kQueryValues)
         load_line(tile.base + Tile::kLayout.values() + slot * P::kBr * 4, p.query_values + row, P::kBr * 4,
                   q_full);
       barrier_wait<P>(tile.dout_empty(dout_slot), i / Tile::kDoutStages & 1 ^ 1);
-      const int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first ? Tile::kVBytes : 0);
+      // By dO those who clear know that nobody reads the keys before.
+      if (first && !has_keys) await_kv_room();
+      const int dout_bytes = Tile::kDoutBytes + P::kBr * 4 + (first && has_keys ? Tile::kVBytes : 0);
       if constexpr (Tile::kHasPlane) {
         expect_with_plane<P::kBr, Tile::kKeys>(p, maps, dout_full, dout_bytes,
                                                P::plane(p, sequence.head(p, now.head)), tile.plane(dout_slot),
@@ -249,9 +254,9 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       }
       load_tile<P::kBr, Tile::kDimV>(tile.dout(dout_slot), maps.o, dout_full, q_row, now.head, batch);
       load_line(tile.base + Tile::kLayout.d() + slot * P::kBr * 4, p.d + row, P::kBr * 4, dout_full);
-      if (first) {
+      if (first && has_keys) {
         const int kv_row = sequence.kv_row(kv_begin);
-        barrier_wait<P>(tile.kv_empty(), n & 1 ^ 1);
+        await_kv_room();
         load_tile<Tile::kKeys, Tile::kDim>(tile.k(), maps.k, q_full, kv_row, work.h_kv, batch);
         if constexpr (Tile::kExchangesDs) {
           load_tile<Tile::kKeys, Tile::kDim / 2>(tile.other_k(), maps.k, q_full,
@@ -458,8 +463,10 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardTile<P>& t
       alignas(16) float sum[kSteps * 4];
       sum_parts<P>(parts + warp * kDqStepBytes / 4, sum);
       if (warp == 3) {
+        barrier_arrive(tile.dq_read(n));
         __syncwarp();
-        if (lane < Tile::kCluster) barrier_arrive_remote(in_block(tile.dq_read(n), lane));
+        if (lane < Tile::kCluster && lane != tile.rank())
+          barrier_arrive_remote(in_block(tile.dq_read(n), lane));
       }
       if (writes_dq<P>(p)) {
 #pragma unroll
@@ -966,7 +973,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     }
     for (int group = 0; group < Tile::kGroups; ++group) {
       barrier_init(tile.dq_full(group), Tile::kSumsDq ? Tile::kGroups * 128 : 128);
-      barrier_init(tile.dq_empty(group), Tile::kSumsDq ? Tile::kGroups * Tile::kCluster : 1);
+      barrier_init(tile.dq_empty(group), Tile::kSumsDq ? Tile::kGroups * (32 + Tile::kCluster - 1) : 1);
     }
     if constexpr (Tile::kSumsDq)
       for (int n = 0; n < kDqSlots; ++n)

@@ -311,7 +311,8 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
                                  ":causal",
                                  ":dropout",
                                  ":causal_top_left:dropout:kvlen",
-                                 ":causal:sinks",
+                                 ":varlen:sinks",
+                                 ":causal:varlen",
                                  ":score{50.0 * tanh(score / 50.0)}",
                                  ":score{score + 0.05 * to_float(kv - q)}:causal:kvlen",
                                  ":mask{q >= kv && q - kv < 100}"};

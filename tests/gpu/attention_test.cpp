@@ -350,15 +350,21 @@ std::vector<AttentionCase> cluster_cases() {
       "fp16:d128:causal",
       "bf16:d128:causal_top_left:kvlen",
       "fp16:d64:causal:dropout",
-      "bf16:d128:sinks:causal",
+      "bf16:d128:varlen:sinks:causal",
       "bf16:d72x40:mask{q >= kv && q - kv < 100}",
       "fp16:d128x64:score{50.0 * tanh(score / 50.0)}:dropout:kvlen",
-      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:kvlen",
+      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:varlen",
       "bf16:d96:score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal",
   };
   constexpr std::array<AttentionShape, 5> kShapes = {
       {{2, 4, 2, 333, 200}, {36, 2, 2, 66, 450}, {3, 2, 1, 70, 1100}, {2, 2, 2, 300, 60}, {2, 4, 4, 1, 256}}};
-  return in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "sums"));
+  auto cases = in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "sums"));
+  // Each cluster takes many, of which some blocks have keys and some have none.
+  constexpr std::array kUnlike = {"fp16:d64:varlen", "bf16:d64:kvlen"};
+  constexpr std::array<AttentionShape, 1> kMany = {{{200, 4, 4, 70, 450}}};
+  std::ranges::move(feature_cases(kUnlike, kMany, std::array{Family::sm90}, "many"),
+                    std::back_inserter(cases));
+  return cases;
 }
 
 class Clusters : public GpuTestWith<AttentionCase> {};

@@ -10,7 +10,8 @@ binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
 
 # Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, tile_reads, block_lists,
-# list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256).
+# list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256,
+# and those that sum up dQ).
 # Names without their number at the end.
 sample=(
   # dense
@@ -47,6 +48,10 @@ sample=(
   # two Q tiles at a time
   'Features/TwoTilesAtATime.*/fp16_d64_map128x128_b2_hq4_hkv2_sq333_skv300_sm90_*'
   'Features/TwoTilesAtATime.*/bf16_d32_sinks_b2_hq4_hkv2_sq333_skv300_sm90_*'
+  # clusters that sum up dQ
+  'Features/Clusters.*/bf16_d128_kvlen_b2_hq4_hkv2_sq333_skv200_sm90_bshd_*'
+  'Features/Clusters.*/bf16_d128_varlen_sinks_b3_hq2_hkv1_sq70_skv1100_sm90_*'
+  'Features/Clusters.*/fp16_d128_b3_hq2_hkv1_sq70_skv1100_sm90_*'
   # keys that blocks share
   'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
   'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
@@ -68,17 +73,9 @@ pairs=(
   'Families/WrongOffsets.*/sm80_causal_det'
 )
 
-# Backward passes of sm90 whose blocks sum up dQ, and say of each other's parts that they have read them. By all signs
-# racecheck does not follow what another block says: it finds that the loader overwrites what is known of a tile which is
-# being summed up, though eight tiles are kept and at most seven can be under way.
-clusters=(
-  'Features/Clusters.*/bf16_d128_kvlen_b2_hq4_hkv2_sq333_skv200_sm90_bshd_*'
-  'Features/Clusters.*/fp16_d128_b3_hq2_hkv1_sq70_skv1100_sm90_*'
-)
-
 [ -x "$binary" ] || { echo "'$binary' is no program; build flashjit_gpu_tests or name it" >&2; exit 2; }
 tests=$("$binary" --gtest_list_tests | awk '/^[^ ]/ { suite = $1 } /^  / { print suite $1 }')
-for name in "${sample[@]}" "${pairs[@]}" "${clusters[@]}"; do
+for name in "${sample[@]}" "${pairs[@]}"; do
   grep -q "^${name//\*/.*}$" <<<"$tests" ||
     { echo "there is no test '$name' any more; choose another" >&2; exit 2; }
 done
@@ -92,23 +89,16 @@ fi
 export FLASHJIT_TEST_CACHE
 
 # What is run: a name, the kernels' FLASHJIT_CHECK_WAITS, the tools, the tests.
-runs=(sample pairs pairs_waiting clusters)
+runs=(sample pairs pairs_waiting)
 waits_of() { if [ "$1" = pairs_waiting ]; then echo on; else echo off; fi; }
 tools_of() {
   case $1 in
     sample) echo memcheck racecheck initcheck synccheck ;;
-    pairs | clusters) echo memcheck initcheck synccheck ;;
+    pairs) echo memcheck initcheck synccheck ;;
     pairs_waiting) echo racecheck ;;
   esac
 }
-filter_of() {
-  local IFS=:
-  case $1 in
-    sample) echo "${sample[*]}" ;;
-    clusters) echo "${clusters[*]}" ;;
-    *) echo "${pairs[*]}" ;;
-  esac
-}
+filter_of() { local IFS=:; if [ "$1" = sample ]; then echo "${sample[*]}"; else echo "${pairs[*]}"; fi; }
 tests_of() {  # RUN LOG COMMAND...
   FLASHJIT_CHECK_WAITS=$(waits_of "$1") "${@:3}" "$binary" --gtest_brief=1 --gtest_filter="$(filter_of "$1")" >"$2" 2>&1
 }

@@ -97,15 +97,16 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
 
 TEST(Sm90, ClustersSumUpDqOfMoreKeys) {
   for (const char* config : {"sm90:br64:bc256:w8:s2", "sm90:br64:bc512:w8:s2"})
-    for (const char* spec : {"bwd:bf16:d128:causal:dropout", "bwd:fp16:d72x40:kvlen", "bwd:bf16:d64:sinks"})
+    for (const char* spec :
+         {"bwd:bf16:d128:causal:dropout", "bwd:fp16:d72x40:kvlen", "bwd:bf16:d64:varlen:sinks"})
       EXPECT_EQ(refusal_of_config(config, spec), "") << spec;
   EXPECT_EQ(refusal_of_config("sm90:br128:bc512:w8:s2", "bwd:bf16:d64"), "");
   expect_in("up to 128 columns", refusal_of_config("sm90:br64:bc256:w8:s2", "bwd:bf16:d136"));
   for (const char* config : {"sm90:br64:bc384:w8:s2", "sm90:br64:bc1024:w8:s2", "sm90:br192:bc256:w8:s2"})
     expect_in("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128",
               refusal_of_config(config, "bwd:bf16:d128"));
-  for (const char* rest : {":det", ":map128x128", ":varlen", ":score{w: fp32 1d grad; score + w[kv]}"})
-    expect_in("without lists of tiles, packed sequences, ordered additions and gradients",
+  for (const char* rest : {":det", ":map128x128", ":score{w: fp32 1d grad; score + w[kv]}"})
+    expect_in("without lists of tiles, ordered additions and gradients",
               refusal_of_config("sm90:br64:bc256:w8:s2", std::string("bwd:bf16:d128") + rest));
   expect_in("bytes of shared memory", refusal_of_config("sm90:br64:bc256:w8:s3", "bwd:bf16:d128"));
 }
@@ -187,9 +188,10 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
   EXPECT_EQ(chosen("bwd:bf16:d128", short_rows), "sm90:br64:bc256:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:causal:dropout", short_rows), "sm90:br128:bc256:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128:kvlen", "b64:hq16:hkv4:sq900:skv100"), "sm90:br64:bc256:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d128:causal:varlen", short_rows), "sm90:br64:bc256:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", short_rows), "sm90:br128:bc128:w8:s2");
   // What such clusters cannot do, and what has no room beside the parts of dQ.
-  for (const char* spec : {"bwd:bf16:d128:det", "bwd:bf16:d128:map128x128", "bwd:bf16:d128:varlen",
+  for (const char* spec : {"bwd:bf16:d128:det", "bwd:bf16:d128:map128x128",
                            "bwd:bf16:d128:score{bias: bf16 2d; score + bias[q, kv]}"})
     EXPECT_EQ(chosen(spec, short_rows), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", short_rows), "sm90:br64:bc128:w8:s2");
@@ -199,10 +201,14 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
   EXPECT_EQ(chosen("bwd:bf16:d128", "b256:hq16:hkv16:sq64:skv64"), "sm90:br64:bc256:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64", "b256:hq32:hkv32:sq64:skv64"), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64", "b256:hq32:hkv32:sq65:skv65"), "sm90:br128:bc256:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:varlen", "b256:hq32:hkv32:sq128:skv128"), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:varlen", "b256:hq32:hkv32:sq129:skv129"), "sm90:br128:bc256:w8:s2");
   // Four blocks: 120 of 132 multiprocessors at a time.
   EXPECT_EQ(chosen("bwd:bf16:d128", "b32:hq16:hkv16:sq512:skv512"), "sm90:br64:bc512:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64", "b32:hq32:hkv32:sq512:skv512"), "sm90:br128:bc512:w8:s2");
-  EXPECT_EQ(chosen("bwd:bf16:d128:causal", "b32:hq16:hkv16:sq512:skv512"), "sm90:br64:bc128:w8:s2");
+  for (const char* rest : {":causal", ":varlen", ":kvlen"})
+    EXPECT_EQ(chosen((std::string("bwd:bf16:d128") + rest).c_str(), "b32:hq16:hkv16:sq512:skv512"),
+              "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128:kvlen", "b32:hq16:hkv16:sq512:skv512"), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d48", "b32:hq32:hkv32:sq512:skv512"), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", "b32:hq16:hkv16:sq512:skv384"), "sm90:br64:bc128:w8:s2");

@@ -611,9 +611,14 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   if constexpr (P::kVarlen) {
     if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
       // The rows behind belong to the next sequence.
+      const auto count = [](int known) {
+        return Tile::kWide || Tile::kSumsDq || P::kHeadDim <= 64 ? known : opaque(known);
+      };
       tile.await_dout(i);
-      clear_rows<P::kBr, P::kHeadDim>(tile.shared + (tile.q(slot) - tile.base), valid);
-      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(dout_slot) - tile.base), valid);
+      clear_rows<P::kBr, P::kHeadDim>(tile.shared + (tile.q(slot) - tile.base), valid,
+                                      count(slices(P::kHeadDim)));
+      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(dout_slot) - tile.base), valid,
+                                       count(slices(P::kHeadDimV)));
       publish_to_async_proxy();
       named_barrier_sync(2 + group, 128);
     }

@@ -44,10 +44,11 @@ __device__ __forceinline__ int chunk_offset(int row, int chunk) {
 }
 
 /// Writes zeros over rows [first, kRows) of a tile, by the 128 threads of a warp group. Several groups may do
-/// the same.
+/// the same. If ptxas does not know how many slices there are, its one copy of the loop takes fewer
+/// registers, also where there is nothing to clear.
 template <int kRows, int kColumns>
-__device__ __forceinline__ void clear_rows(char* tile, int first) {
-  for (int slice = 0; slice < slices(kColumns); ++slice) {
+__device__ __forceinline__ void clear_rows(char* tile, int first, int count = slices(kColumns)) {
+  for (int slice = 0; slice < count; ++slice) {
     char* rows = tile + slice * kRows * kRowBytes;
     for (int at = max(first, 0) * kRowBytes + static_cast<int>(threadIdx.x) % 128 * 16;
          at < kRows * kRowBytes; at += 128 * 16)

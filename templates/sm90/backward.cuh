@@ -611,6 +611,7 @@ __device__ __forceinline__ void differentiate(const Params& p, const TensorMaps&
   if constexpr (P::kVarlen) {
     if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
       // The rows behind belong to the next sequence.
+      // Here alone what copies of the loops would keep has no registers.
       const auto count = [](int known) {
         return Tile::kWide || Tile::kSumsDq || P::kHeadDim <= 64 ? known : opaque(known);
       };

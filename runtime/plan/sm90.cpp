@@ -38,6 +38,9 @@ int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
   return sm90_backward_layout(spec, c).bytes();
 }
 
+bool is_narrow(const AttentionSpec& spec) {
+  return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;
+}
 bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O, what finds a plane, and the gradients: what cannot be traded away
@@ -227,7 +230,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
 /// What a Q tile of so many warp groups costs for a key, measured: three hide each other's waits best, one is
 /// alone with its own.
 double cost_of_groups(const AttentionSpec& spec, int groups) {
-  const double exposed = std::max(spec.head_dim, spec.v_dim()) <= 64 ? 1.18 : 1.1;
+  const double exposed = is_narrow(spec) ? 1.18 : 1.1;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
 /// Of two Q tiles of two groups at a time, each; and where a block has but one of them.
@@ -304,14 +307,12 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
 /// 64 columns if the second has few keys; four, which not all multiprocessors can be part of, if all have
 /// keys, and rows attend to all, and heads are many.
 bool suits_two_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
   const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
-  const int fewest = !narrow ? 0 : spec.varlen ? 128 : 64;
+  const int fewest = !is_narrow(spec) ? 0 : spec.varlen ? 128 : 64;
   return shape.seqlen_kv > fewest && shape.seqlen_kv <= 256 && !halves_suffice;
 }
 bool suits_four_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  const bool narrow = std::max(spec.head_dim, spec.v_dim()) <= 64;
-  return shape.seqlen_kv > (narrow ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
+  return shape.seqlen_kv > (is_narrow(spec) ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
          !spec.kv_lengths && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
          shape.batch * shape.heads_kv >= device.multiprocessors;
 }

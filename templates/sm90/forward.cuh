@@ -10,6 +10,7 @@
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/sm90/plane.cuh"
+#include "flashjit/sm90/tile_order.cuh"
 
 namespace flashjit::sm90 {
 
@@ -93,29 +94,26 @@ struct ForwardPiece {
   int part;
 };
 
-/// The order of the walk over all Q tiles, of which each team takes one a round. Without a mask the tiles of
-/// a head follow each other, so that its K and V are read once. A mask makes some rows longer: then some
-/// heads' tiles are mixed, the longest (causal) first, and every other round runs backwards, so that all
-/// blocks get the same. As few heads are mixed as make whole pairs of rounds. The blocks of a cluster take
-/// neighbouring tiles of a head, where its tiles make whole sets of them: they are near to the same half of
-/// L2, and what the other half has of K and V comes to it once for all of them. Where lists know what a tile
-/// meets, the blocks ask for the next one instead of taking one a round.
+/// The walk over all Q tiles, of which each team takes one a round. Without a mask the tiles of a head follow
+/// each other, so that its K and V are read once. A mask makes some rows longer: then tiles are mixed, so
+/// that all blocks get the same. The blocks of a cluster take neighbouring tiles of a head, where its tiles
+/// make whole sets of them: they are near to the same half of L2, and what the other half has of K and V
+/// comes to it once for all of them. Where lists know what a tile meets, the blocks ask for the next one
+/// instead of taking one a round.
 template <class P>
 struct ForwardWalk {
   static constexpr unsigned kGroups = P::kBr / kGroupRows;
-  unsigned rows, heads, mixed = 1;
-  unsigned neighbours;         ///< tiles that a cluster takes at a time: a set
+  static constexpr bool kWindows = P::kMaskBounds > 1;
+  TileOrder order;
   unsigned whole, pieces = 1;  ///< from which tile on they are cut, and in how many pieces
   unsigned parts;              ///< of the keys, of which each is a piece of work
 
   __device__ explicit ForwardWalk(const Params& p)
-      : rows(forward_tiles<P>(p)),
-        heads(p.batch * forward_heads<P>(p)),
-        neighbours(rows % cluster_size() == 0 ? cluster_size() : 1),
-        whole(rows * heads),
+      : order(forward_tiles<P>(p), p.batch * forward_heads<P>(p), cluster_size()),
+        whole(order.size()),
         parts(key_parts<P>(p)) {
     const unsigned teams = teams_at_once<P>();
-    if (teams >= rows * heads * parts) return;  // every team has one piece: no rounds
+    if (teams >= order.size() * parts) return;  // every team has one piece: no rounds
     if constexpr (kCutsTiles<P>) {
       const unsigned over = whole % teams;
       whole -= over;
@@ -123,20 +121,13 @@ struct ForwardWalk {
     }
     // To a mask of keys alone all rows are alike, and those that must be evaluated to be classed are of
     // blocks here and there: no row is known to be long.
-    if (!P::kHasMask || P::kMaskBlockQ == 0 || P::kEvaluateTiles) return;
-    unsigned divisor = 2 * teams, rest = rows;
-    while (rest != 0) {
-      const unsigned remainder = divisor % rest;
-      divisor = rest, rest = remainder;
-    }
-    mixed = min(2 * teams / divisor, heads);
+    if (P::kHasMask && P::kMaskBlockQ > 0 && !P::kEvaluateTiles) order.mix(teams, kWindows);
   }
   /// The number of a piece of work. What lists leave of a tile differs: then blocks take the next when they
   /// are done with the last.
   __device__ unsigned number(const Params& p, int team, unsigned round) const {
     if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(next_q_work(p), 1));
-    const unsigned teams = teams_at_once<P>(), index = team_index<P>(team);
-    return round * teams + (round % 2 ? teams - 1 - index : index);
+    return order.number(team_index<P>(team), round, teams_at_once<P>(), kWindows);
   }
   /// False when there is no such number.
   __device__ bool find(unsigned index, ForwardPiece& found) const {
@@ -148,20 +139,16 @@ struct ForwardWalk {
       index = whole + (index - whole) / pieces;
       found.groups = {static_cast<int>(piece * size), static_cast<int>(min((piece + 1) * size, kGroups))};
     }
-    if (index >= rows * heads) return false;
+    if (index >= order.size()) return false;
     // Without a mask no heads are mixed, and fewer divisions stand before a block's first load. Beside few
     // columns ptxas would order the softmax in a slower way then.
     if constexpr (!P::kHasMask && P::kHeadDimV > 64) {
-      found.batch_head = index / rows;
-      found.tile = rows - 1 - index % rows;
+      found.batch_head = index / order.rows;
+      found.tile = order.rows - 1 - index % order.rows;
     } else {
-      // A few last heads are mixed with those before them.
-      const unsigned last = max((heads + mixed / 2) / mixed, 1) - 1,
-                     group = min(index / (rows * mixed), last);
-      const unsigned first = group * mixed, rest = index - first * rows, set = rest / neighbours;
-      const unsigned count = group == last ? heads - first : mixed;
-      found.batch_head = first + set % count;
-      found.tile = rows - 1 - set / count * neighbours - rest % neighbours;
+      const OrderedTile tile = order.at(index);
+      found.batch_head = tile.head;
+      found.tile = tile.tile;
     }
     return true;
   }

@@ -534,6 +534,10 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"bf16:d192x128:causal", "b1:hq16:hkv4:sq4133:skv4229"},
         Case{"fp32:d64:causal", "b1:hq2:hkv1:sq2049:skv2177"},
         Case{"bf16:d256:causal_top_left", "b1:hq2:hkv1:sq2177:skv2049"},
+        // Rounds of tiles that end within a head's.
+        Case{"bf16:d128:causal", "b3:hq24:hkv12:sq601:skv601"},
+        Case{"fp16:d64:causal", "b4:hq48:hkv48:sq890:skv890"},
+        Case{"bf16:d64:mask{q >= kv && q - kv < 300}", "b2:hq32:hkv32:sq1150:skv1150"},
         Case{"bf16:d128:causal:varlen", "b5:hq4:hkv2:sq4133:skv4133"},
         Case{"fp16:d64:varlen:sinks:det", "b7:hq2:hkv1:sq1999:skv2177"},
         Case{"fp32:d64:causal:varlen:sinks", "b3:hq2:hkv2:sq1025:skv1333"},

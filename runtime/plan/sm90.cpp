@@ -235,6 +235,11 @@ double cost_of_groups(const AttentionSpec& spec, int groups) {
 }
 /// Of two Q tiles of two groups at a time, each; and where a block has but one of them.
 constexpr double kCostOfTeam = 290, kCostOfTeamAlone = 170;
+/// By how much more where the tiles of a causal head are not one cluster's, which would read K and V once,
+/// though two tiles of 128 rows would do.
+constexpr double kApart = 1.1;
+/// By how much more where three groups' tiles of 80 keys meet a causal mask's end.
+constexpr double kEndsOfSmallTiles = 1.04;
 
 double cost_of_tile(const AttentionSpec& spec, const TileConfig& c) {
   return tiles_at_a_time(spec, c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
@@ -294,7 +299,9 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
            cost_of_rounds(spec, c, rows * heads, slots);
   const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
-  return std::max(longest, fair) * cost_of_tile(spec, c);
+  const double apart = shape.seqlen_q <= 256 && rows > sm90_forward_cluster(spec, c) ? kApart : 1;
+  const double ends = c.warps / kGroupWarps == 3 && c.bc <= 80 ? kEndsOfSmallTiles : 1;
+  return std::max(longest, fair) * cost_of_tile(spec, c) * apart * ends;
 }
 
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.

@@ -221,6 +221,19 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
 constexpr const char* kTwoTiles = "sm90:br128:bc64:w16:s3";
 constexpr const char* kTwoListedTiles = "sm90:br128:bc64:w16:s4";
 
+TEST(Sm90, TheHeuristicKnowsWhatCausalTilesCost) {
+  const auto of = [](const char* spec, const char* shape) {
+    return to_string(family().heuristic(parse_spec(spec), parse_shape(shape), kH100));
+  };
+  // One cluster has both tiles of a head.
+  EXPECT_EQ(of("fwd:bf16:d64:causal", "b64:hq32:hkv32:sq256:skv256"), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(of("fwd:bf16:d64:causal", "b32:hq32:hkv32:sq512:skv512"), "sm90:br128:bc64:w16:s3");
+  EXPECT_EQ(of("fwd:bf16:d192:causal", "b85:hq10:hkv10:sq192:skv192"), "sm90:br128:bc80:w8:s2");
+  EXPECT_EQ(of("fwd:bf16:d256:causal", "b85:hq8:hkv8:sq192:skv192"), "sm90:br128:bc64:w8:s2");
+  // Three groups have smaller KV tiles, which counts where rows are short.
+  EXPECT_EQ(of("fwd:bf16:d128:causal", "b10:hq16:hkv16:sq1536:skv1536"), "sm90:br128:bc128:w8:s2");
+}
+
 TEST(Sm90, TheHeuristicCountsRounds) {
   const auto chosen = [](const char* spec, const char* shape) {
     return to_string(family().heuristic(parse_spec(spec), parse_shape(shape), kH100));
@@ -292,7 +305,8 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
   EXPECT_EQ(chosen("fwd:bf16:d64:causal", 2048), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("fwd:bf16:d128", 512), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:causal_top_left", 1024), "sm90:br128:bc128:w8:s2");
-  EXPECT_EQ(chosen("fwd:bf16:d128:causal", 4096), "sm90:br192:bc80:w12:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", 4096), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", 8192), "sm90:br192:bc80:w12:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128:mask{q - kv < 256 && q >= kv}", 4096), "sm90:br128:bc128:w8:s2");
 }
 

@@ -275,11 +275,13 @@ def dense_points(dim, lengths):
 
 
 def other_points():
-    """fp16, short sequences, grouped heads, dropout, and problems that do not fill the device."""
+    """fp16, short sequences, odd numbers of tiles, grouped heads, dropout, and problems that do not fill the device."""
     for dim in (64, 128, 256):
         yield from (point._replace(dtype="fp16") for point in dense_points(dim, (4096,)))
     for dim in (64, 128):
         yield from dense_points(dim, (256,))
+    yield from (Point(dim, length, True, TOKENS // length, HIDDEN // dim, HIDDEN // dim) for dim in (64, 128, 256)
+                for length in (640, 1152))
     yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
@@ -411,6 +413,7 @@ def masked_reference(q, k, v, dout, block_map):
 
 
 def sparse_point(runtime, report, dim, length, density, pattern, rounds):
+    """A block map beside the dense kernel, and beside that on as many tokens in sequences as long as a row of the map."""
     batch, heads = max(TOKENS // length, 1), min(HIDDEN, TOKENS * HIDDEN // length) // dim
     label = f"bf16 d{dim} {pattern} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
@@ -418,7 +421,9 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
     density = block_map.float().mean().item()
     dense = Ours(runtime, f"bf16:d{dim}", q, k, v, dout)
     sparse = Ours(runtime, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
-    for problem in (dense, sparse):
+    keys = round(density * length)
+    short = Ours(runtime, f"bf16:d{dim}", *tensors(batch * length // keys, heads, keys, dim))
+    for problem in (dense, sparse, short):
         problem.forward()
         problem.backward()
     torch.cuda.synchronize()
@@ -427,14 +432,16 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
         for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
             report.failure(f"{label}: {text}")
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        ms = interleaved_ms({"sparse": getattr(sparse, method), "dense": getattr(dense, method)},
+        people = {"sparse": sparse, "dense": dense, "short": short}
+        ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()},
                             rounds if length <= 16384 else 5)
         ratio = ms["sparse"] / ms["dense"]
         report.row(**{"pass": pass_name}, dtype="bf16", head_dim=dim, pattern=pattern, density=density, batch=batch, heads=heads,
                    heads_kv=heads, seqlen=length, sparse_ms=ms["sparse"], dense_ms=ms["dense"], ratio=ratio,
-                   rate=density / ratio)
+                   rate=density / ratio, short_ms=ms["short"], ratio_short=ms["short"] / ms["sparse"])
         print(f"{pass_name} {label:34} sparse {ms['sparse']:8.3f} ms  dense {ms['dense']:8.3f} ms  share of the time "
-              f"{ratio:.3f} at density {density:.3f}: {density / ratio:.2f} of the dense rate", flush=True)
+              f"{ratio:.3f} at density {density:.3f}: {density / ratio:.2f} of the dense rate, "
+              f"{ms['short'] / ms['sparse']:.2f} of sequences of {keys}", flush=True)
 
 
 def summary(report):
@@ -499,7 +506,8 @@ def main():
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
     dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal", "dropout"] + sizes + times, constants)
-    sparse = Report(beside("sparse"), about + ["pattern", "density"] + sizes + ["sparse_ms", "dense_ms", "ratio", "rate"], constants)
+    sparse = Report(beside("sparse"), about + ["pattern", "density"] + sizes
+                    + ["sparse_ms", "dense_ms", "ratio", "rate", "short_ms", "ratio_short"], constants)
     few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
                  + [name for name in times if "sm80" not in name] + ["gbs"], constants)
     points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)] if wanted("dense") else []

@@ -150,9 +150,11 @@ def sparse_table(rows):
     for dim, pattern, length, density in problems:
         cells = [select(rows, **{"pass": pass_name}, head_dim=dim, pattern=pattern, seqlen=length, density=density)
                  for pass_name in PASSES]
-        share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f})" if cell else "-" for cell in cells]
+        share = [f"{100 * float(cell[0]['ratio']):.1f}% ({float(cell[0]['rate']):.2f}, {float(cell[0]['ratio_short']):.2f})"
+                 if cell else "-" for cell in cells]
         lines.append([str(dim), short(length), f"{100 * float(density):.1f}%", pattern] + share)
-    return markdown(["Head dim", "Length", "Blocks kept", "which"] + [f"{name}: time (rate)" for name in PASSES.values()], lines)
+    header = ["Head dim", "Length", "Blocks kept", "which"]
+    return markdown(header + [f"{name}: time (rate, beside short)" for name in PASSES.values()], lines)
 
 
 def other_table(rows):
@@ -196,13 +198,15 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, grouped heads, dropout, and few or short sequences:", other_table(other)]
+        parts += ["fp16, short sequences, some lengths of odd numbers of tiles, grouped heads, dropout, and few heads:",
+                  other_table(other)]
     if few:
         parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "
                   "peer has its\nown, so that they come from memory.", few_table(few)]
     if sparse:
         parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
-                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel. A window around "
+                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel, and the speed beside "
+                  "that kernel where\nas many tokens are sequences with no more keys than a row of the map has. A window around "
                   "the diagonal, or as many\nblocks of each row scattered at random.",
                   sparse_table(sparse)]
     parts += [f"""\

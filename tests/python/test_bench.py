@@ -109,6 +109,13 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
     assert row.count("300 / 200 = 1.50x") == 2
 
 
+def test_lengths_are_those_that_a_point_has_tokens_for(compare):
+    assert compare.lengths_of("320,16384") == (320, 16384)
+    for text in ("0", "640,-1", "16385"):
+        with pytest.raises(compare.argparse.ArgumentTypeError, match="within 1 to 16384"):
+            compare.lengths_of(text)
+
+
 def test_the_portable_family_is_measured_with_its_own_tiles(compare, fake_gpu, tmp_path):
     """With the NVRTC of tests/fake, as only what is chosen is asked for."""
     points = [point for dim in (64, 128, 256) for point in compare.dense_points(dim, (512, 16384))]

@@ -4,13 +4,15 @@ Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k
 as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, dropout, problems too small
 for the device.
 Few: few queries of many keys, as decoding has them, forward, without a mask.
-Sparse: block maps of 128-blocks against flashjit's own dense time. Results are checked before they are timed. Launches
+Sparse: block maps of 128-blocks against flashjit's own dense time, and against that on as many tokens in sequences as long as
+a row of the map has keys. Results are checked before they are timed. Launches
 of all peers take turns, each between two CUDA events, and the median counts.
 
     python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
 Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table ratio is sparse_ms / dense_ms, a share of the
-time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel.
+time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel; ratio_short is
+short_ms / sparse_ms, a speed. Other lengths than the table's, to find those that are slow: --only dense --lengths 320,577,640.
 Exit code: 0 when every point of flashjit ran and was right, 1 when one was not, 3 when there is no GPU or PyTorch.
 """
 import argparse
@@ -295,6 +297,14 @@ def tensors(batch, heads, length, dim, heads_kv=None, dtype="bf16"):
     return random(heads), random(heads_kv or heads), random(heads_kv or heads), random(heads)
 
 
+def lengths_of(text):
+    """Lengths of sequences, separated by commas, each of which fits into the tokens of a point."""
+    lengths = tuple(int(word) for word in text.split(","))
+    if not all(1 <= length <= TOKENS for length in lengths):
+        raise argparse.ArgumentTypeError(f"{text!r} has a length that is not within 1 to {TOKENS}")
+    return lengths
+
+
 def teraflops(batch, heads, length, dim, causal, pass_name, ms):
     operations = 4.0 * batch * heads * length * length * dim * (0.5 if causal else 1.0)
     return operations * (2.5 if pass_name == "bwd" else 1.0) / ms / 1e9
@@ -484,6 +494,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument("--only", choices=("dense", "other", "few", "sparse"), help="one table alone; the others stay as they are")
+    parser.add_argument("--lengths", type=lengths_of, default=(512, 1024, 2048, 4096, 8192, 16384), metavar="N,...",
+                        help="of the dense table, such as 320,640,1500 (default 512 to 16384)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("compare: PyTorch finds no GPU", file=sys.stderr)
@@ -497,7 +509,7 @@ def main():
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
     print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
           f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
-    lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
+    lengths, rounds = ((4096,), 7) if arguments.quick else (arguments.lengths, 15)
     wanted = lambda name: arguments.only in (None, name)
     table = lambda name, suffix: suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
     beside = lambda name: table(name, f"_{name}")

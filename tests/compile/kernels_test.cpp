@@ -323,6 +323,7 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
                                  ":causal",
                                  ":dropout",
                                  ":causal_top_left:dropout:kvlen",
+                                 ":causal:sinks",
                                  ":varlen:sinks",
                                  ":causal:varlen",
                                  ":score{50.0 * tanh(score / 50.0)}",

@@ -355,6 +355,8 @@ std::vector<AttentionCase> cluster_cases() {
       "fp16:d128x64:score{50.0 * tanh(score / 50.0)}:dropout:kvlen",
       "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:varlen",
       "bf16:d96:score{f: fp32 2d; score + (f[b, q] - f[b, kv])}:causal",
+      "bf16:d128:sinks:causal",
+      "bf16:d40:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:kvlen",
   };
   constexpr std::array<AttentionShape, 5> kShapes = {
       {{2, 4, 2, 333, 200}, {36, 2, 2, 66, 450}, {3, 2, 1, 70, 1100}, {2, 2, 2, 300, 60}, {2, 4, 4, 1, 256}}};

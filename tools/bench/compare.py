@@ -4,15 +4,15 @@ Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k
 as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, dropout, problems too small
 for the device.
 Few: few queries of many keys, as decoding has them, forward, without a mask.
-Sparse: block maps of 128-blocks against flashjit's own dense time, and against that on as many tokens in sequences as long as
-a row of the map has keys. Results are checked before they are timed. Launches
-of all peers take turns, each between two CUDA events, and the median counts.
+Sparse: block maps of 128-blocks against flashjit's own dense time, and against that of as many tokens in sequences with as
+many keys as a row of the map. Results are checked before they are timed. Launches of all peers take turns, each between two
+CUDA events, and the median counts.
 
     python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
 Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table ratio is sparse_ms / dense_ms, a share of the
-time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel; ratio_short is
-short_ms / sparse_ms, a speed. Other lengths than the table's, to find those that are slow: --only dense --lengths 320,577,640.
+time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel;
+ratio_short is short_ms / sparse_ms, a speed. To find lengths that are slow: --only dense --lengths 320,577,640.
 Exit code: 0 when every point of flashjit ran and was right, 1 when one was not, 3 when there is no GPU or PyTorch.
 """
 import argparse
@@ -282,8 +282,8 @@ def other_points():
         yield from (point._replace(dtype="fp16") for point in dense_points(dim, (4096,)))
     for dim in (64, 128):
         yield from dense_points(dim, (256,))
-    yield from (Point(dim, length, True, TOKENS // length, HIDDEN // dim, HIDDEN // dim) for dim in (64, 128, 256)
-                for length in (640, 1152))
+    for dim in (64, 128, 256):
+        yield from (point for point in dense_points(dim, (640, 1152)) if point.causal)
     yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
@@ -433,7 +433,8 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
     sparse = Ours(runtime, f"bf16:d{dim}:map{BLOCK}x{BLOCK}", q, k, v, dout, block_map)
     keys = round(density * length)
     short = Ours(runtime, f"bf16:d{dim}", *tensors(batch * length // keys, heads, keys, dim))
-    for problem in (dense, sparse, short):
+    people = {"sparse": sparse, "dense": dense, "short": short}
+    for problem in people.values():
         problem.forward()
         problem.backward()
     torch.cuda.synchronize()
@@ -442,7 +443,6 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
         for text in differences(first_head, masked_reference(q, k, v, dout, block_map)):
             report.failure(f"{label}: {text}")
     for pass_name, method in (("fwd", "forward"), ("bwd", "backward")):
-        people = {"sparse": sparse, "dense": dense, "short": short}
         ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()},
                             rounds if length <= 16384 else 5)
         ratio = ms["sparse"] / ms["dense"]
@@ -494,8 +494,8 @@ def main():
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument("--only", choices=("dense", "other", "few", "sparse"), help="one table alone; the others stay as they are")
-    parser.add_argument("--lengths", type=lengths_of, default=(512, 1024, 2048, 4096, 8192, 16384), metavar="N,...",
-                        help="of the dense table, such as 320,640,1500 (default 512 to 16384)")
+    parser.add_argument("--lengths", type=lengths_of, metavar="N,...",
+                        help="of the dense table, such as 320,640,1500 (default 512 to 16384, with --quick 4096)")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         print("compare: PyTorch finds no GPU", file=sys.stderr)
@@ -509,7 +509,8 @@ def main():
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
     print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
           f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
-    lengths, rounds = ((4096,), 7) if arguments.quick else (arguments.lengths, 15)
+    lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
+    lengths = arguments.lengths or lengths
     wanted = lambda name: arguments.only in (None, name)
     table = lambda name, suffix: suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
     beside = lambda name: table(name, f"_{name}")

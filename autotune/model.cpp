@@ -212,7 +212,7 @@ Prediction Model::predict(const TileConfig& config) const {
   const std::vector<plan::Entry> entries = traits.entries(spec, config);
   const TileClocks clocks = tile_clocks(spec, config, rates_, program_operations_);
 
-  const auto parts = static_cast<double>(plan::parts_of_keys(spec, shape, config, device_));
+  const auto parts = static_cast<double>(plan::tile_parts(spec, shape, config, device_));
 
   Prediction out;
   double busiest = 0;
@@ -257,8 +257,11 @@ Prediction Model::predict(const TileConfig& config) const {
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.
   out.ms += (is_backward(spec) ? 2 : 0) * work_.bytes / 2 / rates_.bytes_per_ms;
-  if (config.splits_keys)
-    out.ms += kJoinedRowMs * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
+  if (config.in_parts) {
+    const std::int64_t rows =
+        is_backward(spec) ? shape.heads_kv * shape.seqlen_kv : shape.heads_q * shape.seqlen_q;
+    out.ms += kJoinedRowMs * static_cast<double>(shape.batch * rows);
+  }
   out.ms = std::max(out.ms, work_.bytes / rates_.bytes_per_ms);
   return out;
 }

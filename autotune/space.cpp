@@ -14,7 +14,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.splits_keys, c.packs_heads);
+                    c.min_blocks, c.in_parts, c.packs_heads);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, const DeviceInfo& device,
@@ -47,7 +47,7 @@ bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceIn
   if (plan::clusters_sum_dq(spec, config))
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
   if (config.packs_heads) return shape.heads_q == shape.heads_kv;
-  if (config.splits_keys) return plan::parts_of_keys(spec, shape, config, device) == 1;
+  if (config.in_parts) return plan::tile_parts(spec, shape, config, device) == 1;
   return plan::tiles_at_a_time(spec, config) > 1 &&
          shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;
 }

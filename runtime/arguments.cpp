@@ -291,9 +291,12 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
   set_part(params.query_values, plan.needs.query_values, memory, at.query_values);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
-  params.key_parts = static_cast<int>(plan.needs.key_parts);
-  set_part(params.o_parts, plan.needs.key_parts > 0, memory, at.o_parts);
-  set_part(params.lse_parts, plan.needs.key_parts > 0, memory, at.lse_parts);
+  params.parts = static_cast<int>(plan.needs.parts);
+  const bool forward = plan.spec.pass == Pass::forward, in_parts = plan.needs.parts > 0;
+  set_part(params.o_parts, in_parts && forward, memory, at.o_parts);
+  set_part(params.lse_parts, in_parts && forward, memory, at.lse_parts);
+  set_part(params.dk_parts, in_parts && !forward, memory, at.dk_parts);
+  set_part(params.dv_parts, in_parts && !forward, memory, at.dv_parts);
   set_part(params.tickets, plan.needs.tickets, memory, at.tickets);
 }
 

@@ -55,7 +55,7 @@ struct WorkspaceNeeds {
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
   std::int64_t tile_reads = 0;       ///< values whose bounds over tiles a set of lists is made from
   std::int64_t ordered_q_tiles = 0;  ///< a head's, to whose dQ is added in turns
-  std::int64_t key_parts = 0;        ///< each with O and LSE of its own; the planner's to fill in
+  std::int64_t parts = 0;            ///< of what a tile meets, each with results of its own; the planner's
 
   bool operator==(const WorkspaceNeeds&) const = default;
 };

@@ -70,8 +70,10 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   const std::int64_t heads = shape.batch * shape.heads_kv;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, plan.config.bc);
   if (!plan.needs.clears_dq || heads == 0 || kv_tiles == 0) return heads;
-  const Launch& main = plan.launches.back();
-  const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * kv_tiles) + 1;
+  const auto is_main = [&](const Launch& launch) { return plan.entries[launch.entry].hot; };
+  const Launch& main = *std::ranges::find_if(plan.launches, is_main);
+  const std::int64_t works = kv_tiles * std::max<std::int64_t>(plan.needs.parts, 1);  // of a head
+  const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * works) + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
   const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
   constexpr double kShareOfL2 = 0.75;
@@ -135,8 +137,8 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
   plan.entries = family.entries(plan.spec, plan.config);
   plan.launches = family.launches(plan.spec, plan.shape, plan.config);
   plan.needs = family.workspace(plan.spec, plan.shape, plan.config);
-  const std::int64_t parts = parts_of_keys(plan.spec, plan.shape, plan.config, device);
-  if (plan.config.splits_keys) plan.needs.key_parts = parts;
+  const std::int64_t parts = tile_parts(plan.spec, plan.shape, plan.config, device);
+  if (plan.config.in_parts) plan.needs.parts = parts;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
   plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);

@@ -52,8 +52,8 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
   if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
     return Support::no("split2 is for the backward pass with at least 2 warps");
   if (c.packs_heads) return Support::no("packed is for family sm90");
-  if ((c.q_in_registers || c.splits_keys) && !forward)
-    return Support::no("qreg and parts are for the forward pass");
+  if (c.q_in_registers && !forward) return Support::no("qreg is for the forward pass");
+  if (Support parts = check_query_parts(spec, c); !parts) return parts;
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
     return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
@@ -81,11 +81,11 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
           .d_split = d_split};
 }
 
-/// Shared keys, of two blocks a multiprocessor, which hide each other's waits: registers of four warps allow
-/// it.
-TileConfig with_parts(TileConfig c) {
-  c.splits_keys = true;
-  c.min_blocks = c.warps <= 4 ? 2 : 1;
+/// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits: registers
+/// of four warps allow it.
+TileConfig with_parts(const AttentionSpec& spec, TileConfig c) {
+  c.in_parts = true;
+  if (spec.pass == Pass::forward) c.min_blocks = c.warps <= 4 ? 2 : 1;
   return c;
 }
 
@@ -202,13 +202,15 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
           for (const int bc : kForwardColumns)
             for (const bool q_in_registers : {false, true})
               consider(config(br, bc, warps, stages, q_in_registers));
-        for (const int bc : {32, 64}) consider(with_parts(config(64, bc, warps, stages)));
+        for (const int bc : {32, 64}) consider(with_parts(spec, config(64, bc, warps, stages)));
       } else {
         for (const int br : kBackwardRows)
           for (const int bc : kBackwardColumns)
             for (const int d_split : {1, 2}) consider(config(br, bc, warps, stages, false, d_split));
       }
     }
+  if (!forward)
+    for (const TileConfig& c : preferences(spec, device)) consider(with_parts(spec, c));
   return found;
 }
 
@@ -231,29 +233,34 @@ std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, 
 }
 
 /// Whether sharing its Q tiles' keys spares each block as many tiles as joining the parts takes: a launch,
-/// and some time for every row.
+/// and some time for every row. Queries are shared where that is worth it.
 bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
+  if (!admits(spec, c, device)) return false;
+  if (spec.pass == Pass::backward) return tile_parts(spec, shape, c, device) > 1;
   const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
-  if (spec.pass != Pass::forward) return false;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
-  const std::int64_t parts = parts_of_keys(spec, shape, c, device);
-  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);
+  const std::int64_t parts = tile_parts(spec, shape, c, device);
+  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles;
 }
 
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
-/// the most blocks, which share keys where these are many.
+/// the most blocks. Where multiprocessors have none, blocks share what the tiles meet, if that is much: the
+/// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   TileConfig best;
   std::int64_t most = -1;
   const std::vector<TileConfig> choices = preferences(spec, device);
   for (const TileConfig& c : choices) {
     if (!admits(spec, c, device)) continue;
+    if (const TileConfig shared = with_parts(spec, c);
+        spec.pass == Pass::backward && gains_by_parts(spec, shape, shared, device))
+      return shared;
     const std::int64_t blocks = hot_blocks(spec, shape, c);
     if (blocks > most) best = c, most = blocks;
     if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
-  const TileConfig shared = with_parts(choices.back());
+  const TileConfig shared = with_parts(spec, choices.back());
   return gains_by_parts(spec, shape, shared, device) ? shared : best;
 }
 

@@ -80,7 +80,8 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
 
 Support check_packed_heads(const AttentionSpec& spec, const TileConfig& c) {
   if (!c.packs_heads) return Support::yes();
-  if (!c.splits_keys) return Support::no("packed is for parts of the keys: give parts, too");
+  if (!c.in_parts || !is_forward(spec))
+    return Support::no("packed is for parts of the keys, in the forward pass: give parts, too");
   const bool alike = !spec.dropout && !has_tile_lists(spec) && !reads_plane(spec) &&
                      !expr::uses_head(spec.score.tree()) && !expr::uses_head(spec.mask.tree());
   if (alike) return Support::yes();
@@ -110,7 +111,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (tiles_at_a_time(spec, c) > 1 && (c.splits_keys || !takes_tiles_in_turn(spec)))
+    if (tiles_at_a_time(spec, c) > 1 && (c.in_parts || !takes_tiles_in_turn(spec)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
           "nor "
@@ -131,7 +132,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
-  if (c.splits_keys && !is_forward(spec)) return Support::no("parts are for the forward pass");
+  if (Support parts = check_query_parts(spec, c); !parts) return parts;
   if (Support packed = check_packed_heads(spec, c); !packed) return packed;
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
@@ -169,7 +170,7 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
 TileConfig teams_config(int bc, int stages) { return config(2 * sm90::kGroupRows, bc, 16, stages); }
 
 TileConfig with_parts(TileConfig c, bool packs_heads) {
-  c.splits_keys = true;
+  c.in_parts = true;
   c.packs_heads = packs_heads;
   return c;
 }
@@ -289,8 +290,8 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
     all += met;
     longest = std::max(longest, met);
   }
-  if (c.splits_keys) {
-    const std::int64_t parts = parts_of_keys(spec, shape, c, device);
+  if (c.in_parts) {
+    const std::int64_t parts = tile_parts(spec, shape, c, device);
     const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
     const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), parts);
     return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_joining(shape, parts);
@@ -334,8 +335,18 @@ std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const Attent
   return admits(spec, c, device) ? std::optional(c) : std::nullopt;
 }
 
+/// A KV tile whose Q tiles blocks share, if they are worth it.
+std::optional<TileConfig> shared_kv_tile(const AttentionSpec& spec, const AttentionShape& shape,
+                                         const DeviceInfo& device) {
+  if (is_forward(spec)) return std::nullopt;
+  const TileConfig c = with_parts(preferences(spec).front(), false);
+  const bool gains = admits(spec, c, device) && tile_parts(spec, shape, c, device) > 1;
+  return gains ? std::optional(c) : std::nullopt;
+}
+
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
+  if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
@@ -352,7 +363,7 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (is_forward(spec)) {
     for (const TileConfig& alone : preferences(spec)) {
       const TileConfig shared = with_parts(alone, false), packed = with_parts(alone, true);
-      if (parts_of_keys(spec, shape, shared, device) > 1) choices.push_back(shared);
+      if (tile_parts(spec, shape, shared, device) > 1) choices.push_back(shared);
       if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
     }
   }
@@ -369,6 +380,7 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
     for (const int br : {64, 128})
       for (const int bc : {64, 128, 256, 512})
         for (const int stages : {1, 2, 3}) consider(config(br, bc, 8, stages));
+    for (const TileConfig& c : preferences(spec)) consider(with_parts(c, false));
     return found;
   }
   for (const int warps : {4, 8, 12})
@@ -415,7 +427,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
   bool plane = false;
   if (is_forward(spec)) {
     // As kStagesOutput of templates/sm90/forward.cuh has it.
-    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.splits_keys;
+    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.in_parts;
     boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, c.packs_heads, {}};
     plane = reads_plane(spec);
   } else {
@@ -460,7 +472,7 @@ ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& c) {
 
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
   return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && tiles_at_a_time(spec, c) == 1 &&
-                 !c.splits_keys
+                 !c.in_parts
              ? 2
              : 1;
 }

@@ -207,7 +207,7 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
   if (reader.flag(field, "qreg")) {
     config.q_in_registers = true;
   } else if (reader.flag(field, "parts")) {
-    config.splits_keys = true;
+    config.in_parts = true;
   } else if (reader.flag(field, "packed")) {
     config.packs_heads = true;
   } else if (const auto stages = reader.number(field, "s", 1, 16)) {
@@ -309,7 +309,7 @@ std::string to_string(const TileConfig& config) {
   if (config.q_in_registers) out += ":qreg";
   if (config.d_split != defaults.d_split) out += fmt::format(":split{}", config.d_split);
   if (config.min_blocks != defaults.min_blocks) out += fmt::format(":occ{}", config.min_blocks);
-  if (config.splits_keys) out += ":parts";
+  if (config.in_parts) out += ":parts";
   if (config.packs_heads) out += ":packed";
   return out;
 }

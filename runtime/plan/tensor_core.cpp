@@ -5,6 +5,7 @@
 #include "expr/analyze.hpp"
 #include "plan/sm90.hpp"
 #include "plan/workspace.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan {
 namespace {
@@ -19,7 +20,8 @@ enum class Step {
   reset_work,
   main,
   convert_dq,
-  join_parts
+  join_parts,
+  join_gradients
 };
 
 LaunchedWhen launched_when(Step step) {
@@ -77,7 +79,7 @@ std::vector<Step> steps(const AttentionSpec& spec, const TileConfig& config) {
   if (takes_listed_work(spec, family)) all.push_back(Step::reset_work);
   all.push_back(Step::main);
   if (backward && !takes_backward_work(family)) all.push_back(Step::convert_dq);
-  if (config.splits_keys) all.push_back(Step::join_parts);
+  if (config.in_parts) all.push_back(backward ? Step::join_gradients : Step::join_parts);
   return all;
 }
 
@@ -97,6 +99,8 @@ Entry entry_of(Step step, Family family, const Entry& main) {
       return auxiliary_entry("reset_work", "block_lists");
     case Step::join_parts:
       return auxiliary_entry("join_parts");
+    case Step::join_gradients:
+      return auxiliary_entry("join_gradients");
     case Step::convert_dq:
       return family_entry(family, "convert_dq", "convert_dq", kAuxiliaryThreads);
     case Step::main:
@@ -116,6 +120,8 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
       return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);
     case Step::join_parts:
       return heads * shape.seqlen_q;
+    case Step::join_gradients:
+      return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kJoinedRows);
     case Step::sink_grads:
       return shape.heads_q;
     case Step::tile_reads:
@@ -157,6 +163,11 @@ std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig&
   return all;
 }
 
+Support check_query_parts(const AttentionSpec& spec, const TileConfig& c) {
+  const bool refused = c.in_parts && clusters_sum_dq(spec, c);
+  return refused ? Support::no("parts are not for the KV tiles of clusters that sum up dQ") : Support::yes();
+}
+
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
   const bool backward = spec.pass == Pass::backward;
@@ -164,7 +175,8 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
   const auto early = [&](Step step) {
     if (config.family != Family::sm90) return false;
     if (step == Step::block_lists) return has_tile_reads(spec);
-    return step == Step::join_parts || (step == Step::main && (backward || has_tile_lists(spec)));
+    const bool joins = step == Step::join_parts || step == Step::join_gradients;
+    return joins || (step == Step::main && (backward || has_tile_lists(spec)));
   };
   std::vector<Launch> all;
   for (const Step step : steps(spec, config))

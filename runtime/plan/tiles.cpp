@@ -3,6 +3,11 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <cmath>
+#include <vector>
+
+#include "expr/key_bounds.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan {
 
@@ -10,16 +15,82 @@ std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device) {
   return std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
 }
 
-std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
-                           const DeviceInfo& device) {
-  if (!config.splits_keys) return 1;
+namespace {
+
+/// As many as fill the device, where all Q tiles have the same keys.
+std::int64_t key_parts(const AttentionShape& shape, const TileConfig& config, std::int64_t blocks,
+                       std::int64_t slots) {
+  const std::int64_t to_fill = slots / std::max<std::int64_t>(blocks, 1);
+  return std::max<std::int64_t>(1, std::min(to_fill, tiles(shape.seqlen_kv, config.bc)));
+}
+
+/// The rows of Q, of one query head, that the KV tiles meet: the most of one, and of all together.
+struct MetRows {
+  std::int64_t longest = 0, all = 0;
+};
+MetRows met_rows(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
+  const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
+                               static_cast<int>(shape.seqlen_kv));
+  std::vector<std::int64_t> change(static_cast<std::size_t>(tiles(shape.seqlen_kv, config.bc)) + 1);
+  for (std::int64_t begin = 0; begin < shape.seqlen_q; begin += config.br) {
+    const std::int64_t end = std::min(begin + config.br, shape.seqlen_q);
+    const Range keys = bounds.of({static_cast<int>(begin), static_cast<int>(end)});
+    if (keys.begin >= keys.end) continue;
+    change[static_cast<std::size_t>(keys.begin / config.bc)] += end - begin;
+    change[static_cast<std::size_t>(tiles(keys.end, config.bc))] -= end - begin;
+  }
+  MetRows met;
+  std::int64_t rows = 0;
+  for (const std::int64_t more : change) {
+    rows += more;
+    met.longest = std::max(met.longest, rows);
+    met.all += rows;
+  }
+  return met;
+}
+
+/// So many that the rounds of them take least, as measured: what a block begins and ends with takes as long
+/// as some rows of Q, and so does joining what it leaves. Parts of few rows are not worth it, nor any where
+/// there are enough KV tiles.
+std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                         std::int64_t slots) {
+  constexpr double kRowsOfBlock = 512, kRowsOfJoining = 600;
+  constexpr std::int64_t kFewestRows = 2048, kEnoughRounds = 4;
+  const std::int64_t heads = shape.batch * shape.heads_kv, kv_tiles = tiles(shape.seqlen_kv, config.bc);
+  if (heads == 0 || heads * kv_tiles >= kEnoughRounds * slots) return 1;
+  const MetRows met = met_rows(spec, shape, config);
+  if (met.all == 0) return 1;
+  const std::int64_t longest = met.longest * (shape.heads_q / shape.heads_kv);
+  // Unequal ones fill rounds, as the longest are taken first.
+  const bool equal = met.all == met.longest * kv_tiles;
+  const auto whole = static_cast<double>(heads * met.all) / static_cast<double>(met.longest * slots);
+  const auto cost = [&](std::int64_t count) {
+    const auto parts = static_cast<double>(count);
+    const double rounds = equal ? std::ceil(whole * parts) : std::max(1.0, whole * parts);
+    const double joined = static_cast<double>(heads * kv_tiles) * parts / static_cast<double>(slots);
+    return rounds * (static_cast<double>(longest) / parts + kRowsOfBlock) +
+           (count > 1 ? joined * kRowsOfJoining : 0);
+  };
+  const std::int64_t most =
+      std::min({longest / kFewestRows, tiles(met.longest, config.br), std::int64_t{kMostQueryParts}});
+  std::int64_t best = 1;
+  for (std::int64_t parts = 2; parts <= most; ++parts)
+    if (cost(parts) < cost(best)) best = parts;
+  return best;
+}
+
+}  // namespace
+
+std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                        const DeviceInfo& device) {
+  if (!config.in_parts) return 1;
   const FamilyTraits& family = traits(config.family);
   const std::vector<Entry> entries = family.entries(spec, config);
   const std::vector<Launch> launches = family.launches(spec, shape, config);
   const auto hot = std::ranges::find_if(launches, [&](const Launch& l) { return entries[l.entry].hot; });
-  const std::int64_t to_fill =
-      blocks_at_once(entries[hot->entry], device) / std::max<std::int64_t>(hot->blocks, 1);
-  return std::max<std::int64_t>(1, std::min(to_fill, tiles(shape.seqlen_kv, config.bc)));
+  const std::int64_t slots = blocks_at_once(entries[hot->entry], device);
+  return spec.pass == Pass::forward ? key_parts(shape, config, hot->blocks, slots)
+                                    : query_parts(spec, shape, config, slots);
 }
 
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads) {

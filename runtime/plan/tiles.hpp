@@ -16,10 +16,10 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
-/// In how many parts blocks share the keys of each Q tile: as many as fill the device, if the configuration
-/// has them share, else 1. Of a normalized spec.
-std::int64_t parts_of_keys(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
-                           const DeviceInfo& device);
+/// In how many parts blocks share what each tile meets, keys forward and queries backward: as many as fill
+/// the device and are worth it, if the configuration has them share, else 1. Of a normalized spec.
+std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                        const DeviceInfo& device);
 
 /// An entry from templates/<family>/<header>.cuh.
 Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);

@@ -65,8 +65,13 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
   out.query_values = allocator.place(needs.query_values, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
-  out.o_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q, spec.v_dim()});
-  out.lse_parts = allocator.place(needs.key_parts > 0, {needs.key_parts, heads, shape.seqlen_q});
+  const bool key_parts = needs.parts > 0 && spec.pass == Pass::forward;
+  out.o_parts = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q, spec.v_dim()});
+  out.lse_parts = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q});
+  const bool query_parts = needs.parts > 0 && spec.pass == Pass::backward;
+  const std::int64_t heads_kv = shape.batch * shape.heads_kv;
+  out.dk_parts = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.head_dim});
+  out.dv_parts = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.v_dim()});
   // The counters of templates/common/tile_walk.cuh.
   out.tickets = allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, kTurnParts},
                                 kWorkCounters + shape.batch * shape.heads_kv * kHeadCounters);

@@ -2,9 +2,9 @@
 // parts i of the keys, where LSE is that of all of them.
 #pragma once
 
-#include "flashjit/common/key_parts.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/common/tile_parts.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit::auxiliary {
@@ -25,12 +25,12 @@ __device__ void join_parts(const Params& p) {
 
   const auto lse_at = [&](int part) { return lse_of<P>(p, part)[row]; };
   float highest = -infinity(), sum = 0.0f;
-  for (int part = lane; part < p.key_parts; part += 32) highest = fmaxf(highest, lse_at(part));
+  for (int part = lane; part < p.parts; part += 32) highest = fmaxf(highest, lse_at(part));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
   const float shift = highest == -infinity() ? 0.0f : highest;
-  for (int part = lane; part < p.key_parts; part += 32) sum += expf(lse_at(part) - shift);
+  for (int part = lane; part < p.parts; part += 32) sum += expf(lse_at(part) - shift);
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
   const float lse = sum > 0.0f ? shift + logf(sum) : -infinity();
@@ -39,7 +39,7 @@ __device__ void join_parts(const Params& p) {
 
   float4 o[kLaneChunks] = {};
 #pragma unroll 8
-  for (int part = warp; part < p.key_parts; part += kWarps) {
+  for (int part = warp; part < p.parts; part += kWarps) {
     const float of_part = lse_at(part);
     const bool has_o = of_part != -infinity();  // else there is memory, but nobody wrote it
     const float weight = expf(of_part - shift) * factor;

@@ -19,6 +19,9 @@ struct BlockListParam {
                ///< value of what the mask reads over each tile's rows; made by the tile_reads entry
 };
 
+/// Rows of dK and dV that a block of the join_gradients entry joins, and the most parts that it can.
+constexpr int kJoinedRows = 8, kMostQueryParts = 32;
+
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;
 
 /// How many counters Params::tickets has, see templates/common/tile_walk.cuh: of all blocks, for each head of
@@ -69,12 +72,15 @@ struct Params {
   const int* cu_seqlens_kv;
   const float* sinks;  ///< [heads_q]
   float* dsinks;
-  float* o_parts;    ///< [key_parts, batch, heads_q, seqlen_q, head_dim_v]: O from one part of the keys alone
-  float* lse_parts;  ///< [key_parts, batch, heads_q, seqlen_q]: its LSE, without sinks
-  int key_parts;     ///< in how many parts blocks share the KV tiles of a Q tile; read with kSplitsKeys only
+  float* o_parts;    ///< [parts, batch, heads_q, seqlen_q, head_dim_v]: O from one part of the keys alone
+  float* lse_parts;  ///< [parts, batch, heads_q, seqlen_q]: its LSE, without sinks
+  int parts;  ///< in how many parts blocks share what a tile meets, see common/tile_parts.cuh; read, as
+              ///< theirs are, with kInParts only
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
   PackedHeadsParam packed;  ///< read with kPacksHeads only
   float* query_values;      ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
+  float* dk_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim]: dK from one part of the queries alone
+  float* dv_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim_v]
 };
 
 }  // namespace flashjit

@@ -34,7 +34,7 @@ struct ExampleProblem {
   static constexpr bool kQInRegisters = false;
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
-  static constexpr bool kSplitsKeys = false;
+  static constexpr bool kInParts = false;
   static constexpr bool kPacksHeads = false;
   static constexpr int kListedRows = 128;  // rows of a Q tile of which its list tells whether they meet a KV
                                            // tile: kBr, or less, and then all their pairs attend or none

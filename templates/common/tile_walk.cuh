@@ -2,7 +2,7 @@
 // backward pass.
 #pragma once
 
-#include "flashjit/common/key_parts.cuh"
+#include "flashjit/common/tile_parts.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
@@ -81,10 +81,7 @@ struct KvTiles {
   }
   /// Leaves one of the parts in which blocks share them.
   __device__ void keep_part(const Params& p, int part) {
-    const auto place = [&](int i) {
-      return static_cast<int>(static_cast<long long>(count) * i / key_parts<P>(p));
-    };
-    const int begin = place(part), end = place(part + 1);
+    const int begin = first_of_part<P>(p, part, count), end = first_of_part<P>(p, part + 1, count);
     if constexpr (kLists<P>) list += begin;
     first += begin, count = end - begin;
   }
@@ -135,6 +132,12 @@ struct QTiles {
   __device__ void take_every(const typename P::Head& head) {
     first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
   }
+  /// Leaves one of the parts in which blocks share them.
+  __device__ void keep_part(const Params& p, int part) {
+    const int begin = first_of_part<P>(p, part, count), end = first_of_part<P>(p, part + 1, count);
+    if constexpr (kLists<P>) list += begin;
+    first += begin, count = end - begin;
+  }
   /// The tile at a place, as the compute loop wants to know it of the keys `kv`. With ordered additions the
   /// last KV tile comes first: under a causal mask it has the fewest Q tiles, and then nobody waits.
   __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
@@ -183,16 +186,24 @@ __device__ __forceinline__ int* turn_of(const Params& p, int b, int h, int q_til
          ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * kTurnParts + part;
 }
 
+/// How many KV tiles a head of K and V has for blocks to take, each part of one counted.
+template <class P>
+__device__ __forceinline__ int kv_works_of_head(const Params& p) {
+  return kv_tiles<P>(p) * tile_parts<P>(p);
+}
 template <class P>
 __device__ __forceinline__ unsigned kv_works(const Params& p) {
-  return static_cast<unsigned>(kv_tiles<P>(p)) * p.heads_kv * p.batch;
+  return static_cast<unsigned>(kv_works_of_head<P>(p)) * p.heads_kv * p.batch;
 }
-/// The KV tile that is a block's work in the backward pass.
+/// The KV tile that is a block's work in the backward pass, and which part of its Q tiles.
 template <class P>
 struct KvWork {
-  int b, h_kv, kv_tile;
+  int b, h_kv, kv_tile, part;
 
   __device__ KvWork(const Params& p, unsigned number) {
+    const unsigned parts = static_cast<unsigned>(tile_parts<P>(p));
+    part = static_cast<int>(number % parts);
+    number /= parts;
     const int tiles = kv_tiles<P>(p), place = static_cast<int>(number % tiles);
     b = static_cast<int>(number / tiles / p.heads_kv);
     h_kv = static_cast<int>(number / tiles % p.heads_kv);
@@ -206,16 +217,17 @@ struct BlockKeys {
   bool every_q_tile = false;
 };
 
-/// The Q tiles that a KV tile meets, of all query heads that share it, one after the other.
+/// The Q tiles that a KV tile meets, of all query heads that share it, one after the other: or of each head a
+/// part of them.
 template <class P>
 struct QWalk {
-  int kv_tile, kv_limit, head, end_head, index = 0;
+  int kv_tile, part, kv_limit, head, end_head, index = 0;
   bool every;
   Range kv, own;
 
   __device__ QWalk(const Params& p, const Sequence<P>& sequence, const KvWork<P>& work,
                    BlockKeys keys = {0, P::kBc})
-      : kv_tile(work.kv_tile), kv_limit(sequence.kv_limit(p)), every(keys.every_q_tile) {
+      : kv_tile(work.kv_tile), part(work.part), kv_limit(sequence.kv_limit(p)), every(keys.every_q_tile) {
     const int group_size = p.heads_q / p.heads_kv, begin = kv_tile * P::kBc + keys.first;
     head = work.h_kv * group_size;
     end_head = kListedTurns<P> || every || kv_tile * P::kBc < kv_limit ? head + group_size : head;
@@ -227,6 +239,7 @@ struct QWalk {
       const auto program_head = sequence.head(p, head);
       QTiles<P> tiles(p, program_head, kv_tile, kv);
       if (every) tiles.take_every(program_head);
+      if constexpr (P::kInParts) tiles.keep_part(p, part);
       if (index < tiles.count) return tiles.at(p, program_head, index++, kv_tile, own, kv_limit);
     }
     return {-1, 0, 0, 0};

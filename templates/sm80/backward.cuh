@@ -3,7 +3,8 @@
 // registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory. With
 // split2 two warps have the same rows: one computes S and dV, the other dP and dK, and P goes from one to the
 // other. Each has twice as many rows as if it had both, so that Q and dO are read half as often, and one
-// computes products while the other computes exponentials.
+// computes products while the other computes exponentials. Blocks may share the queries of a KV tile, as in
+// sm90/backward.cuh.
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
@@ -397,11 +398,34 @@ __device__ void backward(const Params& p) {
   }
   add_last();
   copy_async_wait<0>();
+  const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
+  const auto work_again = [&] { return KvWork<P>(p, opaque(number)); };  // else it keeps registers
+  if constexpr (P::kInParts) {
+    const KvWork<P> done = work_again();
+    const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
+    const auto store = [&]<int kChunks>(float* parts, int mt, float(&c)[kChunks][4], int columns,
+                                        float scale) {
+#pragma unroll
+      for (int n = 0; n < kChunks * 4; ++n) c[n / 4][n % 4] *= scale;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = warp_row(mt) + lane / 4 + half * 8;
+        if (row >= valid) continue;
+        const long long at = kv_row_of_part(p, done.part, sequence.b, done.h_kv, begin + row);
+        store_row<kChunks>(parts + at * columns, half, c[0], columns / 8);
+      }
+    };
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt) {
+      if (has_ds) store(p.dk_parts, mt, dk[mt], P::kHeadDim, p.softmax_scale);
+      if (has_p) store(p.dv_parts, mt, dv[mt], P::kHeadDimV, v_scale);
+    }
+    return;
+  }
   __syncthreads();  // K and V are free: dK and dV take their place
 
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
-    const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
 #pragma unroll
     for (int n = 0; has_ds && n < 2 * kDUnits; ++n)
       store_fragment<Element, kQPitch>(shared + kLayout.k(), warp_row(mt), n * 8, dk[mt][n], p.softmax_scale,
@@ -412,7 +436,7 @@ __device__ void backward(const Params& p) {
                                        v_scale);
   }
   __syncthreads();
-  const KvWork<P> done(p, opaque(number));  // anew: else it keeps registers through the loop
+  const KvWork<P> done = work_again();
   const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
   store_tile<P::kBc, P::kHeadDim, kThreads>(sequence.kv_pointer(p.dk, done.h_kv, begin), p.dk.stride_s,
                                             shared + kLayout.k(), valid, threadIdx.x);

@@ -68,7 +68,7 @@ __device__ void forward(const Params& p) {
   const unsigned k_tiles = shared_address(shared) + kLayout.k();
   const unsigned v_tiles = shared_address(shared) + kLayout.v();
 
-  const int tile_count = q_tiles<P>(p), parts = key_parts<P>(p);
+  const int tile_count = q_tiles<P>(p), parts = tile_parts<P>(p);
   const int part = static_cast<int>(blockIdx.x % parts);
   const unsigned index = blockIdx.x / parts;
   const int tile_index =
@@ -82,7 +82,7 @@ __device__ void forward(const Params& p) {
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
   KvTiles<P> tiles(p, head, tile_index, q_range, kv_limit);
-  if constexpr (P::kSplitsKeys) tiles.keep_part(p, part);
+  if constexpr (P::kInParts) tiles.keep_part(p, part);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
@@ -343,7 +343,7 @@ __device__ void forward(const Params& p) {
         to[sequence.lse_row(p, h) + q] = end.lse;
       scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
     }
-    if constexpr (P::kSplitsKeys) {
+    if constexpr (P::kInParts) {
 #pragma unroll
       for (int n = 0; n < kOt * 4; ++n) o[mt][n / 4][n % 4] *= scale[n / 2 % 2];
       const int row = q_begin + warp_row(mt) + lane / 4;

@@ -18,6 +18,9 @@
 // Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all products. So there a
 // cluster of two blocks shares a KV tile of 128 keys: each block has 64 of them, gives the other its dS, and
 // computes half of dQ's columns for all 128.
+//
+// Where KV tiles are few and their queries many, blocks share those of one: each stores what its part gives
+// to dK and dV in fp32, and the join_gradients entry adds that up.
 #pragma once
 
 #include "flashjit/common/tile_mask.cuh"
@@ -79,7 +82,7 @@ struct BackwardTile {
   struct alignas(16) QTile : StagedTile {
     long long row;      ///< its first among [batch, heads_q, seqlen_q_padded]
     int place;          ///< of its KV tile
-    short first, last;  ///< of that KV tile's
+    short first, last;  ///< of that KV tile's; of which the last says the part, and 1 more
   };
   static_assert(sizeof(Place) == kPlaceBytes && sizeof(QTile) == kQTileBytes);
   static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
@@ -230,7 +233,8 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
       const StagedTile next = walk.next(p, sequence);
       const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long row = sequence.stats_row(p, now.head) + q_begin;
-      tile.staged(i) = {now, row, place, first, next.head < 0};
+      const int last = next.head < 0 ? work.part + 1 : 0;
+      tile.staged(i) = {now, row, place, first, static_cast<short>(last)};
       const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
       const unsigned q_full = tile.q_full(slot), dout_full = tile.dout_full(dout_slot);
       barrier_wait<P>(tile.q_empty(slot), i / P::kStages & 1 ^ 1);
@@ -276,10 +280,11 @@ __device__ __forceinline__ void produce(const Params& p, const BackwardTile<P>& 
   barrier_arrive(tile.q_full(i % P::kStages));
 }
 
-/// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number.
+/// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number. Of
+/// parts without queries the join_gradients entry knows, and they are counted here alone.
 template <class P>
 __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
-  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && p.seqlen_q > 0) return;
+  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kInParts && p.seqlen_q > 0) return;
   const unsigned works = kv_works<P>(p), lane = threadIdx.x % 32;
   // Without queries there are no counters, and nobody waits.
   const auto take = [&](unsigned before) {
@@ -307,8 +312,10 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
 #pragma unroll 1
     for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
       const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
-      clear(work, p.dk, P::kHeadDim);
-      clear(work, p.dv, P::kHeadDimV);
+      if constexpr (!P::kInParts) {
+        clear(work, p.dk, P::kHeadDim);
+        clear(work, p.dv, P::kHeadDimV);
+      }
       if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqParts<P>);
     }
   }
@@ -840,11 +847,12 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
   named_barrier_sync(2 + group, 128);
 }
 
-/// Stores a group's part of dK or dV, and clears it for the next KV tile.
+/// Stores a group's part of dK or dV, or what a part of the queries gives to it, and clears it for the next
+/// KV tile.
 template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardTile<P>& tile, unsigned i,
                                                int group, float (&c)[kCount], int columns, float scale,
-                                               const TensorParam& to) {
+                                               const TensorParam& to, float* parts) {
   constexpr int kChunks = kCount / 4;  // of a group
   const auto& place = tile.place(i);
   const int first_chunk = BackwardTile<P>::kWide ? group * kChunks : 0;
@@ -852,9 +860,19 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardTi
             row = tile.kv_begin(i) + BackwardTile<P>::first_row(group) + own_row(thread);
 #pragma unroll
   for (float& value : c) value *= scale;
-  store_rows<typename P::Element>(c, min(columns / 8 - first_chunk, kChunks),
-                                  place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
-                                  to.stride_s, place.sequence.seqlen_kv(p) - row, thread);
+  const int chunks = min(columns / 8 - first_chunk, kChunks), rows = place.sequence.seqlen_kv(p) - row;
+  if constexpr (P::kInParts) {
+    const int part = tile.staged(i).last - 1;
+    const long long at =
+        kv_row_of_part(p, part, place.sequence.b, place.h_kv, row) * columns + first_chunk * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (half * 8 < rows) store_row<kChunks>(parts + at + half * 8 * columns, half, c, chunks);
+  } else {
+    store_rows<typename P::Element>(c, chunks,
+                                    place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
+                                    to.stride_s, rows, thread);
+  }
 #pragma unroll
   for (float& value : c) value = 0.0f;
 }
@@ -948,8 +966,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     if (last) {
       if (Tile::kWide) barrier_arrive(tile.kv_empty());
-      store_gradient(p, tile, i, group, dk, P::kHeadDim, p.softmax_scale, p.dk);
-      store_gradient(p, tile, i, group, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv);
+      store_gradient(p, tile, i, group, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_parts);
+      store_gradient(p, tile, i, group, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv,
+                     p.dv_parts);
     }
   }
   multiply_wait<0>();

@@ -58,8 +58,8 @@ __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& n
 /// blocks begin as many heads as the preprocess entry has cleared, by as many query heads as share one.
 template <class P>
 __device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
-  const long long tiles = kv_tiles<P>(p), pieces = pieces_to_clear(p), group = p.heads_q / p.heads_kv;
-  return (now.clear_work * tiles - now.kv_work * pieces) * group < (p.heads_cleared + group) * tiles * pieces;
+  const long long works = kv_works_of_head<P>(p), pieces = pieces_to_clear(p), group = p.heads_q / p.heads_kv;
+  return (now.clear_work * works - now.kv_work * pieces) * group < (p.heads_cleared + group) * works * pieces;
 }
 /// By a whole warp.
 template <class P>
@@ -121,7 +121,7 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
     taken = take();  // the next, to be there in time
     const int b = head / p.heads_q, h = head % p.heads_q;
     const int* done = done_of(p, b, h / (p.heads_q / p.heads_kv));
-    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_tiles<P>(p);
+    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_works_of_head<P>(p);
     await<P>(
         [&] {
           clear();

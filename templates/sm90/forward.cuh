@@ -48,7 +48,7 @@ constexpr bool kOverwritesOutput = P::kHeadDimV > 64 || P::kBlockMap || P::kMask
 /// Without a mask all tiles cost the same, and the last round may have few: its tiles are cut, so that more
 /// blocks have some warp groups' rows of them.
 template <class P>
-constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kSplitsKeys && P::kBr > kGroupRows;
+constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kInParts && P::kBr > kGroupRows;
 
 /// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
 /// softmax of a Q tile's first step may be over so many keys alone.
@@ -111,7 +111,7 @@ struct ForwardWalk {
   __device__ explicit ForwardWalk(const Params& p)
       : order(forward_tiles<P>(p), p.batch * forward_heads<P>(p), cluster_size()),
         whole(order.size()),
-        parts(key_parts<P>(p)) {
+        parts(tile_parts<P>(p)) {
     const unsigned teams = teams_at_once<P>();
     if (teams >= order.size() * parts) return;  // every team has one piece: no rounds
     if constexpr (kCutsTiles<P>) {
@@ -194,7 +194,7 @@ struct ForwardWork : HeadsOfWork<P::kPacksHeads> {
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
     tiles = KvTiles<P>(p, head, tile, q_range, sequence.kv_limit(p));
-    if constexpr (P::kSplitsKeys) tiles.keep_part(p, part);
+    if constexpr (P::kInParts) tiles.keep_part(p, part);
     if constexpr (kShortSteps<P>) {
       const int end = kv_begin(count() - 1) + kFewKeys<P>;
 #pragma unroll
@@ -301,14 +301,14 @@ struct ForwardPlaces {
 /// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
 /// Packed sequences have each other's rows behind their last; parts of the keys have O in fp32.
 template <class P>
-constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kSplitsKeys;
+constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kInParts;
 
 /// Writes O and LSE of the tiles without keys, which the other warps pass over: LSE alone where that is a
 /// part of the keys. By the threads of one warp, or most of them.
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, int team, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
-  const unsigned rows = forward_tiles<P>(p), parts = key_parts<P>(p),
+  const unsigned rows = forward_tiles<P>(p), parts = tile_parts<P>(p),
                  all = rows * p.batch * forward_heads<P>(p) * parts;
 #pragma unroll 1
   for (unsigned index = team_index<P>(team); index < all; index += teams_at_once<P>()) {
@@ -318,7 +318,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
                                   static_cast<int>(index % parts)});
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_of_tile<P>(p));
-    if constexpr (!P::kSplitsKeys) {
+    if constexpr (!P::kInParts) {
       unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
       for (int chunk = thread; chunk < count * kChunks; chunk += threads)
@@ -710,7 +710,7 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, group, half); row >= 0)
         store_part<P>(p, work.part, row, half, o);
-  } else if constexpr (P::kSplitsKeys) {
+  } else if constexpr (P::kInParts) {
     for (int half = 0; half < 2; ++half)
       if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
         store_part<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, half, o);

@@ -264,7 +264,24 @@ TEST(KernelsThatShareKeys, CompileWithoutSpills) {
     for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
       const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 5])).normalized();
       TileConfig config = family.heuristic(spec, shape, device);
-      config.splits_keys = true;
+      config.in_parts = true;
+      EXPECT_EQ(compile_and_check(spec, config, device), "");
+    }
+  }
+}
+
+// Few KV tiles of many queries, of which each block takes a part.
+TEST(KernelsThatShareQueries, CompileWithoutSpills) {
+  constexpr std::array kRests = {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128:det"};
+  const AttentionShape shape{1, 32, 1, 4096, 512};
+  for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
+    std::size_t i = 0;
+    for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
+      const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}{}", dims, kRests[i++ % 5])).normalized();
+      const TileConfig config = family.heuristic(spec, shape, device);
+      EXPECT_TRUE(config.in_parts) << to_string(spec);
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
   }
@@ -285,7 +302,7 @@ TEST(KernelsThatPackHeads, CompileWithoutSpills) {
     for (int n = 0; n < 2; ++n) {
       const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 6])).normalized();
       TileConfig config = plan::sm90_traits().heuristic(spec, shape, device);
-      config.splits_keys = config.packs_heads = true;
+      config.in_parts = config.packs_heads = true;
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
   }

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "gpu/attention_case.hpp"
+#include "plan/tiles.hpp"
 
 namespace flashjit::gpu_test {
 namespace {
@@ -262,7 +263,7 @@ TEST_P(SharedKeys, AreJoined) {
   if (const Support support = supports(test.family, test.spec); !support)
     GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
-  config.splits_keys = true;
+  config.in_parts = true;
   TemporaryRuntime runtime;
   AttentionRun run(test, make_problem(test));
   run.check_forward(runtime.get(), config);
@@ -270,6 +271,46 @@ TEST_P(SharedKeys, AreJoined) {
 }
 
 INSTANTIATE_TEST_SUITE_P(Features, SharedKeys, testing::ValuesIn(shared_key_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+/// Few KV tiles of many queries, which blocks share: in two to eight parts, of which some meet none.
+std::vector<AttentionCase> shared_query_cases() {
+  constexpr std::array kSpecs = {
+      "bf16:d128",
+      "bf16:d128:causal",
+      "fp16:d64:causal:kvlen",
+      "bf16:d64:dropout:sinks",
+      "bf16:d256:causal",
+      "fp16:d192x128:map64x64",
+      "bf16:d72x40:mask{q >= kv && q - kv < 200}",
+      "bf16:d128:causal:det",
+      "bf16:d128:causal:varlen",
+      "fp16:d256:varlen:det",
+      "bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}:causal",
+      "bf16:d96:score{bias: bf16 4d; score + bias[b, h, q, kv]}:causal_top_left",
+      "fp16:d128:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal",
+  };
+  constexpr std::array<AttentionShape, 2> kShapes = {{{1, 16, 1, 1030, 300}, {2, 32, 2, 777, 777}}};
+  return in_layouts_by_turns(
+      feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "queries"));
+}
+
+class SharedQueries : public GpuTestWith<AttentionCase> {};
+
+TEST_P(SharedQueries, AreJoined) {
+  const AttentionCase& test = GetParam();
+  if (const Support support = supports(test.family, test.spec); !support)
+    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  const TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::backward);
+  EXPECT_TRUE(config.in_parts);
+  EXPECT_GE(plan::tile_parts(with_pass(test.spec, Pass::backward), test.shape, config, gpu().info), 2);
+  TemporaryRuntime runtime;
+  AttentionRun run(test, make_problem(test));
+  run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+  run.check_backward(runtime.get(), config);
+}
+
+INSTANTIATE_TEST_SUITE_P(Features, SharedQueries, testing::ValuesIn(shared_query_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 /// Few queries of grouped heads: groups of 4, 3 and 1, and of 65, which are two sets.

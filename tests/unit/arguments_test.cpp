@@ -576,6 +576,31 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.offset_hi, 0x99aabbccu);
 }
 
+TEST(Arguments, ParamsSayWhereAPassKeepsItsParts) {
+  const auto params = [](const auto& args, Pass pass) {
+    AttentionSpec s = spec();
+    s.pass = pass;
+    plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
+    plan.needs = {.parts = 3};
+    plan.workspace = {.o_parts = 256, .lse_parts = 512, .dk_parts = 768, .dv_parts = 1024, .bytes = 2048};
+    return make_params(plan, args);
+  };
+  ForwardArgs forward = forward_args();
+  forward.workspace = {address(0x100000), 4096};
+  const Params f = params(forward, Pass::forward);
+  EXPECT_EQ(f.parts, 3);
+  EXPECT_EQ(f.o_parts, address<float>(0x100100));
+  EXPECT_EQ(f.lse_parts, address<float>(0x100200));
+  EXPECT_EQ(f.dk_parts, nullptr);
+  BackwardArgs backward = backward_args();
+  backward.workspace = {address(0x100000), 4096};
+  const Params b = params(backward, Pass::backward);
+  EXPECT_EQ(b.parts, 3);
+  EXPECT_EQ(b.o_parts, nullptr);
+  EXPECT_EQ(b.dk_parts, address<float>(0x100300));
+  EXPECT_EQ(b.dv_parts, address<float>(0x100400));
+}
+
 TEST(Arguments, ParamsTellHowManyRowsPackedTensorsHave) {
   AttentionSpec s = spec();
   ForwardArgs args = forward_args();

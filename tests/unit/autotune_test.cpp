@@ -158,13 +158,12 @@ TEST(Space, EveryAdmittedConfigurationOfEveryAbleFamilyIsThere) {
   for (const plan::FamilyTraits& traits : plan::families()) {
     if (!traits.supports(problem().spec, setting().device)) continue;
     for (const TileConfig& config : traits.search_space(problem().spec, setting().device)) {
-      const bool one_part =
-          config.splits_keys && plan::parts_of_keys(spec, shape, config, setting().device) == 1;
+      const bool one_part = config.in_parts && plan::tile_parts(spec, shape, config, setting().device) == 1;
       EXPECT_EQ(std::find(list.begin(), list.end(), config) == list.end(), one_part) << to_string(config);
     }
   }
   const Problem one_query{spec, {.batch = 1, .heads_q = 1, .heads_kv = 1, .seqlen_q = 1, .seqlen_kv = 9000}};
-  EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::splits_keys));
+  EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::in_parts));
 }
 
 TEST(Space, HeadsArePackedWhereSomeShareKeys) {

@@ -89,7 +89,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"q_in_registers", [](auto& s) { s.config.q_in_registers = true; }},
       {"d_split", [](auto& s) { s.config.d_split = 2; }},
       {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
-      {"splits_keys", [](auto& s) { s.config.splits_keys = true; }},
+      {"in_parts", [](auto& s) { s.config.in_parts = true; }},
       {"packs_heads", [](auto& s) { s.config.packs_heads = true; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };

@@ -250,7 +250,7 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
     EXPECT_EQ(problem("fwd:bf16:d128", other).shape, other) << to_string(other);
   const ExecutionPlan plan = make_plan(parse_spec("fwd:bf16:d128:causal"), shape, kA100, {});
   EXPECT_EQ(plan.shape, packed);
-  EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.key_parts);  // a KV head of a batch entry each
+  EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.parts);  // a KV head of a batch entry each
 }
 
 TEST(Plan, BlocksShareTheKeysOfFewQueries) {
@@ -261,7 +261,7 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   // 8 heads of keys, 132 multiprocessors: 16 blocks each.
   const ExecutionPlan one = planned("fwd:bf16:d128:sinks", "b1:hq8:hkv8:sq1:skv8192", h100);
   EXPECT_EQ(to_string(one.config), "sm90:br64:bc128:w4:s2:parts");
-  EXPECT_EQ(one.needs.key_parts, 16);
+  EXPECT_EQ(one.needs.parts, 16);
   ASSERT_EQ(one.launches.size(), 2u);
   EXPECT_EQ(one.launches[0].blocks, 8 * 16);
   EXPECT_EQ(one.entries[one.launches[1].entry].name, "join_parts");
@@ -270,19 +270,74 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_GE(one.workspace.bytes, 8u * 16 * (128 + 1) * 4);
   // No more parts than tiles of keys, also where a configuration that shares them is given.
   const AttentionSpec plain = parse_spec("fwd:bf16:d128").normalized();
-  EXPECT_EQ(parts_of_keys(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
-  EXPECT_EQ(parts_of_keys(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
-  EXPECT_EQ(parts_of_keys(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
+  EXPECT_EQ(tile_parts(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
+  EXPECT_EQ(tile_parts(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
+  EXPECT_EQ(tile_parts(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
   // Where a block has few keys, or all multiprocessors have a block, nothing is joined.
   for (const char* shape :
        {"b1:hq8:hkv8:sq1:skv512", "b16:hq8:hkv8:sq1:skv8192", "b1:hq16:hkv16:sq1024:skv1024"})
-    EXPECT_EQ(planned("fwd:bf16:d128", shape, h100).needs.key_parts, 0) << shape;
-  EXPECT_EQ(planned("bwd:bf16:d128", "b1:hq8:hkv8:sq1:skv8192", h100).needs.key_parts, 0);
+    EXPECT_EQ(planned("fwd:bf16:d128", shape, h100).needs.parts, 0) << shape;
+  EXPECT_EQ(planned("bwd:bf16:d128", "b1:hq8:hkv8:sq1:skv8192", h100).needs.parts, 0);
   // Two blocks for each of 108.
   const ExecutionPlan on_a100 = planned("fwd:bf16:d64:causal", "b2:hq32:hkv4:sq1:skv4096");
-  EXPECT_TRUE(on_a100.config.splits_keys);
-  EXPECT_EQ(on_a100.needs.key_parts, 108 * 2 / 8);
+  EXPECT_TRUE(on_a100.config.in_parts);
+  EXPECT_EQ(on_a100.needs.parts, 108 * 2 / 8);
   EXPECT_FALSE(on_a100.launches.back().early);
+}
+
+// One KV head of a Llama 70B in eight parts has 32 KV tiles of 4k tokens: a quarter of the multiprocessors.
+TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape, const DeviceInfo& device) {
+    return make_plan(parse_spec(spec), parse_shape(shape), device, {});
+  };
+  const ExecutionPlan llama = planned("bwd:bf16:d128:causal", "b1:hq8:hkv1:sq4096:skv4096", h100);
+  EXPECT_EQ(to_string(llama.config), "sm90:br64:bc128:w8:s2:parts");
+  EXPECT_EQ(llama.needs.parts, 8);
+  ASSERT_EQ(llama.launches.size(), 3u);
+  EXPECT_EQ(llama.launches[1].blocks, 132);
+  EXPECT_EQ(llama.entries[llama.launches[2].entry].name, "join_gradients");
+  EXPECT_EQ(llama.launches[2].blocks, 4096 / 8);
+  EXPECT_TRUE(llama.launches[2].early);
+  EXPECT_GE(llama.workspace.dv_parts - llama.workspace.dk_parts, 8u * 4096 * 128 * 4);
+  EXPECT_EQ(llama.workspace.o_parts, llama.workspace.lse_parts) << "no parts of the keys";
+
+  // What was measured to be best, on an H100. Nobody shares where each part would have few rows of Q.
+  const std::pair<const char*, std::array<const char*, 2>> cases[] = {
+      {"8", {"bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"}},
+      {"4", {"bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"}},
+      {"4", {"bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv4096"}},
+      {"2", {"bwd:bf16:d128:causal", "b1:hq32:hkv8:sq1024:skv1024"}},
+      {"4", {"bwd:bf16:d128:causal", "b1:hq8:hkv2:sq4096:skv4096"}},
+      {"4", {"bwd:bf16:d256:causal", "b1:hq8:hkv1:sq4096:skv4096"}},
+      {"8", {"bwd:bf16:d64:causal", "b1:hq8:hkv1:sq4096:skv4096"}},
+      {"0", {"bwd:bf16:d128", "b1:hq16:hkv16:sq512:skv512"}},
+      {"0", {"bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"}},
+      {"0", {"bwd:bf16:d128:causal", "b1:hq8:hkv8:sq2048:skv2048"}},
+      {"0", {"bwd:bf16:d256", "b1:hq4:hkv4:sq2048:skv2048"}},
+      {"0", {"bwd:bf16:d128:causal", "b8:hq32:hkv8:sq4096:skv4096"}},
+      {"8", {"bwd:bf16:d128:causal:varlen", "b1:hq8:hkv1:sq4096:skv4096"}},
+      {"0", {"bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv0"}},
+      {"0", {"bwd:bf16:d128", "b1:hq8:hkv1:sq0:skv4096"}},
+      {"0", {"bwd:bf16:d128", "b0:hq8:hkv1:sq4096:skv4096"}},
+  };
+  for (const auto& [parts, problem] : cases)
+    EXPECT_EQ(std::to_string(planned(problem[0], problem[1], h100).needs.parts), parts)
+        << problem[0] << " " << problem[1];
+  // The portable family likewise; it has no persistent blocks.
+  const ExecutionPlan on_a100 = planned("bwd:bf16:d128:causal", "b1:hq8:hkv1:sq4096:skv4096", kA100);
+  EXPECT_TRUE(on_a100.config.in_parts) << to_string(on_a100.config);
+  EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.parts);
+}
+
+TEST(Plan, PartsOfQueriesAreRefusedWithAReason) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto reason = [&](const char* spec, const char* config) {
+    const TileConfig tile = parse_config(config);
+    return traits(tile.family).admits(parse_spec(spec).normalized(), tile, h100).reason;
+  };
+  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc256:w8:s2:parts").find("clusters"), std::string::npos);
+  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc128:w8:s2:parts:packed").find("forward"), std::string::npos);
 }
 
 TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
@@ -295,7 +350,7 @@ TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
   // 16 queries of 4 heads: 64 rows, of each of 8 heads of K and V.
   const ExecutionPlan few = planned("fwd:bf16:d128:causal", "b1:hq32:hkv8:sq16:skv32768");
   EXPECT_EQ(to_string(few.config), "sm90:br64:bc128:w4:s2:parts:packed");
-  EXPECT_EQ(few.needs.key_parts, 132 / 8);
+  EXPECT_EQ(few.needs.parts, 132 / 8);
   EXPECT_EQ(few.launches[0].blocks, 8 * 16);
   EXPECT_EQ(few.launches[1].blocks, 32 * 16);  // rows that are joined
   ASSERT_TRUE(few.tensor_boxes);

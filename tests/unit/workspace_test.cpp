@@ -61,7 +61,8 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
                                pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
                                pick(20),     pick(4),      pick(20),     pick(3)};
-    const AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
+    AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
+    spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
 
     const std::size_t heads = shape.batch * shape.heads_q, rows = padded_seqlen_q(shape);
@@ -72,8 +73,12 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     if (needs.query_values) parts.emplace_back(layout.query_values, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
-    if (needs.key_parts > 0) {
-      const std::size_t o_rows = needs.key_parts * heads * shape.seqlen_q;
+    if (needs.parts > 0 && spec.pass == Pass::backward) {
+      const std::size_t kv_rows = needs.parts * shape.batch * shape.heads_kv * shape.seqlen_kv;
+      parts.insert(parts.end(), {{layout.dk_parts, kv_rows * spec.head_dim * 4},
+                                 {layout.dv_parts, kv_rows * spec.v_dim() * 4}});
+    } else if (needs.parts > 0) {
+      const std::size_t o_rows = needs.parts * heads * shape.seqlen_q;
       parts.insert(parts.end(),
                    {{layout.o_parts, o_rows * spec.v_dim() * 4}, {layout.lse_parts, o_rows * 4}});
     }
@@ -104,10 +109,10 @@ TEST(Workspace, SizesBeyond32BitsAreExact) {
 }
 
 TEST(Workspace, OverflowIsRefusedWithTheShape) {
-  const AttentionShape huge{2147483647, 2147483647, 1, 2147482624, 1};
+  const AttentionShape huge{2147483647, 2147483647, 2147483647, 2147482624, 2147482624};
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
-                                 {.key_parts = 2},
+                                 {.parts = 2},
                                  {.tickets = true, .ordered_q_tiles = 1 << 25},
                                  {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {

@@ -1,8 +1,8 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
-as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, dropout, problems too small
-for the device.
+as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, one GPU's share of a
+model's heads, dropout, problems too small for the device.
 Few: few queries of many keys, as decoding has them, forward, without a mask.
 Sparse: block maps of 128-blocks against flashjit's own dense time, and against that of as many tokens in sequences with as
 many keys as a row of the map. Results are checked before they are timed. Launches of all peers take turns, each between two
@@ -56,6 +56,8 @@ SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc
               ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:split2"}
 # Beside dropout d128 has fewer registers.
 SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:split2"}
+# Where few KV tiles have many queries, which blocks share.
+SM80_SHARED_TILES = {("fwd", 128): "sm80:br128:bc64:w4", ("bwd", 128): "sm80:br64:bc128:w8:s2:split2:parts"}
 # Where tiles of 128 rows leave multiprocessors without one.
 SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:split2"}
 SEED, OFFSET = 20251, 7  # of the dropout masks
@@ -277,7 +279,8 @@ def dense_points(dim, lengths):
 
 
 def other_points():
-    """fp16, short sequences, odd numbers of tiles, grouped heads, dropout, and problems that do not fill the device."""
+    """fp16, short sequences, odd numbers of tiles, grouped heads, one GPU's share of a model's, dropout, and problems that
+    do not fill the device."""
     for dim in (64, 128, 256):
         yield from (point._replace(dtype="fp16") for point in dense_points(dim, (4096,)))
     for dim in (64, 128):
@@ -285,6 +288,8 @@ def other_points():
     for dim in (64, 128, 256):
         yield from (point for point in dense_points(dim, (640, 1152)) if point.causal)
     yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
+    yield from (Point(128, length, True, 1, 8, 1) for length in (2048, 4096, 8192))
+    yield Point(128, 1024, True, 1, 32, 8)
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
     yield from (Point(128, length, causal, 1, 16, 16) for length in (512, 1024) for causal in (False, True))
@@ -329,6 +334,8 @@ def sm80_tiles(point):
     """The tiles that the heuristic takes for a problem in the family sm80, on the 132 multiprocessors of an H100."""
     if point.batch * point.heads * point.length // 128 < 0.9 * 132:
         return SM80_SMALL_TILES
+    if point.batch * point.heads_kv * point.length // 128 < 0.9 * 132:
+        return SM80_SHARED_TILES
     return SM80_DROPOUT_TILES if point.dropout else SM80_TILES
 
 

@@ -198,7 +198,8 @@ The table has ratios of speed, above 1 the first is faster: geometric means over
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, short sequences, some lengths of odd numbers of tiles, grouped heads, dropout, and few heads:",
+        parts += ["fp16, short sequences, some lengths of odd numbers of tiles, grouped heads, those that a GPU has of a model "
+                  "spread over\neight, dropout, and few heads:",
                   other_table(other)]
     if few:
         parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "

@@ -236,8 +236,9 @@ Prediction Model::predict(const TileConfig& config) const {
     const plan::ForwardTiles rows = plan::forward_tiles(shape, config);
     // Backward, a block owns keys, but for the kernel of simt that computes dQ.
     const bool by_columns = is_backward(spec) && entry.name != "backward_dq";
-    const std::vector<std::int64_t> visited = by_columns ? coverage_.tiles_of_columns(config.br, config.bc)
-                                                         : coverage_.tiles_of_rows(rows.queries, config.bc);
+    const std::vector<std::int64_t> visited =
+        by_columns ? coverage_.tiles_of_columns(config.br, config.bc)
+                   : coverage_.tiles_of_rows(static_cast<int>(rows.queries), config.bc);
     const std::int64_t heads = by_columns ? shape.heads_kv : rows.heads;
     const double group = by_columns ? static_cast<double>(shape.heads_q) /
                                           static_cast<double>(std::max<std::int64_t>(heads, 1))

@@ -20,7 +20,8 @@ step() {  # NAME COMMAND...
 shards() {  # COUNT
   local i running=() status=0
   for ((i = 0; i < $1; ++i)); do
-    GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$i "$tests" --gtest_brief=1 --gtest_filter='-Lifetime*:CheckWaits*' \
+    # Each test's line is written at once, so that a run that is cut off tells what has passed.
+    GTEST_TOTAL_SHARDS=$1 GTEST_SHARD_INDEX=$i "$tests" --gtest_filter='-Lifetime*:CheckWaits*' \
       >"$build/gpu-shard-$i.log" 2>&1 &
     running+=($!)
   done

@@ -79,9 +79,9 @@ struct TileConfig {
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
   int d_split = 1;              ///< sm80 backward: 2 for two warps to the same rows, one for dV, one for dK
   int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread
-  bool in_parts = false;     ///< blocks share what a tile meets, in as many parts as the device has room for,
-                             ///< and another kernel joins the parts: forward of sm90 and sm80 the keys of a Q
-                             ///< tile, backward of sm90 the queries of a KV tile
+  bool in_parts = false;     ///< of sm90, sm80: blocks share what a tile meets, forward the keys of a Q tile,
+                             ///< backward the queries of a KV tile, in as many parts as the device has room
+                             ///< for; then another kernel joins the parts
   bool packs_heads = false;  ///< with in_parts, forward of sm90: a Q tile has the rows of all heads that
                              ///< share K and V, of fewer queries; for specs to which all heads are alike
 

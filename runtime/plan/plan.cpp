@@ -51,8 +51,11 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
     }
     return {*given, "given"};
   }
-  // A record may come from another version or a smaller sibling of the device.
-  const auto usable = [&](const TileConfig& config) { return admits(spec, config, device).ok; };
+  // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
+  // are worth sharing where this one's are not.
+  const auto usable = [&](const TileConfig& config) {
+    return admits(spec, config, device) && (!config.in_parts || tile_parts(spec, shape, config, device) > 1);
+  };
   if (const auto match = records.find(spec, shape, device, usable); match.record) {
     const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
     return {match.record->best, match.exact ? kTuned : lead, match.record->nvrtc};

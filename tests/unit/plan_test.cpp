@@ -330,6 +330,19 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.parts);
 }
 
+TEST(Plan, RecordsOfSharedTilesDoNotServeShapesWithoutParts) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const AttentionSpec spec = parse_spec("bwd:bf16:d128:causal").normalized();
+  for (const auto& [shape, source] : {std::pair("b1:hq8:hkv1:sq4096:skv4096", "tuned"),
+                                      std::pair("b8:hq32:hkv8:sq4096:skv4096", "heuristic")}) {
+    TuningRecords records;
+    TuningRecord of_shape = record(spec, parse_shape(shape), parse_config("sm90:br64:bc128:w8:s2:parts"));
+    of_shape.arch = h100.arch;
+    records.add(of_shape);
+    EXPECT_EQ(make_plan(spec, parse_shape(shape), h100, records).config_source, source) << shape;
+  }
+}
+
 TEST(Plan, PartsOfQueriesAreRefusedWithAReason) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto reason = [&](const char* spec, const char* config) {

@@ -253,16 +253,16 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
   }
 }
 
-// Few queries of many keys, of which each block takes a part.
-TEST(KernelsThatShareKeys, CompileWithoutSpills) {
-  constexpr std::array kRests = {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"};
-  const AttentionShape shape{1, 8, 8, 16, 16384};
+/// Kernels whose blocks take a part each of what a tile meets.
+void compile_in_parts(const char* pass, const std::array<const char*, 5>& rests,
+                      const AttentionShape& shape) {
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
     std::size_t i = 0;
     for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 5])).normalized();
+      const std::string text = fmt::format("{}:bf16:{}{}", pass, dims, rests[i++ % rests.size()]);
+      const AttentionSpec spec = parse_spec(text).normalized();
       TileConfig config = family.heuristic(spec, shape, device);
       config.in_parts = true;
       EXPECT_EQ(compile_and_check(spec, config, device), "");
@@ -270,21 +270,16 @@ TEST(KernelsThatShareKeys, CompileWithoutSpills) {
   }
 }
 
-// Few KV tiles of many queries, of which each block takes a part.
+// Few queries of many keys.
+TEST(KernelsThatShareKeys, CompileWithoutSpills) {
+  compile_in_parts("fwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"},
+                   {1, 8, 8, 16, 16384});
+}
+
+// Few KV tiles of many queries.
 TEST(KernelsThatShareQueries, CompileWithoutSpills) {
-  constexpr std::array kRests = {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128:det"};
-  const AttentionShape shape{1, 32, 1, 4096, 512};
-  for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
-    const DeviceInfo device = DeviceInfo::parse(arch);
-    const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
-    std::size_t i = 0;
-    for (const char* dims : {"d8", "d64", "d96", "d128", "d192x128", "d256"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}{}", dims, kRests[i++ % 5])).normalized();
-      const TileConfig config = family.heuristic(spec, shape, device);
-      EXPECT_TRUE(config.in_parts) << to_string(spec);
-      EXPECT_EQ(compile_and_check(spec, config, device), "");
-    }
-  }
+  compile_in_parts("bwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128:det"},
+                   {1, 32, 1, 4096, 512});
 }
 
 // Few queries of grouped heads, of which a tile has all that share K and V.

@@ -73,8 +73,7 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   const std::int64_t heads = shape.batch * shape.heads_kv;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, plan.config.bc);
   if (!plan.needs.clears_dq || heads == 0 || kv_tiles == 0) return heads;
-  const auto is_main = [&](const Launch& launch) { return plan.entries[launch.entry].hot; };
-  const Launch& main = *std::ranges::find_if(plan.launches, is_main);
+  const Launch& main = main_launch(plan.entries, plan.launches);
   const std::int64_t works = kv_tiles * std::max<std::int64_t>(plan.needs.parts, 1);  // of a head
   const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * works) + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;

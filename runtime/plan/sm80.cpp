@@ -53,7 +53,6 @@ Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo&
     return Support::no("split2 is for the backward pass with at least 2 warps");
   if (c.packs_heads) return Support::no("packed is for family sm90");
   if (c.q_in_registers && !forward) return Support::no("qreg is for the forward pass");
-  if (Support parts = check_query_parts(spec, c); !parts) return parts;
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
     return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
@@ -233,15 +232,14 @@ std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, 
 }
 
 /// Whether sharing its Q tiles' keys spares each block as many tiles as joining the parts takes: a launch,
-/// and some time for every row. Queries are shared where that is worth it.
+/// and some time for every row.
 bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
-  if (!admits(spec, c, device)) return false;
-  if (spec.pass == Pass::backward) return tile_parts(spec, shape, c, device) > 1;
   const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
+  if (spec.pass != Pass::forward) return false;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
   const std::int64_t parts = tile_parts(spec, shape, c, device);
-  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles;
+  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);
 }
 
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
@@ -254,7 +252,7 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   for (const TileConfig& c : choices) {
     if (!admits(spec, c, device)) continue;
     if (const TileConfig shared = with_parts(spec, c);
-        spec.pass == Pass::backward && gains_by_parts(spec, shape, shared, device))
+        spec.pass == Pass::backward && tile_parts(spec, shape, shared, device) > 1)
       return shared;
     const std::int64_t blocks = hot_blocks(spec, shape, c);
     if (blocks > most) best = c, most = blocks;

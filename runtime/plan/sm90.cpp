@@ -96,6 +96,7 @@ Support check_long_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
+  if (c.in_parts) return Support::no("parts are not for the KV tiles of clusters that sum up dQ");
   if (has_tile_lists(spec) || spec.deterministic || has_capture_grads(spec))
     return Support::no(
         "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
@@ -132,7 +133,6 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1)
     return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
-  if (Support parts = check_query_parts(spec, c); !parts) return parts;
   if (Support packed = check_packed_heads(spec, c); !packed) return packed;
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(

@@ -163,11 +163,6 @@ std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig&
   return all;
 }
 
-Support check_query_parts(const AttentionSpec& spec, const TileConfig& c) {
-  const bool refused = c.in_parts && clusters_sum_dq(spec, c);
-  return refused ? Support::no("parts are not for the KV tiles of clusters that sum up dQ") : Support::yes();
-}
-
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config) {
   const bool backward = spec.pass == Pass::backward;

@@ -13,9 +13,6 @@ Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shar
 /// backward pass, lists of tiles where there are some, dQ's conversion or the parts' joining after it.
 std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig& config, const Entry& main);
 
-/// Whether blocks of the backward pass can share the queries of a KV tile, if the configuration says so.
-Support check_query_parts(const AttentionSpec& spec, const TileConfig& config);
-
 /// The launches of with_auxiliaries(): of the main kernel a block a Q tile forward, a KV tile backward.
 std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
                                          const TileConfig& config);

@@ -15,6 +15,10 @@ std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device) {
   return std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
 }
 
+const Launch& main_launch(const std::vector<Entry>& entries, const std::vector<Launch>& launches) {
+  return *std::ranges::find_if(launches, [&](const Launch& launch) { return entries[launch.entry].hot; });
+}
+
 namespace {
 
 /// As many as fill the device, where all Q tiles have the same keys.
@@ -87,9 +91,9 @@ std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, 
   const FamilyTraits& family = traits(config.family);
   const std::vector<Entry> entries = family.entries(spec, config);
   const std::vector<Launch> launches = family.launches(spec, shape, config);
-  const auto hot = std::ranges::find_if(launches, [&](const Launch& l) { return entries[l.entry].hot; });
-  const std::int64_t slots = blocks_at_once(entries[hot->entry], device);
-  return spec.pass == Pass::forward ? key_parts(shape, config, hot->blocks, slots)
+  const Launch& main = main_launch(entries, launches);
+  const std::int64_t slots = blocks_at_once(entries[main.entry], device);
+  return spec.pass == Pass::forward ? key_parts(shape, config, main.blocks, slots)
                                     : query_parts(spec, shape, config, slots);
 }
 

@@ -16,6 +16,9 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
+/// The launch of the first entry that holds a main loop.
+const Launch& main_launch(const std::vector<Entry>& entries, const std::vector<Launch>& launches);
+
 /// In how many parts blocks share what each tile meets, keys forward and queries backward: as many as fill
 /// the device and are worth it, if the configuration has them share, else 1. Of a normalized spec.
 std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,

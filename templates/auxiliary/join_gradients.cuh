@@ -12,12 +12,9 @@ template <class P>
 __device__ __forceinline__ unsigned parts_with_queries(const Params& p, const Sequence<P>& sequence, int h_kv,
                                                        int kv_tile) {
   const int part = threadIdx.x % 32;
-  bool meets = false;
-  if (part < p.parts) {
-    KvWork<P> work(p, 0);
-    work.b = sequence.b, work.h_kv = h_kv, work.kv_tile = kv_tile, work.part = part;
-    meets = p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
-  }
+  const KvWork<P> work(sequence.b, h_kv, kv_tile, part);
+  const bool meets =
+      part < p.parts && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
   return __ballot_sync(kWholeWarp, meets);
 }
 

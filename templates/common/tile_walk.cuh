@@ -60,6 +60,15 @@ __device__ __forceinline__ Range tile_range(int tile, int size, int length) {
   return {min(tile * size, length), min(tile * size + size, length)};
 }
 
+/// Of the tiles that one meets, a list or a range, leaves one of the parts in which blocks share them.
+template <class P>
+__device__ __forceinline__ void keep_part_of(const Params& p, int part, const int*& list, int& first,
+                                             int& count) {
+  const int begin = first_of_part<P>(p, part, count), end = first_of_part<P>(p, part + 1, count);
+  if constexpr (kLists<P>) list += begin;
+  first += begin, count = end - begin;
+}
+
 /// The KV tiles that one Q tile visits, in order: a contiguous range, or a list.
 template <class P>
 struct KvTiles {
@@ -79,12 +88,7 @@ struct KvTiles {
       count = end > bounds.begin ? (end + P::kBc - 1) / P::kBc - first : 0;
     }
   }
-  /// Leaves one of the parts in which blocks share them.
-  __device__ void keep_part(const Params& p, int part) {
-    const int begin = first_of_part<P>(p, part, count), end = first_of_part<P>(p, part + 1, count);
-    if constexpr (kLists<P>) list += begin;
-    first += begin, count = end - begin;
-  }
+  __device__ void keep_part(const Params& p, int part) { keep_part_of<P>(p, part, list, first, count); }
   /// As a list has it.
   __device__ int entry(int i) const {
     if constexpr (kLists<P>) return list[i];
@@ -132,12 +136,7 @@ struct QTiles {
   __device__ void take_every(const typename P::Head& head) {
     first = 0, count = (head.seqlen_q + P::kBr - 1) / P::kBr;
   }
-  /// Leaves one of the parts in which blocks share them.
-  __device__ void keep_part(const Params& p, int part) {
-    const int begin = first_of_part<P>(p, part, count), end = first_of_part<P>(p, part + 1, count);
-    if constexpr (kLists<P>) list += begin;
-    first += begin, count = end - begin;
-  }
+  __device__ void keep_part(const Params& p, int part) { keep_part_of<P>(p, part, list, first, count); }
   /// The tile at a place, as the compute loop wants to know it of the keys `kv`. With ordered additions the
   /// last KV tile comes first: under a causal mask it has the fewest Q tiles, and then nobody waits.
   __device__ StagedTile at(const Params& p, const typename P::Head& head, int index, int kv_tile, Range kv,
@@ -200,6 +199,8 @@ template <class P>
 struct KvWork {
   int b, h_kv, kv_tile, part;
 
+  __device__ KvWork(int b, int h_kv, int kv_tile, int part)
+      : b(b), h_kv(h_kv), kv_tile(kv_tile), part(part) {}
   __device__ KvWork(const Params& p, unsigned number) {
     const unsigned parts = static_cast<unsigned>(tile_parts<P>(p));
     part = static_cast<int>(number % parts);

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <functional>
+#include <tuple>
 
 #include "plan/workspace.hpp"
 #include "unit/expectations.hpp"
@@ -303,27 +304,26 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_EQ(llama.workspace.o_parts, llama.workspace.lse_parts) << "no parts of the keys";
 
   // What was measured to be best, on an H100. Nobody shares where each part would have few rows of Q.
-  const std::pair<const char*, std::array<const char*, 2>> cases[] = {
-      {"8", {"bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"}},
-      {"4", {"bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"}},
-      {"4", {"bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv4096"}},
-      {"2", {"bwd:bf16:d128:causal", "b1:hq32:hkv8:sq1024:skv1024"}},
-      {"4", {"bwd:bf16:d128:causal", "b1:hq8:hkv2:sq4096:skv4096"}},
-      {"4", {"bwd:bf16:d256:causal", "b1:hq8:hkv1:sq4096:skv4096"}},
-      {"8", {"bwd:bf16:d64:causal", "b1:hq8:hkv1:sq4096:skv4096"}},
-      {"0", {"bwd:bf16:d128", "b1:hq16:hkv16:sq512:skv512"}},
-      {"0", {"bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"}},
-      {"0", {"bwd:bf16:d128:causal", "b1:hq8:hkv8:sq2048:skv2048"}},
-      {"0", {"bwd:bf16:d256", "b1:hq4:hkv4:sq2048:skv2048"}},
-      {"0", {"bwd:bf16:d128:causal", "b8:hq32:hkv8:sq4096:skv4096"}},
-      {"8", {"bwd:bf16:d128:causal:varlen", "b1:hq8:hkv1:sq4096:skv4096"}},
-      {"0", {"bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv0"}},
-      {"0", {"bwd:bf16:d128", "b1:hq8:hkv1:sq0:skv4096"}},
-      {"0", {"bwd:bf16:d128", "b0:hq8:hkv1:sq4096:skv4096"}},
+  const std::tuple<int, const char*, const char*> cases[] = {
+      {8, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"},
+      {4, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"},
+      {4, "bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv4096"},
+      {2, "bwd:bf16:d128:causal", "b1:hq32:hkv8:sq1024:skv1024"},
+      {4, "bwd:bf16:d128:causal", "b1:hq8:hkv2:sq4096:skv4096"},
+      {4, "bwd:bf16:d256:causal", "b1:hq8:hkv1:sq4096:skv4096"},
+      {8, "bwd:bf16:d64:causal", "b1:hq8:hkv1:sq4096:skv4096"},
+      {0, "bwd:bf16:d128", "b1:hq16:hkv16:sq512:skv512"},
+      {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"},
+      {0, "bwd:bf16:d128:causal", "b1:hq8:hkv8:sq2048:skv2048"},
+      {0, "bwd:bf16:d256", "b1:hq4:hkv4:sq2048:skv2048"},
+      {0, "bwd:bf16:d128:causal", "b8:hq32:hkv8:sq4096:skv4096"},
+      {8, "bwd:bf16:d128:causal:varlen", "b1:hq8:hkv1:sq4096:skv4096"},
+      {0, "bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv0"},
+      {0, "bwd:bf16:d128", "b1:hq8:hkv1:sq0:skv4096"},
+      {0, "bwd:bf16:d128", "b0:hq8:hkv1:sq4096:skv4096"},
   };
-  for (const auto& [parts, problem] : cases)
-    EXPECT_EQ(std::to_string(planned(problem[0], problem[1], h100).needs.parts), parts)
-        << problem[0] << " " << problem[1];
+  for (const auto& [parts, spec, shape] : cases)
+    EXPECT_EQ(planned(spec, shape, h100).needs.parts, parts) << spec << " " << shape;
   // The portable family likewise; it has no persistent blocks.
   const ExecutionPlan on_a100 = planned("bwd:bf16:d128:causal", "b1:hq8:hkv1:sq4096:skv4096", kA100);
   EXPECT_TRUE(on_a100.config.in_parts) << to_string(on_a100.config);

@@ -57,7 +57,7 @@ SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc
 # Beside dropout d128 has fewer registers.
 SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:split2"}
 # Where few KV tiles have many queries, which blocks share.
-SM80_SHARED_TILES = {("fwd", 128): "sm80:br128:bc64:w4", ("bwd", 128): "sm80:br64:bc128:w8:s2:split2:parts"}
+SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":parts"}
 # Where tiles of 128 rows leave multiprocessors without one.
 SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:split2"}
 SEED, OFFSET = 20251, 7  # of the dropout masks

@@ -669,8 +669,20 @@ class TemporaryRuntime {
   Runtime runtime_;
 };
 
+/// Skips the cases that their family does not support.
+class SupportedCase : public GpuTestWith<AttentionCase> {
+ protected:
+  void SetUp() override {
+    OnGpu::SetUp();
+    if (IsSkipped()) return;
+    const AttentionCase& test = GetParam();
+    const Support support = supports(test.family, test.spec);
+    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  }
+};
+
 /// Runs cases; the kernels of those that the filter selects are compiled together first.
-class CaseTest : public GpuTestWith<AttentionCase> {
+class CaseTest : public SupportedCase {
  protected:
   static void prepare_selected(const std::vector<AttentionCase>& cases) {
     if (!gpu().context) return;
@@ -679,9 +691,8 @@ class CaseTest : public GpuTestWith<AttentionCase> {
   }
   static void TearDownTestSuite() { shared_.reset(); }
 
-  static void run_case(const AttentionCase& test) {
-    const Support support = supports(test.family, test.spec);
-    if (!support) GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
+  static void run_case() {
+    const AttentionCase& test = GetParam();
     SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
     AttentionRun run(test);
     run.check_forward(shared_->get(), config_of(test, Pass::forward));

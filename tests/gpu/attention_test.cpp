@@ -188,7 +188,7 @@ class Attention : public CaseTest {
   }
 };
 
-TEST_P(Attention, MatchesTheReference) { run_case(GetParam()); }
+TEST_P(Attention, MatchesTheReference) { run_case(); }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
                          [](const auto& test) { return name_of(test.param); });
@@ -256,12 +256,10 @@ std::vector<AttentionCase> shared_key_cases() {
   return feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "shared");
 }
 
-class SharedKeys : public GpuTestWith<AttentionCase> {};
+class SharedKeys : public SupportedCase {};
 
 TEST_P(SharedKeys, AreJoined) {
   const AttentionCase& test = GetParam();
-  if (const Support support = supports(test.family, test.spec); !support)
-    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
   config.in_parts = true;
   TemporaryRuntime runtime;
@@ -297,12 +295,10 @@ std::vector<AttentionCase> shared_query_cases() {
       feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "queries"));
 }
 
-class SharedQueries : public GpuTestWith<AttentionCase> {};
+class SharedQueries : public SupportedCase {};
 
 TEST_P(SharedQueries, AreJoined) {
   const AttentionCase& test = GetParam();
-  if (const Support support = supports(test.family, test.spec); !support)
-    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::backward);
   EXPECT_EQ(config.in_parts, test.shape.seqlen_q > 0);
   config.in_parts = true;
@@ -334,12 +330,10 @@ std::vector<AttentionCase> packed_head_cases() {
   return in_layouts_by_turns(feature_cases(kSpecs, kShapes, std::array{Family::sm90}, "heads"));
 }
 
-class ForwardConfigurations : public GpuTestWith<AttentionCase> {
+class ForwardConfigurations : public SupportedCase {
  protected:
   void check(std::initializer_list<const char*> texts) {
     const AttentionCase& test = GetParam();
-    if (const Support support = supports(test.family, test.spec); !support)
-      GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
     TemporaryRuntime runtime;
     AttentionRun run(test, make_problem(test));
     for (const char* text : texts) {
@@ -414,12 +408,10 @@ std::vector<AttentionCase> cluster_cases() {
   return cases;
 }
 
-class Clusters : public GpuTestWith<AttentionCase> {};
+class Clusters : public SupportedCase {};
 
 TEST_P(Clusters, SumUpDq) {
   const AttentionCase& test = GetParam();
-  if (const Support support = supports(test.family, test.spec); !support)
-    GTEST_SKIP() << to_string(test.family) << ": " << support.reason;
   TemporaryRuntime runtime;
   AttentionRun run(test, make_problem(test));
   run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));

@@ -81,7 +81,7 @@ class BlockSparse : public CaseTest {
   static void SetUpTestSuite() { prepare_selected(all_cases()); }
 };
 
-TEST_P(BlockSparse, MatchesTheReference) { run_case(GetParam()); }
+TEST_P(BlockSparse, MatchesTheReference) { run_case(); }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, BlockSparse, testing::ValuesIn(all_cases()),
                          [](const auto& test) { return name_of(test.param); });

@@ -45,23 +45,17 @@ inline const Gpu& gpu() {
 }
 
 /// Skips without a GPU; makes its context current otherwise.
-class GpuTest : public testing::Test {
+template <class Test>
+class OnGpu : public Test {
  protected:
   void SetUp() override {
     if (!gpu().context) GTEST_SKIP() << "no GPU: " << gpu().missing;
     gpu().context->make_current();
   }
 };
-
-/// As GpuTest, with a parameter.
+using GpuTest = OnGpu<testing::Test>;
 template <class Parameter>
-class GpuTestWith : public testing::TestWithParam<Parameter> {
- protected:
-  void SetUp() override {
-    if (!gpu().context) GTEST_SKIP() << "no GPU: " << gpu().missing;
-    gpu().context->make_current();
-  }
-};
+using GpuTestWith = OnGpu<testing::TestWithParam<Parameter>>;
 
 inline device::DeviceBuffer device_bytes(std::size_t bytes) { return {gpu().driver(), bytes}; }
 

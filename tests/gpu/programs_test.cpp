@@ -515,7 +515,7 @@ class Programs : public CaseTest {
   static void SetUpTestSuite() { prepare_selected(all_cases()); }
 };
 
-TEST_P(Programs, MatchTheReference) { run_case(GetParam()); }
+TEST_P(Programs, MatchTheReference) { run_case(); }
 
 const auto kName = [](const auto& test) { return name_of(test.param); };
 INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()), kName);

@@ -345,8 +345,8 @@ std::optional<TileConfig> shared_kv_tile(const AttentionSpec& spec, const Attent
 }
 
 TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
-  if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
+  if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);

@@ -53,33 +53,33 @@ MetRows met_rows(const AttentionSpec& spec, const AttentionShape& shape, const T
   return met;
 }
 
-/// So many that the rounds of them take least, as measured: what a block begins and ends with takes as long
-/// as some rows of Q, and so does joining what it leaves. Parts of few rows are not worth it, nor any where
-/// there are enough KV tiles.
+/// So many that they take least, in rows of Q that a block computes meanwhile, as measured: blocks of unequal
+/// work end at unlike times, and what parts leave is joined. Parts of few rows are worth it where all blocks
+/// run at once, and none are where there are enough KV tiles.
 std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
                          std::int64_t slots) {
-  constexpr double kRowsOfBlock = 512, kRowsOfJoining = 600;
-  constexpr std::int64_t kFewestRows = 2048, kEnoughRounds = 4;
+  constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 200, kRowsOfJoiningRound = 300;
+  constexpr std::int64_t kFewestRows = 2048, kFewestRowsAtOnce = 256, kEnoughRounds = 4;
   const std::int64_t heads = shape.batch * shape.heads_kv, kv_tiles = tiles(shape.seqlen_kv, config.bc);
   if (heads == 0 || heads * kv_tiles >= kEnoughRounds * slots) return 1;
   const MetRows met = met_rows(spec, shape, config);
   if (met.all == 0) return 1;
-  const std::int64_t longest = met.longest * (shape.heads_q / shape.heads_kv);
-  // Unequal ones fill rounds, as the longest are taken first.
+  const std::int64_t q_tiles = tiles(met.longest, config.br), group = shape.heads_q / shape.heads_kv;
   const bool equal = met.all == met.longest * kv_tiles;
-  const auto whole = static_cast<double>(heads * met.all) / static_cast<double>(met.longest * slots);
-  const auto cost = [&](std::int64_t count) {
-    const auto parts = static_cast<double>(count);
-    const double rounds = equal ? std::ceil(whole * parts) : std::max(1.0, whole * parts);
-    const double joined = static_cast<double>(heads * kv_tiles) * parts / static_cast<double>(slots);
-    return rounds * (static_cast<double>(longest) / parts + kRowsOfBlock) +
-           (count > 1 ? joined * kRowsOfJoining : 0);
+  const double fair = static_cast<double>(heads * met.all * group) / static_cast<double>(slots);
+  const auto longest = static_cast<double>(met.longest * group);
+  const auto cost = [&](std::int64_t parts) {
+    const auto rows = static_cast<double>(tiles(q_tiles, parts) * config.br * group);
+    const double rounds = static_cast<double>(heads * kv_tiles * parts) / static_cast<double>(slots);
+    const double computing = equal ? std::ceil(rounds) * rows : std::max(rows, fair + kShareOfEnd * rows);
+    return computing + (parts > 1 ? kRowsOfJoining + rounds * kRowsOfJoiningRound : 0);
   };
-  const std::int64_t most =
-      std::min({longest / kFewestRows, tiles(met.longest, config.br), std::int64_t{kMostQueryParts}});
   std::int64_t best = 1;
-  for (std::int64_t parts = 2; parts <= most; ++parts)
-    if (cost(parts) < cost(best)) best = parts;
+  for (std::int64_t parts = 2; parts <= std::min(q_tiles, std::int64_t{kMostQueryParts}); ++parts) {
+    const bool at_once = fair * static_cast<double>(parts) <= longest;
+    const std::int64_t fewest = at_once ? kFewestRowsAtOnce : kFewestRows;
+    if (met.longest * group >= fewest * parts && cost(parts) < cost(best)) best = parts;
+  }
   return best;
 }
 

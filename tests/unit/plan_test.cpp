@@ -303,14 +303,20 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_GE(llama.workspace.dv_parts - llama.workspace.dk_parts, 8u * 4096 * 128 * 4);
   EXPECT_EQ(llama.workspace.o_parts, llama.workspace.lse_parts) << "no parts of the keys";
 
-  // What was measured to be best, on an H100. Nobody shares where each part would have few rows of Q.
+  // Within a few percent of the best that was measured, on an H100. Nobody shares where joining would take
+  // longer than what is gained.
   const std::tuple<int, const char*, const char*> cases[] = {
-      {8, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"},
-      {4, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"},
+      {11, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"},
+      {8, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"},
       {4, "bwd:bf16:d128", "b1:hq8:hkv1:sq4096:skv4096"},
-      {2, "bwd:bf16:d128:causal", "b1:hq32:hkv8:sq1024:skv1024"},
+      {3, "bwd:bf16:d128:causal", "b1:hq32:hkv8:sq1024:skv1024"},
       {4, "bwd:bf16:d128:causal", "b1:hq8:hkv2:sq4096:skv4096"},
-      {4, "bwd:bf16:d256:causal", "b1:hq8:hkv1:sq4096:skv4096"},
+      {6, "bwd:bf16:d256:causal", "b1:hq8:hkv1:sq4096:skv4096"},
+      {6, "bwd:bf16:d128:causal", "b1:hq16:hkv4:sq1024:skv1024"},
+      {4, "bwd:bf16:d128", "b1:hq16:hkv4:sq1024:skv1024"},
+      {4, "bwd:bf16:d128", "b1:hq16:hkv16:sq4096:skv256"},
+      {0, "bwd:bf16:d128", "b1:hq60:hkv60:sq4096:skv256"},
+      {0, "bwd:bf16:d128:causal", "b1:hq32:hkv8:sq4096:skv4096"},
       {8, "bwd:bf16:d64:causal", "b1:hq8:hkv1:sq4096:skv4096"},
       {0, "bwd:bf16:d128", "b1:hq16:hkv16:sq512:skv512"},
       {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"},

@@ -324,6 +324,7 @@ Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass)
   params.seqlen_kv = static_cast<int>(shape.seqlen_kv);
   params.seqlen_q_padded = static_cast<int>(plan::padded_seqlen_q(shape));
   params.heads_cleared = static_cast<int>(plan.heads_cleared);
+  params.heads_mixed = static_cast<int>(plan.heads_mixed);
   if (spec.has_block_map()) set_block_map(params, args.block_map);
   set_captures(params, plan.declarations, args.captures, pass);
   params.cu_seqlens_q = args.cu_seqlens_q;

@@ -65,21 +65,39 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
   return {family->heuristic(spec, shape, device), "heuristic"};
 }
 
+/// KV tiles of a head that blocks take, each part of one counted.
+std::int64_t kv_works(const ExecutionPlan& plan) {
+  return tiles(plan.shape.seqlen_kv, plan.config.bc) * std::max<std::int64_t>(plan.needs.parts, 1);
+}
+
+/// Where a causal mask's KV tiles differ, those whose tiles are nearest to a round. Many rounds of short
+/// heads end well as they are, and read Q better.
+std::int64_t heads_mixed(const ExecutionPlan& plan, const DeviceInfo& device) {
+  constexpr std::int64_t kWorksOfLongHead = 16, kFewRounds = 4;
+  const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, works = kv_works(plan);
+  const AttentionSpec& spec = plan.spec;
+  if (spec.pass == Pass::forward || !is_causal(spec.mask) || has_tile_lists(spec) || works == 0) return 0;
+  const std::int64_t slots =
+      blocks_at_once(plan.entries[main_launch(plan.entries, plan.launches).entry], device);
+  if (works < kWorksOfLongHead && heads * works > kFewRounds * slots) return 0;
+  return std::min(heads, (slots + works / 2) / works);
+}
+
 /// Those that the first KV tiles of all blocks need, and one more; later ones are cleared as far ahead, by
 /// is_to_clear() in templates/sm90/convert_dq.cuh. All, where L2 could not keep so many zeros until they are
 /// added to: grouped heads, long sequences.
 std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) {
   const AttentionShape& shape = plan.shape;
-  const std::int64_t heads = shape.batch * shape.heads_kv;
-  const std::int64_t kv_tiles = tiles(shape.seqlen_kv, plan.config.bc);
-  if (!plan.needs.clears_dq || heads == 0 || kv_tiles == 0) return heads;
+  const std::int64_t heads = shape.batch * shape.heads_kv, works = kv_works(plan);
+  if (!plan.needs.clears_dq || heads == 0 || works == 0) return heads;
   const Launch& main = main_launch(plan.entries, plan.launches);
-  const std::int64_t works = kv_tiles * std::max<std::int64_t>(plan.needs.parts, 1);  // of a head
-  const std::int64_t first = tiles(main.blocks, plan.entries[main.entry].cluster * works) + 1;
+  const std::int64_t begun = tiles(main.blocks, plan.entries[main.entry].cluster * works);
+  const std::int64_t first = begun + 1;
+  if (plan.heads_mixed > 1 && heads - plan.heads_mixed < begun) return heads;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
   const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
   constexpr double kShareOfL2 = 0.75;
-  const std::int64_t alive = first + first / group + 1;
+  const std::int64_t alive = std::max(first + first / group + 1, plan.heads_mixed);
   const bool stay = static_cast<double>(alive) * bytes <= kShareOfL2 * static_cast<double>(device.l2_bytes);
   return stay ? std::min(heads, first) : heads;
 }
@@ -151,6 +169,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }
+  plan.heads_mixed = heads_mixed(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);
   return plan;
 }

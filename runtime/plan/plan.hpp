@@ -36,6 +36,7 @@ struct ExecutionPlan {
   WorkspaceNeeds needs;
   WorkspaceLayout workspace;
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
+  std::int64_t heads_mixed = 0;    ///< Params::heads_mixed
   std::optional<TensorBoxes> tensor_boxes;
   std::vector<expr::Declaration> declarations;  ///< of the spec's programs
 };

@@ -81,6 +81,8 @@ struct Params {
   float* query_values;      ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
   float* dk_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim]: dK from one part of the queries alone
   float* dv_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim_v]
+  int heads_mixed;  ///< of [batch, heads_kv] the last ones, whose KV tiles come by their place, see
+                    ///< with_mixed_heads(); read with kMixesHeads only
 };
 
 }  // namespace flashjit

@@ -194,6 +194,16 @@ template <class P>
 __device__ __forceinline__ unsigned kv_works(const Params& p) {
   return static_cast<unsigned>(kv_works_of_head<P>(p)) * p.heads_kv * p.batch;
 }
+/// Whether a head's first KV tiles are met by the most rows, and the last by the fewest.
+template <class P>
+constexpr bool kMixesHeads = (P::kMaskBounds == 1 && !kLists<P>);
+/// Where the KV tile that comes at a place is among all heads' tiles, of which those of a head follow each
+/// other. They come so, too, as blocks then read a head's Q together; but of the last heads those of one
+/// place come together, the longest first: else some would begin when most blocks end.
+__device__ __forceinline__ unsigned with_mixed_heads(const Params& p, unsigned number, unsigned tiles) {
+  const unsigned mixed = p.heads_mixed, first = (p.heads_kv * p.batch - mixed) * tiles;
+  return number < first ? number : first + (number - first) % mixed * tiles + (number - first) / mixed;
+}
 /// The KV tile that is a block's work in the backward pass, and which part of its Q tiles.
 template <class P>
 struct KvWork {
@@ -205,6 +215,7 @@ struct KvWork {
     const unsigned parts = static_cast<unsigned>(tile_parts<P>(p));
     part = static_cast<int>(number % parts);
     number /= parts;
+    if constexpr (kMixesHeads<P>) number = with_mixed_heads(p, number, kv_tiles<P>(p));
     const int tiles = kv_tiles<P>(p), place = static_cast<int>(number % tiles);
     b = static_cast<int>(number / tiles / p.heads_kv);
     h_kv = static_cast<int>(number / tiles % p.heads_kv);

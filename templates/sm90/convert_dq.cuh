@@ -55,10 +55,15 @@ __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& n
   return now.clear_work < pieces_to_clear(p) * p.heads_kv * p.batch;
 }
 /// Whether what is left will be needed soon: about a KV tile's time after those that are begun, in which all
-/// blocks begin as many heads as the preprocess entry has cleared, by as many query heads as share one.
+/// blocks begin as many heads as the preprocess entry has cleared, by as many query heads as share one. The
+/// mixed heads begin together.
 template <class P>
 __device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
   const long long works = kv_works_of_head<P>(p), pieces = pieces_to_clear(p), group = p.heads_q / p.heads_kv;
+  if constexpr (kMixesHeads<P>) {
+    const long long before_mixed = (p.heads_kv * p.batch - p.heads_mixed) * works - now.kv_work;
+    if (before_mixed * group < (p.heads_cleared + group) * works) return true;
+  }
   return (now.clear_work * works - now.kv_work * pieces) * group < (p.heads_cleared + group) * works * pieces;
 }
 /// By a whole warp.

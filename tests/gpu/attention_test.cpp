@@ -119,6 +119,13 @@ std::vector<AttentionCase> make_cases() {
                          .family = family,
                          .layout = layout,
                          .seed = static_cast<unsigned>(cases.size())});
+  // Many rounds of KV tiles, of which those of the last heads come by their place.
+  for (const Family family : {Family::sm90, Family::sm80})
+    for (const int head_dim : {64, 128, 256})
+      cases.push_back({.spec = {.dtype = DType::bf16, .head_dim = head_dim, .mask = causal()},
+                       .shape = {10, 4, 4, 130, 2100},
+                       .family = family,
+                       .seed = static_cast<unsigned>(cases.size())});
   return cases;
 }
 

@@ -18,6 +18,7 @@ sample=(
   'Pairs/Attention.*/fp16_d96_dropout_b1_hq1_hkv1_sq200_skv65_sm90_*'
   'Pairs/Attention.*/fp16_d64_causal_dropout_kvlen_det_b2_hq4_hkv2_sq128_skv128_sm90_*'
   'Pairs/Attention.*/bf16_d64_causal_b40_hq8_hkv4_sq130_skv300_sm90_*'
+  'Pairs/Attention.*/bf16_d64_causal_b10_hq4_hkv4_sq130_skv2100_sm90_*'
   'Pairs/Attention.*/fp16_d256_causal_dropout_kvlen_b3_hq2_hkv2_sq128_skv333_sm90_*'
   'Pairs/Attention.*/bf16_d192_causal_top_left_kvlen_det_b2_hq8_hkv1_sq127_skv129_sm90_*'
   'LargeTiles/Attention.*/fp16_d64_dropout_b5_hq8_hkv4_sq130_skv1100_sm80_*'

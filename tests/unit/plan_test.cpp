@@ -336,6 +336,33 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.parts);
 }
 
+// A causal head's first KV tiles take longest: those of the last round of heads come first of all of these.
+TEST(Plan, TheLastHeadsAreMixedUnderACausalMask) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape) {
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {}, parse_config("sm90:br64:bc128:w8:s2"));
+  };
+  const std::tuple<int, const char*, const char*> cases[] = {
+      {8, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq2048:skv2048"},
+      {4, "bwd:bf16:d128:causal_top_left", "b4:hq16:hkv16:sq4096:skv4096"},
+      {1, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq16384:skv16384"},
+      {2, "bwd:bf16:d256:causal", "b1:hq16:hkv16:sq4096:skv4096"},  // clusters of two blocks
+      {16, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"},
+      {0, "bwd:bf16:d128:causal", "b16:hq16:hkv16:sq1024:skv1024"},  // many rounds of short heads
+      {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq65536:skv65536"},
+      {0, "bwd:bf16:d128:causal:det", "b1:hq16:hkv16:sq2048:skv2048"},
+      {0, "bwd:bf16:d128:causal:map128x128", "b1:hq16:hkv16:sq2048:skv2048"},
+      {0, "bwd:bf16:d128", "b1:hq16:hkv16:sq2048:skv2048"},
+      {0, "bwd:bf16:d128:causal", "b0:hq16:hkv16:sq2048:skv2048"},
+      {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq2048:skv0"},
+  };
+  for (const auto& [heads, spec, shape] : cases)
+    EXPECT_EQ(planned(spec, shape).heads_mixed, heads) << spec << " " << shape;
+  // Zeros are there for all of them when the first is begun: by the preprocess entry, or as blocks go on.
+  EXPECT_EQ(planned("bwd:bf16:d128:causal", "b1:hq12:hkv12:sq2048:skv2048").heads_cleared, 12);
+  EXPECT_EQ(planned("bwd:bf16:d128:causal", "b4:hq16:hkv16:sq2048:skv2048").heads_cleared, 10);
+}
+
 TEST(Plan, RecordsOfSharedTilesDoNotServeShapesWithoutParts) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const AttentionSpec spec = parse_spec("bwd:bf16:d128:causal").normalized();

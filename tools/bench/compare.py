@@ -289,10 +289,12 @@ def other_points():
         yield from (point for point in dense_points(dim, (640, 1152)) if point.causal)
     yield from (Point(128, length, True, TOKENS // length, 32, 8) for length in (1024, 4096, 16384))
     yield from (Point(128, length, True, 1, 8, 1) for length in (2048, 4096, 8192))
-    yield Point(128, 1024, True, 1, 32, 8)
+    yield from (Point(128, length, True, 1, 32, 8) for length in (1024, 4096))
+    yield Point(128, 1024, True, 1, 16, 4)
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
     yield from (Point(128, length, causal, 1, 16, 16) for length in (512, 1024) for causal in (False, True))
+    yield from (Point(dim, 2048, True, 1, 16, 16) for dim in (64, 128))
 
 
 def tensors(batch, heads, length, dim, heads_kv=None, dtype="bf16"):

@@ -58,7 +58,7 @@ MetRows met_rows(const AttentionSpec& spec, const AttentionShape& shape, const T
 /// run at once, and none are where there are enough KV tiles.
 std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
                          std::int64_t slots) {
-  constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 200, kRowsOfJoiningRound = 300;
+  constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 250, kRowsOfJoiningRound = 300;
   constexpr std::int64_t kFewestRows = 2048, kFewestRowsAtOnce = 256, kEnoughRounds = 4;
   const std::int64_t heads = shape.batch * shape.heads_kv, kv_tiles = tiles(shape.seqlen_kv, config.bc);
   if (heads == 0 || heads * kv_tiles >= kEnoughRounds * slots) return 1;

@@ -320,6 +320,7 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
       {8, "bwd:bf16:d64:causal", "b1:hq8:hkv1:sq4096:skv4096"},
       {0, "bwd:bf16:d128", "b1:hq16:hkv16:sq512:skv512"},
       {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024"},
+      {0, "bwd:bf16:d128", "b1:hq8:hkv8:sq1024:skv1024"},  // would take as long, and twice the memory
       {0, "bwd:bf16:d128:causal", "b1:hq8:hkv8:sq2048:skv2048"},
       {0, "bwd:bf16:d256", "b1:hq4:hkv4:sq2048:skv2048"},
       {0, "bwd:bf16:d128:causal", "b8:hq32:hkv8:sq4096:skv4096"},

@@ -537,6 +537,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
                     .list_rank = 1792,
                     .bytes = 2048};
   plan.heads_cleared = 3;
+  plan.heads_mixed = 2;
 
   const Params p = make_params(plan, args);
   EXPECT_EQ(p.q.data, args.q.data);
@@ -567,6 +568,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.seqlen_kv, 70);
   EXPECT_EQ(p.seqlen_q_padded, 128);
   EXPECT_EQ(p.heads_cleared, 3);
+  EXPECT_EQ(p.heads_mixed, 2);
   EXPECT_FLOAT_EQ(p.softmax_scale, 0.125f);
   EXPECT_FLOAT_EQ(p.keep_scale, 4.0f / 3.0f);
   EXPECT_EQ(p.drop_share, reference::dropout_parameters(0.25).drop_share);

@@ -92,8 +92,8 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   if (!plan.needs.clears_dq || heads == 0 || works == 0) return heads;
   const Launch& main = main_launch(plan.entries, plan.launches);
   const std::int64_t begun = tiles(main.blocks, plan.entries[main.entry].cluster * works);
-  const std::int64_t first = begun + 1;
   if (plan.heads_mixed > 1 && heads - plan.heads_mixed < begun) return heads;
+  const std::int64_t first = begun + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
   const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
   constexpr double kShareOfL2 = 0.75;

@@ -235,8 +235,8 @@ std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, 
 /// and some time for every row.
 bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
-  const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
   if (spec.pass != Pass::forward) return false;
+  const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
   const std::int64_t parts = tile_parts(spec, shape, c, device);
   return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);

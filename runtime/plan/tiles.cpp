@@ -67,7 +67,7 @@ std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape,
   const std::int64_t q_tiles = tiles(met.longest, config.br), group = shape.heads_q / shape.heads_kv;
   const bool equal = met.all == met.longest * kv_tiles;
   const double fair = static_cast<double>(heads * met.all * group) / static_cast<double>(slots);
-  const auto longest = static_cast<double>(met.longest * group);
+  const std::int64_t longest = met.longest * group;
   const auto cost = [&](std::int64_t parts) {
     const auto rows = static_cast<double>(tiles(q_tiles, parts) * config.br * group);
     const double rounds = static_cast<double>(heads * kv_tiles * parts) / static_cast<double>(slots);
@@ -76,9 +76,9 @@ std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape,
   };
   std::int64_t best = 1;
   for (std::int64_t parts = 2; parts <= std::min(q_tiles, std::int64_t{kMostQueryParts}); ++parts) {
-    const bool at_once = fair * static_cast<double>(parts) <= longest;
+    const bool at_once = fair * static_cast<double>(parts) <= static_cast<double>(longest);
     const std::int64_t fewest = at_once ? kFewestRowsAtOnce : kFewestRows;
-    if (met.longest * group >= fewest * parts && cost(parts) < cost(best)) best = parts;
+    if (longest >= fewest * parts && cost(parts) < cost(best)) best = parts;
   }
   return best;
 }

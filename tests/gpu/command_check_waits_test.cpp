@@ -65,19 +65,19 @@ TEST_F(CheckWaits, EndABarrierThatIsNeverComplete) {
 
 TEST_F(CheckWaits, EndATurnThatNeverComesOnHopper) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward.cuh", "atomicAdd(turn, 1);", "");
+  change_template("sm90/backward_dq.cuh", "atomicAdd(turn, 1);", "");
   expect_launch_error("--spec bwd:bf16:d64:det --shape b1:hq1:hkv1:sq64:skv1024");
 }
 
 TEST_F(CheckWaits, EndASumThatIsNeverRead) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward.cuh", "barrier_arrive_remote(in_block(tile.dq_read(n), lane));", "{}");
+  change_template("sm90/backward_dq.cuh", "barrier_arrive_remote(in_block(tile.dq_read(n), lane));", "{}");
   expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq400:skv200 --config sm90:br64:bc256:w8:s2");
 }
 
 TEST_F(CheckWaits, EndAHeadThatIsNeverDone) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward.cuh", "atomicAdd(done, 1);", "");
+  change_template("sm90/backward_dq.cuh", "atomicAdd(done, 1);", "");
   expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq64:skv64");
 }
 

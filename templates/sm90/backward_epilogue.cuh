@@ -1,0 +1,79 @@
+// The epilogue of the backward pass: dK and dV.
+#pragma once
+
+#include "flashjit/sm90/backward_schedule.cuh"
+
+namespace flashjit::sm90 {
+
+/// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number. Of
+/// parts without queries the join_gradients entry knows, and they are counted here alone.
+template <class P>
+__device__ __forceinline__ void write_keys_without_rows(const Params& p) {
+  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kInParts && p.seqlen_q > 0) return;
+  const unsigned works = kv_works<P>(p), lane = threadIdx.x % 32;
+  // Without queries there are no counters, and nobody waits.
+  const auto take = [&](unsigned before) {
+    if (p.seqlen_q == 0) return before + gridDim.x * 32;
+    const unsigned number = lane == 0 ? atomicAdd(next_empty_work(p), 32) : 0u;
+    return __shfl_sync(kWholeWarp, number, 0);
+  };
+  const auto is_empty = [&](const KvWork<P>& work) {
+    const Sequence<P> sequence(p, work.b);
+    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work, block_keys<P>(p, 0)).next(p, sequence).head < 0;
+  };
+  const auto clear = [&](const KvWork<P>& work, const TensorParam& tensor, int columns) {
+    const Sequence<P> sequence(p, work.b);
+    const int first = work.kv_tile * P::kBc, rows = min(sequence.seqlen_kv(p) - first, P::kBc);
+    unsigned short* to = sequence.kv_pointer(tensor, work.h_kv, first);
+#pragma unroll 1
+    for (int row = 0; row < rows; ++row)
+      for (int chunk = lane; chunk < columns / 8; chunk += 32)
+        *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * 8) = uint4{0, 0, 0, 0};
+  };
+#pragma unroll 1
+  for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < works; first = take(first)) {
+    // Each lane looks at one.
+    const bool empty = first + lane < works && is_empty(KvWork<P>(p, first + lane));
+#pragma unroll 1
+    for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
+      const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
+      if constexpr (!P::kInParts) {
+        clear(work, p.dk, P::kHeadDim);
+        clear(work, p.dv, P::kHeadDimV);
+      }
+      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqParts<P>);
+    }
+  }
+}
+
+/// Stores a group's part of dK or dV, or what a part of the queries gives to it, and clears it for the next
+/// KV tile.
+template <class P, int kCount>
+__device__ __forceinline__ void store_gradient(const Params& p, const BackwardTile<P>& tile, unsigned i,
+                                               int group, float (&c)[kCount], int columns, float scale,
+                                               const TensorParam& to, float* parts) {
+  constexpr int kChunks = kCount / 4;  // of a group
+  const auto& place = tile.place(i);
+  const int first_chunk = BackwardTile<P>::kWide ? group * kChunks : 0;
+  const int thread = thread_now(),
+            row = tile.kv_begin(i) + BackwardTile<P>::first_row(group) + own_row(thread);
+#pragma unroll
+  for (float& value : c) value *= scale;
+  const int chunks = min(columns / 8 - first_chunk, kChunks), rows = place.sequence.seqlen_kv(p) - row;
+  if constexpr (P::kInParts) {
+    const int part = tile.staged(i).last - 1;
+    const long long at =
+        kv_row_of_part(p, part, place.sequence.b, place.h_kv, row) * columns + first_chunk * 8;
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (half * 8 < rows) store_row<kChunks>(parts + at + half * 8 * columns, half, c, chunks);
+  } else {
+    store_rows<typename P::Element>(c, chunks,
+                                    place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
+                                    to.stride_s, rows, thread);
+  }
+#pragma unroll
+  for (float& value : c) value = 0.0f;
+}
+
+}  // namespace flashjit::sm90

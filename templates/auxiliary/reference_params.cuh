@@ -1,4 +1,4 @@
-// What the reference kernels are handed. Host and device include this file.
+// What the reference kernels are handed. The GPU tests, which launch them, include it too.
 #pragma once
 
 #if defined(__CUDACC__)

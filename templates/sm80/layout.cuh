@@ -1,4 +1,5 @@
-// Shared memory of the sm80 family, written once: the host includes it to prune, the kernels to address.
+// Shared memory of the sm80 family, written once. Host and device include this file: the host prunes with it,
+// the kernels address with it.
 #pragma once
 
 namespace flashjit::sm80 {

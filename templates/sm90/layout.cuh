@@ -1,5 +1,5 @@
-// Shared memory of the sm90 family, written once: the host includes it to prune and to build the tensor maps,
-// the kernel to address.
+// Shared memory of the sm90 family, written once. Host and device include this file: the host prunes with it
+// and builds the tensor maps, the kernels address with it.
 #pragma once
 
 namespace flashjit::sm90 {

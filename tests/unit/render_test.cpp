@@ -161,9 +161,34 @@ TEST(Templates, AnEditInAFolderReachesTheSource) {
   EXPECT_NE(edited.headers, render_text("fwd:fp32:d64").headers);
 }
 
+/// The templates that host code is compiled with, directly or through another: "flashjit/common/params.cuh".
+std::set<std::string> templates_of_the_host() {
+  const fs::path root = FLASHJIT_SOURCE_DIR;
+  std::set<std::string> found;
+  const auto add_includes = [&](const fs::path& path, auto& self) -> void {
+    std::ifstream file(path);
+    for (std::string line; std::getline(file, line);) {
+      constexpr std::string_view kInclude = "#include \"templates/";
+      if (!line.starts_with(kInclude)) continue;
+      const std::string name =
+          line.substr(kInclude.size(), line.find('"', kInclude.size()) - kInclude.size());
+      if (found.insert("flashjit/" + name).second) self(root / "templates" / name, self);
+    }
+  };
+  for (const char* folder : {"runtime", "autotune", "tools"})
+    for (const auto& entry : fs::recursive_directory_iterator(root / folder)) {
+      const fs::path extension = entry.path().extension();
+      if (extension == ".cpp" || extension == ".hpp") add_includes(entry.path(), add_includes);
+    }
+  return found;
+}
+
 TEST(Templates, HeadersOfTheHostMustBeTheBuiltOnes) {
-  for (const char* file : {"common/params.cuh", "simt/layout.cuh", "sm80/layout.cuh", "sm90/layout.cuh"}) {
+  const std::set<std::string> shared = templates_of_the_host();
+  EXPECT_GE(shared.size(), 9u);
+  for (const std::string& name : shared) {
     TemplateCopy copy;
+    const std::string file = name.substr(name.find('/') + 1);
     copy.append(file, "// edited\n");
     try {
       TemplateSet::from_folder(copy.folder());
@@ -173,6 +198,10 @@ TEST(Templates, HeadersOfTheHostMustBeTheBuiltOnes) {
       EXPECT_TRUE(contains(error.message(), file) && contains(error.message(), "rebuild")) << error.message();
     }
   }
+  TemplateCopy others;
+  for (const auto& [name, text] : TemplateSet::embedded().all())
+    if (!shared.contains(name)) others.append(name.substr(name.find('/') + 1), "// edited\n");
+  EXPECT_NO_THROW(TemplateSet::from_folder(others.folder()));
 }
 
 TEST(Templates, AFolderWithoutTemplatesIsRefused) {

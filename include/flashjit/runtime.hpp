@@ -109,7 +109,7 @@ struct BackwardArgs {
 /// Whether a kernel that no pack and no cache holds may be compiled.
 enum class JitMode : std::uint8_t { on, off };
 
-/// Explicit options win over the environment; the README's table lists the variables.
+/// Explicit options win over the environment; tools/docs/environment.md lists the variables.
 struct RuntimeOptions {
   std::optional<std::string> cache_dir = {};  ///< default FLASHJIT_CACHE_DIR, XDG_CACHE_HOME/flashjit,
                                               ///< ~/.cache/flashjit; "" keeps nothing on disk
@@ -192,7 +192,7 @@ class FLASHJIT_API Runtime {
   /// training. Returns the forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of Workspace that a call needs: see README, "Memory". spec.pass chooses the pass. A call that is
+  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. spec.pass chooses the pass. A call that is
   /// given its lists needs list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
 

@@ -11,10 +11,10 @@ namespace flashjit {
 
 struct EnvironmentVariable {
   std::string_view name;         ///< "FLASHJIT_CACHE_DIR"
-  std::string_view description;  ///< the row of the README's table
+  std::string_view description;  ///< the row of the table in tools/docs/environment.md
 };
 
-/// Every variable flashjit reads, in the order of the README's table.
+/// Every variable flashjit reads, in the order of that table.
 std::span<const EnvironmentVariable> environment_variables();
 
 struct Environment {

@@ -103,7 +103,7 @@ def test_the_gallery_takes_the_rates_of_the_bias(variants, gallery, tmp_path):
                 writer.writerow({"date": "d", "device": "GPU", "commit": "c", "pass": name, "case": case, "head_dim": 128,
                                  "batch": 2, "heads": 16, "seqlen": 8192, "flashjit_tflops": 300, "flex_tflops": 200,
                                  "ratio": 1.5, "bias_gbs": 1000 + number if case == "bias" else ""})
-    text = gallery.section(gallery.read(path), str(path), "gallery.png")
+    text = gallery.section(gallery.read(path), "gallery.png")
     assert "read at forward 1000 and backward 1001 GB/s" in text.replace("\n", " ")
     row, = [line for line in text.splitlines() if line.startswith("| Bias of a pair")]
     assert row.count("300 / 200 = 1.50x") == 2
@@ -144,3 +144,16 @@ def test_few_queries_are_a_table(plot):
     lines = plot.few_table([row, {**row, "batch": 1, "seqlen_q": 16, "seqlen_kv": 1000}]).splitlines()
     assert lines[2:] == ["| 1 | 4 x 8k | 32/8 | 128 | 15.1 | 16.1 | - | 2.22 |",
                          "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | 2.22 |"]
+
+
+def test_the_pages_show_the_committed_results(plot, gallery, monkeypatch):
+    shown = []
+    monkeypatch.setattr(plot, "replace", lambda path, name, text: shown.append((path, name, text)))
+    monkeypatch.setattr(gallery, "replace", plot.replace)
+    for script in (plot, gallery):
+        monkeypatch.setattr(sys, "argv", [script.__name__, "--tables"])
+        assert script.main() == 0
+    assert len(shown) == 5
+    for path, name, text in shown:
+        page = pathlib.Path(path).read_text(encoding="utf-8")
+        assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"

@@ -1,15 +1,13 @@
-"""Draw a gallery of attentions, each made by a line of flashjit's language, and write the README's table of them.
+"""Draw a gallery of attentions, each made by a line of flashjit's language, and write the table of tools/docs/gallery.md.
 
-    python3 tools/bench/gallery.py --readme README.md
+    python3 tools/bench/gallery.py
 
-Each picture is computed by NumPy from the very text in its title; it needs matplotlib. Where there is a table of
-tools/bench/variants.py, of measured speeds, picture and section show them beside FlexAttention's:
+NumPy computes each picture from the very text in its title; matplotlib draws it. With a table of speeds measured by
+tools/bench/variants.py, picture and section show them next to FlexAttention's:
 
     FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so \\
         --csv tools/bench/results/h100_variants.csv
-    python3 tools/bench/gallery.py --readme README.md
-
---table prints the section instead of putting it between the README's two markers.
+    python3 tools/bench/gallery.py
 """
 import argparse
 import dataclasses
@@ -19,14 +17,14 @@ import statistics
 import sys
 import textwrap
 
-from plot import PASSES, ROOT, markdown, origin, read, replace, select, short, values
+from plot import PASSES, RESULTS, ROOT, link, markdown, origin, read, replace, select, short, values
 
 try:
     import numpy as np
 except ImportError as error:
     sys.exit(f"gallery: NumPy is needed: {error}")
 
-RESULTS = os.path.join(ROOT, "tools", "bench", "results")
+PAGE = os.path.join(ROOT, "tools", "docs", "gallery.md")
 PIXELS = 128  # of a picture's side, at most
 BLUE, GREY = "#0072B2", "#EEEEEE"
 
@@ -267,7 +265,7 @@ def draw(rows, path):
     figure.savefig(path, dpi=100)
 
 
-# --- the section of the README ---
+# --- the section of the page ---
 
 
 def table(rows):
@@ -298,7 +296,7 @@ def about_programs(rows):
         text += " Scalars: window 1024, step 3."
     if "bias" in cases:
         rates = [f"{PASSES[row['pass']]} {float(row['bias_gbs']):.0f}" for row in rows if row["case"] == "bias"]
-        text += f" Biases are measured without their gradient; that of a pair is read at {' and '.join(rates)} GB/s."
+        text += f" Biases are measured without their gradient; the bias of a pair is read at {' and '.join(rates)} GB/s."
     return text
 
 
@@ -306,29 +304,20 @@ def measured(rows):
     shapes = sorted({(row["seqlen"], row["batch"], row["heads"], row["head_dim"]) for row in rows if row["ratio"]})
     sizes = "; ".join(f"{short(s)} tokens, batch {b}, {h} heads of {d}" for s, b, h, d in shapes)
     text = (f"{origin(rows)}. Cells are TFLOP/s of flashjit / FlexAttention = ratio, measured by "
-            "[tools/bench/variants.py](tools/bench/variants.py) in one process on the same tensors, checked before they are "
-            f"timed; pairs that attend count; bf16; {sizes}. Lists of tiles are made in every call of ours and count; "
-            f"FlexAttention's block masks are made beforehand.{about_programs(rows)}{compile_times(rows)}")
+            "[variants.py](../bench/variants.py) in one process on the same tensors, checked before they are "
+            f"timed. Pairs that attend count; bf16; {sizes}. flashjit's times include building the tile lists in every call; "
+            f"FlexAttention's block masks are built beforehand.{about_programs(rows)}{compile_times(rows)}")
     return textwrap.fill(text, 118, break_long_words=False, break_on_hyphens=False)
 
 
-def section(rows, csv, png):
-    """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
-    csv, png = (os.path.relpath(path, ROOT) for path in (csv, png))
-    parts = [f"![Masks and scores of twenty attentions]({png})", table(rows),
-             """\
-ALiBi, Softcap, Forget gates and the last row are measured or drawn with a causal mask. *Tiles* says how those tiles are found in which
-no pair attends: `bounds` of the loops, or lists of tiles, made from intervals, or by looking at pairs where intervals
-cannot tell."""]
+def section(rows, png):
+    """The text between the page's markers, without a newline at its end."""
+    parts = [f"![Masks and scores of twenty attentions]({link(png, PAGE)})", table(rows), """\
+ALiBi, softcap, forget gates and the last row are measured or drawn with a causal mask. *Tiles* says how the tiles without a pair
+that attends are skipped: by the `bounds` of the loop, or by tile lists, built from intervals or by looking at pairs
+([programs](programs.md))."""]
     if rows:
         parts.append(measured(rows))
-    parts.append(f"""\
-To measure on the GPU machine, and to renew the picture and this section:
-
-```sh
-FLASHJIT_CACHE_DIR=$(mktemp -d) python3 tools/bench/variants.py --lib build/libflashjit.so --csv {csv}
-python3 tools/bench/gallery.py --csv {csv} --readme README.md
-```""")
     return "\n\n".join(parts)
 
 
@@ -336,18 +325,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--csv", default=os.path.join(RESULTS, "h100_variants.csv"),
                         help="the table of variants.py; without this file no figures are shown (default %(default)s)")
-    parser.add_argument("--png", default=os.path.join(RESULTS, "gallery.png"),
-                        help="write the picture here (default %(default)s)")
-    parser.add_argument("--table", action="store_true", help="print the README's section")
-    parser.add_argument("--readme", help="replace the section in this file")
+    parser.add_argument("--tables", action="store_true", help="write the table only, and leave the picture")
     arguments = parser.parse_args()
     rows = read(arguments.csv) if os.path.exists(arguments.csv) else []
-    draw(rows, arguments.png)
-    text = section(rows, arguments.csv, arguments.png)
-    if arguments.table:
-        print(text)
-    if arguments.readme:
-        replace(arguments.readme, "gallery", text)
+    png = os.path.join(RESULTS, "gallery.png")
+    if not arguments.tables:
+        draw(rows, png)
+    replace(PAGE, "gallery", section(rows, png))
     return 0
 
 

@@ -1,31 +1,41 @@
-"""Draw what tools/bench/compare.py measured, and write the README's section of figures.
+"""Draw the measured speeds, and write the tables of README.md and tools/docs from the CSV files in tools/bench/results.
 
-    python3 tools/bench/plot.py tools/bench/results/h100_dense.csv --png tools/bench/results/h100_dense.png
+    python3 tools/bench/plot.py            # pictures (these need matplotlib) and tables
+    python3 tools/bench/plot.py --tables   # tables only
 
-The picture shows TFLOP/s over the sequence length, one panel for each pass, head dim and mask; it needs matplotlib.
---table prints the section that stands in the README between its two markers, with the tables *_other.csv, *_few.csv and
-*_sparse.csv beside the given one, where they are; --readme puts the section there.
+The sections between the markers <!-- name --> and <!-- /name --> are replaced:
 
-The picture's path in the section is that of --png, else the CSV's with the ending .png.
+    README.md                  peers    picture and ratios of h100_peers.csv
+    tools/docs/benchmarks.md   peers    all of h100_peers.csv
+                               figures  h100_dense.csv of compare.py, and *_other.csv, *_few.csv, *_sparse.csv beside it
+    tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
 """
 import argparse
 import csv
 import os
 import statistics
 import sys
+import textwrap
 
 PASSES = {"fwd": "forward", "bwd": "backward"}
 MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
-# Colours of Okabe and Ito, which the colour-blind can tell apart. In drawing order: the dashes are seen on flashjit.
+RESULTS = os.path.join(ROOT, "tools", "bench", "results")
+README, BENCHMARKS, TUNING = (os.path.join(ROOT, *path) for path in (
+    ("README.md",), ("tools", "docs", "benchmarks.md"), ("tools", "docs", "tuning.md")))
+
+# Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
 LINES = {
     "fa2": dict(label="FlashAttention-2", color="#009E73", linewidth=1.4, marker="^", markersize=5),
+    "fa3": dict(label="FlashAttention-3", color="#CC79A7", linewidth=1.4, marker="v", markersize=5),
+    "fa4": dict(label="FlashAttention-4", color="#E69F00", linewidth=1.4, marker="D", markersize=4),
     "cudnn": dict(label="cuDNN", color="#D55E00", linewidth=1.4, marker="s", markersize=4.5),
     "flashjit": dict(label="flashjit", color="#0072B2", linewidth=3.5, marker="o", markersize=6.5),
     "sm80": dict(label="flashjit, portable family sm80", color="#000000", linewidth=1.3, linestyle="--"),
 }
-LEGEND = ("flashjit", "sm80", "cudnn", "fa2")
+LEGEND = ("flashjit", "sm80", "cudnn", "fa4", "fa3", "fa2")
+PEERS = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}
 
 
 def read(path):
@@ -59,13 +69,27 @@ def origin(rows):
     return f"{device}, {date}, commit {commit}"
 
 
+def read_peers(path):
+    """The CSV has a row for each peer and problem; here all peers of a problem are one row, as in compare.py's CSV."""
+    same = ("date", "device", "commit", "group", "pass", "dtype", "head_dim", "causal", "batch", "heads", "heads_kv", "seqlen")
+    problems = {}
+    for row in read(path):
+        problem = problems.setdefault(tuple(row[name] for name in same), {name: row[name] for name in same})
+        who = "fa3" if row["peer"] == "fa3_128" else row["peer"]  # two builds of FA3's backward pass: the faster counts
+        if f"{who}_ms" not in problem or float(row["ms"]) < float(problem[f"{who}_ms"]):
+            problem[f"{who}_ms"] = row["ms"]
+    return list(problems.values())
+
+
+def best_peer(row):
+    return min((who for who in PEERS if row.get(f"{who}_ms")), key=lambda who: float(row[f"{who}_ms"]))
+
+
 # --- the picture ---
 
 
 def teraflops(row, who):
-    """As compare.py counts them; None where this peer did not run."""
-    if not row[f"{who}_ms"]:
-        return None
+    """As compare.py counts them."""
     operations = 4.0 * row["batch"] * row["heads"] * row["seqlen"] ** 2 * row["head_dim"]
     operations *= (0.5 if row["causal"] else 1.0) * (2.5 if row["pass"] == "bwd" else 1.0)
     return operations / float(row[f"{who}_ms"]) / 1e9
@@ -80,14 +104,15 @@ def draw(rows, path):
         sys.exit(f"plot: matplotlib is needed for --png: {error}")
     panels = [(dim, causal) for dim in values(rows, "head_dim") for causal in values(rows, "causal")]
     lengths = values(rows, "seqlen")
+    shown = [who for who in LINES if f"{who}_ms" in rows[0]]
     figure, axes = plt.subplots(len(PASSES), len(panels), figsize=(16, 7), sharex=True, sharey="row", squeeze=False,
                                 layout="constrained")
     for pass_name, line_of_axes in zip(PASSES, axes):
         for (dim, causal), axis in zip(panels, line_of_axes):
             points = select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)
-            for who, style in LINES.items():
+            for who in shown:
                 known = [(row["seqlen"], teraflops(row, who)) for row in points if row[f"{who}_ms"]]
-                axis.plot([x for x, _ in known], [y for _, y in known], **style)
+                axis.plot([x for x, _ in known], [y for _, y in known], **LINES[who])
             axis.set_title(f"{PASSES[pass_name]}, d{dim}, {MASKS[causal]}", fontsize=12)
             axis.set_xscale("log", base=2)
             axis.set_xticks(lengths, [short(length) for length in lengths])
@@ -99,13 +124,13 @@ def draw(rows, path):
     for axis in axes[-1]:
         axis.set_xlabel("sequence length", fontsize=11)
     figure.suptitle(f"Attention, {' and '.join(values(rows, 'dtype'))}: {origin(rows)}", fontsize=15)
-    handles = dict(zip(LINES, axes[0][0].get_lines()))
-    figure.legend(handles=[handles[who] for who in LEGEND], loc="outside lower center", ncols=len(LEGEND), fontsize=12,
-                  frameon=False, handlelength=3)
+    handles = dict(zip(shown, axes[0][0].get_lines()))
+    figure.legend(handles=[handles[who] for who in LEGEND if who in handles], loc="outside lower center", ncols=len(shown),
+                  fontsize=12, frameon=False, handlelength=3)
     figure.savefig(path, dpi=100)
 
 
-# --- the section of the README ---
+# --- the tables ---
 
 
 def speed_ratios(rows, ours, peer):
@@ -180,44 +205,113 @@ def few_table(rows):
     return markdown(["Queries", "Keys", "Heads", "Head dim", "flashjit, us", "cuDNN", "FA2", "flashjit, TB/s"], lines)
 
 
-def section(dense, other, few, sparse, dense_csv, png):
-    """The text between the markers, without a newline at its end. Paths in it count from the repository's root."""
-    dense_csv, png = (os.path.relpath(path, ROOT) for path in (dense_csv, png))
+def geometric_mean(rows, peer=None):
+    """flashjit's speed by a peer's, or by that of the best one at each point."""
+    return statistics.geometric_mean(float(row[f"{peer or best_peer(row)}_ms"]) / float(row["flashjit_ms"]) for row in rows)
+
+
+def summary_table(rows):
+    lines = []
+    for pass_name in PASSES:
+        for dim in values(rows, "head_dim"):
+            points = select(rows, **{"pass": pass_name}, head_dim=dim)
+            worst = min(points, key=lambda row: geometric_mean([row]))
+            lines.append([f"{PASSES[pass_name]}, d{dim}", *(f"{geometric_mean(points, peer):.2f}" for peer in PEERS),
+                          f"{geometric_mean(points):.2f}",
+                          f"{geometric_mean([worst]):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
+                          f"{short(worst['seqlen'])})"])
+    return markdown(["speed of flashjit", *(f"/ {name}" for name in PEERS.values()), "/ the best of them", "worst point"], lines)
+
+
+def peers_table(rows):
+    """TFLOP/s of flashjit and the best peer, a column for each length."""
+    lengths = values(rows, "seqlen")
+    lines = []
+    for pass_name in PASSES:
+        for dim in values(rows, "head_dim"):
+            for causal in values(rows, "causal"):
+                points = {row["seqlen"]: row for row in select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)}
+                if points:
+                    lines.append([f"{PASSES[pass_name]} d{dim} {MASKS[causal]}",
+                                  *(versus(points[length]) if length in points else "-" for length in lengths)])
+    return markdown(["", *(short(length) for length in lengths)], lines)
+
+
+def versus(row):
+    """"736 / 730 FA3", in bold where the peer is faster by 1% or more."""
+    best = best_peer(row)
+    text = f"{teraflops(row, 'flashjit'):.0f} / {teraflops(row, best):.0f} {PEERS[best]}"
+    return f"**{text}**" if geometric_mean([row]) < 0.99 else text
+
+
+def link(path, page):
+    return os.path.relpath(path, os.path.dirname(page))
+
+
+def peers_summary(peers, png):
+    """README.md"""
+    return "\n\n".join([f"![TFLOP/s over sequence length on an H100: flashjit, cuDNN, FlashAttention-2, -3 and -4]({link(png, README)})",
+                        summary_table(select(peers, group="dense")), textwrap.fill(
+                            f"{origin(peers)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the "
+                            "lengths 512 to 16k, all libraries in one process; above 1, flashjit is faster.", 118)])
+
+
+def peers_section(peers, png):
+    """tools/docs/benchmarks.md"""
+    of = lambda group: peers_table(select(peers, group=group))
+    return "\n\n".join([f"""\
+![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
+
+{origin(peers)}. TFLOP/s of flashjit / the best peer, and which one; bold
+where flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""", of("dense"), "The same with BSHD tensors:", of("bshd"),
+                        "One sequence of 16 heads:", of("small"), "Grouped heads, 32 of Q and 8 of KV, 16k tokens:", of("gqa")])
+
+
+def figures_section(dense, other, few, sparse, png):
+    """tools/docs/benchmarks.md"""
     lengths = values(dense, "seqlen")
-    span = f"{short(lengths[0])} to {short(lengths[-1])}"
-    tables = {"the second table": other, "few queries": few, "block-sparse": sparse}
-    commits = ", ".join(f"{name} of {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
+    tables = {"other problems": other, "few queries": few, "block-sparse": sparse}
+    commits = ", ".join(f"{name}: commit {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
                         if rows and values(rows, "commit") != values(dense, "commit"))
     parts = [
         f"""\
-[The picture above]({png}) and this section: {origin(dense)}{commits and f"; {commits}"}.
-Measured by [tools/bench/compare.py](tools/bench/compare.py): flashjit, cuDNN and FlashAttention-2 (both through
-PyTorch) in one process on the same tensors, checked before they are timed, launches interleaved, medians; 16k tokens
-in all, hidden size 2048, bf16. `flashjit` is what the library chooses by itself, `sm80` its portable family, forced.
-The table has ratios of speed, above 1 the first is faster: geometric means over the lengths {span}.""",
+![TFLOP/s over sequence length, with the portable family]({link(png, BENCHMARKS)})
+
+{origin(dense)}{commits and f"; {commits}"}. Measured by [compare.py](../bench/compare.py): flashjit, cuDNN and
+FlashAttention-2 (both through PyTorch) in one process on the same tensors. Results are checked before they are timed, launches
+are interleaved, medians count. 16k tokens in all, hidden size 2048, bf16. `flashjit` is the library's own choice, `sm80` its
+portable family, forced. The table shows ratios of speed (above 1 the first is faster), as geometric means over the lengths
+{short(lengths[0])} to {short(lengths[-1])}.""",
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, short sequences, some lengths of odd numbers of tiles, grouped heads, those that a GPU has of a model "
-                  "spread over\neight, dropout, and few heads:",
-                  other_table(other)]
+        parts += ["fp16, short sequences, odd numbers of tiles, grouped heads (including one GPU's share of a model spread over eight),\n"
+                  "dropout, and few heads:", other_table(other)]
     if few:
-        parts += ["Few queries of many keys, as in decoding: forward, bf16, and the rate at which K and V are read once. Each "
-                  "peer has its\nown, so that they come from memory.", few_table(few)]
+        parts += ["Few queries of many keys, as in decoding: forward, bf16. TB/s counts one reading of K and V. Each library has its\n"
+                  "own K and V, so they come from memory, not L2.", few_table(few)]
     if sparse:
-        parts += ["Block-sparse, 128x128 blocks: share of the time of flashjit's own dense kernel, and in brackets the rate "
-                  "on the\nblocks kept, 1 where such a block costs what it costs in the dense kernel, and the speed beside "
-                  "that kernel where\nas many tokens are sequences with no more keys than a row of the map has. A window around "
-                  "the diagonal, or as many\nblocks of each row scattered at random.",
+        parts += ["""\
+Block-sparse, 128x128 blocks: the share of the time of flashjit's own dense kernel. In brackets: the rate on the blocks kept,
+which is 1 if a block costs what it costs in the dense kernel; and the speed next to the dense kernel on as many tokens in
+sequences as short as a row of the map. The map is a window around the diagonal, or as many blocks per row at random.""",
                   sparse_table(sparse)]
-    parts += [f"""\
-To measure on the GPU machine, and to renew the picture and this section:
-
-```sh
-python3 tools/bench/compare.py --lib build/libflashjit.so --csv {dense_csv}
-python3 tools/bench/plot.py {dense_csv} --png {png} --readme README.md
-```"""]
     return "\n\n".join(parts)
+
+
+def tuner_section(rows):
+    """tools/docs/tuning.md"""
+    lines = []
+    for name, column in (("the tuner's choice", "choice_slower"), ("the heuristic alone", "heuristic_slower"),
+                         ("a shape without its own record", "untuned_slower")):
+        slower = [float(row[column]) for row in rows]
+        lines.append([name, f"{statistics.geometric_mean(slower):.3f}", f"{max(slower):.3f}",
+                      f"{sum(time <= 1.01 for time in slower)} of {len(slower)}"])
+    seconds = [float(row["seconds"]) for row in rows]
+    share = sum(int(row["measured"]) for row in rows) / sum(int(row["candidates"]) for row in rows)
+    return "\n\n".join([markdown(["time by the best's", "mean", "worst", "within 1%"], lines), textwrap.fill(
+        f"A search measured {100 * share:.0f}% of the candidates and took {statistics.median(seconds):.1f} s in the median "
+        f"({max(seconds):.1f} s at most), compiling included.", 118)])
 
 
 def replace(path, name, text):
@@ -234,26 +328,18 @@ def replace(path, name, text):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("csv", help="the dense table of compare.py")
-    parser.add_argument("--png", help="write the picture here")
-    parser.add_argument("--table", action="store_true", help="print the README's section")
-    parser.add_argument("--readme", help="replace the section in this file")
+    parser.add_argument("--tables", action="store_true", help="write the tables only, and leave the pictures")
     arguments = parser.parse_args()
-    if not (arguments.png or arguments.table or arguments.readme):
-        parser.error("nothing to do: give --png, --table or --readme")
-    dense = read(arguments.csv)
-    beside = lambda name: f"_{name}".join(os.path.splitext(arguments.csv))
-    other, few, sparse = (read(beside(name)) if os.path.exists(beside(name)) else None
-                          for name in ("other", "few", "sparse"))
-    if arguments.png:
-        draw(dense, arguments.png)
-    if arguments.table or arguments.readme:
-        png = arguments.png or os.path.splitext(arguments.csv)[0] + ".png"
-        text = section(dense, other, few, sparse, arguments.csv, png)
-        if arguments.table:
-            print(text)
-        if arguments.readme:
-            replace(arguments.readme, "figures", text)
+    result = lambda name: os.path.join(RESULTS, name)
+    dense, other, few, sparse = (read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse"))
+    peers = read_peers(result("h100_peers.csv"))
+    if not arguments.tables:
+        draw(dense, result("h100_dense.png"))
+        draw(select(peers, group="dense"), result("h100_peers.png"))
+    replace(README, "peers", peers_summary(peers, result("h100_peers.png")))
+    replace(BENCHMARKS, "peers", peers_section(peers, result("h100_peers.png")))
+    replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
+    replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     return 0
 
 

@@ -192,8 +192,8 @@ class FLASHJIT_API Runtime {
   /// training. Returns the forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. spec.pass chooses the pass. A call that is
-  /// given its lists needs list_bytes() less.
+  /// Bytes of Workspace that a call needs: see tools/docs/memory.md. spec.pass chooses the pass. A call that
+  /// is given its lists needs list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
 
   /// Bytes of memory that build_lists() needs; 0 where the kernels walk no lists. spec.pass chooses the pass.

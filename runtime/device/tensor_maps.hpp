@@ -10,7 +10,7 @@
 
 namespace flashjit::device {
 
-/// A kernel's second parameter, as declared in templates/sm90/hopper.cuh.
+/// A kernel's second parameter, as declared in templates/async/tma.cuh.
 struct TensorMaps {
   CUtensorMap q, k, v, o, plane;
 };

@@ -2,7 +2,7 @@
 // computes it, one after the other, so that what a group adds is one run of bytes, which the TMA unit adds.
 #pragma once
 
-#include "flashjit/sm90/hopper.cuh"
+#include "flashjit/sm90/wgmma.cuh"
 
 namespace flashjit::sm90 {
 

@@ -5,7 +5,7 @@
 
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/common/visible.cuh"
-#include "flashjit/sm90/hopper.cuh"
+#include "flashjit/sm90/wgmma.cuh"
 
 namespace flashjit::sm90 {
 

@@ -59,7 +59,7 @@ TEST_F(CheckWaits, LeavesResultsRight) {
 
 TEST_F(CheckWaits, EndABarrierThatIsNeverComplete) {
   if (!is_hopper()) GTEST_SKIP() << "only kernels for sm_90a have mbarriers";
-  change_template("sm90/hopper.cuh", "\"r\"(barrier), \"r\"(bytes)", "\"r\"(barrier), \"r\"(bytes + 16)");
+  change_template("async/mbarrier.cuh", "\"r\"(barrier), \"r\"(bytes)", "\"r\"(barrier), \"r\"(bytes + 16)");
   expect_launch_error("--spec fwd:bf16:d64 --shape b1:hq1:hkv1:sq128:skv128");
 }
 

@@ -19,6 +19,7 @@ constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
 constexpr std::uintptr_t kTensorAlignment = 16;
 constexpr std::uintptr_t kWorkspaceAlignment = 256;
+constexpr std::uintptr_t kRngStateAlignment = 16;
 constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
 
 bool aligned(const void* pointer, std::uintptr_t alignment) {
@@ -212,6 +213,9 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
     refuse("dropout_p is {}: it must be at least 0 and less than 1.", args.dropout_p);
   if (!spec.dropout && args.dropout_p > 0)
     refuse("dropout_p is {}, but the spec has no dropout: set spec.dropout.", args.dropout_p);
+  if (!spec.dropout && args.rng_state)
+    refuse("rng_state is given, but the spec has no dropout: set spec.dropout.");
+  check_pointer("rng_state", args.rng_state, kRngStateAlignment);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
   check_sinks(spec, shape, args.sinks);
@@ -347,6 +351,8 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
       args.softmax_scale.value_or(static_cast<float>(1 / std::sqrt(double(spec.head_dim))));
   params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
   set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
+  params.rng_state = reinterpret_cast<const unsigned*>(args.rng_state);
+  params.zero_unused_rows = args.zero_unused_rows;
   set_workspace(params, plan, args.workspace.data);
   set_lists(params, plan,
             args.lists ? args.lists->data
@@ -402,6 +408,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"cu_seqlens_q", args.cu_seqlens_q},
                                      {"cu_seqlens_kv", args.cu_seqlens_kv},
                                      {"sinks", args.sinks},
+                                     {"rng_state", args.rng_state},
                                      {"workspace", args.workspace.data},
                                      {"lists", args.lists ? args.lists->data : nullptr}};
   pointers.insert(pointers.end(), more);
@@ -443,6 +450,7 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));
   check_pointer("lse", args.lse, alignof(float));
+  check_pointer("dlse", args.dlse, alignof(float));
   check_heads(shape);
   check_common(spec, shape, args);
 }
@@ -511,6 +519,7 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
   params.dk = tensor_param(args.dk);
   params.dv = tensor_param(args.dv);
   params.dsinks = args.dsinks;
+  params.dlse = args.dlse;
   return params;
 }
 
@@ -530,7 +539,8 @@ std::vector<NamedPointer> pointers_of(const BackwardArgs& args) {
                                                             {"dq", memory_of(args.dq)},
                                                             {"dk", memory_of(args.dk)},
                                                             {"dv", memory_of(args.dv)},
-                                                            {"dsinks", args.dsinks}});
+                                                            {"dsinks", args.dsinks},
+                                                            {"dlse", args.dlse}});
   for (const Capture& capture : args.captures)
     if (capture.grad) pointers.push_back({capture.name, capture.grad});
   return pointers;

@@ -153,6 +153,8 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.max_seqlen_kv = c.max_seqlen_kv;
   args.sinks = c.sinks;
   args.lists = c.lists ? &c.lists->lists : nullptr;
+  args.rng_state = c.rng_state;
+  args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 
 flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
@@ -168,12 +170,14 @@ flashjit::ListArgs list_args(const flashjit_list_args& c, Captures& room) {
 flashjit_forward_args read(const flashjit_forward_args* args) {
   return flashjit::read_struct(
       "flashjit_forward_args", args,
-      {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists)});
+      {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
+       offsetof(flashjit_forward_args, rng_state)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
       "flashjit_backward_args", args,
-      {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists)});
+      {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists),
+       offsetof(flashjit_backward_args, rng_state)});
 }
 
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {
@@ -195,6 +199,7 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& 
                               .dv = view(c.dv)};
   set_common(args, c, room);
   args.dsinks = c.dsinks;
+  args.dlse = c.dlse;
   return args;
 }
 

@@ -90,10 +90,11 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
   return gather(element_of(dtype), view.data, view.size, view.stride);
 }
 
-void scatter(DType dtype, const std::vector<double>& values, const TensorView& view) {
+/// The first `rows` of each head; the rest stays as it is.
+void scatter(DType dtype, const std::vector<double>& values, const TensorView& view, std::int64_t rows) {
   if (values.empty()) return;
   for_each_element(view.size, view.stride, [&](std::int64_t place, std::int64_t offset) {
-    write_element(dtype, view.data, offset, values[place]);
+    if (place / view.size[3] % view.size[2] < rows) write_element(dtype, view.data, offset, values[place]);
   });
 }
 
@@ -130,8 +131,8 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .v = gather(spec.dtype, args.v),
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
-                             .seed = args.seed,
-                             .offset = args.offset};
+                             .seed = args.rng_state ? args.rng_state[0] : args.seed,
+                             .offset = args.rng_state ? args.rng_state[1] : args.offset};
   const std::int64_t batch = problem.shape.batch;
   if (spec.kv_lengths) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
   if (spec.has_block_map()) {
@@ -163,22 +164,32 @@ void write_lse(const reference::Problem& problem, const std::vector<double>& lse
   }
 }
 
+/// How many rows of a packed tensor are written, all of whose rows that belong to no sequence are zeros.
+template <class Args>
+std::int64_t written_rows(const Args& args, const std::vector<std::int32_t>& cu_seqlens,
+                          const TensorView& view) {
+  return cu_seqlens.empty() || args.zero_unused_rows ? view.size[2] : cu_seqlens.back();
+}
+
 }  // namespace
 
 void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   const reference::Problem problem = problem_of(spec, args, Pass::forward);
   const reference::Forward result = reference::forward(problem);
-  scatter(spec.dtype, result.out, args.out);
+  scatter(spec.dtype, result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
   if (args.lse) write_lse(problem, result.lse, args.lse);
 }
 
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   reference::Problem problem = problem_of(spec, args, Pass::backward);
   problem.dout = gather(spec.dtype, args.dout);
+  if (args.dlse)
+    problem.dlse.assign(args.dlse,
+                        args.dlse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
   const reference::Backward result = reference::backward(problem);
-  scatter(spec.dtype, result.dq, args.dq);
-  scatter(spec.dtype, result.dk, args.dk);
-  scatter(spec.dtype, result.dv, args.dv);
+  scatter(spec.dtype, result.dq, args.dq, written_rows(args, problem.cu_seqlens_q, args.dq));
+  scatter(spec.dtype, result.dk, args.dk, written_rows(args, problem.cu_seqlens_kv, args.dk));
+  scatter(spec.dtype, result.dv, args.dv, written_rows(args, problem.cu_seqlens_kv, args.dv));
   add(result.dsinks, args.dsinks);
   for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
 }

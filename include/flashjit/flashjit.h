@@ -174,6 +174,11 @@ typedef struct flashjit_forward_args {
   const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
   const flashjit_block_lists* lists; /**< of flashjit_build_lists(); null: made in this call, where needed */
+  const uint64_t* rng_state; /**< seed and offset on the device, 16-byte aligned, which the kernels read in
+                                  place of those above: a CUDA graph then has another dropout mask at each
+                                  replay. Null: those above */
+  int32_t zero_unused_rows;  /**< with "varlen" in the spec: whether rows of `out` that belong to no sequence,
+                                  from cu_seqlens_q[batch_size] on, become zeros; 0: they stay as they are */
 } flashjit_forward_args;
 
 /** Members that flashjit_forward_args has too mean the same here and are not repeated; gradients have the
@@ -198,6 +203,9 @@ typedef struct flashjit_backward_args {
   float* dsinks; /**< [heads_q], added to: zero it first; null: not wanted */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
   const flashjit_block_lists* lists; /**< of flashjit_build_lists() with FLASHJIT_BACKWARD */
+  const uint64_t* rng_state;
+  int32_t zero_unused_rows; /**< of dq, dk and dv */
+  const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
 } flashjit_backward_args;
 
 /** What tile lists are made of: the arguments of the calls that will use them, as far as masks see them. */

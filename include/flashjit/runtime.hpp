@@ -51,7 +51,8 @@ struct BlockLists {
 /// cu_seqlens_kv[i] to cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv take the
 /// place of b, sq and skv (also for a block map, whose blocks count within each sequence, and for
 /// workspace_bytes() and prepare()); a maximum may be larger than the longest sequence, never smaller. Rows
-/// of LSE past a sequence's end are not written, nor rows of the tensors that belong to no sequence. Programs
+/// of LSE past a sequence's end are not written. Rows of O, dQ, dK and dV that belong to no sequence, those
+/// from cu_seqlens[batch_size] on, are left as they are, or with zero_unused_rows become zeros. Programs
 /// count q and kv within their sequence and see its own lengths.
 ///
 /// Nobody checks cu_seqlens, as that would wait for the device. Where it is wrong (negative, descending,
@@ -79,6 +80,10 @@ struct ForwardArgs {
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
   const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
   const BlockLists* lists = nullptr;  ///< of Runtime::build_lists(); null: made in this call, where needed
+  /// Seed and offset on the device, 16-byte aligned, which the kernels read in place of the two above: a CUDA
+  /// graph then has another dropout mask at each replay. Null: those above.
+  const std::uint64_t* rng_state = nullptr;
+  bool zero_unused_rows = false;  ///< with spec.varlen: zeros in rows of `out` that belong to no sequence
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's
@@ -104,6 +109,9 @@ struct BackwardArgs {
   float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
   const BlockLists* lists =
       nullptr;  ///< of Runtime::build_lists() with Pass::backward; null: made in this call
+  const std::uint64_t* rng_state = nullptr;
+  bool zero_unused_rows = false;  ///< of dq, dk and dv
+  const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
 };
 
 /// Whether a kernel that no pack and no cache holds may be compiled.

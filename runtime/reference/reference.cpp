@@ -143,9 +143,9 @@ void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, s
                          b, length, longest));
     }
   }
-  if (offsets.back() != rows) {
-    refuse(fmt::format("{} ends with {}, but the packed tensors have {} rows; it must end with these", name,
-                       offsets.back(), rows));
+  if (offsets.back() > rows) {
+    refuse(fmt::format("{} ends with {}, but the packed tensors have {} rows; it must end there or before",
+                       name, offsets.back(), rows));
   }
 }
 
@@ -186,6 +186,10 @@ struct Context {
   }
   /// The head's sink; -inf, which adds nothing, without sinks.
   double sink(std::int64_t task) const { return spec.sinks ? problem.sinks[head_of(task)] : -kInfinity; }
+  /// The gradient of a row's LSE. A row that attends to nothing has no P that it could change.
+  double dlse(std::int64_t task, std::int64_t q, double lse) const {
+    return problem.dlse.empty() || lse == -kInfinity ? 0.0 : problem.dlse[task * shape.seqlen_q + q];
+  }
   bool attends(const Point& point) const;
   /// What dropout multiplies the pair's probability with: 0 or 1 / (1 - p).
   double dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const;
@@ -378,7 +382,7 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
   Matrix sizes(fwd.p.rows, fwd.p.columns);
   Matrix ds = arithmetic.product(dout, transpose(head.v));  // dP until the softmax's derivative is applied
   for (std::int64_t i = 0; i < ds.rows; ++i) {
-    double d = 0;
+    double d = -context.dlse(task, i, fwd.lse[i]);
     for (std::int64_t j = 0; j < dout.columns; ++j) d += dout[i][j] * fwd.out[i][j];
     for (std::int64_t j = 0; j < ds.columns; ++j) {
       const double dp = arithmetic.rounded(arithmetic.rounded(ds[i][j]) * fwd.dropped[i][j]);
@@ -444,6 +448,8 @@ Backward backward(const Problem& problem, Precision precision) {
   const Arithmetic arithmetic{context.spec.dtype, precision};
   const std::int64_t dim_v = context.spec.v_dim();
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
+  if (!problem.dlse.empty())
+    check_size("dlse", problem.dlse.size(), context.tasks() * context.shape.seqlen_q);
   Backward result{.dq = std::vector<double>(problem.q.size()), .dk = {}, .dv = {}};
   result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
   if (context.spec.sinks) {

@@ -27,6 +27,8 @@ struct Problem {
                                                  ///< are read as kernels do, see check_offsets()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
   std::vector<Captured> captures = {};           ///< one for each name that the spec's programs declare
+  std::vector<double> dlse =
+      {};  ///< backward: [batch, heads_q, seqlen_q], or empty where LSE has no gradient
 };
 
 /// The arithmetic to compute in.
@@ -57,8 +59,9 @@ struct Backward {
 Forward forward(const Problem& problem, Precision precision = Precision::exact);
 Backward backward(const Problem& problem, Precision precision = Precision::exact);
 
-/// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of rows
-/// and no sequence is longer than the shape says: for those who have them on the host and can tell.
+/// With spec.varlen, throws Error(invalid_argument) unless both cu_seqlens go from 0 up to the number of
+/// rows, or less, and no sequence is longer than the shape says: for those who have them on the host and can
+/// tell.
 void check_offsets(const Problem& problem);
 
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.

@@ -1,9 +1,11 @@
-// Before the backward pass: D = rowsum(dO * O), LSE padded to whole tiles, what the score reads of each query
-// where that is wanted, the counters, and zeros where dQ is added up: all, or those of the first heads.
+// Before the backward pass: D = rowsum(dO * O) - dLSE, LSE padded to whole tiles, what the score reads of
+// each query where that is wanted, the counters, and zeros where dQ is added up (all, or those of the first
+// heads) and in rows of no sequence.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/common/unused_rows.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -11,6 +13,7 @@ namespace flashjit::auxiliary {
 template <class P>
 __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();
+  zero_unused_rows_of_gradients<P>(p);
   using Element = typename P::Element;
   constexpr int kRows = 128, kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
   const int tiles = p.seqlen_q_padded / kRows;
@@ -43,8 +46,11 @@ __device__ void preprocess(const Params& p) {
     if (part == 0) {
       const long long at = head * p.seqlen_q_padded + row;
       const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
-      p.d[at] = sum;
-      p.lse_log2[at] = lse == -infinity() ? infinity() : lse * kLog2E;
+      const bool attends = lse != -infinity();
+      // dS = P (dP - D) + P dLSE. A row that attends to nothing has no P, but dLSE may be NaN there.
+      const float dlse = p.dlse != nullptr && attends ? p.dlse[head * p.seqlen_q + row] : 0.0f;
+      p.d[at] = sum - dlse;
+      p.lse_log2[at] = attends ? lse * kLog2E : infinity();
       // Behind the last row, too: of a score that is no number P would not be 0.
       if constexpr (P::kQueryValues)
         if (p.query_values != nullptr)

@@ -7,8 +7,23 @@
 
 namespace flashjit {
 
+/// Seed and offset, in that order: the caller's, or what it left on the device.
+__device__ __forceinline__ uint4 rng_state(const Params& p) {
+  uint4 state{p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi};
+  // Not volatile: loads of the same are one.
+  asm("{\n"
+      ".reg .pred given;\n"
+      "setp.ne.u64 given, %4, 0;\n"
+      "@given ld.global.nc.v4.u32 {%0, %1, %2, %3}, [%4];\n"
+      "}\n"
+      : "+r"(state.x), "+r"(state.y), "+r"(state.z), "+r"(state.w)
+      : "l"(p.rng_state));
+  return state;
+}
+
 __device__ __forceinline__ Philox4 dropout_words(const Params& p, unsigned batch_head, int q, int kv) {
-  return dropout_words(p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi, batch_head, q, kv);
+  const uint4 state = rng_state(p);
+  return dropout_words(state.x, state.y, state.z, state.w, batch_head, q, kv);
 }
 
 /// Whether dropout drops the pair.

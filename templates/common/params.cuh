@@ -83,6 +83,9 @@ struct Params {
   float* dv_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim_v]
   int heads_mixed;  ///< of [batch, heads_kv] the last ones, whose KV tiles come by their place, see
                     ///< with_mixed_heads(); read with kMixesHeads only
+  int zero_unused_rows;       ///< varlen: whether rows that belong to no sequence become zeros
+  const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
+  const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
 };
 
 }  // namespace flashjit

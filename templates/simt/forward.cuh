@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/common/sink.cuh"
+#include "flashjit/common/unused_rows.cuh"
 #include "flashjit/simt/tile.cuh"
 
 namespace flashjit::simt {
@@ -96,6 +97,7 @@ __device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>&
 /// Blocks: batch * heads_q * ceil(seqlen_q / Br).
 template <class Problem>
 __device__ void forward(const Params& p) {
+  zero_unused_rows_of_output<Problem>(p);
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
   const int h = work.h, h_kv = h / (p.heads_q / p.heads_kv);

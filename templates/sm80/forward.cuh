@@ -8,6 +8,7 @@
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -77,6 +78,7 @@ __device__ void forward(const Params& p) {
   const int h_kv = h / (p.heads_q / p.heads_kv);
   const Sequence<P> sequence(p, static_cast<int>(index / tile_count / p.heads_q));
   const int seqlen_q = sequence.seqlen_q(p), kv_limit = sequence.kv_limit(p);
+  zero_unused_rows_of_output<P>(p);
   const int q_begin = tile_index * P::kBr;
   const Range q_range = tile_range(tile_index, P::kBr, seqlen_q);
   if (P::kVarlen && q_range.begin == q_range.end) return;

@@ -8,6 +8,7 @@
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm90/fragment.cuh"
 #include "flashjit/sm90/plane.cuh"
 #include "flashjit/sm90/tile_order.cuh"
@@ -1105,6 +1106,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     barrier_init_fence();
   }
   __syncthreads();
+  zero_unused_rows_of_output<P>(p);
   if constexpr (kLists<P>) await_grid_before<P>();
 
   constexpr int kAllGroups = kTeams<P> * Places::kGroups;

@@ -330,6 +330,23 @@ TEST(Arguments, WhatIsOnlyForPackedSequences) {
               "spec.varlen");
 }
 
+TEST(Arguments, TheGradientOfLseAndTheStateOfDropoutAreAligned) {
+  EXPECT_EQ(backward_refusal([](auto&, auto& args) { args.dlse = address<float>(0x104); }), "accepted");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dlse = address<float>(0x102); }),
+              "dlse is at 0x102");
+  EXPECT_SAYS(
+      forward_refusal([](auto&, auto& args) { args.rng_state = address<const std::uint64_t>(0x100); }),
+      "rng_state is given", "spec.dropout");
+  const auto at = [](std::uintptr_t state) {
+    return backward_refusal([&](auto& s, auto& args) {
+      s.dropout = true;
+      args.rng_state = address<const std::uint64_t>(state);
+    });
+  };
+  EXPECT_EQ(at(0x110), "accepted");
+  EXPECT_SAYS(at(0x108), "rng_state is at 0x108", "16 bytes");
+}
+
 TEST(Arguments, Sinks) {
   EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.sinks = true; }), "sinks is null", "one float per head");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.sinks = address<float>(0x100); }),
@@ -522,6 +539,9 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.dropout_p = 0.25;
   args.seed = 0x1122334455667788u;
   args.offset = 0x99aabbccddeeff00u;
+  args.rng_state = address<std::uint64_t>(0xc0000);
+  args.dlse = address<float>(0xd0000);
+  args.zero_unused_rows = true;
   args.kv_lengths = address<std::int32_t>(0xa0000);
   args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
@@ -576,6 +596,9 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.seed_hi, 0x11223344u);
   EXPECT_EQ(p.offset_lo, 0xddeeff00u);
   EXPECT_EQ(p.offset_hi, 0x99aabbccu);
+  EXPECT_EQ(p.rng_state, address<unsigned>(0xc0000));
+  EXPECT_EQ(p.dlse, args.dlse);
+  EXPECT_EQ(p.zero_unused_rows, 1);
 }
 
 TEST(Arguments, ParamsSayWhereAPassKeepsItsParts) {
@@ -634,6 +657,9 @@ TEST(Arguments, ParamsWithoutFeaturesAreNeutral) {
   EXPECT_EQ(p.block_map, nullptr);
   EXPECT_EQ(p.d, nullptr);
   EXPECT_EQ(p.dq.data, nullptr);
+  EXPECT_EQ(p.dlse, nullptr);
+  EXPECT_EQ(p.rng_state, nullptr);
+  EXPECT_EQ(p.zero_unused_rows, 0);
 }
 
 TEST(Arguments, PointersLeaveOutNulls) {
@@ -649,8 +675,11 @@ TEST(Arguments, PointersLeaveOutNulls) {
   backward.captures = given;
   backward.sinks = backward.dsinks = address<float>(0x100);
   backward.cu_seqlens_q = backward.cu_seqlens_kv = address<const std::int32_t>(0x200);
-  // Beside the nine: two tensors, one gradient, both offsets, sinks and their gradient.
-  EXPECT_EQ(pointers_of(backward).size(), 9u + 3 + 2 + 2);
+  backward.dlse = address<float>(0x300);
+  backward.rng_state = address<std::uint64_t>(0x400);
+  // Beside the nine: two tensors, one gradient, both offsets, sinks and their gradient, dLSE, the dropout
+  // seed.
+  EXPECT_EQ(pointers_of(backward).size(), 9u + 3 + 2 + 2 + 2);
 }
 
 }  // namespace

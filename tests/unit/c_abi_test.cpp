@@ -1,9 +1,11 @@
 // The C interface where no driver is: what it accepts, refuses and says.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <string>
 #include <thread>
 
@@ -214,6 +216,65 @@ TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
   EXPECT_MESSAGE("v has length 3");
 }
 
+TEST_F(CAbi, TheReferenceTakesTheGradientOfLse) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d8");
+  alignas(16) float q[16], k[16], v[16] = {}, out[16], dout[16] = {}, dq[16], dk[16], dv[16], lse[2];
+  for (int i = 0; i < 16; ++i) q[i] = static_cast<float>(i % 5) / 5, k[i] = static_cast<float>(i / 8);
+  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 2, 8}, {16, 16, 8, 1}}; };
+  flashjit_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.q = view(q), forward.k = view(k), forward.v = view(v), forward.out = view(out);
+  forward.lse = lse;
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+  flashjit_backward_args backward{};
+  backward.struct_size = sizeof backward;
+  backward.q = view(q), backward.k = view(k), backward.v = view(v), backward.out = view(out);
+  backward.lse = lse;
+  backward.dout = view(dout), backward.dq = view(dq), backward.dk = view(dk), backward.dv = view(dv);
+  const float dlse[] = {1, 0};
+  backward.dlse = dlse;
+  ASSERT_EQ(flashjit_reference_backward(s.get(), &backward), FLASHJIT_OK) << last_message();
+  // d LSE / d q = scale * sum of P k, where the first key is zero and the second one.
+  const float scale = 1 / std::sqrt(8.0f);
+  const float p = std::exp(scale * std::accumulate(q, q + 8, 0.0f) - lse[0]);
+  EXPECT_FLOAT_EQ(dq[0], scale * p);
+  EXPECT_EQ(dq[8], 0.0f);
+  EXPECT_FLOAT_EQ(dk[9], scale * p * q[1]);
+}
+
+TEST_F(CAbi, RowsOfNoSequenceAreLeftAloneOrZeroed) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d8:varlen");
+  alignas(16) float data[24] = {}, out[24], dq[24], dk[24], dv[24], lse[4];
+  const std::int32_t cu_seqlens[] = {0, 1, 2};  // of three rows
+  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 3, 8}, {24, 24, 8, 1}}; };
+  const auto set_common = [&](auto& args, std::int32_t zero) {
+    args.struct_size = sizeof args;
+    args.q = args.k = args.v = view(data);
+    args.out = view(out);
+    args.lse = lse;
+    args.cu_seqlens_q = args.cu_seqlens_kv = cu_seqlens;
+    args.batch_size = 2;
+    args.max_seqlen_q = args.max_seqlen_kv = 2;
+    args.zero_unused_rows = zero;
+  };
+  for (const std::int32_t zero : {0, 1}) {
+    for (float* result : {out, dq, dk, dv}) std::fill_n(result, 24, 7.0f);
+    flashjit_forward_args forward{};
+    set_common(forward, zero);
+    ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+    flashjit_backward_args backward{};
+    set_common(backward, zero);
+    backward.dout = view(data);
+    backward.dq = view(dq), backward.dk = view(dk), backward.dv = view(dv);
+    ASSERT_EQ(flashjit_reference_backward(s.get(), &backward), FLASHJIT_OK) << last_message();
+    for (const float* result : {out, dq, dk, dv}) {
+      EXPECT_EQ(result[15], 0.0f);
+      EXPECT_EQ(result[16], zero ? 0.0f : 7.0f);
+      EXPECT_EQ(result[23], zero ? 0.0f : 7.0f);
+    }
+  }
+}
+
 TEST_F(CAbi, StructSizes) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
@@ -247,6 +308,19 @@ TEST_F(CAbi, StructsOfProgramsThatKnewNoListsAreRead) {
   EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
   auto backward = backward_args();
   backward.struct_size = offsetof(flashjit_backward_args, lists);
+  EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+}
+
+TEST_F(CAbi, StructsOfProgramsThatKnewNoGradientOfLseAreRead) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  auto forward = forward_args();
+  forward.struct_size = offsetof(flashjit_forward_args, rng_state);
+  forward.rng_state = reinterpret_cast<const std::uint64_t*>(0x1);  // not part of what the caller knows
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+  auto backward = backward_args();
+  backward.struct_size = offsetof(flashjit_backward_args, rng_state);
+  backward.dlse = reinterpret_cast<const float*>(0x1);
   EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
 }
 

@@ -21,6 +21,7 @@ namespace flashjit::reference {
 namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
+constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 
 std::vector<double> normal_values(std::int64_t count, unsigned seed) {
   std::mt19937 generator(seed);
@@ -430,7 +431,8 @@ TEST(Reference, OffsetsOfPackedSequencesCanBeChecked) {
   expect_said([](Problem& p) { p.cu_seqlens_q[0] = 1; }, "begins with 1");
   expect_said([](Problem& p) { p.cu_seqlens_kv[1] = 60; }, "sequence 0 the length 60");
   expect_said([](Problem& p) { p.cu_seqlens_kv[2] = 10; }, "sequence 1 the length -10");
-  expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 76; }, "cu_seqlens_kv ends with 76");
+  expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 76; }, "accepted");  // a row that belongs to none
+  expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 78; }, "cu_seqlens_kv ends with 78");
   expect_said([](Problem& p) { p.cu_seqlens_q.pop_back(); }, "cu_seqlens_q has 4");
 }
 
@@ -474,11 +476,17 @@ TEST(Reference, GradientsOfPackedSequencesAndSinksAreFiniteDifferences) {
   Problem problem = packed_problem();
   problem.spec.dropout = true;
   problem.dropout_p = 0.2;
+  const std::vector<double> lse = forward(problem).lse;
+  // Rows that attend to nothing, and those past a sequence's end, may have any gradient.
+  for (std::size_t i = 0; i < lse.size(); ++i)
+    problem.dlse.push_back(std::isfinite(lse[i]) ? std::sin(static_cast<double>(i)) : kNaN);
   const Backward gradients = backward(problem);
   const auto loss = [&problem] {
     const Forward result = forward(problem);
     double sum = 0;
     for (std::size_t i = 0; i < result.out.size(); ++i) sum += result.out[i] * problem.dout[i];
+    for (std::size_t i = 0; i < result.lse.size(); ++i)
+      if (std::isfinite(result.lse[i])) sum += result.lse[i] * problem.dlse[i];
     return sum;
   };
   const auto check = [&](const char* name, std::vector<double>& tensor, const std::vector<double>& gradient) {

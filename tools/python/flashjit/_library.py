@@ -54,7 +54,8 @@ _COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("b
            ("workspace", _pointer), ("workspace_bytes", ctypes.c_size_t), ("captures", _pointer),
            ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer),
            ("sinks", _pointer)]
-_LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64), ("lists", _pointer)]
+_LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_kv", _i64), ("lists", _pointer),
+                    ("rng_state", _pointer), ("zero_unused_rows", ctypes.c_int32)]
 
 
 class ForwardArgs(ctypes.Structure):
@@ -65,7 +66,7 @@ class ForwardArgs(ctypes.Structure):
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
-                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST
+                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer)]
 
 
 class ListArgs(ctypes.Structure):

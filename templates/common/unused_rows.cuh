@@ -10,13 +10,12 @@ namespace flashjit {
 template <class Element, int kColumns>
 __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, Range rows) {
   constexpr int kVector = 16 / sizeof(Element), kChunks = kColumns / kVector;
-  const long long count = static_cast<long long>(heads) * max(rows.end - rows.begin, 0) * kChunks;
-  const long long threads = static_cast<long long>(gridDim.x) * blockDim.x;
-  for (long long i = static_cast<long long>(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += threads) {
-    const long long row = i / kChunks;
-    Element* at = static_cast<Element*>(tensor.data) + row % heads * tensor.stride_h +
-                  (rows.begin + row / heads) * tensor.stride_s + i % kChunks * kVector;
-    *reinterpret_cast<uint4*>(at) = uint4{};
+#pragma unroll 1
+  for (int row = rows.begin + static_cast<int>(blockIdx.x); row < rows.end; row += gridDim.x) {
+    Element* at = static_cast<Element*>(tensor.data) + row * tensor.stride_s;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < heads * kChunks; i += blockDim.x)
+      *reinterpret_cast<uint4*>(at + i / kChunks * tensor.stride_h + i % kChunks * kVector) = uint4{};
   }
 }
 

@@ -432,7 +432,7 @@ TEST(Reference, OffsetsOfPackedSequencesCanBeChecked) {
   expect_said([](Problem& p) { p.cu_seqlens_kv[1] = 60; }, "sequence 0 the length 60");
   expect_said([](Problem& p) { p.cu_seqlens_kv[2] = 10; }, "sequence 1 the length -10");
   expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 76; }, "accepted");  // a row that belongs to none
-  expect_said([](Problem& p) { p.cu_seqlens_kv[4] = 78; }, "cu_seqlens_kv ends with 78");
+  expect_said([](Problem& p) { p.cu_seqlens_kv = {0, 30, 50, 60, 78}; }, "cu_seqlens_kv ends with 78");
   expect_said([](Problem& p) { p.cu_seqlens_q.pop_back(); }, "cu_seqlens_q has 4");
 }
 

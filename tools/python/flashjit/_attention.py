@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 
 from ._lists import TileLists, check_lists
-from ._operators import refuse_second, through_operator
-from ._plans import NOTHING, Fixed, Plan, plan_of
+from ._operators import draw, through_operator
+from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
-from .errors import Unsupported
+from ._transforms import refuse_second, refuse_tangents
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
         head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv. Any strides work without a copy
-        where the last is 1 and the others are multiples of 16 bytes.
+        where the last is 1, the others are multiples of 16 bytes and memory begins at one; else a copy is made.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first.
     scale: default 1 / sqrt(head_dim).
     dropout_p: probability to drop a pair; seeded by PyTorch's generator.
@@ -40,12 +40,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     block_mask: BlockMap, or FlexAttention's BlockMask.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
         cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
-        On the GPU nobody checks them: wrong ones give the sequences that they concern wrong results, but nothing outside
-        of the tensors is read or written. On the CPU they are refused.
+        Rows behind the last sequence's end, as trainers pad them, get zeros. On the GPU nobody checks cu_seqlens: wrong
+        ones give the sequences that they concern wrong results, but nothing outside of the tensors is read or written.
+        On the CPU they are refused.
     sinks: [heads_q]: one more logit a head, which takes part in the softmax and has no value.
     kv_lengths: int32 [batch]: keys from there on are padding.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
-    return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], without gradient.
+    return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
+        with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     lists: TileLists made of these arguments, where the same mask serves many calls; None: made in this call, where needed.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
@@ -70,23 +72,27 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
                                               wants_grad, compiling)
     if lists is not None:
         check_lists(lists)
+    if fixed is not NOTHING:
+        fixed = contiguous(fixed)
+    if not compiling:
+        refuse_tangents(q, k, v, *fixed, *values)
     if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
         out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
-        return (out, lse.detach()) if return_lse else out
-    seed, offset = _draw(q) if dropout_p else (0, 0)
+        return (out, lse) if return_lse else out
+    rng = _draw(q) if dropout_p else NO_RNG
     plan = plan_of(q, k, v, fixed, values, problem)
+    if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
+        plan = plan_of(q, k, v, fixed, values, problem)
     if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
                        or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
         if not plan.prepared_both:
             plan.prepare_both()
-        call = _Call(plan, fixed, values, seed, offset, lists)
+        call = _Call(plan, fixed, values, rng, lists, return_lse)
         if fixed is NOTHING and not values:
-            out = _record(call, q, k, v)
-        else:
-            out = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
-        lse, call.lse = call.lse, None
-    else:
-        out, lse = plan.forward(q, k, v, fixed, values, seed, offset, return_lse, None if lists is None else lists.built[0])
+            return _record(call, q, k, v)
+        return _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+    out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0])
     return (out, lse) if return_lse else out
 
 
@@ -110,13 +116,10 @@ def _any_grad(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def _draw(q: Tensor) -> tuple[int, int]:
-    """Seed and offset of a dropout mask, from PyTorch's generator of the device; both are known on the host."""
-    if not q.is_cuda:
-        return tuple(torch.randint(0, 2**62, (2,)).tolist())  # type: ignore[return-value]
-    if torch.cuda.is_current_stream_capturing():
-        raise Unsupported("dropout in a CUDA graph capture would use the same mask at every replay: capture with "
-                          "dropout_p=0.")
+def _draw(q: Tensor) -> Rng:
+    """Seed and offset of a dropout mask, from PyTorch's generator of the device; where that is a GPU's, without a kernel."""
+    if not q.is_cuda or torch.cuda.is_current_stream_capturing():  # each replay of a graph draws again
+        return draw(q)
     generator = torch.cuda.default_generators[q.get_device()]
     offset = generator.get_offset()
     generator.set_offset(offset + 4)  # offsets are multiples of 4 in PyTorch; ours need to differ only
@@ -126,50 +129,50 @@ def _draw(q: Tensor) -> tuple[int, int]:
 class _Call:
     """What one call's backward pass needs beside the tensors that autograd keeps."""
 
-    __slots__ = ("plan", "fixed", "values", "seed", "offset", "lists", "lse")
+    __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse")
 
-    def __init__(self, plan: Plan, fixed: Fixed, values: tuple[Any, ...], seed: int, offset: int,
-                 lists: Union[TileLists, None]) -> None:
-        self.plan, self.fixed, self.seed, self.offset, self.lists = plan, fixed, seed, offset, lists
+    def __init__(self, plan: Plan, fixed: Fixed, values: tuple[Any, ...], rng: Rng, lists: Union[TileLists, None],
+                 returns_lse: bool) -> None:
+        self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
         self.values = values  # once recorded, without its tensors
-        self.lse: Any = None
 
 
 class _Attention(torch.autograd.Function):
     """The eager path: no dispatcher between the call and the launch."""
 
     @staticmethod
-    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Tensor:
+    def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         """rest: where the call has more than Q, K, V, the five fixed tensors or None, and the captured tensors."""
         lists = None if call.lists is None else call.lists.built[0]
-        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.seed, call.offset, True, lists)
+        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists)
         ctx.save_for_backward(q, k, v, out, lse, *rest)
+        ctx.set_materialize_grads(False)
         ctx.call = call
-        call.lse = lse
         if rest:
             call.fixed, call.values = NOTHING, tuple(None if isinstance(x, Tensor) else x for x in call.values)
-        return out
+        return (out, lse) if call.returns_lse else out
 
     @staticmethod
-    def backward(ctx: Any, dout: Tensor) -> Any:
-        dout = dout.resolve_neg()
+    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None] = None) -> Any:
+        dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
         if not torch.is_grad_enabled():
-            return _gradients(ctx.call, dout, *ctx.saved_tensors)
+            return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
         with torch.no_grad():  # under create_graph
-            grads = _gradients(ctx.call, dout, *ctx.saved_tensors)
+            grads = _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
         return _WithoutGradient.apply(*(x if x is None else x.requires_grad_() for x in grads))
 
 
-def _gradients(call: _Call, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *rest: Any) -> Any:
+def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
+               out: Tensor, lse: Tensor, *rest: Any) -> Any:
     """Those of what _Attention.forward() is given, in its order."""
     lists = None if call.lists is None else call.lists.built[1]
     if not rest:
-        grads, _, _ = call.plan.backward(dout, q, k, v, out, lse, NOTHING, (), call.seed, call.offset, lists)
+        grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
         return (None, *grads)
     five, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
     fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
-    grads, dsinks, dvalues = call.plan.backward(dout, q, k, v, out, lse, fixed, values, call.seed, call.offset, lists)
+    grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
     by_place = dict(zip(call.plan.grad_places, dvalues))
     of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
     return (None, *grads, None, None, None, None, dsinks, *of_captures)

@@ -4,14 +4,14 @@ Tile lists are the memory of a TileLists: by it, and not by an object, the opera
 """
 from __future__ import annotations
 
-from typing import Any, Sequence
+from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
 
 from ._lists import built_at
-from ._plans import NOTHING, Fixed, Plan, Problem, dense_strides, names_with_grad, plan_of, takes
-from .errors import Unsupported
+from ._plans import NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, plan_of, readable
+from ._transforms import refuse_second, through_transforms
 
 _FIXED_SCHEMA = "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
 _PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
@@ -19,49 +19,65 @@ _PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, 
 torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
                      " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 torch.library.define("flashjit::attention_backward",
-                     "(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
+                     "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
                      f"{_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
 
 
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
                      problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
     """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
-    rng = None
-    if problem.dropout_p:
-        rng = torch.randint(0, 2**62, (2,), dtype=torch.int64)  # on the CPU, where the launch reads it
+    rng = draw(q) if problem.dropout_p else None
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
-    return torch.ops.flashjit.attention_forward(q, k, v, *fixed, rng, *lists, tensors, numbers, list(problem.names),
-                                                problem.options, problem.scale, float(problem.dropout_p),
-                                                problem.max_seqlen_q, problem.max_seqlen_kv)
+    arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
+                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv)
+    if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
+        return through_transforms(q, k, v, arguments)
+    return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
 
 
-def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Plan, Fixed, Any, int, int, Any]:
-    """The plan of an operator's arguments, what its launches need beside Q, K, V, and the memory of both passes' lists."""
+def draw(q: Tensor) -> Tensor:
+    """Seed and offset of a dropout mask, from PyTorch's generator of the device, where the kernels read them."""
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+
+
+class _Unpacked(NamedTuple):
+    plan: Plan
+    qkv: tuple[Tensor, Tensor, Tensor]
+    fixed: Fixed
+    values: tuple[Any, ...]
+    rng: Rng
+    lists: Sequence[Any]  # the memory of both passes'
+
+
+def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpacked:
+    """An operator's arguments, and their plan."""
     five, rng, lists = arguments[:5], arguments[5], arguments[6:8]
     captures, numbers, names, options, scale, dropout_p, max_q, max_kv = arguments[8:]
-    fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
+    fixed = contiguous(Fixed(*five)) if any(x is not None for x in five) else NOTHING
     values = (*captures, *numbers)
-    seed, offset = rng.tolist() if rng is not None else (0, 0)
+    q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
     plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names)))
-    return plan, fixed, values, seed, offset, lists
+    if rng is None:
+        rng = NO_RNG
+    elif rng.data_ptr() % 16:
+        rng = rng.clone()
+    return _Unpacked(plan, (q, k, v), fixed, values, rng, lists)
 
 
 @torch.library.impl("flashjit::attention_forward", ("cuda", "cpu"))
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
-    plan, fixed, values, seed, offset, lists = _unpack(q, k, v, arguments)
-    return plan.forward(q, k, v, fixed, values, seed, offset, True, built_at(lists[0]))
+    plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
+    return plan.forward(*qkv, fixed, values, rng, True, built_at(lists[0]))
 
 
 @torch.library.impl("flashjit::attention_backward", ("cuda", "cpu"))
-def _operator_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                        *arguments: Any) -> list[Tensor]:
-    plan, fixed, values, seed, offset, lists = _unpack(q, k, v, arguments)
-    if not takes(lse) or not lse.is_contiguous():
-        lse = lse.contiguous()
-    if out.stride() != plan.out_stride:
+    plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
+    if out.stride() != plan.out_stride or out.data_ptr() % 16:
         out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
-    grads, dsinks, dvalues = plan.backward(dout, q, k, v, out, lse, fixed, values, seed, offset, built_at(lists[1]))
+    grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse.contiguous(), fixed, values, rng, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
 
 
@@ -76,7 +92,7 @@ def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Ten
 
 
 @torch.library.register_fake("flashjit::attention_backward")
-def _fake_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
+def _fake_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor,
                    *arguments: Any) -> list[Tensor]:
     grads = [torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
              for t in (q, k, v)]
@@ -96,15 +112,15 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tens
     ctx.set_materialize_grads(False)
 
 
-def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
+def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
     fixed, rng, lists_backward, captures = tensors[:5], tensors[5], tensors[6], list(tensors[7:])
     numbers, names, options, *_ = ctx.rest
     # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
     rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
-    if dout is None:
+    if dout is None and dlse is None:
         return (*[None] * 11, [None] * len(captures), *rest)
-    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, q, k, v, out, lse, *fixed, rng, None,
+    dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, dlse, q, k, v, out, lse, *fixed, rng, None,
                                                                  lists_backward, captures, *ctx.rest)
     dsinks = others.pop(0) if fixed[4] is not None else None
     with_grad = names_with_grad(options)
@@ -113,11 +129,6 @@ def _operator_gradient(ctx: Any, dout: Any, _: Any) -> Any:
 
 
 torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)
-
-
-def refuse_second(ctx: Any, *_: Any) -> Any:
-    raise Unsupported("flashjit has no second derivative: compute with torch.nn.functional.scaled_dot_product_attention "
-                      "under torch.nn.attention.sdpa_kernel(SDPBackend.MATH) where one is needed.")
 
 
 torch.library.register_autograd("flashjit::attention_backward", refuse_second,

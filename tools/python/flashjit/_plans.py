@@ -4,6 +4,8 @@ from __future__ import annotations
 import array
 import contextlib
 import ctypes
+import functools
+import logging
 import math
 from typing import Any, NamedTuple, Sequence, Union
 
@@ -50,20 +52,26 @@ class Lent(NamedTuple):
 
     workspace: int
     lists: int
+    seed: int
+    rng_state: int
     fixed: tuple[int, ...]
+
+
+#: Seed and offset of a dropout mask: numbers, or an int64 tensor of both where the kernels read them.
+Rng = Union[tuple[int, int], Tensor]
+NO_RNG: Rng = (0, 0)
 
 
 def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
     return tuple(_library.word(structure, member) for member in members)
 
 
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_SEED, _F_OFFSET, _F_CAPTURES = _word(
-    ForwardArgs, "q", "k", "v", "out", "lse", "seed", "offset", "captures")
-_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DQ, _B_DK, _B_DV, _B_SEED, _B_OFFSET, _B_CAPTURES, _B_DSINKS = _word(
-    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dq", "dk", "dv", "seed", "offset", "captures", "dsinks")
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES = _word(ForwardArgs, "q", "k", "v", "out", "lse", "captures")
+_B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
+    BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
-_F_LENT, _B_LENT = (Lent(_library.word(structure, "workspace"), _library.word(structure, "lists"),
-                         _word(structure, *Fixed._fields)) for structure in (ForwardArgs, BackwardArgs))
+_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *Fixed._fields))
+                    for structure in (ForwardArgs, BackwardArgs))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -117,6 +125,10 @@ class Plan:
         self.out_stride = dense_strides(self.out_size, q.stride())
         self.lse_size = (batch, q.shape[1], seqlen_q)
         self.lse_partial = varlen
+        # Kernels that are launched write all rows of results.
+        self.empty_strided = (torch.empty_strided if not varlen or batch and seqlen_q else
+                              lambda *given, **named: torch.empty_strided(*given, **named).zero_())
+        self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
         self.spec_text = f"{SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
@@ -151,7 +163,8 @@ class Plan:
         problem = self.problem
         common: dict[str, Any] = {"dropout_p": problem.dropout_p, "capture_count": len(self.captures),
                                   "batch_size": batch, "max_seqlen_q": problem.max_seqlen_q,
-                                  "max_seqlen_kv": problem.max_seqlen_kv}
+                                  "max_seqlen_kv": problem.max_seqlen_kv,
+                                  "zero_unused_rows": fixed.cu_seqlens_q is not None}
         if problem.scale is not None:
             self._scale = ctypes.c_float(problem.scale)  # lives as long as the structs that point to it
             common["softmax_scale"] = ctypes.addressof(self._scale)
@@ -250,8 +263,13 @@ class Plan:
             raise InvalidArgument(f"lists were built for {lists.text}, but this call is {self.described(backward)}: give this "
                                   "call's arguments to flashjit.torch.TileLists() too.")
 
-    def _lend(self, words: Any, at: Lent, needed: int, fixed: Fixed, lists: Union[BuiltLists, None], backward: bool) -> Any:
+    def _lend(self, words: Any, at: Lent, needed: int, fixed: Fixed, rng: Rng, lists: Union[BuiltLists, None],
+              backward: bool) -> Any:
         """Sets the pointers that both passes have alike. Returns the workspace, which must live until the launch."""
+        if type(rng) is tuple:
+            words[at.seed], words[at.seed + 1] = rng
+        else:
+            words[at.rng_state] = rng.data_ptr()
         if fixed is not NOTHING:
             for place, tensor in zip(at.fixed, fixed):
                 if tensor is not None:
@@ -266,12 +284,13 @@ class Plan:
         words[at.workspace], words[at.workspace + 1] = workspace.data_ptr(), needed
         return workspace
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], seed: int, offset: int,
-                want_lse: bool, lists: Union[BuiltLists, None] = None) -> tuple[Tensor, Any]:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng, want_lse: bool,
+                lists: Union[BuiltLists, None] = None) -> tuple[Tensor, Any]:
+        """O and LSE of tensors that are read where they lie: see readable()."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
-        out = torch.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
+        out = self.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
         words = self.forward_words[:]
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None
@@ -280,32 +299,37 @@ class Plan:
             if self.lse_partial:
                 lse.fill_(-math.inf)  # of rows past a sequence's end
             words[_F_LSE] = lse.data_ptr()
-        workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, lists, False)  # lives until the launch
+        workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, rng, lists, False)  # lives until the launch
         if values:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
-        words[_F_SEED], words[_F_OFFSET] = seed, offset
         self._launch("forward", words)
         return out, lse
 
-    def backward(self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, fixed: Fixed,
-                 values: Sequence[Any], seed: int, offset: int,
+    def backward(self, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor, out: Tensor,
+                 lse: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng,
                  lists: Union[BuiltLists, None] = None) -> tuple[list[Tensor], Any, list[Tensor]]:
-        """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places."""
+        """[dq, dk, dv], dsinks or None, and the gradients of the captures at grad_places.
+
+        dout and dlse: None where only the other has a gradient."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
         words = self.backward_words[:]
         words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         words[_B_LSE] = lse.data_ptr()
+        if dout is None:
+            dout = torch.zeros_like(out)
+        dout = readable(dout, "the gradient of the output")
         if dout.stride() != self.out_stride:
-            if not takes(dout):
-                dout = dout.contiguous()
             words[_B_DOUT_STRIDE:_B_DOUT_STRIDE + 4] = array.array("Q", dout.stride())
         words[_B_DOUT] = dout.data_ptr()
-        grads = [torch.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
+        if dlse is not None:
+            dlse = dlse.to(torch.float32).contiguous()
+            words[_B_DLSE] = dlse.data_ptr()
+        grads = [self.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
-        workspace = self._lend(words, _B_LENT, self.workspace_backward, fixed, lists, True)  # lives until the launch
+        workspace = self._lend(words, _B_LENT, self.workspace_backward, fixed, rng, lists, True)  # lives until the launch
         dsinks = None
         if fixed.sinks is not None:
             dsinks = torch.zeros(fixed.sinks.shape, dtype=torch.float32, device=self.device)
@@ -318,7 +342,6 @@ class Plan:
                 captures[i * _C_SIZE + _C_GRAD] = grad.data_ptr()
                 dvalues.append(grad)
             words[_B_CAPTURES] = ctypes.addressof(captures)
-        words[_B_SEED], words[_B_OFFSET] = seed, offset
         self._launch("backward", words)
         dvalues = [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
         return grads, dsinks, dvalues
@@ -339,11 +362,34 @@ def bind_context(device: torch.device) -> None:
     torch.zeros(1, device=device)
 
 
-def takes(tensor: Tensor) -> bool:
-    """Whether the kernels read a tensor where it lies."""
+def _strides_are_read(tensor: Tensor) -> bool:
+    """Whether the kernels read a tensor of four dimensions with these strides."""
     align = 16 // tensor.element_size()
-    return (tensor.stride(-1) == 1 and tensor.data_ptr() % 16 == 0
-            and all(stride >= 0 and stride % align == 0 for stride in tensor.stride()[:-1]))
+    *others, last = tensor.stride()
+    return ((last == 1 or tensor.shape[3] <= 1)
+            and all(stride % align == 0 for size, stride in zip(tensor.shape, others) if size > 1))
+
+
+def readable(tensor: Tensor, name: str) -> Tensor:
+    """The tensor, or a copy in memory as the kernels read it, with its dimensions in the same order."""
+    if _strides_are_read(tensor) and tensor.data_ptr() % 16 == 0:
+        return tensor
+    say_once(f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
+             "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time.")
+    strides = dense_strides(tensor.shape, tensor.stride())
+    return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
+@functools.lru_cache(maxsize=None)
+def say_once(text: str) -> None:
+    logging.getLogger("flashjit").warning(text)
+
+
+def contiguous(fixed: Fixed) -> Fixed:
+    """Of which the kernels know no strides."""
+    if all(x is None or x.is_contiguous() for x in fixed):
+        return fixed
+    return Fixed(*[x if x is None else x.contiguous() for x in fixed])
 
 
 def names_with_grad(options: str) -> set[str]:
@@ -404,9 +450,6 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
                                   f"convert one, such as {name}.to(q.dtype).")
         if tensor.device.type not in ("cuda", "cpu"):
             raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device.")
-        if tensor.stride(3) != 1 and tensor.shape[3] > 1:
-            raise InvalidArgument(f"{name} has stride {tensor.stride(3)} in its last dimension, which must be 1: call "
-                                  f"{name}.contiguous().")
         _check_memory(name, tensor)
     if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
@@ -435,9 +478,9 @@ def _check_fixed(q: Tensor, fixed: Fixed, problem: Problem) -> None:
         tensor = getattr(fixed, name)
         if tensor is None:
             continue
-        if tensor.dtype != dtype or tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise InvalidArgument(f"{name} is {describe(tensor)}: it must be contiguous "
-                                  f"{str(dtype).removeprefix('torch.')} {list(shape)}.")
+        if tensor.dtype != dtype or tuple(tensor.shape) != shape:
+            raise InvalidArgument(f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} "
+                                  f"{list(shape)}.")
         _check_memory(name, tensor)
 
 

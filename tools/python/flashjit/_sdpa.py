@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._attention import PLAIN, attention
+from ._attention import attention
 from ._plans import ELEMENTS, describe
 from .errors import InvalidArgument, WrongType
 
@@ -23,7 +23,7 @@ def scaled_dot_product_attention(query: Tensor, key: Tensor, value: Tensor, attn
     attn_mask: boolean (True attends) or added to the scores, broadcastable to [..., heads_q, seqlen_q, seqlen_kv].
     is_causal: the mask is aligned at the top left, as PyTorch's.
 
-    What flashjit cannot read where it lies is copied. Rows that attend to nothing are 0.
+    scale: of any sign, or 0. What flashjit cannot read where it lies is copied. Rows that attend to nothing are 0.
     """
     if is_causal and attn_mask is not None:
         raise InvalidArgument("attn_mask and is_causal are both given: as in PyTorch, give one of them.")
@@ -55,9 +55,13 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: 
     dim, dim_v = q.shape[3], v.shape[3]
     if scale is None:
         scale = 1 / math.sqrt(dim) if dim else 1.0
+    elif scale <= 0:  # what the kernels do not take
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
     causal: Union[bool, str] = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
-    out = attention(readable(q), readable(k), readable(v), causal=causal, scale=scale, dropout_p=dropout_p,
+    out = attention(padded(q), padded(k), padded(v), causal=causal, scale=scale, dropout_p=dropout_p,
                     score_mod=score_mod, mask_mod=mask_mod, captures=captures)
+    if attn_mask is not None and attn_mask.requires_grad and attn_mask.numel() == 0:
+        out = out + attn_mask.sum()  # so that it has a gradient, though nothing reads it
     return out if out.shape[3] == dim_v else out[..., :dim_v]
 
 
@@ -90,17 +94,10 @@ def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
     return tensor.expand(*leading, *tensor.shape[-3:]).reshape(math.prod(leading), *tensor.shape[-3:])
 
 
-def readable(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy that the kernels can read: head dimensions padded to multiples of 8, strides aligned."""
-    if tensor.shape[3] % 8:
-        return F.pad(tensor, (0, 8 - tensor.shape[3] % 8))
-    align = 16 // tensor.element_size()
-    strides = tensor.stride()
-    if strides[3] != 1 or strides[0] % align or strides[1] % align or strides[2] % align:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    if not torch.compiler.is_compiling() and type(tensor) in PLAIN and tensor.data_ptr() % 16:
-        return tensor.clone(memory_format=torch.contiguous_format)
-    return tensor
+def padded(tensor: Tensor) -> Tensor:
+    """With a head dimension that kernels have: a multiple of 8."""
+    dim = tensor.shape[3]
+    return F.pad(tensor, (0, max(-dim % 8, 8 - dim))) if dim % 8 or not dim else tensor
 
 
 def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: Tensor) -> tuple[Any, Any, Any]:
@@ -118,6 +115,8 @@ def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: 
         if mask.dim() > 3:
             mask = mask.expand(*leading, *mask.shape[-3:]).reshape(math.prod(leading), *mask.shape[-3:])
     mask = mask[(None,) * (4 - mask.dim())]
+    if mask.numel() == 0:
+        return None, None, None  # no pair is there to read it
     indices = [name for name, size, stride in zip(("b", "h", "q", "kv"), mask.shape, mask.stride())
                if size > 1 and stride != 0]
     places = tuple(slice(None) if name in indices else 0 for name in ("b", "h", "q", "kv"))

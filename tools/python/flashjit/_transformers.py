@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
-from ._sdpa import mask_programs, readable
+from ._sdpa import mask_programs, padded
 from .errors import InvalidArgument, Unsupported
 
 
@@ -57,7 +57,7 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
                               "eager implementation for this model.")
         score = "softcap * tanh(score / softcap)"
         captures["softcap"] = float(softcap)
-    query, key, value = (readable(tensor) for tensor in (query, key, value))
+    query, key, value = (padded(tensor) for tensor in (query, key, value))
     out = attention(query, key, value, causal="top_left" if causal and query.shape[2] != key.shape[2] else causal,
                     scale=scale, dropout_p=dropout, score_mod=score, mask_mod=mask, captures=captures or None, sinks=s_aux)
     return out[..., :dim_v].transpose(1, 2).contiguous(), None

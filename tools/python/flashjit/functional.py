@@ -34,9 +34,11 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     out: [batch, heads_q, seqlen_q, head_dim_v]; lse: float32 [batch, heads_q, seqlen_q], contiguous. Made where left out,
         of NumPy's, CuPy's or PyTorch's arrays; other libraries' arrays must be given.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
-    kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim];
-        needs max_seqlen_q and max_seqlen_kv. On the GPU nobody checks them: wrong ones give the sequences that they
-        concern wrong results, but nothing outside of the tensors is read or written. sinks: float32 [heads_q].
+    kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
+        and lse [sequences, heads_q, max_seqlen_q]; needs max_seqlen_q and max_seqlen_kv. Rows behind the last sequence's
+        end get zeros, rows of lse past a sequence's end stay as they are, -inf where lse is left out. On the GPU nobody
+        checks cu_seqlens: wrong ones give the sequences that they concern wrong results, but nothing outside of the
+        tensors is read or written. sinks: float32 [heads_q].
     seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
     lists: what build_lists() made for such calls; else made in this call, where needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. Work on arrays
@@ -50,28 +52,30 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     batch, heads_q, _, seqlen_q, _ = call.shape
     sizes = call.views["q"].size
     out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), call.views["q"].type, q)
-    lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q)
+    lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q, -math.inf)
     args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                        **call.tensors("q", "k", "v", "out"), **call.common(scale, dropout_p, seed, offset))
     call.launch("forward", args, workspace, lists, q)
     return out, lse
 
 
-def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, options: str = "", dq: Any = None, dk: Any = None,
-             dv: Any = None, scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
+def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any = None, options: str = "", dq: Any = None,
+             dk: Any = None, dv: Any = None, scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
              captures: Union[Mapping[str, Any], None] = None, capture_grads: Union[Mapping[str, Any], None] = None,
              block_map: Any = None, kv_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
              max_seqlen_q: int = 0, max_seqlen_kv: int = 0, sinks: Any = None, dsinks: Any = None, workspace: Any = None,
              lists: Union["BlockLists", None] = None, stream: int = 0) -> tuple[Any, Any, Any]:
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
-    dout: like out. dq, dk, dv: like q, k and v; made where left out, as forward() makes out.
+    dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v; made where left
+        out, as forward() makes out.
     capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
     dsinks: float32 [heads_q], added to. lists: of build_lists(backward=True). All else: see forward().
 
     Returns (dq, dk, dv). Raises flashjit.Error.
     """
-    call = _Call({"q": q, "k": k, "v": v, "out": out, "dout": dout, "lse": lse}, options, dropout_p, captures,
+    gradients = {"dout": dout} if dlse is None else {"dout": dout, "dlse": dlse}
+    call = _Call({"q": q, "k": k, "v": v, "out": out, "lse": lse, **gradients}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream, capture_grads)
     results = [call.made(given, name, call.views[name[1:]].size, call.views["q"].type, q)
@@ -79,6 +83,8 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, options: 
     args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                         **call.tensors("q", "k", "v", "out", "dout", "dq", "dk", "dv"),
                         **call.common(scale, dropout_p, seed, offset))
+    if dlse is not None:
+        args.dlse = call.views["dlse"].contiguous_pointer("dlse")
     if dsinks is not None:
         args.dsinks = call.add("dsinks", dsinks).contiguous_pointer("dsinks")
     call.launch("backward", args, workspace, lists, q)
@@ -151,11 +157,13 @@ class _Call:
             raise WrongType(f"q is {q.type}: flashjit computes in float16, bfloat16 and float32; convert it.")
         self._make_captures(captures or {}, capture_grads or {})
         varlen = "cu_seqlens_q" in self.views or "cu_seqlens_kv" in self.views
-        for name, type in (("kv_lengths", "int32"), ("cu_seqlens_q", "int32"), ("cu_seqlens_kv", "int32"), ("sinks", "fp32")):
+        for name, type in (("kv_lengths", "int32"), ("cu_seqlens_q", "int32"), ("cu_seqlens_kv", "int32"), ("sinks", "fp32"),
+                           ("lse", "fp32"), ("dlse", "fp32")):
             if name in self.views and self.views[name].type != type:
                 raise WrongType(f"{name} is {self.views[name].type}: it must be {type}; convert it.")
             if varlen and name.startswith("cu_") and name not in self.views:
                 raise InvalidArgument(f"{name} is missing: give both cu_seqlens_q and cu_seqlens_kv, or none.")
+        self.varlen = varlen
         self.batch = self.views["cu_seqlens_q"].size[0] - 1 if varlen else 0
         self.lengths = (max_seqlen_q, max_seqlen_kv) if varlen else (0, 0)
         self.shape = (self.batch if varlen else q.size[0], q.size[1], k.size[1], max_seqlen_q if varlen else q.size[2],
@@ -174,7 +182,7 @@ class _Call:
         """Of what the C ABI has a pointer to and no sizes."""
         batch, heads_q, _, seqlen_q, _ = self.shape
         wanted = {"kv_lengths": (batch,), "cu_seqlens_q": (batch + 1,), "cu_seqlens_kv": (batch + 1,), "sinks": (heads_q,),
-                  "lse": (batch, heads_q, seqlen_q)}
+                  "lse": (batch, heads_q, seqlen_q), "dlse": (batch, heads_q, seqlen_q)}
         for name, size in wanted.items():
             if name in self.views and self.views[name].size != size:
                 raise InvalidArgument(f"{name} has shape {list(self.views[name].size)}: it must have {list(size)}.")
@@ -210,9 +218,11 @@ class _Call:
                                           f"{list(seen.size)}.")
                 struct.grad = grad.contiguous_pointer(f"capture_grads[{name!r}]")
 
-    def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any) -> Any:
-        """`given`, or a new array of q's library."""
+    def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any, unused: float = 0.0) -> Any:
+        """`given`, or a new array of q's library. unused: the value of what no kernel writes."""
         array = _empty(like, size, type, name) if given is None else given
+        if given is None and self.varlen and (self.batch == 0 or unused):
+            array[...] = unused
         seen = self.add(name, array)
         if seen.size != tuple(size) or seen.type != type:
             raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be {type} {list(size)}.")
@@ -230,7 +240,8 @@ class _Call:
         check_whole("offset", offset)
         members.update(dropout_p=dropout_p, seed=seed, offset=offset, batch_size=self.batch, max_seqlen_q=self.lengths[0],
                        max_seqlen_kv=self.lengths[1], capture_count=len(self.captures),
-                       captures=ctypes.addressof(self.captures) if len(self.captures) else None)
+                       captures=ctypes.addressof(self.captures) if len(self.captures) else None,
+                       zero_unused_rows=self.varlen)
         if scale is not None:
             check_number("scale", scale)
             self._scale = ctypes.c_float(scale)

@@ -1,5 +1,5 @@
 // The tuner as a Runtime uses it in a running service: one thread, one shape after another.
-#include "background.hpp"
+#include "call/background.hpp"
 
 #include <fmt/format.h>
 #include <unistd.h>

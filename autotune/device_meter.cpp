@@ -11,9 +11,9 @@
 #include <mutex>
 #include <random>
 
+#include "autotune/device_captures.hpp"
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
-#include "device_captures.hpp"
 #include "plan/plan.hpp"
 #include "reference/inputs.hpp"
 #include "support/environment.hpp"

@@ -25,7 +25,7 @@
 #include <utility>
 #include <vector>
 
-#include "device_captures.hpp"
+#include "autotune/device_captures.hpp"
 #include "gpu/gpu_support.hpp"
 #include "gpu/strided_captures.hpp"
 #include "plan/family.hpp"

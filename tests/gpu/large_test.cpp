@@ -7,10 +7,10 @@
 #include <cmath>
 #include <optional>
 
-#include "arguments.hpp"
+#include "autotune/device_captures.hpp"
+#include "call/arguments.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
-#include "device_captures.hpp"
 #include "gpu/gpu_support.hpp"
 #include "gpu/reference_source.hpp"
 #include "reference/inputs.hpp"

@@ -1,4 +1,4 @@
-#include "arguments.hpp"
+#include "call/arguments.hpp"
 
 #include <gtest/gtest.h>
 
@@ -8,7 +8,7 @@
 #include <string>
 #include <vector>
 
-#include "captures.hpp"
+#include "call/captures.hpp"
 #include "reference/reference.hpp"
 
 namespace flashjit {

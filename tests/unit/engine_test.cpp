@@ -1,6 +1,6 @@
 // The runtime from call to launch, over a driver that only remembers. Kernels come from a pack that the test
 // makes of bytes no GPU would take, or from nowhere: nothing here compiles.
-#include "engine.hpp"
+#include "call/engine.hpp"
 
 #include <gtest/gtest.h>
 

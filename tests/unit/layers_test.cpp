@@ -42,7 +42,8 @@ const std::map<std::string, Names>& allowed_layers() {
     below.insert({"compile", "cache"});
     add("device");
     below.insert("reference");  // the runtime and the reference agree on the dropout parameters
-    add("runtime");
+    add("call");
+    add("api");
     add("autotune");
     add("tools");
     return allowed;
@@ -52,12 +53,11 @@ const std::map<std::string, Names>& allowed_layers() {
 
 const std::map<std::string, Names>& layers_that_see() {
   static const std::map<std::string, Names> kSeers{{"nvrtc.h", {"compile"}},
-                                                   {"cuda.h", {"device", "runtime", "autotune"}}};
+                                                   {"cuda.h", {"device", "call", "autotune"}}};
   return kSeers;
 }
 
-/// The layer of a path relative to the source tree: "runtime/plan/plan.hpp" -> "plan", "runtime/runtime.cpp"
-/// -> "runtime".
+/// The layer of a path relative to the source tree: "runtime/plan/plan.hpp" -> "plan".
 std::string layer_of(const fs::path& path) {
   std::vector<std::string> parts;
   for (const fs::path& part : path) parts.push_back(part.string());

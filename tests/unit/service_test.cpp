@@ -18,8 +18,8 @@
 #include <thread>
 
 #include "cache/store.hpp"
+#include "call/engine.hpp"
 #include "device/resources.hpp"
-#include "engine.hpp"
 #include "fakes.hpp"
 #include "flashjit/flashjit.h"
 #include "kept_log.hpp"

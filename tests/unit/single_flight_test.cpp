@@ -1,4 +1,4 @@
-#include "single_flight.hpp"
+#include "support/single_flight.hpp"
 
 #include <gtest/gtest.h>
 

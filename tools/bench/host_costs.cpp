@@ -11,7 +11,7 @@
 #include <memory>
 #include <optional>
 
-#include "arguments.hpp"
+#include "call/arguments.hpp"
 #include "compile/compiler.hpp"
 #include "device/device_info.hpp"
 #include "device/loaded_kernel.hpp"

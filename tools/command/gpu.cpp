@@ -3,7 +3,7 @@
 #include <array>
 #include <cstring>
 
-#include "device_captures.hpp"
+#include "autotune/device_captures.hpp"
 #include "support/environment.hpp"
 #include "support/small_float.hpp"
 

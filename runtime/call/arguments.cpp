@@ -1,4 +1,4 @@
-#include "arguments.hpp"
+#include "call/arguments.hpp"
 
 #include <fmt/ranges.h>
 
@@ -7,10 +7,10 @@
 #include <limits>
 #include <numbers>
 
-#include "captures.hpp"
+#include "call/captures.hpp"
 #include "plan/sm90.hpp"
 #include "reference/reference.hpp"
-#include "refuse.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit {
 namespace {

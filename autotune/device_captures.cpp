@@ -1,4 +1,4 @@
-#include "device_captures.hpp"
+#include "autotune/device_captures.hpp"
 
 #include <algorithm>
 

@@ -13,14 +13,14 @@
 #include <unordered_map>
 #include <vector>
 
-#include "background.hpp"
-#include "call_key.hpp"
+#include "call/background.hpp"
+#include "call/call_key.hpp"
+#include "call/kernel_library.hpp"
+#include "call/settings.hpp"
 #include "device/device_info.hpp"
 #include "device/driver.hpp"
 #include "flashjit/runtime.hpp"
-#include "kernel_library.hpp"
 #include "plan/plan.hpp"
-#include "settings.hpp"
 #include "support/once.hpp"
 
 namespace flashjit {

@@ -1,4 +1,4 @@
-#include "captures.hpp"
+#include "call/captures.hpp"
 
 #include <fmt/ranges.h>
 
@@ -10,7 +10,7 @@
 #include <string>
 #include <vector>
 
-#include "refuse.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit {
 namespace {

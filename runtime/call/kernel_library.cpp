@@ -1,4 +1,4 @@
-#include "kernel_library.hpp"
+#include "call/kernel_library.hpp"
 
 #include <fmt/format.h>
 

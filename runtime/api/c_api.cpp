@@ -7,11 +7,11 @@
 #include <string>
 #include <string_view>
 
+#include "api/reference_call.hpp"
+#include "api/versioned_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
-#include "reference_call.hpp"
 #include "templates/common/params.cuh"
-#include "versioned_struct.hpp"
 
 struct flashjit_runtime {
   flashjit::Runtime runtime;

@@ -5,9 +5,9 @@
 #include <functional>
 #include <memory>
 
+#include "call/settings.hpp"
 #include "device/resources.hpp"
 #include "plan/plan.hpp"
-#include "settings.hpp"
 
 namespace flashjit {
 

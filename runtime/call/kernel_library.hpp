@@ -11,14 +11,14 @@
 
 #include "cache/embedded.hpp"
 #include "cache/store.hpp"
+#include "call/settings.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
 #include "flashjit/runtime.hpp"
 #include "plan/records.hpp"
 #include "render/render.hpp"
-#include "settings.hpp"
-#include "single_flight.hpp"
 #include "support/once.hpp"
+#include "support/single_flight.hpp"
 
 namespace flashjit {
 

@@ -1,4 +1,4 @@
-#include "settings.hpp"
+#include "call/settings.hpp"
 
 #include <fmt/format.h>
 

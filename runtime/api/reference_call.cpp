@@ -1,4 +1,4 @@
-#include "reference_call.hpp"
+#include "api/reference_call.hpp"
 
 #include <algorithm>
 #include <array>
@@ -6,8 +6,8 @@
 #include <string>
 #include <vector>
 
-#include "arguments.hpp"
-#include "captures.hpp"
+#include "call/arguments.hpp"
+#include "call/captures.hpp"
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "support/small_float.hpp"

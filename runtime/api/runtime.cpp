@@ -1,6 +1,6 @@
 #include "flashjit/runtime.hpp"
 
-#include "engine.hpp"
+#include "call/engine.hpp"
 
 namespace flashjit {
 

@@ -1,4 +1,4 @@
-#include "engine.hpp"
+#include "call/engine.hpp"
 
 #include <fmt/format.h>
 
@@ -7,8 +7,8 @@
 #include <future>
 #include <iterator>
 
-#include "arguments.hpp"
-#include "captures.hpp"
+#include "call/arguments.hpp"
+#include "call/captures.hpp"
 #include "device/tensor_maps.hpp"
 
 namespace flashjit {

@@ -28,7 +28,7 @@ ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config
 /// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& config);
 
-/// The shared memory of the backward pass, as BackwardTile in templates/sm90/backward_smem.cuh has it.
+/// The shared memory of the backward pass, as BackwardSmem in templates/sm90/backward_smem.cuh has it.
 sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& config);
 
 /// Whether a KV tile of the backward pass is of a cluster whose blocks sum up dQ; asked of any configuration.

@@ -30,159 +30,200 @@
 
 namespace flashjit::sm90 {
 
-/// Clears what stands behind the last key: it may be anything, and zero times anything is not zero.
+/// Clears K and V behind the last key, which may be anything: zero times anything is not zero.
 template <class P>
-__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardTile<P>& tile, unsigned i,
-                                                   int group) {
-  using Tile = BackwardTile<P>;
-  const int own = tile.rank() * Tile::kKeys, valid = tile.kv_limit(p, i) - tile.kv_begin(i);
+__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
+                                                   int wg) {
+  using Policy = BackwardPolicy<P>;
+  const int own = Policy::rank() * Policy::kKeys, valid = smem.kv_limit(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
-  tile.await_dout(i);
-  clear_rows<Tile::kKeys, P::kHeadDim>(tile.shared + Tile::kLayout.k(), valid);
-  clear_rows<Tile::kKeys, P::kHeadDimV>(tile.shared + Tile::kLayout.v(), valid);
-  if constexpr (Tile::kExchangesDs)
-    clear_rows<Tile::kKeys, Tile::kDim / 2>(tile.shared + Tile::kLayout.other_k(),
-                                            valid - Tile::kKeys + 2 * own);
+  smem.wait_dout(i);
+  clear_rows<Policy::kKeys, P::kHeadDim>(smem.pointer(smem.k()), valid);
+  clear_rows<Policy::kKeys, P::kHeadDimV>(smem.pointer(smem.v()), valid);
+  if constexpr (Policy::kExchangesDs)
+    clear_rows<Policy::kKeys, Policy::kDim / 2>(smem.pointer(smem.other_k()),
+                                                valid - Policy::kKeys + 2 * own);
   publish_to_async_proxy();
-  named_barrier_sync(2 + group, 128);
+  named_barrier_sync(2 + wg, 128);
 }
 
+/// Waits for Q tile i and starts S, where nothing is to be cleared first. False: there is no such tile, and S
+/// is not used.
 template <class P>
-__device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps, const BackwardTile<P>& tile,
-                                        int group) {
-  using Tile = BackwardTile<P>;
-  constexpr int kSteps = Tile::kQueries / 16;
-  float dk[Tile::kOwnDim / 2] = {}, dv[Tile::kOwnDimV / 2] = {};
-  // One counter for stage, phase and buffer: registers are short.
+__device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
+                                             unsigned long long q, typename BackwardFragments<P>::S& s) {
+  smem.wait_q(i);
+  if constexpr (!kForeignKeys<P>) start_s(smem, wg, q, s);
+  const QTileInfo& now = smem.q_tile(i);
+  if (now.head < 0) return false;
+  if (kForeignKeys<P> && now.first) clear_foreign_keys(p, smem, i, wg);
+  return true;
+}
+
+/// A consumer warp group with 64 keys of its own. It computes dQ of a Q tile only when it has dS of the next,
+/// since it needs the other warp group's dS, too: so neither waits for the other, and the products of one run
+/// under the other's softmax.
+template <class P>
+__device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps& maps,
+                                               const BackwardSmem<P>& smem, int wg) {
+  using Policy = BackwardPolicy<P>;
+  using Fragments = BackwardFragments<P>;
+  typename Fragments::Dk dk = {};
+  typename Fragments::Dv dv = {};
+  typename Fragments::S s;
   unsigned i = 0;
-  const auto q_rows_of = [&](unsigned j) {
-    return tile_descriptor(tile.q(j % P::kStages) + Tile::first_query(group) * kRowBytes, 0);
-  };
-  unsigned long long q_rows = q_rows_of(0);
-  float s[Tile::kQueries / 2];
+  unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
-  for (;; ++i) {
-    const int slot = i % P::kStages;
-    barrier_wait<P>(tile.q_full(slot), i / P::kStages & 1);
-    // Also when there is no tile: then nobody looks at the scores of what is there.
-    if constexpr (!kForeignKeys<P>) start_scores(tile, group, q_rows, s);
-    const typename Tile::QTile& now = tile.staged(i);
-    if (now.head < 0) break;
-    if (kForeignKeys<P> && now.first) clear_foreign_keys(p, tile, i, group);
-    unsigned probability[kSteps][4], gradient[kSteps][4];
+  for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
+    const QTileInfo& now = smem.q_tile(i);
+    typename Fragments::Operand probability, ds;
     PairSums<P> sums;
-    differentiate(p, maps, tile, i, now, group, q_rows, s, probability, gradient, sums);
-    q_rows = q_rows_of(i + 1);
-    float dq[Tile::kDqColumns / 2];
-    bool last;
-    if constexpr (Tile::kWide) {
-      sums.end();
-      publish_to_async_proxy();
-      barrier_arrive(tile.ds_full(i));
-      barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
-      if constexpr (Tile::kExchangesDs) {
-        give_ds(tile, i, group);
-        start_gradients(tile, i, group, probability, gradient, dk, dv);
-        multiply_wait<1>();
-        pin(dv);
-        barrier_arrive(tile.dout_empty(i % Tile::kDoutStages));
-        barrier_wait<P>(tile.other_ds_full(i), i / 2 & 1);
-        start_dq(tile, i, group, dq);
-        last = now.last;
-        multiply_wait<0>();
-        pin(dk);
-        pin(dq);
-        await_dq_room(tile, i, group);
-      } else {
-        start_dq(tile, i, group, dq);
-        start_gradients(tile, i, group, probability, gradient, dk, dv);
-        last = now.last;
-        multiply_wait<1>();
-        pin(dq);
-        pin(dv);
-        await_dq_room(tile, i, group);
-        stage_dq<0, Tile::kDqInDout>(tile, group, slot, dq);
-        multiply_wait<0>();
-        pin(dk);
-      }
-      stage_dq<Tile::kDqInDout, Tile::kDqSteps>(tile, group, slot, dq);
-      give_dq(tile, i, group);
-    } else {
-      // Before the first tile there is none: then nobody looks at the result, but a branch would serialise.
-      start_dq(tile, i - 1, group, dq);
-      start_gradients(tile, i, group, probability, gradient, dk, dv);
-      publish_to_async_proxy();  // dS, which nobody has read yet: the products need not wait for it
-      const bool first = now.first;
-      multiply_wait<2>();
-      pin(dq);
-      barrier_arrive(tile.ds_full(i));
-      if (!first) give_whole_dq(tile, i - 1, group, dq);
-      last = now.last;
-      sums.end();  // under the products
-      multiply_wait<0>();
-      pin(dk);
-      pin(dv);
-      // Every thread says for itself that it has read LSE, D and what the stage holds.
-      barrier_arrive(tile.dout_empty(slot));
-      barrier_arrive(tile.q_empty(slot));
-      if (last) {
-        barrier_wait<P>(tile.ds_full(i), i / 2 & 1);
-        start_dq(tile, i, group, dq);
-        multiply_wait<0>();
-        pin(dq);
-        barrier_arrive(tile.kv_empty());
-        give_whole_dq(tile, i, group, dq);
-      }
-    }
+    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    q = q_operand(smem, i + 1, wg);
+    typename Fragments::Dq dq;
+    // dQ += dS K, of the Q tile before. Before the first there is none, and the result is not used: a branch
+    // would serialise the products.
+    start_dq(smem, i - 1, wg, dq);
+    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    publish_to_async_proxy();  // dS, which has not been read yet: the products need not wait for it
+    const bool first = now.first;
+    multiply_wait<2>();
+    pin(dq);
+    barrier_arrive(smem.ds_full(i));
+    if (!first) hand_on_dq(smem, i - 1, wg, dq);
+    const bool last = now.last;
+    sums.end();  // under the products
+    multiply_wait<0>();
+    pin(dk);
+    pin(dv);
+    // Every thread arrives, as it has read LSE, D and what the stage holds.
+    smem.release_dout(i);
+    smem.release_q(i);
     if (last) {
-      if (Tile::kWide) barrier_arrive(tile.kv_empty());
-      store_gradient(p, tile, i, group, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_parts);
-      store_gradient(p, tile, i, group, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv,
-                     p.dv_parts);
+      smem.wait_ds(i);
+      start_dq(smem, i, wg, dq);  // dQ += dS K, of this Q tile
+      multiply_wait<0>();
+      pin(dq);
+      barrier_arrive(smem.kv_empty());
+      hand_on_dq(smem, i, wg, dq);
+      store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
   multiply_wait<0>();
   pin(s);
-  if constexpr (Tile::kAddsDs && !Tile::kWide) barrier_arrive(tile.ds_full(i));  // that this was all
-  await_dq_room(tile, i, group);
-  give_dq(tile, i, group);
+  if constexpr (Policy::kReadsDs) barrier_arrive(smem.ds_full(i));  // there is no dS any more
+  wait_dq_empty(smem, i, wg);
+  signal_dq_full(smem, i, wg);
+}
+
+/// A consumer warp group that has the same 64 keys as the other: half of the queries of S and dP, half of the
+/// columns of dK, dV and dQ, for which both write P and dS to shared memory.
+template <class P>
+__device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& maps,
+                                             const BackwardSmem<P>& smem, int wg) {
+  using Policy = BackwardPolicy<P>;
+  using Fragments = BackwardFragments<P>;
+  typename Fragments::Dk dk = {};
+  typename Fragments::Dv dv = {};
+  typename Fragments::S s;
+  unsigned i = 0;
+  unsigned long long q = q_operand(smem, 0, wg);
+#pragma unroll 1
+  for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
+    const QTileInfo& now = smem.q_tile(i);
+    typename Fragments::Operand probability, ds;
+    PairSums<P> sums;
+    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    q = q_operand(smem, i + 1, wg);
+    sums.end();
+    publish_to_async_proxy();
+    barrier_arrive(smem.ds_full(i));
+    smem.wait_ds(i);
+    typename Fragments::Dq dq;
+    start_dq(smem, i, wg, dq);                          // dQ += dS K
+    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    const bool last = now.last;
+    multiply_wait<1>();
+    pin(dq);
+    pin(dv);
+    wait_dq_empty(smem, i, wg);
+    stage_dq<0, Policy::kDqStepsInDout>(smem, i, wg, dq);  // over dO, which has been read
+    multiply_wait<0>();
+    pin(dk);
+    stage_dq<Policy::kDqStepsInDout, Policy::kDqSteps>(smem, i, wg, dq);
+    signal_dq_full(smem, i, wg);  // the thread that adds dQ releases the stage
+    if (last) {
+      barrier_arrive(smem.kv_empty());
+      store_dk_dv(p, smem, i, wg, dk, dv);
+    }
+  }
+  multiply_wait<0>();
+  pin(s);
+  wait_dq_empty(smem, i, wg);
+  signal_dq_full(smem, i, wg);
+}
+
+/// The same in a cluster of two blocks, each with 64 keys: they exchange dS, and a warp group computes a
+/// quarter of the columns of dQ, for the keys of both.
+template <class P>
+__device__ __forceinline__ void consume_wide_cluster(const Params& p, const TensorMaps& maps,
+                                                     const BackwardSmem<P>& smem, int wg) {
+  using Policy = BackwardPolicy<P>;
+  using Fragments = BackwardFragments<P>;
+  typename Fragments::Dk dk = {};
+  typename Fragments::Dv dv = {};
+  typename Fragments::S s;
+  unsigned i = 0;
+  unsigned long long q = q_operand(smem, 0, wg);
+#pragma unroll 1
+  for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
+    const QTileInfo& now = smem.q_tile(i);
+    typename Fragments::Operand probability, ds;
+    PairSums<P> sums;
+    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    q = q_operand(smem, i + 1, wg);
+    sums.end();
+    publish_to_async_proxy();
+    barrier_arrive(smem.ds_full(i));
+    smem.wait_ds(i);
+    send_ds(smem, i, wg);
+    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    multiply_wait<1>();
+    pin(dv);
+    smem.release_dout(i);
+    barrier_wait<P>(smem.other_ds_full(i), i / 2 & 1);
+    typename Fragments::Dq dq;
+    start_dq(smem, i, wg, dq);  // dQ += dS K
+    const bool last = now.last;
+    multiply_wait<0>();
+    pin(dk);
+    pin(dq);
+    wait_dq_empty(smem, i, wg);
+    stage_dq<0, Policy::kDqSteps>(smem, i, wg, dq);  // over Q, which has been read
+    signal_dq_full(smem, i, wg);                     // the thread that adds dQ releases Q
+    if (last) {
+      barrier_arrive(smem.kv_empty());
+      store_dk_dv(p, smem, i, wg, dk, dv);
+    }
+  }
+  multiply_wait<0>();
+  pin(s);
+  wait_dq_empty(smem, i, wg);
+  signal_dq_full(smem, i, wg);
 }
 
 template <class P>
 __device__ void backward(const Params& p, const TensorMaps& maps) {
-  using Tile = BackwardTile<P>;
+  using Policy = BackwardPolicy<P>;
   extern __shared__ __align__(kAlignment) char shared[];
   // Through a shuffle, as ptxas else asks for it again in each step, before the first product.
-  const Tile tile(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
+  const BackwardSmem<P> smem(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
-  if (threadIdx.x == 0) {
-    for (int buffer = 0; buffer < 2; ++buffer) {
-      barrier_init(tile.ds_full(buffer), Tile::kGroups * 128);
-      if constexpr (Tile::kAddsDs) barrier_init(tile.ds_added(buffer), 2 * 32);
-    }
-    for (int slot = 0; slot < P::kStages; ++slot) {
-      barrier_init(tile.q_full(slot), 1);
-      barrier_init(tile.dout_full(slot), 1);
-      barrier_init(tile.q_empty(slot), Tile::kGroups * (Tile::kWide ? 1 : 128));
-      barrier_init(tile.dout_empty(slot), Tile::kGroups * (Tile::kWide && !Tile::kExchangesDs ? 1 : 128));
-    }
-    for (int group = 0; group < Tile::kGroups; ++group) {
-      barrier_init(tile.dq_full(group), Tile::kSumsDq ? Tile::kGroups * 128 : 128);
-      barrier_init(tile.dq_empty(group), Tile::kSumsDq ? Tile::kGroups * (32 + Tile::kCluster - 1) : 1);
-    }
-    if constexpr (Tile::kSumsDq)
-      for (int n = 0; n < kDqSlots; ++n)
-        for (int group = 0; group < Tile::kGroups; ++group) barrier_init(tile.dq_there(group, n), 1);
-    barrier_init(tile.kv_empty(), Tile::kGroups * 128);
-    if constexpr (P::kDifferenceGrads > 0)
-      *reinterpret_cast<uint4*>(shared + Tile::kLayout.zeros()) = uint4{0, 0, 0, 0};
-    if constexpr (Tile::kExchangesDs)
-      for (int buffer = 0; buffer < 2; ++buffer) barrier_init(tile.other_ds_full(buffer), 1);
-    if constexpr (Tile::kCluster > 1)
-      for (int n = 0; n < kToldWorks; ++n) barrier_init(tile.told_full(n), 1);
-    barrier_init_fence();
-  }
-  if constexpr (Tile::kCluster > 1)
+  if (threadIdx.x == 0) smem.init();
+  if constexpr (Policy::kClusterSize > 1)
     cluster_sync();
   else
     __syncthreads();
@@ -190,31 +231,36 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
 
   // A block stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {
-    if constexpr (Tile::kCluster > 1) cluster_sync();
+    if constexpr (Policy::kClusterSize > 1) cluster_sync();
   };
-  const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
-  if (group == 0) {
-    lower_register_limit<Tile::kHelperRegisters>();
+  const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0);
+  if (wg == 0) {
+    lower_register_limit<Policy::kProducerRegisters>();
     const int warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 32, 0);
     if (warp < 3) {
-      const bool whole = (Tile::kAddsDs || Tile::kSumsDq) && warp > 0;
+      const bool whole = (Policy::kReadsDs || Policy::kSumsDq) && warp > 0;
       if (!whole && !elected()) return;
       if (warp == 0)
-        produce(p, tile, maps);
-      else if constexpr (Tile::kSumsDq)
-        sum_dq(p, tile, warp - 1);
+        produce(p, maps, smem);
+      else if constexpr (Policy::kSumsDq)
+        sum_dq(p, smem, warp - 1);
       else
-        add_dq(p, tile, warp - 1);
+        add_dq(p, smem, warp - 1);
       leave();
       return;
     }
     write_keys_without_rows<P>(p);
   } else {
-    raise_register_limit<Tile::kConsumerRegisters>();
-    consume(p, maps, tile, group - 1);
-    lower_register_limit<Tile::kHelperRegisters>();
+    raise_register_limit<Policy::kConsumerRegisters>();
+    if constexpr (Policy::kExchangesDs)
+      consume_wide_cluster(p, maps, smem, wg - 1);
+    else if constexpr (Policy::kWide)
+      consume_wide(p, maps, smem, wg - 1);
+    else
+      consume_narrow(p, maps, smem, wg - 1);
+    lower_register_limit<Policy::kProducerRegisters>();
   }
-  // Whoever computes comes for the last heads'.
+  // The consumers come for the last heads'.
   if (!writes_dq<P>(p)) convert_dq<P>(p);
   leave();
 }

@@ -1,6 +1,7 @@
 // The epilogue of the backward pass: dK and dV.
 #pragma once
 
+#include "flashjit/sm90/backward_products.cuh"
 #include "flashjit/sm90/backward_schedule.cuh"
 
 namespace flashjit::sm90 {
@@ -46,34 +47,43 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
   }
 }
 
-/// Stores a group's part of dK or dV, or what a part of the queries gives to it, and clears it for the next
-/// KV tile.
+/// Stores a warp group's part of dK or dV, or what a part of the queries gives to it, and clears it for the
+/// next KV tile.
 template <class P, int kCount>
-__device__ __forceinline__ void store_gradient(const Params& p, const BackwardTile<P>& tile, unsigned i,
-                                               int group, float (&c)[kCount], int columns, float scale,
+__device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
+                                               int wg, float (&c)[kCount], int columns, float scale,
                                                const TensorParam& to, float* parts) {
-  constexpr int kChunks = kCount / 4;  // of a group
-  const auto& place = tile.place(i);
-  const int first_chunk = BackwardTile<P>::kWide ? group * kChunks : 0;
+  constexpr int kChunks = kCount / 4;  // of a warp group
+  const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
+  const int first_chunk = BackwardPolicy<P>::kWide ? wg * kChunks : 0;
   const int thread = thread_now(),
-            row = tile.kv_begin(i) + BackwardTile<P>::first_row(group) + own_row(thread);
+            row = smem.kv_begin(i) + BackwardPolicy<P>::first_row(wg) + own_row(thread);
 #pragma unroll
   for (float& value : c) value *= scale;
-  const int chunks = min(columns / 8 - first_chunk, kChunks), rows = place.sequence.seqlen_kv(p) - row;
+  const int chunks = min(columns / 8 - first_chunk, kChunks), rows = kv_tile.sequence.seqlen_kv(p) - row;
   if constexpr (P::kInParts) {
-    const int part = tile.staged(i).last - 1;
+    const int part = smem.q_tile(i).last - 1;
     const long long at =
-        kv_row_of_part(p, part, place.sequence.b, place.h_kv, row) * columns + first_chunk * 8;
+        kv_row_of_part(p, part, kv_tile.sequence.b, kv_tile.h_kv, row) * columns + first_chunk * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (half * 8 < rows) store_row<kChunks>(parts + at + half * 8 * columns, half, c, chunks);
   } else {
     store_rows<typename P::Element>(c, chunks,
-                                    place.sequence.kv_pointer(to, place.h_kv, row) + first_chunk * 8,
+                                    kv_tile.sequence.kv_pointer(to, kv_tile.h_kv, row) + first_chunk * 8,
                                     to.stride_s, rows, thread);
   }
 #pragma unroll
   for (float& value : c) value = 0.0f;
+}
+
+/// Stores dK and dV of the KV tile that ends with Q tile i.
+template <class P>
+__device__ __forceinline__ void store_dk_dv(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
+                                            typename BackwardFragments<P>::Dk& dk,
+                                            typename BackwardFragments<P>::Dv& dv) {
+  store_gradient(p, smem, i, wg, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_parts);
+  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv, p.dv_parts);
 }
 
 }  // namespace flashjit::sm90

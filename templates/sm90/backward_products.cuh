@@ -1,9 +1,21 @@
-// The products of the backward pass.
+// The five products of the backward pass, each started here and run by the tensor cores beside what follows.
+// S and dP are computed transposed, keys by queries, so that P^T and dS^T are left operands of dV and dK.
 #pragma once
 
 #include "flashjit/sm90/backward_smem.cuh"
 
 namespace flashjit::sm90 {
+
+/// What a consumer thread has of the products: two columns of each eight, in two rows.
+template <class P>
+struct BackwardFragments {
+  using Policy = BackwardPolicy<P>;
+  using S = float[Policy::kWgQueries / 2];               ///< S^T, dP^T
+  using Operand = unsigned[Policy::kWgQueries / 16][4];  ///< P^T, dS^T, in the element type
+  using Dq = float[Policy::kDqColumns / 2];
+  using Dk = float[Policy::kWgDim / 2];
+  using Dv = float[Policy::kWgDimV / 2];
+};
 
 /// Starts S^T or dP^T, which `multiply` begins anew.
 template <int kCount>
@@ -15,75 +27,87 @@ __device__ __forceinline__ void start_transposed(float (&c)[kCount], auto multip
   pin(c);
 }
 
-/// Gives dS of Q tile i to the other block of the cluster: by one thread of the first group. The other has
-/// read what that overwrites, since it has written dS of the tile before.
+/// The rows of Q of Q tile i whose scores a warp group computes, as an operand.
 template <class P>
-__device__ __forceinline__ void give_ds(const BackwardTile<P>& tile, unsigned i, int group) {
-  if (group != 0 || threadIdx.x / 32 % 4 != 0 || !elected()) return;
-  const int other = 1 - tile.rank();
-  barrier_expect(tile.other_ds_full(i), BackwardTile<P>::kDsBytes);
-  copy_remote(in_block(tile.other_ds(i), other), tile.ds(i), BackwardTile<P>::kDsBytes,
-              in_block(tile.other_ds_full(i), other));
+__device__ __forceinline__ unsigned long long q_operand(const BackwardSmem<P>& smem, unsigned i, int wg) {
+  return tile_descriptor(smem.q(i % P::kStages) + BackwardPolicy<P>::first_query(wg) * kRowBytes, 0);
 }
 
-/// Starts S^T of Q tile i, whose descriptor is known.
-template <class P, int kCount>
-__device__ __forceinline__ void start_scores(const BackwardTile<P>& tile, int group, unsigned long long q,
-                                             float (&s)[kCount]) {
-  const unsigned long long k = tile_descriptor(tile.k() + BackwardTile<P>::first_row(group) * kRowBytes, 0);
+/// S^T = K Q^T
+template <class P>
+__device__ __forceinline__ void start_s(const BackwardSmem<P>& smem, int wg, unsigned long long q,
+                                        typename BackwardFragments<P>::S& s) {
+  const unsigned long long k = tile_descriptor(smem.k() + BackwardPolicy<P>::first_row(wg) * kRowBytes, 0);
   start_transposed(s, [&] { P::multiply_scores(s, k, q, 0); });
 }
 
-/// Starts a group's part of dQ of Q tile i.
+/// dP^T = V dO^T of Q tile i
 template <class P>
-__device__ __forceinline__ void start_dq(const BackwardTile<P>& tile, unsigned i, int group,
-                                         float (&dq)[BackwardTile<P>::kDqColumns / 2]) {
-  using Tile = BackwardTile<P>;
-  const int first_column = tile.first_dq_column(group);
-  const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
-    const unsigned long long left = tile_descriptor(ds, Tile::kKvSlice);
-    const unsigned long long right = tile_descriptor(Tile::column(k, column, Tile::kKvSlice), Tile::kKvSlice);
-    P::multiply_dq(dq, left, right, add);
-  };
-  pin(dq);
-  multiply_fence();
-  multiply_keys(tile.ds(i) + (Tile::kSplitRows ? group * Tile::kKvSlice : 0), tile.k(), first_column, false);
-  if constexpr (Tile::kExchangesDs) {
-    const int first_loaded = tile.first_other_column() / kSliceColumns * kSliceColumns;
-    multiply_keys(tile.other_ds(i), tile.other_k(), first_column - first_loaded, true);
-  }
-  multiply_commit();
-  pin(dq);
+__device__ __forceinline__ void start_dp(const BackwardSmem<P>& smem, unsigned i, int wg,
+                                         typename BackwardFragments<P>::S& dp) {
+  using Policy = BackwardPolicy<P>;
+  const int stage = i % Policy::kDoutStages;
+  const unsigned long long v = tile_descriptor(smem.v() + Policy::first_row(wg) * kRowBytes, 0),
+                           dout = tile_descriptor(smem.dout(stage) + Policy::first_query(wg) * kRowBytes, 0);
+  start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
 }
 
-/// Starts a group's part of dV and then of dK of Q tile i.
+/// dV += P^T dO and then dK += dS^T Q of Q tile i: a warp group's rows, or, wide, its columns. P^T and dS^T
+/// are read from registers, or, wide, from shared memory.
 template <class P>
-__device__ __forceinline__ void start_gradients(
-    const BackwardTile<P>& tile, unsigned i, int group,
-    const unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
-    const unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4], float (&dk)[BackwardTile<P>::kOwnDim / 2],
-    float (&dv)[BackwardTile<P>::kOwnDimV / 2]) {
-  using Tile = BackwardTile<P>;
-  const auto own_columns = [&](unsigned at, int columns) {
-    return tile_descriptor(Tile::column(at, Tile::kWide ? group * columns : 0, Tile::kQSlice), Tile::kQSlice);
+__device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigned i, int wg,
+                                            const typename BackwardFragments<P>::Operand& p,
+                                            const typename BackwardFragments<P>::Operand& ds,
+                                            typename BackwardFragments<P>::Dk& dk,
+                                            typename BackwardFragments<P>::Dv& dv) {
+  using Policy = BackwardPolicy<P>;
+  using Smem = BackwardSmem<P>;
+  const auto own_columns = [&](unsigned tile, int columns) {
+    return tile_descriptor(Smem::column(tile, Policy::kWide ? wg * columns : 0, Smem::kQSlice),
+                           Smem::kQSlice);
   };
-  const unsigned long long dout = own_columns(tile.dout(i % Tile::kDoutStages), Tile::kOwnDimV);
-  const unsigned long long q = own_columns(tile.q(i % P::kStages), Tile::kOwnDim);
+  const unsigned long long dout = own_columns(smem.dout(i % Policy::kDoutStages), Policy::kWgDimV);
+  const unsigned long long q = own_columns(smem.q(i % P::kStages), Policy::kWgDim);
   pin(dv);
   pin(dk);
   multiply_fence();
-  if constexpr (Tile::kWide) {
+  if constexpr (Policy::kWide) {
     // The summed queries are the columns of P^T and dS^T.
-    const unsigned long long p_tile = tile_descriptor(tile.p(i), 0), ds_tile = tile_descriptor(tile.ds(i), 0);
+    const unsigned long long p_tile = tile_descriptor(smem.p(i), 0), ds_tile = tile_descriptor(smem.ds(i), 0);
     P::multiply_dv(dv, p_tile, dout, 1);
     multiply_commit();
     P::multiply_dk(dk, ds_tile, q, 1);
   } else {
-    P::multiply_dv(dv, probability, dout, 1);
+    P::multiply_dv(dv, p, dout, 1);
     multiply_commit();
-    P::multiply_dk(dk, gradient, q, 1);
+    P::multiply_dk(dk, ds, q, 1);
   }
   multiply_commit();
+}
+
+/// dQ = dS K: a warp group's part, of Q tile i and this KV tile. Where blocks exchange dS, the columns are
+/// those of all of the cluster's keys.
+template <class P>
+__device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
+                                         typename BackwardFragments<P>::Dq& dq) {
+  using Policy = BackwardPolicy<P>;
+  using Smem = BackwardSmem<P>;
+  const int first_column = Policy::first_dq_column(wg);
+  const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
+    const unsigned long long left = tile_descriptor(ds, Smem::kKvSlice);
+    const unsigned long long right = tile_descriptor(Smem::column(k, column, Smem::kKvSlice), Smem::kKvSlice);
+    P::multiply_dq(dq, left, right, add);
+  };
+  pin(dq);
+  multiply_fence();
+  multiply_keys(smem.ds(i) + (Policy::kSplitsDqRows ? wg * Smem::kKvSlice : 0), smem.k(), first_column,
+                false);
+  if constexpr (Policy::kExchangesDs) {
+    const int first_loaded = smem.first_other_column() / kSliceColumns * kSliceColumns;
+    multiply_keys(smem.other_ds(i), smem.other_k(), first_column - first_loaded, true);
+  }
+  multiply_commit();
+  pin(dq);
 }
 
 }  // namespace flashjit::sm90

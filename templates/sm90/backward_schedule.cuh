@@ -1,37 +1,40 @@
-// Which KV tile a block of the backward pass takes next, and which of its keys are the block's.
+// The KV tile scheduler of the backward pass: blocks take one KV tile after the other from a counter.
 #pragma once
 
 #include "flashjit/sm90/backward_smem.cuh"
 
 namespace flashjit::sm90 {
 
-/// The number of this block's n-th KV tile. In a cluster the first block finds those that meet any Q tile,
-/// and tells the others.
+/// The index of the block's n-th KV tile. In a cluster the first block takes those that meet any Q tile, and
+/// sends them to the others.
 template <class P>
-__device__ __forceinline__ unsigned take_work(const Params& p, const BackwardTile<P>& tile, unsigned n) {
-  if (tile.rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
-  barrier_expect(tile.told_full(n), 4);
-  barrier_wait<P>(tile.told_full(n), n / kToldWorks & 1);
-  return *reinterpret_cast<const volatile unsigned*>(tile.shared + (tile.told(n) - tile.base));
+__device__ __forceinline__ unsigned next_tile_index(const Params& p, const BackwardSmem<P>& smem,
+                                                    unsigned n) {
+  if (BackwardPolicy<P>::rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
+  barrier_expect(smem.tile_index_full(n), 4);
+  barrier_wait<P>(smem.tile_index_full(n), n / kKeptTileIndices & 1);
+  return *reinterpret_cast<const volatile unsigned*>(smem.pointer(smem.tile_index(n)));
 }
 template <class P>
-__device__ __forceinline__ void tell_work(const BackwardTile<P>& tile, unsigned n, unsigned number) {
-  if constexpr (BackwardTile<P>::kCluster > 1) {
-    if (tile.rank() > 0) return;
-    for (int other = 1; other < BackwardTile<P>::kCluster; ++other)
-      store_remote(in_block(tile.told(n), other), number, in_block(tile.told_full(n), other));
+__device__ __forceinline__ void send_tile_index(const BackwardSmem<P>& smem, unsigned n, unsigned index) {
+  using Policy = BackwardPolicy<P>;
+  if constexpr (Policy::kClusterSize > 1) {
+    if (Policy::rank() > 0) return;
+    for (int other = 1; other < Policy::kClusterSize; ++other)
+      store_remote(in_block(smem.tile_index(n), other), index, in_block(smem.tile_index_full(n), other));
   }
 }
 
-/// Whether the sum that a cluster makes is dQ: all keys of a row are in its KV tile.
+/// Whether the sum of dQ over a cluster is all of dQ, as its KV tile has all keys of a row: then nothing is
+/// added in global memory.
 template <class P>
 __device__ __forceinline__ bool writes_dq(const Params& p) {
-  return BackwardTile<P>::kSumsDq && p.dq_accum == nullptr;
+  return BackwardPolicy<P>::kSumsDq && p.dq_accum == nullptr;
 }
 /// The keys of block `rank` of a cluster.
 template <class P>
 __device__ __forceinline__ BlockKeys block_keys(const Params& p, int rank) {
-  return {rank * BackwardTile<P>::kKeys, BackwardTile<P>::kKeys, writes_dq<P>(p)};
+  return {rank * BackwardPolicy<P>::kKeys, BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
 }
 
 }  // namespace flashjit::sm90

@@ -1,150 +1,210 @@
-// The backward pass: how the warp groups share a tile, and what lies where in shared memory.
+// Shared memory of a block of the backward pass: its parts by name, and its barriers with who arrives on
+// them. BackwardLayout in layout.cuh says where each lies.
 #pragma once
 
-#include "flashjit/common/tile_walk.cuh"
-#include "flashjit/sm90/dq_fragments.cuh"
+#include "flashjit/sm90/backward_policy.cuh"
 #include "flashjit/sm90/fragment.cuh"
 
 namespace flashjit::sm90 {
 
+/// What the producer says of a KV tile.
 template <class P>
-struct BackwardTile {
-  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,    P::kHeadDimV,
-                                          P::kStages, P::kReadsPlane, P::kQueryValues};
-  static constexpr int kGroups = kDqGroups;
-  static constexpr int kHelperRegisters = 56, kConsumerRegisters = 224;        // of a thread
-  static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
-  static constexpr int kCluster = kLayout.cluster(), kKeys = kLayout.keys();
-  static constexpr bool kExchangesDs = kLayout.exchanges_ds(), kSumsDq = kLayout.sums_dq();
-  static constexpr int kDoutStages = kLayout.dout_stages();
-  static constexpr int kKvSlice = kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
-  static constexpr int kQBytes = tile_bytes(P::kBr, kDim), kDoutBytes = tile_bytes(P::kBr, kDimV);
-  static constexpr int kKBytes = tile_bytes(kKeys, kDim), kVBytes = tile_bytes(kKeys, kDimV);
-  static constexpr int kOtherKBytes = kExchangesDs ? tile_bytes(kKeys, kDim / 2) : 0;
-  static constexpr int kDsBytes = tile_bytes(kKeys, P::kBr);
-  static constexpr bool kHasPlane = kLayout.has_plane();
-  // Gradients of captures that come from dS in shared memory. Up to 64 columns, registers suffice for what
-  // the warps that compute add to a plane themselves, which is quicker.
-  static constexpr bool kAddsPlane = P::kPlaneGrad && P::kHeadDim > 64;
-  static constexpr bool kAddsDs = kAddsPlane || P::kDifferenceGrads > 0;
-  static constexpr int kAddedGrads = P::kDifferenceGrads + kAddsPlane;
-  template <class Addition>
-  static constexpr bool adds(Addition which) {
-    return which.kPlaces == Places::by_difference || (kAddsPlane && which.kPlaces == Places::own);
-  }
-  static constexpr bool kWide = kLayout.wide();
-  static constexpr int kShare = kWide ? 2 : 1;
-  static constexpr int kQueries = P::kBr / kShare;                          // of S and dP, a group
-  static constexpr int kOwnDim = kDim / kShare, kOwnDimV = kDimV / kShare;  // columns of dK and dV, a group
-  // A group's part of dQ is 64 rows where there are 128, else some of the columns.
-  static constexpr bool kSplitRows = P::kBr == 128;
-  static constexpr int kDqColumns = kLayout.dq_columns();
-  // It leaves through shared memory, eight columns a step: `kDqInDout` and `kDqInQ` steps lie in what this
-  // group alone reads of dO and Q, when it has read it, the others in a place of their own.
-  static constexpr int kDqSteps = kDqColumns / 8;
-  static constexpr int kDqInDout = kLayout.dq_within_dout() / kDqStepBytes;
-  static constexpr int kDqInQ = kLayout.dq_within_q() / kDqStepBytes;
-  /// Of each group's part, those that a block of the cluster sums up.
-  static constexpr int kSummedSteps = kDqSteps / kCluster;
-  struct Place {
-    Sequence<P> sequence;
-    int h_kv;
-    int kv_begin;  ///< this block's first key
-    int kv_limit;  ///< keys of the sequence that are no padding
-  };
-  /// A Q tile; without a head the word that there are no more.
-  struct alignas(16) QTile : StagedTile {
-    long long row;      ///< its first among [batch, heads_q, seqlen_q_padded]
-    int place;          ///< of its KV tile
-    short first, last;  ///< of that KV tile's; of which the last says the part, and 1 more
-  };
-  static_assert(sizeof(Place) == kPlaceBytes && sizeof(QTile) == kQTileBytes);
-  static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
+struct KvTileInfo {
+  Sequence<P> sequence;
+  int h_kv;
+  int kv_begin;  ///< this block's first key
+  int kv_limit;  ///< keys of the sequence that are no padding
+};
+/// What it says of a Q tile; a negative head: there are no more.
+struct alignas(16) QTileInfo : StagedTile {
+  long long stats_row;  ///< its first row in [batch, heads_q, seqlen_q_padded]
+  int kv_slot;          ///< of its KV tile's KvTileInfo
+  short first;          ///< it is its KV tile's first
+  short last;           ///< it is its KV tile's last: 1 + the part of the queries; else 0
+};
 
-  /// Of a group, in the tiles of S^T and dP^T.
-  static __device__ int first_row(int group) { return kWide ? 0 : group * 64; }
-  static __device__ int first_query(int group) { return kWide ? group * kQueries : 0; }
+/// Addresses are of the shared window, in bytes. Q tiles are counted by `i` and KV tiles by `n`, each from
+/// the block's first on: stage, buffer and phase follow from the count, since registers are short.
+template <class P>
+struct BackwardSmem {
+  using Policy = BackwardPolicy<P>;
+  static constexpr BackwardLayout kLayout = Policy::kLayout;
+  static constexpr int kQBytes = tile_bytes(P::kBr, Policy::kDim);
+  static constexpr int kDoutBytes = tile_bytes(P::kBr, Policy::kDimV);
+  /// What arrives in a stage, beside K, V and the bias tile.
+  static constexpr int kQStageBytes = kQBytes + (P::kQueryValues ? 2 : 1) * P::kBr * 4;
+  static constexpr int kDoutStageBytes = kDoutBytes + P::kBr * 4;
+  static constexpr int kKBytes = tile_bytes(Policy::kKeys, Policy::kDim);
+  static constexpr int kVBytes = tile_bytes(Policy::kKeys, Policy::kDimV);
+  static constexpr int kOtherKBytes = Policy::kExchangesDs ? tile_bytes(Policy::kKeys, Policy::kDim / 2) : 0;
+  static constexpr int kDsBytes = tile_bytes(Policy::kKeys, P::kBr);
+  /// From one 64 columns of a tile to the next.
+  static constexpr int kKvSlice = Policy::kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
+  static_assert(sizeof(KvTileInfo<P>) == kKvTileInfoBytes && sizeof(QTileInfo) == kQTileInfoBytes);
 
   char* shared;
   unsigned base;  ///< its address
 
-  __device__ BackwardTile(char* memory, unsigned address) : shared(memory), base(address) {}
+  __device__ BackwardSmem(char* memory, unsigned address) : shared(memory), base(address) {}
 
-  /// Which block of the cluster this is.
-  static __device__ int rank() { return kCluster > 1 ? cluster_rank() : 0; }
-  /// Which part of dQ a group computes, and its first column.
-  static __device__ int dq_part(int group) { return (kExchangesDs ? rank() * kGroups : 0) + group; }
-  static __device__ int first_dq_column(int group) { return kSplitRows ? 0 : dq_part(group) * kDqColumns; }
-  __device__ Place* places() const { return reinterpret_cast<Place*>(shared + kLayout.places()); }
-  __device__ QTile& staged(unsigned i) const {
-    return reinterpret_cast<QTile*>(shared + kLayout.staged())[i % kKeptQTiles];
+  __device__ __forceinline__ char* pointer(unsigned address) const { return shared + (address - base); }
+  /// A column of a tile at `tile`.
+  static __device__ unsigned column(unsigned tile, int column, int slice_bytes) {
+    return tile + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
   }
-  /// Of Q tile i's KV tile: read again where needed, since registers are short.
-  __device__ const Place& place(unsigned i) const { return places()[staged(i).place]; }
-  __device__ int kv_begin(unsigned i) const { return place(i).kv_begin; }
-  __device__ int kv_limit(const Params& p, unsigned i) const {
-    return kForeignKeys<P> ? place(i).kv_limit : p.seqlen_kv;
-  }
+
+  // The KV tile. Where blocks exchange dS, also half of the columns of the other block's K.
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
-  __device__ unsigned q(int slot) const { return base + kLayout.q() + slot * kQBytes; }
-  __device__ unsigned dout(int slot) const { return base + kLayout.dout() + slot * kDoutBytes; }
-  /// The part of a captured plane that the scores of a Q tile read. It comes and goes with dO.
-  __device__ unsigned plane(int slot) const { return base + kLayout.plane() + slot * kLayout.plane_bytes(); }
-  // Of Q tile i there are dS and, wide, P, and a barrier that says that both groups have written them and
-  // have read those of the tile before.
+  __device__ unsigned other_k() const { return base + kLayout.other_k(); }
+  static __device__ int first_other_column() { return Policy::rank() * (Policy::kDim / 2); }
+
+  // The stages: Q with LSE and what the score reads of queries, dO with D and the bias tile.
+  __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
+  __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * P::kBr * 4; }
+  __device__ unsigned query_values(int stage) const { return base + kLayout.values() + stage * P::kBr * 4; }
+  __device__ unsigned dout(int stage) const { return base + kLayout.dout() + stage * kDoutBytes; }
+  __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * P::kBr * 4; }
+  __device__ unsigned bias_tile(int stage) const {
+    return base + kLayout.plane() + stage * kLayout.plane_bytes();
+  }
+  // The same rows' values, from byte `at` of all stages' on.
+  __device__ const char* lse_at(int at) const { return shared + kLayout.lse() + at; }
+  __device__ const char* d_at(int at) const { return shared + kLayout.d() + at; }
+  __device__ const char* query_values_at(int at) const { return shared + kLayout.values() + at; }
+
+  // dS and, wide, P of Q tile i; the other block's dS. Two buffers each.
   __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * kDsBytes; }
-  __device__ unsigned zeros() const { return base + kLayout.zeros(); }
-  __device__ unsigned ds_full(unsigned i) const { return q_full(P::kStages) + i % 2 * 8; }
-  /// Where a step of a group's dQ lies.
-  __device__ unsigned dq(int group, int slot, int step) const {
-    if (step < kDqInDout) return dout(slot) + group * kLayout.dq_within_dout() + step * kDqStepBytes;
-    step -= kDqInDout;
-    if (step < kDqInQ) return q(slot) + group * kLayout.dq_within_q() + step * kDqStepBytes;
-    return base + kLayout.dq() + group * kLayout.dq_bytes() + (step - kDqInQ) * kDqStepBytes;
-  }
-  /// Until dO and D of Q tile i are there.
-  __device__ void await_dout(unsigned i) const {
-    barrier_wait<P>(dout_full(i % kDoutStages), i / kDoutStages & 1);
-  }
-  /// A column of a tile of slices.
-  static __device__ unsigned column(unsigned at, int column, int slice_bytes) {
-    return at + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
-  }
-  // The first Q tile's of a KV tile are K's and V's, too.
-  __device__ unsigned q_full(int slot) const { return base + kLayout.barriers() + slot * 4 * 8; }
-  __device__ unsigned q_empty(int slot) const { return q_full(slot) + 8; }
-  __device__ unsigned dout_full(int slot) const { return q_full(slot) + 16; }
-  __device__ unsigned dout_empty(int slot) const { return q_full(slot) + 24; }
-  __device__ unsigned dq_full(int group) const { return ds_full(0) + (2 + group * 2) * 8; }
-  __device__ unsigned dq_empty(int group) const { return dq_full(group) + 8; }
-  __device__ unsigned kv_empty() const { return ds_full(0) + 6 * 8; }
-  /// Until what dS of Q tile i gives to gradients of captures is added.
-  __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
-
-  // Where blocks sum up dQ, of Q tile n: block `from`'s part of the columns of a group that are this block's;
-  // the barriers which say that all blocks' are there, that this block has given all that it has (or that
-  // this was the last tile), and that all blocks have read what they were given.
-  __device__ unsigned dq_from(int from, int group, unsigned n) const {
-    return base + kLayout.dq() +
-           ((n % kDqSlots * kGroups + group) * kCluster + from) * kSummedSteps * kDqStepBytes;
-  }
-  __device__ unsigned dq_there(int group, unsigned n) const {
-    return told_full(0) + (kToldWorks + n % kDqSlots * kGroups + group) * 8;
-  }
-  static_assert(kDqSlots <= kGroups, "in the place of the groups' barriers");
-  __device__ unsigned dq_given(unsigned n) const { return dq_full(n % kDqSlots); }
-  __device__ unsigned dq_read(unsigned n) const { return dq_empty(n % kDqSlots); }
-
-  // Of the other block of the cluster: half of the columns of its K, its dS of Q tile i, which it has written
-  // when its dS of the tile before has been read. From the first block, the n-th KV tile.
-  __device__ unsigned other_k() const { return base + kLayout.other_k(); }
-  static __device__ int first_other_column() { return rank() * (kDim / 2); }
   __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
-  __device__ unsigned other_ds_full(unsigned i) const { return told_full(0) + (kToldWorks + i % 2) * 8; }
-  __device__ unsigned told(unsigned n) const { return base + kLayout.told() + n % kToldWorks * 4; }
-  __device__ unsigned told_full(unsigned n) const { return kv_empty() + (3 + n % kToldWorks) * 8; }
+  __device__ unsigned zeros() const { return base + kLayout.zeros(); }
+
+  /// A step of a warp group's dQ. Wide, its first steps overlap what this warp group alone reads of the
+  /// stage's dO and Q, half of their columns, and are stored when it has read them. The thread that adds dQ
+  /// to global memory then releases the stage.
+  __device__ unsigned dq(int wg, int stage, int step) const {
+    if (step < Policy::kDqStepsInDout)
+      return dout(stage) + wg * kLayout.dq_within_dout() + step * kDqStepBytes;
+    step -= Policy::kDqStepsInDout;
+    if (step < Policy::kDqStepsInQ) return q(stage) + wg * kLayout.dq_within_q() + step * kDqStepBytes;
+    return base + kLayout.dq() + wg * kLayout.dq_bytes() + (step - Policy::kDqStepsInQ) * kDqStepBytes;
+  }
+  /// Where blocks sum up dQ: what block `from` has of Q tile i, of the columns of a warp group's part that
+  /// this block sums up.
+  __device__ unsigned dq_from(int from, int wg, unsigned i) const {
+    return base + kLayout.dq() +
+           ((i % kDqSlots * Policy::kWgs + wg) * Policy::kClusterSize + from) * Policy::kSummedSteps *
+               kDqStepBytes;
+  }
+  /// From byte `at` of the first block's on.
+  __device__ const char* dq_parts(int wg, unsigned i, int at) const {
+    return shared + (dq_from(0, wg, i) - base) + at;
+  }
+
+  // What the producer says of tiles.
+  __device__ KvTileInfo<P>* kv_tiles() const {
+    return reinterpret_cast<KvTileInfo<P>*>(shared + kLayout.kv_tiles());
+  }
+  __device__ QTileInfo& q_tile(unsigned i) const {
+    return reinterpret_cast<QTileInfo*>(shared + kLayout.q_tiles())[i % kKeptQTiles];
+  }
+  /// The KV tile of Q tile i: read again where needed, since registers are short.
+  __device__ const KvTileInfo<P>& kv_tile_of(unsigned i) const { return kv_tiles()[q_tile(i).kv_slot]; }
+  __device__ int kv_begin(unsigned i) const { return kv_tile_of(i).kv_begin; }
+  __device__ int kv_limit(const Params& params, unsigned i) const {
+    return kForeignKeys<P> ? kv_tile_of(i).kv_limit : params.seqlen_kv;
+  }
+  /// The index of the cluster's n-th KV tile, from its first block.
+  __device__ unsigned tile_index(unsigned n) const {
+    return base + kLayout.tile_indices() + n % kKeptTileIndices * 4;
+  }
+
+  // Barriers: "full" when there is something to read, "empty" when it has been read.
+  __device__ __forceinline__ unsigned barrier(int number) const {
+    return base + kLayout.barriers() + number * 8;
+  }
+  // The stages. The first Q tile's of a KV tile are K's (with Q) and V's (with dO), too.
+  __device__ unsigned q_full(int stage) const { return barrier(kLayout.stage_barriers(stage)); }
+  __device__ unsigned q_empty(int stage) const { return q_full(stage) + 8; }
+  __device__ unsigned dout_full(int stage) const { return q_full(stage) + 16; }
+  __device__ unsigned dout_empty(int stage) const { return q_full(stage) + 24; }
+  /// Both warp groups are done with the KV tile.
+  __device__ unsigned kv_empty() const { return barrier(kLayout.kv_barrier()); }
+  /// Both warp groups have written dS of Q tile i, and P, and have read those of the tile before.
+  __device__ unsigned ds_full(unsigned i) const { return barrier(kLayout.ds_barriers()) + i % 2 * 8; }
+  /// What dS of Q tile i gives to gradients of captures is added.
+  __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
+  /// A warp group's dQ, on its way to global memory.
+  __device__ unsigned dq_full(int wg) const { return barrier(kLayout.dq_barriers() + wg * 2); }
+  __device__ unsigned dq_empty(int wg) const { return dq_full(wg) + 8; }
+  // Where blocks sum up dQ of Q tile i, in place of these: this block has sent its parts (or there is no such
+  // tile); all blocks have read what they were sent; and all blocks' parts are here.
+  static_assert(kDqSlots <= Policy::kWgs, "in the place of the warp groups' barriers");
+  __device__ unsigned dq_sent(unsigned i) const { return dq_full(i % kDqSlots); }
+  __device__ unsigned dq_read(unsigned i) const { return dq_empty(i % kDqSlots); }
+  __device__ unsigned dq_parts_full(int wg, unsigned i) const {
+    return tile_index_full(0) + (kKeptTileIndices + i % kDqSlots * Policy::kWgs + wg) * 8;
+  }
+  /// Where blocks exchange dS: the other block's of Q tile i is here. It is sent when that of the tile before
+  /// has been read.
+  __device__ unsigned other_ds_full(unsigned i) const {
+    return barrier(kLayout.exchange_barriers()) + i % 2 * 8;
+  }
+  __device__ unsigned tile_index_full(unsigned n) const {
+    return barrier(kLayout.tile_index_barriers()) + n % kKeptTileIndices * 8;
+  }
+
+  /// Makes the barriers, and the zeros. By one thread.
+  __device__ __forceinline__ void init() const {
+    constexpr int kConsumers = Policy::kWgs * 128;
+    for (int buffer = 0; buffer < 2; ++buffer) {
+      barrier_init(ds_full(buffer), kConsumers);
+      if constexpr (Policy::kReadsDs) barrier_init(ds_added(buffer), 2 * 32);
+    }
+    // Wide, the threads that add dQ release the stage, one for each warp group.
+    for (int stage = 0; stage < P::kStages; ++stage) {
+      barrier_init(q_full(stage), 1);
+      barrier_init(dout_full(stage), 1);
+      barrier_init(q_empty(stage), Policy::kWide ? Policy::kWgs : kConsumers);
+      barrier_init(dout_empty(stage), Policy::kWide && !Policy::kExchangesDs ? Policy::kWgs : kConsumers);
+    }
+    // Where dQ is summed up, a warp for each warp group's part in every block of the cluster reads it.
+    for (int wg = 0; wg < Policy::kWgs; ++wg) {
+      barrier_init(dq_full(wg), Policy::kSumsDq ? kConsumers : 128);
+      barrier_init(dq_empty(wg), Policy::kSumsDq ? Policy::kWgs * (32 + Policy::kClusterSize - 1) : 1);
+    }
+    if constexpr (Policy::kSumsDq)
+      for (int slot = 0; slot < kDqSlots; ++slot)
+        for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(dq_parts_full(wg, slot), 1);
+    barrier_init(kv_empty(), kConsumers);
+    if constexpr (P::kDifferenceGrads > 0)
+      *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};
+    if constexpr (Policy::kExchangesDs)
+      for (int buffer = 0; buffer < 2; ++buffer) barrier_init(other_ds_full(buffer), 1);
+    if constexpr (Policy::kClusterSize > 1)
+      for (int n = 0; n < kKeptTileIndices; ++n) barrier_init(tile_index_full(n), 1);
+    barrier_init_fence();
+  }
+
+  // A stage goes round: the producer waits until it is empty, the consumers until it is full, and they
+  // release it, or, wide, the thread that adds dQ.
+  __device__ __forceinline__ void wait_q_empty(unsigned i) const {
+    barrier_wait<P>(q_empty(i % P::kStages), i / P::kStages & 1 ^ 1);
+  }
+  __device__ __forceinline__ void wait_dout_empty(unsigned i) const {
+    barrier_wait<P>(dout_empty(i % Policy::kDoutStages), i / Policy::kDoutStages & 1 ^ 1);
+  }
+  __device__ __forceinline__ void wait_q(unsigned i) const {
+    barrier_wait<P>(q_full(i % P::kStages), i / P::kStages & 1);
+  }
+  __device__ void wait_dout(unsigned i) const {
+    barrier_wait<P>(dout_full(i % Policy::kDoutStages), i / Policy::kDoutStages & 1);
+  }
+  __device__ __forceinline__ void wait_ds(unsigned i) const { barrier_wait<P>(ds_full(i), i / 2 & 1); }
+  __device__ __forceinline__ void release_q(unsigned i) const { barrier_arrive(q_empty(i % P::kStages)); }
+  __device__ __forceinline__ void release_dout(unsigned i) const {
+    barrier_arrive(dout_empty(i % Policy::kDoutStages));
+  }
 };
 
 }  // namespace flashjit::sm90

@@ -1,4 +1,5 @@
-// Softmax and its derivative in the backward pass.
+// P and dS of the backward pass: P = exp2(S - LSE), dP = dO V^T, dS = P (dP - D), for a warp group's pairs of
+// a Q tile and the KV tile.
 #pragma once
 
 #include "flashjit/common/tile_mask.cuh"
@@ -7,199 +8,232 @@
 
 namespace flashjit::sm90 {
 
-/// Whether what the score reads of a thread's keys is found before the products are awaited. Beside lengths
-/// more columns leave no registers for it, unless it also reads of queries: then to find it pair by pair
-/// takes more.
+/// What a thread's pairs add to those gradients of captures that the consumers add.
 template <class P>
-constexpr bool kFindsKeyValues = P::kKeyValues && (P::kHeadDim <= 64 || P::kQueryValues || !kForeignKeys<P>);
+using PairSums = CaptureSums<P::kCaptureGrads - BackwardPolicy<P>::kGradsFromDs, 2>;
 
-/// What a thread's pairs add to those gradients of captures that do not come from dS in shared memory.
+/// A consumer thread's pairs of Q tile i, as it has S^T: of values n to n + 3, where n is a multiple of four,
+/// the first two are of neighbouring queries and one key, the others of the same queries and the key eight
+/// on.
 template <class P>
-using PairSums = CaptureSums<P::kCaptureGrads - BackwardTile<P>::kAddedGrads, 2>;
+struct ScoreTile {
+  using Policy = BackwardPolicy<P>;
+  static constexpr int kCount = Policy::kWgQueries / 2;  ///< values of a thread
 
-/// A group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other group
-/// reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
+  unsigned i;
+  int wg, lane;
+  int warp_row;                        ///< the warp's first key among the block's
+  int row;                             ///< the thread's
+  int h;                               ///< the Q tile's head
+  int q_begin;                         ///< the warp group's first query
+  Position q, kv;                      ///< of the thread's first pair
+  const char *lse, *d, *query_values;  ///< of the thread's first query
+
+  __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, const StagedTile& now, int wg)
+      : i(i), wg(wg), lane(threadIdx.x % 32) {
+    const int warp = threadIdx.x / 32 % 4;
+    const int first_query = Policy::first_query(wg), stage = i % P::kStages;
+    warp_row = Policy::first_row(wg) + warp * 16;
+    h = now.head, q_begin = now.tile * P::kBr + first_query;
+    // Opaque, so that the other queries' are offsets in the instructions.
+    const int first = opaque((stage * P::kBr + first_query + lane % 4 * 2) * 4);
+    lse = smem.lse_at(first), d = smem.d_at(first), query_values = smem.query_values_at(first);
+    q = position(q_begin + lane % 4 * 2);
+    row = warp_row + lane / 4;
+    kv = position(smem.kv_begin(i) + row);
+  }
+  __device__ Position at_q(int n) const { return q + (n / 4 * 8 + n % 2); }
+  __device__ Position at_kv(int n) const { return kv + n / 2 % 2 * 8; }
+  /// Two queries' of LSE, D or query values.
+  static __device__ float2 of_queries(const char* row, int n) {
+    return *reinterpret_cast<const float2*>(row + n * 8);
+  }
+};
+
+/// Clears the rows of Q and dO that belong to the next sequence.
 template <class P>
-__device__ __forceinline__ void differentiate(const Params& p, const TensorMaps& maps,
-                                              const BackwardTile<P>& tile, unsigned i, const StagedTile& now,
-                                              int group, unsigned long long q_rows,
-                                              float (&s)[BackwardTile<P>::kQueries / 2],
-                                              unsigned (&probability)[BackwardTile<P>::kQueries / 16][4],
-                                              unsigned (&gradient)[BackwardTile<P>::kQueries / 16][4],
-                                              PairSums<P>& sums) {
-  using Element = typename P::Element;
-  using Tile = BackwardTile<P>;
-  constexpr int kS = Tile::kQueries / 2;
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
-  const int first_row = Tile::first_row(group), first_query = Tile::first_query(group);
-  const int kv_row = first_row + warp * 16 + lane / 4;  // in the tile; and kv_row + 8
-  const int slot = i % P::kStages, dout_slot = i % Tile::kDoutStages;
-  const int h = now.head, q_begin = now.tile * P::kBr + first_query;
-  // Of this thread's first query; opaque, so that the others' are offsets in the instructions.
-  const int own = opaque((slot * P::kBr + first_query + lane % 4 * 2) * 4);
-  const char* row_lse = tile.shared + Tile::kLayout.lse() + own;
-  const char* row_d = tile.shared + Tile::kLayout.d() + own;
-  [[maybe_unused]] const char* row_values = tile.shared + Tile::kLayout.values() + own;
-  const Position q_position = position(q_begin + lane % 4 * 2);
-  const Position kv_position = position(tile.kv_begin(i) + kv_row);
-  const auto at_q = [&](int n) { return q_position + (n / 4 * 8 + n % 2); };
-  const auto at_kv = [&](int n) { return kv_position + n / 2 % 2 * 8; };
-  const Sequence<P>& sequence = tile.place(i).sequence;
-  [[maybe_unused]] const auto head = sequence.head(p, h);
+__device__ __forceinline__ void clear_foreign_queries(const Params& p, const BackwardSmem<P>& smem,
+                                                      const Sequence<P>& sequence, const ScoreTile<P>& tile) {
   if constexpr (P::kVarlen) {
-    if (const int valid = sequence.seqlen_q(p) - now.tile * P::kBr; valid < P::kBr) {
-      // The rows behind belong to the next sequence.
-      // Here alone what copies of the loops would keep has no registers.
+    if (const int valid = sequence.seqlen_q(p) - smem.q_tile(tile.i).tile * P::kBr; valid < P::kBr) {
       const auto count = [](int known) {
-        return Tile::kWide || Tile::kSumsDq || P::kHeadDim <= 64 ? known : opaque(known);
+        return BackwardPolicy<P>::kUnrollsClearing ? known : opaque(known);
       };
-      tile.await_dout(i);
-      clear_rows<P::kBr, P::kHeadDim>(tile.shared + (tile.q(slot) - tile.base), valid,
+      smem.wait_dout(tile.i);
+      clear_rows<P::kBr, P::kHeadDim>(smem.pointer(smem.q(tile.i % P::kStages)), valid,
                                       count(slices(P::kHeadDim)));
-      clear_rows<P::kBr, P::kHeadDimV>(tile.shared + (tile.dout(dout_slot) - tile.base), valid,
-                                       count(slices(P::kHeadDimV)));
+      clear_rows<P::kBr, P::kHeadDimV>(smem.pointer(smem.dout(tile.i % BackwardPolicy<P>::kDoutStages)),
+                                       valid, count(slices(P::kHeadDimV)));
       publish_to_async_proxy();
-      named_barrier_sync(2 + group, 128);
+      named_barrier_sync(2 + tile.wg, 128);
     }
   }
+}
 
-  // Where this lane's row of the first four matrices of the plane's elements lies. Before dP takes its
-  // registers.
-  [[maybe_unused]] unsigned plane = 0;
-  if constexpr (Tile::kHasPlane) {
-    const CapturePlane of = P::plane(p, head);
-    const int first_chunk = (first_row + warp * 16) / 8;
-    if (!unit_copies(p, maps, of)) {
-      const PlaneRows<P::kBr, Tile::kQueries, 16, 4> rows{tile.shared + (tile.plane(dout_slot) - tile.base),
-                                                          of,
-                                                          now.tile * P::kBr,
-                                                          tile.kv_begin(i),
-                                                          first_query,
-                                                          first_chunk * 8};
-      rows.start();
-      rows.finish();
-    }
-    plane = tile.plane(dout_slot) +
-            chunk_offset<P::kBr>(first_query + lane / 16 * 8 + lane % 8, first_chunk + lane / 8 % 2);
+/// Where this lane's row of the first four matrices of the bias tile's elements lies. Where the TMA unit does
+/// not copy them, a warp copies its own.
+template <class P>
+__device__ __forceinline__ unsigned prepare_bias_tile(const Params& p, const TensorMaps& maps,
+                                                      const BackwardSmem<P>& smem,
+                                                      const typename P::Head& head,
+                                                      const ScoreTile<P>& tile) {
+  using Policy = BackwardPolicy<P>;
+  const CapturePlane plane = P::plane(p, head);
+  const int stage = tile.i % Policy::kDoutStages;
+  const int first_query = Policy::first_query(tile.wg), first_chunk = tile.warp_row / 8;
+  if (!unit_copies(p, maps, plane)) {
+    const PlaneRows<P::kBr, Policy::kWgQueries, 16, 4> rows{smem.pointer(smem.bias_tile(stage)),
+                                                            plane,
+                                                            smem.q_tile(tile.i).tile * P::kBr,
+                                                            smem.kv_begin(tile.i),
+                                                            first_query,
+                                                            first_chunk * 8};
+    rows.start();
+    rows.finish();
   }
+  return smem.bias_tile(stage) + chunk_offset<P::kBr>(first_query + tile.lane / 16 * 8 + tile.lane % 8,
+                                                      first_chunk + tile.lane / 8 % 2);
+}
 
-  // What the score reads of this thread's keys.
+/// Bit n: the block map lets the n-th eight queries attend to the warp's sixteen keys. Its blocks are
+/// multiples of 16, so that these lie in one.
+template <class P>
+__device__ __forceinline__ unsigned find_map_bits(const Params& p, const BackwardSmem<P>& smem,
+                                                  const Sequence<P>& sequence, const ScoreTile<P>& tile) {
+  const unsigned char* column =
+      block_map_row<P>(p, sequence.b, tile.h, 0) +
+      min(smem.kv_begin(tile.i) + tile.row - tile.lane / 4, smem.kv_limit(p, tile.i) - 1) / P::kBlockKv;
+  const int q = min(tile.q_begin + tile.lane % (ScoreTile<P>::kCount / 4) * 8, sequence.seqlen_q(p) - 1);
+  return __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
+}
+
+/// A warp group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
+/// warp group reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
+template <class P>
+__device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMaps& maps,
+                                                 const BackwardSmem<P>& smem, unsigned i,
+                                                 const StagedTile& now, int wg, unsigned long long q_rows,
+                                                 typename BackwardFragments<P>::S& s,
+                                                 typename BackwardFragments<P>::Operand& probability,
+                                                 typename BackwardFragments<P>::Operand& ds,
+                                                 PairSums<P>& sums) {
+  using Element = typename P::Element;
+  using Policy = BackwardPolicy<P>;
+  constexpr int kCount = ScoreTile<P>::kCount;
+  const ScoreTile<P> tile(smem, i, now, wg);
+  const Sequence<P>& sequence = smem.kv_tile_of(i).sequence;
+  [[maybe_unused]] const auto head = sequence.head(p, tile.h);
+  clear_foreign_queries(p, smem, sequence, tile);
+  [[maybe_unused]] unsigned bias_tile = 0;
+  // Before dP takes the registers.
+  if constexpr (Policy::kHasBiasTile) bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
   [[maybe_unused]] float of_key[2] = {};
-  if constexpr (kFindsKeyValues<P>)
-    for (int half = 0; half < 2; ++half) of_key[half] = P::key_value(p, head, at_kv(half * 2));
+  if constexpr (Policy::kFindsKeyValuesEarly)
+    for (int half = 0; half < 2; ++half) of_key[half] = P::key_value(p, head, tile.at_kv(half * 2));
 
-  float dp[kS];
-  if constexpr (kForeignKeys<P>) start_scores(tile, group, q_rows, s);
-  [[maybe_unused]] DroppedValues<kS> dropped;
-  const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + h, at_q(0).at, at_kv(0).at); };
-  // Wide, registers suffice beside dP, too.
-  if constexpr (P::kDropout && !Tile::kWide) draw();
-  const bool partial = !now.full || tile.kv_begin(i) + Tile::kKeys > tile.kv_limit(p, i);
-  tile.await_dout(i);
-  const unsigned long long v = tile_descriptor(tile.v() + first_row * kRowBytes, 0),
-                           dout = tile_descriptor(tile.dout(dout_slot) + first_query * kRowBytes, 0);
-  start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
-  if constexpr (P::kDropout && Tile::kWide) draw();
-  TileMask<P, Tile::kQueries> mask;
-  const auto row_at = [&](int half) { return kv_position.at + half * 8; };
-  if (partial) mask.find(p, head, row_at, q_begin);
+  if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);
+  [[maybe_unused]] DroppedValues<kCount> dropped;
+  const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + tile.h, tile.q.at, tile.kv.at); };
+  if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
+  const bool partial = !now.full || smem.kv_begin(tile.i) + Policy::kKeys > smem.kv_limit(p, i);
+  smem.wait_dout(i);
+  float dp[kCount];
+  start_dp(smem, i, wg, dp);
+  if constexpr (P::kDropout && Policy::kDrawsBesideDp) draw();
+  TileMask<P, Policy::kWgQueries> mask;
+  const auto key_at = [&](int half) { return tile.kv.at + half * 8; };
+  if (partial) mask.find(p, head, key_at, tile.q_begin);
+  [[maybe_unused]] unsigned map_bits = ~0u;
+  if constexpr (kTestsMap<P>)
+    if (partial) map_bits = find_map_bits(p, smem, sequence, tile);
 
-  // Bit n / 4: the map lets these eight queries attend. Its blocks are multiples of 16, so that they and a
-  // warp's sixteen keys lie in one.
-  [[maybe_unused]] unsigned blocks = ~0u;
-  if constexpr (kTestsMap<P>) {
-    if (partial) {
-      const unsigned char* column =
-          block_map_row<P>(p, sequence.b, h, 0) +
-          min(tile.kv_begin(i) + kv_row - lane / 4, tile.kv_limit(p, i) - 1) / P::kBlockKv;
-      // Lane i asks for the i-th eight queries.
-      const int q = min(q_begin + lane % (kS / 4) * 8, sequence.seqlen_q(p) - 1);
-      blocks = __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
-    }
-  }
-  // Of sixteen queries of a tile in shared memory, [KV row][query], lane l says where row l % 8 of matrix l /
-  // 8 is to be. The swizzle lets a step change two bits of the place.
-  const int first_place =
-      opaque(chunk_offset<Tile::kKeys>(first_row + warp * 16 + lane % 16, first_query / 8 + lane / 16));
+  // Of sixteen queries of a tile in shared memory, [key][query], lane l gives the address of row l % 8 of
+  // matrix l / 8. The swizzle lets a step change two bits of it.
+  const int first_offset = opaque(chunk_offset<Policy::kKeys>(tile.warp_row + tile.lane % 16,
+                                                              Policy::first_query(wg) / 8 + tile.lane / 16));
   const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
-    store_matrices(to + (first_place ^ (step % 4 * 32)) + step / 4 * Tile::kKvSlice, words);
+    store_matrices(to + (first_offset ^ (step % 4 * 32)) + step / 4 * BackwardSmem<P>::kKvSlice, words);
   };
   const float scale_log2 = scale_operand<P>(p);
-  const auto at_pair = [](const char* row, int n) { return *reinterpret_cast<const float2*>(row + n * 8); };
-  const float2 first_lse = at_pair(row_lse, 0), first_d = at_pair(row_d, 0);
+  const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
   multiply_wait<0>();
   pin(s);
   pin(dp);
   // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
-  if constexpr (!Tile::kWide) barrier_wait<P>(tile.ds_full(i - 1), (i - 1) / 2 & 1);
-  if constexpr (Tile::kAddsDs) barrier_wait<P>(tile.ds_added(i), i / 2 & 1 ^ 1);
+  if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
+  if constexpr (Policy::kReadsDs) barrier_wait<P>(smem.ds_added(i), i / 2 & 1 ^ 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
-    const bool any = !masked.value || kTestsMask<P> || P::mask(p, head, q_position, kv_position);
-    [[maybe_unused]] unsigned elements[4];
+    const bool any = !masked.value || kTestsMask<P> || P::mask(p, head, tile.q, tile.kv);
+    [[maybe_unused]] unsigned bias[4];
 #pragma unroll
-    for (int n = 0; n < kS; n += 4) {
-      const float2 lse = n == 0 ? first_lse : at_pair(row_lse, n);
-      const float2 d = n == 0 ? first_d : at_pair(row_d, n);
-      // What the gradients want.
+    for (int n = 0; n < kCount; n += 4) {
+      const float2 lse = n == 0 ? first_lse : tile.of_queries(tile.lse, n);
+      const float2 d = n == 0 ? first_d : tile.of_queries(tile.d, n);
       [[maybe_unused]] float slope[4], dots[4];
-      [[maybe_unused]] float2 of_queries{};
-      if constexpr (P::kQueryValues) of_queries = at_pair(row_values, n);
       if constexpr (P::kHasScore) {
+        [[maybe_unused]] float2 of_queries{};
+        if constexpr (P::kQueryValues) of_queries = tile.of_queries(tile.query_values, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float dot = dots[e] = s[n + e];
-          if constexpr (Tile::kHasPlane) {
-            if (n % 8 + e == 0) load_matrix_x4_transposed(elements, plane + n / 8 * 16 * kRowBytes);
-            const auto element = static_cast<unsigned short>(elements[(n + e) % 8 / 2] >> e % 2 * 16);
+          if constexpr (Policy::kHasBiasTile) {
+            if (n % 8 + e == 0) load_matrix_x4_transposed(bias, bias_tile + n / 8 * 16 * kRowBytes);
+            const auto element = static_cast<unsigned short>(bias[(n + e) % 8 / 2] >> e % 2 * 16);
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
-            s[n + e] = P::score_of_element(p, head, dot, element, at_q(n + e), at_kv(n + e));
+              slope[e] = P::score_grad_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = P::score_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
           } else if constexpr (P::kQueryValues || P::kKeyValues) {
             const float of_query = e % 2 ? of_queries.y : of_queries.x;
-            if constexpr (P::kKeyValues && !kFindsKeyValues<P>)
-              of_key[e / 2] = P::key_value(p, head, at_kv(n + e));
+            if constexpr (P::kKeyValues && !Policy::kFindsKeyValuesEarly)
+              of_key[e / 2] = P::key_value(p, head, tile.at_kv(n + e));
             if constexpr (P::kScoreGrad)
-              slope[e] =
-                  P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));
-            s[n + e] = P::score_of_values(p, head, dot, of_query, of_key[e / 2], at_q(n + e), at_kv(n + e));
+              slope[e] = P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
+                                                 tile.at_kv(n + e));
+            s[n + e] = P::score_of_values(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
+                                          tile.at_kv(n + e));
           } else {
-            if constexpr (P::kScoreGrad) slope[e] = P::score_grad(p, head, dot, at_q(n + e), at_kv(n + e));
-            s[n + e] = P::score(p, head, dot, at_q(n + e), at_kv(n + e));
+            if constexpr (P::kScoreGrad)
+              slope[e] = P::score_grad(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = P::score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
           }
         }
       }
       if constexpr (masked.value) {
-        const bool block = !kTestsMap<P> || (blocks >> (n / 4) & 1u) != 0;
+        const bool block = !kTestsMap<P> || (map_bits >> (n / 4) & 1u) != 0;
         const auto columns = mask.columns(n * 2);
 #pragma unroll
-        for (int e = 0; e < 4; ++e)
-          s[n + e] = mask_score(
-              s[n + e], block, at_kv(n + e).at < tile.kv_limit(p, i),
-              kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, at_q(n + e), at_kv(n + e)) : any);
+        for (int e = 0; e < 4; ++e) {
+          const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
+          s[n + e] = mask_score(s[n + e], block, kv.at < smem.kv_limit(p, i),
+                                kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
+        }
       }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float probable = exp2_approx(fmaf(s[n + e], scale_log2, e % 2 ? -lse.y : -lse.x));
+        // P = exp2(S - LSE)
+        const float pair_p = exp2_approx(fmaf(s[n + e], scale_log2, e % 2 ? -lse.y : -lse.x));
         const bool drop = P::kDropout && dropped[n + e];
-        const float slope_of_p = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
-        s[n + e] = drop ? 0.0f : probable;
-        dp[n + e] = probable * (slope_of_p - (e % 2 ? d.y : d.x));
-        if constexpr (P::kCaptureGrads > Tile::kAddedGrads)
-          P::add_capture_grads(p, head, dp[n + e], dots[e], at_q(n + e), at_kv(n + e),
+        const float pair_dp = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
+        s[n + e] = drop ? 0.0f : pair_p;
+        // dS = P (dP - D)
+        dp[n + e] = pair_p * (pair_dp - (e % 2 ? d.y : d.x));
+        if constexpr (P::kCaptureGrads > Policy::kGradsFromDs)
+          P::add_capture_grads(p, head, dp[n + e], dots[e], tile.at_q(n + e), tile.at_kv(n + e),
                                [&](auto which, float* at, float value) {
-                                 if constexpr (!Tile::adds(which)) sums.of_key(e / 2)(which, at, value);
+                                 if constexpr (!Policy::is_from_ds(which))
+                                   sums.of_key(e / 2)(which, at, value);
                                });
         // A slope may be anything where P is zero.
-        if constexpr (P::kScoreGrad) dp[n + e] = probable == 0.0f ? 0.0f : dp[n + e] * slope[e];
+        if constexpr (P::kScoreGrad) dp[n + e] = pair_p == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
         probability[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
-        gradient[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
+        ds[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
       }
       if (n % 8 == 0) continue;
-      if constexpr (Tile::kWide) store_step(tile.p(i), n / 8, probability[n / 8]);
-      store_step(tile.ds(i), n / 8, gradient[n / 8]);
+      if constexpr (Policy::kWide) store_step(smem.p(i), n / 8, probability[n / 8]);
+      store_step(smem.ds(i), n / 8, ds[n / 8]);
     }
   };
   // Two copies, since a branch inside costs what it saves.

@@ -86,7 +86,7 @@ __device__ __forceinline__ void clear_piece(const Params& p, unsigned lane) {
 
 /// Until a head's accumulator is clear. By a thread that adds to it.
 template <class P>
-__device__ __forceinline__ void await_cleared(const Params& p, int b, int h_kv) {
+__device__ __forceinline__ void wait_cleared(const Params& p, int b, int h_kv) {
   if (b * p.heads_kv + h_kv < p.heads_cleared) return;
   await_turn<P, 32>(cleared_of(p, b, h_kv), pieces_to_clear(p));
   publish_to_adders();

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flashjit/common/capture_grads.cuh"
-#include "flashjit/sm90/fragment.cuh"
+#include "flashjit/sm90/backward_smem.cuh"
 
 namespace flashjit::sm90 {
 
@@ -93,6 +93,38 @@ __device__ __forceinline__ void sum_diagonals(unsigned ds, unsigned zeros, int h
     const float in_order = __shfl_sync(kWholeWarp, own, lane % 8 * 4 + lane / 8);
     if (__any_sync(kWholeWarp, in_order != 0.0f)) add(diagonal * 8 + lane, in_order);
   }
+}
+
+/// Adds what dS of Q tile i gives to gradients of captures, by the two warps that add dQ, each a half. The
+/// consumers wait for that before they overwrite dS.
+template <class P>
+__device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem<P>& smem, unsigned i,
+                                             int half) {
+  using Policy = BackwardPolicy<P>;
+  using Element = typename P::Element;
+  smem.wait_ds(i);
+  __syncwarp();  // one lane was adding dQ
+  const QTileInfo& now = smem.q_tile(i);
+  if (now.head < 0) return;
+  const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
+  const auto head = kv_tile.sequence.head(p, now.head);
+  const int q = now.tile * P::kBr, kv = kv_tile.kv_begin;
+  if constexpr (P::kDifferenceGrads > 0)
+    sum_diagonals<Element, Policy::kKeys, P::kBr>(
+        smem.ds(i), smem.zeros(), half, [&](int difference, float sum) {
+          P::add_capture_grads(p, head, sum, 0.0f, position(0), position(kv - q + difference),
+                               [&](auto which, float* at, float value) {
+                                 if constexpr (which.kPlaces == Places::by_difference)
+                                   add_by_runs(at, which.kOfScore ? sum : value);
+                               });
+        });
+  if constexpr (Policy::kAddsBiasGrad) {
+    const PlaneGrad to = P::plane_grad(p, head);
+    constexpr int kKeys = Policy::kKeys / 2;
+    add_plane_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q, kv,
+                                                           half * kKeys);
+  }
+  barrier_arrive(smem.ds_added(i));
 }
 
 }  // namespace flashjit::sm90

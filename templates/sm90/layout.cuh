@@ -96,18 +96,21 @@ struct ForwardLayout {
   }
 };
 
-constexpr int kPlaceBytes = 32;  ///< of what a block of the backward pass knows of a KV tile
-/// KV tiles of which that is kept. The loader finds one when it has loaded K and V of the last, for which the
-/// groups were done with those before: but dQ of the one before may still be waiting, and be added.
-constexpr int kPlaces = 4;
+/// Of the backward pass, what the producer says of a KV tile, and of a Q tile.
+constexpr int kKvTileInfoBytes = 32, kQTileInfoBytes = 32;
+/// KV tiles of which that is kept. The producer takes one when it has loaded K and V of the last, for which
+/// the consumers were done with those before: but dQ of the one before may still be on its way.
+constexpr int kKeptKvTiles = 4;
 /// Where blocks sum up dQ, that may be of three more.
-constexpr int kPlacesOfSums = 8;
-constexpr int kQTileBytes = 32;  ///< of what it knows of a Q tile
+constexpr int kKeptKvTilesOfSums = 8;
 /// Q tiles of which that is kept: of those in the stages, of which there are four at most, and of the two
-/// before, whose dQ may still be waiting, and be added.
+/// before, whose dQ may still be on its way.
 constexpr int kKeptQTiles = 8;
+/// KV tile indices that the first block of a cluster sends the others, before those have read the first: two
+/// more than there are stages would do.
+constexpr int kKeptTileIndices = 8;
 
-constexpr int kZerosBytes = 16;  ///< which stand for a row of eight elements where there is none
+constexpr int kZerosBytes = 16;  ///< in place of a row of eight elements where there is none
 
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
 /// groups share them.
@@ -128,18 +131,25 @@ constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
   if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
   return bc > kMostKeys ? bc / kMostKeys : 1;
 }
-/// KV tiles that the first block of a cluster tells the others of, before those have heard of the first: two
-/// more than there are stages would do.
-constexpr int kToldWorks = 8;
-/// Q tiles of which there is room for all blocks' parts of dQ, where they sum it up.
+/// Where blocks sum up dQ, the Q tiles for whose parts there is room.
 constexpr int kDqSlots = 2;
 
-/// Of a block: its keys of K and V; where blocks exchange dS those of the other block's K from which it
-/// computes dQ; `stages` tiles of Q, and of dO, of which such a block has one; two of dS, and of the other
-/// block's; wide two of P; `stages` tiles of a captured plane where the score reads one; dQ where it does not
-/// lie in Q and dO, or where blocks sum it up those columns of all blocks' dQ that are this block's, of two Q
-/// tiles; the rows' LSE, D and query values where the score has any; what is known of Q tiles and of KV
-/// tiles; zeros; and the barriers.
+/// Shared memory of a block of the backward pass, in this order:
+///
+///   K, V           the block's keys of the KV tile
+///   other K        half of the columns of the other block's keys, where blocks exchange dS
+///   Q              `stages`
+///   dO             `stages`; one where blocks exchange dS
+///   dS             two; and where blocks exchange dS two of the other block's
+///   P              two where both warp groups have the same keys ("wide")
+///   bias tile      `stages`, where the score reads one
+///   dQ             of each warp group what does not lie over dO and Q; where blocks sum up dQ, all blocks'
+///                  parts of the columns that this block sums up, of two Q tiles
+///   LSE, D         `stages` of a Q tile's rows; and what the score reads of queries
+///   Q tiles, KV tiles, zeros, tile indices, barriers
+///
+/// The one overlap: wide, a warp group's dQ of Q tile i lies over the columns of dO and Q of the same stage
+/// that this warp group alone reads, on its way to global memory, and only then is the stage released.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_plane, query_values;
@@ -147,14 +157,15 @@ struct BackwardLayout {
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
   constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
-  /// What the blocks of a cluster do for dQ: each computes some of its columns, from the dS of both; or all
-  /// from its own keys, and sums up some columns of what all have.
+  // What the blocks of a cluster do for dQ: each computes some of its columns, from the dS of both; or all
+  // columns from its own keys, and sums up some columns of what all blocks have.
   constexpr bool exchanges_ds() const { return cluster() > 1 && wide(); }
   constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
   constexpr int keys() const { return bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
   constexpr int columns() const { return backward_columns(head_dim); }
   constexpr int columns_v() const { return backward_columns(head_dim_v); }
+
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(keys(), columns()); }
   constexpr int other_k() const { return v() + tile_bytes(keys(), columns_v()); }
@@ -168,16 +179,16 @@ struct BackwardLayout {
   constexpr bool has_plane() const { return reads_plane && !is_wide(head_dim, head_dim_v); }
   constexpr int plane_bytes() const { return has_plane() ? tile_bytes(br, keys()) : 0; }
   constexpr int dq() const { return plane() + stages * plane_bytes(); }
-  /// Columns of dQ that a warp group computes: 64 rows of all where there are 128 rows, else all rows.
+  /// Columns of dQ that a warp group computes: all, of 64 rows, where there are 128 rows, else some of all
+  /// rows.
   constexpr int dq_columns() const { return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2); }
-  /// Bytes of a warp group's dQ that lie in what it alone reads of a tile of Q, or of dO.
+  // Bytes of a warp group's dQ that lie over Q and over dO, and of the rest, all in fp32.
   constexpr int dq_within_q() const {
     return wide() && columns() >= 2 * kSliceColumns ? columns() / 2 * br * 2 : 0;
   }
   constexpr int dq_within_dout() const {
     return wide() && !exchanges_ds() && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
   }
-  /// And the rest, in fp32 as all of it, for which there is a place.
   constexpr int dq_bytes() const {
     const int rest = dq_columns() * kGroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
@@ -185,18 +196,28 @@ struct BackwardLayout {
   constexpr int lse() const { return dq() + (sums_dq() ? kDqSlots : 1) * 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int values() const { return d() + stages * br * 4; }
-  constexpr int staged() const { return values() + (query_values ? stages * br * 4 : 0); }
-  constexpr int places() const { return staged() + kKeptQTiles * kQTileBytes; }
-  constexpr int kept_places() const { return sums_dq() ? kPlacesOfSums : kPlaces; }
-  constexpr int zeros() const { return places() + kept_places() * kPlaceBytes; }
-  constexpr int told() const { return zeros() + kZerosBytes; }
-  constexpr int barriers() const { return told() + (cluster() > 1 ? kToldWorks * 4 : 0); }
-  /// Four barriers for each stage, two for dS, four for dQ and one for K and V, two for gradients of
-  /// captures; in a cluster those of what it is told, and two for the other block's dS or for each Q tile
-  /// whose dQ is summed up.
-  constexpr int bytes() const {
-    const int of_cluster = cluster() == 1 ? 0 : kToldWorks + (sums_dq() ? kDqSlots * 2 : 2);
-    return barriers() + (9 + 4 * stages + of_cluster) * 8;
+  constexpr int q_tiles() const { return values() + (query_values ? stages * br * 4 : 0); }
+  constexpr int kv_tiles() const { return q_tiles() + kKeptQTiles * kQTileInfoBytes; }
+  constexpr int kept_kv_tiles() const { return sums_dq() ? kKeptKvTilesOfSums : kKeptKvTiles; }
+  constexpr int zeros() const { return kv_tiles() + kept_kv_tiles() * kKvTileInfoBytes; }
+  constexpr int tile_indices() const { return zeros() + kZerosBytes; }
+  constexpr int barriers() const { return tile_indices() + (cluster() > 1 ? kKeptTileIndices * 4 : 0); }
+  constexpr int bytes() const { return barriers() + barrier_count() * 8; }
+
+  // The number of the first barrier of each kind.
+  constexpr int stage_barriers(int stage) const { return 4 * stage; }  ///< Q full, Q empty, dO full, dO empty
+  constexpr int ds_barriers() const { return 4 * stages; }             ///< for two Q tiles
+  constexpr int dq_barriers() const { return ds_barriers() + 2; }      ///< full and empty, of two warp groups
+  constexpr int kv_barrier() const { return dq_barriers() + 4; }
+  constexpr int ds_added_barriers() const { return kv_barrier() + 1; }  ///< for two Q tiles
+  constexpr int tile_index_barriers() const { return ds_added_barriers() + 2; }
+  /// In a cluster: the other block's dS, for two Q tiles; or all blocks' dQ, for kDqSlots Q tiles and two
+  /// warp groups.
+  constexpr int exchange_barriers() const {
+    return tile_index_barriers() + (cluster() > 1 ? kKeptTileIndices : 0);
+  }
+  constexpr int barrier_count() const {
+    return exchange_barriers() + (exchanges_ds() ? 2 : sums_dq() ? kDqSlots * 2 : 0);
   }
 };
 

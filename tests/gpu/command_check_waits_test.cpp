@@ -65,13 +65,13 @@ TEST_F(CheckWaits, EndABarrierThatIsNeverComplete) {
 
 TEST_F(CheckWaits, EndATurnThatNeverComesOnHopper) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward_dq.cuh", "atomicAdd(turn, 1);", "");
+  change_template("sm90/backward_dq.cuh", "atomicAdd(semaphore, 1);", "");
   expect_launch_error("--spec bwd:bf16:d64:det --shape b1:hq1:hkv1:sq64:skv1024");
 }
 
 TEST_F(CheckWaits, EndASumThatIsNeverRead) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward_dq.cuh", "barrier_arrive_remote(in_block(tile.dq_read(n), lane));", "{}");
+  change_template("sm90/backward_dq.cuh", "barrier_arrive_remote(in_block(smem.dq_read(i), lane));", "{}");
   expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq400:skv200 --config sm90:br64:bc256:w8:s2");
 }
 

@@ -1,0 +1,79 @@
+// What the backward pass decides when it is compiled: how blocks and warp groups share a tile, and the
+// switches that were measured (tools/bench/NOTES.md).
+#pragma once
+
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm90/dq_fragments.cuh"
+
+namespace flashjit::sm90 {
+
+template <class P>
+struct BackwardPolicy {
+  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,    P::kHeadDimV,
+                                          P::kStages, P::kReadsPlane, P::kQueryValues};
+
+  // The blocks of a cluster share a KV tile: each has kKeys of its keys.
+  static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
+  static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each block computes some columns of dQ
+  static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each block sums up some columns of all blocks' dQ
+
+  // Two consumer warp groups share a block's keys: each has 64 of 128 keys, or, "wide", both have the same
+  // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
+  static constexpr int kWgs = kDqGroups;
+  static constexpr bool kWide = kLayout.wide();
+  static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
+  static constexpr int kWgQueries = kWide ? P::kBr / 2 : P::kBr;
+  static constexpr int kWgDim = kWide ? kDim / 2 : kDim, kWgDimV = kWide ? kDimV / 2 : kDimV;
+  static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
+
+  /// A warp group's first row and column of a block's S^T and dP^T.
+  static __device__ int first_row(int wg) { return kWide ? 0 : wg * 64; }
+  static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
+
+  // A warp group computes 64 rows of dQ where a Q tile has 128, else some of the columns.
+  static constexpr bool kSplitsDqRows = P::kBr == 128;
+  static constexpr int kDqColumns = kLayout.dq_columns();
+  /// Which block of the cluster this is.
+  static __device__ int rank() { return kClusterSize > 1 ? cluster_rank() : 0; }
+  /// Which of the Q tile's parts of dQ a warp group computes, and the part's first row and column.
+  static __device__ int dq_part(int wg) { return (kExchangesDs ? rank() * kWgs : 0) + wg; }
+  static __device__ int first_dq_row(int wg) { return kSplitsDqRows ? wg * kDqRows : 0; }
+  static __device__ int first_dq_column(int wg) { return kSplitsDqRows ? 0 : dq_part(wg) * kDqColumns; }
+  // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
+  // next kDqStepsInQ over Q, the others in a place of their own.
+  static constexpr int kDqSteps = kDqColumns / 8;
+  static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;
+  static constexpr int kDqStepsInQ = kLayout.dq_within_q() / kDqStepBytes;
+  /// Of each warp group's steps, those that one block of the cluster sums up.
+  static constexpr int kSummedSteps = kDqSteps / kClusterSize;
+
+  /// Registers of a thread: of the producer's warp group, and of the consumers'.
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  /// Where blocks exchange dS there is no room for a second dO.
+  static constexpr int kDoutStages = kLayout.dout_stages();
+
+  /// The scores read a bias tile in shared memory.
+  static constexpr bool kHasBiasTile = kLayout.has_plane();
+  // The producer's other warps add gradients of captures from dS in shared memory: those of key - query, and
+  // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves, which is
+  // quicker.
+  static constexpr bool kAddsBiasGrad = P::kPlaneGrad && P::kHeadDim > 64;
+  static constexpr int kGradsFromDs = P::kDifferenceGrads + kAddsBiasGrad;
+  static constexpr bool kReadsDs = kGradsFromDs > 0;
+  template <class Addition>
+  static constexpr bool is_from_ds(Addition which) {
+    return which.kPlaces == Places::by_difference || (kAddsBiasGrad && which.kPlaces == Places::own);
+  }
+
+  /// What the score reads of a thread's keys is found before the products are awaited. With lengths and more
+  /// columns there are no registers for it, unless the score reads of queries, too: then finding it pair by
+  /// pair takes more.
+  static constexpr bool kFindsKeyValuesEarly =
+      P::kKeyValues && (P::kHeadDim <= 64 || P::kQueryValues || !kForeignKeys<P>);
+  /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
+  static constexpr bool kDrawsBesideDp = kWide;
+  /// The loops that clear rows are unrolled. Elsewhere what their copies would keep has no registers.
+  static constexpr bool kUnrollsClearing = kWide || kSumsDq || P::kHeadDim <= 64;
+};
+
+}  // namespace flashjit::sm90

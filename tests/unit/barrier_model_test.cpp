@@ -1,0 +1,296 @@
+// The waits of the sm90 kernels, in every interleaving of small problems: no wait is for ever, no stage is
+// overwritten while it is read. The graphs follow templates/sm90: forward.cuh and forward_producer.cuh,
+// backward.cuh, backward_producer.cuh and backward_dq.cuh. A change of a kernel's waits is made here first.
+#include <gtest/gtest.h>
+
+#include <functional>
+
+#include "unit/barrier_model.hpp"
+
+namespace flashjit {
+namespace {
+
+using testing_support::BarrierModel;
+
+/// Uses of a ring of `stages` places before use `n`, of the place that it takes.
+int uses_before(int n, int stages) { return n / stages; }
+
+// --- Forward
+// ---------------------------------------------------------------------------------------------------------
+
+struct ForwardProblem {
+  std::vector<int> kv_tiles;  ///< of each work tile
+  int stages = 2, q_stages = 1, warp_groups = 2, kept_work_tiles = 8;
+  bool bias_tile = false;
+  bool early_release = false;  ///< the fault: K is released when its product has begun
+};
+
+BarrierModel forward_model(const ForwardProblem& problem) {
+  BarrierModel model;
+  const int stages = problem.stages, q_stages = problem.q_stages, groups = problem.warp_groups,
+            kept = problem.kept_work_tiles, rounds = static_cast<int>(problem.kv_tiles.size());
+  const auto q = model.buffers("Q", q_stages * groups), k = model.buffers("K", stages),
+             v = model.buffers("V", stages), bias = model.buffers("bias tile", stages),
+             work = model.buffers("work tile", kept);
+  const auto q_full = model.mbarriers("q_full", q_stages * groups, 1),
+             q_empty = model.mbarriers("q_empty", q_stages * groups, 1),
+             work_full = model.mbarriers("work_full", kept, 1), k_full = model.mbarriers("k_full", stages, 1),
+             k_empty = model.mbarriers("k_empty", stages, groups),
+             v_full = model.mbarriers("v_full", stages, 1),
+             v_empty = model.mbarriers("v_empty", stages, groups),
+             bias_full = model.mbarriers("terms_full", stages, 1),
+             bias_empty = model.mbarriers("terms_empty", stages, groups);
+  std::vector<int> ping_pong;
+  for (int wg = 0; wg < groups; ++wg)
+    ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
+
+  // Finds the work tiles, and loads each warp group's Q.
+  auto& q_producer = model.agent("Q producer");
+  for (int round = 0; round <= rounds; ++round) {
+    q_producer.write(work[round % kept], round).arrive(work_full[round % kept]);
+    for (int wg = 0; wg < groups; ++wg) {
+      const int at = wg + round % q_stages * groups;
+      q_producer.wait(q_empty[at], uses_before(round, q_stages)).expect(q_full[at], round < rounds ? 1 : 0);
+      if (round < rounds) q_producer.copy(q[at], round, q_full[at]);
+    }
+  }
+
+  // Loads K of a tile, then V of the one before.
+  auto& kv_producer = model.agent("KV producer");
+  const auto load = [&](int n, const std::vector<int>& to, const std::vector<int>& full,
+                        const std::vector<int>& empty) {
+    kv_producer.wait(empty[n % stages], uses_before(n, stages)).expect(full[n % stages], 1);
+    kv_producer.copy(to[n % stages], n, full[n % stages]);
+  };
+  int loaded = 0;
+  for (int round = 0; round <= rounds; ++round) {
+    kv_producer.wait(work_full[round % kept], uses_before(round, kept) + 1)
+        .begin_read(work[round % kept], round);
+    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded) {
+      load(loaded, k, k_full, k_empty);
+      if (problem.bias_tile) load(loaded, bias, bias_full, bias_empty);
+      if (loaded > 0) load(loaded - 1, v, v_full, v_empty);
+    }
+    kv_producer.end_read(work[round % kept]);
+  }
+  load(loaded - 1, v, v_full, v_empty);
+
+  for (int wg = 0; wg < groups; ++wg) {
+    auto& consumer = model.agent(fmt::format("warp group {}", wg));
+    const auto hand_on = [&] { consumer.named_arrive(ping_pong[(wg + 1) % groups]); };
+    if (wg == groups - 1) hand_on();
+    int n = 0;
+    for (int round = 0; round < rounds; ++round) {
+      const int at = wg + round % q_stages * groups;
+      consumer.wait(q_full[at], uses_before(round, q_stages) + 1).begin_read(work[round % kept], round);
+      for (int tile = 0; tile < problem.kv_tiles[round]; ++tile, ++n) {
+        const int stage = n % stages, before = (n + stages - 1) % stages;
+        consumer.wait(k_full[stage], uses_before(n, stages) + 1).named_sync(ping_pong[wg]);
+        if (tile == 0) consumer.begin_read(q[at], round);
+        consumer.begin_read(k[stage], n);  // S = Q K^T
+        if (problem.early_release) consumer.arrive(k_empty[stage]);
+        if (n > 0)
+          consumer.wait(v_full[before], uses_before(n - 1, stages) + 1)
+              .begin_read(v[before], n - 1);  // O += P V
+        hand_on();
+        consumer.end_read(k[stage]);
+        if (!problem.early_release) consumer.arrive(k_empty[stage]);
+        const bool last = tile + 1 == problem.kv_tiles[round];
+        if (last) consumer.end_read(q[at]);
+        if (last && q_stages == 1) consumer.arrive(q_empty[at]);
+        if (problem.bias_tile)
+          consumer.wait(bias_full[stage], uses_before(n, stages) + 1)
+              .read(bias[stage], n)
+              .arrive(bias_empty[stage]);
+        if (n > 0) consumer.end_read(v[before]).arrive(v_empty[before]);
+        if (tile == 0 && round > 0)
+          consumer.end_read(work[(round - 1) % kept]);  // O of the last work tile is stored
+      }
+      if (q_stages == 2) consumer.arrive(q_empty[at]);
+    }
+    const int last = (n - 1) % stages, end = wg + rounds % q_stages * groups;
+    consumer.wait(q_full[end], uses_before(rounds, q_stages) + 1).read(work[rounds % kept], rounds);
+    consumer.wait(v_full[last], uses_before(n - 1, stages) + 1).read(v[last], n - 1);
+    consumer.end_read(work[(rounds - 1) % kept]);
+    if (wg == 0) consumer.named_sync(ping_pong[wg]);
+  }
+  return model;
+}
+
+TEST(ForwardBarriers, NoInterleavingGoesWrong) {
+  for (const ForwardProblem& problem :
+       {ForwardProblem{.kv_tiles = {3, 1, 2}}, ForwardProblem{.kv_tiles = {1, 1, 1, 2}, .q_stages = 2},
+        ForwardProblem{.kv_tiles = {2, 3}, .stages = 3, .q_stages = 2},
+        ForwardProblem{.kv_tiles = {2, 1}, .bias_tile = true}, ForwardProblem{.kv_tiles = {4}, .stages = 1},
+        ForwardProblem{.kv_tiles = {1, 2, 1, 1, 1, 1}, .warp_groups = 1, .kept_work_tiles = 4}}) {
+    BarrierModel model = forward_model(problem);
+    EXPECT_EQ(model.explore(), "");
+    EXPECT_GT(model.states(), 100u);
+  }
+}
+
+TEST(ForwardBarriers, ThreeWarpGroups) {
+  EXPECT_EQ(forward_model({.kv_tiles = {2, 1}, .warp_groups = 3}).explore(), "");
+}
+
+// The model sees what it is there for.
+TEST(ForwardBarriers, AStageThatIsReleasedTooEarlyIsFound) {
+  EXPECT_NE(forward_model({.kv_tiles = {4}, .early_release = true}).explore(), "");
+}
+TEST(ForwardBarriers, TooFewKeptWorkTilesAreFound) {
+  EXPECT_NE(forward_model({.kv_tiles = {1, 1, 1, 1}, .kept_work_tiles = 1}).explore(), "");
+}
+
+// --- Backward
+// --------------------------------------------------------------------------------------------------------
+
+struct BackwardProblem {
+  std::vector<int> q_tiles;  ///< of each KV tile
+  int stages = 2, dout_stages = 2, kept_q_tiles = 8;
+  bool wide = false;
+  bool skips_ds_wait = false;  ///< the fault: dS is written before the tile before's is there
+};
+
+BarrierModel backward_model(const BackwardProblem& problem) {
+  constexpr int kGroups = 2;
+  BarrierModel model;
+  const int stages = problem.stages, dout_stages = problem.dout_stages, kept = problem.kept_q_tiles;
+  // Wide, each warp group's columns of a stage are a buffer, as its dQ comes to lie over them.
+  const auto q = model.buffers("Q", stages * kGroups), dout = model.buffers("dO", dout_stages * kGroups),
+             ds = model.buffers("dS", 2 * kGroups), dq = model.buffers("dQ", kGroups),
+             said = model.buffers("QTileInfo", kept);
+  const int k = model.buffer("K"), v = model.buffer("V");
+  const auto q_full = model.mbarriers("q_full", stages, 1),
+             q_empty = model.mbarriers("q_empty", stages, kGroups),
+             dout_full = model.mbarriers("dout_full", dout_stages, 1),
+             dout_empty = model.mbarriers("dout_empty", dout_stages, kGroups),
+             ds_full = model.mbarriers("ds_full", 2, kGroups),
+             dq_full = model.mbarriers("dq_full", kGroups, 1),
+             dq_empty = model.mbarriers("dq_empty", kGroups, 1);
+  const int kv_empty = model.mbarrier("kv_empty", kGroups);
+
+  struct QTile {
+    int kv_tile;
+    bool first, last;
+  };
+  std::vector<QTile> all;
+  for (std::size_t n = 0; n < problem.q_tiles.size(); ++n)
+    for (int tile = 0; tile < problem.q_tiles[n]; ++tile)
+      all.push_back({static_cast<int>(n), tile == 0, tile + 1 == problem.q_tiles[n]});
+  const int count = static_cast<int>(all.size());
+
+  auto& producer = model.agent("producer");
+  for (int i = 0; i < count; ++i) {
+    const int stage = i % stages, dout_stage = i % dout_stages;
+    producer.write(said[i % kept], i).wait(q_empty[stage], uses_before(i, stages));
+    producer.expect(q_full[stage], kGroups + (all[i].first ? 1 : 0));
+    for (int half = 0; half < kGroups; ++half) producer.copy(q[stage * kGroups + half], i, q_full[stage]);
+    producer.wait(dout_empty[dout_stage], uses_before(i, dout_stages));
+    producer.expect(dout_full[dout_stage], kGroups + (all[i].first ? 1 : 0));
+    for (int half = 0; half < kGroups; ++half)
+      producer.copy(dout[dout_stage * kGroups + half], i, dout_full[dout_stage]);
+    if (!all[i].first) continue;
+    producer.wait(kv_empty, all[i].kv_tile);
+    producer.copy(k, all[i].kv_tile, q_full[stage]).copy(v, all[i].kv_tile, dout_full[dout_stage]);
+  }
+  producer.wait(q_empty[count % stages], uses_before(count, stages)).write(said[count % kept], count);
+  producer.arrive(q_full[count % stages]);
+
+  for (int wg = 0; wg < kGroups; ++wg) {
+    auto& consumer = model.agent(fmt::format("warp group {}", wg));
+    const auto both = [&](const std::vector<int>& buffers, int place, int content, bool begin) {
+      for (int half = 0; half < kGroups; ++half) {
+        const int buffer = buffers[place * kGroups + half];
+        begin ? consumer.begin_read(buffer, content) : consumer.end_read(buffer);
+      }
+    };
+    const auto wait_ds = [&](int i) { consumer.wait(ds_full[i % 2], uses_before(i, 2) + 1); };
+    const auto hand_on_dq = [&](int i) {
+      consumer.wait(dq_empty[wg], i).write(dq[wg], i).arrive(dq_full[wg]);
+    };
+    const auto multiply_ds_k = [&](int i, const std::function<void()>& meanwhile) {  // dQ += dS K
+      both(ds, i % 2, i, true);
+      consumer.begin_read(k, all[i].kv_tile);
+      meanwhile();
+      both(ds, i % 2, i, false);
+      consumer.end_read(k);
+    };
+    for (int i = 0; i < count; ++i) {
+      const int stage = i % stages, dout_stage = i % dout_stages;
+      const int own_q = q[stage * kGroups + wg], own_dout = dout[dout_stage * kGroups + wg];
+      consumer.wait(q_full[stage], uses_before(i, stages) + 1).begin_read(said[i % kept], i);
+      both(q, stage, i, true);
+      consumer.begin_read(k, all[i].kv_tile);  // S = Q K^T
+      consumer.wait(dout_full[dout_stage], uses_before(i, dout_stages) + 1);
+      both(dout, dout_stage, i, true);
+      consumer.read(v, all[i].kv_tile).end_read(k);  // dP = dO V^T
+      both(q, stage, i, false);
+      both(dout, dout_stage, i, false);
+      if (!problem.wide && i > 0 && !problem.skips_ds_wait) wait_ds(i - 1);
+      consumer.write(ds[i % 2 * kGroups + wg], i);
+      if (problem.wide) {
+        consumer.arrive(ds_full[i % 2]);
+        wait_ds(i);
+        multiply_ds_k(i, [&] { consumer.begin_read(own_dout, i).begin_read(own_q, i); });
+        consumer.end_read(own_dout).wait(dq_empty[wg], i).write(own_dout, -2 - i);  // dQ over dO
+        consumer.end_read(own_q).write(own_q, -2 - i).write(dq[wg], i).arrive(dq_full[wg]);
+        if (all[i].last) consumer.arrive(kv_empty);
+      } else {
+        const auto multiply = [&] { both(q, stage, i, true), both(dout, dout_stage, i, true); };
+        if (all[i].first)
+          multiply();
+        else
+          multiply_ds_k(i - 1, multiply);
+        consumer.arrive(ds_full[i % 2]);
+        if (!all[i].first) hand_on_dq(i - 1);
+        both(q, stage, i, false), both(dout, dout_stage, i, false);
+        consumer.arrive(dout_empty[dout_stage]).arrive(q_empty[stage]);
+        if (all[i].last) {
+          wait_ds(i);
+          multiply_ds_k(i, [] {});
+          consumer.arrive(kv_empty);
+          hand_on_dq(i);
+        }
+      }
+      consumer.end_read(said[i % kept]);
+    }
+    consumer.wait(q_full[count % stages], uses_before(count, stages) + 1).read(said[count % kept], count);
+    consumer.wait(dq_empty[wg], count).arrive(dq_full[wg]);
+
+    // The thread that adds the warp group's dQ to global memory.
+    auto& adder = model.agent(fmt::format("dQ of warp group {}", wg));
+    for (int i = 0; i < count; ++i) {
+      adder.wait(dq_full[wg], i + 1).begin_read(said[i % kept], i).read(dq[wg], i);
+      if (problem.wide) {
+        adder.read(dout[i % dout_stages * kGroups + wg], -2 - i).read(q[i % stages * kGroups + wg], -2 - i);
+      }
+      adder.end_read(said[i % kept]).arrive(dq_empty[wg]);
+      if (problem.wide) adder.arrive(dout_empty[i % dout_stages]).arrive(q_empty[i % stages]);
+    }
+    adder.wait(dq_full[wg], count + 1).read(said[count % kept], count);
+  }
+  return model;
+}
+
+TEST(BackwardBarriers, NoInterleavingGoesWrong) {
+  for (const BackwardProblem& problem :
+       {BackwardProblem{.q_tiles = {2, 1}}, BackwardProblem{.q_tiles = {3}, .dout_stages = 1},
+        BackwardProblem{.q_tiles = {1, 2}, .stages = 1, .dout_stages = 1}}) {
+    BarrierModel model = backward_model(problem);
+    EXPECT_EQ(model.explore(), "");
+    EXPECT_GT(model.states(), 100u);
+  }
+}
+
+TEST(BackwardBarriers, NoInterleavingOfWideHeadsGoesWrong) {
+  for (const BackwardProblem& problem : {BackwardProblem{.q_tiles = {2, 1}, .wide = true},
+                                         BackwardProblem{.q_tiles = {2, 1}, .dout_stages = 1, .wide = true}})
+    EXPECT_EQ(backward_model(problem).explore(), "");
+}
+
+TEST(BackwardBarriers, DsThatIsOverwrittenWhileItIsReadIsFound) {
+  EXPECT_NE(backward_model({.q_tiles = {4}, .skips_ds_wait = true}).explore(), "");
+}
+
+}  // namespace
+}  // namespace flashjit

@@ -1,0 +1,301 @@
+"""flash-attn's functions (2.8) with flashjit's kernels: the same names, arguments, layouts, defaults and results.
+
+    from flashjit.flash_attn import flash_attn_func            # in place of: from flash_attn import flash_attn_func
+    import flashjit.flash_attn; flashjit.flash_attn.install()  # libraries that import flash_attn get these functions
+
+Q is [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim]; packed forms without the batch.
+A causal mask and a window are aligned at the last query and the last key. What is missing raises flashjit.Unsupported
+with its name; no argument is ignored, but for num_splits, pack_gqa and sm_margin, which flashjit decides itself.
+"""
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+import types
+from typing import Any, Union
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._attention import attention
+from .errors import InvalidArgument, Unsupported
+
+__version__ = "2.8.3"  # whose interface this is
+__all__ = ["flash_attn_func", "flash_attn_kvpacked_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func",
+           "flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "flash_attn_with_kvcache", "install"]
+
+Window = tuple[int, int]
+EVERYTHING: Window = (-1, -1)
+
+
+def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: Union[float, None] = None,
+                    causal: bool = False, window_size: Window = EVERYTHING, softcap: float = 0.0,
+                    alibi_slopes: Union[Tensor, None] = None, deterministic: bool = False,
+                    return_attn_probs: bool = False) -> Any:
+    """Attention of q [b, sq, hq, d], k and v [b, skv, hkv, d]: O [b, sq, hq, d].
+
+    window_size: (left, right), -1 is no limit. softcap: scores become softcap * tanh(score / softcap); 0: they stay.
+    alibi_slopes: float32 [hq] or [b, hq]; -slope * |query - key| is added to the scores.
+    return_attn_probs: also LSE [b, hq, sq], and None for the dropout mask, which is never in memory.
+    """
+    out, lse = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p, softmax_scale, causal, window_size,
+                       softcap, alibi_slopes, deterministic)
+    out = out.transpose(1, 2)
+    return (out, lse, None) if return_attn_probs else out
+
+
+def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **named: Any) -> Any:
+    """flash_attn_func() of q [b, sq, hq, d] and kv [b, skv, 2, hkv, d]."""
+    return flash_attn_func(q, *kv.unbind(2), *args, **named)
+
+
+def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **named: Any) -> Any:
+    """flash_attn_func() of qkv [b, s, 3, h, d]."""
+    return flash_attn_func(*qkv.unbind(2), *args, **named)
+
+
+def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+                           max_seqlen_k: int, dropout_p: float = 0.0, softmax_scale: Union[float, None] = None,
+                           causal: bool = False, window_size: Window = EVERYTHING, softcap: float = 0.0,
+                           alibi_slopes: Union[Tensor, None] = None, deterministic: bool = False,
+                           return_attn_probs: bool = False, block_table: Union[Tensor, None] = None) -> Any:
+    """Attention of sequences packed one behind the other: q [all rows, hq, d], k and v [all rows, hkv, d], where sequence
+    i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
+
+    return_attn_probs: also LSE [hq, all rows], and None.
+    """
+    _missing(block_table=block_table)
+    out, lse = _attend(*(_with_batch(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size, softcap,
+                       alibi_slopes, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+                       max_seqlen_q=int(max_seqlen_q), max_seqlen_kv=int(max_seqlen_k))
+    out = out[0].transpose(0, 1)
+    return (out, _packed_lse(lse, cu_seqlens_q, q.shape[0]), None) if return_attn_probs else out
+
+
+def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **named: Any) -> Any:
+    """flash_attn_varlen_func() of q [all rows, hq, d] and kv [all rows, 2, hkv, d]."""
+    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **named)
+
+
+def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **named: Any) -> Any:
+    """flash_attn_varlen_func() of qkv [all rows, 3, h, d]."""
+    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **named)
+
+
+def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tensor, None] = None,
+                            v: Union[Tensor, None] = None, rotary_cos: Union[Tensor, None] = None,
+                            rotary_sin: Union[Tensor, None] = None, cache_seqlens: Union[int, Tensor, None] = None,
+                            cache_batch_idx: Union[Tensor, None] = None, cache_leftpad: Union[Tensor, None] = None,
+                            block_table: Union[Tensor, None] = None, softmax_scale: Union[float, None] = None,
+                            causal: bool = False, window_size: Window = EVERYTHING, softcap: float = 0.0,
+                            rotary_interleaved: bool = True, alibi_slopes: Union[Tensor, None] = None, num_splits: int = 0,
+                            return_softmax_lse: bool = False) -> Any:
+    """Attention of q [b, sq, hq, d] to the first cache_seqlens keys of k_cache and v_cache [b, rows, hkv, d], without
+    gradients. The last query is at the last key that is there.
+
+    k, v: [b, new, hkv, d], written into the cache, in place, from row cache_seqlens on, before attention sees them.
+    rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on; without a
+        causal mask or a window all queries are at cache_seqlens.
+    """
+    _missing(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
+    batch, rows = k_cache.shape[0], k_cache.shape[1]
+    if cache_seqlens is None:
+        if k is not None:
+            raise InvalidArgument("k is given without cache_seqlens: say from which row of the cache on it is to be written.")
+        cache_seqlens = rows
+    lengths = torch.as_tensor(cache_seqlens, dtype=torch.int32, device=q.device).expand(batch).contiguous()
+    with torch.no_grad():
+        if rotary_cos is not None:
+            if rotary_sin is None or k is None:
+                raise InvalidArgument("rotary_cos is given without " + ("rotary_sin" if rotary_sin is None else "k and v") +
+                                      ": as in flash-attn, rotation goes with both.")
+            moving = causal or tuple(window_size) != EVERYTHING
+            q = _rotate(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, moving)
+            k = _rotate(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, True)
+        if k is not None:
+            if v is None:
+                raise InvalidArgument("k is given without v: give both.")
+            at = lengths.long()[:, None] + torch.arange(k.shape[1], device=q.device)
+            which = torch.arange(batch, device=q.device)[:, None]
+            k_cache[which, at], v_cache[which, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+            lengths = lengths + k.shape[1]
+        out, lse = _attend(*(x.transpose(1, 2) for x in (q, k_cache, v_cache)), 0.0, softmax_scale, causal, window_size,
+                           softcap, alibi_slopes, False, kv_lengths=lengths)
+    out = out.transpose(1, 2)
+    return (out, lse) if return_softmax_lse else out
+
+
+# --- What they have in common ----------------------------------------------------------------------------------------
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[float, None], causal: bool, window: Window,
+            softcap: float, slopes: Union[Tensor, None], deterministic: bool, **more: Any) -> tuple[Tensor, Tensor]:
+    """O and LSE of tensors [b, h, s, d], or of packed ones."""
+    captures: dict[str, Any] = {}
+    # Where query 0 is among the keys: the last query is at the last key, of a cache at the last that is there.
+    first = "seqlen_kv - seqlen_q"
+    if "kv_lengths" in more:
+        first = "lengths[b] - seqlen_q"
+    left, right = (None if side is None or side < 0 else int(side) for side in window)
+    if causal:
+        right = 0
+    conditions = []
+    if right is not None:
+        conditions.append(f"kv <= q + {first} + right")
+        captures["right"] = right
+    if left is not None:
+        conditions.append(f"kv >= q + {first} - left")
+        captures["left"] = left
+    score = ""
+    if softcap:
+        score = "softcap * tanh(score / softcap)"
+        captures["softcap"] = float(softcap)
+    if slopes is not None:
+        read = "slopes[h]" if slopes.dim() == 1 else "slopes[b, h]"
+        score = f"{score or 'score'} - {read} * to_float(abs(q + {first} - kv))"
+        captures["slopes"] = slopes.float()
+    named = left is None and right == 0 and "kv_lengths" not in more  # flashjit's own causal mask
+    mask = None if named else " && ".join(conditions) or None
+    if named:
+        del captures["right"]
+    if "lengths[b]" in score + (mask or ""):
+        captures["lengths"] = more["kv_lengths"]
+    result: tuple[Tensor, Tensor] = attention(q, k, v, causal=named, scale=scale, dropout_p=dropout_p, score_mod=score or None,
+                                              mask_mod=mask, captures=captures or None, deterministic=deterministic or None,
+                                              return_lse=True, **more)
+    return result
+
+
+def _missing(**given: Any) -> None:
+    for name, value in given.items():
+        if value is not None and value is not False:
+            raise Unsupported(f"{name} is given: flashjit.flash_attn does not have it yet; leave it out, or give contiguous "
+                              "tensors in the order of the batch.")
+
+
+def _with_batch(x: Tensor) -> Tensor:
+    """[1, heads, rows, dim] of [rows, heads, dim]."""
+    return x.transpose(0, 1)[None]
+
+
+def _packed_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
+    """[heads, all rows] of [sequences, heads, longest]; rows of no sequence have -inf."""
+    row = torch.arange(rows, device=lse.device)
+    sequence = torch.searchsorted(cu_seqlens[1:].contiguous(), row, right=True, out_int32=True).clamp(max=lse.shape[0] - 1)
+    within = (row - cu_seqlens[sequence]).clamp(max=lse.shape[2] - 1)
+    found = lse.permute(1, 0, 2)[:, sequence, within]
+    return found.masked_fill(row >= cu_seqlens[-1], -torch.inf)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, moving: bool) -> Tensor:
+    """x [b, s, h, d] with its first 2 * cos.shape[1] columns rotated, row i at position first + i, or all at first."""
+    at = first.long()[:, None] + (torch.arange(x.shape[1], device=x.device) if moving else 0)
+    cos, sin = (table[at][:, :, None].to(x.dtype) for table in (cos, sin))
+    dim = 2 * cos.shape[-1]
+    if interleaved:
+        a, b = x[..., :dim:2], x[..., 1:dim:2]
+        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(-2)
+    else:
+        a, b = x[..., :dim // 2], x[..., dim // 2:dim]
+        turned = torch.cat((a * cos - b * sin, a * sin + b * cos), -1)
+    return torch.cat((turned, x[..., dim:]), -1)
+
+
+# --- flash_attn.bert_padding -----------------------------------------------------------------------------------------
+
+
+def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
+    """Rows of x by their numbers."""
+    return x[indices]
+
+
+def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
+    """[first_axis_dim, ...] with these rows, and zeros elsewhere."""
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+
+
+def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Union[Tensor, None] = None) -> Any:
+    """The rows of [b, s, ...] where the mask [b, s] is not 0, one behind the other.
+
+    Returns the rows, their numbers in [b * s], cu_seqlens int32 [b + 1], the longest sequence, and how many rows of each
+    sequence attention_mask alone keeps. unused_mask: rows to keep too, which attention_mask leaves out.
+    """
+    kept = attention_mask if unused_mask is None else attention_mask + unused_mask
+    lengths = kept.sum(-1, dtype=torch.int32)
+    indices = kept.flatten().nonzero().flatten()
+    cu_seqlens = F.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return (hidden_states.flatten(0, 1)[indices], indices, cu_seqlens, int(lengths.max()),
+            attention_mask.sum(-1, dtype=torch.int32))
+
+
+def pad_input(hidden_states: Tensor, indices: Tensor, batch: int, seqlen: int) -> Tensor:
+    """The inverse of unpad_input(): [batch, seqlen, ...], zeros where no row was kept."""
+    return index_put_first_axis(hidden_states, indices, batch * seqlen).unflatten(0, (batch, seqlen))
+
+
+# --- FlashAttention-3's flash_attn_interface -------------------------------------------------------------------------
+
+
+def _fa3_func(q: Tensor, k: Tensor, v: Tensor, softmax_scale: Union[float, None] = None, causal: bool = False,
+              qv: Union[Tensor, None] = None, q_descale: Union[Tensor, None] = None, k_descale: Union[Tensor, None] = None,
+              v_descale: Union[Tensor, None] = None, window_size: Window = EVERYTHING, attention_chunk: int = 0,
+              softcap: float = 0.0, num_splits: int = 1, pack_gqa: Union[bool, None] = None, deterministic: bool = False,
+              sm_margin: int = 0, return_attn_probs: bool = False) -> Any:
+    """flash_attn_func() as FlashAttention-3 has it. return_attn_probs: also LSE [b, hq, sq]."""
+    _missing(qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale, attention_chunk=attention_chunk or None)
+    found = flash_attn_func(q, k, v, 0.0, softmax_scale, causal, window_size, softcap, None, deterministic, return_attn_probs)
+    return found[:2] if return_attn_probs else found
+
+
+def _fa3_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+                     max_seqlen_k: int, seqused_q: Union[Tensor, None] = None, seqused_k: Union[Tensor, None] = None,
+                     softmax_scale: Union[float, None] = None, causal: bool = False, qv: Union[Tensor, None] = None,
+                     q_descale: Union[Tensor, None] = None, k_descale: Union[Tensor, None] = None,
+                     v_descale: Union[Tensor, None] = None, window_size: Window = EVERYTHING, attention_chunk: int = 0,
+                     softcap: float = 0.0, num_splits: int = 1, pack_gqa: Union[bool, None] = None,
+                     deterministic: bool = False, sm_margin: int = 0, return_attn_probs: bool = False) -> Any:
+    """flash_attn_varlen_func() as FlashAttention-3 has it. return_attn_probs: also LSE [hq, all rows]."""
+    _missing(seqused_q=seqused_q, seqused_k=seqused_k, qv=qv, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+             attention_chunk=attention_chunk or None)
+    found = flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal,
+                                   window_size, softcap, None, deterministic, return_attn_probs)
+    return found[:2] if return_attn_probs else found
+
+
+# --- By the names that libraries import ------------------------------------------------------------------------------
+
+
+def install() -> None:
+    """Makes `import flash_attn`, `flash_attn.flash_attn_interface`, `flash_attn.bert_padding` and FlashAttention-3's
+    `flash_attn_interface` give these functions, in this process. Raises flashjit.InvalidArgument where one of them was
+    imported already from another package."""
+    here = sys.modules[__name__]
+    functions = {name: getattr(here, name) for name in __all__ if name != "install"}
+    padding = {function.__name__: function for function in (index_first_axis, index_put_first_axis, unpad_input, pad_input)}
+    fa3 = {"flash_attn_func": _fa3_func, "flash_attn_varlen_func": _fa3_varlen_func}
+    contents = {"flash_attn": functions, "flash_attn.flash_attn_interface": functions, "flash_attn.bert_padding": padding,
+                "flash_attn_interface": fa3}
+    for name in contents:
+        if name in sys.modules and not hasattr(sys.modules[name], "_is_flashjit"):
+            raise InvalidArgument(f"{name} was imported already, from {getattr(sys.modules[name], '__file__', None)}: call "
+                                  "install() before anything imports it.")
+    for name, functions in contents.items():
+        module = types.ModuleType(name, f"{__name__}, by the name of the package whose functions these are.")
+        module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
+        module.__dict__.update(functions, __version__=__version__, _is_flashjit=True, __getattr__=_absent(name))
+        if name == "flash_attn":
+            module.__path__ = []
+        sys.modules[name] = module
+        package, _, short = name.rpartition(".")
+        if package:
+            setattr(sys.modules[package], short, module)
+
+
+def _absent(module: str) -> Any:
+    def get(name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(f"{module}.{name} is not among what flashjit.flash_attn has: {', '.join(__all__)}")
+
+    return get

@@ -1,12 +1,12 @@
-// The attentions that have a name, as expressions: assign them to a spec's score or mask, or combine them.
+// The usual attentions, as expressions: assign them to a spec's score or mask, or combine them.
 //
 //   spec.mask = programs::sliding_window(1024, 0);
 //   spec.mask = programs::causal_mask() && programs::documents(1);
 //   spec.score = programs::alibi();               // the call then gives a Capture named "slopes"
 //
-// Captures are given by name at the call. Positions of queries are aligned so that the last query stands at
-// the last key (bottom-right), as in FlashAttention, unless a function says otherwise. All throw
-// Error(invalid_argument) on parameters out of range.
+// Captures are bound by name at the call. Unless a function says otherwise, the last query is aligned with
+// the last key (bottom-right), as in FlashAttention. All throw Error(invalid_argument) on parameters out of
+// range.
 #pragma once
 
 #include <cstdint>
@@ -24,46 +24,46 @@ namespace flashjit::programs {
 /// Keys up to the query's own position.
 FLASHJIT_API expr::Expr causal_mask(CausalAlignment alignment = CausalAlignment::bottom_right);
 
-/// Keys from `left` before to `right` behind the query's position, both included; -1: no limit on that side.
+/// Keys from `left` before to `right` after the query's position, inclusive; -1: no limit on that side.
 FLASHJIT_API expr::Expr sliding_window(std::int32_t left, std::int32_t right);
 
-/// Causal, but the first prefix[b] keys are seen by all. Capture: int32 [batch].
+/// Causal, except that all queries see the first prefix[b] keys. Capture: int32 [batch].
 FLASHJIT_API expr::Expr prefix_lm(CausalAlignment alignment = CausalAlignment::bottom_right,
                                   std::string prefix = "prefix");
 
-/// Pairs of one document. Captures: int32 ids of the positions, [seqlen] (rank 1) or [batch, seqlen] (rank
-/// 2); one tensor for queries and keys when `kv_ids` is empty.
+/// Pairs within a document. Captures: int32 document ids of the positions, [seqlen] (rank 1) or [batch,
+/// seqlen] (rank 2); one tensor for queries and keys if `kv_ids` is empty.
 FLASHJIT_API expr::Expr documents(int rank, std::string q_ids = "documents", std::string kv_ids = {});
 
-/// Every stride-th key before and after the query's position, its own included. stride > 0.
+/// Every stride-th key before and after the query's position, including its own. stride > 0.
 FLASHJIT_API expr::Expr dilated(std::int32_t stride);
 
 /// The strided pattern of Child et al., "Generating Long Sequences with Sparse Transformers" (2019): the last
 /// `local` keys up to the query's position, and every stride-th before. Both > 0.
 FLASHJIT_API expr::Expr strided(std::int32_t local, std::int32_t stride);
 
-/// Tokens are a picture's pixels, row by row of `width`: pixels at most `radius` rows and columns apart.
-/// Windows are cut at the borders, not shifted. Queries and keys are the same pixels. width > 0.
+/// Tokens are the pixels of a picture, row by row of `width`; those at most `radius` rows and columns apart
+/// attend. Windows are cut at the borders, not shifted. Queries and keys are the same pixels. width > 0.
 FLASHJIT_API expr::Expr neighborhood_2d(std::int32_t width, std::int32_t radius);
 
 // --- scores
 
 /// Press et al., "Train Short, Test Long" (2022): score - slopes[h] * distance. Capture: fp32 [heads_q].
 FLASHJIT_API expr::Expr alibi(std::string slopes = "slopes");
-/// The slopes of that paper: 2^(-8 i / heads), and for other counts than powers of two those of its code.
+/// The slopes of that paper: 2^(-8 i / heads); for counts that are not powers of two, those of its code.
 FLASHJIT_API std::vector<float> alibi_slopes(std::int64_t heads);
 
 /// cap * tanh(score / cap). cap > 0.
 FLASHJIT_API expr::Expr softcap(float cap);
 
-/// score + bias[indices], such as dense_bias(ElementType::bf16, {expr::h, expr::q, expr::kv}): any of b, h,
-/// h_kv, q and kv, 1 to 4, each once. Capture: a tensor of those sizes (a size of 1 serves all).
+/// score + bias[indices], such as dense_bias(ElementType::bf16, {expr::h, expr::q, expr::kv}): 1 to 4 of b,
+/// h, h_kv, q and kv, each once. Capture: a tensor of those sizes (a size of 1 broadcasts).
 FLASHJIT_API expr::Expr dense_bias(ElementType type, std::initializer_list<expr::NameConstant> indices,
                                    bool wants_grad = false, std::string bias = "bias");
 
-/// Of the distance buckets of Raffel et al., "T5" (2020). Half of the buckets (of a side's, when
-/// bidirectional) are single distances; the others widen by the logarithm up to max_distance, from which on
-/// all is the last one. Without `bidirectional`, keys behind the query are in bucket 0.
+/// The distance buckets of Raffel et al., "T5" (2020). Half of the buckets (per side, if bidirectional) are
+/// single distances; the others widen logarithmically up to max_distance, and the last holds all larger
+/// distances. Without `bidirectional`, keys after the query are in bucket 0.
 struct RelativeBias {
   bool bidirectional = true;
   int num_buckets = 32;    ///< even, 2 to 256; at least 4 when bidirectional

@@ -1,4 +1,4 @@
-// How flashjit says no: an expected refusal is a Support value, an exceptional failure is an Error.
+// Failures: an expected refusal is a Support value, an exceptional failure is an Error.
 #pragma once
 
 #include <cstdint>
@@ -12,13 +12,13 @@ namespace flashjit {
 /// What went wrong, coarse enough to act on. The C ABI's status codes have the same numbers.
 enum class ErrorCode : std::int32_t {
   invalid_argument = 1,  ///< the caller's values are wrong; the message says which and what is allowed
-  unsupported = 2,       ///< a sound request that no kernel family can do
+  unsupported = 2,       ///< a valid request that no kernel family supports
   no_driver = 3,         ///< libcuda is missing or too old
   no_device = 4,         ///< no CUDA device, no current context, or the wrong device
   no_compiler = 5,       ///< NVRTC is missing
   compile_failed = 6,    ///< NVRTC refused the source; detail() holds its log
   kernel_missing = 7,    ///< compiling is switched off and neither a pack nor the cache has the kernel
-  io = 8,                ///< a file could not be read or written, or does not hold what it should
+  io = 8,                ///< a file could not be read or written, or is damaged
   cuda = 9,              ///< the driver returned an error
   internal = 10,         ///< a bug in flashjit
 };

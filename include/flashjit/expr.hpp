@@ -71,7 +71,7 @@ enum class Op : std::uint8_t {
   to_bool    // of int or float
 };
 
-/// A scalar or a captured tensor that a program declares; given by name at the call.
+/// A scalar or a captured tensor declared by a program and bound by name at the call.
 struct Declaration {
   std::string name;
   ElementType type = ElementType::fp32;  ///< of a scalar: int32 or fp32
@@ -85,7 +85,7 @@ struct Declaration {
 struct Node;
 using NodePtr = std::shared_ptr<const Node>;
 
-/// One node of a program's tree; immutable, checked when made. Literals are finite.
+/// A node of a program's tree; immutable, checked on creation. Literals are finite.
 struct Node {
   Op op = Op::literal;
   Type type = Type::real;
@@ -95,13 +95,13 @@ struct Node {
   float real = 0;                ///< literal of type real
   Name name = Name::score;       ///< of Op::name
   Declaration declaration = {};  ///< of Op::scalar and Op::read
-  int depth = 1;                 ///< nodes on the longest way down, this one included
-  int size = 1;                  ///< nodes of the tree, one reached in two ways counted twice
+  int depth = 1;                 ///< nodes on the longest path down, including this one
+  int size = 1;                  ///< nodes of the tree; a node reached in two ways counts twice
 };
 
 /// A typed expression: a cheap value. Operators and functions check their operands' types and throw
-/// Error(invalid_argument) that names the operation, what it got and what it takes. int becomes float where a
-/// float stands beside it. A conversion to the type that its operand has is that operand.
+/// Error(invalid_argument) that names the operation, its operands and the allowed types. An int meeting a
+/// float becomes a float. Converting an operand to its own type is a no-op.
 class FLASHJIT_API Expr {
  public:
   Expr(std::same_as<bool> auto value) : Expr(literal(value)) {}
@@ -134,12 +134,12 @@ inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{N
     kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
 
 /// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
-/// into the tensor; RuntimeOptions::check_indices tells of it. Integer types read as int (int64 saturates),
+/// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int (int64 saturates),
 /// bool as bool, float types as float.
 class FLASHJIT_API Tensor {
  public:
   Tensor(std::string name, ElementType element, int rank);
-  /// The same, whose gradient is wanted; float types only.
+  /// The same tensor, with its gradient; float types only.
   Tensor with_grad() const;
   Expr operator[](const Expr& index) const;
   template <class... Indices>
@@ -197,7 +197,7 @@ FLASHJIT_API Expr to_float(const Expr& a);
 FLASHJIT_API Expr to_int(const Expr& a);
 FLASHJIT_API Expr to_bool(const Expr& a);
 
-/// Reads a program. Throws Error(invalid_argument) with the text, a caret and what was expected.
+/// Parses a program. Throws Error(invalid_argument) with the text, a caret and what was expected.
 FLASHJIT_API Expr parse(std::string_view text);
 /// The program's canonical text, with its declarations; parse() gives the same tree.
 FLASHJIT_API std::string to_string(const Expr& expr);

@@ -1,10 +1,9 @@
 /** @file
  * flashjit's C interface: opaque handles, structs that carry their size, status codes, a last error message.
  *
- * Every function may be called from many threads. A function that returns flashjit_status returns FLASHJIT_OK
- * or the code of an error whose message flashjit_last_error_message() then holds. Set `struct_size` of every
- * struct that has it to sizeof of that struct, as `= {.struct_size = sizeof x}` does; members left zero are
- * the defaults.
+ * Every function is thread-safe. A function that returns flashjit_status returns FLASHJIT_OK or an error
+ * code; flashjit_last_error_message() then returns the message. Set `struct_size`, where there is one, to the
+ * struct's size, as `= {.struct_size = sizeof x}` does; zero is the default of the other members.
  */
 #ifndef FLASHJIT_FLASHJIT_H
 #define FLASHJIT_FLASHJIT_H
@@ -26,16 +25,16 @@ extern "C" {
 #endif
 
 /** The CUDA driver's and the CUDA runtime's stream handle: cudaStream_t and CUstream are this type. Null is
- * the legacy default stream, however the caller was compiled: with per-thread default streams give
+ * the legacy default stream, however the caller was compiled. With per-thread default streams, pass
  * cudaStreamPerThread. */
 struct CUstream_st;
 
-/** One of the codes below; only FLASHJIT_OK is no error. */
+/** One of the codes below; all but FLASHJIT_OK are errors. */
 typedef int32_t flashjit_status;
 enum {
   FLASHJIT_OK = 0,
   FLASHJIT_INVALID_ARGUMENT = 1, /**< the caller's values are wrong */
-  FLASHJIT_UNSUPPORTED = 2,      /**< a sound request that no kernel family can do */
+  FLASHJIT_UNSUPPORTED = 2,      /**< a valid request that no kernel family supports */
   FLASHJIT_NO_DRIVER = 3,        /**< libcuda is missing or too old */
   FLASHJIT_NO_DEVICE = 4,        /**< no CUDA device, no current context, or the wrong device */
   FLASHJIT_NO_COMPILER = 5,      /**< NVRTC is missing */
@@ -50,7 +49,7 @@ enum {
 typedef int32_t flashjit_pass;
 enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1 };
 
-/** Whether a kernel that no pack and no cache holds may be compiled. */
+/** Whether to compile a kernel that is in no pack and not in the cache. */
 typedef int32_t flashjit_jit;
 enum {
   FLASHJIT_JIT_DEFAULT = 0, /**< the environment variable FLASHJIT_JIT, else on */
@@ -58,7 +57,7 @@ enum {
   FLASHJIT_JIT_OFF = 2
 };
 
-/** Whether shapes in use are tuned by a thread beside the calls. */
+/** Whether a thread tunes shapes in use. */
 typedef int32_t flashjit_tuning;
 enum {
   FLASHJIT_TUNING_DEFAULT = 0, /**< the environment variable FLASHJIT_TUNE_IN_BACKGROUND, else off */
@@ -66,14 +65,14 @@ enum {
   FLASHJIT_TUNING_OFF = 2
 };
 
-/** Compiles, keeps and launches kernels; flashjit_runtime_create() makes it. */
+/** Compiles, caches and launches kernels; created by flashjit_runtime_create(). */
 typedef struct flashjit_runtime flashjit_runtime;
-/** What is computed, read from text; flashjit_spec_create() makes it. */
+/** What is computed, parsed from text; created by flashjit_spec_create(). */
 typedef struct flashjit_spec flashjit_spec;
-/** Tile lists that flashjit_build_lists() made. */
+/** Tile lists, created by flashjit_build_lists(). */
 typedef struct flashjit_block_lists flashjit_block_lists;
 
-/** Of a runtime. Zero is the default of every member. */
+/** Options of a runtime. Zero is the default of every member. */
 typedef struct flashjit_options {
   size_t struct_size;
   const char*
@@ -84,9 +83,9 @@ typedef struct flashjit_options {
   const char* template_dir;                  /**< null: the embedded templates */
   void (*log)(void* user, const char* line); /**< receives one line at a time; null: stderr */
   void* log_user;
-  const char* nvrtc; /**< libnvrtc or the folder that holds it; null: FLASHJIT_NVRTC, else the usual places */
-  uint64_t cache_limit; /**< bytes of kernels in cache_dir at which those that were not used for longest are
-                             removed; 0: FLASHJIT_CACHE_LIMIT, else 2 GiB; UINT64_MAX: none */
+  const char* nvrtc;    /**< libnvrtc or its folder; null: FLASHJIT_NVRTC, else the usual places */
+  uint64_t cache_limit; /**< bytes of kernels in cache_dir at which the least recently used are removed; 0:
+                           FLASHJIT_CACHE_LIMIT, else 2 GiB; UINT64_MAX: none */
   /** Whether the first use of a shape starts its tuning: in a thread, on a stream of its own, with inputs of
    * its own in device memory, for some seconds. Calls go on, and switch when it is done to a configuration
    * that needs no more workspace: the last bits of results may change then. Keep the context until
@@ -115,7 +114,7 @@ typedef struct flashjit_block_map {
   int64_t size[4];
 } flashjit_block_map;
 
-/** What a captured tensor holds, where the caller knows it. */
+/** The element type of a captured tensor, if the caller states it. */
 typedef int32_t flashjit_element_type;
 enum {
   FLASHJIT_ELEMENT_UNTOLD = 0, /**< not checked against the program */
@@ -130,31 +129,30 @@ enum {
   FLASHJIT_ELEMENT_BOOL = 9
 };
 
-/** A value for a name that the score or the mask program declares: a scalar, or a tensor on the device. */
+/** A value for a name declared by the score or mask program: a scalar, or a tensor on the device. */
 typedef struct flashjit_capture {
   const char* name;
   const void* data; /**< of a tensor, aligned to its element; null for a scalar */
-  float* grad;  /**< backward, where the program declares "grad": fp32 on the device, contiguous, the tensor's
-                   sizes. The gradient is added to what is there: zero it first */
+  float* grad;  /**< backward, if the program declares "grad": fp32 on the device, contiguous, the tensor's
+                   sizes. The gradient is added to the memory: zero it first */
   int32_t rank; /**< of a tensor, 1 to 4; 0: a scalar */
   flashjit_element_type type;
   int64_t size[4];   /**< the first `rank` count; each at least 1 */
   int64_t stride[4]; /**< in elements, 0 or more */
-  double scalar;     /**< for an int an integer */
+  double scalar;     /**< an integer if declared int */
 } flashjit_capture;
 
-/** A call gives at most this many: 8 tensors and 8 scalars. */
+/** The most captures of a call: 8 tensors and 8 scalars. */
 enum { FLASHJIT_MAX_CAPTURES = 16 };
 
-/** With "varlen" in the spec, sequences of unlike lengths are packed: q [1, heads, rows, dim] and so on,
- * where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and those of cu_seqlens_kv
- * of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or more) are then the
- * shape's batch and lengths; without "varlen" all of them are 0 or null.
+/** With "varlen" in the spec, sequences of different lengths are packed: q [1, heads, rows, dim] and so on.
+ * Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
+ * cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or
+ * more) are then the shape's batch and lengths; without "varlen" all of them are 0 or null.
  *
- * Nobody checks cu_seqlens, as that would wait for the device. Where it is wrong (negative, descending,
- * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to rows that there
- * are, and the results of the sequences that it concerns are wrong; nothing outside of the tensors is read or
- * written. */
+ * cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
+ * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows. The
+ * results of the sequences concerned are then wrong, but nothing outside the tensors is read or written. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
@@ -166,14 +164,14 @@ typedef struct flashjit_forward_args {
   double dropout_p;                 /**< in [0, 1), with "dropout" in the spec */
   uint64_t seed, offset;            /**< of the dropout mask */
   void* workspace;                  /**< 256-byte aligned device memory */
-  size_t workspace_bytes;           /**< at least what flashjit_workspace_bytes() says */
-  const flashjit_capture* captures; /**< one for each name that the spec's programs declare, in any order */
+  size_t workspace_bytes;           /**< at least flashjit_workspace_bytes() */
+  const flashjit_capture* captures; /**< one for each name declared by the spec's programs, in any order */
   size_t capture_count;
   const int32_t* cu_seqlens_q;  /**< [batch_size + 1] on the device, with "varlen" in the spec */
   const int32_t* cu_seqlens_kv; /**< the same of K and V */
   const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
-  const flashjit_block_lists* lists; /**< of flashjit_build_lists(); null: made in this call, where needed */
+  const flashjit_block_lists* lists; /**< from flashjit_build_lists(); null: built in this call, if needed */
   const uint64_t* rng_state; /**< seed and offset on the device, 16-byte aligned, which the kernels read in
                                   place of those above: a CUDA graph then has another dropout mask at each
                                   replay. Null: those above */
@@ -181,8 +179,8 @@ typedef struct flashjit_forward_args {
                                   from cu_seqlens_q[batch_size] on, become zeros; 0: they stay as they are */
 } flashjit_forward_args;
 
-/** Members that flashjit_forward_args has too mean the same here and are not repeated; gradients have the
- * sizes of their tensors. With "dropout", seed and offset are those of the forward pass. */
+/** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
+ * "dropout", seed and offset are those of the forward pass. */
 typedef struct flashjit_backward_args {
   size_t struct_size;
   flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
@@ -202,20 +200,20 @@ typedef struct flashjit_backward_args {
   const float* sinks;
   float* dsinks; /**< [heads_q], added to: zero it first; null: not wanted */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
-  const flashjit_block_lists* lists; /**< of flashjit_build_lists() with FLASHJIT_BACKWARD */
+  const flashjit_block_lists* lists; /**< from flashjit_build_lists() with FLASHJIT_BACKWARD */
   const uint64_t* rng_state;
   int32_t zero_unused_rows; /**< of dq, dk and dv */
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
 } flashjit_backward_args;
 
-/** What tile lists are made of: the arguments of the calls that will use them, as far as masks see them. */
+/** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
 typedef struct flashjit_list_args {
   size_t struct_size;
   void* memory;        /**< 256-byte aligned device memory, where the lists go and stay */
-  size_t memory_bytes; /**< at least what flashjit_list_bytes() says */
+  size_t memory_bytes; /**< at least flashjit_list_bytes() */
   const int32_t* kv_lengths;
   flashjit_block_map block_map;
-  const flashjit_capture* captures; /**< all that the calls give; those of the score are not read */
+  const flashjit_capture* captures; /**< all captures of the calls; those of the score are not read */
   size_t capture_count;
   const int32_t *cu_seqlens_q, *cu_seqlens_kv;
 } flashjit_list_args;
@@ -226,11 +224,11 @@ FLASHJIT_C_API const char* flashjit_version(void) FLASHJIT_NOEXCEPT;
 /** "invalid_argument", ...; "ok" for FLASHJIT_OK. Never null. */
 FLASHJIT_C_API const char* flashjit_status_name(flashjit_status status) FLASHJIT_NOEXCEPT;
 
-/** The message of the last call on this thread that failed; "" when none did. Valid until the next call that
- * fails on this thread. Never null. It is its thread's: after dlclose() the library stays until the threads
- * end that have asked for it, or have failed. */
+/** The message of the last failed call on this thread; "" if none failed. Valid until the next failure on
+ * this thread. Never null. The message belongs to its thread: after dlclose() the library stays loaded until
+ * the threads that asked for it, or failed, have ended. */
 FLASHJIT_C_API const char* flashjit_last_error_message(void) FLASHJIT_NOEXCEPT;
-/** Long material that belongs to it, such as a compiler's log; often "". */
+/** Long details of that error, such as a compiler's log; often "". */
 FLASHJIT_C_API const char* flashjit_last_error_detail(void) FLASHJIT_NOEXCEPT;
 
 /** `options` may be null for the defaults. Needs no driver: the first call that needs one opens it. */
@@ -239,13 +237,13 @@ FLASHJIT_C_API flashjit_status flashjit_runtime_create(const flashjit_options* o
 /** Unloads every kernel, so wait for launched ones and drop graphs that hold them first. Null is allowed. */
 FLASHJIT_C_API void flashjit_runtime_destroy(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
-/** Ends tuning in the background for good: waits for the compile or measurement under way, some seconds at
- * most, and drops the rest. What was tuned stays in use. For before a context is destroyed or the program
- * ends with a runtime that is not destroyed. Does nothing where nothing is tuned. */
+/** Ends tuning in the background for good: waits for the current compilation or measurement, some seconds at
+ * most, and drops the rest. Tuned configurations stay in use. Call it before a context is destroyed, or
+ * before the program ends without destroying the runtime. Does nothing if nothing is tuned. */
 FLASHJIT_C_API flashjit_status flashjit_stop_tuning(flashjit_runtime* runtime) FLASHJIT_NOEXCEPT;
 
-/** Reads a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. A pass in
- * the text ("fwd:", "bwd:") is overruled by the function that is called. */
+/** Parses a spec such as "bf16:d128:causal" or "fp16:d64x32:dropout:map128x64" once, for many calls. The
+ * function called overrides a pass in the text ("fwd:", "bwd:"). */
 FLASHJIT_C_API flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) FLASHJIT_NOEXCEPT;
 /** Null is allowed. */
 FLASHJIT_C_API void flashjit_spec_destroy(flashjit_spec* spec) FLASHJIT_NOEXCEPT;
@@ -267,24 +265,24 @@ FLASHJIT_C_API flashjit_status flashjit_prepare(flashjit_runtime* runtime, flash
                                                 const flashjit_spec* spec, const flashjit_shape* shape,
                                                 const char* config) FLASHJIT_NOEXCEPT;
 
-/** The same for both passes at once, in little more time than one takes: before training. */
+/** The same for both passes in parallel, in little more time than for one. For training. */
 FLASHJIT_C_API flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                      const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
 
-/** Bytes of device memory that a call needs lent; flashjit_list_bytes() fewer when it is given its lists. */
+/** Bytes of workspace that a call needs; flashjit_list_bytes() less if it receives its lists. */
 FLASHJIT_C_API flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                         const flashjit_spec* spec,
                                                         const flashjit_shape* shape,
                                                         size_t* bytes) FLASHJIT_NOEXCEPT;
 
-/** Bytes of device memory that flashjit_build_lists() needs; 0 where the kernels walk no lists. */
+/** Bytes of device memory that flashjit_build_lists() needs; 0 if the kernels use no lists. */
 FLASHJIT_C_API flashjit_status flashjit_list_bytes(flashjit_runtime* runtime, flashjit_pass pass,
                                                    const flashjit_spec* spec, const flashjit_shape* shape,
                                                    size_t* bytes) FLASHJIT_NOEXCEPT;
 
-/** Makes the tile lists of a block map or a mask on `stream` once, for any number of calls of the same pass,
- * spec, shape and tile configuration, whose block map, lengths and values of the mask's names are the same.
- * Others are refused. The memory must outlive the calls. */
+/** Builds the tile lists of a block map or a mask on `stream` once, for any number of calls with the same
+ * pass, spec, shape, tile configuration, block map, lengths and captures of the mask. Other calls refuse
+ * them. The memory must outlive the calls. */
 FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pass,
                                                     const flashjit_spec* spec, const flashjit_shape* shape,
                                                     const flashjit_list_args* args,
@@ -293,14 +291,14 @@ FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, f
 /** Null is allowed. */
 FLASHJIT_C_API void flashjit_block_lists_destroy(flashjit_block_lists* lists) FLASHJIT_NOEXCEPT;
 
-/** FLASHJIT_OK when some kernel can do the problem on the current device; FLASHJIT_UNSUPPORTED, with every
- * kernel family's reason as the message, when none can. */
+/** FLASHJIT_OK if some kernel family supports the problem on the current device; otherwise
+ * FLASHJIT_UNSUPPORTED, with every family's reason as the message. */
 FLASHJIT_C_API flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass,
                                                  const flashjit_spec* spec,
                                                  const flashjit_shape* shape) FLASHJIT_NOEXCEPT;
 
 /** The same on the CPU, in fp64, slowly: every pointer is the host's, and results are rounded to the spec's
- * type. Needs no GPU and no runtime; stream and workspace are not looked at. For tests and for small sizes.
+ * type. Needs no GPU and no runtime; stream and workspace are ignored. For tests and small sizes.
  */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_args* args) FLASHJIT_NOEXCEPT;

@@ -1,4 +1,4 @@
-// A pack that is part of the program, as CMake's flashjit_add_pack(... EMBED) makes one.
+// A pack embedded in the program, as CMake's flashjit_add_pack(... EMBED) does.
 #pragma once
 
 #include <span>
@@ -11,7 +11,7 @@ struct EmbeddedFile {
   std::string_view path, bytes;
 };
 
-/// The files of a pack, in the program's own memory for as long as a Runtime uses them.
+/// The files of a pack, in memory that outlives every Runtime that uses them.
 using EmbeddedPack = std::span<const EmbeddedFile>;
 
 }  // namespace flashjit

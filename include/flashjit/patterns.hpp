@@ -31,8 +31,8 @@ FLASHJIT_API BlockPattern empty_pattern(std::int64_t seqlen_q, std::int64_t seql
 // stride is not positive, or when rows * columns exceeds 2^31 - 1.
 
 /// The butterfly of Dao et al., "Pixelated Butterfly" (2022), which the first FlashAttention paper uses: the
-/// diagonal and the blocks whose row and column differ in exactly one bit. Blocks a row grow with
-/// log2(columns).
+/// diagonal and the blocks whose row and column differ in exactly one bit. The number of blocks per row grows
+/// with log2(columns).
 FLASHJIT_API BlockPattern butterfly(std::int64_t rows, std::int64_t columns);
 
 /// A sliding window: |row - column| <= radius. Radius 0 is the diagonal.
@@ -42,14 +42,14 @@ FLASHJIT_API BlockPattern local_window(std::int64_t rows, std::int64_t columns, 
 /// `stride` blocks (and the next, which a causal mask removes) and every stride-th block before and after.
 FLASHJIT_API BlockPattern strided(std::int64_t rows, std::int64_t columns, std::int64_t stride);
 
-/// Beltagy et al., "Longformer" (2020): a window of `radius`, and the first `global` blocks attend to all and
-/// are attended to by all.
+/// Beltagy et al., "Longformer" (2020): a window of `radius`; the first `global` blocks attend to all blocks,
+/// and all attend to them.
 FLASHJIT_API BlockPattern local_global(std::int64_t rows, std::int64_t columns, std::int64_t radius,
                                        std::int64_t global);
 
-/// Zaheer et al., "Big Bird" (2020): local_global and in every row `random` further blocks, distinct, drawn
+/// Zaheer et al., "Big Bird" (2020): local_global, and `random` further distinct blocks in every row, drawn
 /// by Philox from `seed`. The same arguments give the same pattern on every machine. A row with fewer free
-/// blocks takes all.
+/// blocks takes them all.
 FLASHJIT_API BlockPattern big_bird(std::int64_t rows, std::int64_t columns, std::int64_t radius,
                                    std::int64_t global, std::int64_t random, std::uint64_t seed);
 

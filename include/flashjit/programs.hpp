@@ -1,5 +1,5 @@
-// Score and mask programs: what is done to a score before the softmax, and which pairs (q, kv) attend. The
-// language is that of flashjit/expr.hpp.
+// Score and mask programs: how a score changes before the softmax, and which pairs (q, kv) attend. The
+// language is in flashjit/expr.hpp.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@ namespace flashjit {
 /// Which pairs (q, kv) attend to each other, as canonical text that is part of the kernel's key.
 ///
 /// A bool expression without `score`: "kv <= q + window" or spec.mask = q >= kv && q - kv < 1024. The empty
-/// program, which "true" and blank text are too, masks nothing. "causal" and "causal_top_left" are names of
-/// two masks.
+/// program masks nothing; "true" and blank text are the same. "causal" and "causal_top_left" are names of two
+/// masks.
 class FLASHJIT_API MaskProgram {
  public:
   MaskProgram() = default;
-  /// Throws Error(invalid_argument) when it is no expression, is not bool, reads score, wants a gradient, or
+  /// Throws Error(invalid_argument) if it is not a bool expression, reads score, wants a gradient, or
   /// declares more than 8 tensors or 8 scalars.
   explicit MaskProgram(std::string_view text);
   MaskProgram(const expr::Expr& mask);
@@ -35,14 +35,14 @@ class FLASHJIT_API MaskProgram {
   expr::NodePtr tree_;
 };
 
-/// What is done to softmax_scale * (Q K^T) before the softmax, as canonical text.
+/// How softmax_scale * (Q K^T) changes before the softmax, as canonical text.
 ///
-/// A float expression (an int becomes float): "50.0 * tanh(score / 50.0)". The empty program, which "score"
-/// and blank text are too, is the identity.
+/// A float expression (an int becomes float): "50.0 * tanh(score / 50.0)". The empty program is the identity;
+/// "score" and blank text are the same.
 class FLASHJIT_API ScoreProgram {
  public:
   ScoreProgram() = default;
-  /// Throws Error(invalid_argument) when it is no expression, is bool, or declares more than 8 tensors or 8
+  /// Throws Error(invalid_argument) if it is not an expression, is bool, or declares more than 8 tensors or 8
   /// scalars.
   explicit ScoreProgram(std::string_view text);
   ScoreProgram(const expr::Expr& score);
@@ -65,7 +65,7 @@ enum class CausalAlignment : std::uint8_t {
 };
 
 /// A causal mask. The lengths are those of the AttentionShape (with varlen, of the sequence); key padding
-/// masks further, it does not shift.
+/// masks more, without shifting the diagonal.
 FLASHJIT_API const MaskProgram& causal(CausalAlignment alignment = CausalAlignment::bottom_right);
 
 }  // namespace flashjit

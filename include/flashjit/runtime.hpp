@@ -1,4 +1,4 @@
-// The runtime: compiles an attention on first use, keeps it, and launches it ever after.
+// The runtime: compiles an attention kernel on first use, caches it, and afterwards just launches it.
 #pragma once
 
 #include <array>
@@ -20,23 +20,22 @@ struct CUstream_st;  // the driver's and the CUDA runtime's stream handle: cudaS
 
 namespace flashjit {
 
-/// Null is the legacy default stream, however the caller was compiled: with per-thread default streams give
+/// Null is the legacy default stream, however the caller was compiled. With per-thread default streams, pass
 /// cudaStreamPerThread.
 using Stream = CUstream_st*;
 
-/// What tile lists are made of: the arguments of the calls that will use them, as far as masks see them.
+/// Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them.
 struct ListArgs {
   Workspace memory = {};  ///< where the lists go and stay; at least Runtime::list_bytes(spec, shape)
   const std::int32_t* kv_lengths = nullptr;
   BlockMapView block_map = {};
-  std::span<const Capture> captures = {};  ///< all that the calls give; those of the score are not read
+  std::span<const Capture> captures = {};  ///< all captures of the calls; those of the score are not read
   const std::int32_t* cu_seqlens_q = nullptr;
   const std::int32_t* cu_seqlens_kv = nullptr;
 };
 
-/// Tile lists that Runtime::build_lists() made, for any number of calls of the same pass, spec, shape and
-/// tile configuration, whose block map, lengths and values of the mask's names are the same. The memory is
-/// the caller's.
+/// Tile lists from Runtime::build_lists(), for any number of calls with the same pass, spec, shape, tile
+/// configuration, block map, lengths and captures of the mask. The caller owns the memory.
 struct BlockLists {
   void* data = nullptr;
   std::string built_for = {};                       ///< spec, shape and tile configuration
@@ -46,19 +45,18 @@ struct BlockLists {
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
 /// out [b, hq, sq, dv].
 ///
-/// With spec.varlen, b sequences of unlike lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d] and
-/// so on, where sequence i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and
-/// cu_seqlens_kv[i] to cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv take the
-/// place of b, sq and skv (also for a block map, whose blocks count within each sequence, and for
-/// workspace_bytes() and prepare()); a maximum may be larger than the longest sequence, never smaller. Rows
-/// of LSE past a sequence's end are not written. Rows of O, dQ, dK and dV that belong to no sequence, those
-/// from cu_seqlens[batch_size] on, are left as they are, or with zero_unused_rows become zeros. Programs
-/// count q and kv within their sequence and see its own lengths.
+/// With spec.varlen, b sequences of different lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d]
+/// and so on. Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
+/// cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv replace b, sq and skv, also
+/// for a block map (its blocks count within each sequence), workspace_bytes() and prepare(). A maximum may
+/// exceed the longest sequence, but not be smaller. Rows of LSE past a sequence's end are not written. Rows
+/// of O, dQ, dK and dV that belong to no sequence, those from cu_seqlens[batch_size] on, are left as they
+/// are, or with zero_unused_rows become zeros. Programs count q and kv within their sequence and see its own
+/// lengths.
 ///
-/// Nobody checks cu_seqlens, as that would wait for the device. Where it is wrong (negative, descending,
-/// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to rows that there
-/// are, and the results of the sequences that it concerns are wrong; nothing outside of the tensors is read
-/// or written.
+/// cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
+/// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows.
+/// The results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;
@@ -70,16 +68,16 @@ struct ForwardArgs {
   double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
   std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
-  Workspace workspace = {};                ///< at least Runtime::workspace_bytes(spec, shape)
-  std::span<const Capture> captures = {};  ///< a value for each name that the spec's programs declare, in any
-                                           ///< order; Capture::grad is not looked at
+  Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
+  std::span<const Capture> captures =
+      {};  ///< a value for each name declared by the spec's programs, in any order; Capture::grad is ignored
   const std::int32_t* cu_seqlens_q =
       nullptr;  ///< [batch_size + 1] on the device, from 0 up, with spec.varlen
   const std::int32_t* cu_seqlens_kv = nullptr;       ///< the same of K and V
   std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
   const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
-  const BlockLists* lists = nullptr;  ///< of Runtime::build_lists(); null: made in this call, where needed
+  const BlockLists* lists = nullptr;  ///< from Runtime::build_lists(); null: built in this call, if needed
   /// Seed and offset on the device, 16-byte aligned, which the kernels read in place of the two above: a CUDA
   /// graph then has another dropout mask at each replay. Null: those above.
   const std::uint64_t* rng_state = nullptr;
@@ -108,13 +106,13 @@ struct BackwardArgs {
   const float* sinks = nullptr;
   float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
   const BlockLists* lists =
-      nullptr;  ///< of Runtime::build_lists() with Pass::backward; null: made in this call
+      nullptr;  ///< from Runtime::build_lists() with Pass::backward; null: built in this call
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< of dq, dk and dv
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
 };
 
-/// Whether a kernel that no pack and no cache holds may be compiled.
+/// Whether to compile a kernel that is in no pack and not in the cache.
 enum class JitMode : std::uint8_t { on, off };
 
 /// Explicit options win over the environment; tools/docs/environment.md lists the variables.
@@ -125,32 +123,31 @@ struct RuntimeOptions {
   std::vector<EmbeddedPack> embedded_packs = {};  ///< searched before `packs`
   std::optional<JitMode> jit = {};                ///< default FLASHJIT_JIT, else on
   std::optional<std::string> template_dir = {};   ///< read templates from here instead of the embedded ones
-  std::optional<std::string> nvrtc = {};   ///< libnvrtc or the folder that holds it; default FLASHJIT_NVRTC,
-                                           ///< else the usual places
+  std::optional<std::string> nvrtc =
+      {};  ///< libnvrtc or its folder; default FLASHJIT_NVRTC, else the usual places
   std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
                                            ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
-  /// Kernels whose waits for each other's threads, should one take longer than 10 seconds, end with an error
-  /// of the launch in place of a hang: a bug of a kernel, or of templates in template_dir. What next reaches
-  /// the device, such as a synchronise or the next call, reports CUDA_ERROR_LAUNCH_FAILED or
-  /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so does all that follows in this process, whose context is lost.
-  /// The results are the same. Needs NVRTC: packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
+  /// Kernels whose waits end with a launch error after 10 seconds, instead of hanging because of a bug in a
+  /// kernel or in template_dir. The next synchronisation or call then reports CUDA_ERROR_LAUNCH_FAILED or
+  /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so do all later ones, because the process has lost its context.
+  /// Results are the same. Needs NVRTC, as packs hold no such kernels. Default FLASHJIT_CHECK_WAITS, else
   /// false.
   std::optional<bool> check_waits = {};
-  std::optional<std::uint64_t> cache_limit = {};  ///< bytes of kernels in cache_dir at which those that were
-                                                  ///< not used for longest are removed, which leaves 7/8;
-                                                  ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
-  /// The first use of a shape that no record of this device was measured for starts its tuning: in a thread,
-  /// on a stream of its own, with inputs of its own in device memory for as long as it takes, some seconds.
-  /// Calls go on with what is known, and switch when it is done to a configuration of the same family that
-  /// needs no more workspace; the record goes to the cache. Results may change in their last bits when it
-  /// switches. Keep the context until stop_tuning() was called or the Runtime destroyed. Needs NVRTC. Not for
-  /// specs that have tile lists, which build_lists() makes for one configuration: tune those beforehand.
-  /// Default FLASHJIT_TUNE_IN_BACKGROUND, else false.
+  std::optional<std::uint64_t> cache_limit =
+      {};  ///< bytes of kernels in cache_dir at which the least recently used are removed, down to 7/8;
+           ///< default FLASHJIT_CACHE_LIMIT, else 2 GiB
+  /// The first use of a shape without a record of this device starts its tuning: in a thread, on its own
+  /// stream, with its own inputs in device memory, for some seconds. Calls meanwhile use the current
+  /// configuration. When tuning finishes they switch to one of the same family that needs no more workspace,
+  /// and the record goes to the cache. The switch may change the last bits of results. Keep the context until
+  /// stop_tuning() is called or the Runtime destroyed. Needs NVRTC. Specs with tile lists are not tuned,
+  /// because build_lists() builds lists for one configuration: tune those beforehand. Default
+  /// FLASHJIT_TUNE_IN_BACKGROUND, else false.
   std::optional<bool> tune_in_background = {};
   std::function<void(std::string_view)> log = {};  ///< receives one line at a time; default stderr
 };
 
-/// Where a kernel came from, and what that took.
+/// Where a kernel came from.
 enum class KernelOrigin : std::uint8_t { memory, pack, disk, compiled };
 FLASHJIT_API std::string to_string(KernelOrigin origin);  // "memory", "pack", "disk", "compiled"
 
@@ -163,22 +160,22 @@ struct EntryReport {
   int threads = 0;       ///< a block
 };
 
-/// What a prepared kernel is, for logs and tables.
+/// Describes a prepared kernel, for logs and tables.
 struct KernelReport {
   AttentionSpec spec = {};
   TileConfig config = {};
   std::string config_source =
       {};                ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
-  std::string key = {};  ///< the directory's name in cache and pack; empty: nothing to launch, no kernel
+  std::string key = {};  ///< the directory's name in cache and pack; empty if there is nothing to launch
   KernelOrigin origin = KernelOrigin::memory;
   double render_ms = 0, compile_ms = 0, load_ms = 0;  ///< spent by this call
   std::vector<EntryReport> entries = {};
 };
 
-/// Compiles, caches and launches attention kernels. Safe from many threads; works on whatever context is
-/// current at the call. Creates no context, allocates no device memory, and never synchronises (but for the
-/// thread that RuntimeOptions::tune_in_background asks for). Keeps its kernels loaded until it is destroyed:
-/// wait for what was launched, and drop graphs that captured a launch, before that.
+/// Compiles, caches and launches attention kernels. Thread-safe; works in the context that is current at the
+/// call. It creates no context, allocates no device memory and never synchronises, except in the thread of
+/// RuntimeOptions::tune_in_background. Its kernels stay loaded until it is destroyed: first wait for all
+/// launches, and drop graphs that captured one.
 class FLASHJIT_API Runtime {
  public:
   explicit Runtime(RuntimeOptions options = {});
@@ -196,29 +193,29 @@ class FLASHJIT_API Runtime {
   /// With `config`, that configuration is used for this spec and shape from now on.
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config = {});
-  /// The same for both passes at once, whatever spec.pass is, in little more time than one takes: before
+  /// The same for both passes in parallel, whatever spec.pass is, in little more time than for one. For
   /// training. Returns the forward pass's report, then the backward's.
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
 
   /// Bytes of Workspace that a call needs: see tools/docs/memory.md. spec.pass chooses the pass. A call that
-  /// is given its lists needs list_bytes() less.
+  /// receives its lists needs list_bytes() less.
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Bytes of memory that build_lists() needs; 0 where the kernels walk no lists. spec.pass chooses the pass.
+  /// Bytes of memory that build_lists() needs; 0 if the kernels use no lists. spec.pass chooses the pass.
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Makes the tile lists of a block map or a mask on `stream` once, for many layers and steps: calls that
-  /// are given the result do not make them again. spec.pass chooses the pass; each has lists of its own.
-  /// Where the kernels walk no lists, nothing is launched, and calls take the result all the same. Throws
-  /// Error as forward() does.
+  /// Builds the tile lists of a block map or a mask on `stream` once, for many layers and steps: calls that
+  /// receive the result do not build them again. spec.pass chooses the pass; each has its own lists. If the
+  /// kernels use no lists, nothing is launched, and calls accept the result all the same. Throws Error as
+  /// forward() does.
   BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
                          Stream stream);
 
-  /// Whether some family can do the problem on the current device, or why none can.
+  /// Whether some family supports the problem on the current device, or why none does.
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
 
-  /// Ends the tuning that RuntimeOptions::tune_in_background asked for, for good: waits for the compile or
-  /// measurement under way, some seconds at most, and drops the rest. What was tuned stays in use.
+  /// Ends the tuning of RuntimeOptions::tune_in_background for good: waits for the current compilation or
+  /// measurement, some seconds at most, and drops the rest. Tuned configurations stay in use.
   void stop_tuning();
 
   /// The device of the current context. Throws Error(no_driver) or Error(no_device).

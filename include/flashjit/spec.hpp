@@ -20,11 +20,11 @@ struct BlockSize {
   bool operator==(const BlockSize&) const = default;
 };
 
-/// What is computed. Everything here is compiled into the kernel; what is not here is given at the call.
+/// What is computed. Everything here is compiled into the kernel; everything else is an argument of the call.
 ///
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
-/// With sinks the softmax of a row has one logit more, that of its head, without a value: LSE includes it,
-/// and a row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
+/// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
+/// row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
 /// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks".
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
@@ -37,14 +37,14 @@ struct AttentionSpec {
   bool kv_lengths = false;     ///< key padding: one length per batch entry is given at the call
   BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
-  bool varlen = false;  ///< sequences of unlike lengths, packed one behind the other; not with kv_lengths
-  bool sinks = false;   ///< one more logit a query head in the softmax, which attends to no value
+  bool varlen = false;  ///< sequences of different lengths, packed one after the other; not with kv_lengths
+  bool sinks = false;   ///< one more logit per query head in the softmax, without a value
 
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
-  /// The one spelling of equal problems: head_dim_v filled in, deterministic dropped where it says nothing.
+  /// The canonical form of equal problems: head_dim_v filled in, deterministic dropped if it has no effect.
   FLASHJIT_API AttentionSpec normalized() const;
-  /// Throws Error(invalid_argument) naming the first field that is out of range and what is allowed.
+  /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;
   bool operator==(const AttentionSpec&) const = default;
 };
@@ -73,22 +73,22 @@ struct TileConfig {
   int br = 0;      ///< rows of Q in a tile
   int bc = 0;      ///< rows of K and V in a tile; in sm90's backward pass the blocks of a cluster share 128
                    ///< of them above d128, else more than 128
-  int warps = 0;   ///< that compute; sm90 has four more, which load. Forward there a warp has 16 rows of Q:
-                   ///< twice as many warps as Br needs compute two Q tiles at a time
-  int stages = 1;  ///< buffers of the operands that stream through shared memory
+  int warps = 0;   ///< consumer warps; sm90 has four producer warps more. In its forward pass a warp has 16
+                   ///< rows of Q; twice as many warps as Br needs make two Q tiles per CTA
+  int stages = 1;  ///< pipeline stages of the operands that stream through shared memory
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
-  int d_split = 1;              ///< sm80 backward: 2 for two warps to the same rows, one for dV, one for dK
-  int min_blocks = 1;           ///< thread blocks a multiprocessor should hold: bounds the registers a thread
-  bool in_parts = false;     ///< of sm90, sm80: blocks share what a tile meets, forward the keys of a Q tile,
-                             ///< backward the queries of a KV tile, in as many parts as the device has room
-                             ///< for; then another kernel joins the parts
-  bool packs_heads = false;  ///< with in_parts, forward of sm90: a Q tile has the rows of all heads that
-                             ///< share K and V, of fewer queries; for specs to which all heads are alike
+  int d_split = 1;              ///< sm80 backward: 2 gives two warps the same rows, one for dV, one for dK
+  int min_blocks = 1;           ///< thread blocks per multiprocessor: bounds the registers per thread
+  bool in_parts = false;  ///< of sm90 and sm80: split-KV forward, split-Q backward. Blocks share the keys of
+                          ///< a Q tile (the queries of a KV tile), with as many splits as fit the device;
+                          ///< another kernel combines them
+  bool packs_heads = false;  ///< PackGQA, with in_parts, forward of sm90: a Q tile has rows of all heads that
+                             ///< share K and V, and fewer queries; for specs that treat all heads alike
 
   bool operator==(const TileConfig&) const = default;
 };
 
-/// The facts about a GPU that planning and compiling need: a value, so that neither needs a GPU.
+/// What planning and compiling need to know about a GPU: a value, so that neither needs a GPU.
 struct DeviceInfo {
   std::string name;            ///< "NVIDIA H100 80GB HBM3", or the architecture when built by hand
   std::string arch;            ///< what NVRTC compiles for: "sm_80", "sm_90a", ...
@@ -101,7 +101,7 @@ struct DeviceInfo {
   std::string driver;  ///< the CUDA version of its driver, "13.0"; empty when built by hand
 
   /// A device from its architecture: "sm_75", "sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100",
-  /// "sm_100a", "sm_120", "sm_120a". The sizes are those of one common product of it.
+  /// "sm_100a", "sm_120", "sm_120a". The sizes are those of a common product of that architecture.
   FLASHJIT_API static DeviceInfo parse(std::string_view arch);
   bool operator==(const DeviceInfo&) const = default;
 };
@@ -111,9 +111,8 @@ FLASHJIT_API std::string to_string(const AttentionShape& shape);
 FLASHJIT_API std::string to_string(const TileConfig& config);
 FLASHJIT_API std::string to_string(const DeviceInfo& device);  ///< its arch
 
-/// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what may stand
-/// there. A spec's pass may be left out (then forward), its options may stand in any order, and "map64" means
-/// "map64x64".
+/// Parsers throw Error(invalid_argument) that quotes the part they could not read and says what is allowed
+/// there. A spec's pass defaults to forward, its options may come in any order, and "map64" means "map64x64".
 FLASHJIT_API AttentionSpec parse_spec(std::string_view text);
 FLASHJIT_API AttentionShape parse_shape(std::string_view text);
 FLASHJIT_API TileConfig parse_config(std::string_view text);

@@ -15,8 +15,8 @@ namespace flashjit {
 
 /// A four-dimensional view: pointer, sizes and strides in elements, in the order batch, heads, length, dim.
 ///
-/// The last dimension must be contiguous; pointer and other strides must be multiples of 16 bytes. Any memory
-/// layout that can be told so works without a copy: the factories below cover the usual ones.
+/// The last dimension must be contiguous; pointer and other strides must be multiples of 16 bytes. Any such
+/// memory layout works without a copy; the factories below cover the usual ones.
 template <class Void>
 struct BasicTensorView {
   Void* data = nullptr;
@@ -31,8 +31,8 @@ struct BasicTensorView {
   static BasicTensorView bshd(Void* data, std::int64_t b, std::int64_t s, std::int64_t h, std::int64_t d) {
     return {data, {b, h, s, d}, {s * h * d, d, h * d, 1}};
   }
-  /// Part `index` (0: Q, 1: K, 2: V) of a packed tensor [batch, length, 3, heads, dim]. `data` is the whole
-  /// one.
+  /// Part `index` (0: Q, 1: K, 2: V) of a packed tensor [batch, length, 3, heads, dim], which starts at
+  /// `data`.
   static BasicTensorView packed_qkv(Void* data, std::int64_t b, std::int64_t s, std::int64_t h,
                                     std::int64_t d, int index, std::size_t element_size) {
     using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
@@ -41,7 +41,7 @@ struct BasicTensorView {
             {s * 3 * h * d, d, 3 * h * d, 1}};
   }
 
-  /// A view to write through can be read through.
+  /// A writable view converts to a readable one.
   operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
     return {data, size, stride};
   }
@@ -57,18 +57,18 @@ struct BlockMapView {
   std::array<std::int64_t, 4> size{};  ///< batch or 1, heads or 1, block rows, block columns
 };
 
-/// A value for a name that the score or the mask program declares: a tensor in device memory or a scalar.
-/// Names and memory are the caller's and must live as long as the call; nothing is copied.
+/// A value for a name declared by the score or mask program: a tensor in device memory, or a scalar. The
+/// caller owns names and memory, which must outlive the call; nothing is copied.
 struct Capture {
   std::string_view name;
   const void* data = nullptr;  ///< of a tensor, aligned to its element
-  float* grad = nullptr;  ///< backward, where the program declares "grad": fp32, contiguous, the tensor's
-                          ///< sizes. The gradient is ADDED to what is there: zero it first
+  float* grad = nullptr;  ///< backward, if the program declares "grad": fp32, contiguous, the tensor's sizes.
+                          ///< The gradient is ADDED to the memory: zero it first
   int rank = 0;           ///< of a tensor, 1 to 4; 0: a scalar
   std::array<std::int64_t, 4> size{};    ///< the first `rank` count; each at least 1
-  std::array<std::int64_t, 4> stride{};  ///< in elements; 0 repeats the tensor, less is refused
+  std::array<std::int64_t, 4> stride{};  ///< in elements; 0 repeats the tensor, negative ones are refused
   double scalar = 0;                     ///< an int must be given as an integer from -2^31 to 2^31 - 1
-  std::optional<ElementType> type = {};  ///< what `data` holds, where known: then it is checked
+  std::optional<ElementType> type = {};  ///< element type of `data`, checked if given
 
   /// A contiguous tensor, the last dimension fastest.
   static Capture tensor(std::string_view name, const void* data, std::initializer_list<std::int64_t> sizes,
@@ -83,7 +83,7 @@ struct Capture {
     }
     return made;
   }
-  /// A tensor with any strides, in elements; as many as sizes.
+  /// A tensor with any non-negative strides, in elements, as many as sizes.
   static Capture strided(std::string_view name, const void* data, std::initializer_list<std::int64_t> sizes,
                          std::initializer_list<std::int64_t> strides, float* grad = nullptr) {
     Capture made = tensor(name, data, sizes, grad);

@@ -1,4 +1,4 @@
-// Element types, passes and kernel families: the small vocabulary that every other header uses.
+// Element types, passes and kernel families, which all other headers use.
 #pragma once
 
 #include <cstddef>
@@ -23,11 +23,11 @@ enum class DType : std::uint8_t { fp16, bf16, fp32 };
 /// Element type of a captured tensor. Programs read integers as int and booleans as bool.
 enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
 
-/// Kernel families, best first where several can do a problem. A family names the instructions it needs.
+/// Kernel families, in order of preference. Each is named after the instructions it needs.
 enum class Family : std::uint8_t {
   sm90,  ///< wgmma, TMA: sm_90a, fp16 and bf16
   sm80,  ///< mma.sync, ldmatrix, cp.async: sm_80 and newer, fp16 and bf16
-  simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; the one that can always do it
+  simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; supports every problem
 };
 
 FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd"

@@ -17,24 +17,22 @@ constexpr std::array<EnvironmentVariable, 11> kVariables{{
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit."},
     {"FLASHJIT_CACHE_LIMIT",
-     "Size of the cache, such as 512M or 4G, at which the kernels that were not used for longest are "
-     "removed. "
+     "Size of the cache, such as 512M or 4G, above which the least recently used kernels are removed. "
      "Default: 2G; off: none."},
     {"FLASHJIT_PACKS",
      "Folders of packed kernels, separated by ':', searched in this order before the cache."},
-    {"FLASHJIT_JIT", "on (default): compile kernels that no pack and no cache holds; off: never compile."},
-    {"FLASHJIT_TEMPLATE_DIR", "Folder to read kernel templates from, instead of the embedded ones."},
+    {"FLASHJIT_JIT",
+     "on (default): compile kernels that are in no pack and not in the cache; off: never compile."},
+    {"FLASHJIT_TEMPLATE_DIR", "Folder of kernel templates to use instead of the embedded ones."},
     {"FLASHJIT_NVRTC", "Path of libnvrtc. Default: the loader's path, then the toolkit's usual places."},
     {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
     {"FLASHJIT_CHECK_INDICES",
-     "on: slow kernels that print each index of a captured tensor that is out of range, and where; off "
-     "(default)."},
+     "on: slow kernels that print each out-of-range index of a captured tensor, and where; off (default)."},
     {"FLASHJIT_CHECK_WAITS",
-     "on: kernels whose waits end with an error of the launch after 10 seconds, in place of a hang; off "
-     "(default)."},
+     "on: kernels whose waits end with a launch error after 10 seconds, instead of a hang; off (default)."},
     {"FLASHJIT_TUNE_IN_BACKGROUND",
-     "on: tune each shape at its first use, in a thread beside the calls; off (default). Needs NVRTC."},
-    {"FLASHJIT_LOG", "quiet, info (default) or debug: how much is written to the log."},
+     "on: tune each shape at its first use, in a background thread; off (default). Needs NVRTC."},
+    {"FLASHJIT_LOG", "quiet, info (default) or debug: how much to log."},
 }};
 
 using Get = std::function<const char*(const char*)>;

@@ -1,19 +1,19 @@
 """Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
-as it chooses itself, and its portable family sm80. Others: fp16, short sequences, grouped heads, one GPU's share of a
+by its own choice, and its portable family sm80. Others: fp16, short sequences, grouped heads, one GPU's share of a
 model's heads, dropout, problems too small for the device.
-Few: few queries of many keys, as decoding has them, forward, without a mask.
+Few: few queries of many keys, as in decoding, forward, without a mask.
 Sparse: block maps of 128-blocks against flashjit's own dense time, and against that of as many tokens in sequences with as
-many keys as a row of the map. Results are checked before they are timed. Launches of all peers take turns, each between two
-CUDA events, and the median counts.
+many keys as a row of the map. Results are checked before they are timed. Launches of all peers are
+interleaved, each between two CUDA events, and the median counts.
 
     python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
 Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table ratio is sparse_ms / dense_ms, a share of the
-time, and rate the share of the blocks by it: 1 where a block that is kept costs what it costs in the dense kernel;
-ratio_short is short_ms / sparse_ms, a speed. To find lengths that are slow: --only dense --lengths 320,577,640.
-Exit code: 0 when every point of flashjit ran and was right, 1 when one was not, 3 when there is no GPU or PyTorch.
+time, and rate the share of the blocks by it: 1 if a kept block costs what it costs in the dense kernel;
+ratio_short is short_ms / sparse_ms, a speed. To find slow lengths: --only dense --lengths 320,577,640.
+Exit code: 0 if every point of flashjit ran and was right, 1 if one was not, 3 without GPU or PyTorch.
 """
 import argparse
 import csv
@@ -499,7 +499,7 @@ def commit_name():
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
-    parser.add_argument("--csv", help="write the dense table here, the others beside it as *_other.csv, *_few.csv and *_sparse.csv")
+    parser.add_argument("--csv", help="write the dense table here, the others next to it: *_other.csv, *_few.csv, *_sparse.csv")
     parser.add_argument("--quick", action="store_true", help="4k and few rounds only")
     parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
     parser.add_argument("--only", choices=("dense", "other", "few", "sparse"), help="one table alone; the others stay as they are")

@@ -57,7 +57,7 @@ TOKEN = re.compile(r"\s*(\d+\.?\d*(?:e[+-]?\d+)?|\w+|\|\||&&|[=!<>]=|<<|>>|\S)")
 
 
 class Evaluator:
-    """Value of a program's text, for names that stand for arrays."""
+    """Value of a program's text, with arrays as the values of names."""
 
     def __init__(self, text, names):
         self.names, self.tokens = names, TOKEN.findall(text.split(";")[-1])
@@ -156,7 +156,7 @@ class Attention:
 
 
 def runs(count, length, seed):
-    """Ids of `count` documents of unlike lengths."""
+    """Ids of `count` documents of different lengths."""
     cuts = np.random.default_rng(seed).choice(np.arange(1, length), count - 1, replace=False)
     return (np.arange(length)[:, None] >= cuts[None, :]).sum(1)
 

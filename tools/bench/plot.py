@@ -7,7 +7,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
 
     README.md                  peers    picture and ratios of h100_peers.csv
     tools/docs/benchmarks.md   peers    all of h100_peers.csv
-                               figures  h100_dense.csv of compare.py, and *_other.csv, *_few.csv, *_sparse.csv beside it
+                               figures  h100_dense.csv of compare.py, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
 """
 import argparse
@@ -207,7 +207,8 @@ def few_table(rows):
 
 def geometric_mean(rows, peer=None):
     """flashjit's speed by a peer's, or by that of the best one at each point."""
-    return statistics.geometric_mean(float(row[f"{peer or best_peer(row)}_ms"]) / float(row["flashjit_ms"]) for row in rows)
+    return statistics.geometric_mean(
+        float(row[f"{peer or best_peer(row)}_ms"]) / float(row["flashjit_ms"]) for row in rows)
 
 
 def summary_table(rows):
@@ -250,10 +251,11 @@ def link(path, page):
 
 def peers_summary(peers, png):
     """README.md"""
-    return "\n\n".join([f"![TFLOP/s over sequence length on an H100: flashjit, cuDNN, FlashAttention-2, -3 and -4]({link(png, README)})",
-                        summary_table(select(peers, group="dense")), textwrap.fill(
-                            f"{origin(peers)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the "
-                            "lengths 512 to 16k, all libraries in one process; above 1, flashjit is faster.", 118)])
+    title = "TFLOP/s over sequence length on an H100: flashjit, cuDNN, FlashAttention-2, -3 and -4"
+    about = (f"{origin(peers)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
+             "512 to 16k, all libraries in one process; above 1, flashjit is faster.")
+    return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(select(peers, group="dense")),
+                        textwrap.fill(about, 118)])
 
 
 def peers_section(peers, png):
@@ -263,7 +265,8 @@ def peers_section(peers, png):
 ![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
 
 {origin(peers)}. TFLOP/s of flashjit / the best peer, and which one; bold
-where flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""", of("dense"), "The same with BSHD tensors:", of("bshd"),
+where flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""", of("dense"),
+                        "The same with BSHD tensors:", of("bshd"),
                         "One sequence of 16 heads:", of("small"), "Grouped heads, 32 of Q and 8 of KV, 16k tokens:", of("gqa")])
 
 
@@ -285,11 +288,13 @@ portable family, forced. The table shows ratios of speed (above 1 the first is f
         dense_table(dense),
     ]
     if other:
-        parts += ["fp16, short sequences, odd numbers of tiles, grouped heads (including one GPU's share of a model spread over eight),\n"
-                  "dropout, and few heads:", other_table(other)]
+        parts += ["""\
+fp16, short sequences, odd numbers of tiles, grouped heads (including one GPU's share of a model spread over eight),
+dropout, and few heads:""", other_table(other)]
     if few:
-        parts += ["Few queries of many keys, as in decoding: forward, bf16. TB/s counts one reading of K and V. Each library has its\n"
-                  "own K and V, so they come from memory, not L2.", few_table(few)]
+        parts += ["""\
+Few queries of many keys, as in decoding: forward, bf16. TB/s counts one reading of K and V. Each library has its
+own K and V, so they come from memory, not L2.""", few_table(few)]
     if sparse:
         parts += ["""\
 Block-sparse, 128x128 blocks: the share of the time of flashjit's own dense kernel. In brackets: the rate on the blocks kept,

@@ -1,14 +1,14 @@
-"""What a Python call costs on the CPU in steady state, flashjit's beside PyTorch's own, and what the import costs.
+"""What a Python call costs on the CPU in steady state, flashjit's next to PyTorch's own, and what the import costs.
 
     build/tools/flashjit_host_bench --benchmark_out=host_costs.csv --benchmark_out_format=csv
     python3 tools/bench/python_host.py --cpp host_costs.csv --csv tools/bench/results/h100_host.csv
 
-Small problems, so that the GPU never holds the host up; the queue is kept short; all rows take turns, ten calls each, as a
-call that follows another of its kind is what a loop has; medians count. Two rows are parts of flashjit.attention(): its one
+Small problems, so that the GPU never delays the host, and a short queue. Rows are interleaved, ten calls each, because a loop
+repeats a call; medians count. Two rows are parts of flashjit.attention(): its one
 allocation, and the launch with its arguments filled in. --without-gpu leaves the launch out, on CPU tensors: what remains is
-Python's share, for profiling. Goals: 15 us a call of flashjit.attention() without gradients, 0.2 s for the import beyond
-PyTorch's. Exit code: 1 where one is missed.
---cpp takes the rows of host_costs.cpp, which needs no Python, into the same table.
+Python's share, for profiling. Goals: 15 us per call of flashjit.attention() without gradients, 0.2 s for the import beyond
+PyTorch's. Exit code: 1 if one is missed.
+--cpp adds the rows of host_costs.cpp, which needs no Python, to the same table.
 """
 import argparse
 import csv

@@ -1,17 +1,17 @@
 """Compare flashjit's score and mask programs with PyTorch's FlexAttention on one GPU, in one process, on the same tensors.
 
 bf16, 8k tokens twice, head dims 64 and 128: full, causal, a sliding window, documents, ALiBi, softcap, prefix LM; with head
-dim 128 alone, so that all takes some four minutes, more masks and biases; and the butterfly blocks of the first
-FlashAttention paper at 64k. Results are checked before they are timed. Launches take turns, each between two CUDA events,
-and the median counts. FlexAttention's block mask is made beforehand, as its users do; ours, where a mask needs lists of
-tiles, is made anew in every call and counts; listed_ms is with lists made beforehand, too. Biases have no gradient here.
+dim 128 only, so that it takes four minutes in all, more masks and biases; and the butterfly blocks of the first
+FlashAttention paper at 64k. Results are checked before they are timed. Launches are interleaved, each between two CUDA
+events, and the median counts. FlexAttention's block mask is built beforehand, as its users do. If a mask needs tile lists,
+ours are built in every call, and count; listed_ms is with lists built beforehand. Biases have no gradient here.
 
     python3 tools/bench/variants.py --lib build/libflashjit.so --csv variants.csv
 
-Rates count the pairs that attend. bias_gbs: of a dense bias, GB a second of its elements at those pairs. Tiles are those of
-128x128 in which a pair attends. At the end: what a tile of ours costs with ALiBi, beside one of the plain attention, and
-with a window ("window_tiles"), beside one of full attention on sequences so short that a row has about as many ("short");
-both with the tiles that sm90 takes for a window, which are counted, and without FlexAttention. Exit code: as compare.py.
+Rates count the pairs that attend. bias_gbs: GB/s of a dense bias's elements at those pairs. tiles: 128x128 tiles in which a
+pair attends. At the end, without FlexAttention: the cost of a tile with ALiBi, relative to plain attention; and with a window
+("window_tiles"), relative to full attention on sequences so short that a row has about as many tiles ("short"), both with
+sm90's tiles for a window. Exit code: as compare.py.
 """
 import argparse
 import datetime
@@ -41,7 +41,7 @@ COLUMNS = ["pass", "case", "head_dim", "batch", "heads", "seqlen", "pairs", "fla
 
 
 def document_ids(length, device):
-    """int32 [length]: DOCUMENTS runs of unlike lengths."""
+    """int32 [length]: DOCUMENTS runs of different lengths."""
     generator = torch.Generator().manual_seed(1)
     cuts = torch.sort(torch.randperm(length - 1, generator=generator)[:DOCUMENTS - 1] + 1)[0]
     ids = torch.zeros(length, dtype=torch.int32)
@@ -141,7 +141,7 @@ def counts_of(case, batch, length):
 
 
 def tile_costs(rows):
-    """Lines: what a tile with ALiBi or a window costs, beside the plain kernel's. rows: as of the CSV."""
+    """Lines: the cost of a tile with ALiBi or a window, relative to the plain kernel's. rows: as in the CSV."""
     known = {(row["head_dim"], row["pass"], row["case"]): row for row in rows}
     for (dim, pass_name, case), row in known.items():
         if case not in PLAIN:

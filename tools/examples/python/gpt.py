@@ -1,10 +1,10 @@
 """Trains a small GPT on this repository's own text, once with flashjit and once with PyTorch's attention, from the same
-seed: the loss curves lie on each other, and the tokens per second stand beside each other.
+seed: the loss curves coincide, and the tokens per second can be compared.
 
     python3 tools/examples/python/gpt.py --seconds 90 --csv gpt.csv --png gpt.png
 
 About 12 million parameters, bytes as tokens, bf16 by autocast, causal attention with heads of 64. Needs a GPU; --device cpu
-with small sizes goes through the CPU reference, to see that all is wired up. Exit code: 1 where the curves part.
+with small sizes uses the CPU reference, to see that everything is wired up. Exit code: 1 if the curves diverge.
 """
 import argparse
 import csv

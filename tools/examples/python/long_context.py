@@ -1,5 +1,5 @@
 """One attention, forward and backward, from 1k tokens to as many as the GPU's memory holds, with flashjit and with each of
-PyTorch's backends: time and peak memory beside each other.
+PyTorch's backends: time and peak memory side by side.
 
     python3 tools/examples/python/long_context.py --causal --csv long_context.csv --png long_context.png
 
@@ -110,7 +110,7 @@ def reserve(device, mib):
 
 
 def measure(options, backend, dim, length):
-    """What stands in the table for one backend and one length. Raises what the backend raises."""
+    """The table's entry for one backend and one length. Raises what the backend raises."""
     on_gpu = options.device == "cuda"
     problem = Problem(options, dim, length)
     if on_gpu:
@@ -239,7 +239,7 @@ def plot(path, table):
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    # Colours of Okabe and Ito, which the colour-blind can tell apart.
+    # Okabe and Ito's colours, which colour-blind readers can distinguish.
     styles = {"flashjit": ("#0072B2", "o", 3), "flash": ("#009E73", "^", 1.5), "cudnn": ("#D55E00", "s", 1.5),
               "math": ("#000000", "d", 1.5)}
     dims = sorted({row["head_dim"] for row in table})

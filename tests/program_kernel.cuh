@@ -17,17 +17,17 @@ __device__ Range range_of(int tile, int size, int length) {
 template <class P>
 __device__ void find_reads(const Params& p, const typename P::Head& head, Range q, Range kv,
                            Interval* q_reads, Interval* kv_reads) {
-  for (int i = 0; i < P::kQReads; ++i) {
+  for (int i = 0; i < P::kMaskRowTerms; ++i) {
     q_reads[i] = {2147483647LL, -2147483648LL};
     for (int at = q.begin; at < q.end; ++at) {
-      const int value = P::q_read(p, head, i, at);
+      const int value = P::mask_row_term(p, head, i, at);
       q_reads[i] = join(q_reads[i], {value, value});
     }
   }
-  for (int i = 0; i < P::kKvReads; ++i) {
+  for (int i = 0; i < P::kMaskColumnTerms; ++i) {
     kv_reads[i] = {2147483647LL, -2147483648LL};
     for (int at = kv.begin; at < kv.end; ++at) {
-      const int value = P::kv_read(p, head, i, at);
+      const int value = P::mask_column_term(p, head, i, at);
       kv_reads[i] = join(kv_reads[i], {value, value});
     }
   }
@@ -50,7 +50,7 @@ __device__ void evaluate(const ProgramParams& t) {
   for (int i = threadIdx.x; i < rows * columns; i += blockDim.x) {
     const Range q = range_of(i / columns, t.tile_q, p.seqlen_q),
                 kv = range_of(i % columns, t.tile_kv, p.seqlen_kv);
-    Interval q_reads[P::kQReads + 1], kv_reads[P::kKvReads + 1];
+    Interval q_reads[P::kMaskRowTerms + 1], kv_reads[P::kMaskColumnTerms + 1];
     find_reads<P>(p, head, q, kv, q_reads, kv_reads);
     t.tile_class[i] = static_cast<int>(P::classify_tile(p, head, q, kv, q_reads, kv_reads));
   }

@@ -293,15 +293,15 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   const plan::WorkspaceLayout& at = plan.workspace;
   set_part(params.d, plan.needs.row_stats, memory, at.d);
   set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
-  set_part(params.query_values, plan.needs.query_values, memory, at.query_values);
+  set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
-  params.parts = static_cast<int>(plan.needs.parts);
+  params.num_splits = static_cast<int>(plan.needs.parts);
   const bool forward = plan.spec.pass == Pass::forward, in_parts = plan.needs.parts > 0;
-  set_part(params.o_parts, in_parts && forward, memory, at.o_parts);
-  set_part(params.lse_parts, in_parts && forward, memory, at.lse_parts);
-  set_part(params.dk_parts, in_parts && !forward, memory, at.dk_parts);
-  set_part(params.dv_parts, in_parts && !forward, memory, at.dv_parts);
-  set_part(params.tickets, plan.needs.tickets, memory, at.tickets);
+  set_part(params.o_splits, in_parts && forward, memory, at.o_splits);
+  set_part(params.lse_splits, in_parts && forward, memory, at.lse_splits);
+  set_part(params.dk_splits, in_parts && !forward, memory, at.dk_splits);
+  set_part(params.dv_splits, in_parts && !forward, memory, at.dv_splits);
+  set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 
 /// `memory` is where the lists begin: the workspace's end, or memory of their own.
@@ -311,7 +311,8 @@ void set_lists(Params& params, const plan::ExecutionPlan& plan, void* memory) {
   set_part(params.lists.count, lists, memory, 0);
   set_part(params.lists.entries, lists, memory, at.list_entries - at.list_count);
   set_part(params.lists.rank, lists && plan.needs.ranks, memory, at.list_rank - at.list_count);
-  set_part(params.lists.reads, lists && plan.needs.tile_reads > 0, memory, at.tile_reads - at.list_count);
+  set_part(params.lists.term_bounds, lists && plan.needs.term_bounds > 0, memory,
+           at.term_bounds - at.list_count);
 }
 
 /// What masks see of a call.
@@ -328,7 +329,7 @@ Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass)
   params.seqlen_kv = static_cast<int>(shape.seqlen_kv);
   params.seqlen_q_padded = static_cast<int>(plan::padded_seqlen_q(shape));
   params.heads_cleared = static_cast<int>(plan.heads_cleared);
-  params.heads_mixed = static_cast<int>(plan.heads_mixed);
+  params.lpt_heads = static_cast<int>(plan.lpt_heads);
   if (spec.has_block_map()) set_block_map(params, args.block_map);
   set_captures(params, plan.declarations, args.captures, pass);
   params.cu_seqlens_q = args.cu_seqlens_q;

@@ -141,17 +141,18 @@ class Hooks {
     return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
            constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
            constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kReadsPlane", plane_read_ >= 0) + constant("kQueryValues", values_.query >= 0) +
-           constant("kKeyValues", values_.key >= 0) + constant("kScoreLine", line_.has_value()) +
+           constant("kBiasTile", plane_read_ >= 0) + constant("kScoreRowTerm", values_.query >= 0) +
+           constant("kScoreColumnTerm", values_.key >= 0) + constant("kScoreLine", line_.has_value()) +
            constant("kMaskBounds", mask_.bounds()) + constant("kListed", mask_.listed()) +
            constant("kEvaluateTiles", mask_.evaluate_tiles()) +
            constant("kMaskBlockQ", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesQ))) +
            constant("kMaskBlockKv", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesKv))) +
            constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
-           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kMaskReads", mask_reads_) +
-           constant("kQReads", mask_.q_reads().size()) + constant("kKvReads", mask_.kv_reads().size()) +
+           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kMaskTerms", mask_reads_) +
+           constant("kMaskRowTerms", mask_.q_reads().size()) +
+           constant("kMaskColumnTerms", mask_.kv_reads().size()) +
            constant("kCaptureGrads", read_grads_.size()) + constant("kDifferenceGrads", difference_grads()) +
-           constant("kPlaneGrad", has_plane_grad());
+           constant("kBiasTileGrad", has_plane_grad());
   }
 
   std::string head() const {
@@ -160,7 +161,7 @@ class Hooks {
            "  static __device__ __forceinline__ Head head(const flashjit::Params& p, int b, int h, int "
            "seqlen_q,\n"
            "                                              int seqlen_kv) {\n"
-           "    Head head = {b, h, h / (p.heads_q / p.heads_kv), seqlen_q, seqlen_kv};\n" +
+           "    Head head = {b, h, h / p.qhead_per_kvhead(), seqlen_q, seqlen_kv};\n" +
            head_.body() + "    return head;\n  }\n\n";
   }
 
@@ -194,7 +195,7 @@ class Hooks {
       return function("float", name, fmt::format("float dot, unsigned short element, {}", kPair),
                       result_of(code, result));
     };
-    return plane_function("flashjit::CapturePlane", "plane", "flashjit::plane_of", plane_read_) +
+    return plane_function("flashjit::BiasTile", "bias_tile", "flashjit::bias_tile_of", plane_read_) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
   }
@@ -215,10 +216,10 @@ class Hooks {
       return function("float", name, fmt::format("float dot, float of_query, float of_key, {}", kPair),
                       result_of(code, result));
     };
-    return of_position("query_value", values_.query, "flashjit::Position q") +
-           of_position("key_value", values_.key, "flashjit::Position kv") +
-           of_values("score_of_values", [&](Code& code) { return code.score_result(score_); }) +
-           of_values("score_grad_of_values", [&](Code& code) { return code.value(score_grad_); });
+    return of_position("score_row_term", values_.query, "flashjit::Position q") +
+           of_position("score_column_term", values_.key, "flashjit::Position kv") +
+           of_values("score_of_terms", [&](Code& code) { return code.score_result(score_); }) +
+           of_values("score_grad_of_terms", [&](Code& code) { return code.value(score_grad_); });
   }
   /// What is added to the score at a pair, and how much more that is a key on.
   std::string line_functions() {
@@ -255,8 +256,8 @@ class Hooks {
     return "  template <class Add>\n" +
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
-           (has_plane_grad() ? plane_function("flashjit::PlaneGrad", "plane_grad", "flashjit::plane_grad_of",
-                                              read_grads_.back().read)
+           (has_plane_grad() ? plane_function("flashjit::BiasTileGrad", "bias_tile_grad",
+                                              "flashjit::bias_tile_grad_of", read_grads_.back().read)
                              : std::string()) +
            "\n";
   }
@@ -285,7 +286,7 @@ class Hooks {
     know("q", mask_.q_reads());
     know("kv", mask_.kv_reads());
     const std::string result = code.value(mask_root_);
-    return function("bool", "mask_of_reads",
+    return function("bool", "mask_of_terms",
                     fmt::format("const int* q_reads, const int* kv_reads, {}", kPair),
                     result_of(code, result));
   }
@@ -306,8 +307,8 @@ class Hooks {
            (mask_.bounds() == 0 ? std::string()
                                 : function("flashjit::Range", "kv_bounds_of_all", "flashjit::Range q_range",
                                            bounds_body(head_, mask_, {.of_keys = true, .of_all = true}))) +
-           function("int", "q_read", "int i, int at", reads_body("q", kQReads, mask_.q_reads())) +
-           function("int", "kv_read", "int i, int at", reads_body("kv", kKvReads, mask_.kv_reads()));
+           function("int", "mask_row_term", "int i, int at", reads_body("q", kQReads, mask_.q_reads())) +
+           function("int", "mask_column_term", "int i, int at", reads_body("kv", kKvReads, mask_.kv_reads()));
   }
   std::string reads_body(std::string_view position, const ReadCheck& check, const std::vector<int>& reads) {
     std::string body = fmt::format("    const flashjit::Position {} = {{at, 0.0f, 0.0f}};\n", position);

@@ -45,15 +45,15 @@ struct Launch {
 
 /// What a call needs beside its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
-  bool row_stats = false;     ///< D, and LSE padded to whole tiles
-  bool query_values = false;  ///< what the score reads of each query
+  bool row_stats = false;  ///< D, and LSE padded to whole tiles
+  bool row_terms = false;  ///< what the score reads of each query
   bool dq_accum = false;
-  bool clears_dq = false;  ///< the main entry clears dq_accum as it goes, but for the first heads
-  bool tickets = false;    ///< blocks ask for their work, or wait for their turn
+  bool clears_dq = false;   ///< the main entry clears dq_accum as it goes, but for the first heads
+  bool semaphores = false;  ///< blocks ask for their work, or wait for their turn
   bool ranks = false;
   std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
-  std::int64_t tile_reads = 0;       ///< values whose bounds over tiles a set of lists is made from
+  std::int64_t term_bounds = 0;      ///< values whose bounds over tiles a set of lists is made from
   std::int64_t ordered_q_tiles = 0;  ///< a head's, to whose dQ is added in turns
   std::int64_t parts = 0;            ///< of what a tile meets, each with results of its own; the planner's
 

@@ -72,7 +72,7 @@ std::int64_t kv_works(const ExecutionPlan& plan) {
 
 /// Where a causal mask's KV tiles differ, those whose tiles are nearest to a round. Many rounds of short
 /// heads end well as they are, and read Q better.
-std::int64_t heads_mixed(const ExecutionPlan& plan, const DeviceInfo& device) {
+std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
   constexpr std::int64_t kWorksOfLongHead = 16, kFewRounds = 4;
   const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, works = kv_works(plan);
   const AttentionSpec& spec = plan.spec;
@@ -92,12 +92,12 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   if (!plan.needs.clears_dq || heads == 0 || works == 0) return heads;
   const Launch& main = main_launch(plan.entries, plan.launches);
   const std::int64_t begun = tiles(main.blocks, plan.entries[main.entry].cluster * works);
-  if (plan.heads_mixed > 1 && heads - plan.heads_mixed < begun) return heads;
+  if (plan.lpt_heads > 1 && heads - plan.lpt_heads < begun) return heads;
   const std::int64_t first = begun + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
   const double bytes = 4.0 * static_cast<double>(group * padded_seqlen_q(shape)) * plan.spec.head_dim;
   constexpr double kShareOfL2 = 0.75;
-  const std::int64_t alive = std::max(first + first / group + 1, plan.heads_mixed);
+  const std::int64_t alive = std::max(first + first / group + 1, plan.lpt_heads);
   const bool stay = static_cast<double>(alive) * bytes <= kShareOfL2 * static_cast<double>(device.l2_bytes);
   return stay ? std::min(heads, first) : heads;
 }
@@ -169,7 +169,7 @@ ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, 
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }
-  plan.heads_mixed = heads_mixed(plan, device);
+  plan.lpt_heads = lpt_heads(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);
   return plan;
 }

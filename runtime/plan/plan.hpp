@@ -36,7 +36,7 @@ struct ExecutionPlan {
   WorkspaceNeeds needs;
   WorkspaceLayout workspace;
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
-  std::int64_t heads_mixed = 0;    ///< Params::heads_mixed
+  std::int64_t lpt_heads = 0;      ///< Params::lpt_heads
   std::optional<TensorBoxes> tensor_boxes;
   std::vector<expr::Declaration> declarations;  ///< of the spec's programs
 };

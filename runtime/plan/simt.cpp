@@ -128,7 +128,7 @@ std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& sh
 
 WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
   return {.row_stats = spec.pass == Pass::backward,
-          .tickets = orders_capture_grads(spec),
+          .semaphores = orders_capture_grads(spec),
           .ordered_q_tiles = tiles(shape.seqlen_q, config.br)};
 }
 

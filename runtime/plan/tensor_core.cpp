@@ -14,20 +14,20 @@ namespace {
 enum class Step {
   preprocess,
   sink_grads,
-  tile_reads,
-  block_lists,
+  term_bounds,
+  tile_lists,
   list_ranks,
   reset_work,
   main,
   convert_dq,
-  join_parts,
-  join_gradients
+  combine,
+  combine_dkdv
 };
 
 LaunchedWhen launched_when(Step step) {
   switch (step) {
-    case Step::tile_reads:
-    case Step::block_lists:
+    case Step::term_bounds:
+    case Step::tile_lists:
     case Step::list_ranks:
       return LaunchedWhen::lists_are_made;
     case Step::reset_work:
@@ -43,7 +43,7 @@ bool has_ranks(const AttentionSpec& spec) {
 }
 
 /// Whether the mask is classed by the bounds of what it reads.
-bool has_tile_reads(const AttentionSpec& spec) {
+bool has_term_bounds(const AttentionSpec& spec) {
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   return mask.q_reads + mask.kv_reads > 0;
 }
@@ -73,13 +73,13 @@ std::vector<Step> steps(const AttentionSpec& spec, const TileConfig& config) {
   std::vector<Step> all;
   if (backward) all.push_back(Step::preprocess);
   if (backward && spec.sinks) all.push_back(Step::sink_grads);
-  if (has_tile_reads(spec)) all.push_back(Step::tile_reads);
-  if (has_tile_lists(spec)) all.push_back(Step::block_lists);
+  if (has_term_bounds(spec)) all.push_back(Step::term_bounds);
+  if (has_tile_lists(spec)) all.push_back(Step::tile_lists);
   if (has_ranks(spec)) all.push_back(Step::list_ranks);
   if (takes_listed_work(spec, family)) all.push_back(Step::reset_work);
   all.push_back(Step::main);
   if (backward && !takes_backward_work(family)) all.push_back(Step::convert_dq);
-  if (config.in_parts) all.push_back(backward ? Step::join_gradients : Step::join_parts);
+  if (config.in_parts) all.push_back(backward ? Step::combine_dkdv : Step::combine);
   return all;
 }
 
@@ -89,18 +89,18 @@ Entry entry_of(Step step, Family family, const Entry& main) {
       return auxiliary_entry("preprocess");
     case Step::sink_grads:
       return auxiliary_entry("sink_grads");
-    case Step::tile_reads:
-      return auxiliary_entry("tile_reads", "block_lists");
-    case Step::block_lists:
-      return auxiliary_entry("block_lists");
+    case Step::term_bounds:
+      return auxiliary_entry("term_bounds", "tile_lists");
+    case Step::tile_lists:
+      return auxiliary_entry("tile_lists");
     case Step::list_ranks:
-      return auxiliary_entry("list_ranks", "block_lists");
+      return auxiliary_entry("list_ranks", "tile_lists");
     case Step::reset_work:
-      return auxiliary_entry("reset_work", "block_lists");
-    case Step::join_parts:
-      return auxiliary_entry("join_parts");
-    case Step::join_gradients:
-      return auxiliary_entry("join_gradients");
+      return auxiliary_entry("reset_work", "tile_lists");
+    case Step::combine:
+      return auxiliary_entry("combine");
+    case Step::combine_dkdv:
+      return auxiliary_entry("combine_dkdv");
     case Step::convert_dq:
       return family_entry(family, "convert_dq", "convert_dq", kAuxiliaryThreads);
     case Step::main:
@@ -118,15 +118,15 @@ std::int64_t blocks_of(Step step, const AttentionSpec& spec, const AttentionShap
     case Step::preprocess:
     case Step::convert_dq:
       return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);
-    case Step::join_parts:
+    case Step::combine:
       return heads * shape.seqlen_q;
-    case Step::join_gradients:
-      return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kJoinedRows);
+    case Step::combine_dkdv:
+      return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kCombinedRows);
     case Step::sink_grads:
       return shape.heads_q;
-    case Step::tile_reads:
+    case Step::term_bounds:
       return tiles(list_sets(spec, shape) * (q_tiles + kv_tiles), kAuxiliaryThreads / 32);
-    case Step::block_lists:
+    case Step::tile_lists:
       return list_sets(spec, shape) * (backward ? kv_tiles : q_tiles);
     case Step::list_ranks:
       return list_sets(spec, shape) * tiles(q_tiles, 32);
@@ -169,8 +169,8 @@ std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const Attent
   // Those that wait for what they need by themselves, with an instruction that all devices of sm90 have.
   const auto early = [&](Step step) {
     if (config.family != Family::sm90) return false;
-    if (step == Step::block_lists) return has_tile_reads(spec);
-    const bool joins = step == Step::join_parts || step == Step::join_gradients;
+    if (step == Step::tile_lists) return has_term_bounds(spec);
+    const bool joins = step == Step::combine || step == Step::combine_dkdv;
     return joins || (step == Step::main && (backward || has_tile_lists(spec)));
   };
   std::vector<Launch> all;
@@ -186,19 +186,19 @@ WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionS
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);
   // Where a cluster has all keys of a row, what it sums up is dQ.
   const bool adds_dq = backward && !(clusters_sum_dq(spec, config) && kv_tiles == 1);
-  return {.row_stats = backward,
-          .query_values =
-              backward && config.family == Family::sm90 && sm90_backward_layout(spec, config).query_values,
-          .dq_accum = adds_dq,
-          .clears_dq = adds_dq && takes_backward_work(config.family),
-          .tickets = takes_listed_work(spec, config.family) ||
-                     (backward && (spec.deterministic || takes_backward_work(config.family))),
-          .ranks = has_ranks(spec),
-          .list_sets = list_sets(spec, shape),
-          .list_rows = backward ? kv_tiles : q_tiles,
-          .list_columns = backward ? q_tiles : kv_tiles,
-          .tile_reads = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
-          .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0};
+  return {
+      .row_stats = backward,
+      .row_terms = backward && config.family == Family::sm90 && sm90_backward_layout(spec, config).row_terms,
+      .dq_accum = adds_dq,
+      .clears_dq = adds_dq && takes_backward_work(config.family),
+      .semaphores = takes_listed_work(spec, config.family) ||
+                    (backward && (spec.deterministic || takes_backward_work(config.family))),
+      .ranks = has_ranks(spec),
+      .list_sets = list_sets(spec, shape),
+      .list_rows = backward ? kv_tiles : q_tiles,
+      .list_columns = backward ? q_tiles : kv_tiles,
+      .term_bounds = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
+      .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0};
 }
 
 }  // namespace flashjit::plan

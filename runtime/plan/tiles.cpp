@@ -75,7 +75,7 @@ std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape,
     return computing + (parts > 1 ? kRowsOfJoining + rounds * kRowsOfJoiningRound : 0);
   };
   std::int64_t best = 1;
-  for (std::int64_t parts = 2; parts <= std::min(q_tiles, std::int64_t{kMostQueryParts}); ++parts) {
+  for (std::int64_t parts = 2; parts <= std::min(q_tiles, std::int64_t{kMaxQuerySplits}); ++parts) {
     const bool at_once = fair * static_cast<double>(parts) <= static_cast<double>(longest);
     const std::int64_t fewest = at_once ? kFewestRowsAtOnce : kFewestRows;
     if (longest >= fewest * parts && cost(parts) < cost(best)) best = parts;

@@ -63,23 +63,23 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
-  out.query_values = allocator.place(needs.query_values, {heads, rows});
+  out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   const bool key_parts = needs.parts > 0 && spec.pass == Pass::forward;
-  out.o_parts = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q, spec.v_dim()});
-  out.lse_parts = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q});
+  out.o_splits = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q, spec.v_dim()});
+  out.lse_splits = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q});
   const bool query_parts = needs.parts > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
-  out.dk_parts = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.head_dim});
-  out.dv_parts = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.v_dim()});
+  out.dk_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.head_dim});
+  out.dv_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.v_dim()});
   // The counters of templates/common/tile_walk.cuh.
-  out.tickets = allocator.place(needs.tickets, {heads, needs.ordered_q_tiles, kTurnParts},
-                                kWorkCounters + shape.batch * shape.heads_kv * kHeadCounters);
+  out.semaphores = allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
+                                   kTileCounters + shape.batch * shape.heads_kv * kHeadSemaphores);
   const std::int64_t sets = needs.list_sets;
   out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
   out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});
   out.list_rank = allocator.place(needs.ranks, {sets, needs.list_rows, needs.list_columns});
-  out.tile_reads = allocator.place(needs.tile_reads > 0, {sets, needs.tile_reads, 2});
+  out.term_bounds = allocator.place(needs.term_bounds > 0, {sets, needs.term_bounds, 2});
   out.bytes = allocator.bytes();
   return out;
 }

@@ -47,7 +47,7 @@ std::string constants(const AttentionSpec& spec, const TileConfig& config, int c
          int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
          int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
          int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks) +
-         bool_constant("kInParts", config.in_parts) + bool_constant("kPacksHeads", config.packs_heads) +
+         bool_constant("kSplit", config.in_parts) + bool_constant("kPacksHeads", config.packs_heads) +
          int_constant("kListedRows", plan::listed_rows(spec, config)) +
          bool_constant("kCheckWaits", check_waits);
 }

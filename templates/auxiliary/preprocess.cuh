@@ -52,31 +52,31 @@ __device__ void preprocess(const Params& p) {
       p.d[at] = sum - dlse;
       p.lse_log2[at] = attends ? lse * kLog2E : infinity();
       // Behind the last row, too: of a score that is no number P would not be 0.
-      if constexpr (P::kQueryValues)
-        if (p.query_values != nullptr)
-          p.query_values[at] = P::query_value(p, sequence.head(p, h), position(row));
+      if constexpr (P::kScoreRowTerm)
+        if (p.row_terms != nullptr)
+          p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
     }
   }
-  if (p.dq_accum != nullptr && head / (p.heads_q / p.heads_kv) < p.heads_cleared) {
+  if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) {
     constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
     float4* accumulator =
         reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
     for (int i = threadIdx.x; i < kRows * kColumns / 4; i += 128) accumulator[i] = float4{0, 0, 0, 0};
   }
-  if (p.tickets != nullptr) {
+  if (p.semaphores != nullptr) {
     // All of common/tile_walk.cuh, or the two counters of simt/capture_grads.cuh.
     const long long turns =
-        P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kTurnParts : 0;
-    const long long count = kWorkCounters + p.batch * (p.heads_kv * kHeadCounters + turns);
+        P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kDqSemaphores : 0;
+    const long long count = kTileCounters + p.batch * (p.heads_kv * kHeadSemaphores + turns);
     const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
     for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
-      const long long of_head = i - kWorkCounters;
+      const long long of_head = i - kTileCounters;
       const bool cleared =
-          of_head >= 0 && of_head < heads * kHeadCounters && of_head % heads < p.heads_cleared;
-      p.tickets[i] = cleared ? pieces : 0;
+          of_head >= 0 && of_head < heads * kHeadSemaphores && of_head % heads < p.heads_cleared;
+      p.semaphores[i] = cleared ? pieces : 0;
     }
-    if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == next_clear_work(p) - p.tickets)
-      *next_clear_work(p) = p.heads_cleared * pieces;
+    if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == clear_counter(p) - p.semaphores)
+      *clear_counter(p) = p.heads_cleared * pieces;
   }
 }
 

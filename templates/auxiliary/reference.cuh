@@ -34,10 +34,10 @@ struct ReferenceRow {
     reduced = grads + kReferenceThreads;
   }
 
-  __device__ int kv_head() const { return h / (p.heads_q / p.heads_kv); }
+  __device__ int kv_head() const { return h / p.qhead_per_kvhead(); }
   __device__ bool exists() const { return q < sequence.seqlen_q(p); }
   /// Keys that are no padding.
-  __device__ int length() const { return sequence.kv_limit(p); }
+  __device__ int length() const { return sequence.seqused_kv(p); }
   __device__ typename P::Head head() const { return sequence.head(p, h); }
   /// What programs are handed: Q K^T, from a score.
   __device__ float raw(double score) const { return static_cast<float>(score / p.softmax_scale); }

@@ -73,7 +73,7 @@ __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices
 
 /// A plane of a captured tensor of 16-bit elements: with the pair (q, kv) goes the element at row q + q_shift
 /// and column kv + kv_shift, clamped.
-struct CapturePlane {
+struct BiasTile {
   const unsigned short* first;
   long long stride_q, stride_kv;
   int size_q, size_kv, q_shift, kv_shift;
@@ -95,18 +95,18 @@ struct CapturePlane {
 
 /// The plane tensor[indices..., :, :].
 template <class... Indices>
-__device__ __forceinline__ CapturePlane plane_of(const CaptureParam& tensor, int q_shift, int kv_shift,
+__device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int q_shift, int kv_shift,
                                                  Indices... indices) {
   constexpr int kLeading = sizeof...(Indices);
   const int index[] = {indices..., 0};
-  CapturePlane plane = {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
-                        tensor.stride[kLeading],
-                        tensor.stride[kLeading + 1],
-                        tensor.size[kLeading],
-                        tensor.size[kLeading + 1],
-                        q_shift,
-                        kv_shift,
-                        {0, 0}};
+  BiasTile plane = {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
+                    tensor.stride[kLeading],
+                    tensor.stride[kLeading + 1],
+                    tensor.size[kLeading],
+                    tensor.size[kLeading + 1],
+                    q_shift,
+                    kv_shift,
+                    {0, 0}};
 #pragma unroll
   for (int i = 0; i < kLeading; ++i)
     if (tensor.stride[i] != 0) plane.leading[kLeading - 1 - i] = clamped_index(index[i], tensor.size[i]);
@@ -124,8 +124,8 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   return tensor.grad + at;
 }
 
-/// Where the gradients of a captured plane are: the pairs', as CapturePlane has their elements.
-struct PlaneGrad {
+/// Where the gradients of a captured plane are: the pairs', as BiasTile has their elements.
+struct BiasTileGrad {
   float* first;
   int size_q, size_kv, q_shift, kv_shift;
 
@@ -142,8 +142,8 @@ struct PlaneGrad {
 
 /// The gradients of tensor[indices..., :, :].
 template <class... Indices>
-__device__ __forceinline__ PlaneGrad plane_grad_of(const CaptureParam& tensor, int q_shift, int kv_shift,
-                                                   Indices... indices) {
+__device__ __forceinline__ BiasTileGrad bias_tile_grad_of(const CaptureParam& tensor, int q_shift,
+                                                          int kv_shift, Indices... indices) {
   constexpr int kLeading = sizeof...(Indices);
   return {capture_grad(tensor, indices..., 0, 0), tensor.size[kLeading], tensor.size[kLeading + 1], q_shift,
           kv_shift};

@@ -4,7 +4,7 @@
 namespace flashjit {
 
 /// What decides where a head's pairs add: any of their values; kv - q alone, as it does for the factor; or
-/// each has its own place, which plane_grad() says.
+/// each has its own place, which bias_tile_grad() says.
 enum class Places { any, by_difference, own };
 
 /// One of the additions that each pair makes. `shared`: pairs of a head may add to the same place.

@@ -9,24 +9,24 @@ struct TensorParam {
   long long stride_b, stride_h, stride_s;
 };
 
-/// Lists of the tiles that a block map and a mask leave, made by the block_lists entry; a set of lists for
-/// each batch entry and head that they tell apart.
-struct BlockListParam {
-  int* count;    ///< [sets, rows]: tiles in the row's list
-  int* entries;  ///< [sets, rows, columns]: the tiles and what is known of them, see common/tile_walk.cuh
-  int* rank;   ///< like entries, backward with deterministic only: the tile's place in its Q tile's own list
-  int* reads;  ///< [sets, q_tiles, q_reads, 2], then [sets, kv_tiles, kv_reads, 2]: smallest and largest
-               ///< value of what the mask reads over each tile's rows; made by the tile_reads entry
+/// The tiles that a block map and a mask leave, as lists that the tile_lists entry makes: one set for each
+/// batch entry and head that they tell apart.
+struct TileListParam {
+  int* count;        ///< [sets, rows]: tiles in the row's list
+  int* entries;      ///< [sets, rows, columns]: the tiles and what is known of them, see common/tile_walk.cuh
+  int* rank;         ///< like entries, backward with deterministic only: the tile's rank in its Q tile's list
+  int* term_bounds;  ///< [sets, q_tiles, row_terms, 2], then [sets, kv_tiles, column_terms, 2]: smallest and
+                     ///< largest value of the mask's terms over each tile; made by the term_bounds entry
 };
 
-/// Rows of dK and dV that a block of the join_gradients entry joins, and the most parts that it can.
-constexpr int kJoinedRows = 8, kMostQueryParts = 32;
+/// Rows of dK and dV that a block of the combine_dkdv entry adds up, and the most splits that it can.
+constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;
 
-/// How many counters Params::tickets has, see templates/common/tile_walk.cuh: of all blocks, for each head of
-/// K and V, and at most for each Q tile of a head whose dQ is added to in turns.
-constexpr int kWorkCounters = 4, kHeadCounters = 2, kTurnParts = 4;
+/// How many ints Params::semaphores has (common/tile_walk.cuh): tile counters, semaphores for each KV head,
+/// and with ordered additions at most kDqSemaphores for each Q tile of a head.
+constexpr int kTileCounters = 4, kHeadSemaphores = 2, kDqSemaphores = 4;
 
 /// A captured tensor; unused dimensions have size 1 and stride 0.
 struct CaptureParam {
@@ -54,9 +54,9 @@ struct Params {
   float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows that attend to
                     ///< nothing or do not exist: their P is exp2(S - inf) = 0
   float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* tickets;     ///< what blocks count, see templates/common/tile_walk.cuh
+  int* semaphores;  ///< tile counters and semaphores, see common/tile_walk.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
-  BlockListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
+  TileListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast
   int batch, heads_q, heads_kv, seqlen_q, seqlen_kv;
   int seqlen_q_padded;  ///< seqlen_q rounded up to a multiple of 128
@@ -72,20 +72,22 @@ struct Params {
   const int* cu_seqlens_kv;
   const float* sinks;  ///< [heads_q]
   float* dsinks;
-  float* o_parts;    ///< [parts, batch, heads_q, seqlen_q, head_dim_v]: O from one part of the keys alone
-  float* lse_parts;  ///< [parts, batch, heads_q, seqlen_q]: its LSE, without sinks
-  int parts;  ///< in how many parts blocks share what a tile meets, see common/tile_parts.cuh; read, as
-              ///< theirs are, with kInParts only
+  float* o_splits;      ///< [num_splits, batch, heads_q, seqlen_q, head_dim_v]: O of one split of the keys
+  float* lse_splits;    ///< [num_splits, batch, heads_q, seqlen_q]: its LSE, without sinks
+  int num_splits;       ///< split-KV (backward: split-Q), see common/split.cuh; read with kSplit only, as are
+                        ///< o_splits, lse_splits, dk_splits and dv_splits
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
   PackedHeadsParam packed;  ///< read with kPacksHeads only
-  float* query_values;      ///< [batch, heads_q, seqlen_q_padded]: Problem::query_value(); null: not wanted
-  float* dk_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim]: dK from one part of the queries alone
-  float* dv_parts;  ///< [parts, batch, heads_kv, seqlen_kv, head_dim_v]
-  int heads_mixed;  ///< of [batch, heads_kv] the last ones, whose KV tiles come by their place, see
-                    ///< with_mixed_heads(); read with kMixesHeads only
+  float* row_terms;  ///< [batch, heads_q, seqlen_q_padded]: Problem::score_row_term(); null: not wanted
+  float* dk_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim]: dK of one split of the queries
+  float* dv_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim_v]
+  int lpt_heads;     ///< how many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only
   int zero_unused_rows;       ///< varlen: whether rows that belong to no sequence become zeros
   const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
+
+  /// How many query heads share a head of K and V.
+  constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }
 };
 
 }  // namespace flashjit

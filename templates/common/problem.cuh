@@ -34,20 +34,21 @@ struct ExampleProblem {
   static constexpr bool kQInRegisters = false;
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
-  static constexpr bool kInParts = false;
+  static constexpr bool kSplit = false;
   static constexpr bool kPacksHeads = false;
   static constexpr int kListedRows = 128;  // rows of a Q tile of which its list tells whether they meet a KV
                                            // tile: kBr, or less, and then all their pairs attend or none
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.
-  static constexpr bool kHasScore = false;       // false: score() is the identity
-  static constexpr bool kHasMask = false;        // false: mask() is always true
-  static constexpr bool kScoreGrad = false;      // false: score_grad() is 1
-  static constexpr bool kScoreLine = false;      // whether the score is a line's, see score_offset()
-  static constexpr bool kReadsPlane = false;     // whether there are plane() and scores of its elements
-  static constexpr bool kQueryValues = false;    // whether there are query_value() and score_of_values()
-  static constexpr bool kKeyValues = false;      // whether there are key_value() and score_of_values()
+  static constexpr bool kHasScore = false;      // false: score() is the identity
+  static constexpr bool kHasMask = false;       // false: mask() is always true
+  static constexpr bool kScoreGrad = false;     // false: score_grad() is 1
+  static constexpr bool kScoreLine = false;     // whether the score is a line's, see score_offset()
+  static constexpr bool kBiasTile = false;      // whether there are plane() and scores of its elements
+  static constexpr bool kScoreRowTerm = false;  // whether there are score_row_term() and score_of_terms()
+  static constexpr bool kScoreColumnTerm =
+      false;                                     // whether there are score_column_term() and score_of_terms()
   static constexpr int kMaskBounds = 0;          // of how many bounds the mask is: then the keys of a query
                                                  // are kv_bounds() of it alone; 0: it is something else
   static constexpr int kMaskBlockQ = 0;          // the mask is the same for all pairs of so many queries and
@@ -57,12 +58,13 @@ struct ExampleProblem {
                                                  // evaluated pair by pair when lists are made
   static constexpr bool kMaskUsesBatch = false;  // the mask depends on b
   static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
-  static constexpr bool kMaskReads = false;      // whether there is mask_of_reads()
-  static constexpr int kQReads = 0;              // listed only: how many q_read() and kv_read() there are
-  static constexpr int kKvReads = 0;
+  static constexpr bool kMaskTerms = false;      // whether there is mask_of_terms()
+  static constexpr int kMaskRowTerms =
+      0;  // listed only: how many mask_row_term() and mask_column_term() there are
+  static constexpr int kMaskColumnTerms = 0;
   static constexpr int kCaptureGrads = 0;     // additions of add_capture_grads()
   static constexpr int kDifferenceGrads = 0;  // of those, with Places::by_difference: the last but, perhaps,
-  static constexpr bool kPlaneGrad = false;   // one with Places::own, for which there is plane_grad()
+  static constexpr bool kBiasTileGrad = false;  // one with Places::own, for which there is bias_tile_grad()
 
   /// What the programs need of one head of one batch entry, made once for a tile of work; the lengths are
   /// those of the sequence.
@@ -70,7 +72,7 @@ struct ExampleProblem {
     int b, h, h_kv, seqlen_q, seqlen_kv;
   };
   static __device__ __forceinline__ Head head(const Params& p, int b, int h, int seqlen_q, int seqlen_kv) {
-    return {b, h, h / (p.heads_q / p.heads_kv), seqlen_q, seqlen_kv};
+    return {b, h, h / p.qhead_per_kvhead(), seqlen_q, seqlen_kv};
   }
 
   /// The score program, applied to p.softmax_scale * dot where dot = (Q K^T)[q, kv]; natural units.
@@ -78,13 +80,13 @@ struct ExampleProblem {
                                                 Position /*kv*/) {
     return dot * p.softmax_scale;
   }
-  // With kReadsPlane there are plane(p, head), the CapturePlane that the score reads, and score_of_element(p,
+  // With kBiasTile there are plane(p, head), the BiasTile that the score reads, and score_of_element(p,
   // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
-  // With kQueryValues there is query_value(p, head, q), which reads tensors by the query, with kKeyValues
-  // key_value(p, head, kv), and with either score_of_values(p, head, dot, of_query, of_key, q, kv) and
-  // score_grad_of_values(), for a kernel that finds each value once for a row or a column of a tile.
-  // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
-  // score_slope(p, head) a key.
+  // With kScoreRowTerm there is score_row_term(p, head, q), which reads tensors by the query, with
+  // kScoreColumnTerm score_column_term(p, head, kv), and with either score_of_terms(p, head, dot, of_query,
+  // of_key, q, kv) and score_grad_of_terms(), for a kernel that finds each value once for a row or a column
+  // of a tile. With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows
+  // by score_slope(p, head) a key.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {
@@ -96,8 +98,8 @@ struct ExampleProblem {
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
                                                            float /*dot*/, Position /*q*/, Position /*kv*/,
                                                            Add&& /*add*/) {}
-  // With kPlaneGrad there is plane_grad(p, head), a PlaneGrad: where the last of the additions adds the
-  // gradient of p.softmax_scale * dot.
+  // With kBiasTileGrad there is bias_tile_grad(p, head), a BiasTileGrad: where the last of the additions adds
+  // the gradient of p.softmax_scale * dot.
 
   /// Whether the pair attends. Lengths, padding and block maps are not its business.
   static __device__ __forceinline__ bool mask(const Params&, const Head&, Position /*q*/, Position /*kv*/) {
@@ -105,17 +107,19 @@ struct ExampleProblem {
   }
   /// What mask() says over a tile, whose ranges are within the sequence and not empty. Never empty or full
   /// when it is not. A block of a cluster may have no keys: what is said of none is not used. With kListed it
-  /// is handed the bounds of each q_read() and kv_read() over the ranges.
+  /// is handed the bounds of each mask_row_term() and mask_column_term() over the ranges.
   static __device__ __forceinline__ TileClass classify_tile(const Params&, const Head&, Range /*q*/,
                                                             Range /*kv*/, const Interval* /*q_reads*/,
                                                             const Interval* /*kv_reads*/) {
     return TileClass::full;
   }
-  // With kMaskReads there is mask_of_reads(p, head, q_reads, kv_reads, q, kv), for a kernel that finds each
-  // q_read() and kv_read() once for a row or a column of a tile.
+  // With kMaskTerms there is mask_of_terms(p, head, q_reads, kv_reads, q, kv), for a kernel that finds each
+  // mask_row_term() and mask_column_term() once for a row or a column of a tile.
   /// Integers or conditions (0 and 1) of the mask that depend on one position alone, beside what Head knows.
-  static __device__ __forceinline__ int q_read(const Params&, const Head&, int /*i*/, int /*q*/) { return 0; }
-  static __device__ __forceinline__ int kv_read(const Params&, const Head&, int /*i*/, int /*kv*/) {
+  static __device__ __forceinline__ int mask_row_term(const Params&, const Head&, int /*i*/, int /*q*/) {
+    return 0;
+  }
+  static __device__ __forceinline__ int mask_column_term(const Params&, const Head&, int /*i*/, int /*kv*/) {
     return 0;
   }
   /// Keys outside of this range attend to none of the queries in `q`; within [0, seqlen_kv].

@@ -62,7 +62,7 @@ __device__ __forceinline__ void let_next_grid_start() {
   if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 template <class P>
-__device__ __forceinline__ void await_grid_before() {
+__device__ __forceinline__ void wait_for_prior_grid() {
   if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ RowEnd with_sink(const Params& p, int h, float lse) {
 /// The same for a kernel that visits the keys: where it visits a part, the sink comes when parts are joined.
 template <class P>
 __device__ __forceinline__ RowEnd end_of_row(const Params& p, int h, float lse) {
-  if constexpr (P::kInParts) return {lse, 1.0f};
+  if constexpr (P::kSplit) return {lse, 1.0f};
   return with_sink<P>(p, h, lse);
 }
 

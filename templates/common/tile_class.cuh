@@ -27,7 +27,7 @@ template <class Problem>
 __device__ __forceinline__ TileClass tile_class(const Params& p, const typename Problem::Head& head, Range q,
                                                 Range kv, const Interval* q_reads = nullptr,
                                                 const Interval* kv_reads = nullptr) {
-  constexpr bool kReads = Problem::kQReads + Problem::kKvReads > 0;
+  constexpr bool kReads = Problem::kMaskRowTerms + Problem::kMaskColumnTerms > 0;
   TileClass map = TileClass::full, mask = TileClass::full;
   if constexpr (Problem::kBlockMap) {
     map = classify_map<Problem>(p, head.b, head.h, q, kv);

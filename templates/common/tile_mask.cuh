@@ -11,9 +11,9 @@ namespace flashjit {
 /// columns keys, in the backward pass the other way round.
 template <class P, int kColumns, int kRows = 2>
 class TileMask {
-  static constexpr bool kFinds = P::kMaskReads && kTestsMask<P>;
-  static constexpr int kOfRow = P::kBackward ? P::kKvReads : P::kQReads,
-                       kOfColumn = P::kBackward ? P::kQReads : P::kKvReads;
+  static constexpr bool kFinds = P::kMaskTerms && kTestsMask<P>;
+  static constexpr int kOfRow = P::kBackward ? P::kMaskColumnTerms : P::kMaskRowTerms,
+                       kOfColumn = P::kBackward ? P::kMaskRowTerms : P::kMaskColumnTerms;
   int rows_[kRows][kOfRow + 1];
   int columns_[(kColumns + 31) / 32][kOfColumn + 1];  // lane n has those of column n of each 32
 
@@ -28,7 +28,7 @@ class TileMask {
   __device__ __forceinline__ void find(const Params& p, const typename P::Head& head, Row&& row, int column) {
     if constexpr (kFinds) {
       const auto read = [&](bool of_key, int i, int at) {
-        return of_key ? P::kv_read(p, head, i, at) : P::q_read(p, head, i, at);
+        return of_key ? P::mask_column_term(p, head, i, at) : P::mask_row_term(p, head, i, at);
       };
 #pragma unroll
       for (int n = 0; n < kRows; ++n)
@@ -60,9 +60,9 @@ class TileMask {
     if constexpr (!kFinds)
       return P::mask(p, head, q, kv);
     else if constexpr (P::kBackward)
-      return P::mask_of_reads(p, head, columns.reads[e], rows_[n], q, kv);
+      return P::mask_of_terms(p, head, columns.reads[e], rows_[n], q, kv);
     else
-      return P::mask_of_reads(p, head, rows_[n], columns.reads[e], q, kv);
+      return P::mask_of_terms(p, head, rows_[n], columns.reads[e], q, kv);
   }
 };
 

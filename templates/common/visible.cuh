@@ -29,7 +29,7 @@ struct Sequence {
   __device__ int seqlen_q(const Params& p) const { return Problem::kVarlen ? q_length_ : p.seqlen_q; }
   __device__ int seqlen_kv(const Params& p) const { return Problem::kVarlen ? kv_length_ : p.seqlen_kv; }
   /// Number of keys that are no padding.
-  __device__ int kv_limit(const Params& p) const {
+  __device__ int seqused_kv(const Params& p) const {
     if constexpr (Problem::kKvLengths) return clamped(p.kv_lengths[b], 0, seqlen_kv(p));
     return seqlen_kv(p);
   }
@@ -92,9 +92,9 @@ __device__ __forceinline__ unsigned own_columns(int begin, int end) {
 /// Which of the 32 keys of a thread attend to a query and are no padding, by a mask with kMaskBounds > 0.
 template <class P>
 __device__ __forceinline__ unsigned own_keys(const Params& p, const typename P::Head& head, int q,
-                                             int first_key, int kv_limit) {
+                                             int first_key, int seqused_kv) {
   const Range keys = P::kv_bounds(p, head, {q, q + 1});
-  return own_columns(keys.begin - first_key, min(keys.end, kv_limit) - first_key);
+  return own_columns(keys.begin - first_key, min(keys.end, seqused_kv) - first_key);
 }
 /// The map's row of entries for one block row of batch b and head h.
 template <class Problem>

@@ -27,7 +27,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
 
 /// Until `has_come()`; meanwhile `idle()`.
 template <class P, class HasCome, class Idle>
-__device__ __forceinline__ void await(const HasCome& has_come, const Idle& idle) {
+__device__ __forceinline__ void wait_until(const HasCome& has_come, const Idle& idle) {
   if constexpr (P::kCheckWaits) {
     const unsigned long long begin = nanoseconds();
     while (!has_come()) {
@@ -41,8 +41,8 @@ __device__ __forceinline__ void await(const HasCome& has_come, const Idle& idle)
 
 /// Until `*turn` is `mine`. What was written before it became so may be read afterwards.
 template <class P, unsigned kSleepNanoseconds, class Turn>
-__device__ __forceinline__ void await_turn(const Turn* turn, const Turn& mine) {
-  await<P>([&] { return load_acquire(turn) == mine; }, [] { __nanosleep(kSleepNanoseconds); });
+__device__ __forceinline__ void wait_semaphore(const Turn* turn, const Turn& mine) {
+  wait_until<P>([&] { return load_acquire(turn) == mine; }, [] { __nanosleep(kSleepNanoseconds); });
 }
 
 }  // namespace flashjit

@@ -87,11 +87,11 @@ template <class Problem>
 __device__ void backward_dkdv(const Params& p) {
   using T = Tile<Problem, Problem::kBc, Problem::kBr>;
   const Work work = work_of_block(tiles_of(p.seqlen_kv, Problem::kBc), p.heads_kv);
-  const int group = p.heads_q / p.heads_kv;
+  const int group = p.qhead_per_kvhead();
   const int kv_first = work.tile * Problem::kBc;
   const Sequence<Problem> sequence(p, work.b);
   if (Problem::kVarlen && kv_first >= sequence.seqlen_kv(p)) return;
-  const Range kv_range = tile_range(work.tile, Problem::kBc, sequence.kv_limit(p));
+  const Range kv_range = tile_range(work.tile, Problem::kBc, sequence.seqused_kv(p));
   const auto k = kv_matrix(sequence, p.k, work.h, kv_range.end);
   const auto v = kv_matrix(sequence, p.v, work.h, kv_range.end);
   const Shared shared = shared_memory<T>();
@@ -129,12 +129,12 @@ template <class Problem>
 __device__ void backward_dq(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
-  const int h = work.h, h_kv = h / (p.heads_q / p.heads_kv);
+  const int h = work.h, h_kv = h / p.qhead_per_kvhead();
   const Sequence<Problem> sequence(p, work.b);
   const auto head = sequence.head(p, h);
   const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
-  const int kv_end = sequence.kv_limit(p);
+  const int kv_end = sequence.seqused_kv(p);
   const auto q = q_matrix(sequence, p.q, h, q_range.end);
   const auto dout = q_matrix(sequence, p.dout, h, q_range.end);
   const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);

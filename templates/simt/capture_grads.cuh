@@ -63,13 +63,13 @@ template <class Problem, class T>
 __device__ bool find_additions(const Params& p, const TileAddition& work, const Shared& shared) {
   const Sequence<Problem> sequence(p, work.b);
   const Range q_range = tile_range(work.q_tile, Problem::kBr, sequence.seqlen_q(p));
-  const Range kv_range = tile_range(work.kv_tile, Problem::kBc, sequence.kv_limit(p));
+  const Range kv_range = tile_range(work.kv_tile, Problem::kBc, sequence.seqused_kv(p));
   if (q_range.begin == q_range.end || kv_range.begin == kv_range.end) return false;
   const auto head = sequence.head(p, work.h);
   const Visible tile = visible<Problem>(p, head, q_range, kv_range);
   if (!tile.any) return false;
 
-  const int h_kv = work.h / (p.heads_q / p.heads_kv);
+  const int h_kv = work.h / p.qhead_per_kvhead();
   const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, head);
   typename T::Scores s, dp;
   multiply_transposed<T, Problem::kHeadDim>(s, shared, q_matrix(sequence, p.q, work.h, q_range.end),
@@ -120,7 +120,7 @@ __device__ void capture_grads(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   constexpr int kOwn = T::kM * T::kN;
   __shared__ unsigned long long started;
-  unsigned long long* next = reinterpret_cast<unsigned long long*>(p.tickets);
+  unsigned long long* next = reinterpret_cast<unsigned long long*>(p.semaphores);
   unsigned long long* turn = next + 1;
   const unsigned long long count = TileAddition::count<Problem>(p);
   const Shared shared = shared_memory<T>();
@@ -139,7 +139,7 @@ __device__ void capture_grads(const Params& p) {
       const int pair = static_cast<int>(threadIdx.x) + i * T::kThreads;
       if (any) sum_for_place(PairAdditions<T>(shared), pair, at[i], sum[i]);
     }
-    if (threadIdx.x == 0) await_turn<Problem, 32>(turn, mine);
+    if (threadIdx.x == 0) wait_semaphore<Problem, 32>(turn, mine);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)

@@ -100,12 +100,12 @@ __device__ void forward(const Params& p) {
   zero_unused_rows_of_output<Problem>(p);
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
-  const int h = work.h, h_kv = h / (p.heads_q / p.heads_kv);
+  const int h = work.h, h_kv = h / p.qhead_per_kvhead();
   const Sequence<Problem> sequence(p, work.b);
   const auto head = sequence.head(p, h);
   const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
-  const int kv_end = sequence.kv_limit(p);
+  const int kv_end = sequence.seqused_kv(p);
   const auto q = q_matrix(sequence, p.q, h, q_range.end);
   const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);
   const auto v = kv_matrix(sequence, p.v, h_kv, kv_end);

@@ -66,7 +66,7 @@ __device__ __forceinline__ unsigned next_work(const Params& p, char* shared) {
     // Without queries nobody waits, and nobody has cleared the counter.
     int* next = reinterpret_cast<int*>(shared);
     if (threadIdx.x == 0)
-      *next = p.seqlen_q > 0 ? atomicAdd(next_kv_work(p), 1) : static_cast<int>(blockIdx.x);
+      *next = p.seqlen_q > 0 ? atomicAdd(kv_tile_counter(p), 1) : static_cast<int>(blockIdx.x);
     __syncthreads();
     work = static_cast<unsigned>(*next);
     __syncthreads();
@@ -99,12 +99,12 @@ __device__ void backward(const Params& p) {
   const unsigned base = shared_address(shared);
 
   const unsigned number = next_work<P>(p, shared);
-  const KvWork<P> work(p, number);
+  const KvWorkTile<P> work(p, number);
   const Sequence<P> sequence(p, work.b);
   const int h_kv = work.h_kv, kv_tile = work.kv_tile, kv_begin = kv_tile * P::kBc;
-  const int kv_limit = sequence.kv_limit(p);
+  const int seqused_kv = sequence.seqused_kv(p);
   if (P::kVarlen && kv_begin >= sequence.seqlen_kv(p) &&
-      (!kListedTurns<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0))
+      (!kListedDqOrder<P> || QWalk<P>(p, sequence, work).next(p, sequence).head < 0))
     return;
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -113,16 +113,16 @@ __device__ void backward(const Params& p) {
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
   load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), sequence.kv_pointer(p.k, h_kv, kv_begin),
-                                           p.k.stride_s, kv_limit - kv_begin);
+                                           p.k.stride_s, seqused_kv - kv_begin);
   load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), sequence.kv_pointer(p.v, h_kv, kv_begin),
-                                            p.v.stride_s, kv_limit - kv_begin);
+                                            p.v.stride_s, seqused_kv - kv_begin);
 
   // What a stage holds loading says in shared memory.
   StagedTile* staged = reinterpret_cast<StagedTile*>(shared + kLayout.staged());
   QWalk<P> walk(p, sequence, work);
   const auto load_next = [&](int slot) {
     StagedTile next = walk.next(p, sequence);
-    if (kv_begin + P::kBc > kv_limit) next.full = 0;  // asked here, the loop has a register more
+    if (kv_begin + P::kBc > seqused_kv) next.full = 0;  // asked here, the loop has a register more
     if (threadIdx.x == 0) staged[slot] = next;
     if (next.head >= 0) {
       const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
@@ -189,8 +189,8 @@ __device__ void backward(const Params& p) {
     }
     int* turn = nullptr;
     if constexpr (P::kDeterministic) {
-      turn = turn_of<P>(p, sequence.b, of.head, of.tile);
-      if (threadIdx.x == 0) await_turn<P, 64>(turn, of.turn);
+      turn = dq_semaphore<P>(p, sequence.b, of.head, of.tile);
+      if (threadIdx.x == 0) wait_semaphore<P, 64>(turn, of.dq_order);
       __syncthreads();
     }
     float* accumulator = p.dq_accum + (sequence.stats_row(p, of.head) + of.tile * P::kBr) * (kDUnits * 16);
@@ -278,14 +278,14 @@ __device__ void backward(const Params& p) {
             bool block = true;
             if constexpr (kTestsMap<P>) {
               const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
-              const int kv = min(kv_begin + warp_row(mt), kv_limit - 1);
+              const int kv = min(kv_begin + warp_row(mt), seqused_kv - 1);
               block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
             }
             const auto columns = mask.columns(nt * 8);
 #pragma unroll
             for (int e = 0; e < 4; ++e)
               s[mt][nt][e] = mask_score(
-                  s[mt][nt][e], block, at_kv(mt, e).at < kv_limit,
+                  s[mt][nt][e], block, at_kv(mt, e).at < seqused_kv,
                   mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(nt, e), at_kv(mt, e)));
           }
       }
@@ -399,9 +399,9 @@ __device__ void backward(const Params& p) {
   add_last();
   copy_async_wait<0>();
   const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
-  const auto work_again = [&] { return KvWork<P>(p, opaque(number)); };  // else it keeps registers
-  if constexpr (P::kInParts) {
-    const KvWork<P> done = work_again();
+  const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };  // else it keeps registers
+  if constexpr (P::kSplit) {
+    const KvWorkTile<P> done = work_again();
     const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
     const auto store = [&]<int kChunks>(float* parts, int mt, float(&c)[kChunks][4], int columns,
                                         float scale) {
@@ -411,14 +411,14 @@ __device__ void backward(const Params& p) {
       for (int half = 0; half < 2; ++half) {
         const int row = warp_row(mt) + lane / 4 + half * 8;
         if (row >= valid) continue;
-        const long long at = kv_row_of_part(p, done.part, sequence.b, done.h_kv, begin + row);
+        const long long at = kv_row_of_split(p, done.part, sequence.b, done.h_kv, begin + row);
         store_row<kChunks>(parts + at * columns, half, c[0], columns / 8);
       }
     };
 #pragma unroll
     for (int mt = 0; mt < kMt; ++mt) {
-      if (has_ds) store(p.dk_parts, mt, dk[mt], P::kHeadDim, p.softmax_scale);
-      if (has_p) store(p.dv_parts, mt, dv[mt], P::kHeadDimV, v_scale);
+      if (has_ds) store(p.dk_splits, mt, dk[mt], P::kHeadDim, p.softmax_scale);
+      if (has_p) store(p.dv_splits, mt, dv[mt], P::kHeadDimV, v_scale);
     }
     return;
   }
@@ -436,7 +436,7 @@ __device__ void backward(const Params& p) {
                                        v_scale);
   }
   __syncthreads();
-  const KvWork<P> done = work_again();
+  const KvWorkTile<P> done = work_again();
   const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
   store_tile<P::kBc, P::kHeadDim, kThreads>(sequence.kv_pointer(p.dk, done.h_kv, begin), p.dk.stride_s,
                                             shared + kLayout.k(), valid, threadIdx.x);

@@ -69,22 +69,22 @@ __device__ void forward(const Params& p) {
   const unsigned k_tiles = shared_address(shared) + kLayout.k();
   const unsigned v_tiles = shared_address(shared) + kLayout.v();
 
-  const int tile_count = q_tiles<P>(p), parts = tile_parts<P>(p);
+  const int tile_count = q_tiles<P>(p), parts = num_splits<P>(p);
   const int part = static_cast<int>(blockIdx.x % parts);
   const unsigned index = blockIdx.x / parts;
   const int tile_index =
       tile_count - 1 - static_cast<int>(index % tile_count);  // the longest causal rows first
   const int h = static_cast<int>(index / tile_count % p.heads_q);
-  const int h_kv = h / (p.heads_q / p.heads_kv);
+  const int h_kv = h / p.qhead_per_kvhead();
   const Sequence<P> sequence(p, static_cast<int>(index / tile_count / p.heads_q));
-  const int seqlen_q = sequence.seqlen_q(p), kv_limit = sequence.kv_limit(p);
+  const int seqlen_q = sequence.seqlen_q(p), seqused_kv = sequence.seqused_kv(p);
   zero_unused_rows_of_output<P>(p);
   const int q_begin = tile_index * P::kBr;
   const Range q_range = tile_range(tile_index, P::kBr, seqlen_q);
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
-  KvTiles<P> tiles(p, head, tile_index, q_range, kv_limit);
-  if constexpr (P::kInParts) tiles.keep_part(p, part);
+  KvTiles<P> tiles(p, head, tile_index, q_range, seqused_kv);
+  if constexpr (P::kSplit) tiles.keep_split(p, part);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
@@ -94,13 +94,13 @@ __device__ void forward(const Params& p) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
     load_tile<P::kBc, P::kHeadDim, kThreads>(k_tiles + i % P::kStages * kKBytes, k_head + kv * p.k.stride_s,
-                                             p.k.stride_s, kv_limit - kv);
+                                             p.k.stride_s, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
     load_tile<P::kBc, P::kHeadDimV, kThreads>(v_tiles + i % P::kStages * kVBytes, v_head + kv * p.v.stride_s,
-                                              p.v.stride_s, kv_limit - kv);
+                                              p.v.stride_s, seqused_kv - kv);
   };
 
   load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
@@ -200,7 +200,7 @@ __device__ void forward(const Params& p) {
           for (int e = 0; e < 4; ++e)
             s[mt][nt][e] = P::score(p, head, s[mt][nt][e], at_q(mt, e), at_kv(nt, e));
     }
-    const bool unmasked = kv_begin + P::kBc <= kv_limit && tiles.full(p, head, q_range, tiles.entry(i));
+    const bool unmasked = kv_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked) {
       TileMask<P, P::kBc, kMt * 2> mask;
       const auto row_at = [&](int n) { return at_q(n / 2, n % 2 * 2).at; };
@@ -213,7 +213,8 @@ __device__ void forward(const Params& p) {
           for (int half = 0; half < 2; ++half)
 #pragma unroll
             for (int nt = 0; nt < kNt; nt += 16)
-              attend[half][nt / 16] = own_keys<P>(p, head, at_q(mt, half * 2).at, at_kv(nt, 0).at, kv_limit);
+              attend[half][nt / 16] =
+                  own_keys<P>(p, head, at_q(mt, half * 2).at, at_kv(nt, 0).at, seqused_kv);
         }
 #pragma unroll
         for (int nt = 0; nt < kNt; ++nt) {
@@ -221,7 +222,7 @@ __device__ void forward(const Params& p) {
           bool block = true;
           if constexpr (kTestsMap<P>) {
             const int q = min(q_begin + warp_row(mt), seqlen_q - 1);
-            const int kv = min(kv_begin + nt * 8, kv_limit - 1);
+            const int kv = min(kv_begin + nt * 8, seqused_kv - 1);
             block = block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
           }
           const auto columns = mask.columns(nt * 8);
@@ -232,7 +233,7 @@ __device__ void forward(const Params& p) {
               score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
             else
               score = mask_score(
-                  score, block, at_kv(nt, e).at < kv_limit,
+                  score, block, at_kv(nt, e).at < seqused_kv,
                   mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(mt, e), at_kv(nt, e)));
           }
         }
@@ -345,13 +346,13 @@ __device__ void forward(const Params& p) {
         to[sequence.lse_row(p, h) + q] = end.lse;
       scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
     }
-    if constexpr (P::kInParts) {
+    if constexpr (P::kSplit) {
 #pragma unroll
       for (int n = 0; n < kOt * 4; ++n) o[mt][n / 4][n % 4] *= scale[n / 2 % 2];
       const int row = q_begin + warp_row(mt) + lane / 4;
       for (int half = 0; half < 2; ++half)
         if (row + half * 8 < seqlen_q)
-          store_part<P>(p, part, sequence.lse_row(p, h) + row + half * 8, half, o[mt][0]);
+          store_split<P>(p, part, sequence.lse_row(p, h) + row + half * 8, half, o[mt][0]);
     } else {
 #pragma unroll
       for (int ot = 0; ot < kOt; ++ot)

@@ -20,7 +20,7 @@
 // computes half of dQ's columns for all 128.
 //
 // Where KV tiles are few and their queries many, blocks share those of one: each stores what its part gives
-// to dK and dV in fp32, and the join_gradients entry adds that up.
+// to dK and dV in fp32, and the combine_dkdv entry adds that up.
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"
@@ -35,7 +35,7 @@ template <class P>
 __device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                    int wg) {
   using Policy = BackwardPolicy<P>;
-  const int own = Policy::rank() * Policy::kKeys, valid = smem.kv_limit(p, i) - smem.kv_begin(i);
+  const int own = Policy::rank() * Policy::kKeys, valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
   smem.wait_dout(i);
   clear_rows<Policy::kKeys, P::kHeadDim>(smem.pointer(smem.k()), valid);
@@ -227,7 +227,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     cluster_sync();
   else
     __syncthreads();
-  await_grid_before<P>();
+  wait_for_prior_grid<P>();
 
   // A block stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {

@@ -111,7 +111,8 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
     const QTileInfo& now = smem.q_tile(i);
     if (now.head < 0) break;
     // Read now, since the producer may overwrite what it said of the tile when the stage is released.
-    int* done = now.last ? done_of(p, smem.kv_tile_of(i).sequence.b, smem.kv_tile_of(i).h_kv) : nullptr;
+    int* done =
+        now.last ? done_semaphore(p, smem.kv_tile_of(i).sequence.b, smem.kv_tile_of(i).h_kv) : nullptr;
     float* to =
         p.dq_accum + (now.stats_row + Policy::first_dq_row(wg)) * kColumns + first_column / 8 * kDqStep;
     const auto add_steps = [&](int first, int end) {
@@ -122,8 +123,8 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
     if (one && now.first) wait_cleared<P>(p, smem.kv_tile_of(i).sequence.b, smem.kv_tile_of(i).h_kv);
     int* semaphore = nullptr;
     if constexpr (P::kDeterministic) {
-      semaphore = turn_of<P>(p, smem.kv_tile_of(i).sequence.b, now.head, now.tile, Policy::dq_part(wg));
-      await_turn<P, 32>(semaphore, now.turn);
+      semaphore = dq_semaphore<P>(p, smem.kv_tile_of(i).sequence.b, now.head, now.tile, Policy::dq_part(wg));
+      wait_semaphore<P, 32>(semaphore, now.dq_order);
     }
     if (one) {
       constexpr int kOverQ = Policy::kDqStepsInDout, kBehindQ = kOverQ + Policy::kDqStepsInQ;
@@ -184,7 +185,7 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
     const QTileInfo& now = smem.q_tile(i);
     if (now.head < 0) break;
     const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
-    int* done = now.last ? done_of(p, kv_tile.sequence.b, kv_tile.h_kv) : nullptr;
+    int* done = now.last ? done_semaphore(p, kv_tile.sequence.b, kv_tile.h_kv) : nullptr;
     if (!writes_dq<P>(p) && now.first) wait_cleared<P>(p, kv_tile.sequence.b, kv_tile.h_kv);
     const int row = now.tile * P::kBr + first_row + lane / 4, rows = kv_tile.sequence.seqlen_q(p) - row;
     unsigned short* to = kv_tile.sequence.q_pointer(p.dq, now.head, row) + first_column;

@@ -7,22 +7,22 @@
 namespace flashjit::sm90 {
 
 /// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number. Of
-/// parts without queries the join_gradients entry knows, and they are counted here alone.
+/// parts without queries the combine_dkdv entry knows, and they are counted here alone.
 template <class P>
 __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
-  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kInParts && p.seqlen_q > 0) return;
-  const unsigned works = kv_works<P>(p), lane = threadIdx.x % 32;
+  if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kSplit && p.seqlen_q > 0) return;
+  const unsigned works = kv_work_tiles<P>(p), lane = threadIdx.x % 32;
   // Without queries there are no counters, and nobody waits.
   const auto take = [&](unsigned before) {
     if (p.seqlen_q == 0) return before + gridDim.x * 32;
-    const unsigned number = lane == 0 ? atomicAdd(next_empty_work(p), 32) : 0u;
+    const unsigned number = lane == 0 ? atomicAdd(empty_tile_counter(p), 32) : 0u;
     return __shfl_sync(kWholeWarp, number, 0);
   };
-  const auto is_empty = [&](const KvWork<P>& work) {
+  const auto is_empty = [&](const KvWorkTile<P>& work) {
     const Sequence<P> sequence(p, work.b);
     return p.seqlen_q == 0 || QWalk<P>(p, sequence, work, block_keys<P>(p, 0)).next(p, sequence).head < 0;
   };
-  const auto clear = [&](const KvWork<P>& work, const TensorParam& tensor, int columns) {
+  const auto clear = [&](const KvWorkTile<P>& work, const TensorParam& tensor, int columns) {
     const Sequence<P> sequence(p, work.b);
     const int first = work.kv_tile * P::kBc, rows = min(sequence.seqlen_kv(p) - first, P::kBc);
     unsigned short* to = sequence.kv_pointer(tensor, work.h_kv, first);
@@ -34,15 +34,15 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
 #pragma unroll 1
   for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < works; first = take(first)) {
     // Each lane looks at one.
-    const bool empty = first + lane < works && is_empty(KvWork<P>(p, first + lane));
+    const bool empty = first + lane < works && is_empty(KvWorkTile<P>(p, first + lane));
 #pragma unroll 1
     for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
-      const KvWork<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
-      if constexpr (!P::kInParts) {
+      const KvWorkTile<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
+      if constexpr (!P::kSplit) {
         clear(work, p.dk, P::kHeadDim);
         clear(work, p.dv, P::kHeadDimV);
       }
-      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_of(p, work.b, work.h_kv), kDqParts<P>);
+      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_semaphore(p, work.b, work.h_kv), kDqParts<P>);
     }
   }
 }
@@ -61,10 +61,10 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSm
 #pragma unroll
   for (float& value : c) value *= scale;
   const int chunks = min(columns / 8 - first_chunk, kChunks), rows = kv_tile.sequence.seqlen_kv(p) - row;
-  if constexpr (P::kInParts) {
+  if constexpr (P::kSplit) {
     const int part = smem.q_tile(i).last - 1;
     const long long at =
-        kv_row_of_part(p, part, kv_tile.sequence.b, kv_tile.h_kv, row) * columns + first_chunk * 8;
+        kv_row_of_split(p, part, kv_tile.sequence.b, kv_tile.h_kv, row) * columns + first_chunk * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
       if (half * 8 < rows) store_row<kChunks>(parts + at + half * 8 * columns, half, c, chunks);
@@ -82,8 +82,8 @@ template <class P>
 __device__ __forceinline__ void store_dk_dv(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                             typename BackwardFragments<P>::Dk& dk,
                                             typename BackwardFragments<P>::Dv& dv) {
-  store_gradient(p, smem, i, wg, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_parts);
-  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv, p.dv_parts);
+  store_gradient(p, smem, i, wg, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_splits);
+  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv, p.dv_splits);
 }
 
 }  // namespace flashjit::sm90

@@ -9,8 +9,8 @@ namespace flashjit::sm90 {
 
 template <class P>
 struct BackwardPolicy {
-  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,         P::kHeadDim,    P::kHeadDimV,
-                                          P::kStages, P::kReadsPlane, P::kQueryValues};
+  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,       P::kHeadDim,     P::kHeadDimV,
+                                          P::kStages, P::kBiasTile, P::kScoreRowTerm};
 
   // The blocks of a cluster share a KV tile: each has kKeys of its keys.
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
@@ -57,7 +57,7 @@ struct BackwardPolicy {
   // The producer's other warps add gradients of captures from dS in shared memory: those of key - query, and
   // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves, which is
   // quicker.
-  static constexpr bool kAddsBiasGrad = P::kPlaneGrad && P::kHeadDim > 64;
+  static constexpr bool kAddsBiasGrad = P::kBiasTileGrad && P::kHeadDim > 64;
   static constexpr int kGradsFromDs = P::kDifferenceGrads + kAddsBiasGrad;
   static constexpr bool kReadsDs = kGradsFromDs > 0;
   template <class Addition>
@@ -69,7 +69,7 @@ struct BackwardPolicy {
   /// columns there are no registers for it, unless the score reads of queries, too: then finding it pair by
   /// pair takes more.
   static constexpr bool kFindsKeyValuesEarly =
-      P::kKeyValues && (P::kHeadDim <= 64 || P::kQueryValues || !kForeignKeys<P>);
+      P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;
   /// The loops that clear rows are unrolled. Elsewhere what their copies would keep has no registers.

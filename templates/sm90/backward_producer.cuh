@@ -14,8 +14,7 @@ __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, 
                                        long long stats_row) {
   load_tile<P::kBr, BackwardPolicy<P>::kDim>(smem.q(stage), maps.q, full, row, head, batch);
   load_line(smem.lse(stage), p.lse_log2 + stats_row, P::kBr * 4, full);
-  if constexpr (P::kQueryValues)
-    load_line(smem.query_values(stage), p.query_values + stats_row, P::kBr * 4, full);
+  if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
 
 /// Loads dO and D.
@@ -49,11 +48,11 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
   // Without queries there are no KV tiles, and the counter is not cleared.
   while (p.seqlen_q > 0) {
     const unsigned index = next_tile_index(p, smem, n);
-    if (index >= kv_works<P>(p)) {
+    if (index >= kv_work_tiles<P>(p)) {
       send_tile_index(smem, n, index);  // there are no more
       break;
     }
-    const KvWork<P> work(p, index);
+    const KvWorkTile<P> work(p, index);
     const Sequence<P> sequence(p, work.b);
     QWalk<P> walk(p, sequence, work, block_keys<P>(p, Policy::rank()));
     StagedTile now = walk.next(p, sequence);
@@ -61,9 +60,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     send_tile_index(smem, n, index);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
     const int own = Policy::rank() * Policy::kKeys, kv_begin = work.kv_tile * P::kBc + own;
-    smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.kv_limit(p)};
+    smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
     // Without keys of its own a block loads none, and the consumers clear the tile.
-    const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.kv_limit(p);
+    const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);
     const auto wait_kv_empty = [&] { barrier_wait<P>(smem.kv_empty(), n & 1 ^ 1); };
     bool first = true;
 #pragma unroll 1
@@ -85,7 +84,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       const int dout_bytes = Smem::kDoutStageBytes + (first && has_keys ? Smem::kVBytes : 0);
       if constexpr (Policy::kHasBiasTile) {
         expect_with_plane<P::kBr, Policy::kKeys>(p, maps, dout_full, dout_bytes,
-                                                 P::plane(p, sequence.head(p, now.head)),
+                                                 P::bias_tile(p, sequence.head(p, now.head)),
                                                  smem.bias_tile(dout_stage), q_begin, kv_begin);
       } else {
         barrier_expect(dout_full, dout_bytes);

@@ -10,7 +10,7 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ __forceinline__ unsigned next_tile_index(const Params& p, const BackwardSmem<P>& smem,
                                                     unsigned n) {
-  if (BackwardPolicy<P>::rank() == 0) return static_cast<unsigned>(atomicAdd(next_kv_work(p), 1));
+  if (BackwardPolicy<P>::rank() == 0) return static_cast<unsigned>(atomicAdd(kv_tile_counter(p), 1));
   barrier_expect(smem.tile_index_full(n), 4);
   barrier_wait<P>(smem.tile_index_full(n), n / kKeptTileIndices & 1);
   return *reinterpret_cast<const volatile unsigned*>(smem.pointer(smem.tile_index(n)));

@@ -12,8 +12,8 @@ template <class P>
 struct KvTileInfo {
   Sequence<P> sequence;
   int h_kv;
-  int kv_begin;  ///< this block's first key
-  int kv_limit;  ///< keys of the sequence that are no padding
+  int kv_begin;    ///< this block's first key
+  int seqused_kv;  ///< keys of the sequence that are no padding
 };
 /// What it says of a Q tile; a negative head: there are no more.
 struct alignas(16) QTileInfo : StagedTile {
@@ -32,7 +32,7 @@ struct BackwardSmem {
   static constexpr int kQBytes = tile_bytes(P::kBr, Policy::kDim);
   static constexpr int kDoutBytes = tile_bytes(P::kBr, Policy::kDimV);
   /// What arrives in a stage, beside K, V and the bias tile.
-  static constexpr int kQStageBytes = kQBytes + (P::kQueryValues ? 2 : 1) * P::kBr * 4;
+  static constexpr int kQStageBytes = kQBytes + (P::kScoreRowTerm ? 2 : 1) * P::kBr * 4;
   static constexpr int kDoutStageBytes = kDoutBytes + P::kBr * 4;
   static constexpr int kKBytes = tile_bytes(Policy::kKeys, Policy::kDim);
   static constexpr int kVBytes = tile_bytes(Policy::kKeys, Policy::kDimV);
@@ -62,7 +62,7 @@ struct BackwardSmem {
   // The stages: Q with LSE and what the score reads of queries, dO with D and the bias tile.
   __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
   __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * P::kBr * 4; }
-  __device__ unsigned query_values(int stage) const { return base + kLayout.values() + stage * P::kBr * 4; }
+  __device__ unsigned row_terms(int stage) const { return base + kLayout.values() + stage * P::kBr * 4; }
   __device__ unsigned dout(int stage) const { return base + kLayout.dout() + stage * kDoutBytes; }
   __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * P::kBr * 4; }
   __device__ unsigned bias_tile(int stage) const {
@@ -111,8 +111,8 @@ struct BackwardSmem {
   /// The KV tile of Q tile i: read again where needed, since registers are short.
   __device__ const KvTileInfo<P>& kv_tile_of(unsigned i) const { return kv_tiles()[q_tile(i).kv_slot]; }
   __device__ int kv_begin(unsigned i) const { return kv_tile_of(i).kv_begin; }
-  __device__ int kv_limit(const Params& params, unsigned i) const {
-    return kForeignKeys<P> ? kv_tile_of(i).kv_limit : params.seqlen_kv;
+  __device__ int seqused_kv(const Params& params, unsigned i) const {
+    return kForeignKeys<P> ? kv_tile_of(i).seqused_kv : params.seqlen_kv;
   }
   /// The index of the cluster's n-th KV tile, from its first block.
   __device__ unsigned tile_index(unsigned n) const {

@@ -22,12 +22,12 @@ struct ScoreTile {
 
   unsigned i;
   int wg, lane;
-  int warp_row;                        ///< the warp's first key among the block's
-  int row;                             ///< the thread's
-  int h;                               ///< the Q tile's head
-  int q_begin;                         ///< the warp group's first query
-  Position q, kv;                      ///< of the thread's first pair
-  const char *lse, *d, *query_values;  ///< of the thread's first query
+  int warp_row;                     ///< the warp's first key among the block's
+  int row;                          ///< the thread's
+  int h;                            ///< the Q tile's head
+  int q_begin;                      ///< the warp group's first query
+  Position q, kv;                   ///< of the thread's first pair
+  const char *lse, *d, *row_terms;  ///< of the thread's first query
 
   __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, const StagedTile& now, int wg)
       : i(i), wg(wg), lane(threadIdx.x % 32) {
@@ -37,7 +37,7 @@ struct ScoreTile {
     h = now.head, q_begin = now.tile * P::kBr + first_query;
     // Opaque, so that the other queries' are offsets in the instructions.
     const int first = opaque((stage * P::kBr + first_query + lane % 4 * 2) * 4);
-    lse = smem.lse_at(first), d = smem.d_at(first), query_values = smem.query_values_at(first);
+    lse = smem.lse_at(first), d = smem.d_at(first), row_terms = smem.query_values_at(first);
     q = position(q_begin + lane % 4 * 2);
     row = warp_row + lane / 4;
     kv = position(smem.kv_begin(i) + row);
@@ -78,7 +78,7 @@ __device__ __forceinline__ unsigned prepare_bias_tile(const Params& p, const Ten
                                                       const typename P::Head& head,
                                                       const ScoreTile<P>& tile) {
   using Policy = BackwardPolicy<P>;
-  const CapturePlane plane = P::plane(p, head);
+  const BiasTile plane = P::bias_tile(p, head);
   const int stage = tile.i % Policy::kDoutStages;
   const int first_query = Policy::first_query(tile.wg), first_chunk = tile.warp_row / 8;
   if (!unit_copies(p, maps, plane)) {
@@ -102,7 +102,7 @@ __device__ __forceinline__ unsigned find_map_bits(const Params& p, const Backwar
                                                   const Sequence<P>& sequence, const ScoreTile<P>& tile) {
   const unsigned char* column =
       block_map_row<P>(p, sequence.b, tile.h, 0) +
-      min(smem.kv_begin(tile.i) + tile.row - tile.lane / 4, smem.kv_limit(p, tile.i) - 1) / P::kBlockKv;
+      min(smem.kv_begin(tile.i) + tile.row - tile.lane / 4, smem.seqused_kv(p, tile.i) - 1) / P::kBlockKv;
   const int q = min(tile.q_begin + tile.lane % (ScoreTile<P>::kCount / 4) * 8, sequence.seqlen_q(p) - 1);
   return __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
 }
@@ -129,13 +129,13 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   if constexpr (Policy::kHasBiasTile) bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
   [[maybe_unused]] float of_key[2] = {};
   if constexpr (Policy::kFindsKeyValuesEarly)
-    for (int half = 0; half < 2; ++half) of_key[half] = P::key_value(p, head, tile.at_kv(half * 2));
+    for (int half = 0; half < 2; ++half) of_key[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
 
   if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);
   [[maybe_unused]] DroppedValues<kCount> dropped;
   const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + tile.h, tile.q.at, tile.kv.at); };
   if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
-  const bool partial = !now.full || smem.kv_begin(tile.i) + Policy::kKeys > smem.kv_limit(p, i);
+  const bool partial = !now.full || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   smem.wait_dout(i);
   float dp[kCount];
   start_dp(smem, i, wg, dp);
@@ -172,7 +172,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
       [[maybe_unused]] float slope[4], dots[4];
       if constexpr (P::kHasScore) {
         [[maybe_unused]] float2 of_queries{};
-        if constexpr (P::kQueryValues) of_queries = tile.of_queries(tile.query_values, n);
+        if constexpr (P::kScoreRowTerm) of_queries = tile.of_queries(tile.row_terms, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float dot = dots[e] = s[n + e];
@@ -182,15 +182,15 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
             if constexpr (P::kScoreGrad)
               slope[e] = P::score_grad_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
             s[n + e] = P::score_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
-          } else if constexpr (P::kQueryValues || P::kKeyValues) {
+          } else if constexpr (P::kScoreRowTerm || P::kScoreColumnTerm) {
             const float of_query = e % 2 ? of_queries.y : of_queries.x;
-            if constexpr (P::kKeyValues && !Policy::kFindsKeyValuesEarly)
-              of_key[e / 2] = P::key_value(p, head, tile.at_kv(n + e));
+            if constexpr (P::kScoreColumnTerm && !Policy::kFindsKeyValuesEarly)
+              of_key[e / 2] = P::score_column_term(p, head, tile.at_kv(n + e));
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad_of_values(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
-                                                 tile.at_kv(n + e));
-            s[n + e] = P::score_of_values(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
-                                          tile.at_kv(n + e));
+              slope[e] = P::score_grad_of_terms(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
+                                                tile.at_kv(n + e));
+            s[n + e] =
+                P::score_of_terms(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e), tile.at_kv(n + e));
           } else {
             if constexpr (P::kScoreGrad)
               slope[e] = P::score_grad(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
@@ -204,7 +204,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
-          s[n + e] = mask_score(s[n + e], block, kv.at < smem.kv_limit(p, i),
+          s[n + e] = mask_score(s[n + e], block, kv.at < smem.seqused_kv(p, i),
                                 kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
         }
       }

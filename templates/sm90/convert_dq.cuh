@@ -48,7 +48,7 @@ __device__ __forceinline__ Begun begun(const Params& p) {
   Begun now;
   asm volatile("ld.relaxed.gpu.global.v2.s32 {%0, %1}, [%2];"
                : "=r"(now.kv_work), "=r"(now.clear_work)
-               : "l"(p.tickets));
+               : "l"(p.semaphores));
   return now;
 }
 __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& now) {
@@ -59,9 +59,10 @@ __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Begun& n
 /// mixed heads begin together.
 template <class P>
 __device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
-  const long long works = kv_works_of_head<P>(p), pieces = pieces_to_clear(p), group = p.heads_q / p.heads_kv;
-  if constexpr (kMixesHeads<P>) {
-    const long long before_mixed = (p.heads_kv * p.batch - p.heads_mixed) * works - now.kv_work;
+  const long long works = kv_work_tiles_of_head<P>(p), pieces = pieces_to_clear(p),
+                  group = p.qhead_per_kvhead();
+  if constexpr (kLptOrder<P>) {
+    const long long before_mixed = (p.heads_kv * p.batch - p.lpt_heads) * works - now.kv_work;
     if (before_mixed * group < (p.heads_cleared + group) * works) return true;
   }
   return (now.clear_work * works - now.kv_work * pieces) * group < (p.heads_cleared + group) * works * pieces;
@@ -69,7 +70,7 @@ __device__ __forceinline__ bool is_to_clear(const Params& p, const Begun& now) {
 /// By a whole warp.
 template <class P>
 __device__ __forceinline__ void clear_piece(const Params& p, unsigned lane) {
-  const int taken = lane == 0 ? atomicAdd(next_clear_work(p), 1) : 0;
+  const int taken = lane == 0 ? atomicAdd(clear_counter(p), 1) : 0;
   const int number = __shfl_sync(kWholeWarp, taken, 0), pieces = pieces_to_clear(p);
   if (number >= pieces * p.heads_kv * p.batch) return;
   constexpr int kFloats = kClearRows * dq_columns(P::kHeadDim);
@@ -80,15 +81,15 @@ __device__ __forceinline__ void clear_piece(const Params& p, unsigned lane) {
   __syncwarp();
   if (lane != 0) return;
   __threadfence();
-  atomicAdd(cleared_of(p, 0, number / pieces), 1);
-  atomicAdd(done_of(p, 0, number / pieces), 1);
+  atomicAdd(cleared_semaphore(p, 0, number / pieces), 1);
+  atomicAdd(done_semaphore(p, 0, number / pieces), 1);
 }
 
 /// Until a head's accumulator is clear. By a thread that adds to it.
 template <class P>
 __device__ __forceinline__ void wait_cleared(const Params& p, int b, int h_kv) {
   if (b * p.heads_kv + h_kv < p.heads_cleared) return;
-  await_turn<P, 32>(cleared_of(p, b, h_kv), pieces_to_clear(p));
+  wait_semaphore<P, 32>(cleared_semaphore(p, b, h_kv), pieces_to_clear(p));
   publish_to_adders();
 }
 
@@ -111,7 +112,7 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
   const int taken_rows = dq_rows_taken<P>(p);
   const int parts = (p.seqlen_q + taken_rows - 1) / taken_rows;
   const auto lane = [] { return thread_now() % 32; };  // asked for anew: registers are short
-  const auto take = [&] { return lane() == 0 ? atomicAdd(next_dq_work(p), 1) : 0; };
+  const auto take = [&] { return lane() == 0 ? atomicAdd(convert_counter(p), 1) : 0; };
   int taken = take();
   Begun now = begun(p);
   const auto clear = [&] {
@@ -125,9 +126,9 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
     if (head >= p.batch * p.heads_q) break;
     taken = take();  // the next, to be there in time
     const int b = head / p.heads_q, h = head % p.heads_q;
-    const int* done = done_of(p, b, h / (p.heads_q / p.heads_kv));
-    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_works_of_head<P>(p);
-    await<P>(
+    const int* done = done_semaphore(p, b, h / p.qhead_per_kvhead());
+    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_work_tiles_of_head<P>(p);
+    wait_until<P>(
         [&] {
           clear();
           return __all_sync(kWholeWarp, load_acquire(done) == all_done);

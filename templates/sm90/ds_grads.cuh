@@ -10,7 +10,7 @@ namespace flashjit::sm90 {
 /// Adds a tile of dS to the gradients of a plane: kCount keys from `key` on, of kQueries queries. The tile
 /// begins at the pair (q, kv). By a whole warp.
 template <class Element, int kKeys, int kCount, int kQueries>
-__device__ __forceinline__ void add_plane_grads(const PlaneGrad& to, bool in_fours, unsigned ds, int q,
+__device__ __forceinline__ void add_plane_grads(const BiasTileGrad& to, bool in_fours, unsigned ds, int q,
                                                 int kv, int key) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // Of sixteen keys and sixteen queries, transposed: a lane has four keys of query lane / 4, and of that
@@ -119,7 +119,7 @@ __device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem
                                });
         });
   if constexpr (Policy::kAddsBiasGrad) {
-    const PlaneGrad to = P::plane_grad(p, head);
+    const BiasTileGrad to = P::bias_tile_grad(p, head);
     constexpr int kKeys = Policy::kKeys / 2;
     add_plane_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q, kv,
                                                            half * kKeys);

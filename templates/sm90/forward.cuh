@@ -49,7 +49,7 @@ constexpr bool kOverwritesOutput = P::kHeadDimV > 64 || P::kBlockMap || P::kMask
 /// Without a mask all tiles cost the same, and the last round may have few: its tiles are cut, so that more
 /// blocks have some warp groups' rows of them.
 template <class P>
-constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kInParts && P::kBr > kGroupRows;
+constexpr bool kCutsTiles = !P::kHasMask && !kLists<P> && !P::kSplit && P::kBr > kGroupRows;
 
 /// A mask that ends within a KV tile, as causal ones do, leaves some warp groups without the rest: then the
 /// softmax of a Q tile's first step may be over so many keys alone.
@@ -112,7 +112,7 @@ struct ForwardWalk {
   __device__ explicit ForwardWalk(const Params& p)
       : order(forward_tiles<P>(p), p.batch * forward_heads<P>(p), cluster_size()),
         whole(order.size()),
-        parts(tile_parts<P>(p)) {
+        parts(num_splits<P>(p)) {
     const unsigned teams = teams_at_once<P>();
     if (teams >= order.size() * parts) return;  // every team has one piece: no rounds
     if constexpr (kCutsTiles<P>) {
@@ -127,7 +127,7 @@ struct ForwardWalk {
   /// The number of a piece of work. What lists leave of a tile differs: then blocks take the next when they
   /// are done with the last.
   __device__ unsigned number(const Params& p, int team, unsigned round) const {
-    if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(next_q_work(p), 1));
+    if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
     return order.number(team_index<P>(team), round, teams_at_once<P>(), kWindows);
   }
   /// False when there is no such number.
@@ -194,14 +194,14 @@ struct ForwardWork : HeadsOfWork<P::kPacksHeads> {
     const Range q_range = tile_range(tile, queries_of_tile<P>(p), sequence.seqlen_q(p));
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
-    tiles = KvTiles<P>(p, head, tile, q_range, sequence.kv_limit(p));
-    if constexpr (P::kInParts) tiles.keep_part(p, part);
+    tiles = KvTiles<P>(p, head, tile, q_range, sequence.seqused_kv(p));
+    if constexpr (P::kSplit) tiles.keep_split(p, part);
     if constexpr (kShortSteps<P>) {
       const int end = kv_begin(count() - 1) + kFewKeys<P>;
 #pragma unroll
       for (int group = 0; group < P::kBr / kGroupRows; ++group) {
         const Range q = tile_range(q_begin / kGroupRows + group, kGroupRows, q_range.end);
-        if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.kv_limit(p)) <= end)
+        if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.seqused_kv(p)) <= end)
           is_short |= 1u << group;
       }
     }
@@ -232,8 +232,9 @@ struct CountOf<true> {
 /// keys, through all of its work.
 template <class P>
 struct ForwardPlaces {
-  static constexpr ForwardLayout kLayout{P::kBr,         P::kBc,        P::kHeadDim, P::kHeadDimV, P::kStages,
-                                         P::kReadsPlane, P::kKeyValues, kLists<P>,   kTeams<P>};
+  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,       P::kHeadDim,         P::kHeadDimV,
+                                         P::kStages, P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
+                                         kTeams<P>};
   static constexpr int kGroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warp group's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
@@ -302,14 +303,14 @@ struct ForwardPlaces {
 /// Whether O leaves through shared memory and the TMA unit: half of the instructions of stores by threads.
 /// Packed sequences have each other's rows behind their last; parts of the keys have O in fp32.
 template <class P>
-constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kInParts;
+constexpr bool kStagesOutput = ForwardPlaces<P>::kLayout.stages_output() && !P::kVarlen && !P::kSplit;
 
 /// Writes O and LSE of the tiles without keys, which the other warps pass over: LSE alone where that is a
 /// part of the keys. By the threads of one warp, or most of them.
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, int team, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
-  const unsigned rows = forward_tiles<P>(p), parts = tile_parts<P>(p),
+  const unsigned rows = forward_tiles<P>(p), parts = num_splits<P>(p),
                  all = rows * p.batch * forward_heads<P>(p) * parts;
 #pragma unroll 1
   for (unsigned index = team_index<P>(team); index < all; index += teams_at_once<P>()) {
@@ -319,7 +320,7 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, int tea
                                   static_cast<int>(index % parts)});
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_of_tile<P>(p));
-    if constexpr (!P::kInParts) {
+    if constexpr (!P::kSplit) {
       unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
 #pragma unroll 1
       for (int chunk = thread; chunk < count * kChunks; chunk += threads)
@@ -356,20 +357,20 @@ __device__ __forceinline__ void load_keys(const Params& p, const ForwardPlaces<P
     barrier_wait<P>(at.found(round), at.found_phase(round));
     const ForwardWork<P>& work = at.work(round);
     if (work.h < 0) break;
-    const int head = work.h / (p.heads_q / p.heads_kv), batch = work.sequence.batch();
+    const int head = work.h / p.qhead_per_kvhead(), batch = work.sequence.batch();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       const int entry = work.tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const int row = work.sequence.kv_row(begin);
       barrier_wait<P>(at.k_empty(n), at.phase(n) ^ 1);
       if constexpr (kTellsTiles<P>)
-        at.entry(n) = begin + P::kBc <= work.sequence.kv_limit(p) ? entry : entry & ~1;
+        at.entry(n) = begin + P::kBc <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
       barrier_expect(at.k_full(n), Places::kKBytes);
       load_tile<P::kBc, P::kHeadDim>(at.k(n), maps.k, at.k_full(n), row, head, batch);
-      if constexpr (P::kReadsPlane) {
+      if constexpr (P::kBiasTile) {
         barrier_wait<P>(at.reads_empty(n), at.phase(n) ^ 1);
         expect_with_plane<P::kBr, P::kBc>(p, maps, at.reads_full(n), 0,
-                                          P::plane(p, work.sequence.head(p, work.h)), at.plane(n),
+                                          P::bias_tile(p, work.sequence.head(p, work.h)), at.plane(n),
                                           work.q_begin, begin);
       }
       if (n > 0) load_v(n - 1);
@@ -442,7 +443,7 @@ __device__ __forceinline__ void find_key_values(const Params& p, const ForwardPl
       float values[kOwn];
 #pragma unroll
       for (int own = 0; own < kOwn; ++own)
-        values[own] = P::key_value(p, head, position(work.kv_begin(i) + own * 32 + lane));
+        values[own] = P::score_column_term(p, head, position(work.kv_begin(i) + own * 32 + lane));
       barrier_wait<P>(at.reads_empty(n), at.phase(n) ^ 1);
 #pragma unroll
       for (int own = 0; own < kOwn; ++own)
@@ -470,12 +471,12 @@ constexpr bool kBoundsTell = (P::kMaskBounds > 0 && !kLists<P>);
 /// The keys that are no padding and, where bounds tell, that all of some queries attend to.
 template <class P>
 __device__ __forceinline__ Range keys_of_all(const Params& p, const typename P::Head& head, Range q,
-                                             int kv_limit) {
+                                             int seqused_kv) {
   if constexpr (!kBoundsTell<P>) {
-    return {0, kv_limit};
+    return {0, seqused_kv};
   } else {
     const Range keys = P::kv_bounds_of_all(p, head, q);
-    return {keys.begin, min(keys.end, kv_limit)};
+    return {keys.begin, min(keys.end, seqused_kv)};
   }
 }
 
@@ -485,7 +486,7 @@ template <class P>
 struct ForwardRows {
   Range q{0, 0};          ///< the group's
   Range full_keys{0, 0};  ///< that all of them attend to
-  int kv_limit = 0;
+  int seqused_kv = 0;
   typename P::Head head;
   float max[2], sum[2];
   float value[2] = {};  ///< what the score reads of the rows
@@ -496,14 +497,14 @@ struct ForwardRows {
     q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
     if constexpr (P::kPacksHeads)
       for (int half = 0; half < 2; ++half) packed[half] = q_begin + query_of_row<P>(p, own_row() + half * 8);
-    kv_limit = work.sequence.kv_limit(p);
+    seqused_kv = work.sequence.seqused_kv(p);
     head = work.sequence.head(p, work.h);
-    full_keys = keys_of_all<P>(p, head, q, kv_limit);
+    full_keys = keys_of_all<P>(p, head, q, seqused_kv);
     max[0] = max[1] = -infinity();
     sum[0] = sum[1] = 0.0f;
-    if constexpr (P::kQueryValues)
+    if constexpr (P::kScoreRowTerm)
       for (int half = 0; half < 2; ++half)
-        value[half] = P::query_value(p, head, position(first_query() + half * to_second()));
+        value[half] = P::score_row_term(p, head, position(first_query() + half * to_second()));
   }
   __device__ int first_query() const { return P::kPacksHeads ? packed[0] : q.begin + own_row(); }
   __device__ int to_second() const { return P::kPacksHeads ? packed[1] - packed[0] : 8; }
@@ -530,14 +531,14 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
 #pragma unroll
       for (int n = 0; n < kCount; n += 64)
         attend[half][n / 64] =
-            own_keys<P>(p, rows.head, row + half * rows.to_second(), column + n * 2, rows.kv_limit);
+            own_keys<P>(p, rows.head, row + half * rows.to_second(), column + n * 2, rows.seqused_kv);
   }
 #pragma unroll
   for (int n = 0; n < kCount; n += 4) {
     // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
     bool block = true;
     if constexpr (kTestsMap<P>) {
-      const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.kv_limit - 1);
+      const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.seqused_kv - 1);
       block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
     }
     const auto columns = mask.columns(n * 2);
@@ -547,7 +548,7 @@ __device__ __forceinline__ void mask_scores(const Params& p, const ForwardWork<P
       if constexpr (kMasksByBits<P>)
         s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
       else
-        s[n + e] = mask_score(s[n + e], block, kv.at < rows.kv_limit,
+        s[n + e] = mask_score(s[n + e], block, kv.at < rows.seqused_kv,
                               kTestsMask<P> ? mask.attends(p, rows.head, e / 2, columns, e % 2,
                                                            row_position + e / 2 * rows.to_second(), kv)
                                             : any);
@@ -574,15 +575,15 @@ __device__ __forceinline__ void apply_score(const Params& p, const ForwardRows<P
 #pragma unroll
     for (int n = 0; n < kCount; ++n) {
       const Position q = row + n / 2 % 2 * rows.to_second(), kv = column + (n / 4 * 8 + n % 2);
-      if constexpr (P::kReadsPlane) {
+      if constexpr (P::kBiasTile) {
         const int chunk = n / 4;
         if (n % 8 == 0) load_matrix_x4(elements, (plane ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
         const unsigned word = elements[n % 8 / 2] >> n % 2 * 16;
         s[n] = P::score_of_element(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
-      } else if constexpr (P::kQueryValues || P::kKeyValues) {
-        if (P::kKeyValues && n % 4 == 0) of_keys = *reinterpret_cast<const float2*>(values + n * 2);
-        s[n] = P::score_of_values(p, rows.head, s[n], rows.value[n / 2 % 2], n % 2 ? of_keys.y : of_keys.x, q,
-                                  kv);
+      } else if constexpr (P::kScoreRowTerm || P::kScoreColumnTerm) {
+        if (P::kScoreColumnTerm && n % 4 == 0) of_keys = *reinterpret_cast<const float2*>(values + n * 2);
+        s[n] = P::score_of_terms(p, rows.head, s[n], rows.value[n / 2 % 2], n % 2 ? of_keys.y : of_keys.x, q,
+                                 kv);
       } else {
         s[n] = P::score(p, rows.head, s[n], q, kv);
       }
@@ -710,11 +711,11 @@ __device__ __forceinline__ void store_output(const Params& p, const TensorMaps& 
   if constexpr (P::kPacksHeads) {
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, group, half); row >= 0)
-        store_part<P>(p, work.part, row, half, o);
-  } else if constexpr (P::kInParts) {
+        store_split<P>(p, work.part, row, half, o);
+  } else if constexpr (P::kSplit) {
     for (int half = 0; half < 2; ++half)
       if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
-        store_part<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, half, o);
+        store_split<P>(p, work.part, work.sequence.lse_row(p, work.h) + q, half, o);
   } else if constexpr (kStagesOutput<P>) {
     const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     if (elected()) bulk_wait_read();  // the last tile's
@@ -817,7 +818,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   // What stands behind the last key may be anything, and zero times anything is not zero.
   const auto wait_for_v = [&](int n) {
     if (!v_ready) barrier_wait<P>(at.v_full(n), at.phase(n));
-    if (const int valid = rows.kv_limit - kv_begin; kForeignKeys<P> && valid < P::kBc) {
+    if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
       clear_rows<P::kBc, P::kHeadDimV>(at.shared + (at.v(n) - at.base), valid);
       publish_to_async_proxy();
       named_barrier_sync(at.meeting(group), 128);
@@ -883,7 +884,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       // Of a tile that it does not meet the group masks all.
       const bool met = meets(n);
       full = met && (entry & 1);
-      rows.kv_limit = met ? work.sequence.kv_limit(p) : 0;
+      rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;
     } else if constexpr (kTellsTiles<P>)
       full = entry & 1;
     else
@@ -893,12 +894,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (kReadsList<P> && i > 0) entry = work.tiles.entry(i - 1);
   };
   const auto await_reads = [&](int n) {
-    if constexpr (P::kReadsPlane || P::kKeyValues) barrier_wait<P>(at.reads_full(n), at.phase(n));
+    if constexpr (P::kBiasTile || P::kScoreColumnTerm) barrier_wait<P>(at.reads_full(n), at.phase(n));
   };
   const auto reads_are_done = [&](int n) {
-    if constexpr (P::kReadsPlane)
+    if constexpr (P::kBiasTile)
       release(at.reads_empty(n));
-    else if constexpr (P::kKeyValues)
+    else if constexpr (P::kScoreColumnTerm)
       barrier_arrive(at.reads_empty(n));
   };
   // A group passes over the tiles that only others' rows meet. But it computes one of each Q tile, so that O
@@ -926,9 +927,9 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   // Where the TMA unit does not copy the plane, each warp fills in what it reads: starts so before it waits
   // for anything else, and ends under the products.
   const auto fill_plane = [&](int n, auto fill) {
-    if constexpr (P::kReadsPlane) {
+    if constexpr (P::kBiasTile) {
       const ForwardWork<P>& work = at.work(round);
-      const CapturePlane of = P::plane(p, work.sequence.head(p, work.h));
+      const BiasTile of = P::bias_tile(p, work.sequence.head(p, work.h));
       const int row = group * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
       if (!unit_copies(p, maps, of))
         fill(PlaneRows<P::kBr, kWarpRows, P::kBc, 8>{at.shared + (at.plane(n) - at.base), of, work.q_begin,
@@ -1087,10 +1088,10 @@ __device__ __forceinline__ void init_barriers(const ForwardPlaces<P>& at) {
     barrier_init(at.v_full(stage), 1);
     barrier_init(at.k_empty(stage), Places::kGroups * (kTellsTiles<P> ? 128 : 4));
     barrier_init(at.v_empty(stage), Places::kGroups * 4);
-    if constexpr (P::kReadsPlane) {
+    if constexpr (P::kBiasTile) {
       barrier_init(at.reads_full(stage), 1);
       barrier_init(at.reads_empty(stage), Places::kGroups * 4);
-    } else if constexpr (P::kKeyValues) {
+    } else if constexpr (P::kScoreColumnTerm) {
       barrier_init(at.reads_full(stage), 32);
       barrier_init(at.reads_empty(stage), Places::kGroups * 128);
     }
@@ -1107,7 +1108,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   }
   __syncthreads();
   zero_unused_rows_of_output<P>(p);
-  if constexpr (kLists<P>) await_grid_before<P>();
+  if constexpr (kLists<P>) wait_for_prior_grid<P>();
 
   constexpr int kAllGroups = kTeams<P> * Places::kGroups;
   const int group = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
@@ -1129,7 +1130,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
         load_queries(p, at, maps);
     } else if (warp / kTeams<P> == 2) {
       write_rows_without_keys<P>(p, team, threadIdx.x % 32, 32);
-    } else if constexpr (P::kKeyValues) {
+    } else if constexpr (P::kScoreColumnTerm) {
       find_key_values(p, at);
     }
   } else {

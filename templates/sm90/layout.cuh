@@ -152,7 +152,7 @@ constexpr int kDqSlots = 2;
 /// that this warp group alone reads, on its way to global memory, and only then is the stage released.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane, query_values;
+  bool reads_plane, row_terms;
 
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
@@ -196,7 +196,7 @@ struct BackwardLayout {
   constexpr int lse() const { return dq() + (sums_dq() ? kDqSlots : 1) * 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int values() const { return d() + stages * br * 4; }
-  constexpr int q_tiles() const { return values() + (query_values ? stages * br * 4 : 0); }
+  constexpr int q_tiles() const { return values() + (row_terms ? stages * br * 4 : 0); }
   constexpr int kv_tiles() const { return q_tiles() + kKeptQTiles * kQTileInfoBytes; }
   constexpr int kept_kv_tiles() const { return sums_dq() ? kKeptKvTilesOfSums : kKeptKvTiles; }
   constexpr int zeros() const { return kv_tiles() + kept_kv_tiles() * kKvTileInfoBytes; }

@@ -9,8 +9,7 @@
 namespace flashjit::sm90 {
 
 /// Whether the TMA unit copies a plane's tiles: it does not clamp, and begins at whole 16 bytes alone.
-__device__ __forceinline__ bool unit_copies(const Params& p, const TensorMaps& maps,
-                                            const CapturePlane& plane) {
+__device__ __forceinline__ bool unit_copies(const Params& p, const TensorMaps& maps, const BiasTile& plane) {
   return (maps.plane.words[0] | maps.plane.words[1]) != 0 && plane.kv_shift % 8 == 0 &&
          plane.holds(p.seqlen_q, p.seqlen_kv);
 }
@@ -19,7 +18,7 @@ __device__ __forceinline__ bool unit_copies(const Params& p, const TensorMaps& m
 /// which starts here. By one thread.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void expect_with_plane(const Params& p, const TensorMaps& maps, unsigned barrier,
-                                                  int bytes, const CapturePlane& plane, unsigned to, int q,
+                                                  int bytes, const BiasTile& plane, unsigned to, int q,
                                                   int kv) {
   const bool copied = unit_copies(p, maps, plane);
   barrier_expect(barrier, bytes + (copied ? tile_bytes(kRows, kColumns) : 0));
@@ -37,7 +36,7 @@ struct PlaneRows {
   static constexpr int kWords = kKeys / 2, kAcross = kWords % 32 == 0 ? 32 : kWords % 16 == 0 ? 16 : 8;
   static constexpr int kDown = 32 / kAcross;
   char* tile;
-  CapturePlane plane;
+  BiasTile plane;
   int q, kv, row, key;
 
   __device__ __forceinline__ int first() const { return wrap_add(kv + key, plane.kv_shift); }

@@ -9,7 +9,7 @@ root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
 
-# Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, tile_reads, block_lists,
+# Both passes of small problems: every family and auxiliary kernel (preprocess, convert_dq, term_bounds, tile_lists,
 # list_ranks, sink_grads), gradients of captures, blocks that take several tiles and clear dQ, clusters (backward of d192 and d256,
 # and those that sum up dQ).
 # Names without their number at the end.

@@ -546,18 +546,18 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
-  plan.needs = {.row_stats = true, .query_values = true, .dq_accum = true, .tickets = true, .list_sets = 1};
+  plan.needs = {.row_stats = true, .row_terms = true, .dq_accum = true, .semaphores = true, .list_sets = 1};
   plan.workspace = {.d = 0,
                     .lse_log2 = 256,
-                    .query_values = 512,
+                    .row_terms = 512,
                     .dq_accum = 768,
-                    .tickets = 1024,
+                    .semaphores = 1024,
                     .list_count = 1280,
                     .list_entries = 1536,
                     .list_rank = 1792,
                     .bytes = 2048};
   plan.heads_cleared = 3;
-  plan.heads_mixed = 2;
+  plan.lpt_heads = 2;
 
   const Params p = make_params(plan, args);
   EXPECT_EQ(p.q.data, args.q.data);
@@ -571,9 +571,9 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.kv_lengths, args.kv_lengths);
   EXPECT_EQ(p.d, address<float>(0x100000));
   EXPECT_EQ(p.lse_log2, address<float>(0x100100));
-  EXPECT_EQ(p.query_values, address<float>(0x100200));
+  EXPECT_EQ(p.row_terms, address<float>(0x100200));
   EXPECT_EQ(p.dq_accum, address<float>(0x100300));
-  EXPECT_EQ(p.tickets, address<int>(0x100400));
+  EXPECT_EQ(p.semaphores, address<int>(0x100400));
   EXPECT_EQ(p.lists.count, address<int>(0x100500));
   EXPECT_EQ(p.lists.entries, address<int>(0x100600));
   EXPECT_EQ(p.lists.rank, nullptr);
@@ -588,7 +588,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.seqlen_kv, 70);
   EXPECT_EQ(p.seqlen_q_padded, 128);
   EXPECT_EQ(p.heads_cleared, 3);
-  EXPECT_EQ(p.heads_mixed, 2);
+  EXPECT_EQ(p.lpt_heads, 2);
   EXPECT_FLOAT_EQ(p.softmax_scale, 0.125f);
   EXPECT_FLOAT_EQ(p.keep_scale, 4.0f / 3.0f);
   EXPECT_EQ(p.drop_share, reference::dropout_parameters(0.25).drop_share);
@@ -607,23 +607,23 @@ TEST(Arguments, ParamsSayWhereAPassKeepsItsParts) {
     s.pass = pass;
     plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
     plan.needs = {.parts = 3};
-    plan.workspace = {.o_parts = 256, .lse_parts = 512, .dk_parts = 768, .dv_parts = 1024, .bytes = 2048};
+    plan.workspace = {.o_splits = 256, .lse_splits = 512, .dk_splits = 768, .dv_splits = 1024, .bytes = 2048};
     return make_params(plan, args);
   };
   ForwardArgs forward = forward_args();
   forward.workspace = {address(0x100000), 4096};
   const Params f = params(forward, Pass::forward);
-  EXPECT_EQ(f.parts, 3);
-  EXPECT_EQ(f.o_parts, address<float>(0x100100));
-  EXPECT_EQ(f.lse_parts, address<float>(0x100200));
-  EXPECT_EQ(f.dk_parts, nullptr);
+  EXPECT_EQ(f.num_splits, 3);
+  EXPECT_EQ(f.o_splits, address<float>(0x100100));
+  EXPECT_EQ(f.lse_splits, address<float>(0x100200));
+  EXPECT_EQ(f.dk_splits, nullptr);
   BackwardArgs backward = backward_args();
   backward.workspace = {address(0x100000), 4096};
   const Params b = params(backward, Pass::backward);
-  EXPECT_EQ(b.parts, 3);
-  EXPECT_EQ(b.o_parts, nullptr);
-  EXPECT_EQ(b.dk_parts, address<float>(0x100300));
-  EXPECT_EQ(b.dv_parts, address<float>(0x100400));
+  EXPECT_EQ(b.num_splits, 3);
+  EXPECT_EQ(b.o_splits, nullptr);
+  EXPECT_EQ(b.dk_splits, address<float>(0x100300));
+  EXPECT_EQ(b.dv_splits, address<float>(0x100400));
 }
 
 TEST(Arguments, ParamsTellHowManyRowsPackedTensorsHave) {

@@ -467,7 +467,7 @@ TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
   runtime->forward(documents(), forward_with(&lists), nullptr);
   ASSERT_EQ(fake().launches.size(), 5u);
   for (const FakeDriver::Launch& launch : fake().launches)
-    EXPECT_EQ(launch.params.tickets, address<int>(0xe000000));
+    EXPECT_EQ(launch.params.semaphores, address<int>(0xe000000));
   EXPECT_EQ(fake().launches[3].blocks, 1u);
 }
 

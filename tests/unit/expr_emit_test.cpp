@@ -35,8 +35,8 @@ MaskTraits traits_said(const std::string& hooks) {
   return {.listed = says(hooks, "kListed = true;"),
           .uses_batch = says(hooks, "kMaskUsesBatch = true;"),
           .uses_head = says(hooks, "kMaskUsesHead = true;"),
-          .q_reads = number_said(hooks, "kQReads"),
-          .kv_reads = number_said(hooks, "kKvReads")};
+          .q_reads = number_said(hooks, "kMaskRowTerms"),
+          .kv_reads = number_said(hooks, "kMaskColumnTerms")};
 }
 
 TEST(Emit, HooksAreThoseOfTheContract) {
@@ -47,7 +47,7 @@ TEST(Emit, HooksAreThoseOfTheContract) {
       for (const char* name :
            {"Head head(", "float score(", "float score_grad(", "void add_capture_grads(", "bool mask(",
             "flashjit::TileClass classify_tile(", "flashjit::Range kv_bounds(", "flashjit::Range q_bounds(",
-            "int q_read(", "int kv_read("}) {
+            "int mask_row_term(", "int mask_column_term("}) {
         const std::size_t at = text.find(name);
         ASSERT_NE(at, std::string::npos) << name << " is missing in\n" << text;
         EXPECT_EQ(text.find(name, at + 1), std::string::npos) << name << " is there twice in\n" << text;
@@ -73,15 +73,15 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
   EXPECT_TRUE(says(by_head, "kMaskUsesBatch = false;") && says(by_head, "kMaskUsesHead = true;"));
   const std::string documents = hooks("", "doc: int32 2d; kv <= q && doc[b, q] == doc[b, kv]");
   EXPECT_TRUE(says(documents, "kListed = true;") && says(documents, "kEvaluateTiles = false;"));
-  EXPECT_TRUE(says(documents, "kQReads = 1;") && says(documents, "kKvReads = 1;"));
+  EXPECT_TRUE(says(documents, "kMaskRowTerms = 1;") && says(documents, "kMaskColumnTerms = 1;"));
 }
 
 TEST(Emit, ValuesOfOnePositionAreFoundApart) {
   const auto values = [](const char* score) {
     const std::string text = hooks(score, "");
-    EXPECT_EQ(says(text, "kQueryValues = true;"), has_query_value(ScoreProgram(score).tree())) << score;
-    EXPECT_EQ(says(text, "kKeyValues = true;"), has_key_value(ScoreProgram(score).tree())) << score;
-    return std::pair(says(text, "kQueryValues = true;"), says(text, "kKeyValues = true;"));
+    EXPECT_EQ(says(text, "kScoreRowTerm = true;"), has_query_value(ScoreProgram(score).tree())) << score;
+    EXPECT_EQ(says(text, "kScoreColumnTerm = true;"), has_key_value(ScoreProgram(score).tree())) << score;
+    return std::pair(says(text, "kScoreRowTerm = true;"), says(text, "kScoreColumnTerm = true;"));
   };
   for (const char* score :
        {"bias: fp32 2d; score + bias[b, kv]", "w: bf16 1d; at: int32 1d; score * exp(w[at[kv + 1]] * 2.0)",
@@ -106,13 +106,12 @@ TEST(Emit, ValuesOfOnePositionAreFoundApart) {
     EXPECT_TRUE(reads_beyond(score)) << score;
 
   const std::string text = hooks("f: fp32 2d; score + (2.0 * f[h, q] - sigmoid(f[h, kv]))", "");
-  EXPECT_EQ(body(text, "score_of_values").find("read_capture"), std::string::npos);
-  EXPECT_TRUE(says(body(text, "score_of_values"), "of_query") &&
-              says(body(text, "score_of_values"), "of_key"));
-  EXPECT_TRUE(says(body(text, "query_value"), "q.at") && says(body(text, "key_value"), "kv.at"));
+  EXPECT_EQ(body(text, "score_of_terms").find("read_capture"), std::string::npos);
+  EXPECT_TRUE(says(body(text, "score_of_terms"), "of_query") && says(body(text, "score_of_terms"), "of_key"));
+  EXPECT_TRUE(says(body(text, "score_row_term"), "q.at") && says(body(text, "score_column_term"), "kv.at"));
   const std::string checked =
       emit_hooks(ScoreProgram("w: fp32 1d; score + w[kv]"), {}, {.check_indices = true});
-  EXPECT_TRUE(says(checked, "kKeyValues = false;")) << "each index is checked at its pair";
+  EXPECT_TRUE(says(checked, "kScoreColumnTerm = false;")) << "each index is checked at its pair";
 }
 
 TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
@@ -120,13 +119,13 @@ TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
        {"doc: int32 1d; doc[q] == doc[kv]", "valid: bool 2d; valid[b, kv]",
         "from: int64 1d; q >= kv && kv >= from[q]", "doc: int32 1d; doc[q / 2] < kv / 2"}) {
     const std::string text = hooks("", mask);
-    EXPECT_TRUE(says(text, "kMaskReads = true;")) << mask;
-    EXPECT_EQ(body(text, "mask_of_reads").find("read_capture"), std::string::npos) << mask;
+    EXPECT_TRUE(says(text, "kMaskTerms = true;")) << mask;
+    EXPECT_EQ(body(text, "mask_of_terms").find("read_capture"), std::string::npos) << mask;
     EXPECT_TRUE(says(body(text, "mask"), "read_capture")) << mask;
   }
   for (const char* mask : {"", "causal", "q / 64 == kv / 64", "w: fp32 1d; w[q] < w[kv]",
                            "keep: bool 2d; keep[q, kv]", "n: int32 1d; kv < n[b]"})
-    EXPECT_TRUE(says(hooks("", mask), "kMaskReads = false;")) << mask;
+    EXPECT_TRUE(says(hooks("", mask), "kMaskTerms = false;")) << mask;
 
   const auto reads_pairs = [](const char* mask) { return mask_reads_pairs(MaskProgram(mask)); };
   for (const char* mask : {"", "causal", "doc: int32 1d; doc[q] == doc[kv]", "n: int32 1d; kv < n[b]"})
@@ -136,12 +135,12 @@ TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
     EXPECT_TRUE(reads_pairs(mask)) << mask;
 
   const std::string text = hooks("", "keys: bool 1d; doc: int32 1d; keys[kv] && doc[q] == doc[kv] / 3");
-  EXPECT_TRUE(says(body(text, "mask_of_reads"), "q_reads[0]") &&
-              says(body(text, "mask_of_reads"), "(kv_reads[0] != 0)"));
-  EXPECT_TRUE(says(body(text, "kv_read"), "divide(v0, 3)"));
+  EXPECT_TRUE(says(body(text, "mask_of_terms"), "q_reads[0]") &&
+              says(body(text, "mask_of_terms"), "(kv_reads[0] != 0)"));
+  EXPECT_TRUE(says(body(text, "mask_column_term"), "divide(v0, 3)"));
   const std::string checked =
       emit_hooks({}, MaskProgram("valid: bool 1d; valid[kv]"), {.check_indices = true});
-  EXPECT_TRUE(says(checked, "kMaskReads = false;")) << "each index is checked at its pair";
+  EXPECT_TRUE(says(checked, "kMaskTerms = false;")) << "each index is checked at its pair";
 }
 
 TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
@@ -154,7 +153,7 @@ TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
         "bias: fp16 3d; n: int; t: int32 1d; score + bias[t[h_kv], q + n, kv + seqlen_q]",
         "bias: bf16 2d; score + bias[q * 1, kv + 0 * q]",
         "other: fp32 2d; bias: bf16 2d; score + bias[q, kv] + other[q, kv]"}) {
-    EXPECT_TRUE(says(hooks(score, ""), "kReadsPlane = true;")) << score;
+    EXPECT_TRUE(says(hooks(score, ""), "kBiasTile = true;")) << score;
     EXPECT_EQ(name_of(score), "bias") << score;
   }
   for (const char* score :
@@ -164,13 +163,13 @@ TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
         "bias: bf16 2d; score + bias[q / 2, kv]", "bias: bf16 3d; score + bias[q % 2, q, kv]",
         "bias: bf16 1d; score + bias[q + kv]", "bias: bf16 2d; score + bias[q, min(kv, 7)]",
         "doc: int32 2d; score + to_float(doc[q, kv])"}) {
-    EXPECT_TRUE(says(hooks(score, ""), "kReadsPlane = false;")) << score;
+    EXPECT_TRUE(says(hooks(score, ""), "kBiasTile = false;")) << score;
     EXPECT_EQ(name_of(score), "") << score;
   }
   const std::string text = hooks("bias: bf16 3d; score + 2.0 * bias[h, q, kv + 3]", "");
-  EXPECT_EQ(
-      body(text, "plane"),
-      "    return flashjit::plane_of(p.captures[0], static_cast<int>(0LL), static_cast<int>(3LL), head.h);");
+  EXPECT_EQ(body(text, "bias_tile"),
+            "    return flashjit::bias_tile_of(p.captures[0], static_cast<int>(0LL), static_cast<int>(3LL), "
+            "head.h);");
   for (const char* function : {"score_of_element", "score_grad_of_element"})
     EXPECT_FALSE(says(body(text, function), "read_capture")) << function;
   EXPECT_TRUE(says(body(text, "score_of_element"), "flashjit::as_read(flashjit::bf16{element})"));
@@ -296,14 +295,15 @@ TEST(Emit, AGradientOfEachPairsOwnPlaceMayBeThatOfTheScore) {
        {"t: bf16 4d grad; score + t[b, h, q, kv]", "t: fp32 2d grad; t[q + 2, kv - 3] + score",
         "t: fp16 3d grad; 9.0 * tanh((score + t[h_kv, q, kv]) / 9.0)"}) {
     const std::string text = hooks(same, "");
-    EXPECT_TRUE(says(text, "kPlaneGrad = true;")) << text;
+    EXPECT_TRUE(says(text, "kBiasTileGrad = true;")) << text;
     EXPECT_TRUE(says(text, "Addition<0, false, flashjit::Places::own, true>")) << text;
-    EXPECT_TRUE(says(body(text, "plane_grad"), "return flashjit::plane_grad_of(p.captures[0], ")) << text;
+    EXPECT_TRUE(says(body(text, "bias_tile_grad"), "return flashjit::bias_tile_grad_of(p.captures[0], "))
+        << text;
   }
   for (const char* other : {"t: bf16 4d; score + t[b, h, q, kv]", "t: bf16 2d grad; score + 2.0 * t[q, kv]",
                             "t: bf16 2d grad; score * 2.0 + t[q, kv]", "t: bf16 2d grad; score * t[q, kv]",
                             "t: bf16 2d grad; score + t[kv, q]", "t: bf16 3d grad; score + t[kv / 2, q, kv]"})
-    EXPECT_TRUE(says(hooks(other, ""), "kPlaneGrad = false;")) << other;
+    EXPECT_TRUE(says(hooks(other, ""), "kBiasTileGrad = false;")) << other;
 }
 
 TEST(Emit, AGradientMayBeASumOverPairsOfOneDifference) {
@@ -360,8 +360,9 @@ TEST(Emit, ChecksOfIndicesAreOnDemand) {
   checks("head", "check_indices(true, {head.b, head.h, -1, -1}, \"slopes\", p.captures[0], head.h);");
   checks("score", "&& mask(p, head, q, kv), {head.b, head.h, q.at, kv.at}, \"bias\", p.captures[1], q.at, v");
   checks("bool mask", "\"any\", p.captures[3], q.at, kv.at);");
-  checks("q_read", "check_indices(true, {head.b, head.h, at, -1}, \"doc\", p.captures[2], head.b, q.at);");
-  checks("kv_read", "check_indices(true, {head.b, head.h, -1, at}, \"doc\"");
+  checks("mask_row_term",
+         "check_indices(true, {head.b, head.h, at, -1}, \"doc\", p.captures[2], head.b, q.at);");
+  checks("mask_column_term", "check_indices(true, {head.b, head.h, -1, at}, \"doc\"");
   EXPECT_FALSE(says(body(checked, "score_grad") + body(checked, "add_capture_grads"), "check_indices"));
 }
 

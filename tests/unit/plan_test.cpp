@@ -70,8 +70,8 @@ TEST(Plan, DeterministicGradientsOfCapturesAreLeftToSimt) {
   EXPECT_EQ(ordered.config.family, Family::simt);
   EXPECT_EQ(ordered.entries.back().name, "capture_grads");
   EXPECT_GT(ordered.launches.back().blocks, 1);
-  EXPECT_TRUE(ordered.needs.tickets);
-  EXPECT_FALSE(plan("bwd:fp32:d64:score{t: fp32 1d grad; score + t[kv]}").needs.tickets);
+  EXPECT_TRUE(ordered.needs.semaphores);
+  EXPECT_FALSE(plan("bwd:fp32:d64:score{t: fp32 1d grad; score + t[kv]}").needs.semaphores);
 }
 
 TEST(Plan, ListsAreSharedByThoseThatNothingTellsApart) {
@@ -88,9 +88,9 @@ TEST(Plan, ListsAreSharedByThoseThatNothingTellsApart) {
   EXPECT_EQ(needs("fwd:bf16:d64:mask{q / (h + 1) == kv / 8}").list_sets, heads);
   EXPECT_EQ(needs("fwd:bf16:d64:map64x64").list_sets, batch * heads);
   EXPECT_EQ(needs("bwd:bf16:d64:causal:det").list_sets, 1);
-  EXPECT_EQ(needs("fwd:bf16:d64:map64x64").tile_reads, 0);
+  EXPECT_EQ(needs("fwd:bf16:d64:map64x64").term_bounds, 0);
   const WorkspaceNeeds read = needs("bwd:bf16:d64:" + documents);
-  EXPECT_EQ(read.tile_reads, read.list_rows + read.list_columns);
+  EXPECT_EQ(read.term_bounds, read.list_rows + read.list_columns);
 }
 
 TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
@@ -104,9 +104,9 @@ TEST(Plan, WhatMakesListsComesBeforeTheMainKernel) {
     return names;
   };
   EXPECT_EQ(order("bwd:bf16:d64:mask{q / 8 == kv / 8}:det", kA100),
-            "preprocess tile_reads+ block_lists+ list_ranks+ backward convert_dq ");
-  EXPECT_EQ(order("fwd:bf16:d64:mask{q / 8 == kv / 8}", kA100), "tile_reads+ block_lists+ forward ");
-  EXPECT_EQ(order("fwd:bf16:d64:map64x64", DeviceInfo::parse("sm_90a")), "block_lists+ reset_work- forward ");
+            "preprocess term_bounds+ tile_lists+ list_ranks+ backward convert_dq ");
+  EXPECT_EQ(order("fwd:bf16:d64:mask{q / 8 == kv / 8}", kA100), "term_bounds+ tile_lists+ forward ");
+  EXPECT_EQ(order("fwd:bf16:d64:map64x64", DeviceInfo::parse("sm_90a")), "tile_lists+ reset_work- forward ");
 }
 
 TEST(Plan, HoppersBackwardPassStartsEarlyAndClearsTheLaterHeads) {
@@ -265,7 +265,7 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_EQ(one.needs.parts, 16);
   ASSERT_EQ(one.launches.size(), 2u);
   EXPECT_EQ(one.launches[0].blocks, 8 * 16);
-  EXPECT_EQ(one.entries[one.launches[1].entry].name, "join_parts");
+  EXPECT_EQ(one.entries[one.launches[1].entry].name, "combine");
   EXPECT_EQ(one.launches[1].blocks, 8);
   EXPECT_TRUE(one.launches[1].early);
   EXPECT_GE(one.workspace.bytes, 8u * 16 * (128 + 1) * 4);
@@ -297,11 +297,11 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_EQ(llama.needs.parts, 8);
   ASSERT_EQ(llama.launches.size(), 3u);
   EXPECT_EQ(llama.launches[1].blocks, 132);
-  EXPECT_EQ(llama.entries[llama.launches[2].entry].name, "join_gradients");
+  EXPECT_EQ(llama.entries[llama.launches[2].entry].name, "combine_dkdv");
   EXPECT_EQ(llama.launches[2].blocks, 4096 / 8);
   EXPECT_TRUE(llama.launches[2].early);
-  EXPECT_GE(llama.workspace.dv_parts - llama.workspace.dk_parts, 8u * 4096 * 128 * 4);
-  EXPECT_EQ(llama.workspace.o_parts, llama.workspace.lse_parts) << "no parts of the keys";
+  EXPECT_GE(llama.workspace.dv_splits - llama.workspace.dk_splits, 8u * 4096 * 128 * 4);
+  EXPECT_EQ(llama.workspace.o_splits, llama.workspace.lse_splits) << "no parts of the keys";
 
   // Within a few percent of the best that was measured, on an H100. Nobody shares where joining would take
   // longer than what is gained.
@@ -358,7 +358,7 @@ TEST(Plan, TheLastHeadsAreMixedUnderACausalMask) {
       {0, "bwd:bf16:d128:causal", "b1:hq16:hkv16:sq2048:skv0"},
   };
   for (const auto& [heads, spec, shape] : cases)
-    EXPECT_EQ(planned(spec, shape).heads_mixed, heads) << spec << " " << shape;
+    EXPECT_EQ(planned(spec, shape).lpt_heads, heads) << spec << " " << shape;
   // Zeros are there for all of them when the first is begun: by the preprocess entry, or as blocks go on.
   EXPECT_EQ(planned("bwd:bf16:d128:causal", "b1:hq12:hkv12:sq2048:skv2048").heads_cleared, 12);
   EXPECT_EQ(planned("bwd:bf16:d128:causal", "b4:hq16:hkv16:sq2048:skv2048").heads_cleared, 10);
@@ -437,7 +437,7 @@ TEST(Plan, WhatReadsListsStartsBeforeTheyAreMade) {
   };
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a"), a100 = DeviceInfo::parse("sm_80");
   const char* documents = "fwd:bf16:d64:mask{doc: int32 1d; doc[q] == doc[kv]}";
-  // tile_reads, block_lists or reset_work, forward.
+  // term_bounds, tile_lists or reset_work, forward.
   EXPECT_EQ(early(documents, h100), (std::vector<bool>{false, true, false, true}));
   EXPECT_EQ(early(documents, a100), (std::vector<bool>{false, false, false}));
   EXPECT_EQ(early("fwd:bf16:d64:map128x128", h100), (std::vector<bool>{false, false, true}));

@@ -377,8 +377,8 @@ TEST(Sm90, QueryValuesHaveALineOfEachQTileInTheBackwardPass) {
     }
   }
   const std::string gates = "d64:score{f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])}";
-  EXPECT_FALSE(make_plan(parse_spec("fwd:bf16:" + gates), kLarge, kH100, {}).needs.query_values);
-  EXPECT_FALSE(make_plan(parse_spec("bwd:fp32:" + gates), kLarge, kH100, {}).needs.query_values);
+  EXPECT_FALSE(make_plan(parse_spec("fwd:bf16:" + gates), kLarge, kH100, {}).needs.row_terms);
+  EXPECT_FALSE(make_plan(parse_spec("bwd:fp32:" + gates), kLarge, kH100, {}).needs.row_terms);
 }
 
 TEST(Sm90, ClustersShareAKvTileOfManyColumns) {

@@ -27,28 +27,28 @@ TEST(Workspace, NothingNeededIsNoBytes) {
 
 TEST(Workspace, FormulaByHand) {
   const WorkspaceNeeds needs{.row_stats = true,
-                             .query_values = true,
+                             .row_terms = true,
                              .dq_accum = true,
-                             .tickets = true,
+                             .semaphores = true,
                              .ranks = true,
                              .list_sets = 2,
                              .list_rows = 3,
                              .list_columns = 5,
-                             .tile_reads = 11,
+                             .term_bounds = 11,
                              .ordered_q_tiles = 7};
   // batch 2, heads 3, 130 queries: 256 padded rows; head_dim 72 becomes 80.
   const WorkspaceLayout layout = workspace_layout(needs, spec_of(72), {2, 3, 1, 130, 1000});
   const std::size_t heads = 6, stats = heads * 256 * 4, dq = heads * 256 * 80 * 4;
   EXPECT_EQ(layout.d, 0u);
   EXPECT_EQ(layout.lse_log2, stats);
-  EXPECT_EQ(layout.query_values, 2 * stats);
+  EXPECT_EQ(layout.row_terms, 2 * stats);
   EXPECT_EQ(layout.dq_accum, 3 * stats);
-  EXPECT_EQ(layout.tickets, 3 * stats + dq);
-  EXPECT_EQ(layout.list_count, layout.tickets + aligned((4 + 2 * 1 * 2 + heads * 7 * 4) * 4));
+  EXPECT_EQ(layout.semaphores, 3 * stats + dq);
+  EXPECT_EQ(layout.list_count, layout.semaphores + aligned((4 + 2 * 1 * 2 + heads * 7 * 4) * 4));
   EXPECT_EQ(layout.list_entries, layout.list_count + aligned(2 * 3 * 4));
   EXPECT_EQ(layout.list_rank, layout.list_entries + aligned(2 * 3 * 5 * 4));
-  EXPECT_EQ(layout.tile_reads, layout.list_rank + aligned(2 * 3 * 5 * 4));
-  EXPECT_EQ(layout.bytes, layout.tile_reads + aligned(2 * 11 * 2 * 4));
+  EXPECT_EQ(layout.term_bounds, layout.list_rank + aligned(2 * 3 * 5 * 4));
+  EXPECT_EQ(layout.bytes, layout.term_bounds + aligned(2 * 11 * 2 * 4));
   EXPECT_EQ(layout.bytes_without_lists(), layout.list_count);
   EXPECT_EQ(layout.bytes_without_lists() + layout.list_bytes(), layout.bytes);
 }
@@ -70,27 +70,27 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
     if (needs.row_stats)
       parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_log2, heads * rows * 4}});
-    if (needs.query_values) parts.emplace_back(layout.query_values, heads * rows * 4);
+    if (needs.row_terms) parts.emplace_back(layout.row_terms, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
     if (needs.parts > 0 && spec.pass == Pass::backward) {
       const std::size_t kv_rows = needs.parts * shape.batch * shape.heads_kv * shape.seqlen_kv;
-      parts.insert(parts.end(), {{layout.dk_parts, kv_rows * spec.head_dim * 4},
-                                 {layout.dv_parts, kv_rows * spec.v_dim() * 4}});
+      parts.insert(parts.end(), {{layout.dk_splits, kv_rows * spec.head_dim * 4},
+                                 {layout.dv_splits, kv_rows * spec.v_dim() * 4}});
     } else if (needs.parts > 0) {
       const std::size_t o_rows = needs.parts * heads * shape.seqlen_q;
       parts.insert(parts.end(),
-                   {{layout.o_parts, o_rows * spec.v_dim() * 4}, {layout.lse_parts, o_rows * 4}});
+                   {{layout.o_splits, o_rows * spec.v_dim() * 4}, {layout.lse_splits, o_rows * 4}});
     }
-    if (needs.tickets)
-      parts.emplace_back(layout.tickets,
+    if (needs.semaphores)
+      parts.emplace_back(layout.semaphores,
                          (4 + shape.batch * shape.heads_kv * 2 + heads * needs.ordered_q_tiles * 4) * 4);
     if (sets > 0) {
       parts.insert(parts.end(),
                    {{layout.list_count, sets * needs.list_rows * 4}, {layout.list_entries, cells * 4}});
     }
     if (needs.ranks) parts.emplace_back(layout.list_rank, cells * 4);
-    if (needs.tile_reads > 0) parts.emplace_back(layout.tile_reads, sets * needs.tile_reads * 2 * 4);
+    if (needs.term_bounds > 0) parts.emplace_back(layout.term_bounds, sets * needs.term_bounds * 2 * 4);
 
     std::size_t end = 0;
     for (const auto& [offset, bytes] : parts) {
@@ -113,7 +113,7 @@ TEST(Workspace, OverflowIsRefusedWithTheShape) {
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
                                  {.parts = 2},
-                                 {.tickets = true, .ordered_q_tiles = 1 << 25},
+                                 {.semaphores = true, .ordered_q_tiles = 1 << 25},
                                  {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {
     try {

@@ -52,14 +52,14 @@ struct ListSet {
     return tile_range(tile, P::kBr, sequence.seqlen_q(p));
   }
   __device__ Range kv_rows(const Params& p, int tile) const {
-    return tile_range(tile, P::kBc, sequence.kv_limit(p));
+    return tile_range(tile, P::kBc, sequence.seqused_kv(p));
   }
 };
 
 /// The bounds of what the mask reads over a tile's rows: of queries, or of keys.
 template <class P, bool kQueries>
 struct Reads {
-  static constexpr int kCount = kQueries ? P::kQReads : P::kKvReads;
+  static constexpr int kCount = kQueries ? P::kMaskRowTerms : P::kMaskColumnTerms;
   Interval bounds[kCount > 0 ? kCount : 1];
 
   __device__ Reads(const Params& p, const ListSet<P>& set, int tile) {
@@ -68,7 +68,7 @@ struct Reads {
     for (int i = 0; i < kCount; ++i) bounds[i] = {reads[2 * i], reads[2 * i + 1]};
   }
 
-  /// Finds them with a whole warp and keeps them for block_lists.
+  /// Finds them with a whole warp and keeps them for tile_lists.
   static __device__ void store(const Params& p, const ListSet<P>& set, int tile) {
     const Range range = kQueries ? set.q_rows(p, tile) : set.kv_rows(p, tile);
     int* reads = memory(p, set, tile);
@@ -76,7 +76,8 @@ struct Reads {
     for (int i = 0; i < kCount; ++i) {
       int low = 0x7fffffff, high = static_cast<int>(0x80000000);
       for (int at = range.begin + static_cast<int>(threadIdx.x) % 32; at < range.end; at += 32) {
-        const int value = kQueries ? P::q_read(p, set.head, i, at) : P::kv_read(p, set.head, i, at);
+        const int value =
+            kQueries ? P::mask_row_term(p, set.head, i, at) : P::mask_column_term(p, set.head, i, at);
         low = min(low, value), high = max(high, value);
       }
       reads[2 * i] = __reduce_min_sync(kWholeWarp, low);
@@ -86,17 +87,17 @@ struct Reads {
 
  private:
   static __device__ int* memory(const Params& p, const ListSet<P>& set, int tile) {
-    if (kQueries) return p.lists.reads + (set.at * q_tiles<P>(p) + tile) * P::kQReads * 2;
-    return p.lists.reads + (ListSet<P>::count(p) * q_tiles<P>(p) * P::kQReads +
-                            (set.at * kv_tiles<P>(p) + tile) * P::kKvReads) *
-                               2;
+    if (kQueries) return p.lists.term_bounds + (set.at * q_tiles<P>(p) + tile) * P::kMaskRowTerms * 2;
+    return p.lists.term_bounds + (ListSet<P>::count(p) * q_tiles<P>(p) * P::kMaskRowTerms +
+                                  (set.at * kv_tiles<P>(p) + tile) * P::kMaskColumnTerms) *
+                                     2;
   }
 };
 
 /// One warp for one tile of rows of one set of lists; grid: sets * (q_tiles + kv_tiles) / 4, rounded up. Each
 /// row is looked at once: the lists' columns would do it again for each of their rows.
 template <class P>
-__device__ void tile_reads(const Params& p) {
+__device__ void term_bounds(const Params& p) {
   let_next_grid_start<P>();
   const int tiles = q_tiles<P>(p) + kv_tiles<P>(p);
   const long long work = blockIdx.x * (kListThreads / 32ll) + threadIdx.x / 32;
@@ -197,19 +198,19 @@ __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& s
 }
 
 /// Before a forward pass whose blocks take listed work: the first is next. One block, for calls that are
-/// given their lists; else block_lists does it.
+/// given their lists; else tile_lists does it.
 template <class P>
 __device__ void reset_work(const Params& p) {
   let_next_grid_start<P>();
-  if (threadIdx.x == 0) *next_q_work(p) = 0;
+  if (threadIdx.x == 0) *q_tile_counter(p) = 0;
 }
 
 /// One block of 128 threads for one list; grid: sets * rows, of which shared lists may leave some without
 /// work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
 template <class P>
-__device__ void block_lists(const Params& p) {
+__device__ void tile_lists(const Params& p) {
   let_next_grid_start<P>();
-  if constexpr (P::kQReads + P::kKvReads > 0) await_grid_before<P>();
+  if constexpr (P::kMaskRowTerms + P::kMaskColumnTerms > 0) wait_for_prior_grid<P>();
   const int rows = P::kBackward ? kv_tiles<P>(p) : q_tiles<P>(p);
   const int columns = P::kBackward ? q_tiles<P>(p) : kv_tiles<P>(p);
   const long long list = blockIdx.x;
@@ -246,7 +247,7 @@ __device__ void block_lists(const Params& p) {
   }
   if (threadIdx.x == 0) p.lists.count[list] = count;
   if constexpr (!P::kBackward) {
-    if (list == 0 && p.tickets != nullptr) reset_work<P>(p);
+    if (list == 0 && p.semaphores != nullptr) reset_work<P>(p);
   }
 }
 

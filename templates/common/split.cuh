@@ -9,29 +9,29 @@ namespace flashjit {
 
 /// How many there are of each tile.
 template <class P>
-__device__ __forceinline__ int tile_parts(const Params& p) {
-  return P::kInParts ? p.parts : 1;
+__device__ __forceinline__ int num_splits(const Params& p) {
+  return P::kSplit ? p.num_splits : 1;
 }
 /// Of the `count` tiles that one meets the first of a part, or behind the last of the part before.
 template <class P>
-__device__ __forceinline__ int first_of_part(const Params& p, int part, int count) {
-  return static_cast<int>(static_cast<long long>(count) * part / tile_parts<P>(p));
+__device__ __forceinline__ int split_begin(const Params& p, int part, int count) {
+  return static_cast<int>(static_cast<long long>(count) * part / num_splits<P>(p));
 }
 /// The first row of a part of the keys, of which there are as many as of LSE: [batch, heads_q, seqlen_q].
-__device__ __forceinline__ long long first_row_of_part(const Params& p, int part) {
+__device__ __forceinline__ long long first_row_of_split(const Params& p, int part) {
   return static_cast<long long>(part) * p.batch * p.heads_q * p.seqlen_q;
 }
 /// Where a forward kernel writes the LSE of rows; null: nowhere.
 template <class P>
 __device__ __forceinline__ float* lse_of(const Params& p, int part) {
-  return P::kInParts ? p.lse_parts + first_row_of_part(p, part) : p.lse;
+  return P::kSplit ? p.lse_splits + first_row_of_split(p, part) : p.lse;
 }
 template <class P>
-__device__ __forceinline__ float* o_of_part(const Params& p, int part) {
-  return p.o_parts + first_row_of_part(p, part) * P::kHeadDimV;
+__device__ __forceinline__ float* o_of_split(const Params& p, int part) {
+  return p.o_splits + first_row_of_split(p, part) * P::kHeadDimV;
 }
 /// Which row of dK and dV a key has in a part of the queries: of [parts, batch, heads_kv, seqlen_kv].
-__device__ __forceinline__ long long kv_row_of_part(const Params& p, int part, int b, int h_kv, int kv) {
+__device__ __forceinline__ long long kv_row_of_split(const Params& p, int part, int b, int h_kv, int kv) {
   return ((static_cast<long long>(part) * p.batch + b) * p.heads_kv + h_kv) * p.seqlen_kv + kv;
 }
 /// Stores what a thread has of one of its two rows of an accumulator, of each of the first `chunks` of eight
@@ -47,9 +47,9 @@ __device__ __forceinline__ void store_row(float* row, int half, const float* c, 
 }
 /// The same of O.
 template <class P>
-__device__ __forceinline__ void store_part(const Params& p, int part, long long row, int half,
-                                           const float* o) {
-  store_row<P::kHeadDimV / 8>(o_of_part<P>(p, part) + row * P::kHeadDimV, half, o);
+__device__ __forceinline__ void store_split(const Params& p, int part, long long row, int half,
+                                            const float* o) {
+  store_row<P::kHeadDimV / 8>(o_of_split<P>(p, part) + row * P::kHeadDimV, half, o);
 }
 
 }  // namespace flashjit

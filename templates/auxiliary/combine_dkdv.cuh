@@ -12,23 +12,24 @@ template <class P>
 __device__ __forceinline__ unsigned parts_with_queries(const Params& p, const Sequence<P>& sequence, int h_kv,
                                                        int kv_tile) {
   const int part = threadIdx.x % 32;
-  const KvWork<P> work(sequence.b, h_kv, kv_tile, part);
+  const KvWorkTile<P> work(sequence.b, h_kv, kv_tile, part);
   const bool meets =
-      part < p.parts && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
+      part < p.num_splits && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
   return __ballot_sync(kWholeWarp, meets);
 }
 
 /// Adds up rows of one of the two gradients, four columns a thread.
 template <class P, int kColumns>
-__device__ __forceinline__ void join_rows(const Params& p, const Sequence<P>& sequence, int h_kv, Range rows,
-                                          unsigned parts, const float* from, const TensorParam& to) {
+__device__ __forceinline__ void combine_rows(const Params& p, const Sequence<P>& sequence, int h_kv,
+                                             Range rows, unsigned parts, const float* from,
+                                             const TensorParam& to) {
   constexpr int kChunks = kColumns / 4;
   for (int i = threadIdx.x; i < (rows.end - rows.begin) * kChunks; i += blockDim.x) {
     const int row = rows.begin + i / kChunks, column = i % kChunks * 4;
     float4 sum{};
-    for (int part = 0; part < p.parts; ++part) {
+    for (int part = 0; part < p.num_splits; ++part) {
       if ((parts >> part & 1u) == 0) continue;
-      const long long at = kv_row_of_part(p, part, sequence.b, h_kv, row) * kColumns + column;
+      const long long at = kv_row_of_split(p, part, sequence.b, h_kv, row) * kColumns + column;
       const float4 x = *reinterpret_cast<const float4*>(from + at);
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
@@ -38,20 +39,20 @@ __device__ __forceinline__ void join_rows(const Params& p, const Sequence<P>& se
   }
 }
 
-/// One block of 128 threads for kJoinedRows keys of a head of K and V; grid: batch * heads_kv * seqlen_kv /
-/// kJoinedRows, rounded up for each head.
+/// One block of 128 threads for kCombinedRows keys of a head of K and V; grid: batch * heads_kv * seqlen_kv /
+/// kCombinedRows, rounded up for each head.
 template <class P>
-__device__ void join_gradients(const Params& p) {
-  static_assert(P::kBc % kJoinedRows == 0, "the rows are of one KV tile");
-  await_grid_before<P>();
-  const int pieces = (p.seqlen_kv + kJoinedRows - 1) / kJoinedRows;
+__device__ void combine_dkdv(const Params& p) {
+  static_assert(P::kBc % kCombinedRows == 0, "the rows are of one KV tile");
+  wait_for_prior_grid<P>();
+  const int pieces = (p.seqlen_kv + kCombinedRows - 1) / kCombinedRows;
   const int piece = static_cast<int>(blockIdx.x % pieces), head = static_cast<int>(blockIdx.x / pieces);
   const int h_kv = head % p.heads_kv;
   const Sequence<P> sequence(p, head / p.heads_kv);
-  const Range rows = tile_range(piece, kJoinedRows, sequence.seqlen_kv(p));
+  const Range rows = tile_range(piece, kCombinedRows, sequence.seqlen_kv(p));
   const unsigned parts = parts_with_queries<P>(p, sequence, h_kv, rows.begin / P::kBc);
-  join_rows<P, P::kHeadDim>(p, sequence, h_kv, rows, parts, p.dk_parts, p.dk);
-  join_rows<P, P::kHeadDimV>(p, sequence, h_kv, rows, parts, p.dv_parts, p.dv);
+  combine_rows<P, P::kHeadDim>(p, sequence, h_kv, rows, parts, p.dk_splits, p.dk);
+  combine_rows<P, P::kHeadDimV>(p, sequence, h_kv, rows, parts, p.dv_splits, p.dv);
 }
 
 }  // namespace flashjit::auxiliary

@@ -4,7 +4,7 @@
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/sink.cuh"
-#include "flashjit/common/tile_parts.cuh"
+#include "flashjit/common/split.cuh"
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit::auxiliary {
@@ -12,11 +12,11 @@ namespace flashjit::auxiliary {
 /// One block of 128 threads for one query of one head, whose warps take turns at the parts; grid:
 /// batch * heads_q * seqlen_q.
 template <class P>
-__device__ void join_parts(const Params& p) {
+__device__ void combine(const Params& p) {
   constexpr int kWarps = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
   using Element = typename P::Element;
   __shared__ float4 sums[kWarps][kChunks];
-  await_grid_before<P>();
+  wait_for_prior_grid<P>();
   const long long row = blockIdx.x;
   const int q = static_cast<int>(row % p.seqlen_q), h = static_cast<int>(row / p.seqlen_q % p.heads_q);
   const Sequence<P> sequence(p, static_cast<int>(row / p.seqlen_q / p.heads_q));
@@ -25,12 +25,12 @@ __device__ void join_parts(const Params& p) {
 
   const auto lse_at = [&](int part) { return lse_of<P>(p, part)[row]; };
   float highest = -infinity(), sum = 0.0f;
-  for (int part = lane; part < p.parts; part += 32) highest = fmaxf(highest, lse_at(part));
+  for (int part = lane; part < p.num_splits; part += 32) highest = fmaxf(highest, lse_at(part));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
   const float shift = highest == -infinity() ? 0.0f : highest;
-  for (int part = lane; part < p.parts; part += 32) sum += expf(lse_at(part) - shift);
+  for (int part = lane; part < p.num_splits; part += 32) sum += expf(lse_at(part) - shift);
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
   const float lse = sum > 0.0f ? shift + logf(sum) : -infinity();
@@ -39,11 +39,11 @@ __device__ void join_parts(const Params& p) {
 
   float4 o[kLaneChunks] = {};
 #pragma unroll 8
-  for (int part = warp; part < p.parts; part += kWarps) {
+  for (int part = warp; part < p.num_splits; part += kWarps) {
     const float of_part = lse_at(part);
     const bool has_o = of_part != -infinity();  // else there is memory, but nobody wrote it
     const float weight = expf(of_part - shift) * factor;
-    const float4* from = reinterpret_cast<const float4*>(o_of_part<P>(p, part) + row * P::kHeadDimV);
+    const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, part) + row * P::kHeadDimV);
 #pragma unroll
     for (int i = 0; i < kLaneChunks; ++i) {
       const int chunk = lane + i * 32;

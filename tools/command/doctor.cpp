@@ -15,16 +15,16 @@
 namespace flashjit::command {
 namespace {
 
-enum class State : std::uint8_t { good, note, missing };
+enum class Verdict : std::uint8_t { good, note, missing };
 
-std::string to_string(State state) {
-  return state == State::good ? "ok" : state == State::note ? "note" : "missing";
+std::string to_string(Verdict verdict) {
+  return verdict == Verdict::good ? "ok" : verdict == Verdict::note ? "note" : "missing";
 }
 
 /// One thing looked at. A text that is no "ok" says what to do.
 struct Finding {
   std::string subject;
-  State state;
+  Verdict state;
   std::string text;
 };
 
@@ -35,7 +35,7 @@ struct Examination {
   std::vector<std::string> compiles;  ///< architectures; empty without NVRTC or with FLASHJIT_JIT=off
   std::vector<std::string> stored;    ///< architectures of kernels in packs and cache
 
-  void add(std::string subject, State state, std::string text) {
+  void add(std::string subject, Verdict state, std::string text) {
     findings.push_back({std::move(subject), state, std::move(text)});
   }
 };
@@ -45,7 +45,7 @@ constexpr int kOldestComputeCapability = 75;
 void examine_driver(Examination& found) {
   try {
     const std::shared_ptr<const device::Driver> driver = chosen_driver();
-    found.add("driver", State::good,
+    found.add("driver", Verdict::good,
               fmt::format("{}, CUDA {}", driver->path, cuda_version_text(driver->version)));
     const int count = device::device_count(*driver);
     for (int ordinal = 0; ordinal < count; ++ordinal) {
@@ -57,14 +57,14 @@ void examine_driver(Examination& found) {
       const std::string text = fmt::format("{}, {}, {}, {} multiprocessors", info.name, info.arch,
                                            format_bytes(memory), info.multiprocessors);
       const bool able = info.compute_capability >= kOldestComputeCapability;
-      found.add(fmt::format("device {}", ordinal), able ? State::good : State::missing,
+      found.add(fmt::format("device {}", ordinal), able ? Verdict::good : Verdict::missing,
                 able ? text : text + ": too old, kernels need compute capability 7.5 or newer");
       if (able) found.devices.push_back(info);
     }
     if (count == 0)
-      found.add("device", State::missing, "the driver finds no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES");
+      found.add("device", Verdict::missing, "the driver finds no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES");
   } catch (const Error& error) {
-    found.add(error.code() == ErrorCode::no_device ? "device" : "driver", State::missing, error.message());
+    found.add(error.code() == ErrorCode::no_device ? "device" : "driver", Verdict::missing, error.message());
   }
 }
 
@@ -73,15 +73,15 @@ void examine_compiler(Examination& found) {
     const std::shared_ptr<const compile::Compiler> compiler = chosen_compiler();
     const std::vector<std::string> architectures = compiler->architectures();
     found.add(
-        "NVRTC", State::good,
+        "NVRTC", Verdict::good,
         fmt::format("{}, {}, for {}", compiler->path(), compiler->tag(), fmt::join(architectures, " ")));
     if (read_environment().jit)
       found.compiles = architectures;
     else
-      found.add("JIT", State::note,
+      found.add("JIT", Verdict::note,
                 "FLASHJIT_JIT=off: only packs and the cache are used; set it to on to compile");
   } catch (const Error& error) {
-    found.add("NVRTC", State::missing, error.message());
+    found.add("NVRTC", Verdict::missing, error.message());
   }
 }
 
@@ -89,11 +89,11 @@ void examine_templates(Examination& found) {
   const std::string folder = read_environment().template_dir;
   try {
     const std::size_t count = chosen_templates().all().size();
-    found.add("templates", folder.empty() ? State::good : State::note,
+    found.add("templates", folder.empty() ? Verdict::good : Verdict::note,
               folder.empty() ? fmt::format("{}, embedded", count)
                              : fmt::format("{}, from '{}' by FLASHJIT_TEMPLATE_DIR", count, folder));
   } catch (const Error& error) {
-    found.add("templates", State::missing, error.message());
+    found.add("templates", Verdict::missing, error.message());
   }
 }
 
@@ -136,21 +136,21 @@ bool writable(const std::filesystem::path& folder) {
 void examine_folders(Examination& found) {
   const Environment environment = read_environment();
   if (environment.cache_dir.empty())
-    found.add("cache", State::note,
+    found.add("cache", Verdict::note,
               "no folder: HOME is not set; kernels are compiled in every process until "
               "FLASHJIT_CACHE_DIR is set");
   else if (!writable(environment.cache_dir))
-    found.add("cache", State::note,
+    found.add("cache", Verdict::note,
               count_kernels(found, environment.cache_dir) +
                   "; it cannot be written, so new kernels are kept in memory only: set "
                   "FLASHJIT_CACHE_DIR to a folder of yours");
   else
-    found.add("cache", State::good, count_kernels(found, environment.cache_dir) + ", can be written");
+    found.add("cache", Verdict::good, count_kernels(found, environment.cache_dir) + ", can be written");
   for (const std::string& pack : environment.packs) {
     std::error_code problem;
     const bool there = std::filesystem::is_directory(pack, problem);
     found.add(
-        "pack", there ? State::good : State::missing,
+        "pack", there ? Verdict::good : Verdict::missing,
         there ? count_kernels(found, pack) : fmt::format("'{}' is no folder; correct FLASHJIT_PACKS", pack));
   }
 }
@@ -160,7 +160,7 @@ void examine_variables(Examination& found) {
   for (const auto& [name, value] : variables_with_prefix("FLASHJIT_")) {
     const bool read = std::ranges::find(known, name, &EnvironmentVariable::name) != known.end();
     found.add(
-        name, State::note,
+        name, Verdict::note,
         read ? flashjit::quoted(value) : flashjit::quoted(value) + ", but flashjit reads no such variable");
   }
 }
@@ -186,7 +186,7 @@ int doctor(bool json) {
   examine_templates(found);
   examine_folders(found);
   const std::optional<std::string> disassembler = find_disassembler();
-  found.add("disassembler", disassembler ? State::good : State::note,
+  found.add("disassembler", disassembler ? Verdict::good : Verdict::note,
             disassembler ? *disassembler : "none; `flashjit inspect --sass` needs cuobjdump or nvdisasm");
   examine_variables(found);
 

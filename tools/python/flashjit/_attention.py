@@ -40,15 +40,15 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     block_mask: BlockMap, or FlexAttention's BlockMask.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
         cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
-        Rows behind the last sequence's end, as trainers pad them, get zeros. On the GPU nobody checks cu_seqlens: wrong
-        ones give the sequences that they concern wrong results, but nothing outside of the tensors is read or written.
-        On the CPU they are refused.
-    sinks: [heads_q]: one more logit a head, which takes part in the softmax and has no value.
+        Rows after the last sequence's end, as trainers pad them, get zeros. On the GPU cu_seqlens is not checked: wrong values
+        give wrong results for the sequences concerned, but nothing outside the tensors is read or written. On the CPU
+        they are refused.
+    sinks: [heads_q]: one more logit per head in the softmax, without a value.
     kv_lengths: int32 [batch]: keys from there on are padding.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
-    lists: TileLists made of these arguments, where the same mask serves many calls; None: made in this call, where needed.
+    lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
@@ -127,7 +127,7 @@ def _draw(q: Tensor) -> Rng:
 
 
 class _Call:
-    """What one call's backward pass needs beside the tensors that autograd keeps."""
+    """What a call's backward pass needs besides the tensors that autograd keeps."""
 
     __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse")
 

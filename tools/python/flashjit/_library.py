@@ -208,19 +208,19 @@ def _switch(name: str, value: Any) -> int:
 
 
 class Runtime:
-    """Compiles, caches and launches kernels. flashjit.runtime() is the one that all calls use unless told otherwise.
+    """Compiles, caches and launches kernels. All calls use flashjit.runtime() by default.
 
     cache_dir: folder of compiled kernels and tuning records; None: FLASHJIT_CACHE_DIR, else the user's cache folder;
         "": nothing is kept on disk.
     packs: folders of packed kernels, searched in this order before the cache.
-    jit: whether to compile what no pack and no cache holds; None: FLASHJIT_JIT, else yes.
+    jit: whether to compile kernels that are in no pack and not in the cache; None: FLASHJIT_JIT, else yes.
     template_dir: folder to read kernel templates from, instead of the embedded ones.
-    nvrtc: libnvrtc or the folder that holds it; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
-    cache_limit: bytes of kernels in cache_dir at which those that were not used for longest are removed;
+    nvrtc: libnvrtc or its folder; None: FLASHJIT_NVRTC, else PyTorch's, else the usual places.
+    cache_limit: bytes of kernels in cache_dir at which the least recently used are removed;
         None: FLASHJIT_CACHE_LIMIT, else 2 GiB.
-    tune_in_background: whether the first use of a shape starts its tuning, in a thread beside the calls, for some seconds;
-        calls switch when it is done, and results may change in their last bits. Needs NVRTC; shapes with tile lists are
-        left alone. None: FLASHJIT_TUNE_IN_BACKGROUND, else no.
+    tune_in_background: whether the first use of a shape starts its tuning, in a background thread, for some seconds; calls
+        switch when it finishes, and results may change in their last bits. Needs NVRTC; shapes with tile lists are
+        not tuned. None: FLASHJIT_TUNE_IN_BACKGROUND, else no.
     """
 
     def __init__(self, *, cache_dir: str | os.PathLike[str] | None = None,

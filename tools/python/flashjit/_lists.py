@@ -13,22 +13,22 @@ from .errors import Unsupported, WrongType
 
 
 class TileLists:
-    """Which tiles of a mask or a block map the kernels visit, in both passes: made once for calls of attention() that are
-    given it as `lists`, such as all layers and steps that see the same documents. Other calls make theirs each time.
+    """The tiles of a mask or a block map that the kernels visit, in both passes: built once for calls of attention() that get
+    it as `lists`, such as all layers and steps with the same documents. Other calls build theirs each time.
 
         lists = flashjit.TileLists(q, k, v, mask_mod=documents)
         for layer in layers:
             ... flashjit.attention(q, k, v, mask_mod=documents, lists=lists)
 
-    q, k, v: tensors of the calls' type, sizes and device; their values are not looked at.
+    q, k, v: tensors of the calls' type, sizes and device; their values are ignored.
     All else: the calls' arguments, see attention(). What the mask reads (captures, block map, lengths) must keep its
         values; that of score_mod may change. Calls with other programs, sizes or devices are refused.
-    backward: whether to make the backward pass's lists too; None: where gradients are recorded, not under no_grad(). A
-        backward pass without them makes its own.
+    backward: whether to build the backward pass's lists too; None: if gradients are recorded, not under no_grad(). A backward
+        pass without them builds its own.
 
-    Takes some microseconds on the current stream, beside compiling. Make it outside of compiled code; torch.compile takes
-    another one without compiling again. Empty on the CPU, and where kernels walk no lists. What is lost under
-    torch.compile(mode="reduce-overhead") is the gain: its CUDA graphs copy the memory, and calls make their own lists.
+    Takes some microseconds on the current stream, besides compiling. Build it outside compiled code; torch.compile accepts
+    another one without recompiling. Empty on the CPU, and if the kernels use no lists. torch.compile(mode="reduce-overhead")
+    loses the gain: its CUDA graphs copy the memory, and calls build their own lists.
     """
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = False, dropout_p: float = 0.0,

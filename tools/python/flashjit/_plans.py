@@ -24,7 +24,7 @@ KEEP_PLANS = 4096
 
 
 class Fixed(NamedTuple):
-    """The tensors that every call may have beside Q, K, V."""
+    """The tensors that every call may have besides Q, K and V."""
 
     block_map: Any = None
     kv_lengths: Any = None
@@ -37,7 +37,7 @@ NOTHING = Fixed()
 
 
 class Problem(NamedTuple):
-    """What is the same for all calls that share a plan, beside the tensors' sizes and strides."""
+    """What all calls of a plan share, besides the tensors' sizes and strides."""
 
     options: str  # of the spec, from the masks on: ":causal:dropout"
     scale: Any

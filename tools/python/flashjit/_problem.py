@@ -59,7 +59,7 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                  max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
                  deterministic: Union[bool, None], wants_grad: bool,
                  compiling: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
-    """attention()'s arguments beside Q, K and V, and the values of the names in its programs.
+    """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
     """

@@ -29,20 +29,20 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
         head_dim_v]; float16, bfloat16 or float32.
-    options: of the spec, beside types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
+    options: of the spec, besides types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
         arguments need (dropout, kvlen, varlen, sinks) is added to it; a block map is named here, as in "map128x64".
-    out: [batch, heads_q, seqlen_q, head_dim_v]; lse: float32 [batch, heads_q, seqlen_q], contiguous. Made where left out,
-        of NumPy's, CuPy's or PyTorch's arrays; other libraries' arrays must be given.
+    out: [batch, heads_q, seqlen_q, head_dim_v]; lse: float32 [batch, heads_q, seqlen_q], contiguous. Created if left
+        out, for NumPy, CuPy and PyTorch arrays; other libraries' arrays must be given.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
-        and lse [sequences, heads_q, max_seqlen_q]; needs max_seqlen_q and max_seqlen_kv. Rows behind the last sequence's
-        end get zeros, rows of lse past a sequence's end stay as they are, -inf where lse is left out. On the GPU nobody
-        checks cu_seqlens: wrong ones give the sequences that they concern wrong results, but nothing outside of the
+        and lse [sequences, heads_q, max_seqlen_q]; needs max_seqlen_q and max_seqlen_kv. Rows after the last sequence's
+        end get zeros; rows of lse past a sequence's end stay as they are, or are -inf if lse is left out. On the GPU
+        cu_seqlens is not checked: wrong values give wrong results for the sequences concerned, but nothing outside the
         tensors is read or written. sinks: float32 [heads_q].
-    seed, offset: of the dropout mask. workspace: device memory for this call; made like out.
-    lists: what build_lists() made for such calls; else made in this call, where needed.
-    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. Work on arrays
-        with DLPack is waited for there; on those with the CUDA array interface alone it must be ordered by the caller.
+    seed, offset: of the dropout mask. workspace: device memory for this call; created like out.
+    lists: the result of build_lists() for such calls; else built in this call, if needed.
+    stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. That stream waits
+        for work on arrays with DLPack; for those with the CUDA array interface only, the caller orders the work.
 
     Returns (out, lse). Raises flashjit.Error.
     """

@@ -114,6 +114,26 @@ TEST(Links, PagesLinkToWhatIsThere) {
   EXPECT_GT(count, 50);
 }
 
+/// Whether a path ends with these components.
+bool ends_with(const fs::path& path, const std::string& name) {
+  return path.generic_string().ends_with(fmt::format("/{}", name));
+}
+
+TEST(Links, FolderPagesNameFilesThatAreThere) {
+  static const std::regex kName("`([a-z0-9_/]+\\.(hpp|cpp|cuh|py))`");
+  const std::vector<fs::path> sources = files({".hpp", ".cpp", ".cuh", ".py"});
+  for (const fs::path& page : files({".md"})) {
+    if (page.filename() != "README.md") continue;
+    for (const std::string& line : read_lines(page)) {
+      for (std::sregex_iterator at(line.begin(), line.end(), kName), end; at != end; ++at) {
+        const std::string name = (*at)[1];
+        EXPECT_TRUE(std::ranges::any_of(sources, [&](const fs::path& file) { return ends_with(file, name); }))
+            << page << ": " << name;
+      }
+    }
+  }
+}
+
 TEST(Links, FindingsThatSourcesCiteAreInTheNotes) {
   static const std::regex kCited("NOTES\\.md#([a-z0-9_-]+)");
   const std::set<std::string> findings = anchors(read_lines(kRoot / "tools/bench/NOTES.md"));

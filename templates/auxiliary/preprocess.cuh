@@ -46,11 +46,11 @@ __device__ void preprocess(const Params& p) {
     if (part == 0) {
       const long long at = head * p.seqlen_q_padded + row;
       const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
-      const bool attends = lse != -infinity();
-      // dS = P (dP - D) + P dLSE. A row that attends to nothing has no P, but dLSE may be NaN there.
-      const float dlse = p.dlse != nullptr && attends ? p.dlse[head * p.seqlen_q + row] : 0.0f;
+      const bool has_p = tells_probabilities(lse);
+      // dS = P (dP - D) + P dLSE. Without P dLSE does not count, and may be NaN.
+      const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
       p.d[at] = sum - dlse;
-      p.lse_log2[at] = attends ? lse * kLog2E : infinity();
+      p.lse_log2[at] = has_p ? lse * kLog2E : infinity();
       // Behind the last row, too: of a score that is no number P would not be 0.
       if constexpr (P::kScoreRowTerm)
         if (p.row_terms != nullptr)

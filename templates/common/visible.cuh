@@ -67,6 +67,11 @@ __device__ __forceinline__ Position operator+(Position position, int offset) {
   return {position.at + offset, position.base, position.offset + static_cast<float>(offset)};
 }
 
+/// Whether P of a row comes back from its LSE. Not where it attends to nothing, and not where it attends to
+/// keys alone that a mask has put next to the least float: beside these LSE has no room for the log of how
+/// many there are.
+__device__ __forceinline__ bool tells_probabilities(float lse) { return !(lse < -1e37f); }
+
 /// What takes a score to the exponent of a power of two: one of a program is in natural units already.
 template <class Problem>
 __device__ __forceinline__ float score_scale_log2(const Params& p) {

@@ -13,13 +13,13 @@ struct RowStats {
   float lse, d;
 };
 
-/// Queries that attend to nothing and queries that do not exist get LSE = inf, so that P is zero.
+/// Queries that have no P and queries that do not exist get LSE = inf, so that it is zero.
 template <class Problem>
 __device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Problem>& sequence, int h,
                                               int q) {
   if (q >= sequence.seqlen_q(p)) return {infinity(), 0.0f};
   const float lse = p.lse[sequence.lse_row(p, h) + q];
-  return {lse == -infinity() ? infinity() : lse, p.d[sequence.stats_row(p, h) + q]};
+  return {tells_probabilities(lse) ? lse : infinity(), p.d[sequence.stats_row(p, h) + q]};
 }
 
 /// What one pair contributes: P after dropout to dV, dS (with respect to Q K^T) to dQ and dK.

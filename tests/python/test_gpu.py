@@ -96,6 +96,117 @@ def test_lse():
     torch.testing.assert_close(lse.double(), torch.logsumexp(s.masked_fill(~causal(200, 333), -math.inf), 3), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_lse_has_gradients(dtype, dim):
+    q, k, v = tensors(dim=dim, dtype=dtype)
+    sinks = torch.linspace(-1, 2, 4, device=DEVICE, requires_grad=True)
+    g, w = torch.randn(2, 4, 200, dim, device=DEVICE, dtype=dtype), torch.randn(2, 4, 200, device=DEVICE)
+    keep = causal(200, 333)
+    out, lse = flashjit.attention(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    inputs = q, k, v, sinks
+    got = torch.autograd.grad((out * g).float().sum() + (lse * w).sum(), inputs)
+
+    def want(dtype):
+        scores = (dim ** -0.5 * q.to(dtype) @ k.to(dtype).repeat_interleave(2, 1).transpose(2, 3)).masked_fill(~keep, -math.inf)
+        all_scores = torch.cat([scores, sinks.to(dtype)[None, :, None, None].expand(2, 4, 200, 1)], 3)
+        lse = torch.logsumexp(all_scores.float() if dtype != torch.float64 else all_scores, 3)
+        return (reference(q, k, v, keep, sinks=sinks, dtype=dtype) * g.to(dtype)).sum() + (lse * w.to(lse.dtype)).sum()
+    exact, rounded = (torch.autograd.grad(want(x), inputs) for x in (torch.float64, dtype))
+    for name, a, b, c in zip(("dq", "dk", "dv", "dsinks"), got, exact, rounded):
+        error, limit = (a.double() - b.double()).abs().max(), 3 * (c.double() - b.double()).abs().max() + 1e-5
+        limit = limit + torch.finfo(a.dtype).eps * b.double().abs().max() + (1e-2 if name == "dsinks" else 0)
+        assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g}"
+
+
+def test_the_gradient_of_lse_does_not_reach_rows_that_attend_to_nothing():
+    q, k, v = tensors(queries=333, keys=200)
+    lse = flashjit.attention(q, k, v, causal=True, return_lse=True)[1]
+    assert all(x.isfinite().all() for x in torch.autograd.grad((lse * lse).sum(), (q, k, v)))  # infinite there
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 192)])
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p):
+    lengths_q, lengths_kv, tail = (100, 1, 64), (70, 130, 1), 77
+    rows_q, rows_kv = sum(lengths_q), sum(lengths_kv)
+    offsets = lambda lengths: torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
+    q, k, v = tensors(batch=1, queries=rows_q + tail, keys=rows_kv + tail, dim=dim, dtype=dtype)
+    with torch.no_grad():
+        for x, rows in ((q, rows_q), (k, rows_kv), (v, rows_kv)):
+            x[:, :, rows:] = math.nan
+    named = dict(causal=True, dropout_p=dropout_p, cu_seqlens_q=offsets(lengths_q), cu_seqlens_kv=offsets(lengths_kv),
+                 max_seqlen_q=128, max_seqlen_kv=130, return_lse=True)
+    poison = torch.full((64 << 20,), 255, dtype=torch.uint8, device=DEVICE)  # NaN, in the memory that the results get
+    del poison
+    torch.manual_seed(1)
+    out, lse = flashjit.attention(q, k, v, **named)
+    dout = torch.randn_like(out)
+    dout[:, :, rows_q:] = math.nan
+    got = out, *torch.autograd.grad(out, (q, k, v), dout)
+    short = [x[:, :, :rows].detach().clone().requires_grad_() for x, rows in ((q, rows_q), (k, rows_kv), (v, rows_kv))]
+    torch.manual_seed(1)
+    want, want_lse = flashjit.attention(*short, **named)
+    assert torch.equal(lse, want_lse)
+    for a, b, rows in zip(got, (want, *torch.autograd.grad(want, short, dout[:, :, :rows_q])), (rows_q, rows_q, rows_kv, rows_kv)):
+        assert (a[:, :, rows:] == 0).all()
+        torch.testing.assert_close(a[:, :, :rows], b, atol=1e-2, rtol=1e-2)
+
+
+@pytest.mark.parametrize("what", ["q", "k", "v", "dout"])
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_misaligned_tensors_are_copied(what, through):
+    inputs = dict(zip("qkv", tensors()))
+    moved = lambda x: torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape).copy_(x.detach())
+    if what in inputs:
+        inputs[what] = moved(inputs[what]).requires_grad_()
+    call = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
+    out = (compiled(call) if through == "compiled" else call)(**inputs)
+    dout = torch.randn_like(out)
+    grads = torch.autograd.grad(out, tuple(inputs.values()), moved(dout) if what == "dout" else dout)
+    judge(out, grads, lambda dtype: reference(*inputs.values(), causal(200, 333), dtype=dtype), tuple(inputs.values()), dout)
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap", "vmap of grad"])
+def test_transforms_of_torch_func(transform):
+    q, k, v = (x.detach() for x in tensors())
+    loss = lambda q, k, v: flashjit.attention(q, k, v, causal=True).float().square().sum()
+    if transform == "grad":
+        got = torch.func.grad(loss, (0, 1, 2))(q, k, v)
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        want = torch.autograd.grad(loss(*leaves), leaves)
+    elif transform == "vmap":
+        got = torch.func.vmap(lambda q: flashjit.attention(q, k, v))(torch.stack([q, 2 * q]))
+        want = torch.stack([flashjit.attention(q, k, v), flashjit.attention(2 * q, k, v)])
+    else:
+        got = torch.func.vmap(torch.func.grad(loss), (0, None, None))(torch.stack([q, 2 * q]), k, v)
+        want = torch.stack([torch.func.grad(loss)(x, k, v) for x in (q, 2 * q)])
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("dim", [64, 128])
+def test_rows_of_finfo_min_attend_to_all_keys_alike(dtype, dim):
+    """As the additive masks of left padding have them: there PyTorch's eager code gives the mean of V."""
+    q, k, v = tensors(dim=dim, dtype=dtype, heads_kv=4)
+    mask = torch.zeros(2, 1, 200, 333, device=DEVICE, dtype=dtype)
+    mask[:, :, :70] = torch.finfo(dtype).min
+    mask[:, :, 70:90] = -math.inf
+    out = scaled_dot_product_attention(q, k, v, mask)
+    dout = torch.randn_like(out)
+    dout[:, :, :70] = 0  # a loss has no use for such rows
+    got = torch.autograd.grad(out, (q, k, v), dout, retain_graph=True)
+    want = torch.autograd.grad(scaled_dot_product_attention(q[:, :, 90:], k, v), (q, k, v), dout[:, :, 90:])
+    for a, b in zip(got, want):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
+    assert all(x.isfinite().all() for x in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
+    mean = v.double().mean(2, keepdim=True).expand(-1, -1, 70, -1)
+    torch.testing.assert_close(out[:, :, :70].double(), mean, atol=1e-2, rtol=1e-2)
+    assert (out[:, :, 70:90] == 0).all()
+    torch.testing.assert_close(out[:, :, 90:], scaled_dot_product_attention(q[:, :, 90:], k, v))
+
+
 def test_dropout_is_replayed_in_the_backward_pass():
     q, k, v = tensors(queries=64, keys=64, heads_kv=4)
     torch.manual_seed(5)
@@ -275,11 +386,45 @@ def test_graph_capture():
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, flashjit.attention(q, k, v, causal=True))
-    other = torch.cuda.CUDAGraph()
-    with contextlib.suppress(RuntimeError), torch.cuda.graph(other):
-        with pytest.raises(flashjit.Unsupported, match="same mask at every replay"):
-            flashjit.attention(q, k, v, dropout_p=0.5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_dropout_in_a_graph_has_another_mask_at_each_replay(dtype):
+    q, k, v = tensors(queries=64, keys=64, heads_kv=4, dtype=dtype)
+    with torch.no_grad():
+        v.copy_(torch.eye(64, device=DEVICE))  # O is the dropped P
+    dout = torch.randn_like(q)
+    step = lambda: (p := flashjit.attention(q, k, v, dropout_p=0.5), torch.autograd.grad(p, v, dout)[0])
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        step()  # compiles
     torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        p, dv = step()
+    masks = []
+    for _ in range(3):
+        graph.replay()
+        torch.cuda.synchronize()
+        masks.append((p > 0).cpu())
+        assert 0.4 < masks[-1].double().mean() < 0.6
+        want = p.detach().double().transpose(2, 3) @ dout.double()
+        torch.testing.assert_close(dv.double(), want, atol=0.02 if dtype == torch.float16 else 1e-4, rtol=1e-2)
+    assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
+@pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 256)])
+def test_dropout_s_seed_on_the_device_is_the_same(dtype, dim):
+    from flashjit import _plans
+    q, k, v = (x.detach() for x in tensors(dim=dim, dtype=dtype))
+    plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":causal:dropout", None, 0.3, 0, 0, ()))
+    numbers, results = (7, 2**40 + 3), []
+    for rng in (numbers, torch.tensor(numbers, device=DEVICE)):
+        out, lse = plan.forward(q, k, v, _plans.NOTHING, (), rng, True)
+        results.append([out, lse, *plan.backward(out, None, q, k, v, out, lse, _plans.NOTHING, (), rng)[0]])
+    assert torch.equal(results[0][0], results[1][0])
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, atol=1e-2, rtol=1e-2)
 
 
 def test_gradients_in_a_new_thread():

@@ -796,6 +796,45 @@ def test_dropout_in_compiled_code():
     torch.autograd.grad(a.sum(), q)
 
 
+@pytest.mark.parametrize("backend", ["aot_eager_decomp_partition", "inductor"])
+@pytest.mark.parametrize("budget", [1.0, 0.5, 0.0])
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_where_compiled_code_computes_a_region_again(backend, budget, checkpointed):
+    from torch.utils.checkpoint import checkpoint
+    q, k = torch.randn(1, 2, 16, 16, requires_grad=True), torch.randn(1, 2, 16, 16, requires_grad=True)
+    w, v = torch.randn(16, 16, requires_grad=True), torch.eye(16).expand(1, 2, -1, -1).contiguous().requires_grad_()
+
+    def region(q, k, v, w):
+        p = flashjit.attention(torch.sin(q @ w), k, v, dropout_p=0.5)
+        return torch.cos(p @ w).relu(), p
+
+    def function(*inputs):
+        return checkpoint(region, *inputs, use_reentrant=False) if checkpointed else region(*inputs)
+    torch._dynamo.reset()
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        run = torch.compile(function, backend=backend, fullgraph=True)
+        masks = []
+        for _ in range(2):
+            p = run(q, k, v, w)[1]  # V is the identity: the dropped P
+            dout = torch.randn_like(p)
+            torch.testing.assert_close(torch.autograd.grad(p, v, dout)[0], p.detach().transpose(2, 3) @ dout)
+            masks.append(p != 0)
+        assert not torch.equal(*masks)
+        torch.manual_seed(7)
+        first = run(q, k, v, w)[1]
+        torch.manual_seed(7)
+        assert torch.equal(run(q, k, v, w)[1], first)
+
+
+def test_dropout_s_seed_may_be_a_tensor():
+    """As compiled code and CUDA graphs have it, in place of two numbers."""
+    q, k, v = (x.detach() for x in tensors())
+    plan = _plans.plan_of(q, k, v, _plans.NOTHING, (), _plans.Problem(":dropout", None, 0.5, 0, 0, ()))
+    results = [plan.forward(q, k, v, _plans.NOTHING, (), rng, False)[0]
+               for rng in ((7, 2**40 + 3), torch.tensor([7, 2**40 + 3]), torch.tensor([7, 3]))]
+    assert torch.equal(results[0], results[1]) and not torch.equal(results[0], results[2])
+
+
 def test_dynamic_shapes():
     run = compiled(lambda q, k, v: flashjit.attention(q, k, v, causal=True), dynamic=True)
     for queries in (9, 5, 11):

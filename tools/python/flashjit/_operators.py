@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Sequence
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
 from ._plans import NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, plan_of, readable
@@ -26,7 +27,7 @@ torch.library.define("flashjit::attention_backward",
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
                      problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
     """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
-    rng = draw(q) if problem.dropout_p else None
+    rng = _draw_once(q) if problem.dropout_p else None
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
@@ -39,6 +40,14 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
 def draw(q: Tensor) -> Tensor:
     """Seed and offset of a dropout mask, from PyTorch's generator of the device, where the kernels read them."""
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+
+
+def _draw_once(q: Tensor) -> Tensor:
+    """draw(), of which torch.compile knows that the backward pass needs the same numbers: in a checkpoint its partitioner
+    replays the generator where it computes a forward pass again. Elsewhere it would draw anew."""
+    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+        return checkpoint(draw, q, use_reentrant=False)
+    return draw(q)
 
 
 class _Unpacked(NamedTuple):

@@ -126,4 +126,7 @@ def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: 
         return None, read, {"attn_mask": mask}
     if mask.dtype not in ELEMENTS:
         mask = mask.float()
+    if mask.dtype != torch.float16 and not mask.requires_grad:
+        # The kernels' exponents are of base 2, where finfo.min becomes -inf: then a row that has nothing else would be NaN.
+        read = f"select({read} < -3.4028235e38, {read}, max({read}, -1.0e38))"
     return f"score + {read}", None, {"attn_mask": mask}

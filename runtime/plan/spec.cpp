@@ -95,7 +95,7 @@ class FieldReader {
     const auto parts = split(field.substr(prefix.size()), 'x');
     if (parts.size() > 2) unknown(field);
     const auto number = [&](std::string_view part) {
-      return static_cast<int>(number_after(prefix, part, 1, 256));
+      return static_cast<int>(number_after(prefix, part, 1, 1 << 20));  // which of these, validate() says
     };
     return in_field(field, [&] { return std::array{number(parts.front()), number(parts.back())}; });
   }

@@ -692,6 +692,19 @@ def test_autocast_uses_the_lower_precision():
     assert all(a is b for a, b in zip(autocast(q, k, v), (q, k, v)))
 
 
+@pytest.mark.parametrize("call", [flashjit.attention, scaled_dot_product_attention])
+def test_autocast_on_the_cpu(call):
+    q, k, v = tensors(heads_kv=4)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        out = call(q, k, v)
+        assert out.dtype == F.scaled_dot_product_attention(q, k, v).dtype == torch.bfloat16
+        assert compiled(lambda q, k, v: call(q, k, v))(q, k, v).dtype == torch.bfloat16
+        lists = TileLists(q, k, v, causal=True)
+        flashjit.attention(q, k, v, causal=True, lists=lists)
+    torch.testing.assert_close(out, call(*(x.bfloat16() for x in (q, k, v))))
+    assert all(x.dtype == torch.float32 for x in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
 @pytest.mark.parametrize("loss", [torch.Tensor.sum, lambda out: out.square().sum()])
 def test_double_backward_is_refused(programs, loss):
     q, k, v = tensors()
@@ -947,6 +960,28 @@ def test_bad_input_is_refused(change, match, kind):
     with pytest.raises(flashjit.Error, match=match) as caught:
         flashjit.attention(**arguments)
     assert isinstance(caught.value, kind)
+
+
+@pytest.mark.parametrize("name, match", [("window_size", "mask_mod"), ("softcap", "tanh"), ("softmax_scale", "give scale"),
+                                         ("is_causal", "top_left"), ("attn_mask", "scaled_dot_product_attention"),
+                                         ("cu_seqlens_k", "cu_seqlens_kv"), ("query", "give q"), ("colour", "help")])
+def test_other_libraries_arguments_are_told_what_to_write(name, match):
+    q, k, v = (x.detach() for x in tensors())
+    with pytest.raises(flashjit.WrongType, match=rf"attention\(\) has no argument {name}: .*{match}"):
+        flashjit.attention(q, k, v, **{name: 3})
+    with pytest.raises(Exception, match=f"no argument {name}"):
+        compiled(lambda q: flashjit.attention(q, k, v, **{name: 3}))(q)
+
+
+@pytest.mark.parametrize("dim, dim_v", [(12, 12), (300, 300), (16, 12), (16, 300)])
+def test_head_dimensions_that_no_kernel_has_are_refused_alike(dim, dim_v):
+    q, k, v = (x.detach() for x in tensors(dim=dim, dim_v=dim_v))
+    with pytest.raises(flashjit.InvalidArgument, match=rf"q is float32 .*{dim}.* and v is float32 .*{dim_v}.*a multiple of 8 from 8 to "
+                                                       "256; pad"):
+        flashjit.attention(q, k, v)
+    for x in "qv":
+        with pytest.raises(flashjit.InvalidArgument, match=rf"{x} is .*its head_dim is 0"):
+            flashjit.attention(**{**dict(q=q, k=k, v=v), x: dict(q=q, v=v)[x][..., :0], **({"k": k[..., :0]} if x == "q" else {})})
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")

@@ -5,6 +5,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 import flashjit  # noqa: E402
 import flashjit.torch  # noqa: E402
+from flashjit import _plans  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -54,6 +55,48 @@ def test_padding(programs, name):
         a, b = (model(input_ids=ids, attention_mask=mask)[0] for model in (ours, own))
     torch.testing.assert_close(a[0, 5:], b[0, 5:], atol=1e-4, rtol=1e-3)
     torch.testing.assert_close(a[1], b[1], atol=1e-4, rtol=1e-3)
+
+
+OTHERS = {"bloom": lambda: (transformers.BloomModel, transformers.BloomConfig(hidden_size=64, n_layer=1, n_head=4, vocab_size=99)),
+          "falcon": lambda: (transformers.FalconModel, transformers.FalconConfig(
+              hidden_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=99, alibi=False)),
+          "t5": lambda: (transformers.T5EncoderModel, transformers.T5Config(
+              d_model=64, d_kv=16, d_ff=64, num_layers=1, num_heads=4, vocab_size=99, decoder_start_token_id=0))}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_models_that_never_call_a_registered_attention_are_told_of(name, caplog, monkeypatch):
+    flashjit.torch.register_with_transformers()
+    _plans.say_once.cache_clear()
+    called = []
+    counted = lambda *a, real=transformers.AttentionInterface._global_mapping["jit_attention"], **n: called.append(1) or real(*a, **n)
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "jit_attention", counted)
+    kind, config = OTHERS[name]()
+    model = kind(config).to(DEVICE).eval()
+    model.config._attn_implementation = "jit_attention"
+    ids = torch.randint(0, 99, (2, 7), device=DEVICE)
+    for _ in range(2):
+        model(input_ids=ids)
+    told = [record.getMessage() for record in caplog.records if record.name == "flashjit"]
+    assert bool(called) != bool(told), (called, told)  # versions of transformers differ in which these are
+    assert all("does not call 'jit_attention'" in text for text in told) and len(told) <= 1
+
+
+def test_models_that_call_it_are_not_told_of(caplog):
+    _plans.say_once.cache_clear()
+    for name in ("llama", "bert"):
+        pair(name)[0](input_ids=torch.randint(0, 99, (2, 7), device=DEVICE))
+    assert not [record for record in caplog.records if record.name == "flashjit"]
+
+
+def test_that_there_are_no_weights_is_told_once(caplog):
+    _plans.say_once.cache_clear()
+    ours, _ = pair("llama")
+    ids = torch.randint(0, 99, (2, 7), device=DEVICE)
+    for _ in range(2):
+        ours(input_ids=ids, output_attentions=True)
+    told = [record.getMessage() for record in caplog.records if record.name == "flashjit"]
+    assert len(told) == 1 and "output_attentions=True" in told[0]
 
 
 def test_generation():

@@ -228,8 +228,10 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d", {"wrong field 'd'", "the number after 'd' is ''"});
   refused("bf16:d64x", {"wrong field 'd64x'", "is ''"});
   refused("bf16:d64x32x16", {"unknown field 'd64x32x16'"});
-  refused("bf16:d0", {"'d0'", "from 1 to 256"});
-  refused("bf16:d99999999999999999999", {"'99999999999999999999'", "from 1 to 256"});
+  refused("bf16:d0", {"'d0'", "from 1 to"});
+  refused("bf16:d99999999999999999999", {"'99999999999999999999'", "from 1 to"});
+  refused("bf16:d300", {"'bf16:d300' is out of range", "head_dim is 300", "a multiple of 8 from 8 to 256"});
+  refused("bf16:d64:map8", {"'bf16:d64:map8' is out of range"});
   refused("bf16:d12", {"'bf16:d12' is out of range", "head_dim is 12", "a multiple of 8 from 8 to 256"});
   refused("bf16:d64x4", {"head_dim_v is 4", "a multiple of 8 from 8 to 256"});
   refused("bf16:d64:", {"unknown field ''"});

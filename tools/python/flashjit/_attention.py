@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
+from ._peers import refuse_unknown
 from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
@@ -24,13 +25,14 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False,
-              lists: Union[TileLists, None] = None) -> Any:
+              lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
         head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv. Any strides work without a copy
         where the last is 1, the others are multiples of 16 bytes and memory begins at one; else a copy is made.
-    causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first.
+    causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
+        cu_seqlens of each sequence; with kv_lengths the last key is the tensor's still, be it padding or not.
     scale: default 1 / sqrt(head_dim).
     dropout_p: probability to drop a pair; seeded by PyTorch's generator.
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
@@ -52,7 +54,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
     """
-    if torch.is_autocast_enabled():
+    if unknown:
+        refuse_unknown(unknown)
+    if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
         q, k, v = autocast(q, k, v)
     compiling = torch.compiler.is_compiling()
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN

@@ -42,7 +42,7 @@ class TileLists:
             raise Unsupported("TileLists cannot be made in compiled code: make it outside, and give it to the compiled "
                               "function.")
         check_types(q, k, v)
-        if torch.is_autocast_enabled():
+        if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward
         fixed, values, problem = read_problem(causal, None, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,

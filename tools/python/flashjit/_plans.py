@@ -132,7 +132,7 @@ class Plan:
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
         self.spec_text = f"{SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
-        self.spec = spec_handle(self.spec_text)
+        self.spec = _spec_of(self.spec_text, q, v)
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
         self.generation = -1
@@ -374,8 +374,9 @@ def readable(tensor: Tensor, name: str) -> Tensor:
     """The tensor, or a copy in memory as the kernels read it, with its dimensions in the same order."""
     if _strides_are_read(tensor) and tensor.data_ptr() % 16 == 0:
         return tensor
-    say_once(f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
-             "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time.")
+    if tensor.stride(3) != 0:  # else expanded, as the gradient of a sum is
+        say_once(f"{name} is copied in each call: the kernels read memory that begins at a multiple of 16 bytes, with a last "
+                 "stride of 1 and others of multiples of 16 bytes. Make it so where it is made to save the time.")
     strides = dense_strides(tensor.shape, tensor.stride())
     return torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
@@ -429,6 +430,17 @@ def _signature(value: Any) -> Any:
     return None
 
 
+def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
+    try:
+        return spec_handle(text)
+    except InvalidArgument as error:
+        _, found, reason = str(error).partition("out of range: head_dim")
+        if not found:
+            raise
+        raise InvalidArgument(f"q is {describe(q)} and v is {describe(v)}: their head_dim{reason}; pad them with zeros, and give "
+                              "the scale, or call flashjit.torch.scaled_dot_product_attention(), which does so.") from None
+
+
 # --- checks, where a plan is made ----------------------------------------------------------------------------------
 
 
@@ -450,6 +462,9 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
                                   f"convert one, such as {name}.to(q.dtype).")
         if tensor.device.type not in ("cuda", "cpu"):
             raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device.")
+        if tensor.shape[3] == 0:
+            raise InvalidArgument(f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
+                                  "scaled_dot_product_attention() takes that.")
         _check_memory(name, tensor)
     if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "

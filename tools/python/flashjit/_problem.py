@@ -102,8 +102,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under torch.autocast attention runs in the lower precision, as PyTorch's own does."""
-    dtype = torch.get_autocast_dtype("cuda")
-    return tuple(t.to(dtype) if isinstance(t, Tensor) and t.is_cuda and t.dtype in SPEC_TYPES else t
+    return tuple(t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) and t.device.type in ("cuda", "cpu")
+                 and torch.is_autocast_enabled(t.device.type) and t.dtype in SPEC_TYPES else t
                  for t in (q, k, v))  # type: ignore[return-value]
 
 

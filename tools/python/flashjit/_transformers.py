@@ -2,12 +2,14 @@
 from __future__ import annotations
 
 import math
+import sys
 from typing import Any, Union
 
 import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._plans import say_once
 from ._sdpa import mask_programs, padded
 from .errors import InvalidArgument, Unsupported
 
@@ -18,26 +20,48 @@ def register(name: str) -> str:
         raise InvalidArgument(f"the name {name!r} contains 'flash', which transformers takes for a package of FlashAttention: "
                               "choose another, such as 'jit_attention'.")
     try:
-        from transformers import AttentionInterface
+        from transformers import AttentionInterface, PreTrainedModel
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
     except ImportError as error:
         raise Unsupported(f"transformers cannot be used ({error}): flashjit registers with version 4.53 or newer; install "
                           "it with `pip install -U transformers`.") from None
     AttentionInterface.register(name, attention_forward)
-    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])  # boolean masks, None where causal is all
+    make_mask = ALL_MASK_ATTENTION_FUNCTIONS["sdpa"]  # boolean masks, None where causal is all
+
+    def mask_of(*arguments: Any, **named: Any) -> Any:
+        if not torch.compiler.is_compiling():
+            _tell_of_others(name, PreTrainedModel)
+        return make_mask(*arguments, **named)
+    AttentionMaskInterface.register(name, mask_of)
     return name
+
+
+def _tell_of_others(name: str, model_class: type) -> None:
+    """Once, of a model that has its mask made for `name`, and then computes attention by itself."""
+    frame = sys._getframe(2)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), model_class):
+        frame = frame.f_back
+    if frame is None:
+        return
+    model = type(frame.f_locals["self"])
+    if not getattr(model, "_supports_attention_backend", False) and "ALL_ATTENTION_FUNCTIONS" not in frame.f_globals:
+        say_once(f"{model.__name__} does not call {name!r}, nor any other attention that is registered: it has its own, in "
+                 f"{model.__module__}, and flashjit computes nothing for it.")
 
 
 def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor,
                       attention_mask: Union[Tensor, None], dropout: float = 0.0, scaling: Union[float, None] = None,
                       is_causal: Union[bool, None] = None, softcap: Union[float, None] = None,
                       s_aux: Union[Tensor, None] = None, position_bias: Union[Tensor, None] = None,
-                      **_: Any) -> tuple[Tensor, None]:
+                      output_attentions: Union[bool, None] = None, **_: Any) -> tuple[Tensor, None]:
     """The signature that transformers calls. query: [batch, heads_q, seqlen_q, head_dim]; key and value: [batch, heads_kv,
     seqlen_kv, head_dim]. Returns [batch, seqlen_q, heads_q, head_dim], and no weights.
 
     softcap: softcap * tanh(score / softcap). s_aux: sinks, [heads_q]. position_bias: added to the scores.
     """
+    if output_attentions or getattr(getattr(module, "config", None), "output_attentions", False):
+        say_once("output_attentions=True: flashjit never has the attention weights in memory, and gives None for them. Use "
+                 "model.set_attn_implementation(\"eager\") where they are wanted.")
     if is_causal is None:
         is_causal = getattr(module, "is_causal", True)
     # As transformers means it: a mask has the causal part in it, and a single query sees all keys.

@@ -107,6 +107,39 @@ def test_sinks():
     np.testing.assert_allclose(dsinks, -(np.exp(sinks[None, :, None] - want_lse) * d).sum((0, 2)), atol=1e-5)
 
 
+def test_the_gradient_of_lse():
+    q, k, v, dout = arrays()
+    out, lse = flashjit.forward(q, k, v)
+    dlse = np.random.default_rng(1).standard_normal(lse.shape).astype(np.float32)
+    both = flashjit.backward(q, k, v, out, lse, dout, dlse=dlse)
+    zero = flashjit.backward(q, k, v, out, lse, 0 * dout, dlse=dlse)
+    without = flashjit.backward(q, k, v, out, lse, dout)
+    for a, b, c in zip(both, zero, without):  # the gradients are linear in dO and dLSE
+        np.testing.assert_allclose(a, b + c, atol=1e-5)
+    group, scale = q.shape[1] // k.shape[1], q.shape[3] ** -0.5
+    keys = np.repeat(k, group, 1)
+    p = np.exp(scale * q @ keys.swapaxes(2, 3) - lse[..., None])
+    np.testing.assert_allclose(zero[0], scale * dlse[..., None] * (p @ keys), atol=1e-5)
+    assert (zero[2] == 0).all()
+    with pytest.raises(flashjit.InvalidArgument, match="dlse has shape"):
+        flashjit.backward(q, k, v, out, lse, dout, dlse=dlse[:, :1])
+    with pytest.raises(flashjit.WrongType, match="dlse is fp16: it must be fp32"):
+        flashjit.backward(q, k, v, out, lse, dout, dlse=dlse.astype(np.float16))
+
+
+def test_rows_that_belong_to_no_sequence_are_zeros():
+    q, k, v, dout = (x[:1] for x in arrays())
+    offsets = np.array([0, 3, 7], np.int32)
+    named = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=5, max_seqlen_kv=5)
+    for x in (q, k, v, dout):
+        x[:, :, 7:] = np.nan
+    out, lse = flashjit.forward(q, k, v, out=np.full((*q.shape[:3], v.shape[3]), 7, np.float32), **named)
+    grads = flashjit.backward(q, k, v, out, lse, dout, **named)
+    assert lse.shape == (2, q.shape[1], 5) and (lse[0, :, 3:] == -np.inf).all() and (lse[1, :, 4:] == -np.inf).all()
+    for x in (out, *grads):
+        assert (x[:, :, 7:] == 0).all() and np.isfinite(x).all() and (x[:, :, :7] != 0).any()
+
+
 def test_dropout_is_a_function_of_seed_and_offset():
     q, k, v, _ = arrays()
     run = lambda **seed: flashjit.forward(q, k, v, dropout_p=0.5, **seed)[0]

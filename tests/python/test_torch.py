@@ -4,6 +4,7 @@ import gc
 import inspect
 import math
 import re
+import shutil
 import subprocess
 import sys
 import threading
@@ -307,6 +308,97 @@ def test_flex_attention_s_block_mask(programs):
     q, k, v = tensors(queries=64, keys=64)
     mask = flex.create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
     check(lambda: flashjit.attention(q, k, v, block_mask=mask), lambda: reference(q, k, v, causal(64, 64)), (q, k, v))
+
+
+def flex_blocks(kinds, block, mask_mod=None, lengths=None):
+    """A BlockMask whose blocks are 0 (none attend), 1 (mask_mod says) or 2 (all attend)."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+
+    def table(blocks):
+        order = torch.argsort(blocks.to(torch.int32), dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32), order.to(torch.int32)
+    kinds = torch.as_tensor(kinds)[(None,) * (4 - torch.as_tensor(kinds).dim())]
+    return flex.BlockMask.from_kv_blocks(*table(kinds == 1), *table(kinds == 2), BLOCK_SIZE=block, mask_mod=mask_mod,
+                                         **({} if lengths is None else {"seq_lengths": lengths}))
+
+
+def causal_mod(b, h, q, kv):
+    return q >= kv
+
+
+@pytest.mark.parametrize("block", [8, 16, 100, 512, (16, 100), "whole"])
+@pytest.mark.parametrize("heads", [None, 4])
+def test_flex_attention_s_blocks_of_any_size(programs, block, heads):
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = tensors(queries=130, keys=210)
+    shift = torch.tensor([0, 50, -20, 3])
+    mod = causal_mod if heads is None else lambda b, h, q, kv: q + shift[h] >= kv
+    if block == "whole":
+        mask = flex_blocks([[1]], 1 << 30, mod, (130, 210))
+    else:
+        mask = flex.create_block_mask(mod, None, heads, 130, 210, device="cpu", BLOCK_SIZE=block)
+    keep = torch.arange(130)[:, None] + (shift[:, None, None] if heads else 0) >= torch.arange(210)
+    check(lambda: flashjit.attention(q, k, v, block_mask=mask), lambda: reference(q, k, v, keep), (q, k, v))
+    with torch.no_grad():
+        assert torch.equal(flashjit.attention(q, k, v, block_mask=mask, lists=TileLists(q, k, v, block_mask=mask)),
+                           flashjit.attention(q, k, v, block_mask=mask))
+
+
+def keep_of(kinds, block, mod, queries, keys):
+    """The pairs that attend by a BlockMask's definition."""
+    kinds = torch.as_tensor(kinds)[..., (torch.arange(queries) // block)[:, None], torch.arange(keys) // block]
+    return (kinds == 2) | (kinds == 1) & mod(0, 0, torch.arange(queries)[:, None], torch.arange(keys))
+
+
+@pytest.mark.parametrize("block", [8, 16, 20])
+@pytest.mark.parametrize("through", ["eager", "compiled"])
+def test_flex_attention_s_mask_holds_in_partial_blocks_alone(programs, block, through):
+    torch.manual_seed(2)
+    q, k, v = tensors(queries=40, keys=56)
+    kinds = torch.randint(0, 3, (2, 4, -(-40 // block), -(-56 // block)))
+    mask = flex_blocks(kinds, block, causal_mod, (40, 56))
+    run = lambda q, k, v: flashjit.attention(q, k, v, block_mask=mask)
+    if through == "compiled":
+        run = compiled(run)
+    check(lambda: run(q, k, v), lambda: reference(q, k, v, keep_of(kinds, block, causal_mod, 40, 56)), (q, k, v))
+
+
+def test_a_block_mask_and_another_mask_hold_together(programs):
+    q, k, v = tensors(queries=32, keys=32)
+    near = lambda b, h, q, kv: q - kv < 5
+    mask = flex_blocks([[1, 0], [2, 1]], 16, causal_mod)
+    keep = keep_of([[1, 0], [2, 1]], 16, causal_mod, 32, 32) & (torch.arange(32)[:, None] - torch.arange(32) < 5)
+    check(lambda: flashjit.attention(q, k, v, block_mask=mask, mask_mod=near), lambda: reference(q, k, v, keep), (q, k, v))
+    same = flex_blocks([[1, 0], [1, 1]], 16, causal_mod)
+    check(lambda: flashjit.attention(q, k, v, block_mask=same, mask_mod=causal_mod), lambda: reference(q, k, v, causal(32, 32)),
+          (q, k, v))
+    with pytest.raises(flashjit.InvalidArgument, match="mask_mod of its own, .* give it as a function"):
+        flashjit.attention(q, k, v, block_mask=mask, mask_mod="q - kv < 5")
+
+
+def test_a_block_mask_of_another_length_is_refused():
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = tensors(queries=32, keys=32)
+    mask = flex.create_block_mask(causal_mod, None, None, 64, 64, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(flashjit.InvalidArgument, match=r"made for 64 queries and 64 keys, and q has 32 and k 32: .*_adjust\(32, 32\)"):
+        flashjit.attention(q, k, v, block_mask=mask)
+    assert torch.equal(flashjit.attention(q, k, v, block_mask=mask._adjust(32, 32)), flashjit.attention(q, k, v, causal=True))
+    short = flex.create_block_mask(causal_mod, None, None, 16, 16, device="cpu", BLOCK_SIZE=16)
+    with pytest.raises(flashjit.InvalidArgument, match=r"made for 16 queries and 16 keys, and q has 32 and k 32: make one for these\.$"):
+        flashjit.attention(q, k, v, block_mask=short)
+
+
+def test_a_block_mask_that_is_rewritten_in_place_is_read_again(programs):
+    """As a decode loop does with static buffers."""
+    q, k, v = tensors(queries=32, keys=48)
+    kinds = torch.tensor([[2, 0, 0], [1, 2, 0]])
+    mask = flex_blocks(kinds, 16, causal_mod, (32, 48))
+    for other in ([[2, 0, 0], [1, 2, 0]], [[0, 1, 2], [2, 2, 2]], [[1, 1, 1], [0, 0, 2]]):
+        fresh = flex_blocks(other, 16, causal_mod, (32, 48))
+        for name in ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices"):
+            getattr(mask, name).copy_(getattr(fresh, name))
+        check(lambda: flashjit.attention(q, k, v, block_mask=mask),
+              lambda: reference(q, k, v, keep_of(other, 16, causal_mod, 32, 48)), (q, k, v))
 
 
 def test_packed_sequences():
@@ -887,6 +979,47 @@ def test_importing_brings_nothing_in_but_the_package():
             "'libflashjit' in open('/proc/self/maps').read())")
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=child.environment())
     assert done.stdout.split() == ["flashjit", "False"]
+
+
+DRIVER = """
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+int cuInit(unsigned flags) { write(2, "cuInit\\n", 7); _exit(3); }
+int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* found) {
+  *function = strcmp(name, "cuInit") ? 0 : (void*)cuInit;
+  return *function ? 0 : 500;
+}
+int cuGetProcAddress(const char* name, void** function, int version, unsigned long flags) {
+  return cuGetProcAddress_v2(name, function, version, flags, 0);
+}
+"""
+
+
+def test_calls_on_the_cpu_leave_the_driver_alone(tmp_path):
+    """A process that forks afterwards could not use CUDA in its children. (PyTorch's own backward pass begins it all the same.)"""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler")
+    (tmp_path / "driver.c").write_text(DRIVER)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", tmp_path / "libcuda.so.1", tmp_path / "driver.c"], check=True)
+    code = """
+import torch, flashjit, flashjit.torch
+q, k, v = (torch.randn(1, 2, 32, 16) for _ in range(3))
+offsets = torch.tensor([0, 16, 32], dtype=torch.int32)
+packed = dict(cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=16, max_seqlen_kv=16)
+flashjit.attention(q, k, v, causal=True, return_lse=True)
+flashjit.attention(q, k, v, dropout_p=0.1, score_mod=lambda s, b, h, q, kv: s * 2, kv_lengths=torch.tensor([9], dtype=torch.int32))
+flashjit.attention(q, k, v, lists=flashjit.TileLists(q, k, v, **packed), **packed)
+flashjit.attention(q.requires_grad_(), k, v)
+flashjit.torch.scaled_dot_product_attention(q, k, v, torch.ones(32, 32, dtype=torch.bool))
+flashjit.forward(q.detach(), k, v)
+flashjit.runtime()
+"""
+    named = child.environment(LD_LIBRARY_PATH=tmp_path, FLASHJIT_LIBCUDA=tmp_path / "none.so")
+    run = lambda code: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=named)
+    done = run(code)
+    assert done.returncode == 0, done.stderr
+    assert run("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)").returncode == 3
 
 
 @pytest.mark.parametrize("function", [flashjit.attention, flashjit.forward, flashjit.backward, flashjit.build_lists, flashjit.trace,

@@ -6,6 +6,7 @@ from typing import Any, Mapping, Sequence, Union
 import torch
 from torch import Tensor
 
+from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
@@ -39,7 +40,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
     captures: the values of the names in texts: tensors of 1 to 4 dimensions, and numbers.
-    block_mask: BlockMap, or FlexAttention's BlockMask.
+    block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
+        as mask_mod too holds everywhere. Tables that are rewritten in place are read again.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
         cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
         Rows after the last sequence's end, as trainers pad them, get zeros. On the GPU cu_seqlens is not checked: wrong values
@@ -71,6 +73,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
+        if block_mask is not None:
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2],
+                                               compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ._blocks import read_blocks
 from ._plans import BuiltLists, plan_of
 from ._problem import autocast, check_types, read_problem
 from .errors import Unsupported, WrongType
@@ -45,6 +46,8 @@ class TileLists:
         if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward
+        if block_mask is not None:
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], False)
         fixed, values, problem = read_problem(causal, None, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               both)

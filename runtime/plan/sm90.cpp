@@ -247,8 +247,8 @@ double cost_of_tile(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 /// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many
-/// `slots`. The last one's tiles are cut where there is no mask, see ForwardWalk in
-/// templates/sm90/forward.cuh.
+/// `slots`. The last one's tiles are split where there is no mask: kSplitTailWave of
+/// templates/sm90/forward_policy.cuh.
 double cost_of_rounds(const AttentionSpec& spec, const TileConfig& c, std::int64_t count,
                       std::int64_t slots) {
   const std::int64_t whole = count / slots, over = count % slots;
@@ -426,7 +426,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
   TensorBoxes boxes;
   bool plane = false;
   if (is_forward(spec)) {
-    // As kStagesOutput of templates/sm90/forward.cuh has it.
+    // As kTmaStoresO of templates/sm90/forward_policy.cuh has it.
     const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.in_parts;
     boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, c.packs_heads, {}};
     plane = reads_plane(spec);

@@ -24,8 +24,9 @@ struct ForwardTiles {
 };
 ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config);
 
-/// Blocks of the forward pass that take neighbouring Q tiles, as ForwardWalk in templates/sm90/forward.cuh
-/// has it: two where a mask makes tiles unlike and the kernel shares them out, else one.
+/// Blocks of the forward pass that take neighbouring Q tiles, as TileScheduler in
+/// templates/sm90/forward_schedule.cuh has it: two where a mask makes tiles unlike and the kernel shares them
+/// out, else one.
 int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& config);
 
 /// The shared memory of the backward pass, as BackwardSmem in templates/sm90/backward_smem.cuh has it.

@@ -1,0 +1,94 @@
+// The epilogue of the forward pass: LSE of a warpgroup's rows, and O from its accumulators to global memory.
+#pragma once
+
+#include "flashjit/async/warp_roles.cuh"
+#include "flashjit/common/sink.cuh"
+#include "flashjit/common/split.cuh"
+#include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/sm90/forward_softmax.cuh"
+
+namespace flashjit::sm90 {
+
+/// PackGQA: the row of LSE, and of O's splits, of one of a thread's two rows; -1: none.
+template <class P>
+__device__ __forceinline__ long long packed_row(const Params& p, const WorkTile<P>& work, int wg, int half) {
+  const int row = own_row() + half * 8, query = query_of_row<P>(p, row);
+  const int head = row - query * p.packed.heads, q = work.q_begin + wg * p.packed.queries + query;
+  if (query >= p.packed.queries || head >= work.heads || q >= work.sequence.seqlen_q(p)) return -1;
+  return work.sequence.lse_row(p, work.h + head) + q;
+}
+
+/// Writes LSE = m + log(l) of the rows; `scale` is what O must be multiplied by, 1 / l.
+template <class P>
+__device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
+                                              const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
+  const float to_log2 = scale_operand<P>(p);
+  float lse[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float sum = rows.sum[half];
+    sum += __shfl_xor_sync(kWholeWarp, sum, 1);
+    sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+    // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
+    const float highest = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
+    const float rest = fmaf(rows.max[half], to_log2, -__fmul_rn(rows.max[half], to_log2));
+    lse[half] = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    const RowEnd end = end_of_row<P>(p, work.h, lse[half]);
+    lse[half] = end.lse;
+    scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
+  }
+  float* to = lse_of<P>(p, work.split);
+  if (to == nullptr || threadIdx.x % 4 != 0) return;
+  if constexpr (P::kPacksHeads) {
+    for (int half = 0; half < 2; ++half)
+      if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = lse[half];
+    return;
+  }
+  const int q = work.q_begin + wg * kGroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
+  to += work.sequence.lse_row(p, work.h) + q;
+  if (count > 0) to[0] = lse[0];
+  if (count > 8) to[8] = lse[1];
+}
+
+/// Multiplies the thread's two rows of O.
+template <int kCount>
+__device__ __forceinline__ void scale_o(float (&o)[kCount], const float (&scale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kCount; ++n) o[n] *= scale[n / 2 % 2];
+}
+
+/// Stores O of a work tile, scaled already.
+template <class P, int kCount>
+__device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
+                                        const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
+                                        const float (&o)[kCount]) {
+  using Element = typename P::Element;
+  const int q_begin = work.q_begin + wg * kGroupRows;
+  if constexpr (P::kPacksHeads) {
+    for (int half = 0; half < 2; ++half)
+      if (const long long row = packed_row(p, work, wg, half); row >= 0)
+        store_split<P>(p, work.split, row, half, o);
+  } else if constexpr (P::kSplit) {
+    for (int half = 0; half < 2; ++half)
+      if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
+        store_split<P>(p, work.split, work.sequence.lse_row(p, work.h) + q, half, o);
+  } else if constexpr (kTmaStoresO<P>) {
+    const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    if (elected()) bulk_wait_read();  // of the work tile before
+    __syncwarp();
+    stage_rows<Element, kGroupRows>(o, smem.o(wg), first_row);
+    publish_to_async_proxy();
+    __syncwarp();
+    if (!elected()) return;
+    for (int slice = 0; slice < slices(P::kHeadDimV); ++slice)
+      store_box(maps.o, smem.o(wg) + (slice * kGroupRows + first_row) * kRowBytes, slice * kSliceColumns,
+                q_begin + first_row, work.h, work.sequence.batch());
+    bulk_commit();
+  } else {
+    const int q = q_begin + own_row();
+    store_rows<Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
+                        work.sequence.seqlen_q(p) - q);
+  }
+}
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,158 @@
+// Every compile-time switch of the forward pass: what it decides, and the measurement that decided it (H100,
+// tools/bench/NOTES.md). To tune the kernel, begin here.
+#pragma once
+
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/common/visible.cuh"
+#include "flashjit/sm90/layout.cuh"
+
+namespace flashjit::sm90 {
+
+// --- Schedule ---------------------------------------------------------------------------------------------
+
+/// Q tiles that a CTA computes at a time. Each is a slot with its own consumer warpgroups, producer warps and
+/// shared memory. One CTA of two slots leaves a thread 112 registers, two CTAs of one slot 104, one too few
+/// for 128 x 64. d64: butterfly 401 -> 384 us, windows +7 to +18%, causal 384 to 1k +5 to +10%, longer rows
+/// slower. NOTES.md#two-q-tiles-per-cta
+template <class P>
+constexpr int kQTilesPerCta = (P::kWarps * kWarpRows) / P::kBr;
+
+/// LPT order: Q tiles of several heads come longest first. A mask of keys alone leaves all rows alike, and
+/// tiles that must be evaluated to be classed are scattered: without a known long row, heads one after the
+/// other keep their K and V in L2. Butterfly +4.4%, padding +8% (d64) to +23% (d256).
+/// NOTES.md#walking-lists
+template <class P>
+constexpr bool kLptOrder = P::kHasMask&& P::kMaskBlockQ > 0 && !P::kEvaluateTiles;
+
+/// Without a mask no heads are mixed, so one division finds a Q tile instead of eight, which a CTA's first
+/// load waits for. d128, 1k: 18.9 -> 18.8 us; d64 -0.5 to -1%, as ptxas orders its softmax otherwise.
+/// NOTES.md#exponentials-and-instructions
+template <class P>
+constexpr bool kHeadMajorOrder = !P::kHasMask && P::kHeadDimV > 64;
+
+/// Tail-wave split: without a mask all Q tiles cost the same, so the tiles of the last, partial wave are
+/// split by warpgroups among more CTAs. d64 512 to 4k +2.2 to +2.9%, d128 8k and 16k +1.7%.
+/// NOTES.md#tail-wave-split
+template <class P>
+constexpr bool kSplitTailWave = !P::kHasMask && !kLists<P> && !P::kSplit && P::kBr > kGroupRows;
+
+/// Where KV tiles are listed, the producer posts each tile's list entry in shared memory beside its K.
+/// Butterfly +2.2%, block maps at d64 +1 to +2%. With one Q tile at a time and a mask tested pair by pair
+/// that cost 4 to 8% at d128: there the consumers read the list themselves, a step ahead.
+/// NOTES.md#walking-lists
+template <class P>
+constexpr bool kConsumersReadList = (kLists<P> && kTestsMask<P> && kQTilesPerCta<P> == 1);
+template <class P>
+constexpr bool kProducerPostsEntries = kLists<P> && !kConsumersReadList<P>;
+
+/// The type of pipeline counters. Unsigned, a stage and its phase are fewer instructions: causal d128 +1.4 to
+/// +2.0% from 4k on; but lists tested pair by pair -1 to -3.5%.
+/// NOTES.md#ptxas-orders-equal-sources-differently
+template <bool kSigned>
+struct PipelineCountOf {
+  using Type = unsigned;
+};
+template <>
+struct PipelineCountOf<true> {
+  using Type = int;
+};
+template <class P>
+using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
+
+// --- Products ---------------------------------------------------------------------------------------------
+
+/// Intra-warpgroup overlap (FlashAttention-3, section 3.2): a warpgroup's own P V runs under its softmax,
+/// too. d128 +1 to +5%, d256 +1%, d64 -2 to -10%: for few columns P V is so short that the other warpgroups'
+/// products fill the time. NOTES.md#order-of-a-step
+template <class P>
+constexpr bool kIntraWarpgroupOverlap = P::kHeadDimV > 64;
+
+/// The first P V of a Q tile overwrites O, so that O need not be cleared. Short rows +1 to +2%, block maps at
+/// d64 +1.7 to +2.6%; d64 full -0.7 to -1.6% by another order of the same instructions, and 8 to 20 bytes of
+/// spills with two bounds and two Q tiles at a time.
+/// NOTES.md#the-first-and-the-last-product-of-a-q-tile
+template <class P>
+constexpr bool kFirstPvOverwritesO = P::kHeadDimV > 64 || P::kBlockMap || P::kMaskBounds == 1;
+
+/// A product is one asm statement instead of one for each step of 16 columns, which compiles sooner. d256
+/// 1.40 -> 1.27 s; d128 causal runs at 0.983, since ptxas orders fewer columns otherwise then.
+/// NOTES.md#what-a-compilation-consists-of
+template <class P>
+constexpr bool kOneStatementPerProduct = has_whole_products(P::kHeadDimV);
+
+/// V's descriptor is found from K's, since V of a stage is as far from K in every stage. d128 +0.3 to +0.9%,
+/// d64 -3%. NOTES.md#ptxas-orders-equal-sources-differently
+template <class P>
+constexpr bool kVDescriptorFromK = P::kHeadDim > 64 &&
+                                   tile_bytes(P::kBc, P::kHeadDim) == tile_bytes(P::kBc, P::kHeadDimV) &&
+                                   !kConsumersReadList<P>;
+
+/// V's barrier is polled at the end of the step before, as K's always is, so that the warpgroup holds the
+/// ping-pong barrier shortly. Lists +0.5 to +1%; else -1%, and d256 spills 100 bytes.
+/// NOTES.md#where-a-steps-time-goes
+template <class P>
+constexpr bool kPollsV = (kProducerPostsEntries<P> && P::kHeadDim <= 128);
+
+// --- Softmax ----------------------------------------------------------------------------------------------
+
+/// O is rescaled only when a row's maximum grows by more than this many powers of two (lazy rescaling; FA4's
+/// rescale threshold); row sum and O share the factor. d256 +8 to +11%, d128 +1 to +2%, d64 -2%, where the
+/// test costs more than the multiplications.
+/// NOTES.md#rescaling-o
+template <class P>
+constexpr float kRescaleThreshold = P::kHeadDimV > 64 ? 8.0f : 0.0f;
+template <class P>
+constexpr bool kLazyRescale = (kRescaleThreshold<P>) != 0.0f;
+
+/// The exponentials of a thread's two rows alternate column by column, instead of row after row. Two listed Q
+/// tiles at a time +1 to +3%; d64 else -0.4 to -1%, d128 -0.5%.
+/// NOTES.md#ptxas-orders-equal-sources-differently
+template <class P>
+constexpr bool kAlternatesRows = (kProducerPostsEntries<P> && kQTilesPerCta<P> > 1);
+
+/// A mask that ends within a KV tile, as causal ones do, leaves some warpgroups without its second half: the
+/// softmax of a Q tile's first step is then over a partial KV tile. Causal d64 512 +3.0%, 1k +1.5%, 2k +2.9%;
+/// d128 0, d256 -0.8%, where products take longer than the softmax; two Q tiles at a time spill.
+/// NOTES.md#the-first-and-the-last-product-of-a-q-tile
+template <class P>
+constexpr int kPartialKvTile = (P::kBc / 2 + 15) / 16 * 16;
+template <class P>
+constexpr bool kPartialFirstStep =
+    P::kHasMask && !kLists<P> && !P::kPacksHeads && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
+    (P::kBr > kGroupRows) && kQTilesPerCta<P> == 1;
+
+// --- Mask and dropout -------------------------------------------------------------------------------------
+
+/// The mask's bounds give each Q tile the range of keys within which KV tiles are full, once, instead of
+/// classifying each KV tile. With the next switch window d64 +4.3%, d128 +2.9%; causal d128 +0.8 to +1.1%.
+/// NOTES.md#masked-tiles
+template <class P>
+constexpr bool kFullTilesByBounds = (P::kMaskBounds > 0 && !kLists<P>);
+
+/// A word of bits says which keys of a row attend, instead of two comparisons of every pair. Window d64
+/// +3.5%, d128 +0.3%; causal d64 -1.4%: for masks of two bounds.
+/// NOTES.md#masked-tiles
+template <class P>
+constexpr bool kMasksByBits = (P::kMaskBounds > 1);
+
+/// Dropout's bits are drawn while S is computed, and wait in registers; else where P is packed. Early, late:
+/// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13.
+/// NOTES.md#dropout
+template <class P>
+constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128);
+
+// --- Shared memory and epilogue ---------------------------------------------------------------------------
+
+template <class P>
+constexpr ForwardLayout kForwardLayout{P::kBr,          P::kBc,       P::kHeadDim,         P::kHeadDimV,
+                                       P::kStages,      P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
+                                       kQTilesPerCta<P>};
+
+/// O leaves through shared memory and TMA, with half of the instructions of stores by threads, where O has
+/// room of its own. d128 512 +3.2%, 1k +1.1 to +2.9%; d64 +0.8%. Not for packed sequences, whose boxes would
+/// reach into the next sequence, nor for splits of the keys, whose O is fp32.
+/// NOTES.md#epilogue
+template <class P>
+constexpr bool kTmaStoresO = kForwardLayout<P>.stages_output() && !P::kVarlen && !P::kSplit;
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,161 @@
+// The producer warpgroup of the forward pass: one thread loads K and V, another schedules work tiles and
+// loads Q, a warp finds the score's column terms, and a warp writes the rows that meet no keys.
+#pragma once
+
+#include "flashjit/async/tma.cuh"
+#include "flashjit/common/sink.cuh"
+#include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/sm90/plane.cuh"
+
+namespace flashjit::sm90 {
+
+/// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
+/// tile's, before V of this one. The bias tile comes with K, since the scores read it before P V. By one
+/// thread.
+template <class P>
+__device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>& smem,
+                                        const TensorMaps& maps) {
+  using Storage = ForwardStorage<P>;
+  int v_row = 0, v_head = 0, v_batch = 0;  // of the tile whose K was loaded last
+  const auto load_v = [&](int n) {
+    barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+    barrier_expect(smem.v_full(n), Storage::kVBytes);
+    load_tile<P::kBc, P::kHeadDimV>(smem.v(n), maps.v, smem.v_full(n), v_row, v_head, v_batch);
+  };
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    const int head = work.h / p.qhead_per_kvhead(), batch = work.sequence.batch();
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      // The KV tile: the next of the work tile's range or list.
+      const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
+      const int row = work.sequence.kv_row(begin);
+      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+      if constexpr (kProducerPostsEntries<P>)
+        smem.entry(n) = begin + P::kBc <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
+      barrier_expect(smem.k_full(n), Storage::kKBytes);
+      load_tile<P::kBc, P::kHeadDim>(smem.k(n), maps.k, smem.k_full(n), row, head, batch);
+      if constexpr (P::kBiasTile) {
+        barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
+        expect_with_plane<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
+                                          P::bias_tile(p, work.sequence.head(p, work.h)), smem.bias_tile(n),
+                                          work.q_begin, begin);
+      }
+      if (n > 0) load_v(n - 1);
+      v_row = row, v_head = head, v_batch = batch;
+    }
+  }
+  if (n > 0) load_v(n - 1);
+}
+
+/// PackGQA: loads a warpgroup's rows of Q of all heads of the work tile; none where there is no more work.
+template <class P>
+__device__ __forceinline__ void load_packed_q(const Params& p, const ForwardStorage<P>& smem,
+                                              const TensorMaps& maps, int wg, int round, bool more) {
+  const WorkTile<P>& work = smem.work(round);
+  const int row = work.sequence.q_row(work.q_begin) + wg * p.packed.queries;
+  const unsigned full = smem.q_full(wg, round);
+  const int row_bytes = ForwardStorage<P>::kQBytes / kGroupRows;
+  barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
+  for (int slice = 0; more && slice < slices(P::kHeadDim); ++slice)
+    load_packed_box(smem.q(wg, round) + slice * kGroupRows * kRowBytes, maps.q, full, slice * kSliceColumns,
+                    work.h - work.h_kv * p.packed.shared, row, work.h_kv, work.sequence.batch());
+}
+
+/// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
+template <class P>
+__device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
+                                                    const TensorMaps& maps) {
+  using Storage = ForwardStorage<P>;
+  const TileScheduler<P> scheduler(p);
+#pragma unroll 1
+  for (int round = 0, wave = 0;; ++wave) {
+    WorkTile<P>& work = smem.work(round);
+    TileCoord coord;
+    const bool more = scheduler.find(scheduler.next(p, smem.slot, wave), coord);
+    work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
+    if (more && work.count() == 0) continue;
+    barrier_arrive(smem.work_full(round));
+#pragma unroll 1
+    for (int wg = 0; wg < Storage::kWarpgroups; ++wg) {
+      barrier_wait<P>(smem.q_empty(wg, round), smem.q_phase(round) ^ 1);
+      if constexpr (P::kPacksHeads) {
+        load_packed_q(p, smem, maps, wg, round, more);
+      } else {
+        barrier_expect(smem.q_full(wg, round), more ? Storage::kQBytes : 0);
+        if (!more) continue;
+        load_tile<kGroupRows, P::kHeadDim>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
+                                           work.sequence.q_row(work.q_begin) + wg * kGroupRows, work.h,
+                                           work.sequence.batch());
+      }
+    }
+    if (!more) break;
+    ++round;
+  }
+}
+
+/// Finds the score's column terms of each KV tile, once for all rows of the Q tile. By one warp.
+template <class P>
+__device__ __forceinline__ void find_column_terms(const Params& p, const ForwardStorage<P>& smem) {
+  constexpr int kPerLane = (P::kBc + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    const auto head = work.sequence.head(p, work.h);
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      float terms[kPerLane];
+#pragma unroll
+      for (int own = 0; own < kPerLane; ++own)
+        terms[own] = P::score_column_term(p, head, position(work.kv_begin(i) + own * 32 + lane));
+      barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
+#pragma unroll
+      for (int own = 0; own < kPerLane; ++own)
+        if (own * 32 + lane < P::kBc) smem.column_terms(n)[own * 32 + lane] = terms[own];
+      barrier_arrive(smem.terms_full(n));
+    }
+  }
+}
+
+/// Writes O and LSE of the Q tiles without keys, which the other warps skip: LSE alone for a split of the
+/// keys. By the threads of one warp, or most of them.
+template <class P>
+__device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int thread, int threads) {
+  constexpr int kChunks = P::kHeadDimV / 8;
+  const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
+                 all = rows * p.batch * scheduled_heads<P>(p) * splits;
+#pragma unroll 1
+  for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
+    const WorkTile<P> work(p, {index / splits / rows,
+                               index / splits % rows,
+                               {0, P::kBr / kGroupRows},
+                               static_cast<int>(index % splits)});
+    if (work.count() > 0) continue;
+    const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
+    if constexpr (!P::kSplit) {
+      unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
+#pragma unroll 1
+      for (int chunk = thread; chunk < count * kChunks; chunk += threads)
+        *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) =
+            uint4{0, 0, 0, 0};
+    }
+    float* lse = lse_of<P>(p, work.split);
+    if (lse == nullptr) continue;
+#pragma unroll 1
+    for (int h = work.h; h < work.end(work.h); ++h) {
+      float* of_head = lse + work.sequence.lse_row(p, h) + work.q_begin;
+#pragma unroll 1
+      for (int row = thread; row < count; row += threads) of_head[row] = end_of_row<P>(p, h, -infinity()).lse;
+    }
+  }
+}
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,168 @@
+// The tile scheduler of the forward pass: which Q tile a CTA computes next, and which KV tiles that one
+// meets.
+#pragma once
+
+#include "flashjit/async/cluster.cuh"
+#include "flashjit/sm90/forward_policy.cuh"
+#include "flashjit/sm90/tile_order.cuh"
+
+namespace flashjit::sm90 {
+
+/// Q tile slots of the whole grid, and this slot's index among them: first slots first, so that few Q tiles
+/// have a CTA each.
+template <class P>
+__device__ __forceinline__ unsigned grid_slots() {
+  return gridDim.x * kQTilesPerCta<P>;
+}
+template <class P>
+__device__ __forceinline__ unsigned slot_index(int slot) {
+  return blockIdx.x + slot * gridDim.x;
+}
+
+/// A warpgroup has one row for each query of one head; with PackGQA its rows are of several query heads that
+/// share K and V, which are then read once for all of them.
+template <class P>
+__device__ __forceinline__ int queries_per_warpgroup(const Params& p) {
+  return P::kPacksHeads ? p.packed.queries : kGroupRows;
+}
+template <class P>
+__device__ __forceinline__ int queries_per_tile(const Params& p) {
+  return P::kBr / kGroupRows * queries_per_warpgroup<P>(p);
+}
+/// The query of a row, counted from the warpgroup's first.
+template <class P>
+__device__ __forceinline__ int query_of_row(const Params& p, int row) {
+  return P::kPacksHeads ? static_cast<int>(row * p.packed.inverse >> 16) : row;
+}
+/// Q tiles of a head, or of a set of packed heads; and how many of these a batch entry has.
+template <class P>
+__device__ __forceinline__ unsigned q_tiles_per_head(const Params& p) {
+  return P::kPacksHeads ? (p.seqlen_q + queries_per_tile<P>(p) - 1) / queries_per_tile<P>(p) : q_tiles<P>(p);
+}
+template <class P>
+__device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
+  return P::kPacksHeads ? p.heads_kv * p.packed.sets : p.heads_q;
+}
+
+/// What the scheduler hands out: a Q tile, some of its warpgroups, and one split of its keys.
+struct TileCoord {
+  unsigned batch_head;  ///< among batch entries and their scheduled heads
+  unsigned q_tile;
+  Range warpgroups;
+  int split;
+};
+
+/// Hands out the Q tiles, one a wave to each slot of the grid; where KV tiles are listed, and Q tiles
+/// therefore differ in cost, dynamically by a counter. Without a mask the tiles of a head follow each other,
+/// so that its K and V are read once. A mask makes some rows longer: LPT order then balances the CTAs. The
+/// CTAs of a cluster share nothing, but take neighbouring tiles of a head, where its tiles make whole sets of
+/// them: they are near to the same half of L2, and what the other half has of K and V crosses once for all of
+/// them.
+template <class P>
+struct TileScheduler {
+  static constexpr unsigned kWarpgroups = P::kBr / kGroupRows;
+  static constexpr bool kWindows = P::kMaskBounds > 1;
+  TileOrder order;
+  unsigned whole, pieces = 1;  ///< the first Q tile of the split tail wave, and the pieces of each
+  unsigned splits;             ///< splits of the keys, each a work tile of its own
+
+  __device__ explicit TileScheduler(const Params& p)
+      : order(q_tiles_per_head<P>(p), p.batch * scheduled_heads<P>(p), cluster_size()),
+        whole(order.size()),
+        splits(num_splits<P>(p)) {
+    const unsigned slots = grid_slots<P>();
+    if (slots >= order.size() * splits) return;  // a single wave
+    if constexpr (kSplitTailWave<P>) {
+      const unsigned over = whole % slots;
+      whole -= over;
+      for (pieces = kWarpgroups; over * pieces > slots;) --pieces;
+    }
+    if (kLptOrder<P>) order.mix(slots, kWindows);
+  }
+  /// The index of a slot's next work tile.
+  __device__ unsigned next(const Params& p, int slot, unsigned wave) const {
+    if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
+    return order.number(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
+  }
+  /// The tile of an index; false behind the last.
+  __device__ bool find(unsigned index, TileCoord& found) const {
+    found.warpgroups = {0, static_cast<int>(kWarpgroups)};
+    found.split = static_cast<int>(index % splits);
+    index /= splits;
+    if (kSplitTailWave<P> && index >= whole) {
+      const unsigned piece = (index - whole) % pieces, size = (kWarpgroups + pieces - 1) / pieces;
+      index = whole + (index - whole) / pieces;
+      found.warpgroups = {static_cast<int>(piece * size),
+                          static_cast<int>(min((piece + 1) * size, kWarpgroups))};
+    }
+    if (index >= order.size()) return false;
+    if constexpr (kHeadMajorOrder<P>) {
+      found.batch_head = index / order.rows;
+      found.q_tile = order.rows - 1 - index % order.rows;
+    } else {
+      const OrderedTile tile = order.at(index);
+      found.batch_head = tile.head;
+      found.q_tile = tile.tile;
+    }
+    return true;
+  }
+};
+
+/// The query heads of a work tile, from its first: one, or with PackGQA a set.
+template <bool kPackGqa>
+struct WorkTileHeads {
+  __device__ int end(int h) const { return h + 1; }
+};
+template <>
+struct WorkTileHeads<true> {
+  int h_kv, heads;
+  __device__ int end(int h) const { return h + heads; }
+};
+
+/// A Q tile and the KV tiles that it meets. The producer makes it in shared memory, the consumers read it
+/// there.
+template <class P>
+struct WorkTile : WorkTileHeads<P::kPacksHeads> {
+  Sequence<P> sequence;
+  int h = -1;  ///< the first query head; -1: there is no more work
+  int q_begin = 0;
+  int warpgroups = 0;    ///< that have rows
+  unsigned partial = 0;  ///< bit n: the first step of warpgroup n is over a partial KV tile
+  int split = 0;         ///< the split of the keys
+  KvTiles<P> kv_tiles;   ///< visited from the last to the first
+
+  __device__ WorkTile() {}
+  __device__ WorkTile(const Params& p, const TileCoord& coord)
+      : sequence(p, static_cast<int>(coord.batch_head / scheduled_heads<P>(p))),
+        h(static_cast<int>(coord.batch_head % scheduled_heads<P>(p))),
+        q_begin(static_cast<int>(coord.q_tile) * queries_per_tile<P>(p) +
+                coord.warpgroups.begin * kGroupRows),
+        warpgroups(coord.warpgroups.end - coord.warpgroups.begin),
+        split(coord.split) {
+    if constexpr (P::kPacksHeads) {
+      const int first = h % p.packed.sets * p.packed.heads;
+      this->h_kv = h / p.packed.sets;
+      this->heads = min(p.packed.heads, p.packed.shared - first);
+      h = this->h_kv * p.packed.shared + first;
+    }
+    const int q_tile = static_cast<int>(coord.q_tile);
+    const Range q_range = tile_range(q_tile, queries_per_tile<P>(p), sequence.seqlen_q(p));
+    if (q_range.begin >= q_range.end) return;
+    const auto head = sequence.head(p, h);
+    kv_tiles = KvTiles<P>(p, head, q_tile, q_range, sequence.seqused_kv(p));
+    if constexpr (P::kSplit) kv_tiles.keep_split(p, split);
+    if constexpr (kPartialFirstStep<P>) {
+      const int end = kv_begin(count() - 1) + kPartialKvTile<P>;
+#pragma unroll
+      for (int wg = 0; wg < P::kBr / kGroupRows; ++wg) {
+        const Range q = tile_range(q_begin / kGroupRows + wg, kGroupRows, q_range.end);
+        if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.seqused_kv(p)) <= end)
+          partial |= 1u << wg;
+      }
+    }
+  }
+  __device__ int count() const { return kv_tiles.count; }
+  __device__ int kv_begin(int i) const { return kv_tiles.tile(i) * P::kBc; }
+};
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,113 @@
+// Shared memory of the forward pass: the parts that ForwardLayout lays out, by name, and the barriers of the
+// pipelines between producer and consumers. No two parts overlap.
+#pragma once
+
+#include "flashjit/async/mbarrier.cuh"
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/sm90/forward_schedule.cuh"
+
+namespace flashjit::sm90 {
+
+/// The shared memory of one Q tile slot. `n` counts the slot's KV tiles and `round` its work tiles with keys,
+/// from the kernel's start: a stage is the count modulo the number of stages, its phase the quotient's
+/// parity.
+template <class P>
+struct ForwardStorage {
+  static constexpr ForwardLayout kLayout = kForwardLayout<P>;
+  static constexpr int kWarpgroups = kLayout.groups(), kQStages = kLayout.q_stages();
+  static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warpgroup's
+  static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
+  static constexpr int kSliceBytes = P::kBc * kRowBytes;
+  static_assert(sizeof(WorkTile<P>) <= kWorkBytes);
+  using Count = PipelineCount<P>;
+
+  int slot;
+  char* shared;   ///< the slot's part, aligned
+  unsigned base;  ///< the address of that
+
+  __device__ ForwardStorage(int slot, char* all) : slot(slot) {
+    const unsigned begin = (shared_address(all) + kAlignment - 1) / kAlignment * kAlignment;
+    base = begin + slot * kLayout.team_bytes();
+    shared = all + (base - shared_address(all));
+  }
+
+  // Tiles.
+  __device__ unsigned q(int wg, Count round) const {
+    return base + kLayout.q() + (wg + round % kQStages * kWarpgroups) * kQBytes;
+  }
+  __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
+  __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
+  __device__ unsigned bias_tile(Count n) const {
+    return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
+  }
+  __device__ unsigned o(int wg) const {
+    return base + kLayout.o() + wg * tile_bytes(kGroupRows, P::kHeadDimV);
+  }
+  /// The score's column terms: what it reads of the keys of tile n.
+  __device__ float* column_terms(Count n) const {
+    return reinterpret_cast<float*>(shared + kLayout.values() + n % P::kStages * kLayout.values_bytes());
+  }
+  __device__ WorkTile<P>& work(Count round) const {
+    return *reinterpret_cast<WorkTile<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
+  }
+  /// The list entry of tile n, where KV tiles are listed.
+  __device__ int& entry(Count n) const {
+    return reinterpret_cast<int*>(shared + kLayout.entries())[n % P::kStages];
+  }
+
+  // mbarriers: of Q, each warpgroup's; of K and V, four a stage; of work tiles; of what the score reads.
+  __device__ unsigned q_full(int wg, Count round) const {
+    return base + kLayout.barriers() + (wg + round % kQStages * kWarpgroups) * 16;
+  }
+  __device__ unsigned q_empty(int wg, Count round) const { return q_full(wg, round) + 8; }
+  __device__ int q_phase(Count round) const { return round / kQStages & 1; }
+  __device__ unsigned k_full(Count n) const {
+    return base + kLayout.barriers() + kQStages * kWarpgroups * 16 + n % P::kStages * 32;
+  }
+  __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
+  __device__ unsigned v_full(Count n) const { return k_full(n) + 16; }
+  __device__ unsigned v_empty(Count n) const { return k_full(n) + 24; }
+  __device__ int phase(Count n) const { return n / P::kStages & 1; }
+  __device__ unsigned work_full(Count round) const {
+    return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8;
+  }
+  __device__ int work_phase(Count round) const { return round / kKeptWorks & 1; }
+  /// Of the bias tile or the column terms of tile n.
+  __device__ unsigned terms_full(Count n) const {
+    return work_full(0) + kKeptWorks * 8 + n % P::kStages * 16;
+  }
+  __device__ unsigned terms_empty(Count n) const { return terms_full(n) + 8; }
+
+  // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup.
+  __device__ int ping_pong(int wg) const {
+    return 1 + (kQTilesPerCta<P> > 1 ? slot * 2 * kWarpgroups : 0) + wg;
+  }
+  __device__ int warpgroup_barrier(int wg) const { return ping_pong(wg) + kWarpgroups; }
+
+  /// By one thread. A consumer warp arrives once, but a thread for itself on what threads wrote: racecheck
+  /// takes no lane's arrival for its warp's reads.
+  __device__ void init_barriers() const {
+    for (int wg = 0; wg < kWarpgroups; ++wg) {
+      for (int round = 0; round < kQStages; ++round) {
+        barrier_init(q_full(wg, round), 1);
+        barrier_init(q_empty(wg, round), 4);
+      }
+    }
+    for (int round = 0; round < kKeptWorks; ++round) barrier_init(work_full(round), 1);
+    for (int stage = 0; stage < P::kStages; ++stage) {
+      barrier_init(k_full(stage), 1);
+      barrier_init(v_full(stage), 1);
+      barrier_init(k_empty(stage), kWarpgroups * (kProducerPostsEntries<P> ? 128 : 4));
+      barrier_init(v_empty(stage), kWarpgroups * 4);
+      if constexpr (P::kBiasTile) {
+        barrier_init(terms_full(stage), 1);
+        barrier_init(terms_empty(stage), kWarpgroups * 4);
+      } else if constexpr (P::kScoreColumnTerm) {
+        barrier_init(terms_full(stage), 32);
+        barrier_init(terms_empty(stage), kWarpgroups * 128);
+      }
+    }
+  }
+};
+
+}  // namespace flashjit::sm90

@@ -1,0 +1,189 @@
+// S to P: the score program, the mask and the online softmax of a warpgroup's S, in registers.
+#pragma once
+
+#include "flashjit/common/sink.cuh"
+#include "flashjit/common/tile_mask.cuh"
+#include "flashjit/sm90/forward_schedule.cuh"
+#include "flashjit/sm90/fragment.cuh"
+
+namespace flashjit::sm90 {
+
+/// The keys that are no padding and, where the mask's bounds say so, that all queries of a range attend to.
+template <class P>
+__device__ __forceinline__ Range keys_of_all_rows(const Params& p, const typename P::Head& head, Range q,
+                                                  int seqused_kv) {
+  if constexpr (!kFullTilesByBounds<P>) {
+    return {0, seqused_kv};
+  } else {
+    const Range keys = P::kv_bounds_of_all(p, head, q);
+    return {keys.begin, min(keys.end, seqused_kv)};
+  }
+}
+
+/// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
+/// first.
+template <class P>
+struct SoftmaxRows {
+  Range q{0, 0};          ///< the warpgroup's queries
+  Range full_keys{0, 0};  ///< that all of them attend to
+  int seqused_kv = 0;
+  typename P::Head head;
+  float max[2], sum[2];    ///< the thread's rows: m and l so far
+  float row_term[2] = {};  ///< what the score reads of the rows' queries
+  int packed_query[2];     ///< PackGQA: the rows' queries, which else follow from `q`
+
+  __device__ void begin(const Params& p, const WorkTile<P>& work, int wg) {
+    const int queries = queries_per_warpgroup<P>(p), q_begin = work.q_begin + wg * queries;
+    q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
+    if constexpr (P::kPacksHeads)
+      for (int half = 0; half < 2; ++half)
+        packed_query[half] = q_begin + query_of_row<P>(p, own_row() + half * 8);
+    seqused_kv = work.sequence.seqused_kv(p);
+    head = work.sequence.head(p, work.h);
+    full_keys = keys_of_all_rows<P>(p, head, q, seqused_kv);
+    max[0] = max[1] = -infinity();
+    sum[0] = sum[1] = 0.0f;
+    if constexpr (P::kScoreRowTerm)
+      for (int half = 0; half < 2; ++half)
+        row_term[half] = P::score_row_term(p, head, position(first_query() + half * to_second()));
+  }
+  __device__ int first_query() const { return P::kPacksHeads ? packed_query[0] : q.begin + own_row(); }
+  __device__ int to_second() const { return P::kPacksHeads ? packed_query[1] - packed_query[0] : 8; }
+};
+
+/// The score program, pair by pair. `bias`: this lane's address in the bias tile, in the first four 8 x 8
+/// matrices. `column_terms`: from this thread's first key on.
+template <class P, int kCount>
+__device__ __forceinline__ void apply_score(const Params& p, const SoftmaxRows<P>& rows, int kv_begin,
+                                            unsigned bias, const float* column_terms, float (&s)[kCount]) {
+  if constexpr (P::kHasScore && !P::kScoreLine) {
+    const Position row = position(rows.first_query()),
+                   column = position(kv_begin + static_cast<int>(threadIdx.x) % 4 * 2);
+    [[maybe_unused]] unsigned elements[4];
+    [[maybe_unused]] float2 of_keys{};
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) {
+      const Position q = row + n / 2 % 2 * rows.to_second(), kv = column + (n / 4 * 8 + n % 2);
+      if constexpr (P::kBiasTile) {
+        const int chunk = n / 4;
+        if (n % 8 == 0) load_matrix_x4(elements, (bias ^ (chunk % 8 * 16)) + chunk / 8 * P::kBr * kRowBytes);
+        const unsigned word = elements[n % 8 / 2] >> n % 2 * 16;
+        s[n] = P::score_of_element(p, rows.head, s[n], static_cast<unsigned short>(word), q, kv);
+      } else if constexpr (P::kScoreRowTerm || P::kScoreColumnTerm) {
+        if (P::kScoreColumnTerm && n % 4 == 0)
+          of_keys = *reinterpret_cast<const float2*>(column_terms + n * 2);
+        s[n] = P::score_of_terms(p, rows.head, s[n], rows.row_term[n / 2 % 2], n % 2 ? of_keys.y : of_keys.x,
+                                 q, kv);
+      } else {
+        s[n] = P::score(p, rows.head, s[n], q, kv);
+      }
+    }
+  }
+}
+
+/// S = -infinity for the pairs that do not attend, in a KV tile that is not full.
+template <class P, int kCount>
+__device__ __forceinline__ void mask_scores(const Params& p, const WorkTile<P>& work,
+                                            const SoftmaxRows<P>& rows, int kv_begin, float (&s)[kCount]) {
+  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
+  const Position row_position = position(row), column_position = position(column);
+  const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
+  TileMask<P, P::kBc> mask;
+  const auto row_at = [&](int half) { return row + half * rows.to_second(); };
+  mask.find(p, rows.head, row_at, kv_begin);
+  [[maybe_unused]] unsigned attend[2][(kCount + 63) / 64];
+  if constexpr (kMasksByBits<P>) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int n = 0; n < kCount; n += 64)
+        attend[half][n / 64] =
+            own_keys<P>(p, rows.head, row + half * rows.to_second(), column + n * 2, rows.seqused_kv);
+  }
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4) {
+    // The map's blocks are multiples of 16, so a warp's sixteen rows and these eight columns lie in one.
+    bool block = true;
+    if constexpr (kTestsMap<P>) {
+      const int q = min(row - lane / 4, rows.q.end - 1), kv = min(kv_begin + n * 2, rows.seqused_kv - 1);
+      block = block_map_row<P>(p, work.sequence.b, work.h, q)[kv / P::kBlockKv] != 0;
+    }
+    const auto columns = mask.columns(n * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const Position kv = column_position + (n / 4 * 8 + e % 2);
+      if constexpr (kMasksByBits<P>)
+        s[n + e] = mask_score(s[n + e], block, true, attend[e / 2][n / 64] >> (n % 64 / 2 + e % 2) & 1u);
+      else
+        s[n + e] = mask_score(s[n + e], block, kv.at < rows.seqused_kv,
+                              kTestsMask<P> ? mask.attends(p, rows.head, e / 2, columns, e % 2,
+                                                           row_position + e / 2 * rows.to_second(), kv)
+                                            : any);
+    }
+  }
+}
+
+/// P = exp2(S * scale - m), in place of S, with the row maximum m and the row sum l carried on. `rescale` is
+/// what O and l so far must be multiplied by, exp2(m before - m).
+template <class P, int kCount>
+__device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
+                                               int kv_begin, bool full, float (&s)[kCount],
+                                               float (&rescale)[2]) {
+  const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
+  const float scale = scale_operand<P>(p);
+  // A score that is a line along the keys stays in units of dot products, without its value at this thread's
+  // first key: `unit` and `line` make it a score. Beside a scale below 1e-30 no slope could be told.
+  [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
+  [[maybe_unused]] float line[2], slope;
+  if constexpr (P::kScoreLine) {
+    slope = __fdividef(P::score_slope(p, rows.head), unit);
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      line[half] = P::score_offset(p, rows.head, position(row + half * rows.to_second()), position(column));
+  }
+  if (!full) mask_scores(p, work, rows, kv_begin, s);
+  float offset[2], sum[2] = {0.0f, 0.0f};
+  const float factor = P::kScoreLine ? unit * scale : scale;
+  // The row maximum: of this thread's columns, then of the four lanes that share the row.
+  const auto find_max = [&](int half) {
+    const float before = rows.max[half];
+    float highest = P::kScoreLine ? -infinity() : before;
+#pragma unroll
+    for (int n = 2 * half; n < kCount; n += 4) {
+      if constexpr (P::kScoreLine)
+        for (int e = 0; e < 2; ++e) s[n + e] = fmaf(slope, static_cast<float>(n / 4 * 8 + e), s[n + e]);
+      highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+    }
+    if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
+    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
+    highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+    if (kLazyRescale<P> && !((highest - before) * scale > kRescaleThreshold<P>)) highest = before;
+    const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
+    rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
+    rows.max[half] = highest;
+    offset[half] = -shift;
+    if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], scale, -shift);
+  };
+  const auto exponentiate = [&](int n) {
+    const int half = n / 2 % 2;
+    s[n] = exp2_approx(fmaf(s[n], factor, offset[half]));
+    sum[half] += s[n];
+  };
+  const auto add_sum = [&](int half) { rows.sum[half] = rows.sum[half] * rescale[half] + sum[half]; };
+  if constexpr (kAlternatesRows<P>) {
+    find_max(0), find_max(1);
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) exponentiate(n);
+    add_sum(0), add_sum(1);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      find_max(half);
+#pragma unroll
+      for (int n = 2 * half; n < kCount; n += 4) exponentiate(n), exponentiate(n + 1);
+      add_sum(half);
+    }
+  }
+}
+
+}  // namespace flashjit::sm90

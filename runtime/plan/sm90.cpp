@@ -433,7 +433,7 @@ std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileCon
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
     boxes = {c.br, layout.keys(), c.br, false, {}};
-    plane = layout.has_plane();
+    plane = layout.has_bias_tile();
   }
   if (plane) boxes.plane = plane_box(spec, c.br);
   return boxes;

@@ -1,26 +1,37 @@
-// Backward pass for Hopper: thread blocks that take one KV tile after the other. Of one warp group a thread
-// loads, through the TMA unit, and two add dQ to global memory; the two other groups compute with wgmma. S
-// and dP are computed transposed. Where gradients of captures are sums of dS, the two threads' warps add
-// them, from shared memory.
+// Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A block takes
+// one KV tile after the other, and for each it visits the Q tiles that meet it:
 //
-// Up to 128 columns a KV tile has 128 keys, each group 64 of them, and P^T and dS^T feed dV and dK from
-// registers. dS goes through shared memory for dQ, for which each group needs the other's too, but only a Q
-// tile later, so that neither waits and one group's products run under the other's softmax.
+//   S  = Q K^T          P  = exp2(S - LSE)
+//   dP = dO V^T         dS = P (dP - D)            where D = rowsum(dO O), from the preprocess entry
+//   dV += P^T dO        dK += dS^T Q               in registers, until the KV tile ends
+//   dQ += dS K                                     in fp32 in global memory, converted when a head is
+//   complete
 //
-// Above, one group's registers do not hold its rows of dK and dV. There ("wide"), and in KV tiles of 64 keys,
-// both groups have the same 64 keys: of S and dP each computes half of the queries, of dK and dV half of the
-// columns, from P and dS in shared memory.
+// S and dP are computed transposed, so that P^T and dS^T are left operands of dV and dK.
 //
-// A KV tile of more keys is of a cluster of blocks with 128 keys each. They visit the same Q tiles and give
-// each other their parts of dQ, of which each block sums up some columns. Where all keys of a row are in one
-// KV tile the sum is dQ, for which nothing is cleared, added to or converted in global memory.
+// Three warp groups. Two are consumers, which compute. The warps of the third are
+//   0     the producer, which loads through the TMA unit (backward_producer.cuh),
+//   1, 2  what adds dQ to global memory, one for each consumer (backward_dq.cuh); where a captured tensor's
+//         gradient is a sum of dS, they add it, too (ds_grads.cuh),
+//   3     what writes zeros for keys without queries, then clears and converts dQ (backward_epilogue.cuh,
+//         convert_dq.cuh); at the end the consumers help it.
 //
-// Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all products. So there a
-// cluster of two blocks shares a KV tile of 128 keys: each block has 64 of them, gives the other its dS, and
-// computes half of dQ's columns for all 128.
+// How blocks and consumers share a KV tile (backward_policy.cuh):
+//   narrow        Up to 128 columns a block has 128 keys, each consumer 64 of them, and P^T and dS^T feed dV
+//                 and dK from registers. Only dQ needs the other consumer's dS.
+//   wide          Above, one consumer's registers do not hold its rows of dK and dV. There, and in KV tiles
+//   of
+//                 64 keys, both consumers have the same 64 keys: each computes half of the queries of S and
+//                 dP and half of the columns of dK and dV, from P and dS in shared memory.
+//   wide cluster  Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
+//                 products. So two blocks share a KV tile of 128 keys: each has 64 of them, sends the other
+//                 its dS, and computes half of the columns of dQ for all 128.
+//   narrow cluster  A KV tile of 256 keys or more is shared by blocks with 128 each, which send each other
+//                 their parts of dQ: each block sums up some of the columns. Where the KV tile has all keys
+//                 of a row the sum is dQ, and nothing is cleared, added to or converted in global memory.
 //
-// Where KV tiles are few and their queries many, blocks share those of one: each stores what its part gives
-// to dK and dV in fp32, and the combine_dkdv entry adds that up.
+// Split-Q: where KV tiles are few and their queries many, several blocks take one KV tile, each a part of the
+// queries. Each stores its part of dK and dV in fp32, and the combine_dkdv entry adds them up.
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"
@@ -29,23 +40,6 @@
 #include "flashjit/sm90/backward_softmax.cuh"
 
 namespace flashjit::sm90 {
-
-/// Clears K and V behind the last key, which may be anything: zero times anything is not zero.
-template <class P>
-__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
-                                                   int wg) {
-  using Policy = BackwardPolicy<P>;
-  const int own = Policy::rank() * Policy::kKeys, valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
-  if (valid + own >= P::kBc) return;
-  smem.wait_dout(i);
-  clear_rows<Policy::kKeys, P::kHeadDim>(smem.pointer(smem.k()), valid);
-  clear_rows<Policy::kKeys, P::kHeadDimV>(smem.pointer(smem.v()), valid);
-  if constexpr (Policy::kExchangesDs)
-    clear_rows<Policy::kKeys, Policy::kDim / 2>(smem.pointer(smem.other_k()),
-                                                valid - Policy::kKeys + 2 * own);
-  publish_to_async_proxy();
-  named_barrier_sync(2 + wg, 128);
-}
 
 /// Waits for Q tile i and starts S, where nothing is to be cleared first. False: there is no such tile, and S
 /// is not used.
@@ -75,11 +69,10 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    const QTileInfo& now = smem.q_tile(i);
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     typename Fragments::Dq dq;
     // dQ += dS K, of the Q tile before. Before the first there is none, and the result is not used: a branch
@@ -87,12 +80,12 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     start_dq(smem, i - 1, wg, dq);
     start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     publish_to_async_proxy();  // dS, which has not been read yet: the products need not wait for it
-    const bool first = now.first;
+    const bool first = smem.q_tile(i).first;
     multiply_wait<2>();
     pin(dq);
     barrier_arrive(smem.ds_full(i));
     if (!first) hand_on_dq(smem, i - 1, wg, dq);
-    const bool last = now.last;
+    const bool last = smem.q_tile(i).last;
     sums.end();  // under the products
     multiply_wait<0>();
     pin(dk);
@@ -131,11 +124,10 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    const QTileInfo& now = smem.q_tile(i);
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
@@ -144,7 +136,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);                          // dQ += dS K
     start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
-    const bool last = now.last;
+    const bool last = smem.q_tile(i).last;
     multiply_wait<1>();
     pin(dq);
     pin(dv);
@@ -179,11 +171,10 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    const QTileInfo& now = smem.q_tile(i);
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, now, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
@@ -197,7 +188,7 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     barrier_wait<P>(smem.other_ds_full(i), i / 2 & 1);
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);  // dQ += dS K
-    const bool last = now.last;
+    const bool last = smem.q_tile(i).last;
     multiply_wait<0>();
     pin(dk);
     pin(dq);
@@ -249,7 +240,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       leave();
       return;
     }
-    write_keys_without_rows<P>(p);
+    write_keys_without_queries<P>(p);
   } else {
     raise_register_limit<Policy::kConsumerRegisters>();
     if constexpr (Policy::kExchangesDs)

@@ -135,7 +135,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
     if constexpr (Policy::kReadsDs) add_ds_grads(p, smem, i + kAhead, wg);  // while dQ is read
     if (!one) continue;
     if constexpr (P::kDeterministic) {
-      added_lines_done();
+      wait_lines_added();
       __threadfence();
       atomicAdd(semaphore, 1);
     } else {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
       smem.release_q(i);
     }
     if (done != nullptr) {
-      added_lines_done();
+      wait_lines_added();
       count_done(done);
     }
   }

@@ -1,4 +1,4 @@
-// The epilogue of the backward pass: dK and dV.
+// The epilogue of the backward pass: dK and dV of a KV tile, and zeros for keys that no query attends to.
 #pragma once
 
 #include "flashjit/sm90/backward_products.cuh"
@@ -6,17 +6,17 @@
 
 namespace flashjit::sm90 {
 
-/// dK and dV of keys that no query attends to, of which no group hears. By whole warps, of any number. Of
-/// parts without queries the combine_dkdv entry knows, and they are counted here alone.
+/// Writes dK = dV = 0 for KV tiles that no query attends to, which the scheduler leaves out. By any number of
+/// warps. With split-Q the combine_dkdv entry writes them; here they are only counted as done.
 template <class P>
-__device__ __forceinline__ void write_keys_without_rows(const Params& p) {
+__device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kSplit && p.seqlen_q > 0) return;
-  const unsigned works = kv_work_tiles<P>(p), lane = threadIdx.x % 32;
-  // Without queries there are no counters, and nobody waits.
+  const unsigned tiles = kv_work_tiles<P>(p), lane = threadIdx.x % 32;
+  // Without queries the counters are not cleared, and nothing waits for what they count.
   const auto take = [&](unsigned before) {
     if (p.seqlen_q == 0) return before + gridDim.x * 32;
-    const unsigned number = lane == 0 ? atomicAdd(empty_tile_counter(p), 32) : 0u;
-    return __shfl_sync(kWholeWarp, number, 0);
+    const unsigned index = lane == 0 ? atomicAdd(empty_tile_counter(p), 32) : 0u;
+    return __shfl_sync(kWholeWarp, index, 0);
   };
   const auto is_empty = [&](const KvWorkTile<P>& work) {
     const Sequence<P> sequence(p, work.b);
@@ -32,9 +32,9 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
         *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * 8) = uint4{0, 0, 0, 0};
   };
 #pragma unroll 1
-  for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < works; first = take(first)) {
-    // Each lane looks at one.
-    const bool empty = first + lane < works && is_empty(KvWorkTile<P>(p, first + lane));
+  for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < tiles; first = take(first)) {
+    // Each lane looks at one tile; then the warp clears the empty ones together.
+    const bool empty = first + lane < tiles && is_empty(KvWorkTile<P>(p, first + lane));
 #pragma unroll 1
     for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
       const KvWorkTile<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
@@ -47,12 +47,12 @@ __device__ __forceinline__ void write_keys_without_rows(const Params& p) {
   }
 }
 
-/// Stores a warp group's part of dK or dV, or what a part of the queries gives to it, and clears it for the
-/// next KV tile.
+/// Stores a warp group's part of dK or dV, and clears it for the next KV tile. With split-Q it goes to
+/// `parts`, in fp32.
 template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                int wg, float (&c)[kCount], int columns, float scale,
-                                               const TensorParam& to, float* parts) {
+                                               const TensorParam& to, float* splits) {
   constexpr int kChunks = kCount / 4;  // of a warp group
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
   const int first_chunk = BackwardPolicy<P>::kWide ? wg * kChunks : 0;
@@ -62,12 +62,12 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSm
   for (float& value : c) value *= scale;
   const int chunks = min(columns / 8 - first_chunk, kChunks), rows = kv_tile.sequence.seqlen_kv(p) - row;
   if constexpr (P::kSplit) {
-    const int part = smem.q_tile(i).last - 1;
+    const int split = smem.q_tile(i).last - 1;
     const long long at =
-        kv_row_of_split(p, part, kv_tile.sequence.b, kv_tile.h_kv, row) * columns + first_chunk * 8;
+        kv_row_of_split(p, split, kv_tile.sequence.b, kv_tile.h_kv, row) * columns + first_chunk * 8;
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (half * 8 < rows) store_row<kChunks>(parts + at + half * 8 * columns, half, c, chunks);
+      if (half * 8 < rows) store_row<kChunks>(splits + at + half * 8 * columns, half, c, chunks);
   } else {
     store_rows<typename P::Element>(c, chunks,
                                     kv_tile.sequence.kv_pointer(to, kv_tile.h_kv, row) + first_chunk * 8,

@@ -19,7 +19,7 @@ struct BackwardPolicy {
 
   // Two consumer warp groups share a block's keys: each has 64 of 128 keys, or, "wide", both have the same
   // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
-  static constexpr int kWgs = kDqGroups;
+  static constexpr int kWgs = kDqWgs;
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kWgQueries = kWide ? P::kBr / 2 : P::kBr;
@@ -53,7 +53,7 @@ struct BackwardPolicy {
   static constexpr int kDoutStages = kLayout.dout_stages();
 
   /// The scores read a bias tile in shared memory.
-  static constexpr bool kHasBiasTile = kLayout.has_plane();
+  static constexpr bool kHasBiasTile = kLayout.has_bias_tile();
   // The producer's other warps add gradients of captures from dS in shared memory: those of key - query, and
   // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves, which is
   // quicker.
@@ -65,10 +65,10 @@ struct BackwardPolicy {
     return which.kPlaces == Places::by_difference || (kAddsBiasGrad && which.kPlaces == Places::own);
   }
 
-  /// What the score reads of a thread's keys is found before the products are awaited. With lengths and more
-  /// columns there are no registers for it, unless the score reads of queries, too: then finding it pair by
-  /// pair takes more.
-  static constexpr bool kFindsKeyValuesEarly =
+  /// The score's column term of a thread's keys is found before the wait for the products. With lengths and
+  /// more than 64 columns there are no registers for it, unless the score has a row term, too: then finding
+  /// it pair by pair takes more.
+  static constexpr bool kFindsColumnTermsEarly =
       P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;

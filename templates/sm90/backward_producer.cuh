@@ -7,7 +7,7 @@
 
 namespace flashjit::sm90 {
 
-/// Loads Q, LSE and what the score reads of queries.
+/// Loads Q, LSE and the score's row term.
 template <class P>
 __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem,
                                        int stage, unsigned full, int row, int head, int batch,

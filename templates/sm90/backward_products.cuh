@@ -17,6 +17,47 @@ struct BackwardFragments {
   using Dv = float[Policy::kWgDimV / 2];
 };
 
+// What lies behind a sequence's rows may be NaN, which zero times anything does not hide: so it is cleared
+// before it is multiplied. Both consumers do so, each for itself.
+
+/// Clears K and V behind the sequence's last key.
+template <class P>
+__device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
+                                                   int wg) {
+  using Policy = BackwardPolicy<P>;
+  const int own = Policy::rank() * Policy::kKeys, valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
+  if (valid + own >= P::kBc) return;
+  smem.wait_dout(i);
+  clear_rows<Policy::kKeys, P::kHeadDim>(smem.pointer(smem.k()), valid);
+  clear_rows<Policy::kKeys, P::kHeadDimV>(smem.pointer(smem.v()), valid);
+  if constexpr (Policy::kExchangesDs)
+    clear_rows<Policy::kKeys, Policy::kDim / 2>(smem.pointer(smem.other_k()),
+                                                valid - Policy::kKeys + 2 * own);
+  publish_to_async_proxy();
+  named_barrier_sync(2 + wg, 128);
+}
+
+/// Clears Q and dO behind the sequence's last query: those rows belong to the next sequence.
+template <class P>
+__device__ __forceinline__ void clear_foreign_queries(const Params& p, const BackwardSmem<P>& smem,
+                                                      unsigned i, int wg) {
+  if constexpr (P::kVarlen) {
+    const int length = smem.kv_tile_of(i).sequence.seqlen_q(p);
+    if (const int valid = length - smem.q_tile(i).tile * P::kBr; valid < P::kBr) {
+      const auto count = [](int known) {
+        return BackwardPolicy<P>::kUnrollsClearing ? known : opaque(known);
+      };
+      const int stage = i % P::kStages, dout_stage = i % BackwardPolicy<P>::kDoutStages;
+      smem.wait_dout(i);
+      clear_rows<P::kBr, P::kHeadDim>(smem.pointer(smem.q(stage)), valid, count(slices(P::kHeadDim)));
+      clear_rows<P::kBr, P::kHeadDimV>(smem.pointer(smem.dout(dout_stage)), valid,
+                                       count(slices(P::kHeadDimV)));
+      publish_to_async_proxy();
+      named_barrier_sync(2 + wg, 128);
+    }
+  }
+}
+
 /// Starts S^T or dP^T, which `multiply` begins anew.
 template <int kCount>
 __device__ __forceinline__ void start_transposed(float (&c)[kCount], auto multiply) {

@@ -20,7 +20,7 @@ struct alignas(16) QTileInfo : StagedTile {
   long long stats_row;  ///< its first row in [batch, heads_q, seqlen_q_padded]
   int kv_slot;          ///< of its KV tile's KvTileInfo
   short first;          ///< it is its KV tile's first
-  short last;           ///< it is its KV tile's last: 1 + the part of the queries; else 0
+  short last;           ///< it is its KV tile's last: 1 + the split of the queries; else 0
 };
 
 /// Addresses are of the shared window, in bytes. Q tiles are counted by `i` and KV tiles by `n`, each from
@@ -59,19 +59,19 @@ struct BackwardSmem {
   __device__ unsigned other_k() const { return base + kLayout.other_k(); }
   static __device__ int first_other_column() { return Policy::rank() * (Policy::kDim / 2); }
 
-  // The stages: Q with LSE and what the score reads of queries, dO with D and the bias tile.
+  // The stages: Q with LSE and the score's row term, dO with D and the bias tile.
   __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
   __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * P::kBr * 4; }
   __device__ unsigned row_terms(int stage) const { return base + kLayout.values() + stage * P::kBr * 4; }
   __device__ unsigned dout(int stage) const { return base + kLayout.dout() + stage * kDoutBytes; }
   __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * P::kBr * 4; }
   __device__ unsigned bias_tile(int stage) const {
-    return base + kLayout.plane() + stage * kLayout.plane_bytes();
+    return base + kLayout.bias_tile() + stage * kLayout.bias_tile_bytes();
   }
   // The same rows' values, from byte `at` of all stages' on.
   __device__ const char* lse_at(int at) const { return shared + kLayout.lse() + at; }
   __device__ const char* d_at(int at) const { return shared + kLayout.d() + at; }
-  __device__ const char* query_values_at(int at) const { return shared + kLayout.values() + at; }
+  __device__ const char* row_terms_at(int at) const { return shared + kLayout.values() + at; }
 
   // dS and, wide, P of Q tile i; the other block's dS. Two buffers each.
   __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }

@@ -12,7 +12,7 @@ namespace flashjit::sm90 {
 template <class P>
 using PairSums = CaptureSums<P::kCaptureGrads - BackwardPolicy<P>::kGradsFromDs, 2>;
 
-/// A consumer thread's pairs of Q tile i, as it has S^T: of values n to n + 3, where n is a multiple of four,
+/// A consumer thread's pairs of Q tile i and the KV tile, in the order of its values of S^T: four at a time,
 /// the first two are of neighbouring queries and one key, the others of the same queries and the key eight
 /// on.
 template <class P>
@@ -29,49 +29,30 @@ struct ScoreTile {
   Position q, kv;                   ///< of the thread's first pair
   const char *lse, *d, *row_terms;  ///< of the thread's first query
 
-  __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, const StagedTile& now, int wg)
+  __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, int wg)
       : i(i), wg(wg), lane(threadIdx.x % 32) {
     const int warp = threadIdx.x / 32 % 4;
     const int first_query = Policy::first_query(wg), stage = i % P::kStages;
     warp_row = Policy::first_row(wg) + warp * 16;
+    const QTileInfo& now = smem.q_tile(i);
     h = now.head, q_begin = now.tile * P::kBr + first_query;
     // Opaque, so that the other queries' are offsets in the instructions.
     const int first = opaque((stage * P::kBr + first_query + lane % 4 * 2) * 4);
-    lse = smem.lse_at(first), d = smem.d_at(first), row_terms = smem.query_values_at(first);
+    lse = smem.lse_at(first), d = smem.d_at(first), row_terms = smem.row_terms_at(first);
     q = position(q_begin + lane % 4 * 2);
     row = warp_row + lane / 4;
     kv = position(smem.kv_begin(i) + row);
   }
   __device__ Position at_q(int n) const { return q + (n / 4 * 8 + n % 2); }
   __device__ Position at_kv(int n) const { return kv + n / 2 % 2 * 8; }
-  /// Two queries' of LSE, D or query values.
+  /// LSE, D or the row term of two queries.
   static __device__ float2 of_queries(const char* row, int n) {
     return *reinterpret_cast<const float2*>(row + n * 8);
   }
 };
 
-/// Clears the rows of Q and dO that belong to the next sequence.
-template <class P>
-__device__ __forceinline__ void clear_foreign_queries(const Params& p, const BackwardSmem<P>& smem,
-                                                      const Sequence<P>& sequence, const ScoreTile<P>& tile) {
-  if constexpr (P::kVarlen) {
-    if (const int valid = sequence.seqlen_q(p) - smem.q_tile(tile.i).tile * P::kBr; valid < P::kBr) {
-      const auto count = [](int known) {
-        return BackwardPolicy<P>::kUnrollsClearing ? known : opaque(known);
-      };
-      smem.wait_dout(tile.i);
-      clear_rows<P::kBr, P::kHeadDim>(smem.pointer(smem.q(tile.i % P::kStages)), valid,
-                                      count(slices(P::kHeadDim)));
-      clear_rows<P::kBr, P::kHeadDimV>(smem.pointer(smem.dout(tile.i % BackwardPolicy<P>::kDoutStages)),
-                                       valid, count(slices(P::kHeadDimV)));
-      publish_to_async_proxy();
-      named_barrier_sync(2 + tile.wg, 128);
-    }
-  }
-}
-
-/// Where this lane's row of the first four matrices of the bias tile's elements lies. Where the TMA unit does
-/// not copy them, a warp copies its own.
+/// The address of this lane's row of the first four matrices of the bias tile. A warp copies the elements
+/// that it needs itself where the TMA unit does not.
 template <class P>
 __device__ __forceinline__ unsigned prepare_bias_tile(const Params& p, const TensorMaps& maps,
                                                       const BackwardSmem<P>& smem,
@@ -95,8 +76,8 @@ __device__ __forceinline__ unsigned prepare_bias_tile(const Params& p, const Ten
                                                       first_chunk + tile.lane / 8 % 2);
 }
 
-/// Bit n: the block map lets the n-th eight queries attend to the warp's sixteen keys. Its blocks are
-/// multiples of 16, so that these lie in one.
+/// Bit n says whether the block map lets the n-th eight queries attend to the warp's sixteen keys, which lie
+/// in one block: block sizes are multiples of 16.
 template <class P>
 __device__ __forceinline__ unsigned find_map_bits(const Params& p, const BackwardSmem<P>& smem,
                                                   const Sequence<P>& sequence, const ScoreTile<P>& tile) {
@@ -107,12 +88,44 @@ __device__ __forceinline__ unsigned find_map_bits(const Params& p, const Backwar
   return __ballot_sync(kWholeWarp, column[static_cast<long long>(q / P::kBlockQ) * p.map_columns] != 0);
 }
 
+/// Makes S -infinity where one of four pairs does not attend, by block map, length or mask program. `any`:
+/// what the program says of all pairs where it is the same for all of them.
+template <class P>
+__device__ __forceinline__ void apply_mask(const Params& p, const BackwardSmem<P>& smem,
+                                           const typename P::Head& head, const ScoreTile<P>& tile, int n,
+                                           const TileMask<P, BackwardPolicy<P>::kWgQueries>& mask,
+                                           unsigned map_bits, bool any, typename BackwardFragments<P>::S& s) {
+  const bool block = !kTestsMap<P> || (map_bits >> (n / 4) & 1u) != 0;
+  const auto columns = mask.columns(n * 2);
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
+    s[n + e] = mask_score(s[n + e], block, kv.at < smem.seqused_kv(p, tile.i),
+                          kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
+  }
+}
+
+/// Stores sixteen queries of a warp's part of P^T or dS^T to a tile in shared memory, [key][query].
+template <class P>
+struct OperandStore {
+  /// Lane l gives the address of row l % 8 of matrix l / 8. The swizzle lets a step change two bits of it.
+  int first_offset;
+
+  __device__ __forceinline__ OperandStore(const ScoreTile<P>& tile)
+      : first_offset(opaque(chunk_offset<BackwardPolicy<P>::kKeys>(
+            tile.warp_row + tile.lane % 16, BackwardPolicy<P>::first_query(tile.wg) / 8 + tile.lane / 16))) {}
+  __device__ __forceinline__ void operator()(unsigned to, int step, const unsigned (&words)[4]) const {
+    store_matrices(to + (first_offset ^ (step % 4 * 32)) + step / 4 * BackwardSmem<P>::kKvSlice, words);
+  }
+};
+
 /// A warp group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
-/// warp group reads it, go to shared memory, too. `sums` takes what the pairs add to gradients of captures.
+/// warp group reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
+/// captures. S has been started, or, where rows of other sequences are cleared first, is started here.
 template <class P>
 __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMaps& maps,
-                                                 const BackwardSmem<P>& smem, unsigned i,
-                                                 const StagedTile& now, int wg, unsigned long long q_rows,
+                                                 const BackwardSmem<P>& smem, unsigned i, int wg,
+                                                 unsigned long long q_rows,
                                                  typename BackwardFragments<P>::S& s,
                                                  typename BackwardFragments<P>::Operand& probability,
                                                  typename BackwardFragments<P>::Operand& ds,
@@ -120,25 +133,26 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr int kCount = ScoreTile<P>::kCount;
-  const ScoreTile<P> tile(smem, i, now, wg);
+  const ScoreTile<P> tile(smem, i, wg);
   const Sequence<P>& sequence = smem.kv_tile_of(i).sequence;
   [[maybe_unused]] const auto head = sequence.head(p, tile.h);
-  clear_foreign_queries(p, smem, sequence, tile);
+  clear_foreign_queries(p, smem, i, wg);
   [[maybe_unused]] unsigned bias_tile = 0;
   // Before dP takes the registers.
   if constexpr (Policy::kHasBiasTile) bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
-  [[maybe_unused]] float of_key[2] = {};
-  if constexpr (Policy::kFindsKeyValuesEarly)
-    for (int half = 0; half < 2; ++half) of_key[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
+  [[maybe_unused]] float column_term[2] = {};
+  if constexpr (Policy::kFindsColumnTermsEarly)
+    for (int half = 0; half < 2; ++half)
+      column_term[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
 
-  if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);
+  if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);  // S = Q K^T
   [[maybe_unused]] DroppedValues<kCount> dropped;
   const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + tile.h, tile.q.at, tile.kv.at); };
   if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
-  const bool partial = !now.full || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
+  const bool partial = !smem.q_tile(i).full || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   smem.wait_dout(i);
   float dp[kCount];
-  start_dp(smem, i, wg, dp);
+  start_dp(smem, i, wg, dp);  // dP = dO V^T
   if constexpr (P::kDropout && Policy::kDrawsBesideDp) draw();
   TileMask<P, Policy::kWgQueries> mask;
   const auto key_at = [&](int half) { return tile.kv.at + half * 8; };
@@ -147,19 +161,14 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   if constexpr (kTestsMap<P>)
     if (partial) map_bits = find_map_bits(p, smem, sequence, tile);
 
-  // Of sixteen queries of a tile in shared memory, [key][query], lane l gives the address of row l % 8 of
-  // matrix l / 8. The swizzle lets a step change two bits of it.
-  const int first_offset = opaque(chunk_offset<Policy::kKeys>(tile.warp_row + tile.lane % 16,
-                                                              Policy::first_query(wg) / 8 + tile.lane / 16));
-  const auto store_step = [&](unsigned to, int step, const unsigned(&words)[4]) {
-    store_matrices(to + (first_offset ^ (step % 4 * 32)) + step / 4 * BackwardSmem<P>::kKvSlice, words);
-  };
+  const OperandStore<P> store(tile);
   const float scale_log2 = scale_operand<P>(p);
   const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
   multiply_wait<0>();
   pin(s);
   pin(dp);
-  // When dS of the tile before is there, what this one overwrites has been read. The first does not wait.
+  // Both consumers have written dS of the Q tile before, so they have read the dS that this one overwrites.
+  // Before the first Q tile this does not wait.
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   if constexpr (Policy::kReadsDs) barrier_wait<P>(smem.ds_added(i), i / 2 & 1 ^ 1);
   const auto eight_queries_at_a_time = [&](auto masked) {
@@ -170,9 +179,11 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
       const float2 lse = n == 0 ? first_lse : tile.of_queries(tile.lse, n);
       const float2 d = n == 0 ? first_d : tile.of_queries(tile.d, n);
       [[maybe_unused]] float slope[4], dots[4];
+      // S = score(Q K^T); `slope` is the program's derivative. (As a function of its own, some programs
+      // compile to other code.)
       if constexpr (P::kHasScore) {
-        [[maybe_unused]] float2 of_queries{};
-        if constexpr (P::kScoreRowTerm) of_queries = tile.of_queries(tile.row_terms, n);
+        [[maybe_unused]] float2 row_term_pair{};
+        if constexpr (P::kScoreRowTerm) row_term_pair = tile.of_queries(tile.row_terms, n);
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
           const float dot = dots[e] = s[n + e];
@@ -183,14 +194,14 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
               slope[e] = P::score_grad_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
             s[n + e] = P::score_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
           } else if constexpr (P::kScoreRowTerm || P::kScoreColumnTerm) {
-            const float of_query = e % 2 ? of_queries.y : of_queries.x;
-            if constexpr (P::kScoreColumnTerm && !Policy::kFindsKeyValuesEarly)
-              of_key[e / 2] = P::score_column_term(p, head, tile.at_kv(n + e));
+            const float row_term = e % 2 ? row_term_pair.y : row_term_pair.x;
+            if constexpr (P::kScoreColumnTerm && !Policy::kFindsColumnTermsEarly)
+              column_term[e / 2] = P::score_column_term(p, head, tile.at_kv(n + e));
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad_of_terms(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e),
+              slope[e] = P::score_grad_of_terms(p, head, dot, row_term, column_term[e / 2], tile.at_q(n + e),
                                                 tile.at_kv(n + e));
-            s[n + e] =
-                P::score_of_terms(p, head, dot, of_query, of_key[e / 2], tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = P::score_of_terms(p, head, dot, row_term, column_term[e / 2], tile.at_q(n + e),
+                                         tile.at_kv(n + e));
           } else {
             if constexpr (P::kScoreGrad)
               slope[e] = P::score_grad(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
@@ -198,16 +209,8 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
           }
         }
       }
-      if constexpr (masked.value) {
-        const bool block = !kTestsMap<P> || (map_bits >> (n / 4) & 1u) != 0;
-        const auto columns = mask.columns(n * 2);
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const Position q = tile.at_q(n + e), kv = tile.at_kv(n + e);
-          s[n + e] = mask_score(s[n + e], block, kv.at < smem.seqused_kv(p, i),
-                                kTestsMask<P> ? mask.attends(p, head, e / 2, columns, e % 2, q, kv) : any);
-        }
-      }
+      // S = -inf where masked
+      if constexpr (masked.value) apply_mask(p, smem, head, tile, n, mask, map_bits, any, s);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // P = exp2(S - LSE)
@@ -223,7 +226,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
                                  if constexpr (!Policy::is_from_ds(which))
                                    sums.of_key(e / 2)(which, at, value);
                                });
-        // A slope may be anything where P is zero.
+        // Where P is zero a slope may be NaN.
         if constexpr (P::kScoreGrad) dp[n + e] = pair_p == 0.0f ? 0.0f : dp[n + e] * slope[e];
       }
 #pragma unroll
@@ -232,8 +235,8 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
         ds[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
       }
       if (n % 8 == 0) continue;
-      if constexpr (Policy::kWide) store_step(smem.p(i), n / 8, probability[n / 8]);
-      store_step(smem.ds(i), n / 8, ds[n / 8]);
+      if constexpr (Policy::kWide) store(smem.p(i), n / 8, probability[n / 8]);
+      store(smem.ds(i), n / 8, ds[n / 8]);
     }
   };
   // Two copies, since a branch inside costs what it saves.

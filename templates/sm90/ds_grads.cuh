@@ -1,5 +1,5 @@
-// Gradients of captures that are sums of dS, from its tiles in shared memory: [slice of 64 queries][key][64],
-// swizzled as tiles of Q and K are. dS of what is not a pair is zero.
+// Gradients of captured tensors that are sums of dS, from dS in shared memory: [slice of 64
+// queries][key][64], swizzled as tiles of Q and K are. dS of a masked pair is zero.
 #pragma once
 
 #include "flashjit/common/capture_grads.cuh"
@@ -7,15 +7,15 @@
 
 namespace flashjit::sm90 {
 
-/// Adds a tile of dS to the gradients of a plane: kCount keys from `key` on, of kQueries queries. The tile
-/// begins at the pair (q, kv). By a whole warp.
+/// Adds a tile of dS to the gradient of a dense bias: kCount keys from `key` on, of kQueries queries. The
+/// tile begins at the pair (q, kv). By a warp.
 template <class Element, int kKeys, int kCount, int kQueries>
 __device__ __forceinline__ void add_plane_grads(const BiasTileGrad& to, bool in_fours, unsigned ds, int q,
                                                 int kv, int key) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // Of sixteen keys and sixteen queries, transposed: a lane has four keys of query lane / 4, and of that
-  // eight on. So the rows of the first matrix are keys 0, 1, 4, 5, 8 and so on, those of the second the
-  // others.
+  // Sixteen keys and sixteen queries at a time, transposed: a lane has four neighbouring keys of query lane /
+  // 4, and of the query eight on. So the rows of the first matrix are keys 0, 1, 4, 5, 8 and so on, and the
+  // rows of the second are the other keys.
   const int own_key = key + lane % 8 / 2 * 4 + lane / 8 % 2 * 2 + lane % 2;
 #pragma unroll 1
   for (int n = 0; n < kCount; n += 16) {
@@ -41,24 +41,25 @@ __device__ __forceinline__ void add_plane_grads(const BiasTileGrad& to, bool in_
   }
 }
 
-/// Calls add(difference, sum) with the sums of dS over the tile's pairs of one key - query: 32 neighbouring
-/// ones at a time, of which a lane has one. At `zeros` there are sixteen bytes of them. By two whole warps,
-/// of which `half` says which this is: each has one instruction after the other, so there must be few.
+/// Calls add(difference, sum) with the sum of dS over the tile's pairs with key - query = difference, for 32
+/// neighbouring differences at a time, one a lane. `zeros` are sixteen bytes of zeros. By two warps; `half`
+/// tells them apart. A warp's instructions come one after the other, so there must be few.
 template <class Element, int kKeys, int kQueries, class Add>
 __device__ __forceinline__ void sum_diagonals(unsigned ds, unsigned zeros, int half, Add&& add) {
   constexpr int kKeyBlocks = kKeys / 8, kQueryBlocks = kQueries / 8, kOwn = (kKeyBlocks + kQueryBlocks) / 2;
   static_assert(kOwn % 4 == 0);
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane / 4, column = lane % 4 * 2;
   const unsigned identity = pack<Element>(row == column ? 1.0f : 0.0f, row == column + 1 ? 1.0f : 0.0f);
-  // Blocks are of eight keys and eight queries; this lane says where a row of one of four on a diagonal is.
+  // A block has eight keys and eight queries. A lane gives the address of a row of one of four blocks on a
+  // diagonal.
   const auto row_of_block = [&](int query, int diagonal) {
     const int own = query + lane / 8;
     const bool exists = static_cast<unsigned>(own + diagonal) < kKeyBlocks;
     return exists ? ds + chunk_offset<kKeys>(own * 8 + lane % 8, own) + diagonal * 8 * kRowBytes : zeros;
   };
-  // The sum of a diagonal's blocks, by products of two beside each other, and two below, with two identities.
-  // The lane gets, of two columns, what is as many rows below `row` as the column says; behind the last row
-  // comes the first.
+  // Sums a diagonal's blocks: each product multiplies four of them by two identity matrices. The lane gets,
+  // of two columns, the elements that lie as many rows below `row` as the column's number; the first row
+  // follows the last.
   const auto sum_blocks = [&](int diagonal, float(&skewed)[2]) {
     float sum[4] = {};
 #pragma unroll 2
@@ -83,7 +84,7 @@ __device__ __forceinline__ void sum_diagonals(unsigned ds, unsigned zeros, int h
       sums[n] = (row + column < 8 ? of_this[0] : of_next[0]) + (row + column < 7 ? of_this[1] : of_next[1]);
       of_this[0] = of_next[0], of_this[1] = of_next[1];
     }
-    // Of four lanes each gets the whole sum of one of the four.
+    // Four lanes exchange, so that each has the whole of one of the four sums.
     const auto halved = [&](bool upper, float low, float high, int other) {
       return (upper ? high : low) + __shfl_xor_sync(kWholeWarp, upper ? low : high, other);
     };

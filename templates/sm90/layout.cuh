@@ -145,14 +145,14 @@ constexpr int kDqSlots = 2;
 ///   bias tile      `stages`, where the score reads one
 ///   dQ             of each warp group what does not lie over dO and Q; where blocks sum up dQ, all blocks'
 ///                  parts of the columns that this block sums up, of two Q tiles
-///   LSE, D         `stages` of a Q tile's rows; and what the score reads of queries
+///   LSE, D         `stages` of a Q tile's rows; and the score's row term
 ///   Q tiles, KV tiles, zeros, tile indices, barriers
 ///
 /// The one overlap: wide, a warp group's dQ of Q tile i lies over the columns of dO and Q of the same stage
 /// that this warp group alone reads, on its way to global memory, and only then is the stage released.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane, row_terms;
+  bool reads_bias_tile, row_terms;
 
   /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
@@ -174,11 +174,11 @@ struct BackwardLayout {
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
   constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
   constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * 2 * tile_bytes(keys(), br); }
-  constexpr int plane() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
+  constexpr int bias_tile() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
   /// Above 128 columns there is no room: there the score is read element by element.
-  constexpr bool has_plane() const { return reads_plane && !is_wide(head_dim, head_dim_v); }
-  constexpr int plane_bytes() const { return has_plane() ? tile_bytes(br, keys()) : 0; }
-  constexpr int dq() const { return plane() + stages * plane_bytes(); }
+  constexpr bool has_bias_tile() const { return reads_bias_tile && !is_wide(head_dim, head_dim_v); }
+  constexpr int bias_tile_bytes() const { return has_bias_tile() ? tile_bytes(br, keys()) : 0; }
+  constexpr int dq() const { return bias_tile() + stages * bias_tile_bytes(); }
   /// Columns of dQ that a warp group computes: all, of 64 rows, where there are 128 rows, else some of all
   /// rows.
   constexpr int dq_columns() const { return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2); }

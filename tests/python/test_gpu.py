@@ -127,7 +127,14 @@ def test_the_gradient_of_lse_does_not_reach_rows_that_attend_to_nothing():
 
 @pytest.mark.parametrize("dtype, dim", [(torch.float32, 64), (torch.float16, 64), (torch.bfloat16, 128), (torch.bfloat16, 192)])
 @pytest.mark.parametrize("dropout_p", [0.0, 0.2])
-def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p):
+@pytest.mark.parametrize("family", ["chosen", "sm80"])
+def test_rows_that_belong_to_no_sequence_are_zeros(dtype, dim, dropout_p, family):
+    if family == "sm80":
+        if dtype == torch.float32:
+            pytest.skip("family simt alone takes fp32")
+        spec = f"{'fp16' if dtype == torch.float16 else 'bf16'}:d{dim}:causal{':dropout' if dropout_p else ''}:varlen"
+        for backward, config in ((False, "sm80:br64:bc64:w4:s1"), (True, "sm80:br32:bc64:w4")):
+            flashjit.runtime().prepare(spec, (3, 4, 2, 128, 130), backward=backward, config=config)
     lengths_q, lengths_kv, tail = (100, 1, 64), (70, 130, 1), 77
     rows_q, rows_kv = sum(lengths_q), sum(lengths_kv)
     offsets = lambda lengths: torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)

@@ -8,25 +8,20 @@
 #include "cache/digest.hpp"
 #include "cache/store.hpp"
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::cache {
-namespace {
-
-[[noreturn]] void damaged(std::string reason) { throw Error(ErrorCode::io, std::move(reason)); }
-
-}  // namespace
-
 // An entry that was copied or renamed holds another kernel than its place says.
 void check_place(const Meta& meta, const std::string& arch, const std::string& key) {
   if (key == entry_key(meta.source_digest, meta.compiler) && arch == meta.arch) return;
-  damaged(fmt::format("it holds {} made by {} for {}, which belongs in another folder", quoted(meta.spec),
-                      quoted(meta.compiler), quoted(meta.arch)));
+  damaged("it holds {} made by {} for {}, which belongs in another folder", quoted(meta.spec),
+          quoted(meta.compiler), quoted(meta.arch));
 }
 
 void check_source(const Meta& meta, const KernelSource& source, const std::string& digest) {
   if (const std::string field = difference(meta, source, digest); !field.empty())
-    damaged(fmt::format("its {} differs from what the key stands for", field));
+    damaged("its {} differs from what the key stands for", field);
 }
 
 void check_cubin(const Meta& meta, std::string_view cubin) {

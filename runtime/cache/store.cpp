@@ -16,6 +16,7 @@
 #include "flashjit/error.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::cache {
@@ -29,13 +30,11 @@ constexpr std::chrono::seconds kLeftoverAge = std::chrono::hours(1);
 // To count thousands of kernels takes as long as to compile a fraction of one: often enough is cheap.
 constexpr std::uintmax_t kCountsALimit = 64;
 
-[[noreturn]] void damaged(std::string reason) { throw Error(ErrorCode::io, std::move(reason)); }
-
 // Sizes are looked at before anything is read: a damaged file must not exhaust the memory.
 std::uintmax_t size_of_file(const fs::path& path) {
   std::error_code error;
   const std::uintmax_t size = fs::is_regular_file(path, error) ? fs::file_size(path, error) : 0;
-  if (error || size == 0) damaged(fmt::format("{} is missing, empty or no file", path.filename().string()));
+  if (error || size == 0) damaged("{} is missing, empty or no file", path.filename().string());
   return size;
 }
 
@@ -43,7 +42,7 @@ Meta read_meta(const fs::path& entry) { return parse_meta(read_file(entry / kMet
 
 std::string read_cubin(const fs::path& entry, const Meta& meta) {
   if (const std::uintmax_t size = size_of_file(entry / kCubinFile); size != meta.cubin_bytes) {
-    damaged(fmt::format("kernel.cubin has {} bytes, meta.json says {}", size, meta.cubin_bytes));
+    damaged("kernel.cubin has {} bytes, meta.json says {}", size, meta.cubin_bytes);
   }
   std::string cubin = read_file(entry / kCubinFile, kStoredFileLimit);
   check_cubin(meta, cubin);
@@ -90,8 +89,7 @@ void install(const fs::path& finished, const fs::path& entry, const fs::path& ro
   std::error_code error;
   for (int attempt = 0; attempt < kInstallAttempts; ++attempt) {
     // Again each time: clear() in another process may remove it meanwhile.
-    if (std::string cause = make_private_folders(entry.parent_path()); !cause.empty())
-      damaged(std::move(cause));
+    if (std::string cause = make_private_folders(entry.parent_path()); !cause.empty()) damaged("{}", cause);
     fs::rename(finished, entry, error);
     if (!error || is_sound(entry, source, digest)) return;
     remove_entry(root, entry);

@@ -7,6 +7,7 @@
 
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit::programs {
 namespace {
@@ -14,11 +15,6 @@ namespace {
 using namespace flashjit::expr;
 
 constexpr std::int32_t kMaxDistance = 1 << 30;  // sums with positions stay in 32 bits
-
-template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Args>(args)...));
-}
 
 void require(std::string_view what, std::int32_t value, std::int32_t min) {
   if (value < min || value > kMaxDistance)

@@ -8,15 +8,11 @@
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/expr.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::expr {
 namespace {
-
-template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Args>(args)...));
-}
 
 /// The node with its args' depth and size counted in. Bounded, so that what walks trees can recurse.
 Expr finish(Node node) {

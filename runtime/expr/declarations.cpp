@@ -6,16 +6,12 @@
 
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
 namespace expr {
 namespace {
-
-template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Args>(args)...));
-}
 
 void check_counts(std::string_view what, const std::vector<Declaration>& declared) {
   const auto scalars = std::ranges::count_if(declared, &Declaration::is_scalar);

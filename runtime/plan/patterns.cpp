@@ -9,6 +9,7 @@
 #include <utility>
 
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 #include "templates/common/philox.cuh"
 
 namespace flashjit {
@@ -16,21 +17,16 @@ namespace {
 
 constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();
 
-[[noreturn]] void refuse(std::string message) {
-  throw Error(ErrorCode::invalid_argument, std::move(message));
-}
-
 void check_at_least(const char* name, std::int64_t value, std::int64_t least) {
-  if (value < least) refuse(fmt::format("{} is {}; a block pattern needs at least {}", name, value, least));
+  if (value < least) refuse("{} is {}; a block pattern needs at least {}", name, value, least);
 }
 
 BlockPattern blank(std::int64_t rows, std::int64_t columns) {
   check_at_least("rows", rows, 0);
   check_at_least("columns", columns, 0);
   if (columns > 0 && rows > kMaxBlocks / columns) {
-    refuse(fmt::format(
-        "a pattern of {} x {} blocks is too large; at most {} blocks are allowed, take larger blocks", rows,
-        columns, kMaxBlocks));
+    refuse("a pattern of {} x {} blocks is too large; at most {} blocks are allowed, take larger blocks",
+           rows, columns, kMaxBlocks);
   }
   return {rows, columns, std::vector<std::uint8_t>(rows * columns, 0)};
 }
@@ -126,8 +122,8 @@ BlockPattern from_dense_mask(const std::vector<std::uint8_t>& mask, std::int64_t
   const bool matches =
       seqlen_q == 0 || seqlen_kv == 0 ? size == 0 : size % seqlen_q == 0 && size / seqlen_q == seqlen_kv;
   if (!matches) {
-    refuse(fmt::format("the dense mask has {} elements; seqlen_q {} x seqlen_kv {} are needed", size,
-                       seqlen_q, seqlen_kv));
+    refuse("the dense mask has {} elements; seqlen_q {} x seqlen_kv {} are needed", size, seqlen_q,
+           seqlen_kv);
   }
   for (std::int64_t q = 0; q < seqlen_q; ++q) {
     for (std::int64_t kv = 0; kv < seqlen_kv; ++kv) {

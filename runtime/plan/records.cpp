@@ -15,6 +15,7 @@
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
 #include "support/json.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::plan {
@@ -24,21 +25,16 @@ using Json = nlohmann::json;
 
 constexpr int kFormat = 1;
 
-template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::io, fmt::format(format, std::forward<Args>(args)...));
-}
-
 /// One object of the record; every field is there and has its type, or Error(io) names it.
 class ObjectReader {
  public:
   explicit ObjectReader(const Json& json) : json_(json) {
-    if (!json.is_object()) refuse("an object should stand where there is {}", json.type_name());
+    if (!json.is_object()) damaged("an object should stand where there is {}", json.type_name());
   }
 
   const Json& get(const char* name) const {
     const auto found = json_.find(name);
-    if (found == json_.end()) refuse("'{}' is missing", name);
+    if (found == json_.end()) damaged("'{}' is missing", name);
     return *found;
   }
 
@@ -52,7 +48,7 @@ class ObjectReader {
     const Json& value = get(name);
     if (!value.is_number()) wrong_type(name, value, "a number");
     const double ms = value.get<double>();
-    if (!std::isfinite(ms) || ms < 0) refuse("'{}' is {}; it must be finite and not negative", name, ms);
+    if (!std::isfinite(ms) || ms < 0) damaged("'{}' is {}; it must be finite and not negative", name, ms);
     return ms;
   }
 
@@ -61,7 +57,7 @@ class ObjectReader {
     if (!value.is_number_integer()) wrong_type(name, value, "an integer");
     const auto number = value.get<std::int64_t>();
     if (number < 0 || number > std::numeric_limits<int>::max())
-      refuse("'{}' is {}; it must not be negative and must fit 31 bits", name, value.dump());
+      damaged("'{}' is {}; it must not be negative and must fit 31 bits", name, value.dump());
     return static_cast<int>(number);
   }
 
@@ -78,13 +74,13 @@ class ObjectReader {
     try {
       return parse(value);
     } catch (const Error& error) {
-      refuse("'{}' cannot be read: {}", name, error.message());
+      damaged("'{}' cannot be read: {}", name, error.message());
     }
   }
 
  private:
   [[noreturn]] static void wrong_type(const char* name, const Json& value, const char* expected) {
-    refuse("'{}' is {} where {} should stand", name, value.type_name(), expected);
+    damaged("'{}' is {} where {} should stand", name, value.type_name(), expected);
   }
 
   const Json& json_;
@@ -125,7 +121,7 @@ TuningRecord record_of(const std::string& text) {
   const Json json = parse_json(text);
   const ObjectReader reader(json);
   if (reader.get("format") != kFormat) {
-    refuse("'format' is {}; this version reads format {}", quoted(reader.get("format").dump()), kFormat);
+    damaged("'format' is {}; this version reads format {}", quoted(reader.get("format").dump()), kFormat);
   }
   TuningRecord out;
   out.spec = reader.parsed("spec", parse_spec);
@@ -248,9 +244,9 @@ TuningRecord parse_record(const std::string& json) {
   try {
     return record_of(json);
   } catch (const Json::exception& error) {
-    refuse(kMessage, error.what());
+    damaged(kMessage, printable(error.what()));
   } catch (const Error& error) {
-    refuse(kMessage, error.message());
+    damaged(kMessage, error.message());
   }
 }
 

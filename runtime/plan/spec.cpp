@@ -15,6 +15,7 @@
 #include "expr/declarations.hpp"
 #include "flashjit/error.hpp"
 #include "plan/family.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -25,11 +26,6 @@ constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
 // Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
 constexpr std::int64_t kMaxLength = kMaxInt - 1023;
-
-template <class... Args>
-[[noreturn]] void refuse(fmt::format_string<Args...> format, Args&&... args) {
-  throw Error(ErrorCode::invalid_argument, fmt::format(format, std::forward<Args>(args)...));
-}
 
 void require_multiple(std::string_view field, int value, int step, int min, int max) {
   if (value < min || value > max || value % step != 0) {

@@ -8,23 +8,20 @@
 #include "expr/derive.hpp"
 #include "expr/nodes.hpp"
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit::reference {
 namespace {
-
-[[noreturn]] void refuse(std::string message) {
-  throw Error(ErrorCode::invalid_argument, std::move(message));
-}
 
 void check(const Captured& captured, const expr::Declaration& declared) {
   std::int64_t elements = 1;
   for (const std::int64_t size : captured.size) elements *= size;
   if (static_cast<int>(captured.size.size()) != declared.rank)
-    refuse(fmt::format("{} has {} dimensions, but the program declares '{}'", captured.name,
-                       captured.size.size(), expr::to_string(declared)));
+    refuse("{} has {} dimensions, but the program declares '{}'", captured.name, captured.size.size(),
+           expr::to_string(declared));
   if (elements < 1 || elements != static_cast<std::int64_t>(captured.values.size()))
-    refuse(fmt::format("{} has {} values for sizes that make {}; give one for each, and at least one",
-                       captured.name, captured.values.size(), elements));
+    refuse("{} has {} values for sizes that make {}; give one for each, and at least one", captured.name,
+           captured.values.size(), elements);
 }
 
 std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
@@ -55,13 +52,13 @@ Programs::Programs(const AttentionSpec& spec, const std::vector<Captured>& captu
   const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
   for (const expr::Declaration& d : declared) {
     const auto found = std::ranges::find(captures, d.name, &Captured::name);
-    if (found == captures.end()) refuse(fmt::format("no value is given for '{}'", expr::to_string(d)));
+    if (found == captures.end()) refuse("no value is given for '{}'", expr::to_string(d));
     check(*found, d);
     wants_grad_[found - captures.begin()] = d.wants_grad;
   }
   for (const Captured& captured : captures) {
     if (std::ranges::find(declared, captured.name, &expr::Declaration::name) == declared.end())
-      refuse(fmt::format("a value is given for '{}', which the programs do not declare", captured.name));
+      refuse("a value is given for '{}', which the programs do not declare", captured.name);
   }
   if (!spec.mask.empty()) mask_root_ = mask_.add(spec.mask.tree());
   if (!spec.score.empty()) add_score(spec.score.tree());

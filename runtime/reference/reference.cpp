@@ -14,6 +14,7 @@
 #include <thread>
 
 #include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 #include "support/small_float.hpp"
 #include "templates/common/packed.cuh"
 #include "templates/common/philox.cuh"
@@ -23,10 +24,6 @@ namespace {
 
 constexpr double kInfinity = std::numeric_limits<double>::infinity();
 constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
-
-[[noreturn]] void refuse(std::string message) {
-  throw Error(ErrorCode::invalid_argument, std::move(message));
-}
 
 struct Matrix {
   std::int64_t rows = 0, columns = 0;
@@ -108,8 +105,7 @@ std::int64_t count(std::initializer_list<std::int64_t> sizes) {
   std::int64_t product = 1;
   for (const std::int64_t size : sizes) {
     if (__builtin_mul_overflow(product, size, &product)) {
-      refuse(fmt::format("a tensor of {} elements overflows 64 bits; give smaller sizes",
-                         fmt::join(sizes, " x ")));
+      refuse("a tensor of {} elements overflows 64 bits; give smaller sizes", fmt::join(sizes, " x "));
     }
   }
   return product;
@@ -117,8 +113,7 @@ std::int64_t count(std::initializer_list<std::int64_t> sizes) {
 
 void check_size(const char* what, std::size_t given, std::int64_t wanted) {
   if (static_cast<std::int64_t>(given) != wanted) {
-    refuse(fmt::format("{} has {} elements but the spec and shape need {}; give exactly that many", what,
-                       given, wanted));
+    refuse("{} has {} elements but the spec and shape need {}; give exactly that many", what, given, wanted);
   }
 }
 
@@ -135,17 +130,17 @@ std::int64_t rows_of_head(const std::vector<double>& tensor, std::int64_t heads,
 
 void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
                    std::int64_t longest) {
-  if (offsets.front() != 0) refuse(fmt::format("{} begins with {}; it must begin with 0", name, offsets[0]));
+  if (offsets.front() != 0) refuse("{} begins with {}; it must begin with 0", name, offsets[0]);
   for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
     const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
     if (length < 0 || length > longest) {
-      refuse(fmt::format("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name,
-                         b, length, longest));
+      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name, b, length,
+             longest);
     }
   }
   if (offsets.back() > rows) {
-    refuse(fmt::format("{} ends with {}, but the packed tensors have {} rows; it must end there or before",
-                       name, offsets.back(), rows));
+    refuse("{} ends with {}, but the packed tensors have {} rows; it must end there or before", name,
+           offsets.back(), rows);
   }
 }
 
@@ -228,8 +223,8 @@ Context::Context(const Problem& given)
     const bool broadcasts = (given.map_batch == 1 || given.map_batch == shape.batch) &&
                             (given.map_heads == 1 || given.map_heads == shape.heads_q);
     if (!broadcasts) {
-      refuse(fmt::format("the block map has {} batch entries and {} heads; allowed are 1 or {}, and 1 or {}",
-                         given.map_batch, given.map_heads, shape.batch, shape.heads_q));
+      refuse("the block map has {} batch entries and {} heads; allowed are 1 or {}, and 1 or {}",
+             given.map_batch, given.map_heads, shape.batch, shape.heads_q);
     }
     map_rows = (shape.seqlen_q + spec.block_map.q - 1) / spec.block_map.q;
     map_columns = (shape.seqlen_kv + spec.block_map.kv - 1) / spec.block_map.kv;
@@ -238,11 +233,10 @@ Context::Context(const Problem& given)
   }
   scale = given.softmax_scale.value_or(1 / std::sqrt(static_cast<double>(spec.head_dim)));
   if (!(std::isfinite(scale) && scale > 0)) {
-    refuse(fmt::format("softmax_scale is {}; it must be finite and positive", scale));
+    refuse("softmax_scale is {}; it must be finite and positive", scale);
   }
   if (!spec.dropout && given.dropout_p != 0) {
-    refuse(fmt::format("dropout_p is {} but the spec has no dropout; set spec.dropout or leave it 0",
-                       given.dropout_p));
+    refuse("dropout_p is {} but the spec has no dropout; set spec.dropout or leave it 0", given.dropout_p);
   }
   dropout = dropout_parameters(given.dropout_p);
 }
@@ -500,7 +494,7 @@ std::vector<double> existing_rows(const Problem& problem, const std::vector<doub
 }
 
 Dropout dropout_parameters(double p) {
-  if (!(p >= 0 && p < 1)) refuse(fmt::format("dropout_p is {}; it must be at least 0 and below 1", p));
+  if (!(p >= 0 && p < 1)) refuse("dropout_p is {}; it must be at least 0 and below 1", p);
   const double kept = std::max(std::round((1 - p) * 0x1p15), 1.0);  // of 2^15
   return {static_cast<std::uint32_t>(0x1p15 - kept) * 0x10001u, 0x1p15 / kept};
 }

@@ -8,17 +8,17 @@
 #include <string_view>
 #include <vector>
 
-#include "autotune/suite.hpp"
 #include "cache/digest.hpp"
-#include "cache/manifest.hpp"
 #include "cache/meta.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
 #include "plan/records.hpp"
 #include "plan/shipped.hpp"
 #include "support/json.hpp"
-#include "support/npy.hpp"
 #include "tests/program_text.hpp"
+#include "tools/parts/manifest.hpp"
+#include "tools/parts/npy.hpp"
+#include "tools/parts/suite.hpp"
 
 namespace flashjit::testing_support {
 
@@ -109,11 +109,11 @@ inline Outcome read_suite(std::string_view text) {
 
 inline Outcome read_manifest(std::string_view text) {
   return outcome_of(ErrorCode::io, [&] {
-    const std::vector<cache::ManifestLine> lines = cache::parse_manifest(text);
-    const bool inside = std::ranges::all_of(lines, [](const cache::ManifestLine& line) {
+    const std::vector<command::ManifestLine> lines = command::parse_manifest(text);
+    const bool inside = std::ranges::all_of(lines, [](const command::ManifestLine& line) {
       return (std::filesystem::path("/pack") / line.path).lexically_normal().string() == "/pack/" + line.path;
     });
-    return inside && cache::parse_manifest(cache::to_text(lines)) == lines;
+    return inside && command::parse_manifest(command::to_text(lines)) == lines;
   });
 }
 
@@ -188,7 +188,7 @@ inline std::vector<Parser> parsers() {
         "bwd:fp16:d64:mask{w: int; q - kv < w} b0:hq1:hkv1:sq0:skv1"}},
       {"manifest",
        read_manifest,
-       {cache::to_text(
+       {command::to_text(
             {{std::string(64, '0'), "sm_90a/key/kernel.cubin"}, {std::string(64, 'f'), "..a/..b"}}),
         ""}},
   };

@@ -30,7 +30,6 @@ missing_packages() {
   has_header nlohmann/json.hpp || echo nlohmann-json3-dev
   has_header CLI/CLI.hpp || echo libcli11-dev
   has_header xxhash.h || echo libxxhash-dev
-  has_header openssl/sha.h || echo libssl-dev
   has_header gtest/gtest.h || echo libgtest-dev
   has_header benchmark/benchmark.h || echo libbenchmark-dev
   python3 -c 'import ensurepip' 2>/dev/null || echo python3-venv

@@ -8,6 +8,7 @@
 #include "cache/digest.hpp"
 #include "flashjit/error.hpp"
 #include "support/json.hpp"
+#include "support/text.hpp"
 
 namespace flashjit::cache {
 namespace {
@@ -151,7 +152,7 @@ Meta parse_meta(const std::string& json) {
     }
     return parse_body(body);
   } catch (const Json::exception& error) {
-    throw Error(ErrorCode::io, fmt::format("meta.json cannot be read: {}", error.what()));
+    throw Error(ErrorCode::io, fmt::format("meta.json cannot be read: {}", printable(error.what())));
   }
 }
 

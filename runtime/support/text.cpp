@@ -9,6 +9,25 @@
 #include "flashjit/error.hpp"
 
 namespace flashjit {
+namespace {
+
+/// Bytes of the printable UTF-8 character that `text` begins with; 0: there is none.
+std::size_t character_bytes(std::string_view text) {
+  const auto byte = [&](std::size_t i) { return static_cast<unsigned char>(text[i]); };
+  const unsigned first = byte(0);
+  if (first < 0x80) return first >= 0x20 && first != 0x7f;
+  const std::size_t bytes = first >= 0xf0 ? 4 : first >= 0xe0 ? 3 : 2;
+  if (first < 0xc2 || first > 0xf4 || text.size() < bytes) return 0;
+  for (std::size_t i = 1; i < bytes; ++i)
+    if ((byte(i) & 0xc0) != 0x80) return 0;
+  // Control characters of Latin-1, longer spellings of what is shorter, halves of pairs, and what is no code point.
+  const unsigned second = byte(1);
+  const bool none = ((first == 0xc2 || first == 0xe0) && second < 0xa0) || (first == 0xed && second >= 0xa0) ||
+                    (first == 0xf0 && second < 0x90) || (first == 0xf4 && second >= 0x90);
+  return none ? 0 : bytes;
+}
+
+}  // namespace
 
 std::vector<std::string_view> split(std::string_view text, char separator) {
   std::vector<std::string_view> pieces;
@@ -20,13 +39,19 @@ std::vector<std::string_view> split(std::string_view text, char separator) {
   }
 }
 
+std::string printable(std::string_view text) {
+  std::string out;
+  while (!text.empty()) {
+    const std::size_t bytes = character_bytes(text);
+    out += bytes == 0 ? "?" : text.substr(0, bytes);
+    text.remove_prefix(std::max<std::size_t>(bytes, 1));
+  }
+  return out;
+}
+
 std::string quoted(std::string_view text) {
   constexpr std::size_t kLongest = 80;
-  std::string out = "'";
-  for (const char c : text.substr(0, kLongest)) {
-    out += static_cast<unsigned char>(c) < 0x20 || c == 0x7f ? '?' : c;
-  }
-  return out + (text.size() > kLongest ? "...'" : "'");
+  return fmt::format("'{}{}'", printable(text.substr(0, kLongest)), text.size() > kLongest ? "..." : "");
 }
 
 std::string shell_word(std::string_view text) {

@@ -7,7 +7,7 @@
 
 #include "reference/reference.hpp"
 #include "run_command.hpp"
-#include "support/npy.hpp"
+#include "tools/parts/npy.hpp"
 
 namespace flashjit {
 namespace {

@@ -14,7 +14,7 @@
 #include "plan/records.hpp"
 #include "stored_kernel.hpp"
 #include "support/file.hpp"
-#include "tools/command/manifest.hpp"
+#include "tools/parts/manifest.hpp"
 #include "traced_child.hpp"
 
 namespace flashjit {

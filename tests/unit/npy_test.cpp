@@ -1,4 +1,4 @@
-#include "support/npy.hpp"
+#include "tools/parts/npy.hpp"
 
 #include <gtest/gtest.h>
 

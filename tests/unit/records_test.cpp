@@ -15,12 +15,12 @@
 #include <set>
 #include <thread>
 
-#include "cache/manifest.hpp"
 #include "flashjit/error.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
+#include "tools/parts/manifest.hpp"
 #include "unit/expectations.hpp"
 
 namespace flashjit::plan {
@@ -273,12 +273,12 @@ TEST(Record, EveryFlippedOrMissingByteIsRefusedOrChoosesWhatIsAdmitted) {
 }
 
 TEST(Manifest, EveryFlippedOrMissingByteIsRefusedOrNamesSomethingElse) {
-  const std::vector<cache::ManifestLine> lines{{std::string(64, '0'), "sm_90a/key/kernel.cubin"},
-                                               {std::string(64, 'f'), "tuning/sm_90a/a.json"}};
-  const std::string sound = cache::to_text(lines);
+  const std::vector<command::ManifestLine> lines{{std::string(64, '0'), "sm_90a/key/kernel.cubin"},
+                                                 {std::string(64, 'f'), "tuning/sm_90a/a.json"}};
+  const std::string sound = command::to_text(lines);
   for_each_damage(sound, [&](const std::string& text) {
     try {
-      const bool same = cache::parse_manifest(text) == lines;
+      const bool same = command::parse_manifest(text) == lines;
       EXPECT_EQ(same, text == sound.substr(0, sound.size() - 1))
           << "the last line's end says nothing: " << text;
     } catch (const Error& error) {

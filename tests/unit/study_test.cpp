@@ -1,5 +1,5 @@
 // The study of the tuner and the page on what was measured, on made-up GPUs.
-#include "autotune/study.hpp"
+#include "tools/parts/study.hpp"
 
 #include <fmt/format.h>
 #include <gtest/gtest.h>
@@ -11,13 +11,13 @@
 #include <string>
 #include <thread>
 
-#include "autotune/report.hpp"
-#include "autotune/suite.hpp"
 #include "flashjit/flashjit.hpp"
 #include "made_up_gpu.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
+#include "tools/parts/report.hpp"
+#include "tools/parts/suite.hpp"
 #include "unit/expectations.hpp"
 
 namespace flashjit::autotune {

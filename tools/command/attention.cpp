@@ -11,8 +11,9 @@
 #include <utility>
 
 #include "expr/declarations.hpp"
-#include "support/npy.hpp"
+#include "support/refuse.hpp"
 #include "support/text.hpp"
+#include "tools/parts/npy.hpp"
 
 namespace flashjit::command {
 
@@ -363,8 +364,6 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
 
 namespace {
 
-void refuse(const std::string& message) { throw Error(ErrorCode::invalid_argument, message); }
-
 void check_lengths(const reference::Problem& problem) {
   const auto& lengths = problem.kv_lengths;
   if (!problem.spec.kv_lengths) {
@@ -379,7 +378,7 @@ void check_lengths(const reference::Problem& problem) {
                     lengths.size(), problem.shape.batch));
   for (std::int32_t length : lengths)
     if (length < 0 || length > problem.shape.seqlen_kv)
-      refuse(fmt::format("{} is no length of keys; allowed are 0 to {}", length, problem.shape.seqlen_kv));
+      refuse("{} is no length of keys; allowed are 0 to {}", length, problem.shape.seqlen_kv);
 }
 
 void check_map(const reference::Problem& problem) {
@@ -392,14 +391,12 @@ void check_map(const reference::Problem& problem) {
                              blocks_of(problem.shape.seqlen_q, problem.spec.block_map.q) *
                              blocks_of(problem.shape.seqlen_kv, problem.spec.block_map.kv);
   if (static_cast<std::int64_t>(problem.block_map.size()) != cells)
-    refuse(fmt::format("the spec has a block map of {} cells and {} are given (--block-map)", cells,
-                       problem.block_map.size()));
+    refuse("the spec has a block map of {} cells and {} are given (--block-map)", cells,
+           problem.block_map.size());
   if (problem.map_batch != 1 && problem.map_batch != problem.shape.batch)
-    refuse(fmt::format("the block map has batch {}; allowed are 1 and {}", problem.map_batch,
-                       problem.shape.batch));
+    refuse("the block map has batch {}; allowed are 1 and {}", problem.map_batch, problem.shape.batch);
   if (problem.map_heads != 1 && problem.map_heads != problem.shape.heads_q)
-    refuse(fmt::format("the block map has {} heads; allowed are 1 and {}", problem.map_heads,
-                       problem.shape.heads_q));
+    refuse("the block map has {} heads; allowed are 1 and {}", problem.map_heads, problem.shape.heads_q);
 }
 
 }  // namespace
@@ -407,10 +404,9 @@ void check_map(const reference::Problem& problem) {
 void check_problem(const reference::Problem& problem) {
   const auto& scale = problem.softmax_scale;
   if (scale && !(std::isfinite(*scale) && *scale > 0))
-    refuse(fmt::format("the softmax scale {} is not allowed; give a finite number above 0", *scale));
+    refuse("the softmax scale {} is not allowed; give a finite number above 0", *scale);
   if (!(problem.dropout_p >= 0 && problem.dropout_p < 1))
-    refuse(fmt::format("the dropout probability {} is not allowed; give 0 or more and less than 1",
-                       problem.dropout_p));
+    refuse("the dropout probability {} is not allowed; give 0 or more and less than 1", problem.dropout_p);
   if (problem.dropout_p > 0 && !problem.spec.dropout)
     refuse(
         "a dropout probability is given, but the spec has no \"dropout\"; add it or leave the probability "

@@ -9,10 +9,10 @@
 
 #include "build.hpp"
 #include "cache/folders.hpp"
-#include "manifest.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
+#include "tools/parts/manifest.hpp"
 
 namespace flashjit::command {
 namespace {

@@ -15,9 +15,9 @@
 #include <string_view>
 #include <vector>
 
-#include "autotune/suite.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/spec.hpp"
+#include "tools/parts/suite.hpp"
 
 namespace flashjit::command {
 

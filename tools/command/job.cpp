@@ -12,7 +12,7 @@
 #include "gpu.hpp"
 #include "packing.hpp"
 #include "support/environment.hpp"
-#include "support/npy.hpp"
+#include "tools/parts/npy.hpp"
 
 namespace flashjit::command {
 namespace {

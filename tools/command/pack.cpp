@@ -5,8 +5,8 @@
 #include <memory>
 
 #include "cache/folders.hpp"
-#include "manifest.hpp"
 #include "packing.hpp"
+#include "tools/parts/manifest.hpp"
 
 namespace flashjit::command {
 namespace {

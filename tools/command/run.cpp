@@ -6,7 +6,7 @@
 #include "attention.hpp"
 #include "expr/declarations.hpp"
 #include "gpu.hpp"
-#include "support/npy.hpp"
+#include "tools/parts/npy.hpp"
 
 namespace flashjit::command {
 namespace {

@@ -12,8 +12,6 @@
 #include <thread>
 
 #include "autotune/device_meter.hpp"
-#include "autotune/report.hpp"
-#include "autotune/study.hpp"
 #include "autotune/tuner.hpp"
 #include "build.hpp"
 #include "cache/store.hpp"
@@ -23,6 +21,8 @@
 #include "plan/shipped.hpp"
 #include "support/environment.hpp"
 #include "support/file.hpp"
+#include "tools/parts/report.hpp"
+#include "tools/parts/study.hpp"
 
 namespace flashjit::command {
 namespace {

@@ -1,4 +1,4 @@
-#include "support/npy.hpp"
+#include "tools/parts/npy.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

@@ -1,5 +1,5 @@
-// The manifest of a pack: SHA-256 digests of every file (cache/manifest.hpp). Who signs the manifest, or
-// notes its own digest, has signed the pack.
+// The manifest of a pack: the SHA-256 digest of every file, a line each, in the form that `sha256sum -c`
+// reads. Who signs the manifest, or notes its own digest, has signed the pack.
 #pragma once
 
 #include <filesystem>
@@ -9,8 +9,15 @@
 
 namespace flashjit::command {
 
-/// 64 hexadecimal digits.
-std::string sha256(std::string_view bytes);
+struct ManifestLine {
+  std::string digest, path;  ///< 64 hexadecimal digits; relative to the pack's v1
+  bool operator==(const ManifestLine&) const = default;
+};
+
+std::string to_text(const std::vector<ManifestLine>& lines);
+/// Throws Error(io) with the line's number for what is no line, for a path twice, and for a path that
+/// would leave the folder.
+std::vector<ManifestLine> parse_manifest(std::string_view text);
 
 /// `folder`/v1/SHA256SUMS.
 std::filesystem::path manifest_path(const std::filesystem::path& folder);

@@ -1,4 +1,4 @@
-#include "autotune/suite.hpp"
+#include "tools/parts/suite.hpp"
 
 #include <fmt/format.h>
 

@@ -1,4 +1,4 @@
-#include "autotune/report.hpp"
+#include "tools/parts/report.hpp"
 
 #include <fmt/format.h>
 
@@ -7,8 +7,8 @@
 #include <iterator>
 #include <set>
 
-#include "autotune/study.hpp"
 #include "plan/family.hpp"
+#include "tools/parts/study.hpp"
 
 namespace flashjit::autotune {
 namespace {

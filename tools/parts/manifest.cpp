@@ -1,23 +1,43 @@
-#include "manifest.hpp"
+#include "tools/parts/manifest.hpp"
 
 #include <fmt/format.h>
-// The older interface is a few kilobytes of code; the newer one brings all of libcrypto into the command.
-#define OPENSSL_API_COMPAT 10100
-#include <openssl/sha.h>
 
 #include <algorithm>
-#include <array>
 #include <set>
 
+#include "cache/digest.hpp"
 #include "cache/folders.hpp"
-#include "cache/manifest.hpp"
 #include "flashjit/error.hpp"
 #include "support/file.hpp"
+#include "support/text.hpp"
+#include "tools/parts/sha256.hpp"
 
 namespace flashjit::command {
 namespace {
 
 namespace fs = std::filesystem;
+
+constexpr std::size_t kDigits = 64;
+constexpr std::string_view kGap = "  ";
+
+/// Without a step up, and in the one spelling that a path has.
+bool stays_inside(std::string_view text) {
+  const fs::path path(text);
+  return text.find('\0') == text.npos && path.is_relative() && text == path.lexically_normal().string() &&
+         path.has_filename() && path != "." && *path.begin() != "..";
+}
+
+ManifestLine parse_line(std::string_view line, std::size_t number) {
+  const auto refuse = [&](std::string_view why) {
+    throw Error(ErrorCode::io, fmt::format("line {} of {} {}", number, cache::kManifestFile, why));
+  };
+  if (line.size() <= kDigits + kGap.size() || !cache::is_hexadecimal(line.substr(0, kDigits)) ||
+      line.substr(kDigits, kGap.size()) != kGap)
+    refuse("is not a digest of 64 digits, two spaces and a path");
+  const std::string_view path = line.substr(kDigits + kGap.size());
+  if (!stays_inside(path)) refuse(fmt::format("names {}, which is no path within the pack", quoted(path)));
+  return {std::string(line.substr(0, kDigits)), std::string(path)};
+}
 
 /// No part of a pack, and at its top: what a process is just writing, locks, and the manifest itself.
 bool is_left_out(const fs::path& name) {
@@ -58,7 +78,7 @@ bool passes_a_link(const fs::path& root, const fs::path& relative) {
 }
 
 /// What is wrong with a named file; empty: nothing.
-std::string complaint(const fs::path& root, const cache::ManifestLine& line) {
+std::string complaint(const fs::path& root, const ManifestLine& line) {
   std::error_code error;
   if (!fs::exists(fs::symlink_status(root / line.path, error))) return "is missing";
   if (passes_a_link(root, line.path)) return "is reached through a link";
@@ -71,15 +91,24 @@ std::string complaint(const fs::path& root, const cache::ManifestLine& line) {
 
 }  // namespace
 
-std::string sha256(std::string_view bytes) {
-  std::array<unsigned char, SHA256_DIGEST_LENGTH> digest{};
-  SHA256_CTX context;
-  ::SHA256_Init(&context);
-  ::SHA256_Update(&context, bytes.data(), bytes.size());
-  ::SHA256_Final(digest.data(), &context);
+std::string to_text(const std::vector<ManifestLine>& lines) {
   std::string text;
-  for (const unsigned char byte : digest) text += fmt::format("{:02x}", byte);
+  for (const ManifestLine& line : lines) text += fmt::format("{}{}{}\n", line.digest, kGap, line.path);
   return text;
+}
+
+std::vector<ManifestLine> parse_manifest(std::string_view text) {
+  std::vector<ManifestLine> lines;
+  std::set<std::string> paths;
+  if (text.ends_with('\n')) text.remove_suffix(1);
+  if (text.empty()) return lines;
+  for (const std::string_view line : split(text, '\n')) {
+    lines.push_back(parse_line(line, lines.size() + 1));
+    if (!paths.insert(lines.back().path).second)
+      throw Error(ErrorCode::io, fmt::format("{} names {} twice", cache::kManifestFile,
+                                             quoted(std::string_view(lines.back().path))));
+  }
+  return lines;
 }
 
 fs::path manifest_path(const fs::path& folder) {
@@ -88,7 +117,7 @@ fs::path manifest_path(const fs::path& folder) {
 
 std::string write_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
-  std::vector<cache::ManifestLine> lines;
+  std::vector<ManifestLine> lines;
   for (const std::string& file : files_below(root))
     lines.push_back({sha256(read_file(root / file, kStoredFileLimit)), file});
   const std::string text = to_text(lines);
@@ -100,10 +129,10 @@ std::vector<std::string> check_manifest(const fs::path& folder) {
   const fs::path manifest = manifest_path(folder), root = manifest.parent_path();
   std::vector<std::string> differences;
   std::set<std::string> named;
-  for (const cache::ManifestLine& line : cache::parse_manifest(read_file(manifest, kStoredFileLimit))) {
+  for (const ManifestLine& line : parse_manifest(read_file(manifest, kStoredFileLimit))) {
     named.insert(line.path);
     if (const std::string wrong = complaint(root, line); !wrong.empty())
-      differences.push_back(fmt::format("{} {}", line.path, wrong));
+      differences.push_back(fmt::format("{} {}", printable(line.path), wrong));
   }
   for (const std::string& file : files_below(root))
     if (!named.contains(file)) differences.push_back(fmt::format("{} is not named", file));

@@ -1,4 +1,4 @@
-#include "autotune/study.hpp"
+#include "tools/parts/study.hpp"
 
 #include <fmt/format.h>
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "run_command.hpp"
+#include "support/text.hpp"
 
 namespace flashjit {
 namespace {
@@ -75,6 +76,34 @@ TEST_F(CommandCache, APackIsSignedByItsManifestsDigest) {
   fs::remove(manifest());
   EXPECT_EQ(verify().code, 0);
   EXPECT_EQ(verify(" --sha256 " + digest).code, 1);
+}
+
+TEST_F(CommandCache, WhatAPackKeepsIsSound) {
+  make();
+  for (const char* name : {"kernel.cu", "kernel.cubin", "meta.json"}) {
+    const std::string path = only(name), text = read_file(path);
+    std::string flipped = text;
+    flipped[text.size() / 2] ^= 1;
+    write_file_atomically(path, flipped);
+    make();
+    EXPECT_EQ(verify().code, 0) << name << ": " << verify().err;
+  }
+  write_file_atomically(only("kernel.cu"), "damaged");
+  const CommandResult again = run("pack --spec fwd:bf16:d128 --arch sm_80 --out " + pack());
+  EXPECT_NE(again.err.find("kernel.cu does not match its digest"), std::string::npos) << again.err;
+  EXPECT_EQ(verify().code, 0) << "what it held besides is checked, too";
+}
+
+TEST_F(CommandCache, DamagedBytesAreNotPrintedAsTheyAre) {
+  make();
+  const std::string line = read_file(manifest());
+  write_file_atomically(manifest(), line + line.substr(0, 64) + "  a\xff\x1b[2J\n");
+  write_file_atomically(only("meta.json"), "{\"spec\": \"\xff\xfe\x1b[2J");
+  for (const auto& file : fs::recursive_directory_iterator(pack() + "/v1/tuning"))
+    if (file.is_regular_file()) write_file_atomically(file.path(), "{\"a\x80\xc3\": \xff");
+  for (const CommandResult& said : {verify(), verify(" --json"), run("cache list --dir " + pack())})
+    for (const std::string& text : {said.out, said.err})
+      for (const std::string_view one : split(text, '\n')) EXPECT_EQ(one, printable(one));
 }
 
 TEST_F(CommandCache, APackIsForThisUserAlone) {

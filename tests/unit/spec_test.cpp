@@ -123,6 +123,13 @@ TEST(Text, QuotedFitsOnOneLine) {
   EXPECT_EQ(quoted(std::string(100, 'x')), "'" + std::string(80, 'x') + "...'");
 }
 
+TEST(Text, WhatCannotBePrintedIsAQuestionMark) {
+  EXPECT_EQ(printable("a\tb\x1b[2J\x7f"), "a?b?[2J?");
+  EXPECT_EQ(printable("\u00e9\u2264\U0001f600"), "\u00e9\u2264\U0001f600");
+  for (const char* wrong : {"\xff", "\x80", "\xc3", "\xc0\xaf", "\xe2\x82", "\xed\xa0\x80", "\xc2\x9b", "\xf4\x90\x80\x80"})
+    EXPECT_EQ(printable(wrong), std::string(std::string_view(wrong).size(), '?'));
+}
+
 TEST(Text, ShellWordsAreQuotedWhereTheShellWouldReadThem) {
   EXPECT_EQ(shell_word("fwd:bf16:d64x32:causal_top_left"), "fwd:bf16:d64x32:causal_top_left");
   EXPECT_EQ(shell_word("fwd:bf16:d64:mask{q < kv}"), "'fwd:bf16:d64:mask{q < kv}'");

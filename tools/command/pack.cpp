@@ -80,12 +80,20 @@ void check_architectures(const std::vector<PackItem>& items, const compile::Comp
                               item.device.arch, fmt::join(known, ", ")));
 }
 
+/// What the pack holds already is kept, and its manifest speaks for it: so it must be sound, as `cache
+/// verify` sees it.
+void remove_damaged(cache::Store& store) {
+  for (const cache::EntryInfo& removed : store.repair())
+    warn(fmt::format("removed {}: {}", removed.key, removed.damage));
+}
+
 int pack(const PackOptions& options, bool json) {
   const std::vector<PackItem> items = plan_items(options);
   const render::TemplateSet templates = chosen_templates();
   const std::shared_ptr<const compile::Compiler> compiler = chosen_compiler();
   check_architectures(items, *compiler);
   cache::Store store(options.out, cache::Store::Access::read_write, warn);
+  remove_damaged(store);
   const std::vector<PackOutcome> outcomes = pack_all(items, store, templates, *compiler, options.jobs);
 
   const std::string manifest = write_manifest(options.out);

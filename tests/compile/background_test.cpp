@@ -9,8 +9,8 @@
 
 #include "device/resources.hpp"
 #include "flashjit/flashjit.hpp"
-#include "kept_log.hpp"
-#include "run_command.hpp"
+#include "tests/support/kept_log.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit {
 namespace {
@@ -27,8 +27,8 @@ class Background : public ::testing::Test {
     return Runtime({.cache_dir = folder_.file("cache"), .tune_in_background = tune, .log = log_.writer()});
   }
 
-  testing::TemporaryDirectory folder_;
-  testing_support::KeptLog log_;
+  test::TemporaryDirectory folder_;
+  test::KeptLog log_;
 };
 
 TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {

@@ -3,14 +3,14 @@
 
 #include <string>
 
-#include "run_command.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit {
 namespace {
 
-using testing::CommandResult;
-using testing::run_command;
-using testing::TemporaryDirectory;
+using test::CommandResult;
+using test::run_command;
+using test::TemporaryDirectory;
 
 class Pack : public ::testing::Test {
  protected:

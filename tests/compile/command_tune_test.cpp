@@ -3,8 +3,8 @@
 
 #include <filesystem>
 
-#include "run_command.hpp"
 #include "support/file.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit {
 namespace {
@@ -17,8 +17,8 @@ constexpr const char* kProblem =
 
 class CommandTune : public ::testing::Test {
  protected:
-  testing::CommandResult tune(const std::string& arguments) const {
-    return testing::run_command(folder_, "tune " + arguments, "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "'");
+  test::CommandResult tune(const std::string& arguments) const {
+    return test::run_command(folder_, "tune " + arguments, "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "'");
   }
   std::string file(const std::string& name) const { return folder_.file(name); }
   std::string text(const std::string& name) const { return read_file(folder_.file(name)); }
@@ -30,7 +30,7 @@ class CommandTune : public ::testing::Test {
     return count;
   }
 
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
 };
 
 TEST_F(CommandTune, WritesARecordThatTheRuntimeAndTheNextRunTake) {
@@ -67,7 +67,7 @@ TEST_F(CommandTune, TellsHowTheGpuFared) {
 
   fs::create_directory(file("lib"));
   fs::create_symlink(FLASHJIT_FAKE_NVML, file("lib/libnvidia-ml.so.1"));
-  const auto result = testing::run_command(
+  const auto result = test::run_command(
       folder_, "tune --force --json " + std::string(kProblem) + " --report " + file("page.html"),
       "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' LD_LIBRARY_PATH='" + file("lib") + "'");
   ASSERT_EQ(result.code, 0) << result.err;

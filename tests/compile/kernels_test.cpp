@@ -15,10 +15,10 @@
 #include <utility>
 
 #include "compile/compiler.hpp"
-#include "compile/covering.hpp"
 #include "plan/plan.hpp"
 #include "plan/sm90.hpp"
 #include "render/render.hpp"
+#include "tests/support/covering.hpp"
 
 namespace flashjit {
 namespace {
@@ -104,12 +104,12 @@ std::vector<Case> cases_of(const plan::FamilyTraits& family, const std::vector<A
 }
 
 std::vector<Case> cases(const DeviceInfo& device) {
-  std::vector<Case> all = cases_of(plan::sm90_traits(), testing_support::covering_plain_specs(), device);
+  std::vector<Case> all = cases_of(plan::sm90_traits(), test::covering_plain_specs(), device);
   if (device.compute_capability == 90)  // whose tiles are larger where nothing but causal is asked for
-    std::ranges::copy(cases_of(plan::sm80_traits(), testing_support::covering_plain_specs(), device),
+    std::ranges::copy(cases_of(plan::sm80_traits(), test::covering_plain_specs(), device),
                       std::back_inserter(all));
   for (const plan::FamilyTraits& family : plan::families())
-    std::ranges::copy(cases_of(family, testing_support::covering_specs(), device), std::back_inserter(all));
+    std::ranges::copy(cases_of(family, test::covering_specs(), device), std::back_inserter(all));
   return all;
 }
 
@@ -441,7 +441,7 @@ TEST(PerformanceLoss, IsFoundInTheLog) {
 }
 
 TEST(Covering, HoldsEveryPairOnceOrMore) {
-  const std::vector<AttentionSpec> specs = testing_support::covering_specs();
+  const std::vector<AttentionSpec> specs = test::covering_specs();
   std::set<std::pair<Pass, DType>> passes;
   std::set<std::tuple<DType, int, int>> dims;
   for (const AttentionSpec& spec : specs) {

@@ -6,15 +6,15 @@
 
 #include "compile/compiler.hpp"
 #include "expr/ops.hpp"
-#include "program_source.hpp"
-#include "tame_program.hpp"
-#include "unit/random_program.hpp"
+#include "tests/support/program_source.hpp"
+#include "tests/support/random_program.hpp"
+#include "tests/support/tame_program.hpp"
 
 namespace flashjit {
 namespace {
 
-using testing_support::RandomProgram;
-using testing_support::TameProgram;
+using test::RandomProgram;
+using test::TameProgram;
 
 /// With the declarations of both.
 expr::Trees trees(const expr::NodePtr& score, const expr::NodePtr& mask) {
@@ -37,7 +37,7 @@ void expect_compiled(const std::vector<expr::Trees>& programs, const expr::EmitO
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const bool half = std::string_view(arch) == "sm_80";
     const KernelSource source =
-        testing_support::program_source(programs, arch, half ? "flashjit::bf16" : "float", options);
+        test::program_source(programs, arch, half ? "flashjit::bf16" : "float", options);
     try {
       const CompiledKernel kernel = compiler->compile(source);
       EXPECT_EQ(kernel.resources.size(), programs.size());
@@ -73,7 +73,7 @@ TEST(ProgramHooks, CheckedOnesCompile) {
 TEST(ProgramHooks, RandomOnesCompile) {
   std::vector<expr::Trees> programs;
   for (unsigned seed = 0; seed < 20; ++seed) {
-    const std::vector<testing_support::Given> given = testing_support::tame_captures(seed);
+    const std::vector<test::Given> given = test::tame_captures(seed);
     TameProgram random(seed, given);
     programs.push_back(trees(random.score().pointer(), random.mask().pointer()));
   }

@@ -4,8 +4,8 @@
 #include <memory>
 
 #include "compile/compiler.hpp"
-#include "gpu/reference_source.hpp"
-#include "variants.hpp"
+#include "tests/support/reference_source.hpp"
+#include "tests/support/variants.hpp"
 
 namespace flashjit {
 namespace {
@@ -13,8 +13,8 @@ namespace {
 void expect_compiled(const AttentionSpec& spec) {
   SCOPED_TRACE(to_string(spec));
   static const std::shared_ptr<const compile::Compiler> compiler = compile::Compiler::open();
-  const KernelSource source = gpu_test::reference_source(spec.normalized(), DeviceInfo::parse("sm_90a"));
-  EXPECT_EQ(compiler->compile(source).resources.size(), gpu_test::reference_entries().size());
+  const KernelSource source = test::reference_source(spec.normalized(), DeviceInfo::parse("sm_90a"));
+  EXPECT_EQ(compiler->compile(source).resources.size(), test::reference_entries().size());
 }
 
 TEST(ReferenceSource, FeaturesCompile) {

@@ -4,7 +4,7 @@
 #include <cstdlib>
 #include <cstring>
 
-#include "unit/fake_driver.hpp"
+#include "tests/support/fake_driver.hpp"
 
 namespace {
 

@@ -10,10 +10,10 @@
 #include <utility>
 #include <vector>
 
-#include "gpu/attention_case.hpp"
 #include "plan/tiles.hpp"
+#include "tests/support/attention_case.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
@@ -482,4 +482,4 @@ INSTANTIATE_TEST_SUITE_P(Families, AttentionArguments, testing::ValuesIn(kFamili
                          [](const auto& test) { return to_string(test.param); });
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -11,9 +11,9 @@
 #include <vector>
 
 #include "flashjit/patterns.hpp"
-#include "gpu/attention_case.hpp"
+#include "tests/support/attention_case.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 constexpr std::array kDTypes = {DType::bf16, DType::fp16, DType::fp32};
@@ -224,4 +224,4 @@ INSTANTIATE_TEST_SUITE_P(Families, BlockSparseMaps, testing::ValuesIn(kFamilies)
                          [](const auto& test) { return to_string(test.param); });
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -3,17 +3,17 @@
 
 #include <string>
 
-#include "gpu/gpu_support.hpp"
-#include "run_command.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/run_command.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 class CheckIndices : public GpuTest {
  protected:
   /// Both passes of one small problem with this score; what was printed.
   std::string printed(const std::string& score, const std::string& mode) {
-    const testing::CommandResult result = testing::run_command(
+    const test::CommandResult result = test::run_command(
         folder_, "verify --shape b1:hq2:hkv1:sq5:skv6 --spec 'bwd:bf16:d64:score{t: fp32 1d; " + score + "}'",
         "FLASHJIT_LIBCUDA='" + read_environment().libcuda + "' FLASHJIT_CHECK_INDICES=" + mode);
     EXPECT_EQ(result.code, 0) << result.out << result.err;
@@ -23,7 +23,7 @@ class CheckIndices : public GpuTest {
     return text.find(what) != std::string::npos;
   }
 
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
 };
 
 TEST_F(CheckIndices, TellsOfEachThatIsOutOfRangeAndWhere) {
@@ -43,4 +43,4 @@ TEST_F(CheckIndices, SaysNothingWhereNobodyAsked) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -6,18 +6,18 @@
 #include <fstream>
 #include <string>
 
-#include "gpu/gpu_support.hpp"
-#include "run_command.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/run_command.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 namespace fs = std::filesystem;
 
 class CheckWaits : public GpuTest {
  protected:
-  testing::CommandResult verify(const std::string& arguments) {
-    return testing::run_command(
+  test::CommandResult verify(const std::string& arguments) {
+    return test::run_command(
         folder_, "verify " + arguments,
         fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_CHECK_WAITS=on {} timeout -s KILL 60",
                     read_environment().libcuda, templates_));
@@ -34,7 +34,7 @@ class CheckWaits : public GpuTest {
     templates_ = fmt::format("FLASHJIT_TEMPLATE_DIR='{}'", copy.string());
   }
   void expect_launch_error(const std::string& arguments) {
-    const testing::CommandResult result = verify(arguments);
+    const test::CommandResult result = verify(arguments);
     EXPECT_EQ(result.code, 4) << "137: it hung\n" << result.out << result.err;
     const auto says = [&](const char* what) { return result.err.find(what) != std::string::npos; };
     EXPECT_TRUE(says("CUDA_ERROR_LAUNCH_FAILED") || says("CUDA_ERROR_ILLEGAL_INSTRUCTION")) << result.err;
@@ -42,7 +42,7 @@ class CheckWaits : public GpuTest {
   static bool is_hopper() { return gpu().info.arch == "sm_90a"; }
 
  private:
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
   std::string templates_;
 };
 
@@ -51,7 +51,7 @@ TEST_F(CheckWaits, LeavesResultsRight) {
        {"bf16:d64", "fp16:d128:causal", "bf16:d128:det", "bf16:d256:causal:det",
         "bwd:bf16:d64:det --config sm80:br32:bc64:w4", "bwd:bf16:d128:causal --config sm90:br64:bc256:w8:s2",
         "bwd:fp16:d64 --config sm90:br128:bc512:w8:s2"}) {
-    const testing::CommandResult result =
+    const test::CommandResult result =
         verify(fmt::format("--shape b1:hq4:hkv2:sq700:skv900 --spec {}", spec));
     EXPECT_EQ(result.code, 0) << spec << "\n" << result.out << result.err;
   }
@@ -88,4 +88,4 @@ TEST_F(CheckWaits, EndATurnThatNeverComes) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -4,29 +4,29 @@
 #include <string>
 
 #include "cache/store.hpp"
-#include "gpu/gpu_support.hpp"
 #include "plan/records.hpp"
-#include "run_command.hpp"
 #include "support/file.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/run_command.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 class CommandTune : public GpuTest {
  protected:
   /// Three small problems with few candidates of the portable family, which compile fast.
-  testing::CommandResult tune(const std::string& devices) const {
+  test::CommandResult tune(const std::string& devices) const {
     write_file_atomically(
         folder_.file("suite.txt"),
         "fwd:bf16:d64 b1:hq4:hkv4:sq512:skv512\nfwd:bf16:d64:causal b1:hq4:hkv4:sq512:skv512\n"
         "bwd:bf16:d64 b1:hq4:hkv4:sq512:skv512\n");
-    return testing::run_command(folder_,
-                                "tune --json --families sm80 --max-candidates 2 --device " + devices +
-                                    " --suite " + folder_.file("suite.txt"),
-                                "FLASHJIT_LIBCUDA='" + read_environment().libcuda + "'");
+    return test::run_command(folder_,
+                             "tune --json --families sm80 --max-candidates 2 --device " + devices +
+                                 " --suite " + folder_.file("suite.txt"),
+                             "FLASHJIT_LIBCUDA='" + read_environment().libcuda + "'");
   }
   /// Every problem has a best and a record that plans on this device take.
-  void expect_all_tuned(const testing::CommandResult& result) const {
+  void expect_all_tuned(const test::CommandResult& result) const {
     ASSERT_EQ(result.code, 0) << result.err;
     plan::TuningRecords records;
     records.load(cache::Store(folder_.file("cache"), cache::Store::Access::read_only).records_folder());
@@ -42,7 +42,7 @@ class CommandTune : public GpuTest {
     }
   }
 
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
 };
 
 TEST_F(CommandTune, WritesRecordsThatPlansTake) { expect_all_tuned(tune("0")); }
@@ -67,4 +67,4 @@ TEST_F(CommandTune, TwoDevicesTakeTheProblemsSideBySide) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

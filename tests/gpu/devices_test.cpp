@@ -8,10 +8,10 @@
 #include <string>
 #include <thread>
 
-#include "gpu/lifetime.hpp"
-#include "run_command.hpp"
+#include "tests/support/lifetime.hpp"
+#include "tests/support/run_command.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 using Bytes = std::vector<std::uint8_t>;
@@ -144,4 +144,4 @@ TEST_F(LifetimeOfDevices, OneIsResetAndMadeAnewWhileTheOtherWorks) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -11,12 +11,12 @@
 #include "call/arguments.hpp"
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
-#include "gpu/gpu_support.hpp"
-#include "gpu/reference_source.hpp"
 #include "reference/inputs.hpp"
 #include "reference/reference.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/reference_source.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 using auxiliary::FillParams;
@@ -586,4 +586,4 @@ TEST_F(OffsetTest, KeysBeyondTwoToThe31) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

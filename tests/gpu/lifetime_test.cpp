@@ -14,11 +14,11 @@
 
 #include "cache/store.hpp"
 #include "flashjit/attention_programs.hpp"
-#include "gpu/attention_case.hpp"
-#include "gpu/lifetime.hpp"
 #include "support/file.hpp"
+#include "tests/support/attention_case.hpp"
+#include "tests/support/lifetime.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -243,4 +243,4 @@ TEST_F(Lifetime, RandomCallsAreRightAndMemoryStaysFlat) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -9,10 +9,10 @@
 #include <memory>
 #include <string>
 
-#include "gpu/lifetime.hpp"
 #include "support/file.hpp"
+#include "tests/support/lifetime.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -113,4 +113,4 @@ TEST_F(Lifetime, TheLibraryIsUnloadedAndTheContextGoesOn) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

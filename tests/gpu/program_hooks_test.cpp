@@ -6,20 +6,14 @@
 
 #include "compile/compiler.hpp"
 #include "device/loaded_kernel.hpp"
-#include "gpu/gpu_support.hpp"
-#include "gpu/strided_captures.hpp"
-#include "program_check.hpp"
-#include "program_source.hpp"
 #include "reference/inputs.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/program_check.hpp"
+#include "tests/support/program_source.hpp"
+#include "tests/support/strided_captures.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
-
-using testing_support::Given;
-using testing_support::ProgramCase;
-using testing_support::ProgramErrors;
-using testing_support::ProgramParams;
-using testing_support::ProgramResults;
 
 /// The captures in device memory, strided, as Params has them.
 class DeviceGiven {
@@ -71,8 +65,7 @@ ProgramResults run(const device::LoadedKernel& kernels, std::size_t entry, const
   params.kv_bounds = static_cast<int*>(kv_bounds.data());
   params.q_bounds = static_cast<int*>(q_bounds.data());
   std::array<void*, 1> parameters{&params};
-  device::launch(*gpu().driver(), kernels.kernel(entry), 1, testing_support::kProgramThreads, 0, nullptr,
-                 parameters);
+  device::launch(*gpu().driver(), kernels.kernel(entry), 1, test::kProgramThreads, 0, nullptr, parameters);
   gpu().context->synchronize();
   results.score = device::download<float>(score), results.score_grad = device::download<float>(grad);
   results.attends = device::download<int>(attends), results.tile_class = device::download<int>(tiles);
@@ -89,10 +82,10 @@ class ProgramHooks : public GpuTestWith<unsigned> {
     std::vector<ProgramCase> cases;
     std::vector<expr::Trees> programs;
     for (unsigned i = 0; i < 40; ++i) {
-      cases.push_back(testing_support::random_case(GetParam() + i));
+      cases.push_back(test::random_case(GetParam() + i));
       programs.push_back(cases.back().trees);
     }
-    const KernelSource source = testing_support::program_source(programs, gpu().info.arch, element);
+    const KernelSource source = test::program_source(programs, gpu().info.arch, element);
     const device::LoadedKernel kernels(
         gpu().driver(), compile::Compiler::open(read_environment().nvrtc)->compile(source).cubin,
         source.entries);
@@ -119,4 +112,4 @@ TEST_P(ProgramHooks, OfFloatsAreCloser) { check("float", 1e-4); }
 INSTANTIATE_TEST_SUITE_P(Random, ProgramHooks, testing::Values(0u, 1000u, 2000u, 3000u, 4000u, 5000u));
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

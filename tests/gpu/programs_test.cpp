@@ -7,14 +7,11 @@
 #include <vector>
 
 #include "flashjit/attention_programs.hpp"
-#include "gpu/attention_case.hpp"
-#include "variants.hpp"
+#include "tests/support/attention_case.hpp"
+#include "tests/support/variants.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
-
-using testing_support::Variant;
-using testing_support::variants;
 
 constexpr std::array kDTypes = {DType::fp16, DType::bf16, DType::fp32};
 constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
@@ -138,8 +135,8 @@ std::vector<AttentionCase> in_every_family(const std::vector<Variant>& given, co
 
 /// Tensors that lie otherwise in memory than in a program, read by score, mask and both passes.
 std::vector<AttentionCase> strided_cases() {
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::tensor;
+  using test::wave;
   const AttentionShape shape{2, 4, 2, 233, 201};
   const auto bias = [](const AttentionShape& s) {  // the same for all batches and heads
     return tensor("bias", {s.batch, s.heads_q, s.seqlen_q, s.seqlen_kv}, ElementType::bf16,
@@ -157,12 +154,12 @@ std::vector<AttentionCase> strided_cases() {
       in_every_family({{"documents_and_expanded_bias", "bias: bf16 4d; score + bias[b, h, q, kv]",
                         "doc: int32 2d; doc[b, q] == doc[b, kv]",
                         [=](const AttentionShape& s) {
-                          return testing_support::Captures{bias(s), documents(s)};
+                          return test::Captures{bias(s), documents(s)};
                         }},
                        {"expanded_bias_grad", "bias: bf16 4d grad; score + bias[b, h, q, kv]", "kv <= q",
-                        [=](const AttentionShape& s) { return testing_support::Captures{bias(s)}; }},
+                        [=](const AttentionShape& s) { return test::Captures{bias(s)}; }},
                        {"gate_grad", "gate: fp32 2d grad; score * sigmoid(gate[h, kv])", "kv <= q + 20",
-                        [=](const AttentionShape& s) { return testing_support::Captures{gate(s)}; }}},
+                        [=](const AttentionShape& s) { return test::Captures{gate(s)}; }}},
                       shape, 4000);
   for (AttentionCase& test : cases) test.strided_captures = true;
   return cases;
@@ -172,16 +169,16 @@ std::vector<AttentionCase> strided_cases() {
 /// that begin between words, keys and queries that go with other columns and rows than their own, and tensors
 /// that are too small.
 std::vector<AttentionCase> plane_cases() {
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::tensor;
+  using test::wave;
   const auto bias = [](ElementType type, int rows_less, int columns_less) {
     return [=](const AttentionShape& s) {
-      return testing_support::Captures{
+      return test::Captures{
           tensor("bias", {s.heads_q, s.seqlen_q - rows_less, s.seqlen_kv - columns_less}, type, wave)};
     };
   };
   const auto bias_2d = [](const AttentionShape& s) {
-    return testing_support::Captures{tensor("bias", {s.seqlen_q, s.seqlen_kv}, ElementType::fp16, wave)};
+    return test::Captures{tensor("bias", {s.seqlen_q, s.seqlen_kv}, ElementType::fp16, wave)};
   };
   const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16;
   std::vector<AttentionCase> cases = in_every_family(
@@ -228,21 +225,21 @@ std::vector<AttentionCase> plane_cases() {
 /// Planes that want their gradient: in rows of whole 16 bytes and in others, shared by batches, with pairs
 /// that are clamped to one place, of a score with a slope, of 32 bits, and beside another gradient.
 std::vector<AttentionCase> plane_grad_cases() {
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::tensor;
+  using test::wave;
   const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16, fp32 = ElementType::fp32;
   const auto bias = [](ElementType type, int rows_less = 0, int columns_less = 0) {
     return [=](const AttentionShape& s) {
-      return testing_support::Captures{
+      return test::Captures{
           tensor("bias", {s.heads_q, s.seqlen_q - rows_less, s.seqlen_kv - columns_less}, type, wave)};
     };
   };
   const auto own = [](const AttentionShape& s) {
-    return testing_support::Captures{
+    return test::Captures{
         tensor("bias", {s.batch, s.heads_q, s.seqlen_q, s.seqlen_kv}, ElementType::fp16, wave)};
   };
   const auto and_slopes = [=](const AttentionShape& s) {
-    testing_support::Captures captures = bias(bf16)(s);
+    test::Captures captures = bias(bf16)(s);
     captures.push_back(tensor("slopes", {s.heads_q}, ElementType::fp32,
                               [](std::int64_t h) { return 0.01 * static_cast<double>(h + 1); }));
     return captures;
@@ -280,21 +277,20 @@ std::vector<AttentionCase> plane_grad_cases() {
 /// many share, with a factor, of a score with a slope, and beside other gradients. And slopes of the
 /// difference.
 std::vector<AttentionCase> difference_grad_cases() {
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::tensor;
+  using test::wave;
   const auto table = [](ElementType type, int size) {
     return [=](const AttentionShape& s) {
       const std::int64_t places = size > 0 ? size : s.seqlen_q + s.seqlen_kv;
-      return testing_support::Captures{tensor("table", {s.heads_q, places}, type, wave)};
+      return test::Captures{tensor("table", {s.heads_q, places}, type, wave)};
     };
   };
   const auto slopes = [](const AttentionShape& s) {
-    return testing_support::Captures{tensor("slopes", {s.heads_q}, ElementType::fp32, [](std::int64_t h) {
-      return 0.01 * static_cast<double>(h + 1);
-    })};
+    return test::Captures{tensor("slopes", {s.heads_q}, ElementType::fp32,
+                                 [](std::int64_t h) { return 0.01 * static_cast<double>(h + 1); })};
   };
   const auto all = [=](const AttentionShape& s) {
-    testing_support::Captures captures = table(ElementType::fp32, 0)(s);
+    test::Captures captures = table(ElementType::fp32, 0)(s);
     captures.push_back(slopes(s)[0]);
     captures.push_back(tensor("gate", {s.seqlen_kv}, ElementType::fp32, wave));
     captures.push_back(tensor("bias", {s.seqlen_q, s.seqlen_kv}, ElementType::bf16, wave));
@@ -340,9 +336,9 @@ Variant forget_gates(bool wants_grad = false) {
           wants_grad ? "f: fp32 3d grad; score + (f[b, h, q] - f[b, h, kv])"
                      : "f: fp32 3d; score + (f[b, h, q] - f[b, h, kv])",
           "causal", [](const AttentionShape& s) {
-            return testing_support::Captures{testing_support::tensor(
-                "f", {s.batch, s.heads_q, std::max(s.seqlen_q, s.seqlen_kv)}, ElementType::fp32,
-                [](std::int64_t i) { return -0.01 * static_cast<double>(i); })};
+            return test::Captures{
+                test::tensor("f", {s.batch, s.heads_q, std::max(s.seqlen_q, s.seqlen_kv)}, ElementType::fp32,
+                             [](std::int64_t i) { return -0.01 * static_cast<double>(i); })};
           }};
 }
 
@@ -350,29 +346,28 @@ Variant forget_gates(bool wants_grad = false) {
 /// tile: also where blocks share a Q tile's keys, where the last round's tiles are cut, and where several
 /// values of keys are read.
 std::vector<AttentionCase> position_value_cases() {
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::tensor;
+  using test::wave;
   const auto of_keys = [](ElementType type) {
     return [=](const AttentionShape& s) {
-      return testing_support::Captures{tensor("bias", {s.batch, s.seqlen_kv}, type, wave)};
+      return test::Captures{tensor("bias", {s.batch, s.seqlen_kv}, type, wave)};
     };
   };
   const auto of_queries = [](const AttentionShape& s) {
-    return testing_support::Captures{tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp16, wave)};
+    return test::Captures{tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp16, wave)};
   };
   const auto looked_up = [](const AttentionShape& s) {
-    return testing_support::Captures{
-        tensor("at", {s.seqlen_kv}, ElementType::int32,
-               [](std::int64_t i) { return static_cast<double>((i * 7 + 3) % 90); }),
-        tensor("w", {90}, ElementType::bf16, wave)};
+    return test::Captures{tensor("at", {s.seqlen_kv}, ElementType::int32,
+                                 [](std::int64_t i) { return static_cast<double>((i * 7 + 3) % 90); }),
+                          tensor("w", {90}, ElementType::bf16, wave)};
   };
   const auto fp32 = ElementType::fp32, bf16 = ElementType::bf16;
   // Of queries alone; behind the last of them no 0 may be read.
-  const Variant divided{"divided", "t: fp32 2d; score / t[h, q]", "", [](const AttentionShape& s) {
-                          return testing_support::Captures{
-                              tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp32,
+  const Variant divided{
+      "divided", "t: fp32 2d; score / t[h, q]", "", [](const AttentionShape& s) {
+        return test::Captures{tensor("t", {s.heads_q, s.seqlen_q}, ElementType::fp32,
                                      [](std::int64_t i) { return 1.0 + 0.25 * static_cast<double>(i % 7); })};
-                        }};
+      }};
   const Variant key_bias{"key_bias", "bias: fp32 2d; score + bias[b, kv]", "", of_keys(fp32)};
   std::vector<AttentionCase> cases = in_every_family(
       {key_bias,
@@ -413,9 +408,9 @@ std::vector<AttentionCase> position_value_cases() {
 /// Masks of what they read of one position: integers and conditions of several types, two of each side, of
 /// expressions that leave the tensor, beside scores that read of positions, too.
 std::vector<AttentionCase> mask_read_cases() {
-  using testing_support::Captures;
-  using testing_support::tensor;
-  using testing_support::wave;
+  using test::Captures;
+  using test::tensor;
+  using test::wave;
   const auto longest = [](const AttentionShape& s) { return std::max(s.seqlen_q, s.seqlen_kv); };
   const auto documents = [=](const AttentionShape& s, ElementType type) {
     return tensor("doc", {s.batch, longest(s)}, type, [n = longest(s)](std::int64_t i) {
@@ -461,21 +456,20 @@ std::vector<AttentionCase> mask_read_cases() {
 
 /// What the header of ready-made programs promises of their combination, and T5's buckets.
 std::vector<AttentionCase> ready_made_cases() {
-  using testing_support::tensor;
+  using test::tensor;
   namespace ready = programs;
   const auto text = [](const expr::Expr& program) { return expr::to_string(program); };
   const auto table = [](std::int64_t buckets, ElementType type) {
     return [=](const AttentionShape& s) {
-      return testing_support::Captures{tensor("table", {buckets, s.heads_q}, type, testing_support::wave)};
+      return test::Captures{tensor("table", {buckets, s.heads_q}, type, test::wave)};
     };
   };
   const auto documents = [](const AttentionShape& s) {
-    return testing_support::Captures{tensor("documents", {std::max(s.seqlen_q, s.seqlen_kv)},
-                                            ElementType::int32,
-                                            [](std::int64_t i) { return static_cast<double>(i / 70); })};
+    return test::Captures{tensor("documents", {std::max(s.seqlen_q, s.seqlen_kv)}, ElementType::int32,
+                                 [](std::int64_t i) { return static_cast<double>(i / 70); })};
   };
   const auto prefix = [](const AttentionShape& s) {
-    return testing_support::Captures{
+    return test::Captures{
         tensor("prefix", {s.batch}, ElementType::int32, [](std::int64_t b) { return 30.0 + 50 * b; })};
   };
   const ready::RelativeBias learned{.wants_grad = true};
@@ -488,8 +482,8 @@ std::vector<AttentionCase> ready_made_cases() {
        {"blocks_of_tiles", "", "q / 128 % 3 != kv / 128"},
        {"blocks_of_tiles_read", "", "keep: bool 2d; keep[q >> 7, kv / 256]",
         [](const AttentionShape&) {
-          return testing_support::Captures{tensor("keep", {2, 2}, ElementType::boolean,
-                                                  [](std::int64_t i) { return i == 1 ? 0.0 : 1.0; })};
+          return test::Captures{tensor("keep", {2, 2}, ElementType::boolean,
+                                       [](std::int64_t i) { return i == 1 ? 0.0 : 1.0; })};
         }},
        {"not_either", "", text(!(ready::neighborhood_2d(16, 2) || ready::sliding_window(0, -1)))},
        {"relative_bias_grad", text(ready::relative_bias(learned)), "", table(32, ElementType::fp32)},
@@ -645,4 +639,4 @@ INSTANTIATE_TEST_SUITE_P(Families, ProgramsEdges, testing::ValuesIn(kFamilies),
                          [](const auto& test) { return to_string(test.param); });
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -7,15 +7,12 @@
 #include <vector>
 
 #include "expr/declarations.hpp"
-#include "gpu/attention_case.hpp"
-#include "host_tiles.hpp"
-#include "tame_program.hpp"
+#include "tests/support/attention_case.hpp"
+#include "tests/support/host_tiles.hpp"
+#include "tests/support/tame_program.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
-
-using testing_support::Given;
-using testing_support::TameProgram;
 
 /// Masks have no gradients.
 std::vector<Given> without_grads(std::vector<Given> captures) {
@@ -37,7 +34,7 @@ std::vector<reference::Captured> captures_of(const AttentionSpec& spec, const st
 /// A random mask, or its opposite where it leaves hardly a pair.
 expr::Expr random_mask(unsigned seed, const AttentionShape& shape, const std::vector<Given>& given) {
   const expr::Expr mask = TameProgram(seed, given).mask();
-  const testing_support::HostTiles pairs(mask.pointer(), testing_support::bounds_of(given));
+  const test::HostTiles pairs(mask.pointer(), test::bounds_of(given));
   constexpr int kLooks = 1000;
   int attending = 0;
   for (int i = 0; i < kLooks; ++i) {
@@ -59,7 +56,7 @@ AttentionCase random_case(unsigned seed) {
   constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
   constexpr std::array kDTypes = {DType::bf16, DType::fp16};
   constexpr std::array<int, 3> kDims = {64, 128, 40};
-  const std::vector<Given> given = testing_support::tame_captures(seed), plain = without_grads(given);
+  const std::vector<Given> given = test::tame_captures(seed), plain = without_grads(given);
   AttentionCase test{.spec = {}, .shape = {2, 4, 2, 150, 170}, .family = kFamilies[seed % 3], .seed = seed};
   test.spec.dtype = test.family == Family::simt ? DType::fp32 : kDTypes[seed / 3 % 2];
   test.spec.head_dim = kDims[seed / 6 % 3];
@@ -104,4 +101,4 @@ INSTANTIATE_TEST_SUITE_P(Seeds, RandomPrograms,
                          testing::Values(0u, 20u, 40u, 60u, 80u, 100u, 120u, 140u, 160u, 180u, 200u, 220u));
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -11,10 +11,10 @@
 #include <thread>
 
 #include "flashjit/flashjit.h"
-#include "gpu_support.hpp"
 #include "support/file.hpp"
+#include "tests/support/gpu_support.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 namespace fs = std::filesystem;
@@ -456,4 +456,4 @@ TEST_F(RuntimeTest, TuningInTheBackgroundSwitchesWithoutDisturbingCalls) {
 }
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

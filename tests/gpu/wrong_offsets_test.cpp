@@ -10,9 +10,9 @@
 #include <string>
 #include <vector>
 
-#include "gpu/attention_case.hpp"
+#include "tests/support/attention_case.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 namespace {
 
 constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
@@ -159,4 +159,4 @@ INSTANTIATE_TEST_SUITE_P(Families, WrongOffsets, testing::ValuesIn(all_cases()),
                          [](const auto& test) { return testing::PrintToString(test.param); });
 
 }  // namespace
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -7,9 +7,9 @@
 #include <cmath>
 #include <functional>
 
-#include "expectations.hpp"
 #include "expr/evaluate.hpp"
 #include "flashjit/spec.hpp"
+#include "tests/support/expectations.hpp"
 
 namespace flashjit {
 namespace {

@@ -5,12 +5,12 @@
 
 #include <functional>
 
-#include "unit/barrier_model.hpp"
+#include "tests/support/barrier_model.hpp"
 
 namespace flashjit {
 namespace {
 
-using testing_support::BarrierModel;
+using test::BarrierModel;
 
 /// Uses of a ring of `stages` places before use `n`, of the place that it takes.
 int uses_before(int n, int stages) { return n / stages; }

@@ -11,12 +11,12 @@
 #include <string>
 #include <string_view>
 
-#include "c_abi_support.hpp"
-#include "fakes.hpp"
 #include "flashjit/flashjit.h"
-#include "kept_log.hpp"
 #include "support/file.hpp"
 #include "support/text.hpp"
+#include "tests/support/c_abi_support.hpp"
+#include "tests/support/fakes.hpp"
+#include "tests/support/kept_log.hpp"
 
 namespace flashjit {
 namespace {
@@ -179,12 +179,10 @@ TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextName
 /// The tuner starts where it is asked for and nowhere else, and lives until it is stopped: that the fake GPU
 /// cannot be tuned on is what it tells.
 TEST_F(CAbiErrors, TuningInTheBackgroundIsPassedOn) {
-  options_.log = [](void* user, const char* line) {
-    static_cast<testing_support::KeptLog*>(user)->add(line);
-  };
+  options_.log = [](void* user, const char* line) { static_cast<test::KeptLog*>(user)->add(line); };
   const auto tunes = [&](flashjit_tuning option, const char* environment) {
     const Variable variable("FLASHJIT_TUNE_IN_BACKGROUND", environment);
-    testing_support::KeptLog log;
+    test::KeptLog log;
     options_.log_user = &log;
     options_.tune_in_background = option;
     fake().reset();

@@ -10,9 +10,9 @@
 #include <thread>
 
 #include "api/versioned_struct.hpp"
-#include "c_abi_support.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "tests/support/c_abi_support.hpp"
 
 namespace {
 

@@ -6,19 +6,19 @@
 #include <cstdlib>
 #include <string>
 
-#include "run_command.hpp"
 #include "support/text.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit {
 namespace {
 
 namespace fs = std::filesystem;
-using testing::CommandResult;
+using test::CommandResult;
 
 class CommandCache : public ::testing::Test {
  protected:
   CommandResult run(const std::string& arguments, const std::string& environment = "") const {
-    return testing::run_command(folder_, arguments, "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC " " + environment);
+    return test::run_command(folder_, arguments, "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC " " + environment);
   }
   std::string pack() const { return folder_.file("pack"); }
   std::string manifest() const { return pack() + "/v1/SHA256SUMS"; }
@@ -46,7 +46,7 @@ class CommandCache : public ::testing::Test {
     write_file_atomically(manifest(), text.replace(text.find(from), from.size(), to));
   }
 
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
 };
 
 TEST_F(CommandCache, APacksManifestNamesEveryFileAsSha256sumReadsIt) {

@@ -6,14 +6,14 @@
 #include <vector>
 
 #include "reference/reference.hpp"
-#include "run_command.hpp"
+#include "tests/support/run_command.hpp"
 #include "tools/parts/npy.hpp"
 
 namespace flashjit {
 namespace {
 
-using testing::CommandResult;
-using testing::TemporaryDirectory;
+using test::CommandResult;
+using test::TemporaryDirectory;
 
 ::testing::AssertionResult contains(const std::string& text, const std::string& part) {
   if (text.find(part) != std::string::npos) return ::testing::AssertionSuccess();
@@ -23,7 +23,7 @@ using testing::TemporaryDirectory;
 class Command : public ::testing::Test {
  protected:
   CommandResult run(const std::string& arguments, const std::string& environment = "") const {
-    return testing::run_command(folder_, arguments, environment);
+    return test::run_command(folder_, arguments, environment);
   }
   std::string file(const std::string& name) const { return folder_.file(name); }
 

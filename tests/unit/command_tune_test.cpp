@@ -6,7 +6,7 @@
 #include <string>
 
 #include "plan/records.hpp"
-#include "run_command.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit {
 namespace {
@@ -26,12 +26,12 @@ class CommandTune : public ::testing::Test {
     return all.size();
   }
 
-  testing::TemporaryDirectory folder_;
+  test::TemporaryDirectory folder_;
 };
 
 TEST_F(CommandTune, OnATerminalThereIsABarWithTheTimeLeft) {
-  testing::CommandOnTerminal command(folder_, arguments("--max-candidates 4"), environment());
-  const testing::CommandResult result = command.finish();
+  test::CommandOnTerminal command(folder_, arguments("--max-candidates 4"), environment());
+  const test::CommandResult result = command.finish();
   EXPECT_EQ(result.code, 0) << result.out;
   EXPECT_NE(result.out.find('\r'), std::string::npos) << result.out;
   EXPECT_NE(result.out.find("[######..................] 1/4, "), std::string::npos) << result.out;
@@ -39,10 +39,10 @@ TEST_F(CommandTune, OnATerminalThereIsABarWithTheTimeLeft) {
 }
 
 TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
-  testing::CommandOnTerminal command(folder_, arguments("--exhaustive"), environment("FAKE_NVRTC_MS=20"));
+  test::CommandOnTerminal command(folder_, arguments("--exhaustive"), environment("FAKE_NVRTC_MS=20"));
   EXPECT_TRUE(command.shows(" ms, best "));
   command.press_ctrl_c();
-  const testing::CommandResult result = command.finish();
+  const test::CommandResult result = command.finish();
   EXPECT_EQ(result.code, 130) << result.out;
   EXPECT_NE(result.out.find("interrupted"), std::string::npos) << result.out;
   EXPECT_EQ(records(), 1u) << result.out;
@@ -51,7 +51,7 @@ TEST_F(CommandTune, CtrlCKeepsWhatIsKnownAndSaysSoInTheExitCode) {
 TEST_F(CommandTune, AGpuThatSlowsDownIsWarnedOf) {
   const auto warned = [&](const std::string& more) {
     const auto result =
-        testing::run_command(folder_, arguments("--max-candidates 4 --force"), environment(more));
+        test::run_command(folder_, arguments("--max-candidates 4 --force"), environment(more));
     EXPECT_EQ(result.code, 0) << result.err;
     return result.err.find("the best's time moved by") != std::string::npos;
   };

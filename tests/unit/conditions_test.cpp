@@ -3,7 +3,7 @@
 
 #include <gtest/gtest.h>
 
-#include "fakes.hpp"
+#include "tests/support/fakes.hpp"
 
 namespace flashjit::autotune {
 namespace {

@@ -12,10 +12,10 @@
 #include <vector>
 
 #include "plan/records.hpp"
-#include "stored_kernel.hpp"
 #include "support/file.hpp"
+#include "tests/support/stored_kernel.hpp"
+#include "tests/support/traced_child.hpp"
 #include "tools/parts/manifest.hpp"
-#include "traced_child.hpp"
 
 namespace flashjit {
 namespace {

@@ -12,9 +12,9 @@
 
 #include "autotune/inputs.hpp"
 #include "device/device_info.hpp"
-#include "fakes.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
+#include "tests/support/fakes.hpp"
 
 namespace flashjit::autotune {
 namespace {

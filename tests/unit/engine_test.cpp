@@ -8,10 +8,10 @@
 #include <fstream>
 #include <thread>
 
-#include "fake_driver.hpp"
-#include "kept_log.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
+#include "tests/support/fake_driver.hpp"
+#include "tests/support/kept_log.hpp"
 
 namespace flashjit {
 namespace {
@@ -122,7 +122,7 @@ class EngineTest : public testing::Test {
   }
 
   fs::path folder_;
-  testing_support::KeptLog log_;
+  test::KeptLog log_;
 };
 
 AttentionSpec backward_spec() {

@@ -7,15 +7,15 @@
 #include "expr/derive.hpp"
 #include "expr/evaluate.hpp"
 #include "expr/nodes.hpp"
-#include "tame_program.hpp"
+#include "tests/support/tame_program.hpp"
 
 namespace flashjit::expr {
 namespace {
 
-using testing_support::bounds_of;
-using testing_support::Given;
-using testing_support::tame_captures;
-using testing_support::TameProgram;
+using test::bounds_of;
+using test::Given;
+using test::tame_captures;
+using test::TameProgram;
 
 Value value_of(std::string_view text, const Point& point = {}, const std::vector<Given>& given = {}) {
   Evaluation evaluation(bounds_of(given), Floats::exact);
@@ -60,8 +60,7 @@ TEST(Evaluate, ConversionsSaturate) {
 }
 
 TEST(Evaluate, ReadsAreClamped) {
-  const std::vector<Given> values = {
-      testing_support::given("t", ElementType::int64, {2, 3}, {0, 1, 2, 10, 11, 1e12})};
+  const std::vector<Given> values = {test::given("t", ElementType::int64, {2, 3}, {0, 1, 2, 10, 11, 1e12})};
   const auto read = [&](int q, int kv) {
     return value_of("t: int64 2d; t[q, kv]", {.q = q, .kv = kv}, values).integer;
   };

@@ -6,7 +6,7 @@
 #include "expr/evaluate.hpp"
 #include "expr/fold.hpp"
 #include "expr/ops.hpp"
-#include "random_program.hpp"
+#include "tests/support/random_program.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -93,7 +93,7 @@ TEST(ExprFold, SharedTreesFoldOnce) {
 
 TEST(ExprFold, RandomProgramsKeepTheirTypesShrinkAndSettle) {
   for (std::uint64_t seed = 0; seed < 3000; ++seed) {
-    testing_support::RandomProgram random(seed, {.depth = 5});
+    test::RandomProgram random(seed, {.depth = 5});
     for (const Expr& program : {random.score_program(), random.mask_program()}) {
       const NodePtr once = fold(program.pointer());
       ASSERT_EQ(once->type, program.type());
@@ -105,8 +105,8 @@ TEST(ExprFold, RandomProgramsKeepTheirTypesShrinkAndSettle) {
 
 /// A value for each name that random programs declare; tensors are small, so that indices are clamped, too.
 struct RandomCaptures {
-  explicit RandomCaptures(testing_support::RandomProgram& random) {
-    for (const Declaration& d : testing_support::random_program_declarations()) {
+  explicit RandomCaptures(test::RandomProgram& random) {
+    for (const Declaration& d : test::random_program_declarations()) {
       sizes.push_back(std::vector<std::int64_t>(d.rank, 3));
       const auto count = static_cast<std::size_t>(std::pow(3, d.rank));
       values.emplace_back();
@@ -128,7 +128,7 @@ struct RandomCaptures {
   std::vector<std::vector<double>> values;
 };
 
-Point random_point(testing_support::RandomProgram& random) {
+Point random_point(test::RandomProgram& random) {
   Point p{.b = random.below(4), .h = random.below(4), .h_kv = random.below(2)};
   p.seqlen_q = 1 + random.below(50);
   p.seqlen_kv = 1 + random.below(50);
@@ -141,7 +141,7 @@ Point random_point(testing_support::RandomProgram& random) {
 TEST(ExprFold, RandomProgramsKeepTheirValues) {
   int smaller = 0;
   for (std::uint64_t seed = 0; seed < 4000; ++seed) {
-    testing_support::RandomProgram random(seed, {.depth = 5});
+    test::RandomProgram random(seed, {.depth = 5});
     const RandomCaptures captures(random);
     for (const Expr& program : {random.score_program(), random.mask_program()}) {
       const NodePtr folded = fold(program.pointer());

@@ -5,15 +5,15 @@
 #include <random>
 #include <string>
 
-#include "program_text.hpp"
-#include "random_program.hpp"
+#include "tests/support/program_text.hpp"
+#include "tests/support/random_program.hpp"
 
 namespace flashjit {
 namespace {
 
-using testing_support::Outcome;
-using testing_support::read_program;
-using testing_support::read_spec;
+using test::Outcome;
+using test::read_program;
+using test::read_spec;
 
 class Mutator {
  public:
@@ -99,7 +99,7 @@ TEST(ExprFuzz, MutatedProgramsAreReadOrRefused) {
   Mutator mutator(3);
   int read = 0;
   for (std::uint64_t seed = 0; seed < 20000; ++seed) {
-    testing_support::RandomProgram programs(seed, {.depth = 4});
+    test::RandomProgram programs(seed, {.depth = 4});
     const std::string text = mutator.mutated(to_string(programs.score_program()));
     const Outcome outcome = read_program(text);
     ASSERT_NE(outcome, Outcome::broken) << text;
@@ -112,7 +112,7 @@ TEST(ExprFuzz, MutatedProgramsAreReadOrRefused) {
 TEST(ExprFuzz, MutatedSpecsAreReadOrRefused) {
   Mutator mutator(4);
   for (std::uint64_t seed = 0; seed < 10000; ++seed) {
-    testing_support::RandomProgram programs(seed, {.depth = 3});
+    test::RandomProgram programs(seed, {.depth = 3});
     AttentionSpec spec{.head_dim = 64, .dropout = seed % 2 == 0};
     spec.score = programs.score_program();
     spec.mask = programs.mask_program();

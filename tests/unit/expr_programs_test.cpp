@@ -2,12 +2,12 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include "expectations.hpp"
 #include "expr/declarations.hpp"
 #include "expr/ops.hpp"
 #include "flashjit/programs.hpp"
 #include "flashjit/spec.hpp"
-#include "variants.hpp"
+#include "tests/support/expectations.hpp"
+#include "tests/support/variants.hpp"
 
 namespace flashjit {
 namespace {
@@ -143,7 +143,7 @@ TEST(Programs, WrongOnesAreRefused) {
 
 TEST(Programs, VariantsAreReadAndHaveValuesForAllNames) {
   const AttentionShape shape{2, 4, 2, 40, 50};
-  for (const testing_support::Variant& variant : testing_support::variants()) {
+  for (const test::Variant& variant : test::variants()) {
     SCOPED_TRACE(variant.name);
     const AttentionSpec spec = variant.in({.head_dim = 64});
     EXPECT_EQ(parse_spec(to_string(spec)), spec.normalized());

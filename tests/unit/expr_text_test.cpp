@@ -5,10 +5,10 @@
 #include <cmath>
 #include <random>
 
-#include "expectations.hpp"
 #include "expr/ops.hpp"
 #include "flashjit/expr.hpp"
-#include "random_program.hpp"
+#include "tests/support/expectations.hpp"
+#include "tests/support/random_program.hpp"
 
 namespace flashjit::expr {
 namespace {
@@ -104,7 +104,7 @@ TEST(ExprText, RandomProgramsComeBack) {
   std::size_t longest = 0;
   int count = 0;
   for (std::uint64_t seed = 0; seed < 6000; ++seed) {
-    testing_support::RandomProgram random(seed, {.depth = 2 + static_cast<int>(seed % 6)});
+    test::RandomProgram random(seed, {.depth = 2 + static_cast<int>(seed % 6)});
     for (const Expr& program : {random.score_program(), random.mask_program()}) {
       if (program.node().depth > kMaxDepth || program.node().size > kMaxNodes) continue;
       const std::string text = to_string(program);

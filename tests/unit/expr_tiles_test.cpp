@@ -5,18 +5,18 @@
 #include <random>
 
 #include "expr/key_bounds.hpp"
-#include "host_tiles.hpp"
-#include "tame_program.hpp"
-#include "unit/random_program.hpp"
+#include "tests/support/host_tiles.hpp"
+#include "tests/support/random_program.hpp"
+#include "tests/support/tame_program.hpp"
 
 namespace flashjit::expr {
 namespace {
 
-using testing_support::bounds_of;
-using testing_support::Given;
-using testing_support::HostTiles;
-using testing_support::tame_captures;
-using testing_support::TameProgram;
+using test::bounds_of;
+using test::Given;
+using test::HostTiles;
+using test::tame_captures;
+using test::TameProgram;
 
 // --- intervals -------------------------------------------------------------------------------------------
 
@@ -206,10 +206,10 @@ TEST(Tiles, RandomMasksAreClassifiedSoundly) {
 TEST(Tiles, WildMasksAreClassifiedSoundly) {
   for (unsigned seed = 0; seed < 2000; ++seed) {
     std::vector<Given> given;
-    for (const Declaration& d : testing_support::random_program_declarations())
+    for (const Declaration& d : test::random_program_declarations())
       given.push_back({d, std::vector<std::int64_t>(d.rank, 5)});
-    testing_support::fill(given, seed);
-    const Expr mask = testing_support::RandomProgram(seed).mask_program();
+    test::fill(given, seed);
+    const Expr mask = test::RandomProgram(seed).mask_program();
     check_mask(mask.pointer(), given, seed);
     ASSERT_FALSE(HasFatalFailure()) << seed << ": " << to_string(mask);
   }
@@ -361,7 +361,7 @@ TEST(Tiles, CausalAndTopLeftAreExact) {
 }
 
 TEST(Tiles, OneSideIsExact) {
-  const std::vector<Given> given = {testing_support::given("w", ElementType::int32, {}, {3})};
+  const std::vector<Given> given = {test::given("w", ElementType::int32, {}, {3})};
   expect_exact("w: int; q - kv < w", given);
   expect_exact("w: int; kv < w", given);
   expect_exact("w: int; q >= w", given);

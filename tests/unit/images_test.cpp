@@ -10,7 +10,7 @@
 #include <string>
 
 #include "device/loaded_kernel.hpp"
-#include "fake_driver.hpp"
+#include "tests/support/fake_driver.hpp"
 
 namespace flashjit {
 namespace {

@@ -1,6 +1,6 @@
 // Every parser of what comes from outside: what it reads comes back, and what is a little wrong is refused
 // with an Error. The same inputs every time; tests/fuzz looks for more.
-#include "parsers.hpp"
+#include "tests/support/parsers.hpp"
 
 #include <gtest/gtest.h>
 
@@ -9,9 +9,9 @@
 namespace flashjit {
 namespace {
 
-using testing_support::Outcome;
-using testing_support::Parser;
-using testing_support::parsers;
+using test::Outcome;
+using test::Parser;
+using test::parsers;
 
 /// One to three small accidents.
 std::string damaged(std::string text, std::mt19937_64& random) {

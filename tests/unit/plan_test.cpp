@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "plan/workspace.hpp"
-#include "unit/expectations.hpp"
+#include "tests/support/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {

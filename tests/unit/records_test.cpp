@@ -20,8 +20,8 @@
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
+#include "tests/support/expectations.hpp"
 #include "tools/parts/manifest.hpp"
-#include "unit/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {

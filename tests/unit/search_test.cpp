@@ -10,9 +10,9 @@
 #include "autotune/strategy.hpp"
 #include "autotune/tuner.hpp"
 #include "flashjit/flashjit.hpp"
-#include "made_up_gpu.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
+#include "tests/support/made_up_gpu.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -33,7 +33,7 @@ std::vector<Problem> sampled_problems() {
   return all;
 }
 
-double best_ms(const testing::MadeUpGpu& gpu, const std::vector<TileConfig>& configs) {
+double best_ms(const test::MadeUpGpu& gpu, const std::vector<TileConfig>& configs) {
   double least = INFINITY;
   for (const TileConfig& config : configs)
     if (!gpu.spills(config)) least = std::min(least, gpu.true_ms(config));
@@ -46,7 +46,7 @@ TEST(Search, IsWithinTwoPercentOfTheBestAndMeasuresAtMostAShare) {
   for (const char* arch : {"sm_90a", "sm_80"}) {
     const Setting setting = setting_of(arch);
     for (const Problem& problem : sampled_problems()) {
-      testing::MadeUpGpu gpu(problem, setting.device, ++seed);
+      test::MadeUpGpu gpu(problem, setting.device, ++seed);
       TuneOptions options;
       options.compile_threads = 2;
       const TuneResult result = tune(problem, setting, gpu, options);
@@ -70,7 +70,7 @@ TEST(Search, ALeadIsMeasuredFirst) {
   const Problem problem = sampled_problems()[1];
   const Setting setting = setting_of("sm_80");
   const auto configs = candidates(Model(problem, setting.device));
-  testing::MadeUpGpu gpu(problem, setting.device, 1);
+  test::MadeUpGpu gpu(problem, setting.device, 1);
   TuneOptions options;
   options.leads = {configs.back()};
   options.max_candidates = 2;
@@ -88,7 +88,7 @@ TEST(Search, ARecordOfAnotherDeviceIsALeadAndItsTimingsAreNot) {
   const Setting setting = setting_of("sm_80");
   Setting other = setting;
   other.device.name = "another GPU of this architecture";
-  testing::MadeUpGpu there(problem, other.device, 3), here(problem, setting.device, 3);
+  test::MadeUpGpu there(problem, other.device, 3), here(problem, setting.device, 3);
   plan::TuningRecord known = tune(problem, other, there).record;
   known.best = candidates(Model(problem, setting.device)).back();
   TuneOptions options;
@@ -104,20 +104,20 @@ TEST(Search, ARecordOfAnotherDeviceIsALeadAndItsTimingsAreNot) {
 TEST(Search, GoesOnWhereItWasStoppedAndEndsAlike) {
   const Problem problem = sampled_problems()[4];
   const Setting setting = setting_of("sm_90a");
-  testing::MadeUpGpu gpu(problem, setting.device, 5);
+  test::MadeUpGpu gpu(problem, setting.device, 5);
   TuneOptions options;
   options.stop = [&] { return gpu.measured() >= 4; };
   const TuneResult half = tune(problem, setting, gpu, options);
   EXPECT_EQ(half.ending, Ending::interrupted);
   EXPECT_EQ(half.measured, 4u);
-  testing::MadeUpGpu again(problem, setting.device, 5);
+  test::MadeUpGpu again(problem, setting.device, 5);
   const TuneResult rest = tune(problem, setting, again, {}, half.record);
   EXPECT_EQ(rest.ending, Ending::complete);
   EXPECT_GT(rest.measured, 0u);
   EXPECT_LE(half.measured + rest.measured, std::max<std::size_t>(rest.candidates * 15 / 100, kFewest));
   const auto configs = candidates(Model(problem, setting.device));
   EXPECT_LE(gpu.true_ms(rest.record.best) / best_ms(gpu, configs), 1.02);
-  testing::MadeUpGpu third(problem, setting.device, 5);
+  test::MadeUpGpu third(problem, setting.device, 5);
   EXPECT_EQ(tune(problem, setting, third, {}, rest.record).ending, Ending::already_tuned);
   options = {};
   options.exhaustive = true;
@@ -132,7 +132,7 @@ class Ranks : public ::testing::Test {
 
   /// What a rank comes to that takes this folder for its own.
   TuneResult tune_as(int rank, const std::filesystem::path& folder) const {
-    testing::MadeUpGpu gpu(problem_, setting_.device, 7);
+    test::MadeUpGpu gpu(problem_, setting_.device, 7);
     gpu.chance = rank;
     TuneOptions options;
     options.compile_threads = 1;
@@ -149,7 +149,7 @@ class Ranks : public ::testing::Test {
 // Times that are further apart than noise decide alike; of those on its edge one rank may drop what another
 // keeps. No rule over noisy times can do better.
 TEST_F(Ranks, ThatTuneApartChooseWithinNoiseOfOneAnother) {
-  const testing::MadeUpGpu gpu(problem_, setting_.device, 7);
+  const test::MadeUpGpu gpu(problem_, setting_.device, 7);
   std::vector<double> ms;
   for (int rank = 0; rank < kRanks; ++rank)
     ms.push_back(gpu.true_ms(tune_as(rank, folder_ / std::to_string(rank)).record.best));
@@ -194,7 +194,7 @@ TEST(Search, CandidatesThatNeedMoreWorkspaceAreLeftOut) {
     return plan::make_plan(problem.spec, problem.shape, setting.device, {}, config).workspace.bytes;
   };
   const auto configs = candidates(Model(problem, setting.device));
-  testing::MadeUpGpu gpu(problem, setting.device, 2);
+  test::MadeUpGpu gpu(problem, setting.device, 2);
   TuneOptions options;
   options.exhaustive = true;
   options.max_workspace = bytes(configs.front());

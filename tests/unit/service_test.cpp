@@ -20,13 +20,13 @@
 #include "cache/store.hpp"
 #include "call/engine.hpp"
 #include "device/resources.hpp"
-#include "fakes.hpp"
 #include "flashjit/flashjit.h"
-#include "kept_log.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
-#include "traced_child.hpp"
+#include "tests/support/fakes.hpp"
+#include "tests/support/kept_log.hpp"
+#include "tests/support/traced_child.hpp"
 
 namespace flashjit {
 namespace {
@@ -114,7 +114,7 @@ class Service : public testing::Test {
   fs::path folder_ = fs::path(testing::TempDir()) / ("service-" + unique_suffix());
   const std::string compilations_ = (folder_ / "compilations").string();
   const Variable log_variable_{"FAKE_NVRTC_LOG", compilations_};
-  testing_support::KeptLog log_;
+  test::KeptLog log_;
 };
 
 TEST_F(Service, ManyProcessesAndThreadsCompileEachKernelOnce) {

@@ -9,7 +9,7 @@
 #include <memory>
 #include <string>
 
-#include "run_command.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -23,7 +23,7 @@ TEST(Sha256, OfTheStandardsExamples) {
 }
 
 TEST(Sha256, OfAnyLengthAsSha256sumHasIt) {
-  const testing::TemporaryDirectory folder;
+  const test::TemporaryDirectory folder;
   std::string bytes, digests;
   for (int length = 0; length <= 130; ++length) {
     write_file_atomically(folder.file(fmt::format("{:03}", length)), bytes);

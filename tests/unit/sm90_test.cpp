@@ -8,7 +8,7 @@
 #include "render/render.hpp"
 #include "render/wgmma.hpp"
 #include "templates/sm90/layout.cuh"
-#include "unit/expectations.hpp"
+#include "tests/support/expectations.hpp"
 
 namespace flashjit::plan {
 namespace {

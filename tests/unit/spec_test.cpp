@@ -8,8 +8,8 @@
 #include <set>
 
 #include "flashjit/error.hpp"
-#include "random_program.hpp"
 #include "support/text.hpp"
+#include "tests/support/random_program.hpp"
 
 namespace flashjit {
 namespace {
@@ -46,7 +46,7 @@ class Random {
     spec.head_dim = static_cast<int>(8 * from_to(1, 32));
     if (coin()) spec.head_dim_v = static_cast<int>(8 * from_to(1, 32));
     if (coin()) spec.mask = causal(coin() ? CausalAlignment::bottom_right : CausalAlignment::top_left);
-    testing_support::RandomProgram programs(engine_(), {.depth = 3});
+    test::RandomProgram programs(engine_(), {.depth = 3});
     if (coin()) spec.score = programs.score_program();
     if (coin()) spec.mask = programs.mask_program();
     spec.dropout = coin();
@@ -126,7 +126,8 @@ TEST(Text, QuotedFitsOnOneLine) {
 TEST(Text, WhatCannotBePrintedIsAQuestionMark) {
   EXPECT_EQ(printable("a\tb\x1b[2J\x7f"), "a?b?[2J?");
   EXPECT_EQ(printable("\u00e9\u2264\U0001f600"), "\u00e9\u2264\U0001f600");
-  for (const char* wrong : {"\xff", "\x80", "\xc3", "\xc0\xaf", "\xe2\x82", "\xed\xa0\x80", "\xc2\x9b", "\xf4\x90\x80\x80"})
+  for (const char* wrong :
+       {"\xff", "\x80", "\xc3", "\xc0\xaf", "\xe2\x82", "\xed\xa0\x80", "\xc2\x9b", "\xf4\x90\x80\x80"})
     EXPECT_EQ(printable(wrong), std::string(std::string_view(wrong).size(), '?'));
 }
 

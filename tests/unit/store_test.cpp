@@ -22,9 +22,9 @@
 
 #include "cache/embedded.hpp"
 #include "plan/records.hpp"
-#include "stored_kernel.hpp"
 #include "support/file.hpp"
-#include "traced_child.hpp"
+#include "tests/support/stored_kernel.hpp"
+#include "tests/support/traced_child.hpp"
 
 namespace flashjit {
 namespace {

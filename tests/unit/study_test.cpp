@@ -12,13 +12,13 @@
 #include <thread>
 
 #include "flashjit/flashjit.hpp"
-#include "made_up_gpu.hpp"
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
+#include "tests/support/expectations.hpp"
+#include "tests/support/made_up_gpu.hpp"
 #include "tools/parts/report.hpp"
 #include "tools/parts/suite.hpp"
-#include "unit/expectations.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -32,7 +32,7 @@ Problem problem_of(const char* spec, const char* shape) {
 }
 
 StudyRow row_of(const Problem& problem, const Setting& setting, unsigned seed = 1) {
-  testing::MadeUpGpu gpu(problem, setting.device, seed);
+  test::MadeUpGpu gpu(problem, setting.device, seed);
   return study(problem, setting, gpu);
 }
 
@@ -49,7 +49,7 @@ TEST(RankCorrelation, OfKnownRanks) {
 TEST(Study, ComparesTheSearchWithEverything) {
   const Setting setting = setting_of("sm_80");
   const Problem problem = problem_of("fwd:bf16:d128:causal", "b1:hq16:hkv16:sq1024:skv1024");
-  testing::MadeUpGpu gpu(problem, setting.device, 1);
+  test::MadeUpGpu gpu(problem, setting.device, 1);
   const StudyRow row = study(problem, setting, gpu);
   EXPECT_LT(row.measured, gpu.measured()) << "the rest is measured, too";
   EXPECT_LE(row.share(), 0.15);
@@ -76,7 +76,7 @@ TEST(Study, ComparesTheSearchWithEverything) {
 }
 
 /// A GPU on which one configuration spills, and that notes what was prepared while all is compiled anew.
-class Noting : public testing::MadeUpGpu {
+class Noting : public test::MadeUpGpu {
  public:
   using MadeUpGpu::MadeUpGpu;
   TileConfig spilling = {};
@@ -138,7 +138,7 @@ TEST(Study, TheSearchCompilesAnewAndTheReferenceNeedNot) {
 }
 
 /// A GPU that heats and slows down with every question.
-class Heating : public testing::MadeUpGpu {
+class Heating : public test::MadeUpGpu {
  public:
   using MadeUpGpu::MadeUpGpu;
   int asked = 0;
@@ -281,7 +281,7 @@ TEST(Report, IsOnePageThatNeedsNothingElse) {
   const Setting setting = setting_of("sm_90a");
   const Problem problem =
       problem_of("fwd:bf16:d128:mask{q >= kv && q - kv < 256}", "b1:hq16:hkv16:sq1024:skv1024");
-  testing::MadeUpGpu gpu(problem, setting.device, 1);
+  test::MadeUpGpu gpu(problem, setting.device, 1);
   TuneOptions options;
   options.exhaustive = true;
   plan::TuningRecord record = tune(problem, setting, gpu, options).record;

@@ -11,7 +11,7 @@
 
 #include <fmt/format.h>
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 class BarrierModel {
  public:
@@ -268,4 +268,4 @@ class BarrierModel {
   std::size_t states_ = 0;
 };
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

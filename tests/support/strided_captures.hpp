@@ -7,11 +7,11 @@
 #include <span>
 #include <vector>
 
-#include "gpu/gpu_support.hpp"
 #include "reference/inputs.hpp"
 #include "reference/programs.hpp"
+#include "tests/support/gpu_support.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 
 /// A tensor with its first dimension innermost, a gap behind each element, and stride 0 along dimensions in
 /// which nothing changes: transposed and expanded.
@@ -76,4 +76,4 @@ class StridedCaptures {
   std::vector<device::DeviceBuffer> memory_;
 };
 
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

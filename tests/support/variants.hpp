@@ -11,7 +11,7 @@
 #include "flashjit/spec.hpp"
 #include "reference/inputs.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 using Captures = std::vector<reference::Captured>;
 
@@ -115,4 +115,4 @@ inline const std::vector<Variant>& variants() {
   return all;
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

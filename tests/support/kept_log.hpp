@@ -8,7 +8,7 @@
 #include <string_view>
 #include <thread>
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// Keeps lines, of whatever thread.
 class KeptLog {
@@ -39,4 +39,4 @@ class KeptLog {
   std::string text_;
 };
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

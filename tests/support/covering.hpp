@@ -9,7 +9,7 @@
 
 #include "flashjit/spec.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 using Row = std::vector<std::size_t>;  // the chosen value of each feature
 using Features = std::vector<std::vector<std::string>>;
@@ -95,4 +95,4 @@ inline std::vector<AttentionSpec> covering_plain_specs() {
                           ":sinks", ":varlen:sinks:det"}});
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

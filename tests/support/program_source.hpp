@@ -7,11 +7,11 @@
 #include <vector>
 
 #include "expr/emit.hpp"
-#include "program_params.cuh"
 #include "render/render.hpp"
 #include "support/file.hpp"
+#include "tests/support/program_params.cuh"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 constexpr int kProgramThreads = 128;
 
@@ -25,8 +25,8 @@ inline KernelSource program_source(const std::vector<expr::Trees>& programs, con
     source.text += fmt::format(
         "\nstruct Program{0} {{\n  using Element = {1};\n{2}}};\n"
         "extern \"C\" __global__ void __launch_bounds__({3}) flashjit_program{0}(\n"
-        "    const __grid_constant__ flashjit::testing_support::ProgramParams p) {{\n"
-        "  flashjit::testing_support::evaluate<Program{0}>(p);\n}}\n",
+        "    const __grid_constant__ flashjit::test::ProgramParams p) {{\n"
+        "  flashjit::test::evaluate<Program{0}>(p);\n}}\n",
         i, element, emit_hooks(programs[i], options), kProgramThreads);
     source.entries.push_back(
         {.name = fmt::format("program{}", i), .header = "", .function = "", .threads = kProgramThreads});
@@ -34,8 +34,8 @@ inline KernelSource program_source(const std::vector<expr::Trees>& programs, con
   for (const auto& [name, text] : render::TemplateSet::embedded().all())
     source.headers.push_back({name, text});
   for (const char* name : {"program_kernel.cuh", "program_params.cuh"})
-    source.headers.push_back({name, read_file(std::string(FLASHJIT_SOURCE_DIR "/tests/") + name)});
+    source.headers.push_back({name, read_file(std::string(FLASHJIT_SOURCE_DIR "/tests/support/") + name)});
   return source;
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

@@ -7,7 +7,7 @@
 #include "templates/common/params.cuh"
 #endif
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// All pairs of one head, and all tiles and ranges of a size; results by their place.
 struct ProgramParams {
@@ -22,4 +22,4 @@ struct ProgramParams {
   int* q_bounds;    ///< [tiles of kv, 2]
 };
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

@@ -11,7 +11,7 @@
 #include "autotune/meter.hpp"
 #include "autotune/model.hpp"
 
-namespace flashjit::testing {
+namespace flashjit::test {
 
 /// Each seed is another GPU: families, warps, depths of stages and sizes of tiles are good or bad for reasons
 /// that the model does not know; the largest tiles spill; every candidate has a quirk of its own, and every
@@ -89,4 +89,4 @@ class MadeUpGpu : public autotune::Meter {
   std::size_t launches_ = 0;
 };
 
-}  // namespace flashjit::testing
+}  // namespace flashjit::test

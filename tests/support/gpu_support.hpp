@@ -16,7 +16,7 @@
 #include "support/environment.hpp"
 #include "support/small_float.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 
 /// The GPU of a test program: device 0, its primary context current on the thread that asked first.
 struct Gpu {
@@ -109,4 +109,4 @@ inline device::DeviceBuffer poisoned(std::size_t bytes) {
   return buffer;
 }
 
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -1,4 +1,4 @@
-#include "traced_child.hpp"
+#include "tests/support/traced_child.hpp"
 
 #include <signal.h>
 #include <sys/ptrace.h>

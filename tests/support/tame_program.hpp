@@ -14,7 +14,7 @@
 #include "flashjit/expr.hpp"
 #include "support/small_float.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// A declared name with its value, rounded to its type.
 struct Given {
@@ -228,4 +228,4 @@ class TameProgram {
   const std::vector<Given>& captures_;
 };
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

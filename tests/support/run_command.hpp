@@ -20,7 +20,7 @@
 
 #include "support/file.hpp"
 
-namespace flashjit::testing {
+namespace flashjit::test {
 
 struct CommandResult {
   int code = -1;  ///< exit code; -1: ended by a signal
@@ -129,4 +129,4 @@ class CommandOnTerminal {
   std::string screen_;
 };
 
-}  // namespace flashjit::testing
+}  // namespace flashjit::test

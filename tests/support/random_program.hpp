@@ -11,7 +11,7 @@
 #include "expr/ops.hpp"
 #include "flashjit/expr.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// What may appear in the programs that are made.
 struct RandomProgramOptions {
@@ -202,4 +202,4 @@ inline std::vector<expr::Declaration> random_program_declarations() {
           {"bias_grad", ElementType::bf16, 4, true}};
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

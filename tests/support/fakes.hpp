@@ -8,7 +8,7 @@
 #include <string>
 
 #include "fake/nvml.hpp"
-#include "fake_driver.hpp"
+#include "tests/support/fake_driver.hpp"
 
 namespace flashjit::test {
 

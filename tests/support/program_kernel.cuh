@@ -4,7 +4,7 @@
 #include "flashjit/common/element.cuh"
 #include "program_params.cuh"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 __device__ Position position_of(int at) {
   return {at, static_cast<float>(at / 4 * 4), static_cast<float>(at % 4)};
@@ -64,4 +64,4 @@ __device__ void evaluate(const ProgramParams& t) {
   }
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

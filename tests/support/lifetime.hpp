@@ -14,9 +14,9 @@
 #include <vector>
 
 #include "flashjit/attention_programs.hpp"
-#include "gpu/attention_case.hpp"
+#include "tests/support/attention_case.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 
 /// Both passes of a problem in bf16, its inputs the same for the same sizes.
 struct Problem {
@@ -131,4 +131,4 @@ class Lifetime : public GpuTest {
   }
 };
 
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -10,7 +10,7 @@
 #include "render/render.hpp"
 #include "templates/auxiliary/reference_params.cuh"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 
 using auxiliary::kReferenceThreads;
 
@@ -58,4 +58,4 @@ inline KernelSource reference_source(const AttentionSpec& spec, const DeviceInfo
   return source;
 }
 
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

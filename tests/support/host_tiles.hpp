@@ -9,7 +9,7 @@
 #include "expr/nodes.hpp"
 #include "expr/ops.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 class HostTiles {
  public:
@@ -167,4 +167,4 @@ class HostTiles {
   std::vector<int> places_;  // of the graph's operations among the evaluation's values
 };
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

@@ -11,11 +11,11 @@
 #include "expr/derive.hpp"
 #include "expr/emit.hpp"
 #include "expr/ops.hpp"
-#include "host_tiles.hpp"
-#include "program_params.cuh"
-#include "tame_program.hpp"
+#include "tests/support/host_tiles.hpp"
+#include "tests/support/program_params.cuh"
+#include "tests/support/tame_program.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// A program with the values of all that it may read, at one head of one shape.
 struct ProgramCase {
@@ -136,4 +136,4 @@ inline void check_scores(const ProgramCase& test, const ProgramResults& got, dou
   }
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

@@ -10,7 +10,7 @@
 #include "flashjit/expr.hpp"
 #include "flashjit/spec.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 enum class Outcome : std::uint8_t { read, refused, broken };
 
@@ -42,4 +42,4 @@ inline Outcome read_spec(std::string_view text) {
   }
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

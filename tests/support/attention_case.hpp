@@ -26,14 +26,14 @@
 #include <vector>
 
 #include "autotune/device_captures.hpp"
-#include "gpu/gpu_support.hpp"
-#include "gpu/strided_captures.hpp"
 #include "plan/family.hpp"
 #include "reference/inputs.hpp"
 #include "reference/reference.hpp"
 #include "support/file.hpp"
+#include "tests/support/gpu_support.hpp"
+#include "tests/support/strided_captures.hpp"
 
-namespace flashjit::gpu_test {
+namespace flashjit::test {
 
 enum class Layout : std::uint8_t {
   bhsd,
@@ -784,4 +784,4 @@ std::vector<std::array<int, kFactors>> covering_choices(const std::array<int, kF
   return choices;
 }
 
-}  // namespace flashjit::gpu_test
+}  // namespace flashjit::test

@@ -15,12 +15,12 @@
 #include "plan/records.hpp"
 #include "plan/shipped.hpp"
 #include "support/json.hpp"
-#include "tests/program_text.hpp"
+#include "tests/support/program_text.hpp"
 #include "tools/parts/manifest.hpp"
 #include "tools/parts/npy.hpp"
 #include "tools/parts/suite.hpp"
 
-namespace flashjit::testing_support {
+namespace flashjit::test {
 
 /// `reads` says whether what was read came back; an Error of this code, with a message, is a refusal.
 template <class Reads>
@@ -194,4 +194,4 @@ inline std::vector<Parser> parsers() {
   };
 }
 
-}  // namespace flashjit::testing_support
+}  // namespace flashjit::test

@@ -513,8 +513,7 @@ double round_to(DType dtype, double value) {
 
 double max_abs_error(const std::vector<double>& a, const std::vector<double>& b) {
   if (a.size() != b.size()) {
-    refuse(
-        fmt::format("cannot compare {} elements with {}; give two tensors of one size", a.size(), b.size()));
+    refuse("cannot compare {} elements with {}; give two tensors of one size", a.size(), b.size());
   }
   double largest = 0;
   for (std::size_t i = 0; i < a.size(); ++i) {

@@ -26,4 +26,16 @@ inline void expect_in(const std::string& part, const std::string& text) {
   EXPECT_NE(text.find(part), std::string::npos) << part << " in: " << text;
 }
 
+/// What each byte flipped, in four ways, and each byte missing makes of a text.
+inline void for_each_damage(const std::string& sound, const std::function<void(const std::string&)>& look) {
+  for (std::size_t i = 0; i < sound.size(); ++i) {
+    for (const unsigned char flip : {0x01, 0x10, 0x80, 0xff}) {
+      std::string flipped = sound;
+      flipped[i] = static_cast<char>(static_cast<unsigned char>(sound[i]) ^ flip);
+      look(flipped);
+    }
+    look(std::string(sound).erase(i, 1));
+  }
+}
+
 }  // namespace flashjit

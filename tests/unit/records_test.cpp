@@ -1,5 +1,4 @@
-// Tuning records: JSON, files, the choice of the nearest; and the atomic files that records and cache stand
-// on.
+// Tuning records: JSON, files, and the choice of the nearest.
 #include "plan/records.hpp"
 
 #include <gtest/gtest.h>
@@ -21,7 +20,6 @@
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
 #include "tests/support/expectations.hpp"
-#include "tools/parts/manifest.hpp"
 
 namespace flashjit::plan {
 namespace {
@@ -42,7 +40,6 @@ class TemporaryFolder : public testing::Test {
 
   const fs::path folder_ = fs::temp_directory_path() / ("flashjit-records-" + unique_suffix());
 };
-using File = TemporaryFolder;
 using RecordFile = TemporaryFolder;
 
 TuningRecord example() {
@@ -71,68 +68,6 @@ TuningRecord with_shape(const std::string& shape, const std::string& best = "sim
   record.shape = parse_shape(shape);
   record.best = parse_config(best);
   return record;
-}
-
-// --- files
-
-TEST_F(File, RoundTripOfAnyBytes) {
-  std::string bytes("\0\xff\n", 3);
-  bytes += std::string(300000, 'x');
-  write_file_atomically(folder_ / "a", bytes);
-  EXPECT_EQ(read_file(folder_ / "a"), bytes);
-  write_file_atomically(folder_ / "a", "");
-  EXPECT_EQ(read_file(folder_ / "a"), "");
-  EXPECT_EQ(names(folder_), std::vector<std::string>{"a"}) << "no temporary file stays";
-}
-
-TEST_F(File, FailuresNameTheFileAndTheCause) {
-  const std::string missing = (folder_ / "missing").string();
-  expect_in("cannot read '" + missing + "': No such file",
-            failure(ErrorCode::io, [&] { read_file(missing); }));
-  expect_in("it is not a regular file", failure(ErrorCode::io, [&] { read_file(folder_); }));
-  expect_in("cannot write '" + missing + "/a': No such file",
-            failure(ErrorCode::io, [&] { write_file_atomically(missing + "/a", "x"); }));
-  expect_in("cannot open folder '" + missing + "'", failure(ErrorCode::io, [&] { sync_folder(missing); }));
-}
-
-TEST_F(File, APipeIsRefusedAndNotWaitedFor) {
-  const fs::path pipe = folder_ / "pipe";
-  ASSERT_EQ(::mkfifo(pipe.c_str(), 0600), 0);
-  expect_in("it is not a regular file", failure(ErrorCode::io, [&] { read_file(pipe); }));
-}
-
-TEST_F(File, AFailedReplacementLeavesEverythingAsItWas) {
-  const fs::path target = folder_ / "folder";
-  fs::create_directories(target / "inside");
-  expect_in("cannot write '" + target.string() + "'",
-            failure(ErrorCode::io, [&] { write_file_atomically(target, "x"); }));
-  EXPECT_EQ(names(folder_), std::vector<std::string>{"folder"}) << "no temporary file stays";
-}
-
-TEST_F(File, ReadersNeverSeeAPart) {
-  const fs::path path = folder_ / "shared";
-  const std::string a(100000, 'a'), b(50000, 'b');
-  write_file_atomically(path, a);
-  std::vector<std::thread> writers;
-  for (const std::string& bytes : {a, b}) {
-    writers.emplace_back([&path, bytes] {
-      for (int i = 0; i < 20; ++i) write_file_atomically(path, bytes);
-    });
-  }
-  for (int i = 0; i < 200; ++i) {
-    const std::string seen = read_file(path);
-    EXPECT_TRUE(seen == a || seen == b);
-  }
-  for (std::thread& writer : writers) writer.join();
-}
-
-TEST(UniqueSuffix, DoesNotRepeat) {
-  std::set<std::string> seen;
-  for (int i = 0; i < 1000; ++i) {
-    const std::string suffix = unique_suffix();
-    EXPECT_EQ(suffix.size(), 24u);
-    EXPECT_TRUE(seen.insert(suffix).second);
-  }
 }
 
 // --- JSON
@@ -242,18 +177,6 @@ TEST(Record, EveryTruncationIsRefused) {
 
 // --- files of records
 
-/// What each byte flipped, in four ways, and each byte missing makes of a text.
-void for_each_damage(const std::string& sound, const std::function<void(const std::string&)>& look) {
-  for (std::size_t i = 0; i < sound.size(); ++i) {
-    for (const unsigned char flip : {0x01, 0x10, 0x80, 0xff}) {
-      std::string flipped = sound;
-      flipped[i] = static_cast<char>(static_cast<unsigned char>(sound[i]) ^ flip);
-      look(flipped);
-    }
-    look(std::string(sound).erase(i, 1));
-  }
-}
-
 // A record has no digest, so that people may write one: whatever it says, the plan is one that runs.
 TEST(Record, EveryFlippedOrMissingByteIsRefusedOrChoosesWhatIsAdmitted) {
   int refused = 0, chosen = 0;
@@ -270,21 +193,6 @@ TEST(Record, EveryFlippedOrMissingByteIsRefusedOrChoosesWhatIsAdmitted) {
   });
   EXPECT_GT(refused, 500);
   EXPECT_GT(chosen, 300) << "names and times may be wrong and harm nobody";
-}
-
-TEST(Manifest, EveryFlippedOrMissingByteIsRefusedOrNamesSomethingElse) {
-  const std::vector<command::ManifestLine> lines{{std::string(64, '0'), "sm_90a/key/kernel.cubin"},
-                                                 {std::string(64, 'f'), "tuning/sm_90a/a.json"}};
-  const std::string sound = command::to_text(lines);
-  for_each_damage(sound, [&](const std::string& text) {
-    try {
-      const bool same = command::parse_manifest(text) == lines;
-      EXPECT_EQ(same, text == sound.substr(0, sound.size() - 1))
-          << "the last line's end says nothing: " << text;
-    } catch (const Error& error) {
-      EXPECT_EQ(error.code(), ErrorCode::io) << text;
-    }
-  });
 }
 
 TEST(RecordPath, IsReadableAndSafe) {

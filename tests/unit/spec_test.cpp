@@ -5,7 +5,6 @@
 
 #include <functional>
 #include <random>
-#include <set>
 
 #include "flashjit/error.hpp"
 #include "support/text.hpp"
@@ -81,76 +80,6 @@ class Random {
  private:
   std::mt19937_64 engine_{20240229};
 };
-
-// --- the small vocabulary
-
-TEST(Types, NamesGoBothWays) {
-  for (const Pass pass : {Pass::forward, Pass::backward}) EXPECT_EQ(parse_pass(to_string(pass)), pass);
-  for (const DType type : {DType::fp16, DType::bf16, DType::fp32})
-    EXPECT_EQ(parse_dtype(to_string(type)), type);
-  for (const Family family : {Family::sm90, Family::sm80, Family::simt})
-    EXPECT_EQ(parse_family(to_string(family)), family);
-  EXPECT_EQ(to_string(Pass::backward), "bwd");
-  EXPECT_EQ(to_string(DType::bf16), "bf16");
-  EXPECT_EQ(to_string(Family::simt), "simt");
-}
-
-TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
-  EXPECT_EQ(refusal([] { parse_pass("forward"); }), "the pass is 'forward'; it must be one of: fwd, bwd");
-  EXPECT_EQ(refusal([] { parse_dtype("fp8"); }),
-            "the element type is 'fp8'; it must be one of: fp16, bf16, fp32");
-  EXPECT_EQ(refusal([] { parse_family(""); }),
-            "the kernel family is ''; it must be one of: sm90, sm80, simt");
-}
-
-TEST(Types, ErrorCodesHaveNames) {
-  std::set<std::string> names;
-  for (int code = 1; code <= 10; ++code) names.insert(to_string(static_cast<ErrorCode>(code)));
-  EXPECT_EQ(names.size(), 10u);
-  EXPECT_EQ(names.count("unknown"), 0u);
-  EXPECT_EQ(to_string(ErrorCode::kernel_missing), "kernel_missing");
-}
-
-TEST(Text, SplitKeepsEmptyPieces) {
-  using Pieces = std::vector<std::string_view>;
-  EXPECT_EQ(split("a:b", ':'), (Pieces{"a", "b"}));
-  EXPECT_EQ(split("", ':'), (Pieces{""}));
-  EXPECT_EQ(split(":a:", ':'), (Pieces{"", "a", ""}));
-}
-
-TEST(Text, QuotedFitsOnOneLine) {
-  EXPECT_EQ(quoted(std::string_view("a\nb\x7f")), "'a?b?'");
-  EXPECT_EQ(quoted(std::string(100, 'x')), "'" + std::string(80, 'x') + "...'");
-}
-
-TEST(Text, WhatCannotBePrintedIsAQuestionMark) {
-  EXPECT_EQ(printable("a\tb\x1b[2J\x7f"), "a?b?[2J?");
-  EXPECT_EQ(printable("\u00e9\u2264\U0001f600"), "\u00e9\u2264\U0001f600");
-  for (const char* wrong :
-       {"\xff", "\x80", "\xc3", "\xc0\xaf", "\xe2\x82", "\xed\xa0\x80", "\xc2\x9b", "\xf4\x90\x80\x80"})
-    EXPECT_EQ(printable(wrong), std::string(std::string_view(wrong).size(), '?'));
-}
-
-TEST(Text, ShellWordsAreQuotedWhereTheShellWouldReadThem) {
-  EXPECT_EQ(shell_word("fwd:bf16:d64x32:causal_top_left"), "fwd:bf16:d64x32:causal_top_left");
-  EXPECT_EQ(shell_word("fwd:bf16:d64:mask{q < kv}"), "'fwd:bf16:d64:mask{q < kv}'");
-}
-
-TEST(Text, IntegersAreReadWholeAndInRange) {
-  EXPECT_EQ(parse_int("-12", "x", -20, 20), -12);
-  EXPECT_EQ(parse_int("9223372036854775807", "x", 0, INT64_MAX), INT64_MAX);
-  for (const char* bad :
-       {"", "-", "+1", " 1", "1 ", "1x", "0x1", "1.0", "21", "-21", "9223372036854775808"}) {
-    EXPECT_EQ(refusal([&] { parse_int(bad, "the size", -20, 20); }),
-              "the size is " + quoted(std::string_view(bad)) + "; it must be an integer from -20 to 20");
-  }
-}
-
-TEST(Text, Versions) {
-  EXPECT_EQ(cuda_version_text(12040), "12.4");
-  EXPECT_EQ(cuda_version_text(13000), "13.0");
-  EXPECT_EQ(library_version(), FLASHJIT_VERSION);
-}
 
 // --- specs
 

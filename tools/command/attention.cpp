@@ -373,9 +373,9 @@ void check_lengths(const reference::Problem& problem) {
   }
   if (static_cast<std::int64_t>(lengths.size()) != problem.shape.batch)
     refuse(
-        fmt::format("the spec says \"kvlen\" and {} lengths are given; it needs one for each of the {} batch "
-                    "entries (--kv-lengths)",
-                    lengths.size(), problem.shape.batch));
+        "the spec says \"kvlen\" and {} lengths are given; it needs one for each of the {} batch "
+        "entries (--kv-lengths)",
+        lengths.size(), problem.shape.batch);
   for (std::int32_t length : lengths)
     if (length < 0 || length > problem.shape.seqlen_kv)
       refuse("{} is no length of keys; allowed are 0 to {}", length, problem.shape.seqlen_kv);
@@ -416,9 +416,9 @@ void check_problem(const reference::Problem& problem) {
   const std::size_t sinks = problem.sinks.size(), heads = problem.shape.heads_q;
   if (problem.spec.sinks && sinks != heads)
     refuse(
-        fmt::format("the spec says \"sinks\" and {} are given; it needs one for each of the {} heads "
-                    "(--sinks)",
-                    sinks, heads));
+        "the spec says \"sinks\" and {} are given; it needs one for each of the {} heads "
+        "(--sinks)",
+        sinks, heads);
   if (!problem.spec.sinks && sinks > 0)
     refuse("sinks are given, but the spec has no \"sinks\"; add it or leave them out");
   reference::check_offsets(problem);

@@ -13,6 +13,7 @@
 #include "support/file.hpp"
 #include "support/text.hpp"
 #include "tools/parts/manifest.hpp"
+#include "tools/parts/sha256.hpp"
 
 namespace flashjit::command {
 namespace {

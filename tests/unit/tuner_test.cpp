@@ -1,41 +1,33 @@
 // The tuner with a fake kernel and a fake clock: what it picks, keeps, skips, resumes and leaves.
+#include "autotune/tuner.hpp"
+
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <cmath>
 #include <filesystem>
 #include <fstream>
 #include <functional>
-#include <future>
 #include <map>
 #include <mutex>
 #include <set>
 #include <thread>
 
-#include "autotune/compile_ahead.hpp"
-#include "autotune/inputs.hpp"
 #include "autotune/meter.hpp"
 #include "autotune/space.hpp"
-#include "autotune/tuner.hpp"
 #include "flashjit/flashjit.hpp"
 #include "plan/family.hpp"
 #include "plan/plan.hpp"
 #include "plan/records.hpp"
-#include "plan/tiles.hpp"
 #include "support/file.hpp"
+#include "tests/support/tuning_problem.hpp"
 
 namespace flashjit::autotune {
 namespace {
 
-Problem problem() {
-  Problem p;
-  p.spec = parse_spec("fwd:bf16:d64:causal").normalized();
-  p.shape = parse_shape("b2:hq4:hkv2:sq1024:skv1024");
-  return p;
-}
-
-Setting setting() { return {DeviceInfo::parse("sm_80"), "13.0", "nvrtc13.0", "0.1.0"}; }
+using namespace test;
 
 /// A GPU that is a table: every candidate has a time, and time passes only when something is measured.
 class FakeMeter : public Meter {
@@ -89,12 +81,6 @@ class FakeMeter : public Meter {
   std::set<std::string> alone_;
 };
 
-std::vector<TileConfig> candidates_of(const Problem& p, const DeviceInfo& device,
-                                      const std::vector<Family>& families = {}) {
-  return candidates(Model(p, device), families);
-}
-std::vector<TileConfig> all_candidates() { return candidates_of(problem(), setting().device); }
-
 TuneOptions exhaustive() {
   TuneOptions options;
   options.exhaustive = true;
@@ -130,167 +116,6 @@ class TempFolder {
  private:
   std::filesystem::path path_;
 };
-
-// --- the space
-// -----------------------------------------------------------------------------------------------
-
-TEST(Space, HeuristicFirstEachOnceAllAdmitted) {
-  const auto device = setting().device;
-  for (const char* text : {"fwd:bf16:d128:causal", "bwd:fp16:d64", "fwd:fp32:d64", "bwd:bf16:d128:det",
-                           "fwd:bf16:d64:map128x128"}) {
-    const Problem p{parse_spec(text).normalized(), problem().shape};
-    const auto list = candidates_of(p, device);
-    ASSERT_FALSE(list.empty()) << text;
-    EXPECT_EQ(list.front(), plan::make_plan(p.spec, p.shape, device, {}).config) << text;
-    std::set<std::string> seen;
-    for (const TileConfig& config : list) {
-      EXPECT_TRUE(seen.insert(to_string(config)).second) << text << " twice: " << to_string(config);
-      const Support admitted = plan::traits(config.family).admits(p.spec, config, device);
-      EXPECT_TRUE(admitted) << text << " " << to_string(config) << ": " << admitted.reason;
-    }
-  }
-}
-
-// But for those that share keys where one part of them is all there would be.
-TEST(Space, EveryAdmittedConfigurationOfEveryAbleFamilyIsThere) {
-  const auto list = all_candidates();
-  const auto [spec, shape] = problem();
-  for (const plan::FamilyTraits& traits : plan::families()) {
-    if (!traits.supports(problem().spec, setting().device)) continue;
-    for (const TileConfig& config : traits.search_space(problem().spec, setting().device)) {
-      const bool one_part = config.in_parts && plan::tile_parts(spec, shape, config, setting().device) == 1;
-      EXPECT_EQ(std::find(list.begin(), list.end(), config) == list.end(), one_part) << to_string(config);
-    }
-  }
-  const Problem one_query{spec, {.batch = 1, .heads_q = 1, .heads_kv = 1, .seqlen_q = 1, .seqlen_kv = 9000}};
-  EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::in_parts));
-}
-
-TEST(Space, HeadsArePackedWhereSomeShareKeys) {
-  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
-  const auto packs = [&](int heads_kv) {
-    const Problem few{parse_spec("fwd:bf16:d128:causal").normalized(),
-                      {.batch = 1, .heads_q = 8, .heads_kv = heads_kv, .seqlen_q = 4, .seqlen_kv = 9000}};
-    return std::ranges::any_of(candidates_of(few, h100), &TileConfig::packs_heads);
-  };
-  EXPECT_TRUE(packs(2));
-  EXPECT_FALSE(packs(8));
-}
-
-TEST(Space, TwoTilesAtATimeAreForMoreTilesThanMultiprocessors) {
-  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
-  const auto has_two = [&](const char* spec, int heads) {
-    const Problem p{parse_spec(spec).normalized(),
-                    {.batch = 1, .heads_q = heads, .heads_kv = heads, .seqlen_q = 512, .seqlen_kv = 512}};
-    return std::ranges::any_of(candidates_of(p, h100), [](const TileConfig& c) { return c.warps == 16; });
-  };
-  EXPECT_FALSE(has_two("fwd:bf16:d64", 33));  // a block for each of 132
-  EXPECT_TRUE(has_two("fwd:bf16:d64", 34));
-  EXPECT_FALSE(has_two("bwd:bf16:d64", 34));
-}
-
-TEST(Space, ChoiceOfFamilies) {
-  for (const TileConfig& config : candidates_of(problem(), setting().device, {Family::simt})) {
-    EXPECT_EQ(config.family, Family::simt);
-  }
-}
-
-TEST(Space, NoFamilyNamesEveryReason) {
-  const Problem fp32{parse_spec("fwd:fp32:d64").normalized(), problem().shape};
-  try {
-    candidates_of(fp32, setting().device, {Family::sm80});
-    FAIL() << "fp32 has no sm80 kernels";
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::unsupported);
-    EXPECT_NE(error.message().find("fwd:fp32:d64"), std::string::npos) << error.message();
-    EXPECT_NE(error.message().find("sm80:"), std::string::npos) << error.message();
-    EXPECT_NE(error.message().find("simt:"), std::string::npos) << error.message();
-  }
-}
-
-TEST(Space, CanonicalOrderIsStrict) {
-  const auto list = all_candidates();
-  for (const TileConfig& a : list) {
-    EXPECT_FALSE(canonical_less(a, a));
-    for (const TileConfig& b : list) EXPECT_EQ(canonical_less(a, b) || canonical_less(b, a), a != b);
-  }
-}
-
-KernelReport report_with(const TileConfig& config, int registers, int spill, int shared) {
-  KernelReport report;
-  report.config = config;
-  for (const plan::Entry& entry : plan::traits(config.family).entries(problem().spec, config)) {
-    report.entries.push_back({entry.name, registers, entry.hot ? spill : 0, shared, entry.threads});
-  }
-  return report;
-}
-
-TEST(Space, DisqualifiedSaysWhy) {
-  const TileConfig config = all_candidates().front();
-  const auto device = setting().device;
-  const AttentionSpec spec = problem().spec;
-  EXPECT_EQ(disqualified(spec, report_with(config, 128, 0, 1024), device), "");
-  EXPECT_NE(disqualified(spec, report_with(config, 128, 32, 1024), device).find("spills 32 bytes"),
-            std::string::npos);
-  EXPECT_NE(disqualified(spec, report_with(config, 100000, 0, 1024), device).find("registers"),
-            std::string::npos);
-  EXPECT_NE(disqualified(spec, report_with(config, 128, 0, 1 << 20), device).find("1048576 bytes of shared"),
-            std::string::npos);
-}
-
-TEST(Space, SpillsOutsideOfTheMainLoopAreForgiven) {
-  const AttentionSpec spec = parse_spec("bwd:bf16:d64").normalized();
-  const auto device = setting().device;
-  const TileConfig config = candidates_of({spec, problem().shape}, device).front();
-  KernelReport report;
-  report.config = config;
-  bool some_cold = false;
-  for (const plan::Entry& entry : plan::traits(config.family).entries(spec, config)) {
-    some_cold |= !entry.hot;
-    report.entries.push_back({entry.name, 64, entry.hot ? 0 : 16, 0, entry.threads});
-  }
-  ASSERT_TRUE(some_cold);
-  EXPECT_EQ(disqualified(spec, report, device), "");
-}
-
-// --- choosing
-// ------------------------------------------------------------------------------------------------
-
-TEST(Pick, TheMinimum) {
-  const auto list = all_candidates();
-  ASSERT_GE(list.size(), 3u);
-  EXPECT_EQ(pick({{list[0], 2, ""}, {list[1], 1, ""}, {list[2], 3, ""}}, list[0]), list[1]);
-}
-
-TEST(Pick, TiesByCanonicalOrderWhateverTheListsOrder) {
-  auto list = all_candidates();
-  std::sort(list.begin(), list.end(), canonical_less);
-  ASSERT_GE(list.size(), 4u);
-  const TileConfig& unmeasured = list[3];
-  const plan::Timing a{list[0], 1.004, ""}, b{list[1], 1.000, ""}, c{list[2], 1.002, ""};
-  EXPECT_EQ(pick({a, b, c}, unmeasured), list[0]);
-  EXPECT_EQ(pick({c, b, a}, unmeasured), list[0]);
-  EXPECT_EQ(pick({b, c}, unmeasured), list[1]);
-  EXPECT_EQ(pick({{list[0], 1.01, ""}, b}, unmeasured), list[1]) << "1% is no noise";
-}
-
-TEST(Pick, TiesWithTheHeuristicAreItsOwn) {
-  auto list = all_candidates();
-  std::sort(list.begin(), list.end(), canonical_less);
-  ASSERT_GE(list.size(), 3u);
-  const plan::Timing a{list[0], 1.000, ""}, b{list[1], 1.001, ""}, c{list[2], 1.004, ""};
-  EXPECT_EQ(pick({a, b, c}, list[2]), list[2]);
-  EXPECT_EQ(pick({a, b, {list[2], 1.01, ""}}, list[2]), list[0]) << "1% is no noise";
-}
-
-TEST(Pick, NothingMeasured) {
-  const TileConfig heuristic = all_candidates()[0];
-  EXPECT_EQ(pick({}, heuristic), std::nullopt);
-  EXPECT_EQ(pick({{heuristic, 0, "spills 4 bytes"}}, heuristic), std::nullopt);
-}
-
-// --- the search
-// ----------------------------------------------------------------------------------------------
 
 TEST(Tune, PicksTheMinimumAndKeepsEveryTiming) {
   const auto list = all_candidates();
@@ -489,9 +314,6 @@ TEST(Tune, MaxCandidatesTakesTheFirstAndMoreLaterAddsTheRest) {
   EXPECT_EQ(tune_into(folder.path(), problem(), setting(), meter, options).measured, 1u);
 }
 
-// --- keeping and resuming
-// ------------------------------------------------------------------------------------
-
 TEST(Resume, ADoneProblemIsNotTouched) {
   TempFolder folder;
   FakeMeter first, second;
@@ -642,67 +464,6 @@ TEST(Tune, EventsCountEveryCandidateOnce) {
   }
 }
 
-// --- compiling in parallel
-// -----------------------------------------------------------------------------------
-
-TEST(CompileAhead, ResultsInOrderWhateverTheThreads) {
-  for (unsigned threads : {1u, 2u, 7u, 32u}) {
-    CompileAhead<int> work(50, threads, [](std::size_t i) {
-      std::this_thread::sleep_for(std::chrono::microseconds((i * 7919) % 500));
-      return static_cast<int>(i * i);
-    });
-    for (std::size_t i = 0; i < 50; i += 2) work.want(i);
-    for (int i = 0; i < 50; ++i) EXPECT_EQ(work.take(i), i * i);
-  }
-}
-
-TEST(CompileAhead, ErrorsReachTheTaker) {
-  CompileAhead<int> work(2, 2, [](std::size_t i) -> int {
-    if (i == 0) throw Error(ErrorCode::compile_failed, "first");
-    return 1;
-  });
-  EXPECT_THROW(work.take(0), Error);
-  EXPECT_EQ(work.take(1), 1);
-}
-
-TEST(CompileAhead, WorksOnlyOnWhatIsWantedAndFirstOnWhatIsWaitedFor) {
-  std::vector<std::size_t> order;
-  {
-    std::promise<void> started, go;
-    const auto gate = go.get_future().share();
-    CompileAhead<int> work(100, 1, [&](std::size_t i) {
-      if (i == 0) started.set_value(), gate.wait();
-      order.push_back(i);
-      return 0;
-    });
-    for (const std::size_t i : {0, 5, 6, 7}) work.want(i);
-    started.get_future().wait();
-    std::jthread opener([&] {
-      std::this_thread::sleep_for(std::chrono::milliseconds(300));  // till take(7) waits
-      go.set_value();
-    });
-    work.take(7);
-    work.take(6);
-  }
-  ASSERT_GE(order.size(), 3u);
-  EXPECT_EQ((std::vector<std::size_t>{0, 7}), (std::vector<std::size_t>{order[0], order[1]}));
-  for (const std::size_t i : order) EXPECT_TRUE(i == 0 || (i >= 5 && i <= 7)) << i;
-}
-
-TEST(CompileAhead, LeavesOutTheRestWhenDropped) {
-  constexpr int kItems = 100000;  // almost a minute of work, however late this thread comes
-  std::atomic<int> done{0};
-  {
-    CompileAhead<int> work(kItems, 2, [&](std::size_t) {
-      std::this_thread::sleep_for(std::chrono::milliseconds(1));
-      return ++done;
-    });
-    for (std::size_t i = 0; i < kItems; ++i) work.want(i);
-    work.take(0);
-  }
-  EXPECT_LT(done.load(), kItems);
-}
-
 TEST(Tune, TheRecordDoesNotDependOnTheCompileThreads) {
   std::optional<plan::TuningRecord> expected;
   for (unsigned threads : {1u, 3u, 16u}) {
@@ -723,97 +484,6 @@ TEST(Tune, TheRecordDoesNotDependOnTheCompileThreads) {
     }
     expected = result.record;
   }
-}
-
-// --- operations and inputs
-// -----------------------------------------------------------------------------------
-
-/// Pairs counted one by one.
-double count_pairs(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
-  double pairs = 0;
-  for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
-    for (std::int64_t kv = 0; kv < shape.seqlen_kv; ++kv) {
-      const bool masked = (spec.mask.text() == "causal" && q + shape.seqlen_kv - shape.seqlen_q < kv) ||
-                          (spec.mask.text() == "causal_top_left" && q < kv);
-      const bool off = spec.has_block_map() && !map.at(q / spec.block_map.q, kv / spec.block_map.kv);
-      pairs += !masked && !off;
-    }
-  }
-  return pairs * static_cast<double>(shape.batch * shape.heads_q);
-}
-
-TEST(Inputs, AttendingPairsAreExact) {
-  for (const char* spec_text : {"fwd:bf16:d64", "fwd:bf16:d64:causal", "fwd:bf16:d64:causal_top_left",
-                                "fwd:bf16:d64:map16x32", "fwd:bf16:d64:causal:map32x16"}) {
-    for (const char* shape_text :
-         {"b1:hq1:hkv1:sq1:skv1", "b2:hq4:hkv2:sq100:skv100", "b1:hq2:hkv1:sq37:skv150",
-          "b1:hq1:hkv1:sq150:skv37", "b1:hq1:hkv1:sq0:skv9", "b1:hq1:hkv1:sq9:skv0"}) {
-      const AttentionSpec spec = parse_spec(spec_text).normalized();
-      const AttentionShape shape = parse_shape(shape_text);
-      const BlockPattern map = plausible_map(spec, shape, 0.3);
-      EXPECT_EQ(work_of(spec, shape, map).pairs, count_pairs(spec, shape, map))
-          << spec_text << " " << shape_text;
-    }
-  }
-}
-
-TEST(Inputs, CausalCountsHalfAndBackwardTwoAndAHalf) {
-  const AttentionShape shape = parse_shape("b2:hq16:hkv16:sq4096:skv4096");
-  const auto operations = [&](const char* text) {
-    return work_of(parse_spec(text).normalized(), shape, {}).operations;
-  };
-  const double full = 4.0 * 2 * 16 * 4096.0 * 4096.0 * 128;
-  EXPECT_DOUBLE_EQ(operations("fwd:bf16:d128"), full);
-  EXPECT_NEAR(operations("fwd:bf16:d128:causal") / full, 0.5, 1e-3);
-  EXPECT_DOUBLE_EQ(operations("bwd:bf16:d128"), 2.5 * full);
-}
-
-TEST(Inputs, BytesCountEveryTensorOnce) {
-  const AttentionShape shape = parse_shape("b2:hq8:hkv2:sq100:skv300");
-  const double q = 2 * 8 * 100 * 64 * 2, o = 2 * 8 * 100 * 32 * 2, k = 2 * 2 * 300 * 64 * 2,
-               v = 2 * 2 * 300 * 32 * 2;
-  const double lse = 2 * 8 * 100 * 4;
-  EXPECT_DOUBLE_EQ(work_of(parse_spec("fwd:fp16:d64x32").normalized(), shape, {}).bytes, q + k + v + o + lse);
-  EXPECT_DOUBLE_EQ(work_of(parse_spec("bwd:fp16:d64x32").normalized(), shape, {}).bytes,
-                   2 * (q + k + v + o) + lse);
-}
-
-TEST(Inputs, PlausibleMapHasItsDensityInEveryRow) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
-  const BlockPattern map = plausible_map(spec, parse_shape("b1:hq1:hkv1:sq4096:skv4096"), 0.25);
-  EXPECT_EQ(map.rows, 64);
-  EXPECT_EQ(map.columns, 64);
-  EXPECT_DOUBLE_EQ(map.density(), 0.25);
-  for (std::int64_t row = 0; row < map.rows; ++row) {
-    EXPECT_EQ(map.at(row, row), 1) << "the diagonal attends";
-  }
-  EXPECT_DOUBLE_EQ(plausible_map(spec, parse_shape("b1:hq1:hkv1:sq4096:skv4096"), 1.0).density(), 1.0);
-}
-
-TEST(Inputs, PlausibleMapUnderACausalMaskLiesBelowTheDiagonal) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:causal:map64x64").normalized();
-  const BlockPattern map = plausible_map(spec, parse_shape("b1:hq1:hkv1:sq4096:skv4096"), 0.25);
-  for (std::int64_t row = 16; row < map.rows; ++row) {
-    EXPECT_EQ(map.at(row, row), 1);
-    EXPECT_EQ(map.at(row, row - 15), 1);
-    EXPECT_EQ(map.at(row, row - 16), 0);
-    if (row + 1 < map.columns) {
-      EXPECT_EQ(map.at(row, row + 1), 0);
-    }
-  }
-}
-
-TEST(Inputs, DensityOutOfRangeIsRefused) {
-  const AttentionSpec spec = parse_spec("fwd:bf16:d64:map64x64").normalized();
-  for (double density : {-0.1, 0.0, 1.5, std::nan("")}) {
-    EXPECT_THROW(plausible_map(spec, problem().shape, density), Error) << density;
-  }
-}
-
-TEST(Inputs, MedianOfOddAndEvenCounts) {
-  EXPECT_EQ(median({3, 1, 2}), 2);
-  EXPECT_EQ(median({4, 1, 2, 3}), 2.5);
-  EXPECT_EQ(median({7}), 7);
 }
 
 }  // namespace

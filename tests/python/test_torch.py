@@ -277,6 +277,16 @@ def test_forward_mode_is_refused(way):
         loss(q)  # has no tangent
 
 
+def test_forward_mode_is_refused_in_compiled_code():
+    q, k, v = (x.detach() for x in tensors(queries=2, keys=3))
+    loss = lambda q: flashjit.attention(q, k, v).square().sum()
+    torch._dynamo.reset()
+    for function in (lambda q: torch.func.jvp(loss, (q,), (q,))[1], lambda q: torch.func.jacfwd(loss)(q)):
+        with pytest.raises(Exception, match="no forward-mode derivative"):
+            torch.compile(function, backend="aot_eager")(q)
+    torch.testing.assert_close(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), torch.func.grad(loss)(q))
+
+
 def test_dropout_is_replayed_in_the_backward_pass():
     q, k, v = tensors(dim_v=16)
     torch.manual_seed(5)

@@ -5,6 +5,7 @@ from typing import Any, Mapping, Sequence, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
@@ -83,7 +84,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         check_lists(lists)
     if fixed is not NOTHING:
         fixed = contiguous(fixed)
-    if not compiling:
+    if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
     if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
         out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)

@@ -6,6 +6,7 @@ from typing import Any, Sequence, Union
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from ._plans import names_with_grad
 from .errors import Unsupported
@@ -36,11 +37,9 @@ def through_transforms(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]
 
 
 def refuse_tangents(*tensors: Any) -> None:
-    """Of forward-mode differentiation, outside of torch.func."""
-    if torch.autograd.forward_ad._current_level < 0:
-        return
+    """Of forward-mode differentiation. torch.compile does not show which tensors have them."""
     for x in tensors:
-        if isinstance(x, Tensor) and torch.autograd.forward_ad.unpack_dual(x).tangent is not None:
+        if isinstance(x, Tensor) and (torch.compiler.is_compiling() or forward_ad.unpack_dual(x).tangent is not None):
             _refuse_forward_mode()
 
 

@@ -1,37 +1,37 @@
 // Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A block takes
 // one KV tile after the other, and for each it visits the Q tiles that meet it:
 //
-//   S  = Q K^T          P  = exp2(S - LSE)
-//   dP = dO V^T         dS = P (dP - D)            where D = rowsum(dO O), from the preprocess entry
-//   dV += P^T dO        dK += dS^T Q               in registers, until the KV tile ends
-//   dQ += dS K                                     in fp32 in global memory, converted when a head is
-//   complete
+//   S  = Q K^T       P  = exp2(S - LSE)
+//   dP = dO V^T      dS = P (dP - D)    with D = rowsum(dO O) from the preprocess entry
+//   dV += P^T dO     dK += dS^T Q       in registers until the KV tile ends
+//   dQ += dS K                          in global memory, in fp32; converted when a head is complete
 //
 // S and dP are computed transposed, so that P^T and dS^T are left operands of dV and dK.
 //
-// Three warp groups. Two are consumers, which compute. The warps of the third are
-//   0     the producer, which loads through the TMA unit (backward_producer.cuh),
-//   1, 2  what adds dQ to global memory, one for each consumer (backward_dq.cuh); where a captured tensor's
-//         gradient is a sum of dS, they add it, too (ds_grads.cuh),
-//   3     what writes zeros for keys without queries, then clears and converts dQ (backward_epilogue.cuh,
-//         convert_dq.cuh); at the end the consumers help it.
+// Of three warp groups two are consumers, which compute. The warps of the third are:
 //
-// How blocks and consumers share a KV tile (backward_policy.cuh):
-//   narrow        Up to 128 columns a block has 128 keys, each consumer 64 of them, and P^T and dS^T feed dV
-//                 and dK from registers. Only dQ needs the other consumer's dS.
-//   wide          Above, one consumer's registers do not hold its rows of dK and dV. There, and in KV tiles
-//   of
-//                 64 keys, both consumers have the same 64 keys: each computes half of the queries of S and
-//                 dP and half of the columns of dK and dV, from P and dS in shared memory.
-//   wide cluster  Above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
-//                 products. So two blocks share a KV tile of 128 keys: each has 64 of them, sends the other
-//                 its dS, and computes half of the columns of dQ for all 128.
-//   narrow cluster  A KV tile of 256 keys or more is shared by blocks with 128 each, which send each other
-//                 their parts of dQ: each block sums up some of the columns. Where the KV tile has all keys
-//                 of a row the sum is dQ, and nothing is cleared, added to or converted in global memory.
+//   0     the producer, which loads by the TMA unit (backward_producer.cuh)
+//   1, 2  one for each consumer, adds its dQ to global memory (backward_dq.cuh), and gradients of captured
+//         tensors that are sums of dS (ds_grads.cuh)
+//   3     writes zeros for keys without queries (backward_epilogue.cuh), then clears and converts dQ
+//         (convert_dq.cuh), which the consumers do, too, when they are done
 //
-// Split-Q: where KV tiles are few and their queries many, several blocks take one KV tile, each a part of the
-// queries. Each stores its part of dK and dV in fp32, and the combine_dkdv entry adds them up.
+// Blocks and consumers share a KV tile in one of four ways (backward_policy.cuh):
+//
+// - Narrow: up to 128 columns a block has 128 keys, each consumer 64 of them. P^T and dS^T feed dV and dK
+//   from registers. Only dQ needs the other consumer's dS.
+// - Narrow, in a cluster: blocks with 128 keys each share a larger KV tile. They send each other their parts
+//   of dQ, and each sums up some of the columns. If the KV tile has all keys of a row the sum is dQ, and
+//   nothing is cleared, added to or converted in global memory.
+// - Wide: above 128 columns the registers of one consumer do not hold its rows of dK and dV. There, and in KV
+//   tiles of 64 keys, both consumers have the same 64 keys. Each computes half of the queries of S and dP,
+//   and half of the columns of dK and dV, from P and dS in shared memory.
+// - Wide, in a cluster: above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
+//   products. So two blocks share a KV tile of 128 keys: each has 64 of them, sends the other its dS, and
+//   computes half of the columns of dQ for all 128.
+//
+// Split-Q: where KV tiles are few and their queries many, several blocks take one KV tile, each with a part
+// of the queries. Each stores its part of dK and dV in fp32, and the combine_dkdv entry adds them up.
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"

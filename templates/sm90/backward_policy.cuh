@@ -1,5 +1,5 @@
-// What the backward pass decides when it is compiled: how blocks and warp groups share a tile, and the
-// switches that were measured (tools/bench/NOTES.md).
+// What the backward pass decides when it is compiled: how blocks and warp groups share a tile, and every
+// switch that was measured (H100, tools/bench/NOTES.md). To tune the kernel, begin here.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -12,13 +12,17 @@ struct BackwardPolicy {
   static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,       P::kHeadDim,     P::kHeadDimV,
                                           P::kStages, P::kBiasTile, P::kScoreRowTerm};
 
-  // The blocks of a cluster share a KV tile: each has kKeys of its keys.
+  // --- How a tile is shared -------------------------------------------------------------------------------
+
+  // The blocks of a cluster share a KV tile: each has kKeys of its keys. NOTES.md#clusters-above-d128,
+  // NOTES.md#clusters-that-hold-all-keys-of-a-row
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
   static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each block computes some columns of dQ
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each block sums up some columns of all blocks' dQ
 
   // Two consumer warp groups share a block's keys: each has 64 of 128 keys, or, "wide", both have the same
   // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
+  // NOTES.md#kv-tiles-of-64-keys
   static constexpr int kWgs = kDqWgs;
   static constexpr bool kWide = kLayout.wide();
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
@@ -31,6 +35,7 @@ struct BackwardPolicy {
   static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
 
   // A warp group computes 64 rows of dQ where a Q tile has 128, else some of the columns.
+  // NOTES.md#q-tiles-of-128-rows-at-d64
   static constexpr bool kSplitsDqRows = P::kBr == 128;
   static constexpr int kDqColumns = kLayout.dq_columns();
   /// Which block of the cluster this is.
@@ -47,16 +52,19 @@ struct BackwardPolicy {
   /// Of each warp group's steps, those that one block of the cluster sums up.
   static constexpr int kSummedSteps = kDqSteps / kClusterSize;
 
-  /// Registers of a thread: of the producer's warp group, and of the consumers'.
+  // --- Switches -------------------------------------------------------------------------------------------
+
+  /// Registers of a thread: of the producer's warp group, whose additions to dQ need 56, and of the
+  /// consumers'. 216 and 48 spill 460 to 640 bytes. NOTES.md#dq-zeros-additions-and-conversion
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   /// Where blocks exchange dS there is no room for a second dO.
   static constexpr int kDoutStages = kLayout.dout_stages();
 
   /// The scores read a bias tile in shared memory.
   static constexpr bool kHasBiasTile = kLayout.has_bias_tile();
-  // The producer's other warps add gradients of captures from dS in shared memory: those of key - query, and
-  // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves, which is
-  // quicker.
+  // The warps that add dQ also add gradients of captures from dS in shared memory: those of key - query, and
+  // the bias tile's. Up to 64 columns the consumers have registers to add the latter themselves: 2876 us, by
+  // those warps 3152; above, d128 4014 -> 3586. NOTES.md#gradients-of-captures
   static constexpr bool kAddsBiasGrad = P::kBiasTileGrad && P::kHeadDim > 64;
   static constexpr int kGradsFromDs = P::kDifferenceGrads + kAddsBiasGrad;
   static constexpr bool kReadsDs = kGradsFromDs > 0;
@@ -67,12 +75,14 @@ struct BackwardPolicy {
 
   /// The score's column term of a thread's keys is found before the wait for the products. With lengths and
   /// more than 64 columns there are no registers for it, unless the score has a row term, too: then finding
-  /// it pair by pair takes more.
+  /// it pair by pair takes more. Key bias d64 3317 -> 2720 us, d128 2395 -> 2349.
+  /// NOTES.md#row-terms-in-the-backward-pass
   static constexpr bool kFindsColumnTermsEarly =
       P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;
-  /// The loops that clear rows are unrolled. Elsewhere what their copies would keep has no registers.
+  /// The loops that clear rows are unrolled. Elsewhere the values that live across the copies spill (24 to 32
+  /// bytes). NOTES.md#order-of-a-step-registers
   static constexpr bool kUnrollsClearing = kWide || kSumsDq || P::kHeadDim <= 64;
 };
 

@@ -1,5 +1,5 @@
-// Shared memory of a block of the backward pass: its parts by name, and its barriers with who arrives on
-// them. BackwardLayout in layout.cuh says where each lies.
+// Shared memory of a block of the backward pass: its parts and barriers by name, and how many threads arrive
+// on each barrier. BackwardLayout in layout.cuh decides where each lies.
 #pragma once
 
 #include "flashjit/sm90/backward_policy.cuh"
@@ -7,7 +7,7 @@
 
 namespace flashjit::sm90 {
 
-/// What the producer says of a KV tile.
+/// What the producer tells the other warps about a KV tile.
 template <class P>
 struct KvTileInfo {
   Sequence<P> sequence;
@@ -15,12 +15,12 @@ struct KvTileInfo {
   int kv_begin;    ///< this block's first key
   int seqused_kv;  ///< keys of the sequence that are no padding
 };
-/// What it says of a Q tile; a negative head: there are no more.
+/// What it tells them about a Q tile. A negative head says that there are no more.
 struct alignas(16) QTileInfo : StagedTile {
   long long stats_row;  ///< its first row in [batch, heads_q, seqlen_q_padded]
-  int kv_slot;          ///< of its KV tile's KvTileInfo
-  short first;          ///< it is its KV tile's first
-  short last;           ///< it is its KV tile's last: 1 + the split of the queries; else 0
+  int kv_slot;          ///< where its KV tile's KvTileInfo is
+  short first;          ///< whether it is its KV tile's first
+  short last;           ///< 0 if it is not its KV tile's last, else 1 + the index of the query split
 };
 
 /// Addresses are of the shared window, in bytes. Q tiles are counted by `i` and KV tiles by `n`, each from
@@ -101,7 +101,7 @@ struct BackwardSmem {
     return shared + (dq_from(0, wg, i) - base) + at;
   }
 
-  // What the producer says of tiles.
+  // What the producer tells the other warps about tiles.
   __device__ KvTileInfo<P>* kv_tiles() const {
     return reinterpret_cast<KvTileInfo<P>*>(shared + kLayout.kv_tiles());
   }

@@ -98,16 +98,16 @@ struct ForwardLayout {
 
 /// Of the backward pass, what the producer says of a KV tile, and of a Q tile.
 constexpr int kKvTileInfoBytes = 32, kQTileInfoBytes = 32;
-/// KV tiles of which that is kept. The producer takes one when it has loaded K and V of the last, for which
-/// the consumers were done with those before: but dQ of the one before may still be on its way.
+/// KV tiles whose info is kept. When the producer takes the next KV tile it has loaded K and V of the last
+/// one, so the consumers are done with the one before, but that one's dQ may still be on its way.
 constexpr int kKeptKvTiles = 4;
-/// Where blocks sum up dQ, that may be of three more.
+/// Where blocks sum up dQ, dQ of three more may be.
 constexpr int kKeptKvTilesOfSums = 8;
-/// Q tiles of which that is kept: of those in the stages, of which there are four at most, and of the two
-/// before, whose dQ may still be on its way.
+/// Q tiles whose info is kept: those in the stages, at most four, and the two before, whose dQ may still be
+/// on its way.
 constexpr int kKeptQTiles = 8;
-/// KV tile indices that the first block of a cluster sends the others, before those have read the first: two
-/// more than there are stages would do.
+/// KV tile indices that the first block of a cluster may send before the other blocks have read the first
+/// one. Two more than there are stages would do.
 constexpr int kKeptTileIndices = 8;
 
 constexpr int kZerosBytes = 16;  ///< in place of a row of eight elements where there is none
@@ -131,7 +131,7 @@ constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
   if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
   return bc > kMostKeys ? bc / kMostKeys : 1;
 }
-/// Where blocks sum up dQ, the Q tiles for whose parts there is room.
+/// Q tiles for whose parts of dQ there is room, where blocks sum it up.
 constexpr int kDqSlots = 2;
 
 /// Shared memory of a block of the backward pass, in this order:
@@ -154,7 +154,7 @@ struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, row_terms;
 
-  /// Also for tiles of 64 keys, of which there are enough for all multiprocessors where sequences are short.
+  /// Also for KV tiles of 64 keys: for short sequences, so that there is one for each multiprocessor.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
   constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
   // What the blocks of a cluster do for dQ: each computes some of its columns, from the dS of both; or all

@@ -29,7 +29,8 @@ enum class Op : std::uint8_t {
   literal,
   name,
   scalar,
-  read,  // leaves; a read's arguments are its indices
+  read,
+  size,  // leaves; a read's arguments are its indices, a size's integer is the dimension
   negate,
   complement,
   logical_not,  // -x ~x !x
@@ -37,7 +38,7 @@ enum class Op : std::uint8_t {
   subtract,
   multiply,
   divide,
-  modulo,  // int or float; modulo int
+  modulo,  // int or float; the rest has the dividend's sign
   shift_left,
   shift_right,
   bit_and,
@@ -56,14 +57,20 @@ enum class Op : std::uint8_t {
   max,
   abs,  // int or float
   floor,
+  trunc,
+  round,  // to the even one of two
   exp,
   exp2,
+  expm1,  // exp(x) - 1
   log,
   log2,
+  log1p,  // log(1 + x)
+  pow,
   sqrt,
   rsqrt,
   tanh,
   sigmoid,
+  erf,
   sin,
   cos,       // float
   to_float,  // of int or bool
@@ -91,10 +98,10 @@ struct Node {
   Type type = Type::real;
   std::vector<NodePtr> args = {};
   bool boolean = false;          ///< literal of type boolean
-  std::int32_t integer = 0;      ///< literal of type integer
+  std::int32_t integer = 0;      ///< literal of type integer; dimension of Op::size
   float real = 0;                ///< literal of type real
   Name name = Name::score;       ///< of Op::name
-  Declaration declaration = {};  ///< of Op::scalar and Op::read
+  Declaration declaration = {};  ///< of Op::scalar, Op::read and Op::size
   int depth = 1;                 ///< nodes on the longest path down, including this one
   int size = 1;                  ///< nodes of the tree; a node reached in two ways counts twice
 };
@@ -147,6 +154,8 @@ class FLASHJIT_API Tensor {
     return read(std::vector<Expr>{Expr(indices)...});
   }
   Expr read(std::vector<Expr> indices) const;
+  /// Its size in a dimension, an int that each call gives.
+  Expr size(int dimension) const;
 
  private:
   Declaration declaration_;
@@ -183,14 +192,20 @@ FLASHJIT_API Expr min(const Expr& a, const Expr& b);
 FLASHJIT_API Expr max(const Expr& a, const Expr& b);
 FLASHJIT_API Expr abs(const Expr& a);
 FLASHJIT_API Expr floor(const Expr& a);
+FLASHJIT_API Expr trunc(const Expr& a);
+FLASHJIT_API Expr round(const Expr& a);
 FLASHJIT_API Expr exp(const Expr& a);
 FLASHJIT_API Expr exp2(const Expr& a);
+FLASHJIT_API Expr expm1(const Expr& a);
 FLASHJIT_API Expr log(const Expr& a);
 FLASHJIT_API Expr log2(const Expr& a);
+FLASHJIT_API Expr log1p(const Expr& a);
+FLASHJIT_API Expr pow(const Expr& a, const Expr& b);
 FLASHJIT_API Expr sqrt(const Expr& a);
 FLASHJIT_API Expr rsqrt(const Expr& a);
 FLASHJIT_API Expr tanh(const Expr& a);
 FLASHJIT_API Expr sigmoid(const Expr& a);
+FLASHJIT_API Expr erf(const Expr& a);
 FLASHJIT_API Expr sin(const Expr& a);
 FLASHJIT_API Expr cos(const Expr& a);
 FLASHJIT_API Expr to_float(const Expr& a);

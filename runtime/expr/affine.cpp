@@ -80,8 +80,9 @@ std::optional<Affine> of_operation(const Graph& graph, int place) {
 
 constexpr long long kLargestInt = 2147483647;
 
-/// What a uniform int may be. There are pairs, so the lengths are not zero.
+/// What a uniform int may be. There are pairs, so the lengths are not zero; captured tensors have elements.
 Interval any_value(const Node& node) {
+  if (node.op == Op::size) return {1, kLargestInt};
   if (node.op != Op::name) return any_int();
   const bool length = node.name == Name::seqlen_q || node.name == Name::seqlen_kv;
   return {length ? 1 : 0, kLargestInt};

@@ -165,6 +165,12 @@ Expr read(const Declaration& tensor, const std::vector<Expr>& indices) {
       {.op = Op::read, .type = read_type(tensor.type), .args = pointers(indices), .declaration = tensor});
 }
 
+Expr size(const Declaration& tensor, int dimension) {
+  if (dimension < 0 || dimension >= tensor.rank)
+    refuse("size() takes a dimension of '{}' from 0 to {}, not {}", tensor.name, tensor.rank - 1, dimension);
+  return finish({.op = Op::size, .type = Type::integer, .integer = dimension, .declaration = tensor});
+}
+
 Expr scalar(const Declaration& declaration) {
   check_name(declaration.name);
   return finish({.op = Op::scalar, .type = read_type(declaration.type), .declaration = declaration});
@@ -195,6 +201,8 @@ Tensor Tensor::with_grad() const {
 Expr Tensor::operator[](const Expr& index) const { return read({index}); }
 // NOLINTNEXTLINE(performance-unnecessary-value-param): as the public interface has it
 Expr Tensor::read(std::vector<Expr> indices) const { return expr::read(declaration_, indices); }
+
+Expr Tensor::size(int dimension) const { return expr::size(declaration_, dimension); }
 
 Expr scalar_int(std::string name) { return scalar({std::move(name), ElementType::int32, 0, false}); }
 Expr scalar_float(std::string name) { return scalar({std::move(name), ElementType::fp32, 0, false}); }
@@ -227,14 +235,20 @@ Expr min(const Expr& a, const Expr& b) { return apply(Op::min, {a, b}); }
 Expr max(const Expr& a, const Expr& b) { return apply(Op::max, {a, b}); }
 Expr abs(const Expr& a) { return apply(Op::abs, {a}); }
 Expr floor(const Expr& a) { return apply(Op::floor, {a}); }
+Expr trunc(const Expr& a) { return apply(Op::trunc, {a}); }
+Expr round(const Expr& a) { return apply(Op::round, {a}); }
 Expr exp(const Expr& a) { return apply(Op::exp, {a}); }
 Expr exp2(const Expr& a) { return apply(Op::exp2, {a}); }
+Expr expm1(const Expr& a) { return apply(Op::expm1, {a}); }
 Expr log(const Expr& a) { return apply(Op::log, {a}); }
 Expr log2(const Expr& a) { return apply(Op::log2, {a}); }
+Expr log1p(const Expr& a) { return apply(Op::log1p, {a}); }
+Expr pow(const Expr& a, const Expr& b) { return apply(Op::pow, {a, b}); }
 Expr sqrt(const Expr& a) { return apply(Op::sqrt, {a}); }
 Expr rsqrt(const Expr& a) { return apply(Op::rsqrt, {a}); }
 Expr tanh(const Expr& a) { return apply(Op::tanh, {a}); }
 Expr sigmoid(const Expr& a) { return apply(Op::sigmoid, {a}); }
+Expr erf(const Expr& a) { return apply(Op::erf, {a}); }
 Expr sin(const Expr& a) { return apply(Op::sin, {a}); }
 Expr cos(const Expr& a) { return apply(Op::cos, {a}); }
 Expr to_float(const Expr& a) { return apply(Op::to_float, {a}); }

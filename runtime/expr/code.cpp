@@ -126,7 +126,8 @@ std::optional<std::string> Code::divisibility(int place) {
   if (node.op != Op::equal && node.op != Op::not_equal) return {};
   const int left = graph_[place].args[0], right = graph_[place].args[1];
   const Node &rest = graph_.node(left), &zero = graph_.node(right);
-  if (rest.op != Op::modulo || !is_literal(zero) || zero.integer != 0) return {};
+  if (rest.op != Op::modulo || rest.type != Type::integer || !is_literal(zero) || zero.integer != 0)
+    return {};
   const int number = graph_[left].args[0], divisor = graph_[left].args[1];
   const Node& by = graph_.node(divisor);
   std::string multiples;

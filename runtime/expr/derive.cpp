@@ -10,7 +10,7 @@
 namespace flashjit::expr {
 namespace {
 
-constexpr float kLn2 = 0.693147181f;
+constexpr float kLn2 = 0.693147181f, kTwoBySqrtPi = 1.12837917f;
 
 NodePtr negated(const NodePtr& a) {
   if (is_literal(*a)) return make_real(-a->real);
@@ -96,10 +96,14 @@ class Derivative {
         return f;
       case Op::exp2:
         return product(f, make_real(kLn2));
+      case Op::expm1:
+        return call(Op::exp, x);
       case Op::log:
         return quotient(one, x);
       case Op::log2:
         return quotient(one, product(x, make_real(kLn2)));
+      case Op::log1p:
+        return quotient(one, sum(one, x));
       case Op::sqrt:
         return product(make_real(0.5f), call(Op::rsqrt, x));
       case Op::rsqrt:
@@ -108,13 +112,25 @@ class Derivative {
         return difference(one, product(f, f));
       case Op::sigmoid:
         return product(f, difference(one, f));
+      case Op::erf:
+        return product(call(Op::exp, negated(product(x, x))), make_real(kTwoBySqrtPi));
       case Op::sin:
         return call(Op::cos, x);
       case Op::cos:
         return negated(call(Op::sin, x));
       default:
-        return zero;  // floor, to_float
+        return zero;  // floor, trunc, round
     }
+  }
+
+  /// Of a power whose base is `a`: a zero exponent has no slope in a zero base, nor a zero base in the
+  /// exponent.
+  NodePtr of_power(const NodePtr& node) {
+    const NodePtr &a = node->args[0], &b = node->args[1], zero = make_real(0);
+    const NodePtr by_base = product(b, make_node(Op::pow, Type::real, {a, difference(b, make_real(1))}));
+    const NodePtr by_exponent = choice(compared(Op::equal, a, zero), zero, product(node, call(Op::log, a)));
+    return sum(product(choice(compared(Op::equal, b, zero), zero, by_base), of(a)),
+               product(by_exponent, of(b)));
   }
 
   NodePtr rule(const NodePtr& node) {
@@ -126,6 +142,10 @@ class Derivative {
       case Op::read:
       case Op::to_float:
         return make_real(0);
+      case Op::modulo:  // a - trunc(a / b) * b
+        return difference(of(arg(0)), product(call(Op::trunc, quotient(arg(0), arg(1))), of(arg(1))));
+      case Op::pow:
+        return of_power(node);
       case Op::negate:
         return negated(of(arg(0)));
       case Op::add:

@@ -65,6 +65,8 @@ double real_operation(Op op, double a, double b) {
       return a * b;
     case Op::divide:
       return a / b;
+    case Op::modulo:
+      return std::fmod(a, b);
     case Op::min:
       return std::fmin(a, b);
     case Op::max:
@@ -73,14 +75,24 @@ double real_operation(Op op, double a, double b) {
       return std::fabs(a);
     case Op::floor:
       return std::floor(a);
+    case Op::trunc:
+      return std::trunc(a);
+    case Op::round:
+      return std::nearbyint(a);
     case Op::exp:
       return std::exp(a);
     case Op::exp2:
       return std::exp2(a);
+    case Op::expm1:
+      return std::expm1(a);
     case Op::log:
       return std::log(a);
     case Op::log2:
       return std::log2(a);
+    case Op::log1p:
+      return std::log1p(a);
+    case Op::pow:
+      return std::pow(a, b);
     case Op::sqrt:
       return std::sqrt(a);
     case Op::rsqrt:
@@ -89,6 +101,8 @@ double real_operation(Op op, double a, double b) {
       return std::tanh(a);
     case Op::sigmoid:
       return 1 / (1 + std::exp(-a));
+    case Op::erf:
+      return std::erf(a);
     case Op::sin:
       return std::sin(a);
     case Op::cos:
@@ -143,7 +157,7 @@ int Evaluation::add(const NodePtr& node) {
   while (static_cast<int>(capture_of_.size()) < graph_.size()) {
     const Node& added = graph_.node(static_cast<int>(capture_of_.size()));
     int capture = -1;
-    if (added.op == Op::scalar || added.op == Op::read) {
+    if (is_of_declared(added.op)) {
       const auto found = std::ranges::find(captures_, added.declaration.name, &Bound::name);
       if (found == captures_.end())
         throw Error(ErrorCode::invalid_argument,
@@ -195,6 +209,8 @@ Value Evaluation::evaluate(int place, const Point& point, const std::vector<Valu
       const Element at = element(place, values);
       return captured(node.type, captures_[at.capture].values[at.index]);
     }
+    case Op::size:
+      return {.integer = static_cast<std::int32_t>(captures_[capture_of_[place]].size[node.integer])};
     case Op::select:
       return arg(0).integer ? arg(1) : arg(2);
     case Op::to_float:

@@ -46,6 +46,10 @@ Folded of_literal(Op op, const Expr& x) {
       return Expr(!a.boolean);
     case Op::floor:
       return Expr(std::floor(a.real));
+    case Op::trunc:
+      return Expr(std::trunc(a.real));
+    case Op::round:
+      return Expr(std::nearbyint(a.real));
     case Op::to_float:
       return Expr(integer ? static_cast<float>(a.integer) : a.boolean ? 1.0f : 0.0f);
     case Op::to_int:

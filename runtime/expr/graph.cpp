@@ -2,6 +2,8 @@
 
 #include <bit>
 
+#include "expr/ops.hpp"
+
 namespace flashjit::expr {
 namespace {
 
@@ -44,11 +46,11 @@ int Graph::add(const NodePtr& node) {
   std::vector<int> args;
   for (const NodePtr& arg : node->args) args.push_back(add(arg));
   const bool literal = node->op == Op::literal, name = node->op == Op::name;
-  const bool declared = node->op == Op::scalar || node->op == Op::read;
+  const bool declared = is_of_declared(node->op), of_size = node->op == Op::size;
   Key key{node->op,
           node->type,
           name ? node->name : Name::score,
-          literal ? literal_bits(*node) : 0,
+          literal || of_size ? literal_bits(*node) : 0,
           declared ? node->declaration.name : std::string(),
           args};
   const auto [place, is_new] = places_.try_emplace(std::move(key), size());

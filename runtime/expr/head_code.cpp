@@ -67,7 +67,7 @@ std::string HeadCode::member(std::map<Key, std::string>& known, const Key& key, 
 
 std::string HeadCode::uniform(int place) {
   const Node& node = graph_.node(place);
-  if (node.op == Op::literal || node.op == Op::name || node.op == Op::scalar) return value(place);
+  if (node.args.empty()) return value(place);
   return member(known_, place, 'u', type_text(node.type), [&] { return value(place); });
 }
 
@@ -75,6 +75,8 @@ std::string HeadCode::value(int place) {
   const NodePtr node = graph_[place].node;
   if (node->op == Op::literal) return literal_text(*node);
   if (node->op == Op::name) return name_text(node->name);
+  if (node->op == Op::size)
+    return fmt::format("p.captures[{}].size[{}]", slot(node->declaration), node->integer);
   if (const auto found = values_.find(place); found != values_.end()) return found->second;
   std::vector<std::string> args;
   for (const int arg : graph_[place].args) args.push_back(value(arg));

@@ -89,6 +89,10 @@ std::string_view float_pattern(Op op, Style style) {
       return exact ? "__fmul_rn({0}, {1})" : "{0} * {1}";
     case Op::divide:
       return exact ? "__fdiv_rn({0}, {1})" : "flashjit::Math<Element>::divide({0}, {1})";
+    case Op::modulo:
+      return "fmodf({0}, {1})";
+    case Op::pow:
+      return "powf({0}, {1})";
     case Op::min:
       return "fminf({0}, {1})";
     case Op::max:
@@ -97,6 +101,16 @@ std::string_view float_pattern(Op op, Style style) {
       return "fabsf({0})";
     case Op::floor:
       return "floorf({0})";
+    case Op::trunc:
+      return "truncf({0})";
+    case Op::round:
+      return "rintf({0})";
+    case Op::expm1:
+      return "expm1f({0})";
+    case Op::log1p:
+      return "log1pf({0})";
+    case Op::erf:
+      return "erff({0})";
     default:
       return "";
   }

@@ -92,6 +92,10 @@ Type read_type(ElementType element);
 Expr apply(Op op, std::vector<Expr> args);
 Expr read(const Declaration& tensor, const std::vector<Expr>& indices);
 Expr scalar(const Declaration& declaration);
+Expr size(const Declaration& tensor, int dimension);
+
+/// Whether an operation needs a declared name's value, or its size.
+inline bool is_of_declared(Op op) { return op == Op::scalar || op == Op::read || op == Op::size; }
 
 /// The text of an expression without its declarations; for messages and within to_string.
 std::string body_text(const Node& node);

@@ -225,6 +225,7 @@ class Parser {
       if (named.name == token.text) return named.mask;
     }
     if (const OpInfo* op = function_named(token.text)) return parse_call(token, *op);
+    if (token.text == "size" && peek().text == "(") return parse_size(token);
     if (Declared* declared = find(token.text)) {
       declared->used = true;
       return parse_declared(token, declared->declaration);
@@ -259,6 +260,21 @@ class Parser {
     require("(", fmt::format("'(' after the function '{}'", op.text));
     std::vector<Expr> args = parse_list(")");
     return at(token, [&] { return apply(op.op, std::move(args)); });
+  }
+
+  /// size(tensor, dimension).
+  Expr parse_size(const Token& token) {
+    require("(", "'('");
+    Declared* declared = find(peek().text);
+    if (declared == nullptr || declared->declaration.is_scalar()) expected("a declared tensor");
+    declared->used = true;
+    take();
+    require(",", "',' and a dimension");
+    const Expr dimension = parse_expression();
+    require(")", "')'");
+    if (dimension.node().op != Op::literal || dimension.type() != Type::integer)
+      refuse(token, "size() takes a dimension that is a literal int, such as size(bias, 0)");
+    return at(token, [&] { return size(declared->declaration, dimension.node().integer); });
   }
 
   Expr parse_declared(const Token& token, const Declaration& declaration) {

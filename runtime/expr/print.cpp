@@ -58,6 +58,9 @@ class Printer {
         return;
       case Op::read:
         return print_list(node.declaration.name, '[', node, ']');
+      case Op::size:
+        out_ += fmt::format("size({}, {})", node.declaration.name, node.integer);
+        return;
       default:
         break;
     }
@@ -101,7 +104,7 @@ class Printer {
 };
 
 void collect(const Node& node, std::vector<Declaration>& out) {
-  if (node.op == Op::scalar || node.op == Op::read) {
+  if (is_of_declared(node.op)) {
     const auto found = std::ranges::find(out, node.declaration.name, &Declaration::name);
     if (found == out.end()) {
       out.push_back(node.declaration);

@@ -60,6 +60,9 @@ TEST(ProgramHooks, NamedOnesCompile) {
       parsed("t: fp16 1d grad; score + t[kv - q + 64]", "keep: bool 3d; keep[h_kv, q, kv]"),
       parsed("1.5 * sigmoid(score) + sin(score) * cos(score)", "(q ^ kv) % 8 == 0"),
       parsed("exp(score) + log2(exp2(score)) + sqrt(abs(score)) + rsqrt(log(score))", "q / 64 == kv / 64"),
+      parsed("erf(score) + expm1(score) + log1p(abs(score)) + pow(abs(score), 1.5) + score % 0.75",
+             "t: int32 2d; t[b, size(t, 1) - 1 - q] == t[b, kv % size(t, 1)]"),
+      parsed("t: fp32 1d grad; trunc(score) + round(score * 2.0) + t[(q - kv) % size(t, 0)]", "true"),
       parsed("-score", "w: fp32 1d; w[q] > 0.5 && to_float(kv) < 3.5 * to_float(q)"),
   });
 }

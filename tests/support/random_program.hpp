@@ -110,15 +110,16 @@ class RandomProgram {
   Expr real(int depth) {
     switch (below(options_.transcendental ? 7 : 5)) {
       case 0:
-        return expr::apply(one_of<Op>({Op::negate, Op::abs, Op::floor}), {make(Type::real, depth)});
+        return expr::apply(one_of<Op>({Op::negate, Op::abs, Op::floor, Op::trunc, Op::round}),
+                           {make(Type::real, depth)});
       case 1:
         return expr::to_float(below(2) == 0 ? make(Type::integer, depth) : make(Type::boolean, depth));
       case 2:
         return select(make(Type::boolean, depth), make(Type::real, depth), number(depth));
       case 5:
       case 6:
-        return expr::apply(one_of<Op>({Op::exp, Op::exp2, Op::log, Op::log2, Op::sqrt, Op::rsqrt, Op::tanh,
-                                       Op::sigmoid, Op::sin, Op::cos}),
+        return expr::apply(one_of<Op>({Op::exp, Op::exp2, Op::expm1, Op::log, Op::log2, Op::log1p, Op::sqrt,
+                                       Op::rsqrt, Op::tanh, Op::sigmoid, Op::erf, Op::sin, Op::cos}),
                            {number(depth)});
       default: {
         const Op op = one_of<Op>({Op::add, Op::subtract, Op::multiply, Op::divide, Op::min, Op::max});

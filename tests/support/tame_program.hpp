@@ -208,15 +208,19 @@ class TameProgram {
       case 6:
         return pick(2) ? a + real(depth - 1, with_score) : a - real(depth - 1, with_score);
       case 7:
-        return pick(2) ? tanh(a) : sigmoid(a);
+        return pick(3) == 0 ? erf(a) : pick(2) ? tanh(a) : sigmoid(a);
       case 8:
         return pick(2) ? sin(a) : cos(a);
       case 9:
-        return pick(2) ? exp(min(a, Expr(3.0))) : exp2(min(a, Expr(3.0)));
+        return pick(3) == 0 ? expm1(min(a, Expr(3.0)))
+               : pick(2)    ? exp(min(a, Expr(3.0)))
+                            : exp2(min(a, Expr(3.0)));
       case 10:
-        return pick(2) ? log(abs(a) + 0.5) : log2(abs(a) + 0.5);
+        return pick(3) == 0 ? log1p(abs(a)) : pick(2) ? log(abs(a) + 0.5) : log2(abs(a) + 0.5);
       case 11:
-        return pick(2) ? sqrt(abs(a) + 0.25) : rsqrt(abs(a) + 0.25);
+        return pick(3) == 0 ? pow(abs(a) + 0.25, real(0, false))
+               : pick(2)    ? sqrt(abs(a) + 0.25)
+                            : rsqrt(abs(a) + 0.25);
       case 12:
         return a / (abs(real(depth - 1, with_score)) + 1.0);
       default:

@@ -76,6 +76,18 @@ TEST(Evaluate, FunctionsAreThoseOfTheLibrary) {
   EXPECT_DOUBLE_EQ(real("rsqrt(score)", p), 1 / std::sqrt(0.7));
   EXPECT_DOUBLE_EQ(real("exp2(score) + log2(score)", p), std::exp2(0.7) + std::log2(0.7));
   EXPECT_DOUBLE_EQ(real("select(q > 4, floor(-score), 1.0)", p), -1);
+  EXPECT_DOUBLE_EQ(real("trunc(-score) + round(score) + round(2.5) + round(-1.5)", p), 1 + 2 - 2);
+  EXPECT_DOUBLE_EQ(real("erf(score) + expm1(score) + log1p(score)", p),
+                   std::erf(0.7) + std::expm1(0.7) + std::log1p(0.7));
+  EXPECT_DOUBLE_EQ(real("pow(score, 3.0) + pow(-score, 2.0)", p), std::pow(0.7, 3) + 0.7 * 0.7);
+  EXPECT_DOUBLE_EQ(real("-score % 0.5 + score % -0.5", p), std::fmod(-0.7, 0.5) + std::fmod(0.7, -0.5));
+}
+
+TEST(Evaluate, SizesAreThoseOfTheCall) {
+  const std::vector<Given> values = {
+      testing_support::given("t", ElementType::fp32, {2, 3}, {0, 1, 2, 10, 11, 12})};
+  EXPECT_EQ(value_of("t: fp32 2d; size(t, 0) * 10 + size(t, 1)", {}, values).integer, 23);
+  EXPECT_EQ(value_of("t: fp32 2d; t[size(t, 0) - 1, size(t, 1) - 2]", {}, values).real, 11);
 }
 
 TEST(Evaluate, RoundedFloatsAreThoseOfFp32) {
@@ -96,6 +108,8 @@ TEST(Derive, TrivialTermsVanish) {
   EXPECT_EQ(derived("select(q < kv, score, score * 2.0)"), "select(q < kv, 1.0, 2.0)");
   EXPECT_EQ(derived("50.0 * tanh(score / 50.0)"), "1.0 - tanh(score / 50.0) * tanh(score / 50.0)");
   EXPECT_EQ(derived("floor(score)"), "0.0");
+  EXPECT_EQ(derived("trunc(score) + round(score)"), "0.0");
+  EXPECT_EQ(derived("score % 3.0"), "1.0");
   EXPECT_EQ(derived("to_float(to_int(score))"), "0.0");
 }
 

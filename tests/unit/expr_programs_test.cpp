@@ -36,9 +36,12 @@ TEST(ExprBuild, CppAndTextGiveTheSameTree) {
   expect_same(~(((q << 2) ^ (kv >> 1)) | h), "~(q << 2 ^ kv >> 1 | h)");
   expect_same(
       abs(floor(score)) + exp(q) + exp2(q) + log(q) + log2(q) + sqrt(q) + rsqrt(q) + sin(q) + cos(q) +
-          sigmoid(score) + tanh(score),
+          sigmoid(score) + tanh(score) + trunc(round(score)) + erf(q) + expm1(q) + log1p(q) +
+          pow(q, score % 2.5),
       "abs(floor(score)) + exp(q) + exp2(q) + log(q) + log2(q) + sqrt(q) + rsqrt(q) + sin(q) + cos(q) + "
-      "sigmoid(score) + tanh(score)");
+      "sigmoid(score) + tanh(score) + trunc(round(score)) + erf(q) + expm1(q) + log1p(q) + pow(q, score % "
+      "2.5)");
+  expect_same(bias.size(1) - 1 + bias(b, h, q, kv), "bias: bf16 4d; size(bias, 1) - 1 + bias[b, h, q, kv]");
   expect_same(to_bool(seqlen_q / h_kv) == (to_int(score) > -seqlen_kv),
               "to_bool(seqlen_q / h_kv) == (to_int(score) > -seqlen_kv)");
 }
@@ -71,7 +74,7 @@ TEST(ExprBuild, TypesOfReads) {
 
 TEST(ExprBuild, WrongUseIsRefused) {
   expect_in("operator + takes int or float, not bool: 'q < kv'", refusal([] { score + (q < kv); }));
-  expect_in("operator % takes int, not float: 'score'", refusal([] { score % 2; }));
+  expect_in("operator | takes int, not float: 'score'", refusal([] { score | 2; }));
   expect_in("literals are finite", refusal([] { score + 1e300; }));
   expect_in("the name 'a b'", refusal([] { scalar_int("a b"); }));
   expect_in("declares 'kv', which means something already", refusal([] { scalar_float("kv"); }));

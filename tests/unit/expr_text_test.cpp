@@ -200,7 +200,7 @@ TEST(ExprText, CapturesAreChecked) {
 
 TEST(ExprText, TypesAreChecked) {
   expect_refused("score + (q < kv)", {"operator + takes int or float, not bool: 'q < kv'"});
-  expect_refused("score % 2", {"operator % takes int, not float: 'score'"});
+  expect_refused("score | 2", {"operator | takes int, not float: 'score'"});
   expect_refused("q && kv", {"operator && takes bool, not int: 'q'"});
   expect_refused("q & 1 == 0", {"operator & takes int, not bool: '1 == 0'"});
   expect_refused("q == true",

@@ -1,86 +1,75 @@
-"""Score and mask programs from functions: the text that comes out, checked against Python's own arithmetic."""
+"""Score and mask programs from functions: what they give, checked against PyTorch's own arithmetic, and when they are traced."""
+import functools
 import math
 import re
+import sys
 
+import numpy as np
 import pytest
 
 import flashjit
-from flashjit import programs
+from flashjit import programs as program_module
 
 torch = pytest.importorskip("torch", reason="functions are traced with and without PyTorch; here with")
-
-POSITIONS = {"b": 1, "h": 2, "q": 7, "kv": 4}
-
-
-def evaluate(text, score=0.75, captures=None):
-    """A program's value by Python's eval: the language's operators are close to Python's."""
-    expression = text.rpartition(";")[2]
-    for c, python in (("&&", " and "), ("||", " or "), ("!=", " NE "), ("!", " not "), (" NE ", "!=")):
-        expression = expression.replace(c, python)
-    floats = {"score", *POSITIONS}
-
-    class Int(int):
-        """Divides as C does."""
-        def __truediv__(self, other):
-            if isinstance(other, int):
-                return Int(int(math.trunc(int(self) / int(other)))) if other else Int(0)
-            return float(self) / other
-
-        def __mod__(self, other):
-            return Int(math.fmod(self, other)) if other else Int(0)
-
-        __add__ = lambda a, b: Int(int(a) + b) if isinstance(b, int) else float(a) + b
-        __sub__ = lambda a, b: Int(int(a) - b) if isinstance(b, int) else float(a) - b
-        __mul__ = lambda a, b: Int(int(a) * b) if isinstance(b, int) else float(a) * b
-        __neg__ = lambda a: Int(-int(a))
-        __abs__ = lambda a: Int(abs(int(a)))
-
-    del floats
-    divide = lambda a, b: math.copysign(math.inf, a) if b == 0 else a / b
-    expression = re.sub(r"(?<![\w.])(\d+)(?![\w.])", r"Int(\1)", expression)
-    expression = expression.replace("(1.0 / 0.0)", "inf").replace("(-1.0 / 0.0)", "(-inf)")
-    names = {"Int": Int, "inf": math.inf, "true": True, "false": False, "divide": divide,
-             "select": lambda c, a, b: a if c else b, "to_float": float, "to_int": lambda x: Int(int(x)), "to_bool": bool,
-             "min": min, "max": max, "abs": abs, "floor": lambda x: float(math.floor(x)), "exp": math.exp,
-             "exp2": lambda x: 2.0 ** x, "log": math.log, "log2": math.log2, "sqrt": math.sqrt,
-             "rsqrt": lambda x: x ** -0.5, "tanh": math.tanh, "sigmoid": lambda x: 1 / (1 + math.exp(-x)), "sin": math.sin,
-             "cos": math.cos, "score": score, **{name: Int(value) for name, value in POSITIONS.items()}}
-    return eval(expression, {**names, **(captures or {})})
-
+F = torch.nn.functional
+from program_values import check_mask, check_score, mask_of_library, of_library, raw_scores  # noqa: E402  (needs PyTorch)
 
 SCORES = {
-    "identity of parts": (lambda s, b, h, q, kv: s * 2 + 1 - s / 4, lambda s, b, h, q, kv: s * 2 + 1 - s / 4),
-    "distance": (lambda s, b, h, q, kv: s - 0.5 * (q - kv), None),
-    "from the right": (lambda s, b, h, q, kv: 1 - s + 2 / (q + 1) + 3 // (kv + 1) + 7 % (q + 1), None),
-    "floor division of negatives": (lambda s, b, h, q, kv: s + (kv - q) // 2 + (kv - q) % 2, None),
-    "floor division by negatives": (lambda s, b, h, q, kv: s + q // (kv - q) + q % (kv - q), None),
-    "float floor division": (lambda s, b, h, q, kv: (s * 10) // 3 + (s * 10) % 3, None),
-    "powers": (lambda s, b, h, q, kv: s ** 2 + s ** 3 + s ** 0.5 + 2 ** s + s ** -1 + 3.0 ** s, None),
-    "branches": (lambda s, b, h, q, kv: torch.where(q >= kv, s, s * 0.5),
-                 lambda s, b, h, q, kv: s if q >= kv else s * 0.5),
-    "functions": (lambda s, b, h, q, kv: torch.tanh(s) + torch.exp(s) + torch.log(s) + torch.sigmoid(s) + torch.sqrt(s)
-                  + torch.rsqrt(s) + torch.sin(s) + torch.cos(s) + torch.floor(s) + torch.exp2(s) + torch.log2(s),
-                  lambda s, b, h, q, kv: math.tanh(s) + math.exp(s) + math.log(s) + 1 / (1 + math.exp(-s)) + s ** 0.5
-                  + s ** -0.5 + math.sin(s) + math.cos(s) + math.floor(s) + 2 ** s + math.log2(s)),
-    "methods": (lambda s, b, h, q, kv: s.tanh() + (q - kv).abs().float() + s.clamp(min=1.0) + s.square(),
-                lambda s, b, h, q, kv: math.tanh(s) + abs(q - kv) + max(s, 1.0) + s * s),
-    "smallest and largest": (lambda s, b, h, q, kv: torch.minimum(s, q * 0.01) + torch.maximum(q, kv) + torch.clamp(s, 0.1, 0.2),
-                             lambda s, b, h, q, kv: min(s, q * 0.01) + max(q, kv) + min(max(s, 0.1), 0.2)),
-    "softcap": (lambda s, b, h, q, kv: 20 * torch.tanh(s / 20), lambda s, b, h, q, kv: 20 * math.tanh(s / 20)),
-    "ceil and relu": (lambda s, b, h, q, kv: torch.ceil(s) + torch.relu(s - 5), lambda s, b, h, q, kv: math.ceil(s) + max(s - 5, 0)),
-    "conversions": (lambda s, b, h, q, kv: (s * 10).int().float() + (q > kv).to(torch.float32) + s.to(torch.bfloat16),
-                    lambda s, b, h, q, kv: int(s * 10) + float(q > kv) + s),
-    "booleans count": (lambda s, b, h, q, kv: s + (q > kv) * 3, None),
-    "a constant": (lambda s, b, h, q, kv: 1.5, None),
+    "identity of parts": lambda s, b, h, q, kv: s * 2 + 1 - s / 4,
+    "distance": lambda s, b, h, q, kv: s - 0.5 * (q - kv),
+    "from the right": lambda s, b, h, q, kv: 1 - s + 2 / (q + 1) + 3 // (kv + 1) + 7 % (q + 1),
+    "floor division of negatives": lambda s, b, h, q, kv: s + (kv - q) // 2 + (kv - q) % 2,
+    "floor division by negatives": lambda s, b, h, q, kv: s + q // (kv - 9) + q % (kv - 9) + (q - kv) % (q - 5),
+    "float floor division": lambda s, b, h, q, kv: (s * 10) // 3 + (s * 10) % 3 + s // -0.7 + s % -0.7 + (q + 1.0) // 0.1,
+    "rests": lambda s, b, h, q, kv: torch.fmod(s, 0.7) + torch.fmod(q - kv, 3) + torch.remainder(s, -0.7),
+    "powers": lambda s, b, h, q, kv: s ** 2 + s ** 3 + abs(s) ** 0.5 + 2 ** s + (abs(s) + 1) ** -1 + 3.0 ** s,
+    "powers of negatives": lambda s, b, h, q, kv: s ** (q * 1.0) + q ** 2 + 2 ** (q + 1) + (s + 4) ** 1.7,
+    "branches": lambda s, b, h, q, kv: torch.where(q >= kv, s, s * 0.5),
+    "functions": lambda s, b, h, q, kv: torch.tanh(s) + torch.exp(s) + torch.log(abs(s) + 1) + torch.sigmoid(s)
+    + torch.sqrt(abs(s)) + torch.rsqrt(abs(s) + 1) + torch.sin(s) + torch.cos(s) + torch.floor(s) + torch.exp2(s)
+    + torch.log2(abs(s) + 1) + torch.erf(s) + torch.expm1(s) + torch.log1p(abs(s)),
+    "whole numbers": lambda s, b, h, q, kv: torch.round(s) + torch.trunc(s) * 10 + torch.ceil(s) * 100 + torch.sign(s) * 1000
+    + torch.floor(q) + torch.round(s * 10) / 10,
+    "finite": lambda s, b, h, q, kv: torch.where(torch.isfinite(1 / s), s, 0.0) + torch.isinf(1 / (s * 0.0)) + torch.isnan(s),
+    "methods": lambda s, b, h, q, kv: s.tanh() + (q - kv).abs().float() + s.clamp(min=1.0) + s.square(),
+    "smallest and largest": lambda s, b, h, q, kv: torch.minimum(s, q * 0.01) + torch.maximum(q, kv) + torch.clamp(s, 0.1, 0.2),
+    "softcap": lambda s, b, h, q, kv: 20 * torch.tanh(s / 20),
+    "conversions": lambda s, b, h, q, kv: (s * 10).int().float() + (q > kv).to(torch.float32) + (q * 100).to(torch.uint8),
+    "booleans count": lambda s, b, h, q, kv: s + (q > kv) * 3,
+    "logic of ints": lambda s, b, h, q, kv: s + torch.logical_and(q & 1, kv - 1) + torch.logical_or(q, h) * 2.0
+    + torch.logical_xor(q, kv) * 4 + torch.logical_not(kv) * 8,
+    "shifts by what is too much": lambda s, b, h, q, kv: s + (q << (kv * 16)) % 7 + ((q - 2) >> (kv * 16)) + (1 << q),
+    "mixtures": lambda s, b, h, q, kv: torch.lerp(s, q * 1.0, 0.25) + torch.addcmul(s, q, kv, value=0.5) + torch.hypot(s, s + 1)
+    + torch.logaddexp(s, s * 2) + torch.nan_to_num(s),
+    "NumPy's numbers": lambda s, b, h, q, kv: s * np.float64(0.5) + np.float32(0.25) * s + q * np.int64(2) + np.pi,
+    "a constant": lambda s, b, h, q, kv: torch.tensor(1.5),
+}
+ACTIVATIONS = {
+    "relu": F.relu, "relu in place": lambda x: F.relu(x, inplace=False), "relu6": F.relu6, "gelu": F.gelu,
+    "gelu by tanh": lambda x: F.gelu(x, approximate="tanh"), "silu": F.silu, "elu": F.elu, "elu with alpha": lambda x: F.elu(x, 0.5),
+    "softplus": F.softplus, "softplus with beta": lambda x: F.softplus(x, beta=3.0, threshold=4.0),
+    "leaky_relu": F.leaky_relu, "leaky_relu with a slope": lambda x: F.leaky_relu(x, 0.2), "hardtanh": F.hardtanh,
+    "hardtanh with bounds": lambda x: F.hardtanh(x, -0.5, 2.0), "logsigmoid": F.logsigmoid, "selu": F.selu, "celu": F.celu,
+    "mish": F.mish, "hardswish": F.hardswish, "hardsigmoid": F.hardsigmoid, "softsign": F.softsign, "tanhshrink": F.tanhshrink,
+    "softshrink": F.softshrink, "hardshrink": F.hardshrink, "threshold": lambda x: F.threshold(x, 0.5, -1.0),
+    "sigmoid": F.sigmoid, "tanh": F.tanh, "a module": torch.nn.GELU(), "special": lambda x: torch.special.expit(x),
 }
 
 
 @pytest.mark.parametrize("name", SCORES)
-def test_scores(name):
-    function, by_hand = SCORES[name]
-    text = flashjit.trace(function).form.score
-    want = (by_hand or function)(0.75, *POSITIONS.values())
-    assert evaluate(text) == pytest.approx(want), text
+def test_scores(programs, name):
+    check_score(SCORES[name])
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_and_their_slopes(programs, name):
+    function = ACTIVATIONS[name]
+    score_mod = lambda s, b, h, q, kv: function(s)
+    torch.testing.assert_close(of_library(score_mod), function(raw_scores()))
+    q, k, v = (torch.randn(1, 1, 6, 8, requires_grad=True) for _ in range(3))
+    got = torch.autograd.grad(flashjit.attention(q, k, v, score_mod=score_mod).square().sum(), (q, k, v))
+    want = torch.autograd.grad((function(q @ k.mT / 8 ** 0.5).softmax(-1) @ v).square().sum(), (q, k, v))
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
 
 
 MASKS = {
@@ -98,17 +87,12 @@ MASKS = {
 
 
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("q, kv", [(7, 4), (4, 7), (5, 5), (0, 9)])
-def test_masks(name, q, kv, monkeypatch):
-    monkeypatch.setitem(POSITIONS, "q", q)
-    monkeypatch.setitem(POSITIONS, "kv", kv)
-    text = flashjit.trace(None, MASKS[name]).form.mask
-    want = MASKS[name](*(torch.tensor(POSITIONS[n]) for n in ("b", "h", "q", "kv")))
-    assert bool(evaluate(text)) == bool(want), text
+def test_masks(programs, name):
+    check_mask(MASKS[name])
 
 
 def test_traces_are_read_by_the_library(programs):
-    for function, _ in SCORES.values():
+    for function in SCORES.values():
         flashjit._library.spec_handle("fp32:d8" + flashjit.trace(function).options())
     for function in MASKS.values():
         flashjit._library.spec_handle("fp32:d8" + flashjit.trace(None, function).options("causal"))
@@ -135,7 +119,7 @@ def test_attributes_and_methods_can_be_captured():
             return score + self.table[torch.clamp(q - kv + 16, 0, 31)]
 
     module = Module()
-    program = programs.program_of(module.score_mod, None, None)
+    program = program_module.program_of(module.score_mod, None, None)
     assert program.form.score == "(score + c0[min(max(((q - kv) + 16), 0), 31)])" and program.tensors == (module.table,)
 
 
@@ -180,16 +164,25 @@ bias = torch.rand(4, 4)
 @pytest.mark.parametrize("function, match", [
     (lambda s, b, h, q, kv: s if q > kv else 0.0, "torch.where"),
     (lambda s, b, h, q, kv: s * (q > kv and q < 3), "torch.where"),
-    (lambda s, b, h, q, kv: s + bias, "index it"),
-    (lambda s, b, h, q, kv: s + bias[q], "index all"),
-    (lambda s, b, h, q, kv: s + bias[q, kv, h], "2 dimensions is indexed with 3"),
+    (lambda s, b, h, q, kv: s + bias, "tensor bias of shape"),
+    (lambda s, b, h, q, kv: s + bias[q], "tensor bias has 2 dimensions and is indexed with 1: index all"),
+    (lambda s, b, h, q, kv: s + bias[q, kv, h], "tensor bias has 2 dimensions and is indexed with 3"),
     (lambda s, b, h, q, kv: s + bias[s, kv], "indexed with a float"),
-    (lambda s, b, h, q, kv: s + bias[-1, kv], "negative constants"),
+    (lambda s, b, h, q, kv: s + bias[-5, kv], "tensor bias is indexed with -5 in dimension 0, which has the size 4"),
+    (lambda s, b, h, q, kv: s + bias[q > kv, kv], "takes for a mask"),
+    (lambda s, b, h, q, kv: s + bias[q, 1:], "a slice"),
+    (lambda s, b, h, q, kv: s.frobnicate(), "no 'frobnicate'"),
+    (lambda s, b, h, q, kv: s.detach(), "detach what is captured"),
+    (lambda s, b, h, q, kv: s.to(torch.float64), "computes in float32"),
+    (lambda s, b, h, q, kv: s.add_(1), "in place"),
+    (lambda s, b, h, q, kv: F.relu(s, inplace=True), "in place"),
+    (lambda s, b, h, q, kv: -(q > kv), "PyTorch has no -"),
+    (lambda s, b, h, q, kv: (q > kv) - (q < kv), "PyTorch has no -"),
     (lambda s, b, h, q, kv: torch.softmax(s, 0), "torch.softmax"),
     (lambda s, b, h, q, kv: math.tanh(s), "functions of torch"),
     (lambda s, b, h, q, kv: None, "returns a NoneType"),
     (lambda s, b, h, q: s, "score_mod.score, b, h, q_idx, kv_idx."),
-    (lambda s, b, h, q, kv: s + 2**40, "does not fit 32 bits"),
+    (lambda s, b, h, q, kv: s + (q + 2**40), "does not fit 32 bits"),
     (lambda s, b, h, q, kv: s + math.nan, "NaN"),
     (lambda s, b, h, q, kv: s & 1, "not floats"),
     (lambda s, b, h, q, kv: s + torch.zeros(3, dtype=torch.float64)[q], "float64"),
@@ -200,6 +193,21 @@ def test_what_cannot_be_traced_is_refused(function, match):
         flashjit.trace(function)
 
 
+def test_a_misspelt_name_is_shown_with_its_capture():
+    with pytest.raises(flashjit.InvalidArgument, match="captures has 'slope'.*it has 'slopes', which captures does not have"):
+        flashjit.trace("score + slopes[h]", None, {"slope": torch.rand(4)})
+
+
+def test_the_words_of_the_language_are_known(programs):
+    for word in program_module.WORDS - {"size"}:
+        with pytest.raises(flashjit.Error, match="a program|means something"):
+            flashjit._library.spec_handle(f"fp32:d8:score{{{word}: int; score + {word} * missing}}")
+    with pytest.raises(flashjit.Error) as unknown:
+        flashjit._library.spec_handle("fp32:d8:score{missing(score)}")
+    named = re.findall(r"\\w+", str(unknown.value).partition("there are")[2])
+    assert set(named) <= program_module.WORDS | set("score 1 ^ in the program".split()), named
+
+
 def test_captures_are_checked():
     with pytest.raises(flashjit.InvalidArgument, match="neither program mentions"):
         flashjit.trace("score", None, {"x": 1})
@@ -208,11 +216,147 @@ def test_captures_are_checked():
     with pytest.raises(flashjit.WrongType, match="score_mod is a int"):
         flashjit.trace(3)
     tables = [torch.rand(3) for _ in range(9)]
-    with pytest.raises(flashjit.InvalidArgument, match="more than 8 tensors"):
+    with pytest.raises(flashjit.InvalidArgument, match="captures 9 tensors, more than 8"):
         flashjit.trace(lambda s, b, h, q, kv: sum((t[q] for t in tables), s))
 
 
+# --- captured tensors ---
+
+table, matrix, ids = torch.randn(7), torch.randn(4, 5), torch.tensor([3, 1, 3, 2, 1])
+READS = {
+    "from the end": lambda s, b, h, q, kv: s + table[q - kv] + table[-1] + table[kv - 5] + matrix[-1, kv] + matrix[q][-1 - kv],
+    "by a size": lambda s, b, h, q, kv: s + table[(q + 3 * kv) % len(table)] + table[table.shape[0] - 1 - q] * table.numel()
+    + matrix[q, matrix.size(1) - 1 - kv] / matrix.size(0) + matrix.shape.numel(),
+    "whole dimensions": lambda s, b, h, q, kv: s + matrix[:, kv][q] + matrix[..., kv][q] + matrix[q, ...][kv] + matrix[:][q, kv],
+    "sums of rows": lambda s, b, h, q, kv: s + matrix[q].sum() + sum(matrix[i, kv] * s for i in range(matrix.shape[0]))
+    + torch.sum(matrix[q] * matrix[b]) + matrix[q].dot(matrix[h]) + (matrix[q] @ torch.tanh(matrix[b])) + matrix[q].mean()
+    + sum(x for x in matrix[q]),
+    "no dimensions": lambda s, b, h, q, kv: s * torch.tensor(2.0) + torch.tensor(3) + torch.tensor(True) + table[2][...],
+    "by what is read": lambda s, b, h, q, kv: s + table[ids[kv]] + matrix[ids[q], -ids[kv]],
+}
+
+
+@pytest.mark.parametrize("name", READS)
+def test_reads_are_pytorch_s(programs, name):
+    check_score(READS[name])
+
+
+def test_a_branch_on_a_size_is_python_s(programs):
+    check_score(lambda s, b, h, q, kv: s + table[kv] if table.shape[0] > 3 and len(matrix) == 4 else s)
+
+
+def test_sizes_are_the_call_s(programs):
+    """One kernel, whose program has no size in it, serves tensors of all sizes."""
+    def make(table):
+        return lambda s, b, h, q, kv: s + table[(3 * q + kv) % len(table)] + table[q - kv] * (table.shape[0] + q % table.size(0))
+    forms = set()
+    for size in (5, 7, 12):
+        check_score(make(torch.randn(size)))
+        forms.add(flashjit.trace(make(torch.randn(size))).options())
+    assert len(forms) == 1
+
+
+def test_a_size_of_what_is_not_read_takes_no_tensor():
+    program = flashjit.trace(lambda s, b, h, q, kv: s + q % table.shape[0])
+    assert program.tensors == () and program.scalars == (7,)
+
+
+def test_what_is_read_and_not_used_is_nobody_s_business(programs):
+    """Neither in a branch that folds away, nor in a condition alone, does a tensor need a gradient or a value."""
+    unused, hidden, limit = (torch.randn(5, requires_grad=True) for _ in range(3))
+
+    def score_mod(s, b, h, q, kv):
+        unused[kv]
+        nothing = (unused[q] > 0) & False
+        return torch.where(limit[q] > -9, s + hidden[kv] * 0, float("-inf"))
+
+    q, k, v = (torch.randn(1, 2, 5, 8, requires_grad=True) for _ in range(3))
+    out = flashjit.attention(q, k, v, score_mod=score_mod, mask_mod=lambda b, h, q, kv: limit[kv] < 9)
+    torch.testing.assert_close(out, F.scaled_dot_product_attention(q, k, v))
+    grads = torch.autograd.grad(out.sum(), (q, unused, hidden, limit), allow_unused=True)
+    assert grads[0] is not None and all(x is None or not x.any() for x in grads[1:])
+
+
+def test_small_ints_wrap_and_booleans_are_no_numbers(programs):
+    small, flags = torch.tensor([0, 1, 200, 255, 7], dtype=torch.uint8), torch.tensor([True, False, True, True, False])
+    signed = torch.tensor([-128, -1, 0, 1, 127], dtype=torch.int8)
+    check_score(lambda s, b, h, q, kv: s + (small[q] - small[kv]) + (flags[q] + flags[kv]) + flags[q] * flags[kv])
+    check_score(lambda s, b, h, q, kv: s + (signed[q] * signed[kv] - signed[kv]) + (-small[q]) + ~small[kv] + abs(signed[q]))
+    check_mask(lambda b, h, q, kv: (small[q] - small[kv] < 100) & (flags[q] + flags[kv]))
+
+
 # --- what is remembered ---
+
+
+class Settings:
+    window = 2
+
+
+def test_a_trace_is_not_older_than_what_it_read(programs, monkeypatch):
+    """Whatever a function looks at: sizes, attributes of classes, modules and functions, elements, what it imports."""
+    import types
+    module = types.ModuleType("settings")
+    module.window = 2
+    state = {"window": torch.tensor(2), "table": torch.tensor([2])}
+
+    def by_attribute(s, b, h, q, kv):
+        return s * by_attribute.window
+
+    def by_import(s, b, h, q, kv):
+        import settings_of_a_test
+        return s * settings_of_a_test.window
+
+    by_attribute.window = 2
+    monkeypatch.setitem(sys.modules, "settings_of_a_test", module)
+    shared = torch.tensor(2)
+    functions = [lambda s, b, h, q, kv: s * Settings.window, lambda s, b, h, q, kv: s * module.window,
+                 lambda s, b, h, q, kv: s * shared.item(), lambda s, b, h, q, kv: s * float(shared),
+                 lambda s, b, h, q, kv: s * 2 if shared < 3 else s * 9, by_attribute, by_import,
+                 lambda s, b, h, q, kv: s * state["window"].item(), lambda s, b, h, q, kv: s * state["table"].tolist()[0],
+                 lambda s, b, h, q, kv: s * getattr(Settings, "window"), functools.partial(scaled_by, Settings)]
+    for value in (2, 9):
+        Settings.window = module.window = by_attribute.window = value
+        shared.fill_(value), state["window"].fill_(value), state["table"].fill_(value)
+        for number, function in enumerate(functions):
+            torch.testing.assert_close(of_library(function), raw_scores() * value, msg=f"function {number}, {value}")
+
+
+def scaled_by(settings, s, b, h, q, kv):
+    return s * settings.window
+
+
+def test_a_trace_is_not_older_than_a_size(programs):
+    def make(t):
+        return [lambda s, b, h, q, kv: s + len(t), lambda s, b, h, q, kv: s + t.shape[0], lambda s, b, h, q, kv: s + t.size(0),
+                lambda s, b, h, q, kv: s + t.numel(), lambda s, b, h, q, kv: s + t[len(t) - 1], lambda s, b, h, q, kv: s + t[-1],
+                lambda s, b, h, q, kv: s + sum(1 for _ in t), lambda s, b, h, q, kv: s + (1 if t.shape[0] > 4 else 0)]
+    for t in (torch.randn(3), torch.randn(5)):
+        for function in make(t):
+            check_score(function)
+
+
+def test_simple_functions_are_not_called_again():
+    """Those that index captured tensors and use numbers, and no more."""
+    calls = []
+    slopes = torch.rand(4)
+
+    def count(function):
+        code = function.__code__
+        before = len(calls)
+        def hook(frame, event, arg):
+            calls.append(1) if event == "call" and frame.f_code is code else None
+        sys.setprofile(hook)
+        try:
+            program_module.program_of(function, None, None)
+        finally:
+            sys.setprofile(None)
+        return len(calls) - before
+
+    simple = lambda s, b, h, q, kv: s + slopes[h] * torch.where(q > kv, q - kv, 2.0)
+    assert count(simple) == 1 and count(simple) == 0
+    looking = lambda s, b, h, q, kv: s + slopes[h] * slopes.shape[0]
+    assert count(looking) == 1 and count(looking) == 1
+
 
 factor = 2
 
@@ -222,21 +366,21 @@ def by_global(s, b, h, q, kv):
 
 
 def test_a_function_is_traced_again_when_what_it_uses_changes(monkeypatch):
-    first = programs.program_of(by_global, None, None)
-    assert programs.program_of(by_global, None, None).form is first.form
+    first = program_module.program_of(by_global, None, None)
+    assert program_module.program_of(by_global, None, None).form is first.form
     monkeypatch.setitem(globals(), "factor", 3)
-    assert programs.program_of(by_global, None, None).form.score == "(score * 3.0)"
+    assert program_module.program_of(by_global, None, None).form.score == "(score * 3.0)"
 
 
 def test_new_tensors_need_no_new_trace():
     def make(table):
         return lambda s, b, h, q, kv: s + table[q]
     first, second = torch.rand(4), torch.rand(4)
-    a, b = programs.program_of(make(first), None, None), programs.program_of(make(second), None, None)
+    a, b = program_module.program_of(make(first), None, None), program_module.program_of(make(second), None, None)
     assert a.form is b.form and a.tensors[0] is first and b.tensors[0] is second
-    c = programs.program_of(make(torch.rand(4).half()), None, None)
-    assert c.form is not a.form
-    values = [programs.program_of("score + x[q]", None, {"x": t}) for t in (first, second)]
+    c = program_module.program_of(make(torch.rand(4).half()), None, None)
+    assert c.tensors[0].dtype == torch.float16
+    values = [program_module.program_of("score + x[q]", None, {"x": t}) for t in (first, second)]
     assert values[0].form is values[1].form and values[1].tensors == (second,)
 
 
@@ -248,17 +392,17 @@ def test_an_object_that_may_change_is_traced_every_time():
             return s * self.factor
 
     scaled = Scaled()
-    assert programs.program_of(scaled, None, None).form.score == "(score * 2.0)"
+    assert program_module.program_of(scaled, None, None).form.score == "(score * 2.0)"
     scaled.factor = 5
-    assert programs.program_of(scaled, None, None).form.score == "(score * 5.0)"
+    assert program_module.program_of(scaled, None, None).form.score == "(score * 5.0)"
     inner = lambda s, b, h, q, kv: scaled(s, b, h, q, kv)
-    assert programs.program_of(inner, None, None).form.score == "(score * 5.0)"
+    assert program_module.program_of(inner, None, None).form.score == "(score * 5.0)"
     scaled.factor = 7
-    assert programs.program_of(inner, None, None).form.score == "(score * 7.0)"
+    assert program_module.program_of(inner, None, None).form.score == "(score * 7.0)"
 
 
 def test_a_traced_program_goes_alone():
     program = flashjit.trace(by_global)
-    assert programs.program_of(program, None, None) is program
+    assert program_module.program_of(program, None, None) is program
     with pytest.raises(flashjit.InvalidArgument, match="trace all of them together"):
-        programs.program_of(program, "causal", None)
+        program_module.program_of(program, "causal", None)

@@ -84,8 +84,7 @@ TEST(Evaluate, FunctionsAreThoseOfTheLibrary) {
 }
 
 TEST(Evaluate, SizesAreThoseOfTheCall) {
-  const std::vector<Given> values = {
-      testing_support::given("t", ElementType::fp32, {2, 3}, {0, 1, 2, 10, 11, 12})};
+  const std::vector<Given> values = {test::given("t", ElementType::fp32, {2, 3}, {0, 1, 2, 10, 11, 12})};
   EXPECT_EQ(value_of("t: fp32 2d; size(t, 0) * 10 + size(t, 1)", {}, values).integer, 23);
   EXPECT_EQ(value_of("t: fp32 2d; t[size(t, 0) - 1, size(t, 1) - 2]", {}, values).real, 11);
 }

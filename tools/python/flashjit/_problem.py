@@ -30,12 +30,8 @@ class BlockMap:
         blocks = blocks if blocks.dim() == 4 else blocks[None, None]
         self.blocks = (blocks != 0).to(torch.uint8).contiguous()
         self.block = (block, block) if isinstance(block, int) else (int(block[0]), int(block[1]))
-
-    @staticmethod
-    def from_flex(block_mask: Any) -> "BlockMap":
-        """From a BlockMask of torch.nn.attention.flex_attention; its mask_mod is not part of it."""
-        size = block_mask.BLOCK_SIZE
-        return BlockMap(block_mask.to_dense(), size if isinstance(size, int) else tuple(size))
+        if any(size not in range(16, 257, 16) for size in self.block):
+            raise InvalidArgument(f"block is {block}: give multiples of 16 from 16 to 256.")
 
 
 def check_types(q: Any, k: Any, v: Any) -> None:
@@ -69,8 +65,10 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
     values: tuple[Any, ...] = ()
     block = None
     if block_mask is not None:
-        block_map, mask_mod = _block_map(block_mask, mask_mod)
-        block = block_map.block
+        if not isinstance(block_mask, BlockMap):
+            raise WrongType(f"block_mask is {describe(block_mask)}: give a flashjit.torch.BlockMap, or FlexAttention's "
+                            "BlockMask.")
+        block = block_mask.block
     if score_mod is not None or mask_mod is not None or captures:
         program = (trace_unlocked if compiling and not isinstance(score_mod if mask_mod is None else mask_mod, Program)
                    else program_of)(score_mod, mask_mod, captures)
@@ -82,7 +80,7 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                 raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
-        fixed = Fixed(None if block is None else block_map.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks)
+        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks)
     if varlen:
         _check_varlen(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     elif max_seqlen_q is not None or max_seqlen_kv is not None:
@@ -105,20 +103,6 @@ def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return tuple(t.to(torch.get_autocast_dtype(t.device.type)) if isinstance(t, Tensor) and t.device.type in ("cuda", "cpu")
                  and torch.is_autocast_enabled(t.device.type) and t.dtype in SPEC_TYPES else t
                  for t in (q, k, v))  # type: ignore[return-value]
-
-
-def _block_map(block_mask: Any, mask_mod: Any) -> tuple[BlockMap, Any]:
-    if isinstance(block_mask, BlockMap):
-        return block_mask, mask_mod
-    if not hasattr(block_mask, "kv_num_blocks"):
-        raise WrongType(f"block_mask is {describe(block_mask)}: give a flashjit.torch.BlockMap, or FlexAttention's "
-                        "BlockMask.")
-    if mask_mod is None and getattr(block_mask.mask_mod, "__name__", "") != "noop_mask":
-        mask_mod = block_mask.mask_mod
-    made = getattr(block_mask, "_flashjit_map", None)
-    if made is None:
-        made = block_mask._flashjit_map = BlockMap.from_flex(block_mask)
-    return made, mask_mod
 
 
 def _check_kinds(causal: Any, scale: Any, dropout_p: Any, captures: Any) -> None:
@@ -151,11 +135,10 @@ def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
         if not isinstance(tensor, Tensor) or tensor.dtype not in ELEMENTS:
             raise WrongType(f"captures[{name!r}] is {describe(tensor)}: give a number, or a tensor of "
                             f"{', '.join(str(t).removeprefix('torch.') for t in ELEMENTS)}.")
-        if wants_grad and tensor.requires_grad and name not in program.form.in_score:
-            raise InvalidArgument(f"the captured tensor {name} requires a gradient, but only the mask reads it, and a mask "
-                                  "has none: give its detach().")
-        # Under no_grad() too where nothing speaks against it, so that kernels and lists of training serve there.
-        grad = tensor.requires_grad and (wants_grad or name in program.form.in_score and name not in program.form.known)
+        # What a mask alone reads has no gradient. Under no_grad() too where nothing speaks against it, so that kernels and
+        # lists of training serve there.
+        grad = (tensor.requires_grad and name in program.form.in_score
+                and (wants_grad or name not in program.form.known))
         kinds.append((ELEMENTS[tensor.dtype], tensor.dim(), grad))
     return (*kinds, *map(is_real, program.scalars))
 

@@ -1,477 +1,168 @@
-"""Python functions as text of flashjit's language: called once, with stand-ins that write down what is done to them."""
+"""Python functions as text of flashjit's language: called with stand-ins that write down what is done to them."""
 from __future__ import annotations
 
-import math
-import sys
-from typing import Any, Callable, Mapping
+import builtins
+import dis
+import functools
+import types
+from typing import Any, Callable, Iterator, Mapping, Union
 
+from . import _functions  # noqa: F401  (fills FUNCTIONS)
+from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_text, call, int_range, is_compiling, is_tensor, literal,
+                      loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module, tracers)
 from .errors import InvalidArgument, WrongType
 
 MAX_TENSORS = MAX_SCALARS = 8
+_MAX_DIMENSIONS = 4
+_MAX_ROW = 256  # what is unrolled at most
 
-_INT_MAX = 2**31 - 1
-
-
-def _literal(value: Any) -> "Value":
-    if isinstance(value, Value):
-        return value
-    if isinstance(value, bool):
-        return Value("true" if value else "false", "bool")
-    if isinstance(value, int):
-        if not -_INT_MAX <= value <= _INT_MAX:
-            raise InvalidArgument(f"the integer {value} in a program does not fit 32 bits: use a float.")
-        return Value(str(value) if value >= 0 else f"(-{-value})", "int", at_least_zero=value >= 0)
-    if isinstance(value, float):
-        return Value(_float_text(value), "float")
-    if (is_tensor(value) or isinstance(value, PartialRead)) and _tracers:
-        return _tracers[-1].value_of(value)
-    raise WrongType(f"a program cannot use a {type(value).__name__} ({value!r}): use numbers, the function's arguments, "
-                    "and captured tensors indexed by them.")
-
-
-def _float_text(value: float) -> str:
-    if math.isnan(value):
-        raise InvalidArgument("a program cannot use the constant NaN.")
-    if math.isinf(value):
-        return "(1.0 / 0.0)" if value > 0 else "(-1.0 / 0.0)"
-    return repr(value) if value >= 0 and not math.copysign(1, value) < 0 else f"(-{-value!r})"
-
-
-_LOWEST = "(-1.0 / 0.0)"
-
-
-class Value:
-    """Stands for a number that the kernel will know: a score, a position, or what is computed from them."""
-
-    __slots__ = ("text", "type", "at_least_zero", "arms")
-
-    def __init__(self, text: str, type: str, at_least_zero: bool = False,
-                 arms: tuple["Value", "Value", "Value"] | None = None) -> None:
-        self.text, self.type, self.at_least_zero, self.arms = text, type, at_least_zero, arms
-
-    def __repr__(self) -> str:
-        return f"<{self.type} {self.text}>"
-
-    # Arithmetic.
-    def __add__(self, other: Any) -> "Value":
-        return _arithmetic("+", self, other, keeps_sign=True)
-
-    def __radd__(self, other: Any) -> "Value":
-        return _arithmetic("+", other, self, keeps_sign=True)
-
-    def __sub__(self, other: Any) -> "Value":
-        return _arithmetic("-", self, other)
-
-    def __rsub__(self, other: Any) -> "Value":
-        return _arithmetic("-", other, self)
-
-    def __mul__(self, other: Any) -> "Value":
-        return _arithmetic("*", self, other, keeps_sign=True)
-
-    def __rmul__(self, other: Any) -> "Value":
-        return _arithmetic("*", other, self, keeps_sign=True)
-
-    def __truediv__(self, other: Any) -> "Value":
-        return Value(f"({_as(self, 'float')} / {_as(other, 'float')})", "float")
-
-    def __rtruediv__(self, other: Any) -> "Value":
-        return Value(f"({_as(other, 'float')} / {_as(self, 'float')})", "float")
-
-    def __floordiv__(self, other: Any) -> "Value":
-        return _floor_divide(self, other)
-
-    def __rfloordiv__(self, other: Any) -> "Value":
-        return _floor_divide(other, self)
-
-    def __mod__(self, other: Any) -> "Value":
-        return _modulo(self, other)
-
-    def __rmod__(self, other: Any) -> "Value":
-        return _modulo(other, self)
-
-    def __pow__(self, other: Any) -> "Value":
-        return _power(self, other)
-
-    def __rpow__(self, other: Any) -> "Value":
-        return _power(other, self)
-
-    def __neg__(self) -> "Value":
-        value = _number(self)
-        return Value(f"(-{value.text})", value.type)
-
-    def __pos__(self) -> "Value":
-        return self
-
-    def __abs__(self) -> "Value":
-        value = _number(self)
-        return Value(f"abs({value.text})", value.type)
-
-    # Comparisons.
-    def __lt__(self, other: Any) -> "Value":
-        return _compare("<", self, other)
-
-    def __le__(self, other: Any) -> "Value":
-        return _compare("<=", self, other)
-
-    def __gt__(self, other: Any) -> "Value":
-        return _compare(">", self, other)
-
-    def __ge__(self, other: Any) -> "Value":
-        return _compare(">=", self, other)
-
-    def __eq__(self, other: Any) -> "Value":  # type: ignore[override]
-        return _compare("==", self, other)
-
-    def __ne__(self, other: Any) -> "Value":  # type: ignore[override]
-        return _compare("!=", self, other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    # Bits and logic.
-    def __and__(self, other: Any) -> "Value":
-        return _bits("&", "&&", self, other)
-
-    def __rand__(self, other: Any) -> "Value":
-        return _bits("&", "&&", other, self)
-
-    def __or__(self, other: Any) -> "Value":
-        return _bits("|", "||", self, other)
-
-    def __ror__(self, other: Any) -> "Value":
-        return _bits("|", "||", other, self)
-
-    def __xor__(self, other: Any) -> "Value":
-        return _bits("^", "!=", self, other)
-
-    def __rxor__(self, other: Any) -> "Value":
-        return _bits("^", "!=", other, self)
-
-    def __invert__(self) -> "Value":
-        if self.type == "float":
-            raise WrongType("~ needs a boolean or an integer, not a float.")
-        return Value(f"({'!' if self.type == 'bool' else '~'}{self.text})", self.type)
-
-    def __lshift__(self, other: Any) -> "Value":
-        return _shift("<<", self, other)
-
-    def __rlshift__(self, other: Any) -> "Value":
-        return _shift("<<", other, self)
-
-    def __rshift__(self, other: Any) -> "Value":
-        return _shift(">>", self, other)
-
-    def __rrshift__(self, other: Any) -> "Value":
-        return _shift(">>", other, self)
-
-    # What Python asks for and a kernel cannot answer.
-    def __bool__(self) -> bool:
-        raise WrongType("a program has no branches: use torch.where(condition, a, b) instead of if, and &, |, ~ with "
-                        "parentheses instead of and, or, not.")
-
-    def _no_number(self, *_: Any) -> Any:
-        raise WrongType("the value is known in the kernel only, so it has no Python number: use functions of torch "
-                        "(torch.tanh, torch.floor, ...) instead of math's, and no range() or indexing of lists by it.")
-
-    __float__ = __int__ = __index__ = __len__ = __iter__ = __complex__ = _no_number
-
-    # What tensors have.
-    @property
-    def device(self) -> Any:
-        return None
-
-    @property
-    def dtype(self) -> Any:
-        torch = loaded_torch()
-        return {"float": torch.float32, "int": torch.int32, "bool": torch.bool}[self.type]
-
-    def __getattr__(self, name: str) -> Any:
-        function = _FUNCTIONS.get(name)
-        if function is None or name.startswith("__"):
-            raise AttributeError(f"the stand-ins of a program have no {name!r}: see help(flashjit.programs) for what "
-                                 "they can do")
-        return lambda *arguments, **named: function(self, *arguments, **named)
-
-    def float(self) -> "Value":
-        return _literal_as(self, "float")
-
-    def int(self) -> "Value":
-        return _literal_as(self, "int")
-
-    def long(self) -> "Value":
-        return _literal_as(self, "int")
-
-    def bool(self) -> "Value":
-        return _literal_as(self, "bool")
-
-    def to(self, dtype: Any) -> "Value":
-        kind = str(dtype).rpartition(".")[2]
-        if kind.startswith(("float", "bfloat")):
-            return self.float()
-        if kind.startswith(("int", "uint", "long")):
-            return self.int()
-        if kind == "bool":
-            return self.bool()
-        raise WrongType(f"a program cannot convert to {dtype}: use a floating point, integer or boolean dtype.")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, arguments: tuple[Any, ...] = (),
-                           named: dict[str, Any] | None = None) -> Any:
-        return _call_torch(function, arguments, named or {})
+_POSITION_MAX = 2**30 - 1  # so that the sum of two is an int; longer sequences fit into no GPU
 
 
 class PartialRead:
-    """A captured tensor with some of its indices given: t[b] of a matrix."""
+    """A captured tensor with some of its indices given: t[b] of a matrix, or t[:, kv]."""
 
-    __slots__ = ("name", "rank", "type", "indices")
+    def __init__(self, tracer: "Tracer", tensor: Any, indices: tuple[Union[Value, None], ...]) -> None:
+        self.tracer, self.tensor, self.indices = tracer, tensor, indices
 
-    def __init__(self, name: str, rank: int, type: str, indices: tuple[Value, ...]) -> None:
-        self.name, self.rank, self.type, self.indices = name, rank, type, indices
+    def _open(self) -> list[int]:
+        """The dimensions without an index."""
+        return [i for i, index in enumerate(self.indices) if index is None]
 
     def __getitem__(self, index: Any) -> Any:
         given = index if isinstance(index, tuple) else (index,)
-        indices = self.indices + tuple(map(_index, given))
-        if len(indices) > self.rank:
-            raise InvalidArgument(f"a captured tensor of {self.rank} dimensions is indexed with {len(indices)}.")
-        if len(indices) < self.rank:
-            return PartialRead(self.name, self.rank, self.type, indices)
-        return Value(f"{self.name}[{', '.join(i.text for i in indices)}]", self.type)
+        open_ = self._open()
+        indexed = sum(item is not Ellipsis for item in given)
+        rest = len(open_) - indexed
+        if rest < 0 or len(given) > indexed + 1:
+            raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+                                  f"{indexed + len(self.indices) - len(open_)}.")
+        places = iter(open_)
+        indices = list(self.indices)
+        for item in given:
+            if item is Ellipsis:
+                for _ in range(rest):
+                    next(places)
+                continue
+            dimension = next(places)
+            if isinstance(item, slice):
+                if item != slice(None):
+                    raise WrongType(f"{self.tracer.named(self.tensor)} is cut by a slice in a program, which takes whole "
+                                    "dimensions, [:], only: add the beginning to the index instead.")
+                continue
+            indices[dimension] = self.tracer.index(self.tensor, dimension, item)
+        return self.tracer.read_at(self.tensor, tuple(indices))
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self.tracer.size(self.tensor, i) for i in self._open())
+
+    def size(self, dimension: Union[int, None] = None) -> Any:
+        return self.shape if dimension is None else self.shape[dimension]
+
+    def __len__(self) -> int:
+        return int(self.shape[0])
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter([self[i] for i in range(len(self))])
+
+    def as_row(self) -> "Row":
+        if len(self._open()) != 1:
+            raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+                                  f"{len(self.indices) - len(self._open())}: index all of them.")
+        if len(self) > _MAX_ROW:
+            raise InvalidArgument(f"{self.tracer.named(self.tensor)} is indexed but for a dimension of {len(self)}: index all of "
+                                  f"them; rows of at most {_MAX_ROW} are computed with as a whole.")
+        return Row(list(self))
+
+    def as_value(self) -> Value:
+        raise InvalidArgument(f"{self.tracer.named(self.tensor)} has {len(self.indices)} dimensions and is indexed with "
+                              f"{len(self.indices) - len(self._open())}: index all of them.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.as_row(), name)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        return tracers[-1].call_torch(function, arguments, named or {})
 
 
-def _index(index: Any) -> Value:
-    value = _literal(index)
-    if value.type == "float":
-        raise WrongType("a captured tensor is indexed with a float: convert it with .int() first.")
-    if isinstance(index, int) and index < 0:
-        raise InvalidArgument(f"a captured tensor is indexed with {index}: negative constants do not count from the end "
-                              "here; write the position.")
-    return Value(_as(value, "int"), "int", value.at_least_zero)
+class Row:
+    """Stand-ins in a row: what is done to it is done to each, and a sum makes a number of it."""
+
+    __array_ufunc__ = None
+
+    def __init__(self, items: list[Value]) -> None:
+        self.items = items
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self) -> Iterator[Value]:
+        return iter(self.items)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return Row(self.items[index])
+        return self.items[index]
+
+    def sum(self, *_: Any, **__: Any) -> Value:
+        total: Any = self.items[0]
+        for item in self.items[1:]:
+            total = add(total, item)
+        return total
+
+    def mean(self, *_: Any, **__: Any) -> Value:
+        return self.sum() / len(self.items)
+
+    def dot(self, other: Any) -> Value:
+        return self.each(multiply, (self, other), {}).sum()
+
+    inner = vdot = dot
+
+    @staticmethod
+    def each(function: Callable[..., Any], arguments: tuple[Any, ...], named: dict[str, Any]) -> "Row":
+        rows = [row_of(argument) for argument in arguments]
+        lengths = {len(row) for row in rows if row is not None}
+        if len(lengths) != 1:
+            raise InvalidArgument(f"rows of {' and '.join(map(str, sorted(lengths)))} captured elements meet in a program: they "
+                                  "must have one length.")
+        return Row([function(*(argument if row is None else row.items[i] for argument, row in zip(arguments, rows)), **named)
+                    for i in range(lengths.pop())])
+
+    def as_value(self) -> Value:
+        raise InvalidArgument(f"a row of {len(self.items)} captured elements is used as a number: sum it, or index it.")
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in FUNCTIONS:
+            raise UnknownAttribute(f"a row of a captured tensor has no {name!r} in a program: see help(flashjit.programs).")
+        return lambda *arguments, **named: self.each(FUNCTIONS[name], (self, *arguments), named)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        return tracers[-1].call_torch(function, arguments, named or {})
 
 
-def _as(value: Any, type: str) -> str:
-    """The text of a value, converted where that takes a function."""
-    given = _literal(value)
-    if given.type == type:
-        return given.text
-    if isinstance(value, (int, float)):
-        return _literal({"float": float, "int": int, "bool": bool}[type](value)).text
-    return f"to_{type}({given.text})"
+def row_of(value: Any) -> Union[Row, None]:
+    return value if isinstance(value, Row) else value.as_row() if isinstance(value, PartialRead) else None
 
 
-def _literal_as(value: Any, type: str) -> Value:
-    return Value(_as(value, type), type, _literal(value).at_least_zero)
+def _row_operator(name: str, reverse: bool) -> Callable[..., Any]:
+    function = FUNCTIONS[name]
+    if reverse:
+        return lambda self, other: Row.each(function, (other, self), {})
+    return lambda self, *other: Row.each(function, (self, *other), {})
 
 
-def _number(value: Any) -> Value:
-    """A value that is no boolean."""
-    given = _literal(value)
-    return Value(_as(given, "int"), "int", True) if given.type == "bool" else given
-
-
-def _common(a: Any, b: Any) -> tuple[str, str, str]:
-    x, y = _number(a), _number(b)
-    type = "float" if "float" in (x.type, y.type) else "int"
-    convert = lambda raw, value: _as(raw if isinstance(raw, (int, float)) and not isinstance(raw, bool) else value, type)
-    return convert(a, x), convert(b, y), type
-
-
-def _arithmetic(operator: str, a: Any, b: Any, keeps_sign: bool = False) -> Value:
-    x, y, type = _common(a, b)
-    return Value(f"({x} {operator} {y})", type,
-                 keeps_sign and type == "int" and _number(a).at_least_zero and _number(b).at_least_zero)
-
-
-def _floor_divide(a: Any, b: Any) -> Value:
-    x, y, type = _common(a, b)
-    if type == "float":
-        return Value(f"floor({x} / {y})", "float")
-    if _number(a).at_least_zero and _number(b).at_least_zero:
-        return Value(f"({x} / {y})", "int", True)
-    # The language truncates, Python rounds down: one less where there is a rest and the signs differ.
-    return Value(f"({x} / {y} - to_int({x} % {y} != 0 && ({x} < 0) != ({y} < 0)))", "int")
-
-
-def _modulo(a: Any, b: Any) -> Value:
-    x, y, type = _common(a, b)
-    if type == "float":
-        return Value(f"({x} - floor({x} / {y}) * {y})", "float")
-    if _number(a).at_least_zero and _number(b).at_least_zero:
-        return Value(f"({x} % {y})", "int", True)
-    return Value(f"({x} % {y} + select({x} % {y} != 0 && ({x} < 0) != ({y} < 0), {y}, 0))", "int",
-                 _number(b).at_least_zero)
-
-
-def _power(a: Any, b: Any) -> Value:
-    if isinstance(b, (int, float)) and not isinstance(b, bool):
-        if b == 0.5:
-            return _function("sqrt")(a)
-        if b == -0.5:
-            return _function("rsqrt")(a)
-        if b == int(b) and 1 <= b <= 8:
-            value = power = _number(a)
-            for _ in range(int(b) - 1):
-                power = power * value
-            return power if isinstance(b, int) else power.float()
-        if b == int(b) and -8 <= b <= -1:
-            return 1.0 / _power(a, int(-b))
-    if isinstance(a, (int, float)) and a > 0:
-        exponent = _as(b, "float")
-        return Value(f"exp2({exponent})" if a == 2 else f"exp2({exponent} * {_float_text(math.log2(a))})", "float")
-    return Value(f"exp2({_as(b, 'float')} * log2({_as(a, 'float')}))", "float")
-
-
-def _compare(operator: str, a: Any, b: Any) -> Value:
-    if operator in ("==", "!=") and _literal(a).type == _literal(b).type == "bool":
-        return Value(f"({_literal(a).text} {operator} {_literal(b).text})", "bool")
-    x, y, _ = _common(a, b)
-    return Value(f"({x} {operator} {y})", "bool")
-
-
-def _bits(bitwise: str, logical: str, a: Any, b: Any) -> Value:
-    x, y = _literal(a), _literal(b)
-    if "float" in (x.type, y.type):
-        raise WrongType(f"{bitwise} needs booleans or integers, not floats; put comparisons into parentheses.")
-    if x.type == y.type == "bool":
-        neutral = {"&&": "true", "||": "false"}.get(logical)  # what compositions of masks begin with
-        if neutral in (x.text, y.text):
-            return y if x.text == neutral else x
-        return Value(f"({x.text} {logical} {y.text})", "bool")
-    return Value(f"({_as(a, 'int')} {bitwise} {_as(b, 'int')})", "int", x.at_least_zero and y.at_least_zero)
-
-
-def _shift(operator: str, a: Any, b: Any) -> Value:
-    if "float" in (_literal(a).type, _literal(b).type):
-        raise WrongType(f"{operator} needs integers, not floats.")
-    return Value(f"({_as(a, 'int')} {operator} {_as(b, 'int')})", "int", operator == ">>" and _literal(a).at_least_zero)
-
-
-def _function(name: str) -> Callable[..., Value]:
-    return lambda value: Value(f"{name}({_as(value, 'float')})", "float")
-
-
-def _smaller_or_larger(name: str) -> Callable[..., Value]:
-    def function(a: Any, b: Any = None, *, other: Any = None) -> Value:
-        x, y, type = _common(a, other if b is None else b)
-        both = [_number(a).at_least_zero, _number(other if b is None else b).at_least_zero]
-        return Value(f"{name}({x}, {y})", type, any(both) if name == "max" else all(both))
-    return function
-
-
-_min, _max = _smaller_or_larger("min"), _smaller_or_larger("max")
-
-
-def _where(condition: Any, a: Any = None, b: Any = None, *, input: Any = None, other: Any = None) -> Value:
-    a, b = input if a is None else a, other if b is None else b
-    if a is None or b is None:
-        raise WrongType("torch.where needs three arguments in a program: where(condition, a, b).")
-    chosen = _literal(condition)
-    if _literal(a).type == _literal(b).type == "bool":
-        x, y, type = _literal(a).text, _literal(b).text, "bool"
-    else:
-        x, y, type = _common(a, b)
-    test = _as(chosen, "bool")
-    return Value(f"select({test}, {x}, {y})", type, _literal(a).at_least_zero and _literal(b).at_least_zero,
-                 arms=(Value(test, "bool"), Value(x, type, arms=_literal(a).arms), Value(y, type, arms=_literal(b).arms)))
-
-
-def _clamp(value: Any, min: Any = None, max: Any = None) -> Value:
-    result = _number(value)
-    if min is not None:
-        result = _max(result, min)
-    return result if max is None else _min(result, max)
-
-
-def _divide(a: Any, b: Any, *, rounding_mode: str | None = None) -> Value:
-    if rounding_mode == "floor":
-        return _floor_divide(a, b)
-    if rounding_mode == "trunc" and _common(a, b)[2] == "int":
-        x, y, _ = _common(a, b)
-        return Value(f"({x} / {y})", "int", _number(a).at_least_zero and _number(b).at_least_zero)
-    if rounding_mode is not None:
-        raise InvalidArgument(f"rounding_mode {rounding_mode!r} is not known in a program: use 'floor'.")
-    return _literal(a) / b
-
-
-def _scaled(operator: Callable[[Any, Any], Value]) -> Callable[..., Value]:
-    """torch.add(a, b, alpha=2)."""
-    return lambda a, b, *, alpha=1: operator(_literal(a), b if alpha == 1 else _literal(b) * alpha)
-
-
-def _logical(operator: Callable[[Value, Any], Value]) -> Callable[..., Value]:
-    return lambda a, b: operator(_literal_as(a, "bool"), _literal_as(b, "bool"))
-
-
-def _full_like(value: Any, fill_value: Any, **_: Any) -> Value:
-    return _literal(float(fill_value) if _literal(value).type == "float" else fill_value)
-
-
-def _new(number: int) -> Callable[..., Value]:
-    """position.new_ones((), dtype=torch.bool), as FlexAttention's compositions of masks begin."""
-    def function(_: Any, *size: Any, dtype: Any = None, **__: Any) -> Value:
-        kind = str(dtype).rpartition(".")[2]
-        return _literal(bool(number) if kind == "bool" else float(number) if "float" in kind else number)
-    return function
-
-
-def _refuse_in_place(*_: Any, **__: Any) -> Value:
-    raise WrongType("a program cannot change values in place: write score = score + x instead of score.add_(x).")
-
-
-_FUNCTIONS: dict[str, Callable[..., Any]] = {
-    **{name: _function(name) for name in ("exp", "exp2", "log", "log2", "sqrt", "rsqrt", "tanh", "sigmoid", "sin",
-                                          "cos", "floor")},
-    "ceil": lambda x: Value(f"(-floor(-{_as(x, 'float')}))", "float"),
-    "abs": lambda x: abs(_literal(x)), "absolute": lambda x: abs(_literal(x)),
-    "neg": lambda x: -_literal(x), "negative": lambda x: -_literal(x),
-    "square": lambda x: _literal(x) * x, "relu": lambda x: _max(x, 0), "reciprocal": lambda x: 1.0 / _literal(x),
-    "where": _where, "minimum": _min, "maximum": _max, "min": _min, "max": _max, "clamp": _clamp, "clip": _clamp,
-    "clamp_min": lambda x, min: _max(x, min), "clamp_max": lambda x, max: _min(x, max),
-    "add": _scaled(lambda a, b: a + b), "sub": _scaled(lambda a, b: a - b),
-    "subtract": _scaled(lambda a, b: a - b), "rsub": _scaled(lambda a, b: _literal(b) - a),
-    "mul": lambda a, b: _literal(a) * b, "multiply": lambda a, b: _literal(a) * b,
-    "div": _divide, "divide": _divide, "true_divide": _divide, "truediv": _divide,
-    "floor_divide": _floor_divide, "floordiv": _floor_divide,
-    "remainder": _modulo, "mod": _modulo, "pow": _power,
-    "lt": lambda a, b: _compare("<", a, b), "less": lambda a, b: _compare("<", a, b),
-    "le": lambda a, b: _compare("<=", a, b), "less_equal": lambda a, b: _compare("<=", a, b),
-    "gt": lambda a, b: _compare(">", a, b), "greater": lambda a, b: _compare(">", a, b),
-    "ge": lambda a, b: _compare(">=", a, b), "greater_equal": lambda a, b: _compare(">=", a, b),
-    "eq": lambda a, b: _compare("==", a, b), "ne": lambda a, b: _compare("!=", a, b),
-    "not_equal": lambda a, b: _compare("!=", a, b),
-    "and": lambda a, b: _literal(a) & b, "bitwise_and": lambda a, b: _literal(a) & b,
-    "or": lambda a, b: _literal(a) | b, "bitwise_or": lambda a, b: _literal(a) | b,
-    "xor": lambda a, b: _literal(a) ^ b, "bitwise_xor": lambda a, b: _literal(a) ^ b,
-    "invert": lambda a: ~_literal(a), "bitwise_not": lambda a: ~_literal(a),
-    "lshift": lambda a, b: _shift("<<", a, b), "bitwise_left_shift": lambda a, b: _shift("<<", a, b),
-    "rshift": lambda a, b: _shift(">>", a, b), "bitwise_right_shift": lambda a, b: _shift(">>", a, b),
-    "logical_and": _logical(lambda a, b: a & b), "logical_or": _logical(lambda a, b: a | b),
-    "logical_xor": _logical(lambda a, b: a ^ b), "logical_not": lambda a: ~_literal_as(a, "bool"),
-    "zeros_like": lambda x, **_: _full_like(x, 0), "ones_like": lambda x, **_: _full_like(x, 1), "full_like": _full_like,
-    "new_ones": _new(1), "new_zeros": _new(0),
-    "masked_fill": lambda x, condition, value: _where(condition, value, x),
-}
-
-
-def _call_torch(function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    """A function of torch, or an operator of a tensor, on stand-ins and captured tensors."""
-    # Reversed operators are wrapped, and a compiled function sees the wrapper without their name.
-    function = getattr(function, "__wrapped__", function)
-    name = getattr(function, "__name__", str(function))
-    if _tracers:
-        tracer = _tracers[-1]
-        if name == "__getitem__" and arguments and is_tensor(arguments[0]):
-            return tracer.read(arguments[0])[arguments[1]]
-        arguments = tuple(tracer.value_of(argument) for argument in arguments)
-        named = {key: tracer.value_of(value) for key, value in named.items()}
-    plain = name.strip("_") if name.startswith("__") else name
-    if plain.startswith("r") and name.startswith("__") and plain[1:] in _FUNCTIONS and len(arguments) == 2:
-        plain, arguments = plain[1:], arguments[::-1]
-    if name.startswith("__i") and plain[1:] in _FUNCTIONS and plain not in _FUNCTIONS:
-        _refuse_in_place()
-    if name.endswith("_") and not name.startswith("__"):
-        _refuse_in_place()
-    if plain not in _FUNCTIONS:
-        raise InvalidArgument(f"torch.{plain} cannot be used in a program: see help(flashjit.programs) for what can.")
-    return _FUNCTIONS[plain](*arguments, **named)
+for _kind in (PartialRead, Row):
+    for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+        setattr(_kind, f"__{_name}__", _row_operator(_name, False))
+        setattr(_kind, f"__r{_name}__", _row_operator(_name, True))
+    setattr(_kind, "__matmul__", lambda self, other: row_of(self).dot(other))
+    for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
+        setattr(_kind, f"__{_name}__", _row_operator(_name, False))
 
 
 # --- tracing -----------------------------------------------------------------------------------------------------------
@@ -484,17 +175,6 @@ def identifiers(text: str) -> frozenset[str]:
     return frozenset(word for word in words if not word[0].isdigit())
 
 
-def loaded_torch() -> Any:
-    """PyTorch, where it is imported. torch.compile follows this, too: of a look into sys.modules it would make a condition on
-    all modules, and compile again when one is imported."""
-    return sys.modules.get("torch") if _torch is None else _torch
-
-
-def is_tensor(value: Any) -> bool:
-    torch = loaded_torch()
-    return torch is not None and isinstance(value, torch.Tensor)
-
-
 class Tracer:
     """Gives names to the captured tensors of the functions that it calls, in the order of their first use."""
 
@@ -502,79 +182,198 @@ class Tracer:
         self.taken = taken  # names that texts use already
         self.tensors: dict[str, Any] = {}
         self.scalars: dict[str, Any] = {}
+        self.function: Any = None
+        self.looked = False  # whether Python saw what a captured tensor is, beside its type and dimensions
+
+    # Captured tensors.
 
     def read(self, tensor: Any) -> PartialRead:
-        if tensor.dim() == 0:
-            raise InvalidArgument("a captured tensor without dimensions is indexed: use it as it is.")
-        type = element_type(tensor)
-        return PartialRead(self._name(self.tensors, tensor, "c", MAX_TENSORS), tensor.dim(), program_type(type), ())
+        return PartialRead(self, tensor, (None,) * tensor.dim())
+
+    def read_at(self, tensor: Any, indices: tuple[Union[Value, None], ...]) -> Any:
+        """A read where there is an index for each dimension."""
+        if any(index is None for index in indices):
+            return PartialRead(self, tensor, indices)
+        if not indices:
+            return self.value_of(tensor)
+        return self._element(tensor, ", ".join([as_text(index, "int") for index in indices if index is not None]))
+
+    def _element(self, tensor: Any, indices: str) -> Value:
+        dtype = _dtype_name(tensor)
+        self._check_type(tensor)
+        return Value(f"{self._name(self.tensors, tensor, 'c')}[{indices}]", dtype, *int_range(dtype))
+
+    def _check_type(self, tensor: Any) -> None:
+        if _dtype_name(tensor) not in _ELEMENTS:
+            element_type(tensor, self.named(tensor))
+
+    def index(self, tensor: Any, dimension: int, given: Any) -> Value:
+        """An index as the language takes it: what is below zero counts from the end."""
+        index = None if given is None or isinstance(given, bool) else literal(self.value_of(given))
+        if index is None or index.dtype_name in ("bool", "uint8") or index.type == "float":
+            self._refuse_index(tensor, given, index)
+        if index.number is not None and not is_compiling():  # which would compile again for other sizes
+            self._check_constant(tensor, dimension, index.number)
+        if index.low >= 0:
+            return index
+        size = self.size_value(tensor, dimension)
+        if index.high < 0:
+            return size + index
+        text = as_text(index, "int")
+        return Value(f"select({text} < 0, {text} + {size.text}, {text})", "int", 0, index.high)
+
+    def _refuse_index(self, tensor: Any, given: Any, index: Union[Value, None]) -> None:
+        what = f"{self.named(tensor)} is indexed with"
+        if index is None:
+            raise WrongType(f"{what} {given}: give numbers and positions.")
+        if index.type == "float":
+            raise WrongType(f"{what} a float: convert it with .int() first.")
+        raise WrongType(f"{what} a {index.dtype_name}, which PyTorch takes for a mask: convert it with .int() first.")
+
+    def _check_constant(self, tensor: Any, dimension: int, number: int) -> None:
+        self.looked = True
+        size = tensor.shape[dimension]
+        if not -size <= number < size:
+            raise InvalidArgument(f"{self.named(tensor)} is indexed with {number} in dimension {dimension}, which has the size "
+                                  f"{size}.")
+
+    def size_value(self, tensor: Any, dimension: int) -> Value:
+        return Value(f"size({self._name(self.tensors, tensor, 'c')}, {dimension})", "int", 1, _POSITION_MAX)
+
+    def size(self, tensor: Any, dimension: int) -> Size:
+        self.looked = True
+        return Size(tensor.shape[dimension], self.size_value(tensor, dimension))
+
+    def shape(self, tensor: Any) -> Shape:
+        return Shape([self.size(tensor, i) for i in range(tensor.dim())])
 
     def value_of(self, value: Any) -> Any:
         """A captured tensor as a number, where it is one."""
         if isinstance(value, (tuple, list)):
             return type(value)(map(self.value_of, value))
-        if isinstance(value, PartialRead):
-            raise InvalidArgument("a captured tensor has more dimensions than it is indexed with: index all of them.")
         if not is_tensor(value):
             return value
         if value.dim() > 0:
-            raise InvalidArgument(f"a captured tensor of shape {tuple(value.shape)} is used as a number: index it with "
-                                  "b, h, q_idx and kv_idx, such as bias[h, q_idx - kv_idx].")
-        kind = program_type(element_type(value))
-        if value.device.type == "cpu" and not value.requires_grad:
-            name = self._name(self.scalars, value, "s", MAX_SCALARS)
-            return Value(name, "float" if kind == "float" else "int")
-        return Value(f"{self._name(self.tensors, value, 'c', MAX_TENSORS)}[0]", kind)
+            raise InvalidArgument(f"{self.named(value)} of shape {tuple(value.shape)} is used as a number: index it with b, h, "
+                                  "q_idx and kv_idx, such as bias[h, q_idx - kv_idx].")
+        if value.device.type != "cpu" or value.requires_grad:
+            return self._element(value, "0")
+        dtype = _dtype_name(value)
+        self._check_type(value)
+        name = self._name(self.scalars, value, "s")
+        return Value(f"to_bool({name})" if dtype == "bool" else name, dtype, *int_range(dtype))
 
-    def _name(self, names: dict[str, Any], tensor: Any, prefix: str, most: int) -> str:
+    def symbol(self, value: Any) -> Value:
+        dtype = "float" if isinstance(value, float) else "int"
+        return Value(self._name(self.scalars, symbol_tensor(value), "s"), dtype, *int_range(dtype))
+
+    def _name(self, names: dict[str, Any], value: Any, prefix: str) -> str:
         for name, known in names.items():
-            if known is tensor:
+            if known is value:
                 return name
-        if len(names) == most:
-            raise InvalidArgument(f"a program captures more than {most} {'tensors' if prefix == 'c' else 'scalars'}: "
-                                  "put them into one tensor of one more dimension.")
-        name = next(f"{prefix}{i}" for i in range(len(names), 99) if f"{prefix}{i}" not in self.taken)
-        names[name] = tensor
+        name = next(name for name in (f"{prefix}{i}" for i in range(len(names), 999)) if name not in self.taken)
+        names[name] = value
         return name
+
+    def named(self, tensor: Any) -> str:
+        """The captured tensor as messages call it: by the name that the function has for it, if any."""
+        name = None if is_compiling() else _variable_of(self.function, tensor)
+        return "a captured tensor" if name is None else f"the captured tensor {name}"
+
+    # Calls.
+
+    def call_torch(self, function: Any, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """A function of torch, or an operator of a tensor, on stand-ins and captured tensors."""
+        # Reversed operators are wrapped, and a compiled function sees the wrapper without their name.
+        function = getattr(function, "__wrapped__", function)
+        name = getattr(function, "__name__", str(function))
+        if name == "__getitem__" and arguments and is_tensor(arguments[0]):
+            return self.read(arguments[0])[arguments[1]]
+        arguments = tuple([self.value_of(argument) for argument in arguments])
+        named = {key: self.value_of(value) for key, value in named.items()}
+        plain = name.strip("_") if name.startswith("__") else name
+        if plain.startswith("r") and name.startswith("__") and plain[1:] in FUNCTIONS and len(arguments) == 2:
+            plain, arguments = plain[1:], arguments[::-1]
+        if name.startswith("__i") and plain[1:] in FUNCTIONS and plain not in FUNCTIONS:
+            refuse_in_place(plain)
+        if name.endswith("_") and not name.startswith("__"):
+            refuse_in_place(name)
+        plain = plain.lstrip("_").removeprefix("special_")
+        rows = [row_of(argument) for argument in arguments]
+        if any(row is not None for row in rows):
+            return call_on_rows(plain, tuple(a if row is None else row for a, row in zip(arguments, rows)), named)
+        if plain not in FUNCTIONS:
+            raise InvalidArgument(f"torch.{plain} cannot be used in a program: see help(flashjit.programs) for what can, and "
+                                  "write it with these functions.")
+        return call(plain, FUNCTIONS[plain], arguments, named)
 
     def score(self, function: Callable[..., Any]) -> tuple[str, list[str]]:
         """The text of a score_mod, "" where it returns the score as it is, and the conditions that it masks by."""
-        result = self._call(function, (Value("score", "float"), *_positions()), "score_mod")
+        result = self._call(function, (Value("score", "float32"), *_positions()), "score_mod")
         result, conditions = _split_mask(result)
-        return "" if result.text == "score" else _as(result, "float"), conditions
+        return "" if result.text == "score" else as_text(result, "float"), conditions
 
     def mask(self, function: Callable[..., Any]) -> str:
         """The text of a mask_mod."""
-        return _as(self._call(function, _positions(), "mask_mod"), "bool")
+        return as_text(self._call(function, _positions(), "mask_mod"), "bool")
 
     def _call(self, function: Callable[..., Any], arguments: tuple[Value, ...], kind: str) -> Value:
-        _tracers.append(self)
+        tracers.append(self)
+        self.function = function
         try:
             if loaded_torch() is None:
                 result = function(*arguments)
-            else:
+            elif is_compiling():
                 with torch_mode():
                     result = function(*arguments)
-            result = self.value_of(result)
+            else:
+                with torch_mode():
+                    result = _with_sizes(function, self)(*arguments)
+            result = literal(self.value_of(result)) if _is_number(result) else result
         except (TypeError, IndexError) as error:  # IndexError: of NumPy, which looks at an index itself
             if isinstance(error, InvalidArgument):
                 raise
             raise WrongType(f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "
                             f"{SIGNATURES[kind]} with stand-ins for numbers; see help(flashjit.programs).") from error
         finally:
-            _tracers.pop()
-        if not isinstance(result, (Value, int, float)):
+            tracers.pop()
+        if not isinstance(result, Value):
             raise WrongType(f"{_name_of(function)} returns a {type(result).__name__}: a {kind} returns a "
                             f"{'score' if kind == 'score_mod' else 'condition'}, computed from its arguments.")
-        return _literal(result)
+        return result
+
+    def with_sizes_as_scalars(self, score: str, mask: str) -> tuple[str, str, dict[str, Any]]:
+        """Programs that need no tensor for its sizes alone, which may be on another device; and these sizes by name."""
+        sizes: dict[str, Any] = {}
+        for name, tensor in self.tensors.items():
+            if f"{name}[" in score or f"{name}[" in mask:
+                continue
+            for dimension, size in enumerate(tensor.shape):
+                text, scalar = f"size({name}, {dimension})", f"{name}_size{dimension}"
+                if text in score or text in mask:
+                    score, mask, sizes[scalar] = score.replace(text, scalar), mask.replace(text, scalar), int(size)
+        return score, mask, sizes
 
 
-_tracers: list[Tracer] = []  # the one at work is the last
+def call_on_rows(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
+    if name in ("sum", "mean"):
+        return getattr(arguments[0], name)()
+    if name in ("dot", "inner", "vdot", "matmul"):
+        return arguments[0].dot(arguments[1])
+    if name not in FUNCTIONS:
+        raise InvalidArgument(f"torch.{name} cannot be used on a row of a captured tensor in a program: sum it, or index it.")
+    return Row.each(FUNCTIONS[name], arguments, named)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (Value, PartialRead, Row, int, float)) or is_tensor(value) or hasattr(value, "__array_ufunc__")
+
+
 SIGNATURES = {"score_mod": "score_mod(score, b, h, q_idx, kv_idx)", "mask_mod": "mask_mod(b, h, q_idx, kv_idx)"}
 
 
 def _positions() -> tuple[Value, ...]:
-    return tuple(Value(name, "int", at_least_zero=True) for name in ("b", "h", "q", "kv"))
+    return tuple([Value(name, "int32", 0, _POSITION_MAX) for name in ("b", "h", "q", "kv")])
 
 
 def _split_mask(score: Value) -> tuple[Value, list[str]]:
@@ -584,10 +383,10 @@ def _split_mask(score: Value) -> tuple[Value, list[str]]:
         condition, a, b = score.arms
         if "score" in identifiers(condition.text):
             break
-        if b.text == _LOWEST:
+        if b.text == LOWEST:
             conditions.append(condition.text)
             score = a
-        elif a.text == _LOWEST:
+        elif a.text == LOWEST:
             conditions.append(f"(!{condition.text})")
             score = b
         else:
@@ -599,25 +398,91 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-_torch: Any = None  # once flashjit.torch is imported, with the class below
+def _variable_of(function: Any, value: Any) -> Union[str, None]:
+    """What a function calls a value."""
+    owner = getattr(function, "__self__", None)
+    inner = getattr(function, "__func__", function)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        owner = function
+    else:
+        for name, cell in zip(code.co_freevars, inner.__closure__ or ()):
+            if cell.cell_contents is value:
+                return name
+        for name in code.co_names:
+            if inner.__globals__.get(name) is value:
+                return name
+    for name, attribute in [*getattr(owner, "__dict__", {}).items(), *getattr(owner, "_parameters", {}).items(),
+                            *getattr(owner, "_buffers", {}).items()]:
+        if attribute is value:
+            return name
+    return None
+
+
+@functools.lru_cache(maxsize=1000)
+def _asks_for_len(code: types.CodeType) -> bool:
+    """Whether a function calls len() itself, and may be given another one: not where it sets globals."""
+    names = [code, *[const for const in code.co_consts if isinstance(const, types.CodeType)]]
+    return any("len" in part.co_names for part in names) and not any(
+        step.opname in ("STORE_GLOBAL", "DELETE_GLOBAL") for part in names for step in dis.get_instructions(part))
+
+
+def _with_sizes(function: Any, tracer: Tracer) -> Any:
+    """The function with a len() that gives a Size: Python's own makes an int of whatever a tensor answers."""
+    inner = getattr(function, "__func__", function)
+    if not isinstance(inner, types.FunctionType) or "len" in inner.__globals__ or not _asks_for_len(inner.__code__):
+        return function
+
+    def length(value: Any) -> int:
+        if isinstance(value, PartialRead):
+            return value.shape[0]
+        return tracer.size(value, 0) if is_tensor(value) and value.dim() else builtins.len(value)
+
+    copy = types.FunctionType(inner.__code__, {**inner.__globals__, "len": length}, inner.__name__, inner.__defaults__,
+                              inner.__closure__)
+    copy.__kwdefaults__ = inner.__kwdefaults__
+    return copy if inner is function else types.MethodType(copy, function.__self__)
+
+
 _mode_class: Any = None
 
 
 def torch_mode() -> Any:
     """Sees every call of torch on real tensors too: `slopes[h]` asks the tensor, not the stand-in."""
-    global _torch, _mode_class
+    global _mode_class
     if _mode_class is None:
-        import torch as _torch
+        import torch
         from torch.overrides import TorchFunctionMode
+        torch_module.append(torch)
+        # In compiled code these two, which call a method and nothing else, would not reach the stand-ins.
+        torch.overrides.get_ignored_functions().difference_update({torch.nn.functional.sigmoid, torch.nn.functional.tanh})
 
         class ProgramMode(TorchFunctionMode):
             def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
                 if _has_stand_in((arguments, named)):
-                    return _call_torch(function, arguments, named or {})
-                return function(*arguments, **(named or {}))
+                    return tracers[-1].call_torch(function, arguments, named or {})
+                if is_compiling():
+                    return function(*arguments, **(named or {}))
+                tracers[-1].looked = True
+                return _on_tensor(function, arguments, named or {})
 
         _mode_class = ProgramMode
     return _mode_class()
+
+
+def _on_tensor(function: Any, arguments: Any, named: dict[str, Any]) -> Any:
+    """What a real tensor answers; the sizes that it is asked for are those of each call."""
+    tensor, name = arguments[0] if arguments else None, getattr(function, "__name__", "")
+    if not is_tensor(tensor):
+        return function(*arguments, **named)
+    if name == "__get__" and function.__self__.__name__ == "shape":
+        return tracers[-1].shape(tensor)
+    if name == "size":
+        dimension = named.get("dim", arguments[1] if len(arguments) > 1 else None)
+        return tracers[-1].shape(tensor) if dimension is None else tracers[-1].shape(tensor)[dimension]
+    if name in ("numel", "nelement"):
+        return tracers[-1].shape(tensor).numel()
+    return function(*arguments, **named)
 
 
 def _has_stand_in(value: Any) -> bool:
@@ -625,16 +490,20 @@ def _has_stand_in(value: Any) -> bool:
         return any(map(_has_stand_in, value))
     if isinstance(value, dict):
         return any(map(_has_stand_in, value.values()))
-    return isinstance(value, (Value, PartialRead))
+    return isinstance(value, (Value, PartialRead, Row))
 
 
 _ELEMENTS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "int32", "int64": "int64",
              "int16": "int16", "int8": "int8", "uint8": "uint8", "bool": "bool"}
 
 
+def _dtype_name(array: Any) -> str:
+    return str(array.dtype).rpartition(".")[2]
+
+
 def element_type(array: Any, name: str = "a captured tensor") -> str:
     """"fp32", ..., "bool" of a tensor or array. Raises WrongType for types that programs cannot read."""
-    dtype = str(array.dtype).rpartition(".")[2]
+    dtype = _dtype_name(array)
     if dtype not in _ELEMENTS:
         raise WrongType(f"{name} has type {dtype}: programs read {', '.join(_ELEMENTS)}; convert it.")
     return _ELEMENTS[dtype]
@@ -652,4 +521,3 @@ def is_scalar(value: Any) -> bool:
 
 def is_real(scalar: Any) -> bool:
     return scalar.dtype.is_floating_point if is_tensor(scalar) else isinstance(scalar, float)
-

@@ -5,19 +5,24 @@
 
 becomes "c0: fp32 1d; score + (c0[h] * to_float(kv - q))", with the tensor `slopes` as the capture c0. The functions
 have the signatures of PyTorch's FlexAttention: score_mod(score, b, h, q_idx, kv_idx), mask_mod(b, h, q_idx, kv_idx).
-They are called once, with stand-ins instead of numbers: +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs and
-these functions of torch work on them: where, minimum, maximum, clamp, exp, exp2, log, log2, sqrt, rsqrt, tanh, sigmoid,
-sin, cos, floor, ceil, square, relu, remainder, logical_and, logical_or, logical_not, zeros_like, ones_like, full_like.
+They are called with stand-ins instead of numbers, at each call of attention(), so that what they read may change; what
+flashjit.trace() makes is made once. They mean what PyTorch means, see tools/docs/programs-python.md.
+
+On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, captured tensors indexed by them (negative
+indices count from the end, [:] and ... leave dimensions whole; a captured row can be summed), sizes of captured tensors,
+and these functions of torch and torch.nn.functional, as methods, too: {functions}.
 """
 from __future__ import annotations
 
-import functools
 import threading
-import types
 from typing import Any, Mapping
 
-from ._tracing import SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor
+from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor
+from ._values import FUNCTIONS, is_symbol, symbol_tensor
+from ._watching import Watch
 from .errors import InvalidArgument, WrongType
+
+__doc__ = __doc__.replace("{functions}", ", ".join(sorted(FUNCTIONS)))
 
 NAMED_MASKS = {"causal": "kv <= q + seqlen_kv - seqlen_q", "causal_top_left": "kv <= q"}
 
@@ -98,6 +103,10 @@ def declared_name(declaration: str) -> str:
     return declaration.partition(":")[0].strip()
 
 
+# Words that programs have beside the names that they declare.
+WORDS = frozenset("""score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
+    trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool""".split())
+
 _tracing = threading.RLock()  # the tracer at work is the process's
 
 
@@ -109,19 +118,24 @@ def trace(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, An
     empty tiles are skipped.
     """
     with _tracing:
-        return trace_unlocked(score_mod, mask_mod, captures)
+        return _program(score_mod, mask_mod, captures, _known_form)
 
 
 def trace_unlocked(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None) -> Program:
     """trace() as torch.compile can follow it."""
+    return _program(score_mod, mask_mod, captures, _form_of)
+
+
+def _program(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, form_of: Any,
+             tracer: Tracer | None = None) -> Program:
     for what, given in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if isinstance(given, Program) or not (given is None or isinstance(given, str) or callable(given)):
             raise WrongType(f"{what} is a {type(given).__name__}: give a function {SIGNATURES[what]} or text.")
-    values = dict(captures or {})
+    values = {name: symbol_tensor(value) if is_symbol(value) else value for name, value in (captures or {}).items()}
     score, own_score = _text_of(score_mod)
     mask, own_mask = _text_of(mask_mod)
     declared = tuple(dict.fromkeys(own_score + own_mask))
-    tracer = Tracer({**values, **dict.fromkeys(map(declared_name, declared))})
+    tracer = tracer or Tracer({**values, **dict.fromkeys(map(declared_name, declared))})
     conditions: list[str] = []
     if callable(score_mod):
         score, conditions = tracer.score(score_mod)
@@ -129,18 +143,48 @@ def trace_unlocked(score_mod: Any = None, mask_mod: Any = None, captures: Mappin
         mask = tracer.mask(mask_mod)
     if conditions:
         mask = " && ".join(conditions + ([f"({_spelled_out(mask)})"] if mask else []))
-    used = identifiers(score) | identifiers(mask)
-    for name in values:
-        if name not in used:
-            raise InvalidArgument(f"captures has {name!r}, but neither program mentions it: remove it, or use it.")
-    for name in map(declared_name, declared):
-        if name not in values:
-            raise InvalidArgument(f"the program declares {name!r}, but captures does not have it: give its value.")
-    tensors = {**{name: value for name, value in values.items() if not is_scalar(value)}, **tracer.tensors}
-    scalars = {**{name: value for name, value in values.items() if is_scalar(value)}, **tracer.scalars}
+    score, mask, sizes = tracer.with_sizes_as_scalars(score, mask)
+    scalars = {**{name: value for name, value in values.items() if is_scalar(value)}, **tracer.scalars, **sizes}
+    tensors = {**{name: value for name, value in values.items() if name not in scalars}, **tracer.tensors}
     scalars = dict(sorted(scalars.items(), key=lambda item: not is_tensor(item[1])))  # tensors first, as operators do
-    return Program(Form(score, mask, declared, tuple(tensors), tuple(scalars)), tuple(tensors.values()),
-                   tuple(scalars.values()))
+    form = form_of(score, mask, declared, tuple(tensors), tuple(scalars), tuple(values))
+    return Program(form, tuple([tensors[name] for name in form.tensors]), tuple([scalars[name] for name in form.scalars]))
+
+
+def _form_of(score: str, mask: str, declared: tuple[str, ...], tensors: tuple[str, ...], scalars: tuple[str, ...],
+             given: tuple[str, ...]) -> Form:
+    """given: the names of captures, which texts must use; what a function reads without using it is left out."""
+    used = identifiers(score) | identifiers(mask)
+    for name in given:
+        if name not in used:
+            unknown = sorted(used - WORDS - {*tensors, *scalars})
+            also = "" if not unknown else f", and it has {unknown[0]!r}, which captures does not have: is one misspelt?"
+            raise InvalidArgument(f"captures has {name!r}, but neither program mentions it"
+                                  f"{also or ': remove it, or use it.'}")
+    for name in map(declared_name, declared):
+        if name not in given:
+            raise InvalidArgument(f"the program declares {name!r}, but captures does not have it: give its value.")
+    form = Form(score, mask, declared, tuple([name for name in tensors if name in used]),
+                tuple([name for name in scalars if name in used]))
+    for what, names, most in (("tensors", form.tensors, MAX_TENSORS), ("scalars", form.scalars, MAX_SCALARS)):
+        if len(names) > most:
+            raise InvalidArgument(f"a program captures {len(names)} {what}, more than {most} {what}: put them into one tensor of "
+                                  "one more dimension.")
+    return form
+
+
+_forms: dict[Any, Form] = {}
+_MOST_FORMS = 1000
+
+
+def _known_form(*parts: Any) -> Form:
+    """_form_of() these parts: the same object every time, by which plans are found."""
+    form = _forms.get(parts)
+    if form is None:
+        if len(_forms) >= _MOST_FORMS:
+            _forms.clear()
+        form = _forms[parts] = _form_of(*parts)
+    return form
 
 
 def _text_of(program: Any) -> tuple[str, tuple[str, ...]]:
@@ -157,13 +201,12 @@ def _spelled_out(mask: str) -> str:
 # --- remembering what was traced -------------------------------------------------------------------------------------
 
 EMPTY = Program(Form("", ""))
-_forms: dict[Any, tuple[Form, tuple[int, ...], tuple[int, ...]]] = {}
-_MOST_FORMS = 1000
+_traced: dict[Any, tuple[Form, tuple[int, ...], tuple[int, ...]]] = {}
 
 
 def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None) -> Program:
-    """trace(), which remembers what it traced while nothing changes that a function refers to: a function is traced
-    anew when a number or a function that it uses changed, not when a captured tensor did."""
+    """The program of attention()'s arguments. Functions are called anew each time, but for those of which all that they read
+    can be compared: numbers and captured tensors that they index."""
     if isinstance(score_mod, Program) or isinstance(mask_mod, Program):
         if captures or not (score_mod is None or mask_mod is None or score_mod is mask_mod):
             raise InvalidArgument("a program from flashjit.trace() comes with other programs or captures: trace all of "
@@ -171,81 +214,20 @@ def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None
         return mask_mod if score_mod is None else score_mod
     if score_mod is None and mask_mod is None and not captures:
         return EMPTY
-    walk = _Walk()
-    for name, value in (captures or {}).items():
-        walk.key.append(name)
-        walk.visit(value if is_scalar(value) and is_tensor(value) else float(0) if isinstance(value, float)
-                   else 0 if isinstance(value, int) else _Opaque)
-    key = None
-    if walk.visit(score_mod) and walk.visit(mask_mod):
-        key = tuple(walk.key)
-        found = _forms.get(key)
-        if found is not None:
-            form, tensors, scalars = found
-            given = captures or {}
-            return Program(form, *(tuple(given[i] if isinstance(i, str) else walk.tensors[i] for i in places)
-                                   for places in (tensors, scalars)))
-    program = trace(score_mod, mask_mod, captures)
-    places = [[_place(name, value, captures, walk) for name, value in zip(names, values)]
-              for names, values in ((program.form.tensors, program.tensors), (program.form.scalars, program.scalars))]
-    if key is not None and None not in places[0] + places[1]:
-        if len(_forms) >= _MOST_FORMS:
-            _forms.clear()
-        _forms[key] = (program.form, tuple(places[0]), tuple(places[1]))
+    watch = Watch()
+    if captures or not (watch.see(score_mod) and watch.see(mask_mod)):
+        return trace(score_mod, mask_mod, captures)
+    key = tuple(watch.key)
+    found = _traced.get(key)
+    if found is not None:
+        form, tensors, scalars = found
+        return Program(form, tuple([watch.tensors[i] for i in tensors]), tuple([watch.tensors[i] for i in scalars]))
+    with _tracing:
+        tracer = Tracer({})
+        program = _program(score_mod, mask_mod, None, _known_form, tracer)
+    places = [[watch.place_of(value) for value in values] for values in (program.tensors, program.scalars)]
+    if not tracer.looked and None not in places[0] + places[1]:
+        if len(_traced) >= _MOST_FORMS:
+            _traced.clear()
+        _traced[key] = (program.form, tuple(places[0]), tuple(places[1]))
     return program
-
-
-def _place(name: str, value: Any, captures: Mapping[str, Any] | None, walk: "_Walk") -> Any:
-    """Where the next call finds the value of a name: in captures, or among the tensors that its functions refer to."""
-    if captures and name in captures:
-        return name
-    return next((i for i, tensor in enumerate(walk.tensors) if tensor is value), None)
-
-
-class _Opaque:
-    """Stands for a captured array in a key: which one it is does not matter."""
-
-
-class _Walk:
-    """Collects what the trace of functions depends on: `key` for what is compared, `tensors` for what may change."""
-
-    def __init__(self) -> None:
-        self.key: list[Any] = []
-        self.tensors: list[Any] = []
-
-    def visit(self, value: Any, depth: int = 0) -> bool:
-        """False where it cannot be told, such as for a method of an object that may change."""
-        if value is None or isinstance(value, (int, float, str)):
-            self.key += (type(value), value)
-        elif is_tensor(value):
-            same = next((i for i, tensor in enumerate(self.tensors) if tensor is value), -1)
-            self.key += (value.dtype, value.dim(), same, value.dim() == 0 and is_scalar(value))
-            self.tensors.append(value)
-        elif isinstance(value, (types.ModuleType, types.BuiltinFunctionType, type)):
-            self.key.append(value)
-        elif isinstance(value, (tuple, list)) and len(value) <= 8 and depth < 4:
-            self.key += (type(value), len(value))
-            return all([self.visit(item, depth + 1) for item in value])
-        elif isinstance(value, types.FunctionType) and depth < 4:
-            return self._visit_function(value, depth)
-        else:
-            return False
-        return True
-
-    def _visit_function(self, function: types.FunctionType, depth: int) -> bool:
-        self.key.append(function.__code__)
-        try:
-            parts = [cell.cell_contents for cell in function.__closure__ or ()]
-        except ValueError:  # a variable that is not set yet
-            return False
-        names = function.__globals__
-        parts += [names[name] for name in _names_in(function.__code__) if name in names]
-        parts += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-        return all([self.visit(part, depth + 1) for part in parts])
-
-
-@functools.lru_cache(maxsize=_MOST_FORMS)
-def _names_in(code: types.CodeType) -> tuple[str, ...]:
-    """The names of globals and attributes in a function and in those inside of it."""
-    inner = (name for const in code.co_consts if isinstance(const, types.CodeType) for name in _names_in(const))
-    return tuple(dict.fromkeys((*code.co_names, *inner)))

@@ -29,7 +29,11 @@ say "testing; what each test printed is in $build/Testing/Temporary/LastTest.log
 status=0
 ctest --test-dir "$build" --parallel "$(nproc)" --output-on-failure --output-junit "$build/tests.xml" || status=$?
 
-count() { sed -n "s/^[[:space:]]*$1=\"\([0-9]*\)\".*/\1/p" "$build/tests.xml" | head -n 1; }
+count() { # ATTRIBUTE: of the whole run; 0 where ctest wrote nothing
+  local value
+  value=$(sed -n "s/^[[:space:]]*$1=\"\([0-9]*\)\".*/\1/p" "$build/tests.xml" | head -n 1)
+  echo "${value:-0}"
+}
 failed=$(count failures) skipped=$(count skipped)
 passed=$(($(count tests) - failed - skipped))
 [ "$status" = 0 ] || [ "$failed" != 0 ] || failed=1 # a test that could not be started is "not run" to ctest

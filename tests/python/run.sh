@@ -11,6 +11,7 @@ build=$(cd "$1" && pwd)
 name=$2
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 environment=$build/python
+native= # what the wheel is made of
 unset PYTHONPATH FLASHJIT_LIBRARY
 skip() {
   echo "skipped: $*"
@@ -18,7 +19,7 @@ skip() {
 }
 
 install() {
-  local python packages found native
+  local python packages found
   python=$(command -v "${FLASHJIT_TEST_PYTHON:-python3}") || skip "there is no ${FLASHJIT_TEST_PYTHON:-python3}"
   if [ "$(cat "$environment/ready" 2>/dev/null)" != "$python" ]; then
     rm -rf "$environment"

@@ -4,6 +4,7 @@
 
 #include "flashjit/common/element.cuh"
 #include "flashjit/common/packed.cuh"
+#include "flashjit/common/ptx.cuh"
 
 namespace flashjit {
 

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_class.cuh"
 #include "flashjit/common/tile_walk.cuh"
@@ -70,11 +71,13 @@ __device__ __forceinline__ Matrix<typename Problem::Element> q_matrix(const Sequ
                                                                       int end) {
   return {sequence.template q_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
 }
+/// Of K and V, whose rows are where KvSource has them.
 template <class Problem>
 __device__ __forceinline__ Matrix<typename Problem::Element> kv_matrix(const Sequence<Problem>& sequence,
                                                                        const TensorParam& tensor, int h,
                                                                        int end) {
-  return {sequence.template kv_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
+  const KvSource<Problem, typename Problem::Element> source(tensor, sequence, h);
+  return {source.row(0), source.stride(), end};
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns

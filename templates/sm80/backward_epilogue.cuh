@@ -1,0 +1,81 @@
+// The end of a KV tile: dK and dV on their way to global memory.
+#pragma once
+
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/tile.cuh"
+
+namespace flashjit::sm80 {
+
+/// An m16 tile of dK or dV from one split of the queries, in fp32. `row`: the lane's first within the KV
+/// tile.
+template <int kChunks>
+__device__ __forceinline__ void store_gradient_split(float* splits, const Params& p, int split, int b,
+                                                     int h_kv, int begin, int row, int valid,
+                                                     float (&c)[kChunks][4], int columns, float scale) {
+#pragma unroll
+  for (int n = 0; n < kChunks * 4; ++n) c[n / 4][n % 4] *= scale;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int at_row = row + half * 8;
+    if (at_row >= valid) continue;
+    const long long at = kv_row_of_split(p, split, b, h_kv, begin + at_row);
+    store_row<kChunks>(splits + at * columns, half, c[0], columns / 8);
+  }
+}
+
+/// An m16 tile of dK or dV goes to a tile in shared memory, from `row` on.
+template <class Element, int kPitch, int kTiles, int kNt>
+__device__ __forceinline__ void gather_rows(char* tile, int row, const float (&c)[kNt][4], float scale) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n) store_fragment<Element, kPitch>(tile, row, n * 8, c[n], scale, scale);
+}
+
+/// dK, of the warps with `has_ds`, and dV, of those with `has_p`, of the work tile `number`.
+template <class P, int kMt, int kDkNt, int kDvNt, class WarpRow>
+__device__ __forceinline__ void store_gradients(const Params& p, const Sequence<P>& sequence, unsigned number,
+                                                char* shared, float (&dk)[kMt][kDkNt][4],
+                                                float (&dv)[kMt][kDvNt][4], bool has_ds, bool has_p,
+                                                const WarpRow& warp_row, int lane) {
+  using Element = typename P::Element;
+  using Policy = BackwardPolicy<P>;
+  constexpr BackwardLayout kLayout = Policy::kLayout;
+  const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
+  // Computed again, so that the main loop need not keep it in registers.
+  const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };
+  if constexpr (P::kSplit) {
+    const KvWorkTile<P> done = work_again();
+    const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt) {
+      const int row = warp_row(mt) + lane / 4;
+      if (has_ds)
+        store_gradient_split(p.dk_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dk[mt],
+                             P::kHeadDim, p.softmax_scale);
+      if (has_p)
+        store_gradient_split(p.dv_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dv[mt],
+                             P::kHeadDimV, v_scale);
+    }
+    return;
+  }
+  __syncthreads();  // K and V are free: dK and dV take their place
+
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt) {
+    if (has_ds)
+      gather_rows<Element, Policy::kQPitch, 2 * Policy::kDUnits>(shared + kLayout.k(), warp_row(mt), dk[mt],
+                                                                 p.softmax_scale);
+    if (has_p)
+      gather_rows<Element, Policy::kVPitch, 2 * Policy::kDvUnits>(shared + kLayout.v(), warp_row(mt), dv[mt],
+                                                                  v_scale);
+  }
+  __syncthreads();
+  const KvWorkTile<P> done = work_again();
+  const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
+  store_tile<P::kBc, P::kHeadDim, Policy::kThreads>(sequence.kv_pointer(p.dk, done.h_kv, begin),
+                                                    p.dk.stride_s, shared + kLayout.k(), valid, threadIdx.x);
+  store_tile<P::kBc, P::kHeadDimV, Policy::kThreads>(sequence.kv_pointer(p.dv, done.h_kv, begin),
+                                                     p.dv.stride_s, shared + kLayout.v(), valid, threadIdx.x);
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,48 @@
+// Which KV tile is a block's work in the backward pass, and the copies of the Q tiles that it meets.
+#pragma once
+
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/tile.cuh"
+
+namespace flashjit::sm80 {
+
+/// The index of this block's work tile. With ordered additions work tiles are numbered as blocks start: a
+/// block that waits for its turn then waits for one that already runs. Uses the first word of shared memory.
+template <class P>
+__device__ __forceinline__ unsigned next_work_tile(const Params& p, char* shared) {
+  unsigned work = blockIdx.x;
+  if constexpr (P::kDeterministic) {
+    // Without queries no block waits, and the counter has not been cleared.
+    int* next = reinterpret_cast<int*>(shared);
+    if (threadIdx.x == 0)
+      *next = p.seqlen_q > 0 ? atomicAdd(kv_tile_counter(p), 1) : static_cast<int>(blockIdx.x);
+    __syncthreads();
+    work = static_cast<unsigned>(*next);
+    __syncthreads();
+  }
+  return work;
+}
+
+/// Starts the copies of a Q tile, of its dO and of its rows' LSE and D.
+template <class P>
+__device__ __forceinline__ void load_q_tile(const Params& p, const Sequence<P>& sequence,
+                                            const StagedTile& next, unsigned base, int slot) {
+  using Policy = BackwardPolicy<P>;
+  constexpr BackwardLayout kLayout = Policy::kLayout;
+  const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
+  load_tile<P::kBr, P::kHeadDim, Policy::kThreads>(base + kLayout.q() + slot * Policy::kQBytes,
+                                                   sequence.q_pointer(p.q, h, q), p.q.stride_s, valid);
+  load_tile<P::kBr, P::kHeadDimV, Policy::kThreads>(base + kLayout.dout() + slot * Policy::kDoutBytes,
+                                                    sequence.q_pointer(p.dout, h, q), p.dout.stride_s, valid);
+  const long long row = sequence.stats_row(p, h) + q;
+  static_assert(P::kBr / 2 <= Policy::kThreads, "one thread for each four rows of LSE and of D");
+  if (threadIdx.x < P::kBr / 2) {
+    const bool first = threadIdx.x < P::kBr / 4;
+    const int part = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
+    copy_async_16(base + (first ? kLayout.lse() : kLayout.d()) + (slot * P::kBr + part) * 4,
+                  (first ? p.lse_log2 : p.d) + row + part, true);
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,61 @@
+// What the backward pass decides from its problem alone: how warps share a tile, and where dQ waits a step.
+#pragma once
+
+#include "flashjit/common/problem.cuh"
+#include "flashjit/sm80/layout.cuh"
+
+namespace flashjit::sm80 {
+
+/// How the warps share the Br x head_dim tile of dQ: `rows` of them along Br, the rest along head_dim, such
+/// that they read the fewest operands from shared memory.
+template <class P>
+constexpr int dq_warp_rows() {
+  int best = 1, least = 1 << 30;
+  for (int rows = 1; rows <= P::kWarps; rows *= 2) {
+    if (P::kWarps % rows != 0 || P::kBr / 16 % rows != 0) continue;
+    const int units = round_up(P::kHeadDim, 16) / 16, across = P::kWarps / rows;
+    const int traffic = P::kBr / rows + (units + across - 1) / across * 16;
+    if (traffic < least) least = traffic, best = rows;
+  }
+  return best;
+}
+
+template <class P>
+struct BackwardPolicy {
+  static constexpr int kThreads = P::kWarps * 32;
+  static constexpr bool kPairs = P::kDSplit == 2;  // two warps have the same rows: backward_pairs.cuh
+  static constexpr int kRowWarps = P::kWarps / P::kDSplit;          // warps along the KV rows
+  static constexpr int kMt = P::kBc / (16 * kRowWarps);             // m16 tiles of KV rows a warp owns
+  static constexpr int kNt = P::kBr / 8;                            // n8 tiles of queries
+  static constexpr int kDUnits = round_up(P::kHeadDim, 16) / 16;    // n16 units of dK and dQ
+  static constexpr int kDvUnits = round_up(P::kHeadDimV, 16) / 16;  // of dV
+  static constexpr int kDqRowWarps = dq_warp_rows<P>();
+  static constexpr int kDqColumnWarps = P::kWarps / kDqRowWarps;
+  static constexpr int kDqMt = P::kBr / 16 / kDqRowWarps;
+  static constexpr int kDqUnits = (kDUnits + kDqColumnWarps - 1) / kDqColumnWarps;
+  static constexpr bool kGuardDq = kDqUnits * kDqColumnWarps != kDUnits;
+  static constexpr int kQPitch = pitch(P::kHeadDim), kVPitch = pitch(P::kHeadDimV), kDsPitch = pitch(P::kBr);
+  static constexpr int kDsBytes = tile_bytes(P::kBc, P::kBr);
+  static constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim);
+  static constexpr int kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
+  /// Values of a pair that one warp of two hands to the other: P, the slope, Q K^T.
+  static constexpr int kExchanged = kPairs ? 1 + P::kScoreGrad + (P::kCaptureGrads > 0) : 0;
+  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages, kExchanged};
+  /// With more stages than one dQ of a tile comes a step late: then a step has one barrier, and a warp that
+  /// would wait for another's P has work.
+  static constexpr bool kLateDq = P::kStages > 1 && !P::kDeterministic;
+  static constexpr int kPendingCopies = P::kStages == 1 ? 0 : P::kStages - 2;
+};
+
+/// S^T of a tile, then P^T; and dP^T, then dS^T: a warp's m16n8 tiles, four values a lane.
+template <class P>
+using BackwardScores = float[BackwardPolicy<P>::kMt][BackwardPolicy<P>::kNt][4];
+/// The same where `kKept`, else next to nothing.
+template <class P, bool kKept>
+using KeptScores = float[kKept ? BackwardPolicy<P>::kMt : 1][kKept ? BackwardPolicy<P>::kNt : 1][4];
+template <class P>
+using Slopes = KeptScores<P, P::kScoreGrad>;
+template <class P>
+using Dots = KeptScores<P, (P::kCaptureGrads > 0)>;
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,159 @@
+// From S to P and from dP to dS in the backward pass, all transposed: rows are keys, columns are queries.
+#pragma once
+
+#include "flashjit/common/dropout.cuh"
+#include "flashjit/common/tile_mask.cuh"
+#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/products.cuh"
+
+namespace flashjit::sm80 {
+
+template <class P>
+__device__ __forceinline__ void clear(BackwardScores<P>& s) {
+  using Policy = BackwardPolicy<P>;
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < Policy::kNt; ++nt)
+#pragma unroll
+      for (float& value : s[mt][nt]) value = 0.0f;
+}
+
+/// S = score(S); what the gradients want is kept: the score's slope, and Q K^T.
+template <class P, class AtQ, class AtKv>
+__device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slope, Dots<P>& dots,
+                                            const Params& p, const typename P::Head& head, const AtQ& at_q,
+                                            const AtKv& at_kv) {
+  using Policy = BackwardPolicy<P>;
+  if constexpr (P::kHasScore) {
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+      for (int nt = 0; nt < Policy::kNt; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float dot = s[mt][nt][e];
+          if constexpr (P::kScoreGrad)
+            slope[mt][nt][e] = P::score_grad(p, head, dot, at_q(nt, e), at_kv(mt, e));
+          if constexpr (P::kCaptureGrads > 0) dots[mt][nt][e] = dot;
+          s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
+        }
+  }
+}
+
+/// S = -inf where a pair does not attend. `in_map(mt, nt)`: whether the block map lets an m16n8 tile attend.
+template <class P, class AtQ, class AtKv, class InMap>
+__device__ __forceinline__ void apply_mask(BackwardScores<P>& s, const Params& p,
+                                           const typename P::Head& head, const AtQ& at_q, const AtKv& at_kv,
+                                           int q_begin, int seqused_kv, const InMap& in_map) {
+  using Policy = BackwardPolicy<P>;
+  TileMask<P, P::kBr, Policy::kMt * 2> mask;
+  const auto row_at = [&](int n) { return at_kv(n / 2, n % 2 * 2).at; };
+  mask.find(p, head, row_at, q_begin);
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < Policy::kNt; ++nt) {
+      const bool block = in_map(mt, nt);
+      const auto columns = mask.columns(nt * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[mt][nt][e] =
+            mask_score(s[mt][nt][e], block, at_kv(mt, e).at < seqused_kv,
+                       mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(nt, e), at_kv(mt, e)));
+    }
+}
+
+/// P = exp2(S - LSE)
+template <class P>
+__device__ __forceinline__ void exponentials(BackwardScores<P>& s, const float* lse, int lane,
+                                             float scale_log2) {
+  using Policy = BackwardPolicy<P>;
+#pragma unroll
+  for (int nt = 0; nt < Policy::kNt; ++nt) {
+    const float2 row_lse = *reinterpret_cast<const float2*>(lse + nt * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, e % 2 ? -row_lse.y : -row_lse.x));
+  }
+}
+
+/// P is never negative: its sign says that dropout drops the pair.
+template <class P, class AtQ, class AtKv>
+__device__ __forceinline__ void mark_dropped(BackwardScores<P>& s, const Params& p, unsigned batch_head,
+                                             const AtQ& at_q, const AtKv& at_kv) {
+  using Policy = BackwardPolicy<P>;
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < Policy::kNt; nt += 2) {
+      const Philox4 drawn = draw_transposed(p, batch_head, at_q(nt, 0).at, at_kv(mt, 0).at);
+#pragma unroll
+      for (int i = 0; i < 8; ++i) {
+        float& value = s[mt][nt + i / 4][i % 4];
+        if (is_dropped(drawn.word[i / 2], i % 2)) value = -value;
+      }
+    }
+}
+
+/// dS = P (dP - D), from P with dropout's marks; dS also goes to shared memory, at `ds`. `take(mt, nt)` gets
+/// an m16n8 tile's P, slope and Q K^T if another warp has them.
+template <class P, class AtQ, class AtKv, class WarpRow, class Take>
+__device__ __forceinline__ void softmax_backward(BackwardScores<P>& dp, const BackwardScores<P>& s,
+                                                 [[maybe_unused]] const Slopes<P>& slope,
+                                                 [[maybe_unused]] const Dots<P>& dots, const float* row_d,
+                                                 char* ds, const Params& p, const typename P::Head& head,
+                                                 const AtQ& at_q, const AtKv& at_kv, const WarpRow& warp_row,
+                                                 int lane, const Take& take) {
+  using Policy = BackwardPolicy<P>;
+  [[maybe_unused]] CaptureSums<P::kCaptureGrads, Policy::kMt * 2> sums;
+#pragma unroll
+  for (int nt = 0; nt < Policy::kNt; ++nt) {
+    const float2 d = *reinterpret_cast<const float2*>(row_d + nt * 8 + lane % 4 * 2);
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt) {
+      take(mt, nt);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float grad = dp[mt][nt][e];
+        if constexpr (P::kDropout) grad = signbit(s[mt][nt][e]) ? 0.0f : grad * p.keep_scale;
+        grad = fabsf(s[mt][nt][e]) * (grad - (e % 2 ? d.y : d.x));
+        if constexpr (P::kCaptureGrads > 0)
+          P::add_capture_grads(p, head, grad, dots[mt][nt][e], at_q(nt, e), at_kv(mt, e),
+                               sums.of_key(mt * 2 + e / 2));
+        // A slope may be anything where P is zero.
+        if constexpr (P::kScoreGrad) grad = grad == 0.0f ? 0.0f : grad * slope[mt][nt][e];
+        dp[mt][nt][e] = grad;
+      }
+      store_fragment<typename P::Element, Policy::kDsPitch>(ds, warp_row(mt), nt * 8, dp[mt][nt], 1.0f, 1.0f);
+    }
+  }
+  sums.end();
+}
+
+/// C += A B for P or dS from registers as A, and a tile of kBr rows as B. Where `kDrops`, what dropout has
+/// marked is zero.
+template <class P, int kPitch, int kTotal, bool kGuard, bool kDrops, int kC>
+__device__ __forceinline__ void multiply_by_columns(float (&c)[BackwardPolicy<P>::kMt][kC][4],
+                                                    const BackwardScores<P>& s, unsigned b_tile) {
+  using Element = typename P::Element;
+  using Policy = BackwardPolicy<P>;
+  const unsigned b_columns = b_tile + matrix_offset<true>(kPitch);
+#pragma unroll
+  for (int k = 0; k < Policy::kNt / 2; ++k) {
+    unsigned a[Policy::kMt][4];
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt) {
+      as_left_operand<Element, Policy::kNt>(a[mt], s[mt], k);
+      if constexpr (kDrops) {
+#pragma unroll
+        for (unsigned& pair : a[mt]) pair = without_negatives(pair);
+      }
+    }
+    multiply_step<Element, kTotal, kGuard>(c, a, b_columns + k * 16 * kPitch * 2, 0);
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,79 @@
+// The end of a Q tile: LSE, O divided by the rows' sums, and their way to global memory.
+#pragma once
+
+#include "flashjit/common/sink.cuh"
+#include "flashjit/sm80/forward_softmax.cuh"
+#include "flashjit/sm80/tile.cuh"
+
+namespace flashjit::sm80 {
+
+/// A row's sum from those of a quad's lanes.
+__device__ __forceinline__ float quad_sum(float sum) {
+  sum += __shfl_xor_sync(kWholeWarp, sum, 1);
+  sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+  return sum;
+}
+
+/// LSE of a row over the keys, from m and rowsum(P). The sum is relative to the rounded shift of the
+/// exponent; what rounding took is given back.
+template <class P>
+__device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2) {
+  const float highest = P::kHasScore ? max : __fmul_rn(max, p.softmax_scale);
+  const float shift = __fmul_rn(max, scale_log2);
+  const float rest = fmaf(max, scale_log2, -shift);
+  return sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
+}
+
+/// An m16 tile of O from one split of the keys, in fp32.
+template <class P, int kOt>
+__device__ __forceinline__ void store_o_split(const Params& p, const Sequence<P>& sequence, int h, int split,
+                                              int first_q, int seqlen_q, float (&o)[kOt][4],
+                                              const float (&scale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
+  for (int half = 0; half < 2; ++half)
+    if (first_q + half * 8 < seqlen_q)
+      store_split<P>(p, split, sequence.lse_row(p, h) + first_q + half * 8, half, o[0]);
+}
+
+/// An m16 tile of O by way of shared memory, in Q's place; `row`: its first within the Q tile.
+template <class P, int kOt>
+__device__ __forceinline__ void store_o(const Params& p, const Sequence<P>& sequence, int h, int q_begin,
+                                        int row, int seqlen_q, int lane, char* o_tile,
+                                        const float (&o)[kOt][4], const float (&scale)[2]) {
+  constexpr int kPitch = pitch(P::kHeadDimV);
+#pragma unroll
+  for (int ot = 0; ot < kOt; ++ot)
+    store_fragment<typename P::Element, kPitch>(o_tile, row, ot * 8, o[ot], scale[0], scale[1]);
+  __syncwarp();
+  store_tile<16, P::kHeadDimV, 32>(sequence.q_pointer(p.o, h, q_begin + row), p.o.stride_s,
+                                   o_tile + row * kPitch * 2, seqlen_q - q_begin - row, lane);
+}
+
+/// O = O / rowsum(P), and LSE, of a warp's rows. `o_tile` is where Q was.
+template <class P, int kMt, int kOt, class WarpRow>
+__device__ __forceinline__ void store_output(const Params& p, const Sequence<P>& sequence, int h, int split,
+                                             int q_begin, int seqlen_q, char* o_tile, float (&o)[kMt][kOt][4],
+                                             const RowValues<P>& row_max, const RowValues<P>& row_sum,
+                                             float scale_log2, const WarpRow& warp_row, int lane) {
+#pragma unroll
+  for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(row_sum[mt][half]);
+      const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
+      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2);
+      const RowEnd end = end_of_row<P>(p, h, lse);
+      if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
+        to[sequence.lse_row(p, h) + q] = end.lse;
+      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
+    }
+    if constexpr (P::kSplit)
+      store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+    else
+      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, o_tile, o[mt], scale);
+  }
+}
+
+}  // namespace flashjit::sm80

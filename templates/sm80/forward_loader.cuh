@@ -1,0 +1,64 @@
+// The order in which K and V travel to shared memory in the forward pass: cp.async by all threads.
+//
+// Step i needs K(i), and V of the KV tile whose P V it computes. With one stage V travels under Q K(i)^T and
+// K(i + 1) under what follows; with more, whole steps run ahead. `load_k(i)` and `load_v(i)` start a tile's
+// copies, if the tile exists.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/sm80/forward_policy.cuh"
+
+namespace flashjit::sm80 {
+
+/// Which V goes with K(i).
+template <class P>
+constexpr int v_with(int i) {
+  return ForwardPolicy<P>::kLatePv ? i - 1 : i;
+}
+
+/// What the first steps need; Q's copies, started before, belong to the first group.
+template <class P, class LoadK, class LoadV>
+__device__ __forceinline__ void start_copies(const LoadK& load_k, const LoadV& load_v) {
+  load_k(0);
+  if constexpr (P::kStages > 1) load_v(v_with<P>(0));
+  copy_async_commit();
+#pragma unroll
+  for (int i = 1; i < P::kStages - 1; ++i) {
+    load_k(i);
+    load_v(v_with<P>(i));
+    copy_async_commit();
+  }
+}
+
+/// K(i) has arrived, and with more stages than one its V. The stage that step i - 1 has read is filled again.
+template <class P, class LoadK, class LoadV>
+__device__ __forceinline__ void begin_step(int i, const LoadK& load_k, const LoadV& load_v) {
+  copy_async_wait<ForwardPolicy<P>::kPendingCopies>();
+  __syncthreads();
+  if constexpr (P::kStages > 1) load_k(i + P::kStages - 1);
+  load_v(v_with<P>(i + P::kStages - 1));
+  copy_async_commit();
+}
+
+/// With one stage: V has arrived, and K(i), which has been read, gives way to K(i + 1).
+template <class P, class LoadK>
+__device__ __forceinline__ void end_qk(int i, const LoadK& load_k) {
+  if constexpr (P::kStages == 1) {
+    copy_async_wait<0>();
+    __syncthreads();
+    load_k(i + 1);
+    copy_async_commit();
+  }
+}
+
+/// Q to registers, for all KV tiles.
+template <class P, class LoadQ>
+__device__ __forceinline__ void load_q_fragments(
+    unsigned (&q)[ForwardPolicy<P>::kQSteps][ForwardPolicy<P>::kMt][4], const LoadQ& load_q) {
+#pragma unroll
+  for (int k = 0; k < ForwardPolicy<P>::kQSteps; ++k)
+#pragma unroll
+    for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) load_q(q[k][mt], mt, k);
+}
+
+}  // namespace flashjit::sm80

@@ -1,0 +1,162 @@
+// From S to P in the forward pass: score program, mask, online softmax, dropout.
+#pragma once
+
+#include "flashjit/common/dropout.cuh"
+#include "flashjit/common/tile_mask.cuh"
+#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm80/forward_policy.cuh"
+#include "flashjit/sm80/products.cuh"
+
+namespace flashjit::sm80 {
+
+/// S of a KV tile, then P in fp32: a warp's m16n8 tiles, four values a lane.
+template <class P>
+using ForwardScores = float[ForwardPolicy<P>::kMt][ForwardPolicy<P>::kNt][4];
+
+/// S = score(S). Without a program scores stay unscaled until the exponent.
+template <class P, class AtQ, class AtKv>
+__device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p,
+                                            const typename P::Head& head, const AtQ& at_q,
+                                            const AtKv& at_kv) {
+  using Policy = ForwardPolicy<P>;
+  if constexpr (P::kHasScore) {
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+      for (int nt = 0; nt < Policy::kNt; ++nt)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) s[mt][nt][e] = P::score(p, head, s[mt][nt][e], at_q(mt, e), at_kv(nt, e));
+  }
+}
+
+/// S = -inf where a pair does not attend. `map_row(mt)`: the first query of the warp's m16 tile.
+template <class P, class AtQ, class AtKv, class InMap>
+__device__ __forceinline__ void apply_mask(ForwardScores<P>& s, const Params& p, const typename P::Head& head,
+                                           const AtQ& at_q, const AtKv& at_kv, int kv_begin, int seqused_kv,
+                                           const InMap& in_map) {
+  using Policy = ForwardPolicy<P>;
+  TileMask<P, P::kBc, Policy::kMt * 2> mask;
+  const auto row_at = [&](int n) { return at_q(n / 2, n % 2 * 2).at; };
+  mask.find(p, head, row_at, kv_begin);
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt) {
+    [[maybe_unused]] unsigned attend[2][(Policy::kNt + 15) / 16];
+    if constexpr (Policy::kKeyBits) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+#pragma unroll
+        for (int nt = 0; nt < Policy::kNt; nt += 16)
+          attend[half][nt / 16] = own_keys<P>(p, head, at_q(mt, half * 2).at, at_kv(nt, 0).at, seqused_kv);
+    }
+#pragma unroll
+    for (int nt = 0; nt < Policy::kNt; ++nt) {
+      const bool block = in_map(mt, nt);
+      const auto columns = mask.columns(nt * 8);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        float& score = s[mt][nt][e];
+        if constexpr (Policy::kKeyBits)
+          score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
+        else
+          score =
+              mask_score(score, block, at_kv(nt, e).at < seqused_kv,
+                         mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(mt, e), at_kv(nt, e)));
+      }
+    }
+  }
+}
+/// A value of each of a lane's rows: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.
+template <class P>
+using RowValues = float[ForwardPolicy<P>::kMt][2];
+
+/// Before the first KV tile.
+template <class P>
+__device__ __forceinline__ void clear_rows(RowValues<P>& row_max, RowValues<P>& row_sum) {
+#pragma unroll
+  for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) row_max[mt][half] = -infinity(), row_sum[mt][half] = 0.0f;
+}
+
+/// Online softmax, m = max(m, rowmax(S)): the exponent's `shift` is m, and what was summed before is brought
+/// to it by `rescale`. Returns whether no row's m has changed.
+template <class P>
+__device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& row_sum, RowValues<P>& shift,
+                                           RowValues<P>& rescale, const ForwardScores<P>& s,
+                                           float scale_log2) {
+  using Policy = ForwardPolicy<P>;
+  bool same_max = true;
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float highest = row_max[mt][half];
+#pragma unroll
+      for (int nt = 0; nt < Policy::kNt; ++nt)
+        highest = fmaxf(highest, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
+      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+      // A row that attends to nothing so far has no maximum to subtract.
+      shift[mt][half] = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
+      rescale[mt][half] = row_max[mt][half] == -infinity()
+                              ? 0.0f
+                              : exp2_approx(__fmul_rn(row_max[mt][half], scale_log2) - shift[mt][half]);
+      same_max = same_max && row_max[mt][half] == highest;
+      row_max[mt][half] = highest;
+      row_sum[mt][half] *= rescale[mt][half];
+    }
+  return same_max;
+}
+
+/// P = exp2(S - m) of 16 keys; returns the last.
+template <class P>
+__device__ __forceinline__ float exponentials(ForwardScores<P>& s, RowValues<P>& row_sum,
+                                              const RowValues<P>& shift, float scale_log2, int k) {
+  using Policy = ForwardPolicy<P>;
+#pragma unroll
+  for (int nt = 2 * k; nt < 2 * k + 2; ++nt)
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, -shift[mt][e / 2]));
+        row_sum[mt][e / 2] += s[mt][nt][e];
+      }
+  return s[Policy::kMt - 1][2 * k + 1][3];
+}
+
+/// O = exp2(m before - m) O
+template <class P, int kMt, int kOt>
+__device__ __forceinline__ void rescale_rows(float (&o)[kMt][kOt][4], const RowValues<P>& rescale) {
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+    for (int ot = 0; ot < kOt; ++ot)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) o[mt][ot][e] *= rescale[mt][e / 2];
+}
+
+/// P of 16 keys as left operands of P V.
+template <class P>
+__device__ __forceinline__ void pack_p(unsigned (&fragments)[ForwardPolicy<P>::kMt][4],
+                                       const ForwardScores<P>& s, int k) {
+  using Policy = ForwardPolicy<P>;
+#pragma unroll
+  for (int mt = 0; mt < Policy::kMt; ++mt)
+    as_left_operand<typename P::Element, Policy::kNt>(fragments[mt], s[mt], k);
+}
+
+/// Zeros in P of 16 keys where dropout drops a pair.
+template <class P, class AtQ, class AtKv>
+__device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt][4], const Params& p,
+                                     unsigned batch_head, const AtQ& at_q, const AtKv& at_kv, int k) {
+#pragma unroll
+  for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
+    unsigned masks[4];
+    drop_masks(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) fragments[mt][r] &= ~masks[r];
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -1,13 +1,60 @@
-// Before the backward pass: D = rowsum(dO * O) - dLSE, LSE padded to whole tiles, what the score reads of
-// each query where that is wanted, the counters, and zeros where dQ is added up (all, or those of the first
-// heads) and in rows of no sequence.
+// Before the backward pass: D = rowsum(dO * O) - dLSE, LSE padded to whole tiles, the score's row terms,
+// zeros where dQ is added up (all, or those of the first heads) and in rows of no sequence, and the
+// semaphores.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/common/tile_walk.cuh"
+#include "flashjit/common/semaphores.cuh"
 #include "flashjit/common/unused_rows.cuh"
+#include "flashjit/common/visible.cuh"
 
 namespace flashjit::auxiliary {
+
+constexpr int kPreprocessedRows = 128;
+
+/// D, LSE in powers of two and the row term of one row, by one thread. Rows that attend to nothing, or that
+/// do not exist, get LSE = inf, so that their P is zero.
+template <class P>
+__device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h,
+                                                long long head, int row, int seqlen_q, float dot) {
+  const long long at = head * p.seqlen_q_padded + row;
+  const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
+  const bool has_p = lse_gives_p(lse);
+  // dS = P (dP - D) + P dLSE. Without P dLSE does not count, and may be NaN.
+  const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
+  p.d[at] = dot - dlse;
+  p.lse_log2[at] = has_p ? lse * kLog2E : infinity();
+  // Also behind the last row: P of a score that is not a number would not be 0.
+  if constexpr (P::kScoreRowTerm)
+    if (p.row_terms != nullptr) p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
+}
+
+/// Zeros where dQ is added up.
+template <class P>
+__device__ __forceinline__ void clear_dq(const Params& p, long long head, int first) {
+  constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
+  float4* accumulator = reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
+  for (int i = threadIdx.x; i < kPreprocessedRows * kColumns / 4; i += 128)
+    accumulator[i] = float4{0, 0, 0, 0};
+}
+
+/// All of common/semaphores.cuh, or the two counters of simt/capture_grads.cuh. Heads that clear_dq() has
+/// cleared have all their pieces clear.
+template <class P>
+__device__ __forceinline__ void reset_semaphores(const Params& p) {
+  const long long of_dq =
+      P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kDqSemaphores : 0;
+  const long long count = kTileCounters + p.batch * (p.heads_kv * kHeadSemaphores + of_dq);
+  const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
+  for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
+    const long long of_head = i - kTileCounters;
+    const bool cleared =
+        of_head >= 0 && of_head < heads * kHeadSemaphores && of_head % heads < p.heads_cleared;
+    p.semaphores[i] = cleared ? pieces : 0;
+  }
+  if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == clear_counter(p) - p.semaphores)
+    *clear_counter(p) = p.heads_cleared * pieces;
+}
 
 /// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
@@ -15,9 +62,9 @@ __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();
   zero_unused_rows_of_gradients<P>(p);
   using Element = typename P::Element;
-  constexpr int kRows = 128, kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
-  const int tiles = p.seqlen_q_padded / kRows;
-  const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
+  constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
+  const int tiles = p.seqlen_q_padded / kPreprocessedRows;
+  const int first = static_cast<int>(blockIdx.x % tiles) * kPreprocessedRows;
   const long long head = blockIdx.x / tiles;
   const int h = static_cast<int>(head % p.heads_q);
   const Sequence<P> sequence(p, static_cast<int>(head / p.heads_q));
@@ -25,9 +72,9 @@ __device__ void preprocess(const Params& p) {
   const Element* o = sequence.template q_pointer<Element>(p.o, h, 0);
   const Element* dout = sequence.template q_pointer<Element>(p.dout, h, 0);
 
-  // Eight neighbouring lanes share a row.
+  // D: eight neighbouring lanes share a row.
   const int part = threadIdx.x % 8;
-  for (int row = first + static_cast<int>(threadIdx.x) / 8; row < first + kRows; row += 128 / 8) {
+  for (int row = first + static_cast<int>(threadIdx.x) / 8; row < first + kPreprocessedRows; row += 128 / 8) {
     float sum = 0.0f;
     if (row < seqlen_q) {
       for (int chunk = part; chunk < kChunks; chunk += 8) {
@@ -43,41 +90,10 @@ __device__ void preprocess(const Params& p) {
     }
 #pragma unroll
     for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
-    if (part == 0) {
-      const long long at = head * p.seqlen_q_padded + row;
-      const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
-      const bool has_p = tells_probabilities(lse);
-      // dS = P (dP - D) + P dLSE. Without P dLSE does not count, and may be NaN.
-      const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
-      p.d[at] = sum - dlse;
-      p.lse_log2[at] = has_p ? lse * kLog2E : infinity();
-      // Behind the last row, too: of a score that is no number P would not be 0.
-      if constexpr (P::kScoreRowTerm)
-        if (p.row_terms != nullptr)
-          p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
-    }
+    if (part == 0) store_row_stats<P>(p, sequence, h, head, row, seqlen_q, sum);
   }
-  if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) {
-    constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
-    float4* accumulator =
-        reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
-    for (int i = threadIdx.x; i < kRows * kColumns / 4; i += 128) accumulator[i] = float4{0, 0, 0, 0};
-  }
-  if (p.semaphores != nullptr) {
-    // All of common/tile_walk.cuh, or the two counters of simt/capture_grads.cuh.
-    const long long turns =
-        P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kDqSemaphores : 0;
-    const long long count = kTileCounters + p.batch * (p.heads_kv * kHeadSemaphores + turns);
-    const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
-    for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
-      const long long of_head = i - kTileCounters;
-      const bool cleared =
-          of_head >= 0 && of_head < heads * kHeadSemaphores && of_head % heads < p.heads_cleared;
-      p.semaphores[i] = cleared ? pieces : 0;
-    }
-    if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == clear_counter(p) - p.semaphores)
-      *clear_counter(p) = p.heads_cleared * pieces;
-  }
+  if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) clear_dq<P>(p, head, first);
+  if (p.semaphores != nullptr) reset_semaphores<P>(p);
 }
 
 }  // namespace flashjit::auxiliary

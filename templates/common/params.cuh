@@ -12,9 +12,9 @@ struct TensorParam {
 /// The tiles that a block map and a mask leave, as lists that the tile_lists entry makes: one set for each
 /// batch entry and head that they tell apart.
 struct TileListParam {
-  int* count;        ///< [sets, rows]: tiles in the row's list
-  int* entries;      ///< [sets, rows, columns]: the tiles and what is known of them, see common/tile_walk.cuh
-  int* rank;         ///< like entries, backward with deterministic only: the tile's rank in its Q tile's list
+  int* count;    ///< [sets, rows]: tiles in the row's list
+  int* entries;  ///< [sets, rows, columns]: the tiles and what is known of them, see common/tile_lists.cuh
+  int* rank;     ///< like entries, backward with deterministic only: the tile's rank in its Q tile's list
   int* term_bounds;  ///< [sets, q_tiles, row_terms, 2], then [sets, kv_tiles, column_terms, 2]: smallest and
                      ///< largest value of the mask's terms over each tile; made by the term_bounds entry
 };
@@ -24,7 +24,7 @@ constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;
 
-/// How many ints Params::semaphores has (common/tile_walk.cuh): tile counters, semaphores for each KV head,
+/// How many ints Params::semaphores has (common/semaphores.cuh): tile counters, semaphores for each KV head,
 /// and with ordered additions at most kDqSemaphores for each Q tile of a head.
 constexpr int kTileCounters = 4, kHeadSemaphores = 2, kDqSemaphores = 4;
 
@@ -52,9 +52,9 @@ struct Params {
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows without P, see
-                    ///< tells_probabilities(), or that do not exist: it is exp2(S - inf) = 0
+                    ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0
   float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* semaphores;  ///< tile counters and semaphores, see common/tile_walk.cuh
+  int* semaphores;  ///< tile counters and semaphores, see common/semaphores.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
   TileListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast

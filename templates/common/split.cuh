@@ -1,5 +1,6 @@
-// Parts of what a tile meets: where tiles are too few for the device, blocks share the KV tiles of a Q tile
-// (Flash-Decoding), or in the backward pass the Q tiles of a KV tile; another entry joins what each has.
+// Split-KV: where tiles are too few for the device, blocks share the KV tiles of a Q tile (Flash-Decoding),
+// or in the backward pass the Q tiles of a KV tile (split-Q). The entries combine and combine_dkdv join the
+// results.
 #pragma once
 
 #include "flashjit/common/params.cuh"
@@ -7,35 +8,35 @@
 
 namespace flashjit {
 
-/// How many there are of each tile.
+/// How many blocks share what a tile meets.
 template <class P>
 __device__ __forceinline__ int num_splits(const Params& p) {
   return P::kSplit ? p.num_splits : 1;
 }
-/// Of the `count` tiles that one meets the first of a part, or behind the last of the part before.
+/// Where a split begins among the `count` tiles that a tile meets; the one before ends there.
 template <class P>
-__device__ __forceinline__ int split_begin(const Params& p, int part, int count) {
-  return static_cast<int>(static_cast<long long>(count) * part / num_splits<P>(p));
+__device__ __forceinline__ int split_begin(const Params& p, int split, int count) {
+  return static_cast<int>(static_cast<long long>(count) * split / num_splits<P>(p));
 }
-/// The first row of a part of the keys, of which there are as many as of LSE: [batch, heads_q, seqlen_q].
-__device__ __forceinline__ long long first_row_of_split(const Params& p, int part) {
-  return static_cast<long long>(part) * p.batch * p.heads_q * p.seqlen_q;
+/// The first of a split's rows of O and LSE, which are [num_splits, batch, heads_q, seqlen_q].
+__device__ __forceinline__ long long first_row_of_split(const Params& p, int split) {
+  return static_cast<long long>(split) * p.batch * p.heads_q * p.seqlen_q;
 }
 /// Where a forward kernel writes the LSE of rows; null: nowhere.
 template <class P>
-__device__ __forceinline__ float* lse_of(const Params& p, int part) {
-  return P::kSplit ? p.lse_splits + first_row_of_split(p, part) : p.lse;
+__device__ __forceinline__ float* lse_of(const Params& p, int split) {
+  return P::kSplit ? p.lse_splits + first_row_of_split(p, split) : p.lse;
 }
 template <class P>
-__device__ __forceinline__ float* o_of_split(const Params& p, int part) {
-  return p.o_splits + first_row_of_split(p, part) * P::kHeadDimV;
+__device__ __forceinline__ float* o_of_split(const Params& p, int split) {
+  return p.o_splits + first_row_of_split(p, split) * P::kHeadDimV;
 }
-/// Which row of dK and dV a key has in a part of the queries: of [parts, batch, heads_kv, seqlen_kv].
-__device__ __forceinline__ long long kv_row_of_split(const Params& p, int part, int b, int h_kv, int kv) {
-  return ((static_cast<long long>(part) * p.batch + b) * p.heads_kv + h_kv) * p.seqlen_kv + kv;
+/// The row of dK and dV of a key in a split of the queries, among [num_splits, batch, heads_kv, seqlen_kv].
+__device__ __forceinline__ long long kv_row_of_split(const Params& p, int split, int b, int h_kv, int kv) {
+  return ((static_cast<long long>(split) * p.batch + b) * p.heads_kv + h_kv) * p.seqlen_kv + kv;
 }
-/// Stores what a thread has of one of its two rows of an accumulator, of each of the first `chunks` of eight
-/// columns the `half`-th two.
+/// Stores a thread's values of one of its two rows of an accumulator: two columns of each of the first
+/// `chunks` times eight.
 template <int kChunks>
 __device__ __forceinline__ void store_row(float* row, int half, const float* c, int chunks = kChunks) {
   float* to = row + threadIdx.x % 4 * 2;
@@ -45,11 +46,11 @@ __device__ __forceinline__ void store_row(float* row, int half, const float* c, 
       *reinterpret_cast<float2*>(to + chunk * 8) =
           float2{c[chunk * 4 + half * 2], c[chunk * 4 + half * 2 + 1]};
 }
-/// The same of O.
+/// The same for O.
 template <class P>
-__device__ __forceinline__ void store_split(const Params& p, int part, long long row, int half,
+__device__ __forceinline__ void store_split(const Params& p, int split, long long row, int half,
                                             const float* o) {
-  store_row<P::kHeadDimV / 8>(o_of_split<P>(p, part) + row * P::kHeadDimV, half, o);
+  store_row<P::kHeadDimV / 8>(o_of_split<P>(p, split) + row * P::kHeadDimV, half, o);
 }
 
 }  // namespace flashjit

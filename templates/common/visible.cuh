@@ -68,10 +68,10 @@ __device__ __forceinline__ Position operator+(Position position, int offset) {
   return {position.at + offset, position.base, position.offset + static_cast<float>(offset)};
 }
 
-/// Whether P of a row comes back from its LSE. Not where it attends to nothing, and not where it attends to
-/// keys alone that a mask has put next to the least float: beside these LSE has no room for the log of how
+/// Whether P of a row comes back from its LSE. Not where the row attends to nothing, and not where it attends
+/// only to keys that a mask has put next to the least float: beside these LSE has no room for the log of how
 /// many there are.
-__device__ __forceinline__ bool tells_probabilities(float lse) { return !(lse < -1e37f); }
+__device__ __forceinline__ bool lse_gives_p(float lse) { return !(lse < -1e37f); }
 
 /// What takes a score to the exponent of a power of two: one of a program is in natural units already.
 template <class Problem>

@@ -19,7 +19,7 @@ __device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Pr
                                               int q) {
   if (q >= sequence.seqlen_q(p)) return {infinity(), 0.0f};
   const float lse = p.lse[sequence.lse_row(p, h) + q];
-  return {tells_probabilities(lse) ? lse : infinity(), p.d[sequence.stats_row(p, h) + q]};
+  return {lse_gives_p(lse) ? lse : infinity(), p.d[sequence.stats_row(p, h) + q]};
 }
 
 /// What one pair contributes: P after dropout to dV, dS (with respect to Q K^T) to dQ and dK.

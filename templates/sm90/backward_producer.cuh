@@ -70,7 +70,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       const StagedTile next = walk.next(p, sequence);
       const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long stats_row = sequence.stats_row(p, now.head) + q_begin;
-      const int last = next.head < 0 ? work.part + 1 : 0;
+      const int last = next.head < 0 ? work.split + 1 : 0;
       smem.q_tile(i) = {now, stats_row, kv_slot, first, static_cast<short>(last)};
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       const unsigned q_full = smem.q_full(stage), dout_full = smem.dout_full(dout_stage);

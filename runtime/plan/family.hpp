@@ -61,7 +61,7 @@ struct WorkspaceNeeds {
 };
 
 /// Whether the spec's kernels walk lists of tiles: those of a block map, of a mask without bounds, or of any
-/// mask where additions to dQ are ordered. The kernels' own rule: kLists in templates/common/tile_walk.cuh.
+/// mask where additions to dQ are ordered. The kernels' own rule: kLists in templates/common/tile_lists.cuh.
 bool has_tile_lists(const AttentionSpec& spec);
 
 /// Whether it is a causal mask, of either alignment.

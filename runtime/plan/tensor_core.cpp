@@ -50,7 +50,7 @@ bool has_term_bounds(const AttentionSpec& spec) {
 
 /// How many sets of lists there are at most: one that all share where neither mask nor map nor lengths tell
 /// batch entries or heads apart. The kernels' own rule: list_batch() and list_heads() in
-/// templates/common/tile_walk.cuh, which also know whether the map does.
+/// templates/common/tile_lists.cuh, which also know whether the map does.
 std::int64_t list_sets(const AttentionSpec& spec, const AttentionShape& shape) {
   if (!has_tile_lists(spec)) return 0;
   const expr::MaskTraits mask = expr::mask_traits(spec.mask);

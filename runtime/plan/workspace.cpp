@@ -72,7 +72,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.head_dim});
   out.dv_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.v_dim()});
-  // The counters of templates/common/tile_walk.cuh.
+  // The tile counters and semaphores of templates/common/semaphores.cuh.
   out.semaphores = allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
                                    kTileCounters + shape.batch * shape.heads_kv * kHeadSemaphores);
   const std::int64_t sets = needs.list_sets;

@@ -159,8 +159,26 @@ __device__ void forward(const Params& p) {
     for (int k = 0; k < kNt / 2; ++k) multiply_pv(tiles.count - 1, k, 0.0f);
   }
 
-  store_output<P>(p, sequence, h, split, q_begin, seqlen_q, shared + kLayout.q(), o, row_max, row_sum,
-                  scale_log2, warp_row, lane);
+  // O = O / rowsum(P), and LSE. This text stays here: as a function it made other machine code.
+  char* o_tile = shared + kLayout.q();
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt) {
+    float scale[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = quad_sum(row_sum[mt][half]);
+      const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
+      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2);
+      const RowEnd end = end_of_row<P>(p, h, lse);
+      if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
+        to[sequence.lse_row(p, h) + q] = end.lse;
+      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
+    }
+    if constexpr (P::kSplit)
+      store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+    else
+      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, o_tile, o[mt], scale);
+  }
 }
 
 }  // namespace flashjit::sm80

@@ -50,30 +50,4 @@ __device__ __forceinline__ void store_o(const Params& p, const Sequence<P>& sequ
                                    o_tile + row * kPitch * 2, seqlen_q - q_begin - row, lane);
 }
 
-/// O = O / rowsum(P), and LSE, of a warp's rows. `o_tile` is where Q was.
-template <class P, int kMt, int kOt, class WarpRow>
-__device__ __forceinline__ void store_output(const Params& p, const Sequence<P>& sequence, int h, int split,
-                                             int q_begin, int seqlen_q, char* o_tile, float (&o)[kMt][kOt][4],
-                                             const RowValues<P>& row_max, const RowValues<P>& row_sum,
-                                             float scale_log2, const WarpRow& warp_row, int lane) {
-#pragma unroll
-  for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
-    float scale[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[mt][half]);
-      const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
-      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2);
-      const RowEnd end = end_of_row<P>(p, h, lse);
-      if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
-        to[sequence.lse_row(p, h) + q] = end.lse;
-      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
-    }
-    if constexpr (P::kSplit)
-      store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-    else
-      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, o_tile, o[mt], scale);
-  }
-}
-
 }  // namespace flashjit::sm80

@@ -11,26 +11,25 @@ namespace flashjit::auxiliary {
 
 constexpr int kListThreads = 128;
 
-/// How many threads of the block before this one say yes, and how many say so in all. Every thread must call
-/// it.
-struct Place {
+/// How many threads of the block before this one say yes, and how many in all. Every thread must call it.
+struct Prefix {
   int before, total;
 };
 
-__device__ __forceinline__ Place place_among_threads(bool yes) {
+__device__ __forceinline__ Prefix prefix_among_threads(bool yes) {
   __shared__ int warp_total[kListThreads / 32];
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const unsigned votes = __ballot_sync(kWholeWarp, yes);
   __syncthreads();
   if (lane == 0) warp_total[warp] = __popc(votes);
   __syncthreads();
-  Place place = {__popc(votes & ((1u << lane) - 1u)), 0};
+  Prefix prefix = {__popc(votes & ((1u << lane) - 1u)), 0};
 #pragma unroll
   for (int other = 0; other < kListThreads / 32; ++other) {
-    if (other < warp) place.before += warp_total[other];
-    place.total += warp_total[other];
+    if (other < warp) prefix.before += warp_total[other];
+    prefix.total += warp_total[other];
   }
-  return place;
+  return prefix;
 }
 
 /// One set of lists: a batch entry and a head, or all those that share its lists.
@@ -56,7 +55,7 @@ struct ListSet {
   }
 };
 
-/// The bounds of what the mask reads over a tile's rows: of queries, or of keys.
+/// The bounds of the mask's row terms over a Q tile, or of its column terms over a KV tile.
 template <class P, bool kQueries>
 struct Reads {
   static constexpr int kCount = kQueries ? P::kMaskRowTerms : P::kMaskColumnTerms;
@@ -68,7 +67,7 @@ struct Reads {
     for (int i = 0; i < kCount; ++i) bounds[i] = {reads[2 * i], reads[2 * i + 1]};
   }
 
-  /// Finds them with a whole warp and keeps them for tile_lists.
+  /// Finds them by a whole warp, for tile_lists.
   static __device__ void store(const Params& p, const ListSet<P>& set, int tile) {
     const Range range = kQueries ? set.q_rows(p, tile) : set.kv_rows(p, tile);
     int* reads = memory(p, set, tile);
@@ -94,8 +93,8 @@ struct Reads {
   }
 };
 
-/// One warp for one tile of rows of one set of lists; grid: sets * (q_tiles + kv_tiles) / 4, rounded up. Each
-/// row is looked at once: the lists' columns would do it again for each of their rows.
+/// One warp for one tile of rows of one set of lists; grid: sets * (q_tiles + kv_tiles) / 4, rounded up. So
+/// each row is read once, and not again for each list that it is in.
 template <class P>
 __device__ void term_bounds(const Params& p) {
   let_next_grid_start<P>();
@@ -110,7 +109,7 @@ __device__ void term_bounds(const Params& p) {
     Reads<P, false>::store(p, set, tile - q_tiles<P>(p));
 }
 
-/// Evaluates every pair of a tile with the whole warp, until both kinds have been seen.
+/// Evaluates every pair of a tile by the whole warp, until both kinds have been seen.
 template <class P>
 __device__ __noinline__ TileClass evaluate_tile(const Params& p, const typename P::Head& head, Range q,
                                                 Range kv) {
@@ -126,7 +125,7 @@ __device__ __noinline__ TileClass evaluate_tile(const Params& p, const typename 
   return __all_sync(kWholeWarp, all) ? TileClass::full : TileClass::empty;
 }
 
-/// The class of the lane's own tile; every lane must call it. Lanes without a tile say `empty` beforehand.
+/// The class of the lane's own tile; every lane must call it. Lanes without a tile pass `empty`.
 template <class P>
 __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typename P::Head& head, Range q,
                                                       Range kv, TileClass kind) {
@@ -142,7 +141,7 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
   return kind;
 }
 
-/// Which rows of the Q tile meet a KV tile, as an entry has it.
+/// Which rows of the Q tile meet a KV tile, as bits of an entry.
 template <class P>
 __device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>& set, Range q, Range kv) {
   int bits = 0;
@@ -155,11 +154,11 @@ __device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>&
   return bits;
 }
 
-/// Lists the tiles that any rows of the Q tile meet, and says which do; returns how many tiles. A warp group
-/// that passes over a tile is to have another to compute meanwhile: those that the first rows meet, but not
-/// all, take turns with those that only later rows do. They are visited from the last on: then one for the
-/// later rows, whose groups may so have begun while the others end the Q tile before, then those for all. Two
-/// stages leave no room for turns.
+/// Lists the tiles that any rows of the Q tile meet, with which rows do; returns how many tiles. A warp group
+/// that skips a tile should have another to compute meanwhile, so tiles that the first rows meet, but not
+/// all, alternate with those that only later rows meet. Tiles are visited from the last on: the list ends
+/// with one for the later rows, whose groups then begin while the others end the Q tile before; before it are
+/// those for all rows. Two stages leave no room to alternate.
 template <class P>
 __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& set, Range q, int columns,
                                             int* entries) {
@@ -184,13 +183,13 @@ __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& s
     const int column = begin + static_cast<int>(threadIdx.x);
     const Kind kind = look_at(column);
     for (const Kind each : {first, later, all}) {
-      const Place among = place_among_threads(kind == each);
+      const Prefix among = prefix_among_threads(kind == each);
       const int n = listed[each] + among.before;
-      const int place = each == all     ? count[first] + others + n
+      const int index = each == all     ? count[first] + others + n
                         : each == first ? n + min(n, in_turns)
                         : n < others    ? n + min(n + 1, in_turns)
                                         : in_all - 1;
-      if (kind == each) entries[place] = column * 2 + 1 + bits;
+      if (kind == each) entries[index] = column * 2 + 1 + bits;
       listed[each] += among.total;
     }
   }
@@ -205,8 +204,8 @@ __device__ void reset_work(const Params& p) {
   if (threadIdx.x == 0) *q_tile_counter(p) = 0;
 }
 
-/// One block of 128 threads for one list; grid: sets * rows, of which shared lists may leave some without
-/// work. With ordered additions it also says, in `rank`, which tiles it lists, for list_ranks.
+/// One block of 128 threads for one list; grid: sets * rows, some without work where lists are shared. With
+/// ordered additions it also marks in `rank` which tiles it lists, for list_ranks.
 template <class P>
 __device__ void tile_lists(const Params& p) {
   let_next_grid_start<P>();
@@ -237,12 +236,12 @@ __device__ void tile_lists(const Params& p) {
       }
       if constexpr (P::kEvaluateTiles) kind = evaluate_partial<P>(p, set.head, q, kv, kind);
       const bool listed = kind != TileClass::empty;
-      const Place place = place_among_threads(listed);
-      if (listed) entries[count + place.before] = column * 2 + (kind == TileClass::full ? 1 : 0);
+      const Prefix prefix = prefix_among_threads(listed);
+      if (listed) entries[count + prefix.before] = column * 2 + (kind == TileClass::full ? 1 : 0);
       if constexpr (P::kBackward && P::kDeterministic) {
         if (column < columns) p.lists.rank[list * columns + column] = listed;
       }
-      count += place.total;
+      count += prefix.total;
     }
   }
   if (threadIdx.x == 0) p.lists.count[list] = count;
@@ -251,7 +250,7 @@ __device__ void tile_lists(const Params& p) {
   }
 }
 
-/// From "which KV tiles list a Q tile" to the place of each among them, the last first: the order in which
+/// From "which KV tiles list a Q tile" to the rank of each among them, the last first: the order in which
 /// they add to its dQ. One block for 32 columns of a set of lists, each warp for a part of the rows; grid:
 /// sets * columns / 32, rounded up.
 template <class P>

@@ -39,7 +39,7 @@ struct ReadPlace {
   int b, h, q, kv;
 };
 
-/// A debug mode: tells of each index that is clamped, where `exists` says that the read is wanted.
+/// A debug mode: prints each index that is clamped, if `exists`: if the pair that reads exists.
 template <class... Indices>
 __device__ __noinline__ void check_indices(bool exists, ReadPlace at, const char* name,
                                            const CaptureParam& tensor, Indices... indices) {
@@ -71,8 +71,8 @@ __device__ __forceinline__ auto read_capture(const CaptureParam& tensor, Indices
   return as_read(load_element(static_cast<const Element*>(tensor.data) + offset_of(tensor, indices...)));
 }
 
-/// A plane of a captured tensor of 16-bit elements: with the pair (q, kv) goes the element at row q + q_shift
-/// and column kv + kv_shift, clamped.
+/// A bias tile's source: the last two dimensions of a captured tensor of 16-bit elements. The pair (q, kv)
+/// has the element at row q + q_shift and column kv + kv_shift, clamped.
 struct BiasTile {
   const unsigned short* first;
   long long stride_q, stride_kv;
@@ -93,7 +93,7 @@ struct BiasTile {
   }
 };
 
-/// The plane tensor[indices..., :, :].
+/// tensor[indices..., :, :].
 template <class... Indices>
 __device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int q_shift, int kv_shift,
                                                  Indices... indices) {
@@ -124,7 +124,7 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   return tensor.grad + at;
 }
 
-/// Where the gradients of a captured plane are: the pairs', as BiasTile has their elements.
+/// Where the pairs' gradients are, as BiasTile has their elements.
 struct BiasTileGrad {
   float* first;
   int size_q, size_kv, q_shift, kv_shift;

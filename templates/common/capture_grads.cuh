@@ -1,10 +1,10 @@
-// How what pairs add to the gradients of captured tensors comes there, in any order.
+// Additions of pairs to the gradients of captured tensors, in any order.
 #pragma once
 
 namespace flashjit {
 
-/// What decides where a head's pairs add: any of their values; kv - q alone, as it does for the factor; or
-/// each has its own place, which bias_tile_grad() says.
+/// Where a head's pairs add: anywhere; at a place that depends on kv - q alone, as the factor does; or each
+/// at a place of its own, which bias_tile_grad() gives.
 enum class Places { any, by_difference, own };
 
 /// One of the additions that each pair makes. `shared`: pairs of a head may add to the same place.
@@ -42,9 +42,9 @@ __device__ __forceinline__ void add_by_runs(float* at, float value) {
   if (begins) add_to_memory(at, value);
 }
 
-/// What a thread's pairs of a tile add. Additions to one place that follow each other become one, in the end
-/// those of a warp's lanes, too: memory takes what goes to one line one after the other, 0.9 ns each on an
-/// H100. Each of a thread's keys has its own sum: its pairs with the queries may share a place (gate[h, kv]).
+/// What a thread's pairs of a tile add. Successive additions to one place become one, and in the end also
+/// those of a warp's lanes: atomics on one line are done one after the other, 0.9 ns each on an H100. Each of
+/// a thread's keys has its own sum, because its pairs with the queries may share a place (gate[h, kv]).
 template <int kCount, int kKeys>
 class CaptureSums {
  public:

@@ -1,4 +1,4 @@
-// Which pairs dropout drops: of one, and of the fragments of S and S^T that a thread holds.
+// Which pairs dropout drops: for one pair, and for the fragments of S and S^T that a thread holds.
 #pragma once
 
 #include "flashjit/common/params.cuh"
@@ -36,8 +36,8 @@ __device__ __forceinline__ bool pair_dropped(const Params& p, unsigned batch_hea
   return is_dropped(draw_dropped(index & 2 ? high : low, p.drop_share), kv & 1);
 }
 
-/// Masks of what dropout drops of P as the left operand of P V: of its words for 16 keys, of which the
-/// thread's first pair is (q, kv), the halves that become zero.
+/// Masks for P as the left operand of P V: in its words for 16 keys, the halves that become zero. The
+/// thread's first pair is (q, kv).
 __device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p, unsigned batch_head, int q,
                                            int kv) {
   const Philox4 random = dropout_words(p, batch_head, q, kv);
@@ -48,10 +48,10 @@ __device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p
   }
 }
 
-/// What is drawn for 16 queries of S^T of which the thread's first pair is (q, kv): word r for the queries q
-/// and q + 1, plus 8 for r above 1, of the key kv, plus 8 for odd r. A call has the bits of kv ^ 1, too,
-/// which are another lane's: the two make a call each, one for even and one for odd queries, and exchange
-/// halves. By whole warps.
+/// What is drawn for 16 queries of S^T; the thread's first pair is (q, kv). Word r is for the queries q and
+/// q + 1, plus 8 for r above 1, and for the key kv, plus 8 for odd r. One call of Philox also has the bits of
+/// kv ^ 1, which another lane needs: the two lanes make one call each, for even and for odd queries, and
+/// exchange halves. By whole warps.
 __device__ __forceinline__ Philox4 draw_transposed(const Params& p, unsigned batch_head, int q, int kv) {
   const int odd = kv & 1;
   const Philox4 own = dropout_words(p, batch_head, q + odd, kv);
@@ -68,7 +68,7 @@ __device__ __forceinline__ Philox4 draw_transposed(const Params& p, unsigned bat
   return drawn;
 }
 
-/// What dropout drops of a thread's kCount values of an accumulator of S^T, a bit each.
+/// A bit for each of a thread's kCount values of an accumulator of S^T: whether dropout drops it.
 template <int kCount>
 class DroppedValues {
   static constexpr int kWords = (kCount + 31) / 32, kOfWord = kCount < 32 ? kCount : 32;

@@ -36,35 +36,37 @@ struct ExampleProblem {
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplit = false;
   static constexpr bool kPacksHeads = false;
-  static constexpr int kListedRows = 128;  // rows of a Q tile of which its list tells whether they meet a KV
-                                           // tile: kBr, or less, and then all their pairs attend or none
+  // The rows of a Q tile whose meeting with a KV tile its list records as one bit: kBr, or fewer, and then
+  // all their pairs attend or none.
+  static constexpr int kListedRows = 128;
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What follows is generated from the programs: runtime/expr/emit.cpp.
-  static constexpr bool kHasScore = false;      // false: score() is the identity
-  static constexpr bool kHasMask = false;       // false: mask() is always true
-  static constexpr bool kScoreGrad = false;     // false: score_grad() is 1
-  static constexpr bool kScoreLine = false;     // whether the score is a line's, see score_offset()
-  static constexpr bool kBiasTile = false;      // whether there are plane() and scores of its elements
-  static constexpr bool kScoreRowTerm = false;  // whether there are score_row_term() and score_of_terms()
-  static constexpr bool kScoreColumnTerm =
-      false;                                     // whether there are score_column_term() and score_of_terms()
-  static constexpr int kMaskBounds = 0;          // of how many bounds the mask is: then the keys of a query
-                                                 // are kv_bounds() of it alone; 0: it is something else
-  static constexpr int kMaskBlockQ = 0;          // the mask is the same for all pairs of so many queries and
-  static constexpr int kMaskBlockKv = 0;         // keys, from multiples of these on; 0: of all
+  static constexpr bool kHasScore = false;         // false: score() is the identity
+  static constexpr bool kHasMask = false;          // false: mask() is always true
+  static constexpr bool kScoreGrad = false;        // false: score_grad() is 1
+  static constexpr bool kScoreLine = false;        // the score is a line along kv, see score_offset()
+  static constexpr bool kBiasTile = false;         // there are bias_tile() and scores of its elements
+  static constexpr bool kScoreRowTerm = false;     // there are score_row_term() and score_of_terms()
+  static constexpr bool kScoreColumnTerm = false;  // there are score_column_term() and score_of_terms()
+  // How many bounds the mask consists of: the keys of a query are then kv_bounds() of it alone. 0: the mask
+  // is something else.
+  static constexpr int kMaskBounds = 0;
+  // The mask is the same for all pairs of so many queries and keys, from multiples of these on; 0: for all.
+  static constexpr int kMaskBlockQ = 0;
+  static constexpr int kMaskBlockKv = 0;
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
-  static constexpr bool kEvaluateTiles = false;  // listed only: tiles that are partial by their class are
-                                                 // evaluated pair by pair when lists are made
+  static constexpr bool kEvaluateTiles = false;  // listed only: lists evaluate partial tiles pair by pair
   static constexpr bool kMaskUsesBatch = false;  // the mask depends on b
   static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
-  static constexpr bool kMaskTerms = false;      // whether there is mask_of_terms()
-  static constexpr int kMaskRowTerms =
-      0;  // listed only: how many mask_row_term() and mask_column_term() there are
-  static constexpr int kMaskColumnTerms = 0;
-  static constexpr int kCaptureGrads = 0;     // additions of add_capture_grads()
-  static constexpr int kDifferenceGrads = 0;  // of those, with Places::by_difference: the last but, perhaps,
-  static constexpr bool kBiasTileGrad = false;  // one with Places::own, for which there is bias_tile_grad()
+  static constexpr bool kMaskTerms = false;      // there is mask_of_terms()
+  static constexpr int kMaskRowTerms = 0;        // listed only: how many mask_row_term() there are
+  static constexpr int kMaskColumnTerms = 0;     // and mask_column_term()
+  static constexpr int kCaptureGrads = 0;        // additions of add_capture_grads()
+  // Of these, the last are those with Places::by_difference, but for a very last one with Places::own, for
+  // which there is bias_tile_grad().
+  static constexpr int kDifferenceGrads = 0;
+  static constexpr bool kBiasTileGrad = false;
 
   /// What the programs need of one head of one batch entry, made once for a tile of work; the lengths are
   /// those of the sequence.
@@ -80,13 +82,14 @@ struct ExampleProblem {
                                                 Position /*kv*/) {
     return dot * p.softmax_scale;
   }
-  // With kBiasTile there are plane(p, head), the BiasTile that the score reads, and score_of_element(p,
+  // With kBiasTile there are bias_tile(p, head), the BiasTile that the score reads, and score_of_element(p,
   // head, dot, element, q, kv) and score_grad_of_element(), for a kernel that has read the pair's element.
-  // With kScoreRowTerm there is score_row_term(p, head, q), which reads tensors by the query, with
-  // kScoreColumnTerm score_column_term(p, head, kv), and with either score_of_terms(p, head, dot, of_query,
-  // of_key, q, kv) and score_grad_of_terms(), for a kernel that finds each value once for a row or a column
-  // of a tile. With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows
-  // by score_slope(p, head) a key.
+  // With kScoreRowTerm there is score_row_term(p, head, q), which reads tensors by the query; with
+  // kScoreColumnTerm score_column_term(p, head, kv); and with either score_of_terms(p, head, dot, of_query,
+  // of_key, q, kv) and score_grad_of_terms(), for a kernel that finds each term once for a row or a column of
+  // a tile.
+  // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
+  // score_slope(p, head) a key.
   /// d score / d (p.softmax_scale * dot) at the same place.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {
@@ -101,21 +104,22 @@ struct ExampleProblem {
   // With kBiasTileGrad there is bias_tile_grad(p, head), a BiasTileGrad: where the last of the additions adds
   // the gradient of p.softmax_scale * dot.
 
-  /// Whether the pair attends. Lengths, padding and block maps are not its business.
+  /// Whether the pair attends, by the mask program alone: lengths and block maps come on top.
   static __device__ __forceinline__ bool mask(const Params&, const Head&, Position /*q*/, Position /*kv*/) {
     return true;
   }
-  /// What mask() says over a tile, whose ranges are within the sequence and not empty. Never empty or full
-  /// when it is not. A block of a cluster may have no keys: what is said of none is not used. With kListed it
-  /// is handed the bounds of each mask_row_term() and mask_column_term() over the ranges.
+  /// The class of a tile, whose ranges are within the sequence and not empty. It may be partial where the
+  /// tile is empty or full, but not the other way round. A block of a cluster may have no keys: the answer
+  /// for none is not used. With kListed it gets the bounds of each mask_row_term() and mask_column_term()
+  /// over the ranges.
   static __device__ __forceinline__ TileClass classify_tile(const Params&, const Head&, Range /*q*/,
-                                                            Range /*kv*/, const Interval* /*q_reads*/,
-                                                            const Interval* /*kv_reads*/) {
+                                                            Range /*kv*/, const Interval* /*row_terms*/,
+                                                            const Interval* /*column_terms*/) {
     return TileClass::full;
   }
-  // With kMaskTerms there is mask_of_terms(p, head, q_reads, kv_reads, q, kv), for a kernel that finds each
-  // mask_row_term() and mask_column_term() once for a row or a column of a tile.
-  /// Integers or conditions (0 and 1) of the mask that depend on one position alone, beside what Head knows.
+  // With kMaskTerms there is mask_of_terms(p, head, row_terms, column_terms, q, kv), for a kernel that finds
+  // each mask_row_term() and mask_column_term() once for a row or a column of a tile.
+  /// The mask's integers and conditions (0 and 1) that depend on one position alone, beside what Head has.
   static __device__ __forceinline__ int mask_row_term(const Params&, const Head&, int /*i*/, int /*q*/) {
     return 0;
   }

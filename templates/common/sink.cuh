@@ -20,7 +20,7 @@ __device__ __forceinline__ RowEnd with_sink(const Params& p, int h, float lse) {
   const float more = expf(sink - lse);  // infinity where the row attends to nothing
   return {sink > lse ? sink + log1pf(expf(lse - sink)) : lse + log1pf(more), 1.0f / (1.0f + more)};
 }
-/// The same for a kernel that visits the keys: where it visits a part, the sink comes when parts are joined.
+/// The same for a kernel that visits the keys. With split-KV the combine entry adds the sink.
 template <class P>
 __device__ __forceinline__ RowEnd end_of_row(const Params& p, int h, float lse) {
   if constexpr (P::kSplit) return {lse, 1.0f};

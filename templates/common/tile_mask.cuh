@@ -1,4 +1,4 @@
-// What a mask reads of one position, such as the document of a query or of a key: found once for a row and a
+// A mask's row and column terms, such as the document of a query or of a key: found once for a row or a
 // column of a tile instead of for each pair.
 #pragma once
 
@@ -6,9 +6,9 @@
 
 namespace flashjit {
 
-/// The mask over a tile that it divides, as a thread with values of an accumulator sees it: of each eight
-/// columns it has two, of each sixteen rows two, kRows in all. In the forward pass rows are queries and
-/// columns keys, in the backward pass the other way round.
+/// The mask over a partial tile, for a thread with values of an accumulator: two of every eight columns, and
+/// two of every sixteen rows, kRows in all. In the forward pass rows are queries and columns keys, in the
+/// backward pass the other way round.
 template <class P, int kColumns, int kRows = 2>
 class TileMask {
   static constexpr bool kFinds = P::kMaskTerms && kTestsMask<P>;
@@ -18,7 +18,7 @@ class TileMask {
   int columns_[(kColumns + 31) / 32][kOfColumn + 1];  // lane n has those of column n of each 32
 
  public:
-  /// What is read of the two columns that a thread has of eight.
+  /// The terms of the two columns that a thread has of eight.
   struct Columns {
     int reads[2][kOfColumn + 1];
   };
@@ -41,7 +41,7 @@ class TileMask {
           columns_[n / 32][i] = read(!P::kBackward, i, column + n + static_cast<int>(threadIdx.x) % 32);
     }
   }
-  /// Of the eight columns from `column` on. By whole warps.
+  /// For the eight columns from `column` on. By whole warps.
   __device__ __forceinline__ Columns columns(int column) const {
     Columns found = {};
     if constexpr (kFinds) {
@@ -54,7 +54,7 @@ class TileMask {
     }
     return found;
   }
-  /// Whether a pair attends, of the n-th row and the first or second of two columns.
+  /// Whether the pair of the n-th row and the first or second of two columns attends.
   __device__ __forceinline__ bool attends(const Params& p, const typename P::Head& head, int n,
                                           const Columns& columns, int e, Position q, Position kv) const {
     if constexpr (!kFinds)

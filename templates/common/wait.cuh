@@ -3,7 +3,7 @@
 
 namespace flashjit {
 
-/// A hang. Any other wait ends sooner: the longest is for all blocks' work on a head, seconds at a million
+/// A longer wait is a hang. The longest other wait is for all blocks' work on a head: seconds at a million
 /// tokens.
 constexpr unsigned long long kHangNanoseconds = 10'000'000'000;
 
@@ -13,7 +13,7 @@ __device__ __forceinline__ unsigned long long nanoseconds() {
   return now;
 }
 
-/// What was written before `*at` became what is read may be read afterwards.
+/// What was written before `*at` got the value returned may be read afterwards.
 __device__ __forceinline__ int load_acquire(const int* at) {
   int value;
   asm volatile("ld.acquire.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
@@ -25,7 +25,7 @@ __device__ __forceinline__ unsigned long long load_acquire(const unsigned long l
   return value;
 }
 
-/// Until `has_come()`; meanwhile `idle()`.
+/// Waits until `has_come()`; calls `idle()` meanwhile.
 template <class P, class HasCome, class Idle>
 __device__ __forceinline__ void wait_until(const HasCome& has_come, const Idle& idle) {
   if constexpr (P::kCheckWaits) {
@@ -39,10 +39,10 @@ __device__ __forceinline__ void wait_until(const HasCome& has_come, const Idle& 
   }
 }
 
-/// Until `*turn` is `mine`. What was written before it became so may be read afterwards.
-template <class P, unsigned kSleepNanoseconds, class Turn>
-__device__ __forceinline__ void wait_semaphore(const Turn* turn, const Turn& mine) {
-  wait_until<P>([&] { return load_acquire(turn) == mine; }, [] { __nanosleep(kSleepNanoseconds); });
+/// Waits until `*semaphore` is `value`. What was written before may be read afterwards.
+template <class P, unsigned kSleepNanoseconds, class Value>
+__device__ __forceinline__ void wait_semaphore(const Value* semaphore, const Value& value) {
+  wait_until<P>([&] { return load_acquire(semaphore) == value; }, [] { __nanosleep(kSleepNanoseconds); });
 }
 
 }  // namespace flashjit

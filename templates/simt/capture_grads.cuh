@@ -1,6 +1,6 @@
-// Gradients of captured tensors with the same bits on every run, in place of the atomic additions of
-// backward_dq. Each block sums what a tile of pairs adds to each place, and adds it to memory when its turn
-// comes: one tile after the other, and so slowly.
+// Gradients of captured tensors with the same bits on every run, instead of the atomic additions of
+// backward_dq. Each block sums what a tile of pairs adds to each place, and adds it to memory when the tiles
+// before have been added: one tile after the other, which is slow.
 #pragma once
 
 #include "flashjit/common/wait.cuh"
@@ -8,7 +8,7 @@
 
 namespace flashjit::simt {
 
-/// Of the additions that a pair makes, one.
+/// One of the additions that a pair makes.
 struct ChosenAddition {
   int chosen;
   float* at = nullptr;
@@ -114,14 +114,14 @@ __device__ void sum_for_place(const PairAdditions<T>& additions, int pair, float
   }
 }
 
-/// Blocks: any number. Work is numbered as it starts, so that whoever waits waits for a block that runs.
+/// Blocks: any number. Tiles are numbered as they start, so that a block waits only for blocks that run.
 template <class Problem>
 __device__ void capture_grads(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
   constexpr int kOwn = T::kM * T::kN;
   __shared__ unsigned long long started;
   unsigned long long* next = reinterpret_cast<unsigned long long*>(p.semaphores);
-  unsigned long long* turn = next + 1;
+  unsigned long long* semaphore = next + 1;
   const unsigned long long count = TileAddition::count<Problem>(p);
   const Shared shared = shared_memory<T>();
   for (;;) {
@@ -139,14 +139,14 @@ __device__ void capture_grads(const Params& p) {
       const int pair = static_cast<int>(threadIdx.x) + i * T::kThreads;
       if (any) sum_for_place(PairAdditions<T>(shared), pair, at[i], sum[i]);
     }
-    if (threadIdx.x == 0) wait_semaphore<Problem, 32>(turn, mine);
+    if (threadIdx.x == 0) wait_semaphore<Problem, 32>(semaphore, mine);
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kOwn; ++i)
       if (at[i] != nullptr) __stcg(at[i], __ldcg(at[i]) + sum[i]);
     __threadfence();
     __syncthreads();
-    if (threadIdx.x == 0) atomicExch(turn, mine + 1);
+    if (threadIdx.x == 0) atomicExch(semaphore, mine + 1);
   }
 }
 

@@ -10,8 +10,8 @@ namespace flashjit::sm80 {
 __device__ __forceinline__ int warp_index() { return threadIdx.x / 32; }
 __device__ __forceinline__ int lane_index() { return threadIdx.x % 32; }
 
-/// Starts copying rows [0, kRows) of a row-major matrix into a tile; rows from `valid` on become zero, as do
-/// the columns that pad kColumns to a multiple of 16.
+/// Starts copying rows [0, kRows) of a row-major matrix into a tile. Rows from `valid` on become zero, and so
+/// do the columns that pad kColumns to a multiple of 16.
 template <int kRows, int kColumns, int kThreads>
 __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* from, long long stride,
                                           int valid) {

@@ -83,7 +83,7 @@ TEST_F(CheckWaits, EndAHeadThatIsNeverDone) {
 
 TEST_F(CheckWaits, EndATurnThatNeverComes) {
   if (gpu().info.compute_capability < 80) GTEST_SKIP() << "needs sm_80";
-  change_template("sm80/backward.cuh", "if (threadIdx.x == 0) atomicAdd(turn, 1);", "");
+  change_template("sm80/backward_dq.cuh", "if (threadIdx.x == 0) atomicAdd(semaphore, 1);", "");
   expect_launch_error("--spec bwd:bf16:d64:det --shape b1:hq1:hkv1:sq64:skv1024 --config sm80:br32:bc64:w4");
 }
 

@@ -5,6 +5,15 @@
 
 namespace flashjit {
 
+/// The row sum that O is divided by. P V adds up P rounded to the element type: so counts P of the row's
+/// largest key, too, which is exp2(rest), as its exponent is computed with one rounding. O of a row with one
+/// strong key is then that key's V, however large the scores are.
+template <class Element>
+__device__ __forceinline__ float sum_of_products(float sum, float rest) {
+  const float largest = exp2_approx(rest);
+  return sum + (low_of<Element>(pack<Element>(largest, 0.0f)) - largest);
+}
+
 /// The end of a row of O.
 struct RowEnd {
   float lse;

@@ -313,8 +313,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       pin(o);
       release(smem.v_empty(before(n)));
       last = n;
-      if (!kLazyRescale<P> || __any_sync(kWholeWarp, rescale[0] != 1.0f || rescale[1] != 1.0f))
-        scale_o(o, rescale);
+      rescale_o<P>(o, rescale);
       pack_probabilities();
     }
     // Where there are two, nobody waits for this one yet.

@@ -35,7 +35,8 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     lse[half] = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
     const RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     lse[half] = end.lse;
-    scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, sum) * end.factor : 0.0f;
+    const float of_products = sum_of_products<typename P::Element>(sum, rest);
+    scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
   }
   float* to = lse_of<P>(p, work.split);
   if (to == nullptr || threadIdx.x % 4 != 0) return;
@@ -55,6 +56,21 @@ template <int kCount>
 __device__ __forceinline__ void scale_o(float (&o)[kCount], const float (&scale)[2]) {
 #pragma unroll
   for (int n = 0; n < kCount; ++n) o[n] *= scale[n / 2 % 2];
+}
+
+/// The same in a step, by what the rows' maxima have grown.
+template <class P, int kCount>
+__device__ __forceinline__ void rescale_o(float (&o)[kCount], const float (&rescale)[2]) {
+  if constexpr (!kVotesOnRescale<P>) {
+    scale_o(o, rescale);
+  } else {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!__any_sync(kWholeWarp, rescale[half] != 1.0f)) continue;
+#pragma unroll
+      for (int n = half * 2; n < kCount; n += 4) o[n] *= rescale[half], o[n + 1] *= rescale[half];
+    }
+  }
 }
 
 /// Stores O of a work tile, scaled already.

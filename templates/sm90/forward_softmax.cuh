@@ -157,7 +157,6 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-    if (kLazyRescale<P> && !((highest - before) * scale > kRescaleThreshold<P>)) highest = before;
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
     rows.max[half] = highest;

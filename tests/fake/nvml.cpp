@@ -1,5 +1,5 @@
 // An NVML that can be opened: it knows the GPUs of the fake driver and lets them heat.
-#include "fake/nvml.hpp"
+#include "tests/fake/nvml.hpp"
 
 #include <algorithm>
 #include <string_view>

@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "fake/nvml.hpp"
+#include "tests/fake/nvml.hpp"
 #include "tests/support/fake_driver.hpp"
 
 namespace flashjit::test {

@@ -4,12 +4,11 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
-#include <array>
-#include <cstdio>
-#include <memory>
+#include <cstdlib>
+#include <filesystem>
 #include <string>
 
-#include "tests/support/run_command.hpp"
+#include "support/file.hpp"
 
 namespace flashjit::command {
 namespace {
@@ -23,17 +22,20 @@ TEST(Sha256, OfTheStandardsExamples) {
 }
 
 TEST(Sha256, OfAnyLengthAsSha256sumHasIt) {
-  const test::TemporaryDirectory folder;
+  const std::filesystem::path folder =
+      std::filesystem::temp_directory_path() / ("flashjit-sha256-" + unique_suffix());
+  std::filesystem::create_directories(folder);
   std::string bytes, digests;
   for (int length = 0; length <= 130; ++length) {
-    write_file_atomically(folder.file(fmt::format("{:03}", length)), bytes);
+    write_file_atomically(folder / fmt::format("{:03}", length), bytes);
     digests += fmt::format("{}  {:03}\n", sha256(bytes), length);
     bytes += static_cast<char>(length * 37);
   }
-  write_file_atomically(folder.file("sums"), digests);
+  write_file_atomically(folder / "sums", digests);
   EXPECT_EQ(
-      std::system(fmt::format("cd '{}' && sha256sum --check --strict --quiet sums", folder.file("")).c_str()),
+      std::system(fmt::format("cd '{}' && sha256sum --check --strict --quiet sums", folder.string()).c_str()),
       0);
+  std::filesystem::remove_all(folder);
 }
 
 }  // namespace

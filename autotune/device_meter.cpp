@@ -16,8 +16,8 @@
 #include "device/device_info.hpp"
 #include "plan/plan.hpp"
 #include "reference/inputs.hpp"
+#include "support/dtypes.hpp"
 #include "support/environment.hpp"
-#include "support/small_float.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::autotune {
@@ -68,10 +68,7 @@ std::vector<char> random_pattern(DType dtype) {
   std::mt19937 generator(42);
   std::normal_distribution<float> normal;
   for (std::size_t i = 0; i < count; ++i) {
-    const float value = normal(generator);
-    const std::uint16_t half = dtype == DType::bf16 ? Bf16::encode(value) : Fp16::encode(value);
-    const void* element = dtype == DType::fp32 ? static_cast<const void*>(&value) : &half;
-    std::memcpy(&bytes[i * size_of(dtype)], element, size_of(dtype));
+    dtype_info(dtype).encode(normal(generator), &bytes[i * size_of(dtype)]);
   }
   return bytes;
 }

@@ -6,7 +6,7 @@
 #include <cmath>
 
 #include "flashjit/error.hpp"
-#include "plan/family.hpp"
+#include "plan/tiles.hpp"
 #include "reference/inputs.hpp"
 
 namespace flashjit::autotune {
@@ -14,14 +14,6 @@ namespace {
 
 constexpr std::int64_t kSampledRows = 256;
 constexpr std::uint64_t kSeed = 1;  // of captures, as the tuner measures with
-
-/// Keys that no mask or a causal one leaves to query q: a prefix of them.
-std::int64_t visible_keys(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t q) {
-  if (spec.mask.empty()) return shape.seqlen_kv;
-  const bool bottom_right = spec.mask == causal(CausalAlignment::bottom_right);
-  const std::int64_t shift = bottom_right ? shape.seqlen_kv - shape.seqlen_q : 0;
-  return std::clamp<std::int64_t>(q + shift + 1, 0, shape.seqlen_kv);
-}
 
 std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t q, std::int64_t visible) {
   std::int64_t keys = 0;
@@ -34,8 +26,10 @@ std::int64_t keys_by_map(const BlockPattern& map, BlockSize block, std::int64_t 
 /// Pairs of all batches and heads; of rows that are alike in each.
 double prefix_pairs(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
   double pairs = 0;
+  const std::vector<Range> keys =
+      plan::keys_of_tiles(spec, shape, 1);  // of no mask or a causal one: a prefix
   for (std::int64_t q = 0; q < shape.seqlen_q; ++q) {
-    const std::int64_t visible = visible_keys(spec, shape, q);
+    const std::int64_t visible = std::max(keys[static_cast<std::size_t>(q)].end, 0);
     pairs +=
         static_cast<double>(spec.has_block_map() ? keys_by_map(map, spec.block_map, q, visible) : visible);
   }

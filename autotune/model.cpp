@@ -8,11 +8,13 @@
 
 #include "expr/graph.hpp"
 #include "plan/family.hpp"
-#include "plan/sm90.hpp"
 #include "plan/tiles.hpp"
+#include "support/dtypes.hpp"
 
 namespace flashjit::autotune {
 namespace {
+
+using plan::ComputedBy;
 
 // Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and NOTES.md;
 // `flashjit tune --study` tells how well they order candidates.
@@ -32,6 +34,7 @@ constexpr int kGroupWarps = 4;
 constexpr int kSchedulers = 4;                   // of a multiprocessor
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
 constexpr int kOtherRegisters = 70;              // of a thread, beside accumulators
+constexpr int kRegisterUnit = 8;                 // in which a thread has them
 constexpr double kManyWaves = 40;                // from here on the order of the blocks does not matter
 
 double round_up(int value, int unit) {
@@ -57,15 +60,32 @@ struct TileClocks {
 
 bool is_backward(const AttentionSpec& spec) { return spec.pass == Pass::backward; }
 
-double macs_per_clock(Family family, const Rates& rates) {
-  if (family == Family::simt) return rates.plain_macs / 2;  // operands come from shared memory
-  return family == Family::sm90 ? rates.group_macs * kGroupEfficiency : rates.tensor_macs;
+/// What is modelled: a kernel, by what computes its tiles.
+struct Candidate {
+  const plan::KernelPlan& kernel;
+  ComputedBy by;
+
+  const AttentionSpec& spec() const { return kernel.spec; }
+  const TileConfig& config() const { return kernel.config; }
+};
+
+double macs_per_clock(ComputedBy by, const Rates& rates) {
+  switch (by) {
+    case ComputedBy::threads:
+      return rates.plain_macs / 2;  // operands come from shared memory
+    case ComputedBy::warps:
+      return rates.tensor_macs;
+    case ComputedBy::warp_groups:
+      break;
+  }
+  return rates.group_macs * kGroupEfficiency;
 }
 
 /// Warps, or warp groups, each of which reads the whole streamed tile.
-int readers(const AttentionSpec& spec, const TileConfig& c) {
-  const int all = c.family == Family::sm90 ? c.warps / kGroupWarps : c.warps;
-  return std::max(1, all / plan::tiles_at_a_time(spec, c));
+int readers(const Candidate& of) {
+  const int warps = of.config().warps;
+  const int all = of.by == ComputedBy::warp_groups ? warps / kGroupWarps : warps;
+  return std::max(1, all / of.kernel.schedule.q_tiles_per_cta);
 }
 
 double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
@@ -75,44 +95,49 @@ double multiply_adds(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 /// Bytes that the products read from shared memory for one tile.
-double shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+double shared_bytes(const Candidate& of) {
+  const AttentionSpec& spec = of.spec();
+  const TileConfig& c = of.config();
   const double dims = spec.head_dim + spec.v_dim();
-  const double element = c.family == Family::simt ? 4 : size_of(spec.dtype);
+  const double element = of.by == ComputedBy::threads ? 4 : size_of(spec.dtype);
   if (!is_backward(spec)) {
     const double q = c.q_in_registers ? 0 : c.br * static_cast<double>(spec.head_dim);
-    return element * (readers(spec, c) * c.bc * dims + q);
+    return element * (readers(of) * c.bc * dims + q);
   }
   // K and V by the rows that own them; Q and dO twice by everyone; dS once more for dQ, with K.
-  const double own = c.bc * dims, streamed = 2.0 * readers(spec, c) * c.br * dims / c.d_split;
+  const double own = c.bc * dims, streamed = 2.0 * readers(of) * c.br * dims / c.d_split;
   return element * (own * c.d_split + streamed + c.bc * static_cast<double>(spec.head_dim + 2 * c.br));
 }
 
-TileClocks tile_clocks(const AttentionSpec& spec, const TileConfig& c, const Rates& rates,
-                       double program_operations) {
+TileClocks tile_clocks(const Candidate& of, const Rates& rates, double program_operations) {
+  const AttentionSpec& spec = of.spec();
+  const TileConfig& c = of.config();
   const double pairs = static_cast<double>(c.br) * c.bc;
   const double instructions = is_backward(spec) ? kBackwardInstructions : kForwardInstructions;
   const double streamed_rows = is_backward(spec) ? c.br : c.bc;
   TileClocks clocks;
-  clocks.products = pairs * multiply_adds(spec, c) / macs_per_clock(c.family, rates);
+  clocks.products = pairs * multiply_adds(spec, c) / macs_per_clock(of.by, rates);
   clocks.exponentials = pairs * c.d_split / rates.exponentials;
   clocks.arithmetic = pairs * c.d_split * (instructions + program_operations) / kLanes;
-  clocks.shared = shared_bytes(spec, c) / kSharedBytesPerClock;
+  clocks.shared = shared_bytes(of) / kSharedBytesPerClock;
   clocks.l2 = streamed_rows * (spec.head_dim + spec.v_dim()) * size_of(spec.dtype) / kL2BytesPerClock;
-  if (is_backward(spec) && c.family != Family::simt)
+  if (is_backward(spec) && of.by != ComputedBy::threads)
     clocks.reductions = 4.0 * c.br * spec.head_dim / kReducedBytesPerClock;
-  clocks.overhead = c.family == Family::sm90 ? kClocksPerTile : kWarpClocksPerTile;
+  clocks.overhead = of.by == ComputedBy::warp_groups ? kClocksPerTile : kWarpClocksPerTile;
   return clocks;
 }
 
 /// A tile's time when units work side by side as far as the warps of as many resident tiles let them.
-double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const TileConfig& c, int resident) {
+double overlapped(const TileClocks& clocks, const Candidate& of, int resident) {
+  const AttentionSpec& spec = of.spec();
+  const TileConfig& c = of.config();
   double busiest = 0;
   for (const auto& [unit, name] : clocks.units()) busiest = std::max(busiest, unit);
-  if (c.family == Family::sm90) {
+  if (of.by == ComputedBy::warp_groups) {
     // Loads have their own warps; products run under the softmax of the same and of other groups.
     const double hidden_loads = is_backward(spec) ? 0 : clocks.shared;
     const double rest = std::max(0.0, clocks.sum() - busiest - clocks.l2 - hidden_loads);
-    const int groups = readers(spec, c) * resident;
+    const int groups = readers(of) * resident;
     const double exposed = is_backward(spec) ? 0.12 : groups <= 1 ? 0.5 : groups == 2 ? 0.15 : 0.07;
     const double late = c.stages == 1 ? clocks.l2 : 0;
     return busiest + exposed * rest + late + clocks.overhead;
@@ -124,9 +149,12 @@ double overlapped(const TileClocks& clocks, const AttentionSpec& spec, const Til
   return std::pow(std::pow(busiest, kSharpness) + std::pow(serial, kSharpness), 1 / kSharpness);
 }
 
-int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
-  // setmaxnreg shares out what the block has.
-  if (c.family == Family::sm90) return sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks);
+int registers_a_thread(const Candidate& of, const plan::Entry& entry, const DeviceInfo& device) {
+  const AttentionSpec& spec = of.spec();
+  const TileConfig& c = of.config();
+  // setmaxnreg shares out what the block has: all that there are.
+  if (of.by == ComputedBy::warp_groups)
+    return device.registers_per_sm / (entry.threads * entry.min_blocks) / kRegisterUnit * kRegisterUnit;
   const double threads = c.warps * 32.0;
   const double kept = is_backward(spec) ? c.d_split * 2.0 * c.br * c.bc / threads +
                                               c.bc * (spec.head_dim + spec.v_dim()) / threads
@@ -135,11 +163,11 @@ int registers_a_thread(const AttentionSpec& spec, const TileConfig& c) {
   return static_cast<int>(std::min(255.0, kept + q + kOtherRegisters));
 }
 
-int resident_blocks(const AttentionSpec& spec, const TileConfig& c, const plan::Entry& entry,
-                    const DeviceInfo& device) {
+int resident_blocks(const Candidate& of, const plan::Entry& entry, const DeviceInfo& device) {
   const int by_shared = device.shared_per_sm / (entry.shared_bytes + plan::kReservedSharedBytes);
   const int by_threads = kThreadsPerMultiprocessor / std::max(entry.threads, 1);
-  const int by_registers = device.registers_per_sm / std::max(1, registers_a_thread(spec, c) * entry.threads);
+  const int by_registers =
+      device.registers_per_sm / std::max(1, registers_a_thread(of, entry, device) * entry.threads);
   return std::max(1, std::min({by_shared, by_threads, by_registers}));
 }
 
@@ -189,8 +217,8 @@ Rates rates_of(const DeviceInfo& device) {
 double roofline_ms(const AttentionSpec& spec, const Work& work, const DeviceInfo& device) {
   const Rates rates = rates_of(device);
   const double multiprocessors = std::max(device.multiprocessors, 1);
-  const double macs =
-      spec.dtype == DType::fp32 ? rates.plain_macs : std::max(rates.tensor_macs, rates.group_macs);
+  const double macs = dtype_info(spec.dtype).mma_name.empty() ? rates.plain_macs
+                                                              : std::max(rates.tensor_macs, rates.group_macs);
   const double products = work.operations / 2 / macs / multiprocessors / rates.clocks_per_ms;
   const double exponentials = work.pairs / rates.exponentials / multiprocessors / rates.clocks_per_ms;
   return std::max({products, exponentials, work.bytes / rates.bytes_per_ms});
@@ -198,6 +226,7 @@ double roofline_ms(const AttentionSpec& spec, const Work& work, const DeviceInfo
 
 Model::Model(const Problem& problem, const DeviceInfo& device, double map_density)
     : problem_{problem.spec.normalized(), problem.shape},
+      spec_(problem.spec),
       device_(device),
       rates_(rates_of(device)),
       program_operations_(operations_of(problem_.spec)),
@@ -209,10 +238,10 @@ Prediction Model::predict(const TileConfig& config) const {
   const AttentionSpec& spec = problem_.spec;
   const AttentionShape& shape = problem_.shape;
   const plan::FamilyTraits& traits = plan::traits(config.family);
-  const std::vector<plan::Entry> entries = traits.entries(spec, config);
-  const TileClocks clocks = tile_clocks(spec, config, rates_, program_operations_);
-
-  const auto parts = static_cast<double>(plan::tile_parts(spec, shape, config, device_));
+  const plan::KernelPlan kernel = traits.kernel(spec_, config);
+  const Candidate candidate{kernel, traits.computed_by};
+  const TileClocks clocks = tile_clocks(candidate, rates_, program_operations_);
+  const auto parts = static_cast<double>(plan::tile_parts(kernel, shape, device_));
 
   Prediction out;
   double busiest = 0;
@@ -221,21 +250,21 @@ Prediction Model::predict(const TileConfig& config) const {
     busiest = unit;
     out.bound = name;
   }
-  for (const plan::Launch& launch : traits.launches(spec, shape, config)) {
+  for (const plan::Launch& launch : plan::launches_of(kernel, shape)) {
     if (launch.blocks == 0) continue;
     out.ms += kLaunchMs;
-    const plan::Entry& entry = entries.at(launch.entry);
+    const plan::Entry& entry = kernel.entries.at(launch.entry);
     if (!entry.hot) continue;
     // A grid too small to fill the device spreads out.
     const double multiprocessors = std::max(device_.multiprocessors, 1);
     const double share = std::ceil(static_cast<double>(launch.blocks) * parts / multiprocessors);
     const int resident = static_cast<int>(std::min<double>(
-        resident_blocks(spec, config, entry, device_) * plan::tiles_at_a_time(spec, config), share));
-    const double tile = overlapped(clocks, spec, config, resident);
+        resident_blocks(candidate, entry, device_) * kernel.schedule.q_tiles_per_cta, share));
+    const double tile = overlapped(clocks, candidate, resident);
 
     const plan::ForwardTiles rows = plan::forward_tiles(shape, config);
     // Backward, a block owns keys, but for the kernel of simt that computes dQ.
-    const bool by_columns = is_backward(spec) && entry.name != "backward_dq";
+    const bool by_columns = is_backward(spec) && kernel.steps.at(launch.entry) == plan::Step::main;
     const std::vector<std::int64_t> visited =
         by_columns ? coverage_.tiles_of_columns(config.br, config.bc)
                    : coverage_.tiles_of_rows(static_cast<int>(rows.queries), config.bc);

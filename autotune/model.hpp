@@ -42,12 +42,14 @@ class Model {
 
   Prediction predict(const TileConfig& config) const;
   const Problem& problem() const { return problem_; }
+  const plan::AnalysedSpec& spec() const { return spec_; }  ///< the problem's
   const DeviceInfo& device() const { return device_; }
   double roofline_ms() const { return autotune::roofline_ms(problem_.spec, work_, device_); }
   const Work& work() const { return work_; }
 
  private:
   Problem problem_;
+  plan::AnalysedSpec spec_;
   DeviceInfo device_;
   Rates rates_;
   double program_operations_;  ///< of a pair

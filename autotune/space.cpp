@@ -6,7 +6,6 @@
 #include <tuple>
 
 #include "plan/family.hpp"
-#include "plan/sm90.hpp"
 #include "plan/tiles.hpp"
 
 namespace flashjit::autotune {
@@ -17,7 +16,7 @@ auto canonical_key(const TileConfig& c) {
                     c.min_blocks, c.in_parts, c.packs_heads);
 }
 
-std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, const DeviceInfo& device,
+std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& spec, const DeviceInfo& device,
                                                      const std::vector<Family>& wanted) {
   std::vector<const plan::FamilyTraits*> able;
   std::string reasons;
@@ -25,7 +24,7 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
     const bool chosen =
         wanted.empty() || std::find(wanted.begin(), wanted.end(), traits.family) != wanted.end();
     const Support support =
-        chosen ? traits.supports(problem.spec, device) : Support::no("left out by the choice of families");
+        chosen ? traits.supports(spec, device) : Support::no("left out by the choice of families");
     if (support) {
       able.push_back(&traits);
     } else {
@@ -33,8 +32,8 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
     }
   }
   if (able.empty()) {
-    throw Error(ErrorCode::unsupported, fmt::format("no kernel family can do {} on {}{}",
-                                                    to_string(problem.spec), to_string(device), reasons));
+    throw Error(ErrorCode::unsupported, fmt::format("no kernel family can do {} on {}{}", to_string(spec),
+                                                    to_string(device), reasons));
   }
   return able;
 }
@@ -42,13 +41,13 @@ std::vector<const plan::FamilyTraits*> able_families(const Problem& problem, con
 /// Whether a switch of the configuration does nothing for the problem: heads packed that share no K and V,
 /// one part of the keys, two Q tiles at a time where there is a block for each, or KV tiles of a cluster that
 /// are not of whole rows, or of more blocks than rows have keys for.
-bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceInfo& device) {
-  const auto& [spec, shape] = problem;
-  if (plan::clusters_sum_dq(spec, config))
+bool is_in_vain(const plan::KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
+  const TileConfig& config = kernel.config;
+  if (kernel.schedule.sums_dq)
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
   if (config.packs_heads) return shape.heads_q == shape.heads_kv;
-  if (config.in_parts) return plan::tile_parts(spec, shape, config, device) == 1;
-  return plan::tiles_at_a_time(spec, config) > 1 &&
+  if (config.in_parts) return plan::tile_parts(kernel, shape, device) == 1;
+  return kernel.schedule.q_tiles_per_cta > 1 &&
          shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;
 }
 
@@ -57,16 +56,16 @@ bool is_in_vain(const Problem& problem, const TileConfig& config, const DeviceIn
 bool canonical_less(const TileConfig& a, const TileConfig& b) { return canonical_key(a) < canonical_key(b); }
 
 std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>& families) {
-  const Problem& problem = model.problem();
+  const plan::AnalysedSpec& spec = model.spec();
+  const AttentionShape& shape = model.problem().shape;
   const DeviceInfo& device = model.device();
-  const auto able = able_families(problem, device, families);
-  const TileConfig heuristic = able.front()->heuristic(problem.spec, problem.shape, device);
+  const auto able = able_families(spec, device, families);
+  const TileConfig heuristic = able.front()->heuristic(spec, shape, device);
 
   std::vector<TileConfig> all;
   for (const plan::FamilyTraits* traits : able) {
-    for (const TileConfig& config : traits->search_space(problem.spec, device)) {
-      if (config != heuristic && !is_in_vain(problem, config, device) &&
-          traits->admits(problem.spec, config, device))
+    for (const TileConfig& config : traits->search_space(spec, device)) {
+      if (config != heuristic && !is_in_vain(traits->kernel(spec, config), shape, device))
         all.push_back(config);
     }
   }
@@ -84,7 +83,7 @@ std::vector<TileConfig> candidates(const Model& model, const std::vector<Family>
 }
 
 std::string disqualified(const AttentionSpec& spec, const KernelReport& kernel, const DeviceInfo& device) {
-  for (const plan::Entry& entry : plan::traits(kernel.config.family).entries(spec, kernel.config)) {
+  for (const plan::Entry& entry : plan::traits(kernel.config.family).kernel(spec, kernel.config).entries) {
     const auto report = std::find_if(kernel.entries.begin(), kernel.entries.end(),
                                      [&](const EntryReport& e) { return e.entry == entry.name; });
     if (report == kernel.entries.end()) continue;

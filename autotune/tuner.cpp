@@ -73,7 +73,7 @@ const Problem& require_work(const Problem& problem) {
 
 /// What a report says of the main kernel: of several, the one that needs most.
 void note_resources(plan::Timing& timing, const AttentionSpec& spec, const KernelReport& kernel) {
-  for (const plan::Entry& entry : plan::traits(kernel.config.family).entries(spec, kernel.config)) {
+  for (const plan::Entry& entry : plan::traits(kernel.config.family).kernel(spec, kernel.config).entries) {
     for (const EntryReport& report : kernel.entries) {
       if (!entry.hot || report.entry != entry.name) continue;
       timing.registers = std::max(timing.registers, report.registers);
@@ -532,7 +532,7 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
 
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,
                      const Setting& setting, Meter& meter, const TuneOptions& options) {
-  const Problem computed = plan::with_packed_heads(problem.spec, problem.shape);  // as it is looked up
+  const Problem computed = plan::fold_gqa(problem.spec, problem.shape);  // as it is looked up
   plan::TuningRecord name;
   name.spec = computed.spec;
   name.shape = computed.shape;

@@ -89,7 +89,7 @@ TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, co
                 const std::optional<plan::TuningRecord>& known = {},
                 const std::function<void(const plan::TuningRecord&)>& keep = {});
 
-/// tune() of the problem as it is computed, see with_packed_heads(), with the records folder as memory: reads
+/// tune() of the problem as it is computed, see fold_gqa(), with the records folder as memory: reads
 /// the problem's record if there is one and writes it anew.
 TuneResult tune_into(const std::filesystem::path& records_folder, const Problem& problem,
                      const Setting& setting, Meter& meter, const TuneOptions& options = {});

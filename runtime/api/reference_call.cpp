@@ -10,22 +10,11 @@
 #include "call/captures.hpp"
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
+#include "support/dtypes.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit {
 namespace {
-
-ElementType element_of(DType dtype) {
-  switch (dtype) {
-    case DType::fp16:
-      return ElementType::fp16;
-    case DType::bf16:
-      return ElementType::bf16;
-    case DType::fp32:
-      break;
-  }
-  return ElementType::fp32;
-}
 
 double read_element(ElementType type, const void* data, std::int64_t index) {
   const auto as = [&]<class T>(T) { return static_cast<double>(static_cast<const T*>(data)[index]); };
@@ -53,16 +42,7 @@ double read_element(ElementType type, const void* data, std::int64_t index) {
 }
 
 void write_element(DType dtype, void* data, std::int64_t index, double value) {
-  switch (dtype) {
-    case DType::fp16:
-      static_cast<std::uint16_t*>(data)[index] = Fp16::encode(value);
-      return;
-    case DType::bf16:
-      static_cast<std::uint16_t*>(data)[index] = Bf16::encode(value);
-      return;
-    case DType::fp32:
-      static_cast<float*>(data)[index] = static_cast<float>(value);
-  }
+  dtype_info(dtype).encode(value, static_cast<std::byte*>(data) + index * size_of(dtype));
 }
 
 /// Calls visit(place, offset) for every element in C order: its place in a contiguous tensor and in memory.
@@ -87,7 +67,7 @@ std::vector<double> gather(ElementType type, const void* data, const std::array<
 }
 
 std::vector<double> gather(DType dtype, const ConstTensorView& view) {
-  return gather(element_of(dtype), view.data, view.size, view.stride);
+  return gather(dtype_info(dtype).element, view.data, view.size, view.stride);
 }
 
 /// The first `rows` of each head; the rest stays as it is.

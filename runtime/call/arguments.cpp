@@ -8,7 +8,7 @@
 #include <numbers>
 
 #include "call/captures.hpp"
-#include "plan/sm90.hpp"
+#include "plan/tiles.hpp"
 #include "reference/reference.hpp"
 #include "support/refuse.hpp"
 
@@ -331,7 +331,7 @@ Params mask_params(const plan::ExecutionPlan& plan, const Args& args, Pass pass)
   params.heads_cleared = static_cast<int>(plan.heads_cleared);
   params.lpt_heads = static_cast<int>(plan.lpt_heads);
   if (spec.has_block_map()) set_block_map(params, args.block_map);
-  set_captures(params, plan.declarations, args.captures, pass);
+  set_captures(params, plan.spec.programs.declarations, args.captures, pass);
   params.cu_seqlens_q = args.cu_seqlens_q;
   params.cu_seqlens_kv = args.cu_seqlens_kv;
   return params;
@@ -490,15 +490,15 @@ void check_limits(const AttentionShape& shape) {
     refuse("seqlen_q is {}: at most {} is possible.", shape.seqlen_q, kMaxInt / 128 * 128);
 }
 
-ForwardArgs packed_like(const AttentionShape& shape, ForwardArgs args) {
-  if (args.q.size[1] == shape.heads_q) return args;
-  const auto pack = [&](auto& tensor) {
-    tensor.size[1] = shape.heads_q, tensor.size[2] = shape.seqlen_q;
+ForwardArgs fold_gqa(ForwardArgs args) {
+  const std::int64_t heads_kv = args.k.size[1], group = args.q.size[1] / heads_kv;
+  const auto fold = [&](auto& tensor) {
+    tensor.size[1] = heads_kv, tensor.size[2] = group;
     tensor.stride[2] = tensor.stride[1];
-    tensor.stride[1] *= shape.seqlen_q;
+    tensor.stride[1] *= group;
   };
-  pack(args.q);
-  pack(args.out);
+  fold(args.q);
+  fold(args.out);
   return args;
 }
 

@@ -22,12 +22,9 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args);
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args);
 
-/// Arguments that were checked, with the heads of a plan whose shape has them packed: see
-/// with_packed_heads().
-ForwardArgs packed_like(const AttentionShape& shape, ForwardArgs args);
-inline const BackwardArgs& packed_like(const AttentionShape& /*shape*/, const BackwardArgs& args) {
-  return args;
-}
+/// Arguments of one query a head that were checked, with the heads that share K and V as the queries of one:
+/// see plan::fold_gqa().
+ForwardArgs fold_gqa(ForwardArgs args);
 
 /// Throws Error(invalid_argument) when the workspace is too small or misaligned.
 void check_workspace(const Workspace& workspace, std::size_t needed);

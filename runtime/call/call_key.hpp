@@ -10,6 +10,7 @@
 #include <string_view>
 
 #include "flashjit/spec.hpp"
+#include "plan/spec_options.hpp"
 
 namespace flashjit {
 
@@ -37,11 +38,13 @@ struct CallKeyView {
 
  private:
   static std::int64_t flags(const AttentionSpec& spec, Pass pass) {
-    const bool deterministic = spec.deterministic && pass == Pass::backward;
-    return static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
-           static_cast<std::int64_t>(spec.dropout) << 16 | static_cast<std::int64_t>(spec.kv_lengths) << 17 |
-           static_cast<std::int64_t>(deterministic) << 18 | static_cast<std::int64_t>(spec.varlen) << 19 |
-           static_cast<std::int64_t>(spec.sinks) << 20;
+    std::int64_t flags = static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8;
+    int bit = 16;
+    for (const plan::SpecOption& option : plan::kSpecOptions) {
+      const bool means_nothing = option.on == &AttentionSpec::deterministic && pass == Pass::forward;
+      flags |= std::int64_t{spec.*option.on && !means_nothing} << bit++;
+    }
+    return flags;
   }
   static std::int64_t two(int high, int low) {
     return static_cast<std::int64_t>(static_cast<std::uint64_t>(static_cast<std::uint32_t>(high)) << 32 |

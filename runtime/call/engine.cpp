@@ -6,6 +6,7 @@
 #include <array>
 #include <future>
 #include <iterator>
+#include <type_traits>
 
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
@@ -24,8 +25,12 @@ AttentionSpec with_pass(AttentionSpec spec, Pass pass) {
 }
 
 std::string given_key(const AttentionSpec& spec, const AttentionShape& shape) {
-  const plan::Problem problem = plan::with_packed_heads(spec, shape);
+  const plan::Problem problem = plan::fold_gqa(spec, shape);
   return fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape));
+}
+
+plan::Checks checks_of(const Settings& settings) {
+  return {.check_indices = settings.check_indices, .check_waits = settings.check_waits};
 }
 
 std::string tuned_key(const AttentionSpec& spec, const AttentionShape& shape, CUdevice device) {
@@ -128,10 +133,15 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   }
   if (operation->steps.empty()) return;
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
-  const auto& packed = packed_like(operation->plan.shape, args);
-  const Params params = make_params(operation->plan, packed);
-  launch_steps(driver, operation->steps, params, tensor_maps(driver, operation->plan, packed, params), stream,
-               [&](const Operation::Step& step) { return step.when != skipped; });
+  const plan::ExecutionPlan& plan = operation->plan;
+  const auto launch = [&](const Args& computed) {
+    const Params params = make_params(plan, computed);
+    launch_steps(driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
+                 [&](const Operation::Step& step) { return step.when != skipped; });
+  };
+  if constexpr (std::is_same_v<Args, ForwardArgs>)
+    if (plan.fold_gqa) return launch(fold_gqa(args));
+  launch(args);
 }
 
 BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
@@ -155,7 +165,7 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
                                           std::span<const Capture> captures, Pass captures_of,
                                           CUdevice device, Stream stream) {
   if (OperationPtr known = find(CallKeyView(spec, pass, shape, device))) {
-    check_captures(known->plan.declarations, captures, captures_of);
+    check_captures(known->plan.spec.programs.declarations, captures, captures_of);
     return known;
   }
   check_captures(expr::declarations(spec.score, spec.mask), captures, captures_of);
@@ -314,8 +324,9 @@ plan::ExecutionPlan Engine::plan(const AttentionSpec& spec, const AttentionShape
   spec.validate();
   shape.validate();
   check_limits(shape);
-  if (!chosen) return plan::make_plan(spec, shape, info, library_.records());
-  plan::ExecutionPlan plan = plan::make_plan(spec, shape, info, library_.records(), chosen->config);
+  const plan::Checks checks = checks_of(settings_);
+  if (!chosen) return plan::make_plan(spec, shape, info, library_.records(), {}, checks);
+  plan::ExecutionPlan plan = plan::make_plan(spec, shape, info, library_.records(), chosen->config, checks);
   plan.config_source = chosen->source;
   return plan;
 }
@@ -328,7 +339,8 @@ std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan&
     if (!family.supports(failed.spec, info)) continue;
     const TileConfig config = family.heuristic(failed.spec, failed.shape, info);
     if (config == failed.config || !family.admits(failed.spec, config, info)) continue;
-    plans.push_back(plan::make_plan(failed.spec, failed.shape, info, library_.records(), config));
+    plans.push_back(
+        plan::make_plan(failed.spec, failed.shape, info, library_.records(), config, failed.spec.checks));
     plans.back().config_source = "heuristic";
   }
   return plans;
@@ -359,12 +371,12 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
       fmt::format("{} {} {}", to_string(planned.spec), to_string(planned.shape), to_string(planned.config));
   if (!has_work(planned)) return operation;
   // Loading a module while a stream captures would spoil the capture.
-  if (capturing && !library_.holds(planned.spec, planned.config, info))
+  if (capturing && !library_.holds(planned, info))
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("{} with {} is not loaded yet and the stream is capturing a graph: call "
                             "Runtime::prepare() before the capture begins.",
                             to_string(planned.spec), to_string(planned.shape)));
-  auto [kernel, made] = library_.get(planned.spec, planned.config, info, driver());
+  auto [kernel, made] = library_.get(planned, info, driver());
   kernel->loaded->make_ready(device);
   operation->kernel = std::move(kernel);
   operation->made = made;

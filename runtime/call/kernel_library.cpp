@@ -24,8 +24,8 @@ class Stopwatch {
   std::chrono::steady_clock::time_point start_ = std::chrono::steady_clock::now();
 };
 
-std::string memory_key(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) {
-  return fmt::format("{} {} {}", to_string(spec), to_string(config), info.arch);
+std::string memory_key(const plan::KernelPlan& kernel, const DeviceInfo& info) {
+  return fmt::format("{} {} {}", to_string(kernel.spec), to_string(kernel.config), info.arch);
 }
 
 std::string pack_command(const KernelSource& source) {
@@ -86,26 +86,19 @@ KernelLibrary::KernelLibrary(const Settings& settings) : settings_(settings) {
     cache_.emplace(settings.cache_dir, cache::Store::Access::read_write, settings.log, settings.cache_limit);
 }
 
-KernelLibrary::Result KernelLibrary::get(const AttentionSpec& spec, const TileConfig& config,
-                                         const DeviceInfo& info,
+KernelLibrary::Result KernelLibrary::get(const plan::KernelPlan& kernel, const DeviceInfo& info,
                                          const std::shared_ptr<const device::Driver>& driver) {
-  return kernels_.get(memory_key(spec, config, info), [&] {
+  return kernels_.get(memory_key(kernel, info), [&] {
     const Stopwatch stopwatch;
-    Request request{
-        info,
-        driver,
-        render::render(spec, config, info, templates(),
-                       {.check_indices = settings_.check_indices, .check_waits = settings_.check_waits}),
-        {},
-        0};
+    Request request{info, driver, render::render(kernel, info, templates()), {}, 0};
     request.digest = cache::source_digest(request.source, compile::compile_options(info.arch));
     request.render_ms = stopwatch.ms();
     return make(request);
   });
 }
 
-bool KernelLibrary::holds(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) const {
-  return kernels_.holds(memory_key(spec, config, info));
+bool KernelLibrary::holds(const plan::KernelPlan& kernel, const DeviceInfo& info) const {
+  return kernels_.holds(memory_key(kernel, info));
 }
 
 KernelLibrary::Ready KernelLibrary::make(const Request& request) {

@@ -41,11 +41,11 @@ class KernelLibrary {
   using Result = SingleFlight<std::shared_ptr<const ReadyKernel>>::Result;
   /// Throws Error(compile_failed) also when the kernel was compiled and does not fit the device;
   /// Error(kernel_missing) or Error(no_compiler) when it is nowhere and cannot be compiled.
-  Result get(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info,
+  Result get(const plan::KernelPlan& kernel, const DeviceInfo& info,
              const std::shared_ptr<const device::Driver>& driver);
 
   /// Whether get() would find it in memory.
-  bool holds(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& info) const;
+  bool holds(const plan::KernelPlan& kernel, const DeviceInfo& info) const;
 
   /// The tuning records of packs and cache, in that order, and the shipped ones; read once, at the first
   /// call.

@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <array>
 
-#include "templates/sm90/layout.cuh"
+#include "plan/tiles.hpp"
 
 namespace flashjit::device {
 namespace {
@@ -29,7 +29,14 @@ constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may ha
 }
 
 CUtensorMapDataType element_type(DType dtype) {
-  return dtype == DType::fp16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  switch (dtype) {
+    case DType::fp16:
+      return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+    case DType::bf16:
+      return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    default:
+      throw Error(ErrorCode::internal, fmt::format("no kernel copies {} by TMA", to_string(dtype)));
+  }
 }
 
 /// A dimension of a tensor, the fastest first: its size, its stride in elements, and how much of it is copied
@@ -74,7 +81,7 @@ std::array<Dimension, kMostDimensions> packed_dimensions_of(const ConstTensorVie
                                                             int rows) {
   const auto [columns, queries, heads, batch] = dimensions_of(q, rows);
   const std::int64_t group = heads.size / heads_kv;
-  const int packed = sm90::packed_heads(static_cast<int>(group));
+  const int packed = plan::packed_heads({.heads_q = heads.size, .heads_kv = heads_kv}).heads;
   return {{columns,
            {group, heads.stride, packed},
            {queries.size, queries.stride, rows / packed},
@@ -90,8 +97,8 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
 }
 
 /// Leaves the map zeroed where the TMA unit cannot copy the tensor.
-void encode_plane(const Driver& driver, CUtensorMap& map, const CaptureParam& tensor,
-                  const plan::PlaneBox& box) {
+void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& tensor,
+                 const plan::BiasBox& box) {
   const int rows = box.rank - 2, columns = box.rank - 1;
   // Unused dimensions have stride 0 and size 1.
   if ((tensor.size[columns] > 1 && tensor.stride[columns] != 1) ||
@@ -126,7 +133,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   encode_rows(maps.k, "k", k, boxes.kv_rows);
   encode_rows(maps.v, "v", v, boxes.kv_rows);
   encode_rows(maps.o, o_name, o, boxes.o_rows);
-  if (boxes.plane.rows > 0) encode_plane(driver, maps.plane, captures[boxes.plane.capture], boxes.plane);
+  if (boxes.bias.rows > 0) encode_bias(driver, maps.plane, captures[boxes.bias.capture], boxes.bias);
   return maps;
 }
 

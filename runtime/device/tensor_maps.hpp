@@ -7,13 +7,12 @@
 #include "flashjit/tensor.hpp"
 #include "plan/family.hpp"
 #include "templates/common/params.cuh"
+#include "templates/common/tensor_maps.cuh"
 
 namespace flashjit::device {
 
-/// A kernel's second parameter, as declared in templates/async/tma.cuh.
-struct TensorMaps {
-  CUtensorMap q, k, v, o, plane;
-};
+/// A kernel's second parameter.
+using TensorMaps = TensorMapsOf<CUtensorMap>;
 static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) >= 64);
 
 /// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that

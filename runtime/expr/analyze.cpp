@@ -99,9 +99,6 @@ std::optional<Comparison> affine_comparison(const Graph& graph, int place) {
   return compared(node.op, *left, *right, fits);
 }
 
-namespace {
-
-/// Whether what is at `root` is computed from a read by positions that none of `found` needs alone.
 bool reads_beyond(const Graph& graph, int root, const std::vector<int>& found) {
   std::vector<bool> needed(static_cast<std::size_t>(root) + 1);
   needed[root] = true;
@@ -113,31 +110,7 @@ bool reads_beyond(const Graph& graph, int root, const std::vector<int>& found) {
   return false;
 }
 
-}  // namespace
-
 NodePtr prepared_mask(const NodePtr& mask) { return without_abs(fold(mask)); }
-
-MaskTraits mask_traits(const MaskProgram& mask) {
-  if (mask.empty()) return {};
-  Graph graph;
-  const int root = graph.add(prepared_mask(mask.tree()));
-  const MaskAnalysis analysis(graph, root);
-  return {.listed = analysis.listed(),
-          .uses_batch = (graph.uses(root) & kUsesBatch) != 0,
-          .uses_head = (graph.uses(root) & kUsesHead) != 0,
-          .q_reads = static_cast<int>(analysis.q_reads().size()),
-          .kv_reads = static_cast<int>(analysis.kv_reads().size())};
-}
-
-bool mask_reads_pairs(const MaskProgram& mask) {
-  if (mask.empty()) return false;
-  Graph graph;
-  const int root = graph.add(prepared_mask(mask.tree()));
-  const MaskAnalysis analysis(graph, root);
-  std::vector<int> found = analysis.q_reads();
-  found.insert(found.end(), analysis.kv_reads().begin(), analysis.kv_reads().end());
-  return reads_beyond(graph, root, found);
-}
 
 MaskAnalysis::MaskAnalysis(const Graph& graph, int root) : graph_(graph), root_(root) {
   find_comparisons();
@@ -283,7 +256,7 @@ int block_of(const Graph& graph, int root, unsigned position) {
   return blocks[root];
 }
 
-bool reads_plane(const Graph& graph, int place) {
+bool reads_bias_tile(const Graph& graph, int place) {
   const Graph::Item& read = graph[place];
   if (read.node->op != Op::read || read.args.size() < 2) return false;
   const auto follows = [&](std::size_t i, long long q, long long kv) {
@@ -319,7 +292,7 @@ bool reads_each_once(const Graph& graph, int read) {
   return by_q && by_kv;
 }
 
-int plane_read(const Graph& graph, int root) {
+int bias_tile_read(const Graph& graph, int root) {
   const auto is_half = [&](int place) {
     const ElementType type = graph.node(place).declaration.type;
     return type == ElementType::fp16 || type == ElementType::bf16;
@@ -328,23 +301,16 @@ int plane_read(const Graph& graph, int root) {
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
     if (!needed[place]) continue;
-    if (reads_plane(graph, place) && is_half(place)) return place;
+    if (reads_bias_tile(graph, place) && is_half(place)) return place;
     for (const int arg : graph[place].args) needed[arg] = true;
   }
   return -1;
 }
 
-std::optional<Declaration> plane_of(const NodePtr& score) {
-  if (!score) return {};
-  Graph graph;
-  const int read = plane_read(graph, graph.add(fold(score)));
-  return read < 0 ? std::nullopt : std::optional(graph.node(read).declaration);
-}
-
 namespace {
 
 /// `position`: kUsesQ or kUsesKv.
-int position_value(const Graph& graph, int root, unsigned position) {
+int position_term(const Graph& graph, int root, unsigned position) {
   const unsigned others = kUsesScore | kUsesQ | kUsesKv;
   const auto size = static_cast<std::size_t>(root) + 1;
   std::vector<bool> reads(size), needed(size);
@@ -368,36 +334,8 @@ int position_value(const Graph& graph, int root, unsigned position) {
 
 }  // namespace
 
-PositionValues position_values(const Graph& graph, int root) {
-  return {position_value(graph, root, kUsesQ), position_value(graph, root, kUsesKv)};
-}
-
-namespace {
-
-/// Of a score program at `root`, as it is emitted.
-PositionValues emitted_values(const Graph& graph, int root) {
-  return plane_read(graph, root) < 0 ? position_values(graph, root) : PositionValues{};
-}
-
-PositionValues emitted_values(const NodePtr& score) {
-  if (!score) return {};
-  Graph graph;
-  const int root = graph.add(fold(score));
-  return emitted_values(graph, root);
-}
-
-}  // namespace
-
-bool has_query_value(const NodePtr& score) { return emitted_values(score).query >= 0; }
-
-bool has_key_value(const NodePtr& score) { return emitted_values(score).key >= 0; }
-
-bool reads_beyond_values(const NodePtr& score) {
-  if (!score) return false;
-  Graph graph;
-  const int root = graph.add(fold(score));
-  const PositionValues values = emitted_values(graph, root);
-  return reads_beyond(graph, root, {values.query, values.key});
+PositionTerms position_terms(const Graph& graph, int root) {
+  return {position_term(graph, root, kUsesQ), position_term(graph, root, kUsesKv)};
 }
 
 std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {
@@ -419,12 +357,6 @@ std::optional<ScoreLine> line_of_score(const Graph& graph, int root) {
   if (!form || form->kv == 0 || !always_fits(graph, *form)) return {};
   line.keys = static_cast<float>(form->kv);
   return line;
-}
-
-bool uses_head(const NodePtr& program) {
-  if (!program) return false;
-  Graph graph;
-  return (graph.uses(graph.add(program)) & kUsesHead) != 0;
 }
 
 bool reads_by_position(const NodePtr& program) {

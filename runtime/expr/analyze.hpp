@@ -77,18 +77,6 @@ class MaskAnalysis {
 /// the size of what is affine.
 NodePtr prepared_mask(const NodePtr& mask);
 
-/// What a mask program means to the lists of tiles; the kernels' constants of the same names.
-struct MaskTraits {
-  bool listed = false;  ///< the kernels visit the mask's tiles by lists rather than within bounds
-  bool uses_batch = false, uses_head = false;
-  int q_reads = 0, kv_reads = 0;
-
-  bool operator==(const MaskTraits&) const = default;
-};
-MaskTraits mask_traits(const MaskProgram& mask);
-/// Whether it reads a tensor by positions beside those reads: pair by pair.
-bool mask_reads_pairs(const MaskProgram& mask);
-
 /// The size of blocks of positions, from each multiple of it on, in which something is the same: as `q / 128`
 /// is in blocks of 128. 0: everywhere. `position`: kUsesQ or kUsesKv.
 int block_of(const Graph& graph, int root, unsigned position);
@@ -96,8 +84,8 @@ int block_of(const Graph& graph, int root, unsigned position);
 /// Whether a program reads a tensor at a place that depends on q or kv. Null reads nothing.
 bool reads_by_position(const NodePtr& program);
 
-/// Whether a program tells the query heads that share K and V apart. Null does not.
-bool uses_head(const NodePtr& program);
+/// Whether what is at `root` is computed from a read by positions that none of `found` needs alone.
+bool reads_beyond(const Graph& graph, int root, const std::vector<int>& found);
 
 /// Whether something is the same for all pairs of a head of the same kv - q; not where the score is needed.
 bool depends_on_difference(const Graph& graph, int root);
@@ -107,25 +95,17 @@ bool reads_each_once(const Graph& graph, int read);
 
 /// Whether something is the read of a tensor whose last two indices are q and kv, but for what all pairs of a
 /// head share, as are the others: a dense bias.
-bool reads_plane(const Graph& graph, int place);
+bool reads_bias_tile(const Graph& graph, int place);
 /// Among what `root` is computed from: such a read of 16-bit floats. -1: there is none.
-int plane_read(const Graph& graph, int root);
-/// The tensor of which a score program reads so, as it is emitted. Null reads nothing.
-std::optional<Declaration> plane_of(const NodePtr& score);
+int bias_tile_read(const Graph& graph, int root);
 
 /// Among what `root` is computed from: the only real that depends on the query alone, or on the key alone,
 /// beside what all pairs of a head share, and reads a tensor by it; the largest such. -1: there is none, or
-/// several.
-struct PositionValues {
-  int query = -1, key = -1;
+/// several. A row of a tile shares the query's, a column the key's.
+struct PositionTerms {
+  int row = -1, column = -1;
 };
-PositionValues position_values(const Graph& graph, int root);
-/// Whether a score program is emitted with a value of the query, or of the key: it reads no plane. Null has
-/// none.
-bool has_query_value(const NodePtr& score);
-bool has_key_value(const NodePtr& score);
-/// Whether it reads a tensor by positions elsewhere. Null reads nothing.
-bool reads_beyond_values(const NodePtr& score);
+PositionTerms position_terms(const Graph& graph, int root);
 
 /// What is added to the score of a program that does nothing else, where it is a line along kv, such as
 /// ALiBi's: the value at `place`, or its negative.

@@ -191,11 +191,4 @@ std::vector<NodePtr> reads_with_grad(const NodePtr& root) {
   return reads;
 }
 
-bool has_slope(const NodePtr& score) {
-  if (!score) return false;
-  Graph graph;
-  const NodePtr slope = derivative(graph[graph.add(score)].node, make_name(Name::score));
-  return !is_real(graph.node(graph.add(slope)), 1);
-}
-
 }  // namespace flashjit::expr

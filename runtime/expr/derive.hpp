@@ -12,9 +12,6 @@ namespace flashjit::expr {
 /// conversions to int are constant; select follows its condition, whose other arm may be infinite.
 NodePtr derivative(const NodePtr& root, const NodePtr& variable);
 
-/// Whether d score / d score before the program is anything but 1. Null is the identity.
-bool has_slope(const NodePtr& score);
-
 /// The different reads of tensors that want a gradient.
 std::vector<NodePtr> reads_with_grad(const NodePtr& root);
 

@@ -6,11 +6,7 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
-#include "expr/analyze.hpp"
 #include "expr/code.hpp"
-#include "expr/declarations.hpp"
-#include "expr/derive.hpp"
-#include "expr/fold.hpp"
 #include "expr/nodes.hpp"
 #include "expr/ops.hpp"
 #include "expr/tile_code.hpp"
@@ -37,13 +33,6 @@ std::string function(std::string_view result, std::string_view name, std::string
       result, name, arguments.empty() ? "" : ", ", arguments, body);
 }
 
-std::string constant(std::string_view name, bool value) {
-  return fmt::format("  static constexpr bool {} = {};\n", name, value);
-}
-std::string constant(std::string_view name, std::size_t value) {
-  return fmt::format("  static constexpr int {} = {};\n", name, value);
-}
-
 std::string comment(std::string_view what, const NodePtr& program) {
   return program ? fmt::format("  // {}: {}\n", what, body_text(*program)) : std::string();
 }
@@ -51,9 +40,6 @@ std::string comment(std::string_view what, const NodePtr& program) {
 std::string result_of(Code& code, const std::string& result) {
   return code.lines() + fmt::format("    return {};\n", result);
 }
-
-/// To which places a head's pairs add: Places in templates/common/capture_grads.cuh.
-enum class Places { any, by_difference, own };
 
 std::string_view text_of(Places places) {
   switch (places) {
@@ -67,94 +53,29 @@ std::string_view text_of(Places places) {
   return "";
 }
 
-/// The gradient of one read: d score / d read.
-struct ReadGrad {
-  int read, derivative;
-  Places places = Places::any;
-};
-
 /// The hooks' texts, made one after the other; the Head knows all that they need when all are made.
 class Hooks {
  public:
-  Hooks(const Trees& programs, const EmitOptions& options)
-      : programs_(programs),
-        score_(graph_.add(programs.score ? programs.score : make_name(Name::score))),
-        score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
-        mask_root_(graph_.add(programs.mask ? programs.mask : make_boolean(true))),
-        mask_(graph_, mask_root_),
-        plane_read_(options.check_indices ? -1 : plane_read(graph_, score_)),
-        values_(options.check_indices || plane_read_ >= 0 ? PositionValues{}
-                                                          : position_values(graph_, score_)),
-        line_(line_of_score(graph_, score_)),
-        mask_reads_(!options.check_indices && reads_tensors(mask_.q_reads(), mask_.kv_reads())),
-        head_(graph_, programs.declarations, options.check_indices) {
-    for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
-      const NodePtr slope = derivative(graph_[score_].node, read);
-      if (is_real(*slope, 0)) continue;
-      ReadGrad grad{graph_.add(read), graph_.add(slope)};
-      grad.places = places_of(grad);
-      read_grads_.push_back(grad);
-    }
-    sort_read_grads();
-  }
+  Hooks(ProgramAnalysis& analysis, const EmitOptions& options)
+      : analysis_(analysis),
+        graph_(analysis.graph()),
+        score_(analysis.score()),
+        score_grad_(analysis.score_grad()),
+        mask_root_(analysis.mask_root()),
+        mask_(analysis.mask()),
+        bias_read_(analysis.bias_read()),
+        terms_(analysis.terms()),
+        head_(graph_, analysis.programs().declarations, options.check_indices) {}
 
   std::string text() {
-    const std::string functions = comment("score", programs_.score) + score() + plane_functions() +
+    const std::string functions = comment("score", analysis_.programs().score) + score() + plane_functions() +
                                   value_functions() + line_functions() + score_grad() + add_capture_grads() +
-                                  comment("mask", programs_.mask) + mask() + tiles();
-    return constants() + "\n" + head() + functions;
+                                  comment("mask", analysis_.programs().mask) + mask() + tiles();
+    return head() + functions;
   }
 
  private:
   bool of_score(const ReadGrad& grad) const { return grad.derivative == score_grad_; }
-  /// Own: a pair gives its place what it gives the score, dS; of `score + bias[q, kv]`, or a softcap of that.
-  /// By difference: that, or dS and a factor, of `score + table[h, kv - q]`. What all pairs of a head add to
-  /// one place is in neither: a thread's are soon one sum.
-  Places places_of(const ReadGrad& grad) const {
-    const auto of_difference = [&](int place) { return depends_on_difference(graph_, place); };
-    const std::vector<int>& indices = graph_[grad.read].args;
-    if (of_score(grad) && reads_plane(graph_, grad.read)) return Places::own;
-    const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(grad.derivative);
-    return (of_score(grad) || product) && std::ranges::all_of(indices, of_difference) &&
-                   std::ranges::any_of(indices, [&](int index) { return graph_.uses_positions(index); })
-               ? Places::by_difference
-               : Places::any;
-  }
-  /// Those of any places come first, and of those with places of their own there is one.
-  void sort_read_grads() {
-    const auto owning = [](const ReadGrad& grad) { return grad.places == Places::own; };
-    const auto first = std::ranges::find_if(read_grads_, owning);
-    if (first != read_grads_.end())
-      std::for_each(first + 1, read_grads_.end(), [&](ReadGrad& grad) {
-        if (owning(grad)) grad.places = Places::any;
-      });
-    std::ranges::stable_sort(read_grads_, {}, &ReadGrad::places);
-  }
-  bool has_plane_grad() const { return !read_grads_.empty() && read_grads_.back().places == Places::own; }
-  std::size_t difference_grads() const {
-    return static_cast<std::size_t>(
-        std::ranges::count(read_grads_, Places::by_difference, &ReadGrad::places));
-  }
-
-  std::string constants() const {
-    const unsigned uses = graph_.uses(mask_root_);
-    return constant("kHasScore", !is_name(graph_.node(score_), Name::score)) +
-           constant("kHasMask", !is_boolean(graph_.node(mask_root_), true)) +
-           constant("kScoreGrad", !is_real(graph_.node(score_grad_), 1)) +
-           constant("kBiasTile", plane_read_ >= 0) + constant("kScoreRowTerm", values_.query >= 0) +
-           constant("kScoreColumnTerm", values_.key >= 0) + constant("kScoreLine", line_.has_value()) +
-           constant("kMaskBounds", mask_.bounds()) + constant("kListed", mask_.listed()) +
-           constant("kEvaluateTiles", mask_.evaluate_tiles()) +
-           constant("kMaskBlockQ", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesQ))) +
-           constant("kMaskBlockKv", static_cast<std::size_t>(block_of(graph_, mask_root_, kUsesKv))) +
-           constant("kMaskUsesBatch", (uses & kUsesBatch) != 0) +
-           constant("kMaskUsesHead", (uses & kUsesHead) != 0) + constant("kMaskTerms", mask_reads_) +
-           constant("kMaskRowTerms", mask_.q_reads().size()) +
-           constant("kMaskColumnTerms", mask_.kv_reads().size()) +
-           constant("kCaptureGrads", read_grads_.size()) + constant("kDifferenceGrads", difference_grads()) +
-           constant("kBiasTileGrad", has_plane_grad());
-  }
-
   std::string head() const {
     return "  struct Head {\n    int b, h, h_kv, seqlen_q, seqlen_kv;\n" + head_.members() +
            "  };\n"
@@ -186,22 +107,22 @@ class Hooks {
   }
   /// What the score and its slope are where a kernel has read the plane's element.
   std::string plane_functions() {
-    if (plane_read_ < 0) return {};
-    const std::string element = element_text(graph_.node(plane_read_).declaration.type);
+    if (bias_read_ < 0) return {};
+    const std::string element = element_text(graph_.node(bias_read_).declaration.type);
     const auto of_element = [&](std::string_view name, auto result_in) {
       Code code(head_, Style::fast, {});
-      code.know(plane_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
+      code.know(bias_read_, code.line("float", fmt::format("flashjit::as_read({}{{element}})", element)));
       const std::string result = result_in(code);
       return function("float", name, fmt::format("float dot, unsigned short element, {}", kPair),
                       result_of(code, result));
     };
-    return plane_function("flashjit::BiasTile", "bias_tile", "flashjit::bias_tile_of", plane_read_) +
+    return plane_function("flashjit::BiasTile", "bias_tile", "flashjit::bias_tile_of", bias_read_) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
   }
   /// What the score is where a kernel has found what it reads of the query and of the key.
   std::string value_functions() {
-    if (values_.query < 0 && values_.key < 0) return {};
+    if (terms_.row < 0 && terms_.column < 0) return {};
     const auto of_position = [&](std::string_view name, int place, std::string_view position) {
       if (place < 0) return std::string();
       Code code(head_, Style::fast, {});
@@ -210,27 +131,28 @@ class Hooks {
     };
     const auto of_values = [&](std::string_view name, auto result_in) {
       Code code(head_, Style::fast, {});
-      if (values_.query >= 0) code.know(values_.query, "of_query");
-      if (values_.key >= 0) code.know(values_.key, "of_key");
+      if (terms_.row >= 0) code.know(terms_.row, "of_query");
+      if (terms_.column >= 0) code.know(terms_.column, "of_key");
       const std::string result = result_in(code);
       return function("float", name, fmt::format("float dot, float of_query, float of_key, {}", kPair),
                       result_of(code, result));
     };
-    return of_position("score_row_term", values_.query, "flashjit::Position q") +
-           of_position("score_column_term", values_.key, "flashjit::Position kv") +
+    return of_position("score_row_term", terms_.row, "flashjit::Position q") +
+           of_position("score_column_term", terms_.column, "flashjit::Position kv") +
            of_values("score_of_terms", [&](Code& code) { return code.score_result(score_); }) +
            of_values("score_grad_of_terms", [&](Code& code) { return code.value(score_grad_); });
   }
   /// What is added to the score at a pair, and how much more that is a key on.
   std::string line_functions() {
-    if (!line_) return {};
-    const char* sign = line_->negated ? "-" : "";
+    if (!analysis_.line()) return {};
+    const ScoreLine& line = *analysis_.line();
+    const char* sign = line.negated ? "-" : "";
     Code offset(head_, Style::fast, {});
-    const std::string at_pair = offset.value(line_->place);
-    const std::string factor = line_->factor < 0 ? "" : fmt::format(" * {}", head_.uniform(line_->factor));
+    const std::string at_pair = offset.value(line.place);
+    const std::string factor = line.factor < 0 ? "" : fmt::format(" * {}", head_.uniform(line.factor));
     return function("float", "score_offset", kPair, result_of(offset, sign + at_pair)) +
            function("float", "score_slope", "",
-                    fmt::format("    return {}{}{};\n", sign, literal_text(line_->keys), factor));
+                    fmt::format("    return {}{}{};\n", sign, literal_text(line.keys), factor));
   }
   // The reads of the gradients are among the score's, which checks them.
   std::string score_grad() {
@@ -242,7 +164,7 @@ class Hooks {
     Code code(head_, Style::fast, {});
     std::string additions;
     int number = 0;
-    for (const ReadGrad& grad : read_grads_) {
+    for (const ReadGrad& grad : analysis_.read_grads()) {
       std::vector<std::string> indices;
       for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
       const bool one = is_real(graph_.node(grad.derivative), 1);
@@ -256,9 +178,10 @@ class Hooks {
     return "  template <class Add>\n" +
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
-           (has_plane_grad() ? plane_function("flashjit::BiasTileGrad", "bias_tile_grad",
-                                              "flashjit::bias_tile_grad_of", read_grads_.back().read)
-                             : std::string()) +
+           (analysis_.has_bias_tile_grad()
+                ? plane_function("flashjit::BiasTileGrad", "bias_tile_grad", "flashjit::bias_tile_grad_of",
+                                 analysis_.read_grads().back().read)
+                : std::string()) +
            "\n";
   }
 
@@ -274,7 +197,7 @@ class Hooks {
   }
   /// What the mask is where a kernel has found what it reads of the query and of the key.
   std::string mask_of_reads() {
-    if (!mask_reads_) return {};
+    if (!analysis_.mask_terms()) return {};
     Code code(head_, Style::exact, {});
     const auto know = [&](std::string_view position, const std::vector<int>& reads) {
       for (std::size_t i = 0; i < reads.size(); ++i) {
@@ -289,11 +212,6 @@ class Hooks {
     return function("bool", "mask_of_terms",
                     fmt::format("const int* q_reads, const int* kv_reads, {}", kPair),
                     result_of(code, result));
-  }
-  /// Whether any of what a mask reads of one position comes from a tensor.
-  bool reads_tensors(const std::vector<int>& q_reads, const std::vector<int>& kv_reads) const {
-    const auto reads = [&](int place) { return reads_by_position(graph_[place].node); };
-    return std::ranges::any_of(q_reads, reads) || std::ranges::any_of(kv_reads, reads);
   }
   std::string tiles() {
     return function("flashjit::TileClass", "classify_tile",
@@ -320,29 +238,27 @@ class Hooks {
     return (reads.empty() ? std::string() : body) + "    return 0;\n";
   }
 
-  const Trees& programs_;
-  Graph graph_;
+  const ProgramAnalysis& analysis_;
+  Graph& graph_;
   int score_, score_grad_, mask_root_;
-  MaskAnalysis mask_;
-  int plane_read_;         ///< of the score; -1: none
-  PositionValues values_;  ///< of the score
-  std::optional<ScoreLine> line_;
-  bool mask_reads_;  ///< whether the mask is emitted as one of what it reads, too
+  const MaskAnalysis& mask_;
+  int bias_read_;
+  PositionTerms terms_;
   HeadCode head_;
-  std::vector<ReadGrad> read_grads_;
 };
 
 }  // namespace
 
-std::string emit_hooks(const Trees& programs, const EmitOptions& options) {
-  Trees prepared = programs;
-  if (prepared.score) prepared.score = fold(prepared.score);
-  if (prepared.mask) prepared.mask = prepared_mask(prepared.mask);
-  return Hooks(prepared, options).text();
+std::string emit_functions(const Trees& programs, const EmitOptions& options) {
+  ProgramAnalysis analysis(programs, options);
+  return Hooks(analysis, options).text();
 }
 
-std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options) {
-  return emit_hooks({score.tree(), mask.tree(), declarations(score, mask)}, options);
+std::string emit_hooks(const Trees& programs, const EmitOptions& options) {
+  ProgramAnalysis analysis(programs, options);
+  std::string constants;
+  for (const Constant& constant : constants_of(analysis.facts())) constants += to_string(constant);
+  return constants + "\n" + Hooks(analysis, options).text();
 }
 
 }  // namespace flashjit::expr

@@ -2,26 +2,16 @@
 #pragma once
 
 #include <string>
-#include <vector>
 
-#include "flashjit/expr.hpp"
-#include "flashjit/programs.hpp"
+#include "expr/program_analysis.hpp"
 
 namespace flashjit::expr {
 
-/// A problem's programs; null: the identity, and all pairs.
-struct Trees {
-  NodePtr score = {}, mask = {};
-  std::vector<Declaration> declarations = {};  ///< in the order of Params
-};
+/// The static member functions that templates/common/problem.cuh says are generated. Every name of the
+/// templates is qualified, so that a Problem may stand anywhere; it must have an Element.
+std::string emit_functions(const Trees& programs, const EmitOptions& options = {});
 
-struct EmitOptions {
-  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
-};
-
-/// The constants and static member functions that templates/common/problem.cuh says are generated. Every name
-/// of the templates is qualified, so that a Problem may stand anywhere; it must have an Element.
+/// Those behind the constants of the programs' facts: all that a kernel of nothing but programs needs.
 std::string emit_hooks(const Trees& programs, const EmitOptions& options = {});
-std::string emit_hooks(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options = {});
 
 }  // namespace flashjit::expr

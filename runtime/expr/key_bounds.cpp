@@ -36,17 +36,16 @@ struct Narrowing {
 
 }  // namespace
 
-KeyBounds::KeyBounds(const MaskProgram& mask, int seqlen_q, int seqlen_kv)
-    : seqlen_q_(seqlen_q), seqlen_kv_(seqlen_kv) {
+KeyBounds::KeyBounds(const MaskProgram& mask) {
   if (mask.empty()) return;
   const int root = graph_.add(prepared_mask(mask.tree()));
   mask_.emplace(graph_, root);
   if (mask_->listed()) mask_.reset();
 }
 
-Range KeyBounds::of(Range queries) const {
-  if (!mask_) return {0, seqlen_kv_};
-  Narrowing narrowing{graph_, interval_of(queries), seqlen_q_, seqlen_kv_, {0, seqlen_kv_}};
+Range KeyBounds::of(Range queries, int seqlen_q, int seqlen_kv) const {
+  if (!mask_) return {0, seqlen_kv};
+  Narrowing narrowing{graph_, interval_of(queries), seqlen_q, seqlen_kv, {0, seqlen_kv}};
   narrow_bounds(graph_, *mask_, true, narrowing);
   return narrowing.kept.range();
 }

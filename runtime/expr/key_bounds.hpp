@@ -10,18 +10,17 @@ namespace flashjit::expr {
 class KeyBounds {
  public:
   /// An empty mask bounds nothing.
-  KeyBounds(const MaskProgram& mask, int seqlen_q, int seqlen_kv);
+  explicit KeyBounds(const MaskProgram& mask);
   KeyBounds(const KeyBounds&) = delete;
   KeyBounds& operator=(const KeyBounds&) = delete;
 
   /// The keys that some of `queries`, which are not none, may attend to. All but those that affine
   /// comparisons of positions, lengths and constants rule out.
-  Range of(Range queries) const;
+  Range of(Range queries, int seqlen_q, int seqlen_kv) const;
 
  private:
   Graph graph_;
   std::optional<MaskAnalysis> mask_;  // where it bounds the keys
-  int seqlen_q_, seqlen_kv_;
 };
 
 }  // namespace flashjit::expr

@@ -18,14 +18,14 @@ struct Choice {
   std::string nvrtc = {};
 };
 
-const FamilyTraits* first_able(const AttentionSpec& spec, const DeviceInfo& device) {
+const FamilyTraits* first_able(const AnalysedSpec& spec, const DeviceInfo& device) {
   for (const FamilyTraits& family : families()) {
     if (family.supports(spec, device)) return &family;
   }
   return nullptr;
 }
 
-std::string every_reason(const AttentionSpec& spec, const DeviceInfo& device) {
+std::string every_reason(const AnalysedSpec& spec, const DeviceInfo& device) {
   std::string out = fmt::format("no kernel family can do {} on {}", to_string(spec), device.arch);
   const char* separator = ": ";
   for (const FamilyTraits& family : families()) {
@@ -35,13 +35,13 @@ std::string every_reason(const AttentionSpec& spec, const DeviceInfo& device) {
   return out;
 }
 
-Support admits(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
   const FamilyTraits& family = traits(config.family);
   const Support able = family.supports(spec, device);
   return able ? family.admits(spec, config, device) : able;
 }
 
-Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
+Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
               const TuningRecords& records, const std::optional<TileConfig>& given) {
   if (given) {
     if (const Support admitted = admits(spec, *given, device); !admitted) {
@@ -66,21 +66,20 @@ Choice choose(const AttentionSpec& spec, const AttentionShape& shape, const Devi
 }
 
 /// KV tiles of a head that blocks take, each part of one counted.
-std::int64_t kv_works(const ExecutionPlan& plan) {
+std::int64_t kv_tiles_of_head(const ExecutionPlan& plan) {
   return tiles(plan.shape.seqlen_kv, plan.config.bc) * std::max<std::int64_t>(plan.needs.parts, 1);
 }
 
 /// Where a causal mask's KV tiles differ, those whose tiles are nearest to a round. Many rounds of short
 /// heads end well as they are, and read Q better.
 std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
-  constexpr std::int64_t kWorksOfLongHead = 16, kFewRounds = 4;
-  const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, works = kv_works(plan);
-  const AttentionSpec& spec = plan.spec;
-  if (spec.pass == Pass::forward || !is_causal(spec.mask) || has_tile_lists(spec) || works == 0) return 0;
-  const std::int64_t slots =
-      blocks_at_once(plan.entries[main_launch(plan.entries, plan.launches).entry], device);
-  if (works < kWorksOfLongHead && heads * works > kFewRounds * slots) return 0;
-  return std::min(heads, (slots + works / 2) / works);
+  constexpr std::int64_t kTilesOfLongHead = 16, kFewRounds = 4;
+  const std::int64_t heads = plan.shape.batch * plan.shape.heads_kv, of_head = kv_tiles_of_head(plan);
+  const AnalysedSpec& spec = plan.spec;
+  if (spec.pass == Pass::forward || !spec.is_causal || spec.has_tile_lists || of_head == 0) return 0;
+  const std::int64_t slots = blocks_at_once(plan.main(), device);
+  if (of_head < kTilesOfLongHead && heads * of_head > kFewRounds * slots) return 0;
+  return std::min(heads, (slots + of_head / 2) / of_head);
 }
 
 /// Those that the first KV tiles of all blocks need, and one more; later ones are cleared as far ahead, by
@@ -88,10 +87,10 @@ std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
 /// added to: grouped heads, long sequences.
 std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) {
   const AttentionShape& shape = plan.shape;
-  const std::int64_t heads = shape.batch * shape.heads_kv, works = kv_works(plan);
-  if (!plan.needs.clears_dq || heads == 0 || works == 0) return heads;
-  const Launch& main = main_launch(plan.entries, plan.launches);
-  const std::int64_t begun = tiles(main.blocks, plan.entries[main.entry].cluster * works);
+  const std::int64_t heads = shape.batch * shape.heads_kv, of_head = kv_tiles_of_head(plan);
+  if (!plan.needs.clears_dq || heads == 0 || of_head == 0) return heads;
+  const Launch& main = main_launch(plan, plan.launches);
+  const std::int64_t begun = tiles(main.blocks, plan.main().cluster * of_head);
   if (plan.lpt_heads > 1 && heads - plan.lpt_heads < begun) return heads;
   const std::int64_t first = begun + 1;
   const std::int64_t group = shape.heads_q / shape.heads_kv;
@@ -122,12 +121,12 @@ Support supports(const AttentionSpec& given, const DeviceInfo& device) {
   } catch (const Error& error) {
     return Support::no(error.message());
   }
-  const AttentionSpec spec = given.normalized();
+  const AnalysedSpec spec = given;
   return first_able(spec, device) ? Support::yes() : Support::no(every_reason(spec, device));
 }
 
-Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape) {
-  Problem problem = {spec.normalized(), shape};
+ComputedProblem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape) {
+  ComputedProblem problem{{spec.normalized(), shape}};
   AttentionSpec& computed = problem.spec;
   const bool grouped = shape.seqlen_q == 1 && shape.heads_q > shape.heads_kv && shape.heads_kv > 0;
   // The last query sees every key.
@@ -138,30 +137,29 @@ Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape
   computed.mask = {};
   problem.shape.seqlen_q = shape.heads_q / shape.heads_kv;
   problem.shape.heads_q = shape.heads_kv;
+  problem.fold_gqa = true;
   return problem;
 }
 
-ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
-                        const TuningRecords& records, const std::optional<TileConfig>& given) {
-  spec.validate();
-  shape.validate();
-  ExecutionPlan plan;
-  Problem problem = with_packed_heads(spec, shape);
-  plan.spec = std::move(problem.spec);
+ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& given_shape,
+                        const DeviceInfo& device, const TuningRecords& records,
+                        const std::optional<TileConfig>& given, const Checks& checks) {
+  given_spec.validate();
+  given_shape.validate();
+  const ComputedProblem problem = fold_gqa(given_spec, given_shape);
+  const AnalysedSpec spec(problem.spec, checks);
+  Choice choice = choose(spec, problem.shape, device, records, given);
+  const FamilyTraits& family = traits(choice.config.family);
+  ExecutionPlan plan{family.kernel(spec, choice.config)};
   plan.shape = problem.shape;
-  Choice choice = choose(plan.spec, plan.shape, device, records, given);
-  plan.config = choice.config;
+  plan.fold_gqa = problem.fold_gqa;
   plan.config_source = std::move(choice.source);
   plan.tuned_nvrtc = std::move(choice.nvrtc);
-  const FamilyTraits& family = traits(plan.config.family);
-  plan.entries = family.entries(plan.spec, plan.config);
-  plan.launches = family.launches(plan.spec, plan.shape, plan.config);
-  plan.needs = family.workspace(plan.spec, plan.shape, plan.config);
-  const std::int64_t parts = tile_parts(plan.spec, plan.shape, plan.config, device);
+  plan.launches = launches_of(plan, plan.shape);
+  plan.needs = family.workspace(plan, plan.shape);
+  const std::int64_t parts = tile_parts(plan, plan.shape, device);
   if (plan.config.in_parts) plan.needs.parts = parts;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
-  plan.tensor_boxes = family.tensor_boxes(plan.spec, plan.config);
-  plan.declarations = expr::declarations(plan.spec.score, plan.spec.mask);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
     const Entry& entry = plan.entries[launch.entry];

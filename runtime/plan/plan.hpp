@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "expr/declarations.hpp"
 #include "plan/family.hpp"
+#include "plan/launches.hpp"
 #include "plan/records.hpp"
 #include "plan/workspace.hpp"
 
@@ -19,26 +19,26 @@ struct Problem {
 
   bool operator==(const Problem&) const = default;
 };
-/// What is computed, with a normalized spec. The forward pass of one query a head, as when tokens are
-/// generated: the heads that share K and V become the queries of one head, and so read them once. Where
-/// something tells heads apart, as it was given.
-Problem with_packed_heads(const AttentionSpec& spec, const AttentionShape& shape);
+/// What is computed: the problem with a normalized spec, or with the query heads that share K and V folded
+/// into queries of one head, which so reads K and V once. That is done to the forward pass of one query a
+/// head, as when tokens are generated, where nothing tells heads apart.
+struct ComputedProblem : Problem {
+  bool fold_gqa = false;
+};
+ComputedProblem fold_gqa(const AttentionSpec& spec, const AttentionShape& shape);
 
-/// Everything about a call that does not depend on its pointers.
-struct ExecutionPlan {
-  AttentionSpec spec;    ///< normalized
-  AttentionShape shape;  ///< with packed heads, as the spec: arguments become so by packed_like()
-  TileConfig config;
-  std::string config_source;  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
-  std::string tuned_nvrtc;    ///< whose code the record has timed; empty: not known, or no record's choice
-  std::vector<Entry> entries;
-  std::vector<Launch> launches;
-  WorkspaceNeeds needs;
-  WorkspaceLayout workspace;
+/// Everything about a call that does not depend on its pointers: a kernel at a shape.
+struct ExecutionPlan : KernelPlan {
+  AttentionShape shape = {};  ///< of what is computed
+  bool fold_gqa = false;      ///< the heads of the arguments are to be folded as the shape's are
+  std::string config_source =
+      {};  ///< "given", "tuned", "tuned elsewhere", "tuned for a near shape", "heuristic"
+  std::string tuned_nvrtc = {};  ///< whose code the record has timed; empty: not known, or no record's choice
+  std::vector<Launch> launches = {};
+  WorkspaceNeeds needs = {};
+  WorkspaceLayout workspace = {};
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
-  std::int64_t lpt_heads = 0;      ///< Params::lpt_heads
-  std::optional<TensorBoxes> tensor_boxes;
-  std::vector<expr::Declaration> declarations;  ///< of the spec's programs
+  std::int64_t lpt_heads = 0;      ///< Params::lpt_heads: the last heads, whose KV tiles come longest first
 };
 
 /// Of a record of this very shape: measured on this device with these versions, or not.
@@ -51,6 +51,7 @@ Support supports(const AttentionSpec& spec, const DeviceInfo& device);
 /// heuristic. Throws Error(unsupported) with every family's reason, or Error(invalid_argument) when the given
 /// configuration is not admitted.
 ExecutionPlan make_plan(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
-                        const TuningRecords& records, const std::optional<TileConfig>& given = {});
+                        const TuningRecords& records, const std::optional<TileConfig>& given = {},
+                        const Checks& checks = {});
 
 }  // namespace flashjit::plan

@@ -219,8 +219,12 @@ bool same_versions(const TuningRecord& record, const DeviceInfo& device) {
 
 /// The spec with the other 16-bit type: its kernels differ in an operand of the same instructions.
 std::optional<AttentionSpec> twin(AttentionSpec spec) {
-  if (spec.dtype == DType::fp32) return {};
-  spec.dtype = spec.dtype == DType::bf16 ? DType::fp16 : DType::bf16;
+  if (spec.dtype == DType::fp16)
+    spec.dtype = DType::bf16;
+  else if (spec.dtype == DType::bf16)
+    spec.dtype = DType::fp16;
+  else
+    return {};
   return spec;
 }
 

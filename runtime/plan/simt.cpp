@@ -4,25 +4,24 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "plan/family.hpp"
+#include "plan/takes_dtype.hpp"
 #include "plan/tiles.hpp"
-#include "plan/workspace.hpp"
 #include "templates/simt/layout.cuh"
 
 namespace flashjit::plan {
 namespace {
 
 constexpr int kOldestCapability = 75;
-/// More than any GPU runs at once; each block takes tiles until there are no more.
-constexpr std::int64_t kMostOrderedBlocks = 4096;
 
-int shared_bytes(const AttentionSpec& spec, const TileConfig& config) {
+int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   if (spec.pass == Pass::forward) return by_queries;
   return std::max(by_queries, simt::shared_bytes(config.bc, config.br));
 }
 
 /// In the backward pass each side of the tile is the rows of one entry.
-bool shares_tile(const AttentionSpec& spec, const TileConfig& config) {
+bool shares_tile(const AnalysedSpec& spec, const TileConfig& config) {
   return simt::shares_tile(config.br, config.bc, config.warps) &&
          (spec.pass == Pass::forward || simt::shares_tile(config.bc, config.br, config.warps));
 }
@@ -38,7 +37,7 @@ Support check_switches(const TileConfig& config) {
                                  to_string(config), to_string(plain)));
 }
 
-Support check_tile(const AttentionSpec& spec, const TileConfig& config) {
+Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
   if (!is_one_of(config.br, {16, 32, 64}) || !is_one_of(config.bc, {16, 32, 64})) {
     return Support::no(
         fmt::format("Br {} and Bc {} are given; family simt takes 16, 32 or 64", config.br, config.bc));
@@ -54,14 +53,15 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& config) {
   return Support::yes();
 }
 
-Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
+Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16, DType::fp32}, spec); !taken) return taken;
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,
                                  to_string(spec)));
 }
 
-Support admits(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device) {
+Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
   if (const Support able = supports(spec, device); !able) return able;
   if (const Support switches = check_switches(config); !switches) return switches;
   if (const Support tile = check_tile(spec, config); !tile) return tile;
@@ -73,7 +73,7 @@ Support admits(const AttentionSpec& spec, const TileConfig& config, const Device
 }
 
 /// The largest tiles, unless they would leave multiprocessors idle or reach far beyond the lengths.
-TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   TileConfig config{.family = Family::simt, .br = 64, .bc = 64, .warps = 8};
   const bool few_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, 64) < device.multiprocessors;
   if (shape.seqlen_q <= 32 || few_blocks) config.br = 32;
@@ -82,7 +82,7 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   return config;
 }
 
-std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
   std::vector<TileConfig> space;
   for (const int br : {16, 32, 64}) {
     for (const int bc : {16, 32, 64}) {
@@ -102,43 +102,38 @@ Entry entry(const char* name, const char* header, const TileConfig& config, int 
   return made;
 }
 
-std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& config) {
+KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
+  KernelPlan kernel{.spec = spec, .config = config, .constants = problem_constants(spec, config)};
+  kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);
-  if (spec.pass == Pass::forward) return {entry("forward", "forward", config, by_queries)};
-  std::vector<Entry> all{auxiliary_entry("preprocess"), entry("backward_dkdv", "backward", config, by_keys),
-                         entry("backward_dq", "backward", config, by_queries)};
-  if (spec.sinks) all.push_back(auxiliary_entry("sink_grads"));
-  if (orders_capture_grads(spec)) all.push_back(entry("capture_grads", "capture_grads", config, by_queries));
-  return all;
+  if (spec.pass == Pass::forward) {
+    kernel.add(Step::main, entry("forward", "forward", config, by_queries));
+    return kernel;
+  }
+  kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
+  kernel.add(Step::main, entry("backward_dkdv", "backward", config, by_keys));
+  kernel.add(Step::main_of_dq, entry("backward_dq", "backward", config, by_queries));
+  if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+  if (spec.orders_capture_grads())
+    kernel.add(Step::ordered_capture_grads, entry("capture_grads", "capture_grads", config, by_queries));
+  return kernel;
 }
 
-std::vector<Launch> launches(const AttentionSpec& spec, const AttentionShape& shape,
-                             const TileConfig& config) {
-  const std::int64_t q_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, config.br);
-  if (spec.pass == Pass::forward) return {{0, q_blocks}};
-  const std::int64_t kv_blocks = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, config.bc);
-  const std::int64_t row_blocks = shape.batch * shape.heads_q * (padded_seqlen_q(shape) / kAuxiliaryThreads);
-  std::vector<Launch> all{{0, row_blocks}, {1, kv_blocks}, {2, q_blocks}};
-  if (spec.sinks) all.push_back({all.size(), shape.heads_q});
-  if (orders_capture_grads(spec))
-    all.push_back({all.size(), std::min(q_blocks * tiles(shape.seqlen_kv, config.bc), kMostOrderedBlocks)});
-  return all;
+WorkspaceNeeds workspace(const KernelPlan& kernel, const AttentionShape& shape) {
+  return {.row_stats = kernel.spec.pass == Pass::backward,
+          .semaphores = kernel.spec.orders_capture_grads(),
+          .ordered_q_tiles = tiles(shape.seqlen_q, kernel.config.br)};
 }
 
-WorkspaceNeeds workspace(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
-  return {.row_stats = spec.pass == Pass::backward,
-          .semaphores = orders_capture_grads(spec),
-          .ordered_q_tiles = tiles(shape.seqlen_q, config.br)};
-}
-
-std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
+std::string functions(const AnalysedSpec& /*spec*/, const TileConfig& /*config*/) { return {}; }
 
 }  // namespace
 
 const FamilyTraits& simt_traits() {
-  static const FamilyTraits kTraits{Family::simt, supports, admits,    heuristic,   search_space,
-                                    entries,      launches, workspace, tensor_boxes};
+  static constexpr FamilyTraits kTraits{Family::simt, ComputedBy::threads, supports,
+                                        admits,       heuristic,           search_space,
+                                        kernel,       workspace,           functions};
   return kTraits;
 }
 

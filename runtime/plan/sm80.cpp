@@ -5,22 +5,29 @@
 #include <array>
 #include <initializer_list>
 
-#include "expr/derive.hpp"
+#include "plan/takes_dtype.hpp"
 #include "plan/tensor_core.hpp"
+#include "plan/tiles.hpp"
 #include "templates/sm80/layout.cuh"
 
 namespace flashjit::plan {
 namespace {
 
-int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+/// fp32 values of every pair that one warp of two hands to the other: P, the score's slope, and the score for
+/// gradients of captured tensors.
+int exchanged_values(const AnalysedSpec& spec, const TileConfig& c) {
+  return c.d_split == 1 ? 0 : 1 + spec.programs.has_slope + (spec.programs.capture_grads > 0);
+}
+
+int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
     return sm80::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
-  const int exchanged = c.d_split == 1 ? 0 : 1 + expr::has_slope(spec.score.tree()) + has_capture_grads(spec);
-  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged}.bytes();
+  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c)}
+      .bytes();
 }
 
 /// fp32 accumulators and kept operands of one thread: what cannot be traded away by the compiler.
-int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
+int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
     return sm80::forward_registers(c.br / (16 * c.warps), c.bc, spec.head_dim, spec.v_dim(), c.q_in_registers,
                                    false);
@@ -29,16 +36,16 @@ int accumulator_registers(const AttentionSpec& spec, const TileConfig& c) {
   return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
 }
 
-Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
-  if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
+Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
-  if (orders_capture_grads(spec)) return Support::no(kUnorderedGrads);
+  if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
 
-Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (c.family != Family::sm80) return Support::no("the configuration is of another family");
   if (Support s = supports(spec, device); !s) return s;
   const bool forward = spec.pass == Pass::forward;
@@ -82,7 +89,7 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
 
 /// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits: registers
 /// of four warps allow it.
-TileConfig with_parts(const AttentionSpec& spec, TileConfig c) {
+TileConfig with_parts(const AnalysedSpec& spec, TileConfig c) {
   c.in_parts = true;
   if (spec.pass == Pass::forward) c.min_blocks = c.warps <= 4 ? 2 : 1;
   return c;
@@ -90,13 +97,13 @@ TileConfig with_parts(const AttentionSpec& spec, TileConfig c) {
 
 /// Whether registers are spared: no score, no packed sequences, one head dimension. On Hopper, as ptxas keeps
 /// more for other architectures.
-bool is_lean_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
+bool is_lean_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
   return device.compute_capability == 90 && spec.head_dim == spec.v_dim() && spec.score.empty() &&
          !spec.varlen;
 }
 /// And nothing but lengths of keys, a causal mask or an order of additions asked for: the fewest registers.
-bool is_plain_on_hopper(const AttentionSpec& spec, const DeviceInfo& device) {
-  return is_lean_on_hopper(spec, device) && (spec.mask.empty() || is_causal(spec.mask)) && !spec.dropout &&
+bool is_plain_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
+  return is_lean_on_hopper(spec, device) && (spec.mask.empty() || spec.is_causal) && !spec.dropout &&
          !spec.has_block_map();
 }
 
@@ -117,7 +124,7 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 // Hopper, also with one block a multiprocessor, as smaller devices have. What spills is left out, but for
 // some words beside programs that are quicker so all the same (softcap at d64).
 
-std::vector<TileConfig> forward_preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool large = device.compute_capability < 100;
   const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
@@ -144,10 +151,10 @@ std::vector<TileConfig> forward_preferences(const AttentionSpec& spec, const Dev
 
 /// The largest spill beside gradients of captured tensors, which keep S and their places until dS is known,
 /// and slopes as many values again.
-std::vector<TileConfig> backward_preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
-  const bool capture_grads = has_capture_grads(spec);
-  const bool and_slopes = capture_grads && expr::has_slope(spec.score.tree());
+  const bool capture_grads = spec.has_capture_grads;
+  const bool and_slopes = capture_grads && spec.programs.has_slope;
   const bool plain = is_plain_on_hopper(spec, device);
   const auto pairs = [](int br, int bc, int stages) { return config(br, bc, 8, stages, false, 2); };
   if (d <= 64) {
@@ -180,11 +187,11 @@ std::vector<TileConfig> backward_preferences(const AttentionSpec& spec, const De
                   {pairs(16, 64, 1)}});
 }
 
-std::vector<TileConfig> preferences(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   return spec.pass == Pass::forward ? forward_preferences(spec, device) : backward_preferences(spec, device);
 }
 
-std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
   const bool forward = spec.pass == Pass::forward;
   std::vector<TileConfig> found;
   const auto consider = [&](TileConfig c) {
@@ -213,27 +220,26 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   return found;
 }
 
-std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
+KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   Entry main = main_entry(Family::sm80, spec, c.warps * 32, shared_bytes(spec, c));
   main.min_blocks = c.min_blocks;
-  return with_auxiliaries(spec, c, main);
+  KernelPlan kernel = tensor_core_kernel(spec, c, main, {});
+  kernel.constants.push_back({"kListedRows", c.br});
+  if (spec.pass == Pass::backward) kernel.constants.push_back({"kExchanged", exchanged_values(spec, c)});
+  return kernel;
 }
 
-std::optional<TensorBoxes> tensor_boxes(const AttentionSpec&, const TileConfig&) { return {}; }
+std::string functions(const AnalysedSpec& /*spec*/, const TileConfig& /*config*/) { return {}; }
 
 /// Blocks of the main loop.
-std::int64_t hot_blocks(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c) {
-  const std::vector<Entry> all = entries(spec, c);
-  std::int64_t blocks = 0;
-  for (const Launch& launch : tensor_core_launches(spec, shape, c)) {
-    if (all[launch.entry].hot) blocks += launch.blocks;
-  }
-  return blocks;
+std::int64_t hot_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c) {
+  const KernelPlan planned = kernel(spec, c);
+  return main_launch(planned, launches_of(planned, shape)).blocks;
 }
 
 /// Whether sharing its Q tiles' keys spares each block as many tiles as joining the parts takes: a launch,
 /// and some time for every row.
-bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
+bool gains_by_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
   if (spec.pass != Pass::forward) return false;
   const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
@@ -245,7 +251,7 @@ bool gains_by_parts(const AttentionSpec& spec, const AttentionShape& shape, cons
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
 /// the most blocks. Where multiprocessors have none, blocks share what the tiles meet, if that is much: the
 /// keys of small Q tiles, the queries of the best KV tiles.
-TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   TileConfig best;
   std::int64_t most = -1;
   const std::vector<TileConfig> choices = preferences(spec, device);
@@ -265,9 +271,9 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
 }  // namespace
 
 const FamilyTraits& sm80_traits() {
-  static constexpr FamilyTraits kTraits{
-      Family::sm80,          supports,    admits, heuristic, search_space, entries, tensor_core_launches,
-      tensor_core_workspace, tensor_boxes};
+  static constexpr FamilyTraits kTraits{Family::sm80, ComputedBy::warps, supports, admits,
+                                        heuristic,    search_space,      kernel,   tensor_core_workspace,
+                                        functions};
   return kTraits;
 }
 

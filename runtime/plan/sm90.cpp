@@ -3,11 +3,11 @@
 
 #include <algorithm>
 
-#include "expr/analyze.hpp"
-#include "expr/declarations.hpp"
-#include "expr/key_bounds.hpp"
 #include "plan/sm90.hpp"
+#include "plan/takes_dtype.hpp"
 #include "plan/tensor_core.hpp"
+#include "plan/tiles.hpp"
+#include "plan/wgmma.hpp"
 #include "templates/sm90/layout.cuh"
 
 namespace flashjit::plan {
@@ -17,37 +17,54 @@ constexpr int kGroupWarps = 4;  // of a warp group, which computes together
 constexpr int kProducerThreads = 128;
 constexpr int kMostBlocks = 3;  // on a multiprocessor
 
-bool is_forward(const AttentionSpec& spec) { return spec.pass == Pass::forward; }
+bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
-bool reads_plane(const AttentionSpec& spec) { return expr::plane_of(spec.score.tree()).has_value(); }
+bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-sm90::ForwardLayout forward_layout(const AttentionSpec& spec, const TileConfig& c) {
+/// Q tiles that a block of the forward pass computes at a time.
+int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) ? c.warps / kGroupWarps * sm90::kGroupRows / c.br : 1;
+}
+
+sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c) {
   return {c.br,
           c.bc,
           spec.head_dim,
           spec.v_dim(),
           c.stages,
-          reads_plane(spec),
-          expr::has_key_value(spec.score.tree()),
-          has_tile_lists(spec),
-          tiles_at_a_time(spec, c)};
+          has_bias_tile(spec),
+          spec.programs.column_term,
+          spec.has_tile_lists,
+          q_tiles_per_cta(spec, c)};
 }
 
-int shared_bytes(const AttentionSpec& spec, const TileConfig& c) {
+/// Whether O leaves through shared memory and the TMA unit. Packed sequences have each other's rows behind
+/// their last; parts of the keys have O in fp32.
+bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
+  return forward_layout(spec, c).stages_output() && !spec.varlen && !c.in_parts;
+}
+
+/// Whether the Q tiles of the forward pass's last round are cut, so that more blocks have some warp groups'
+/// rows of them: without a mask all cost the same.
+bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
+  return !spec.programs.has_mask && !spec.has_tile_lists && !c.in_parts && c.br > sm90::kGroupRows;
+}
+
+int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return forward_layout(spec, c).bytes();
   return sm90_backward_layout(spec, c).bytes();
 }
 
-bool is_narrow(const AttentionSpec& spec) {
+bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;
 }
-bool is_wide(const AttentionSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
+bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O, what finds a plane, and the gradients: what cannot be traded away
 /// by the compiler.
-int kept_values(const AttentionSpec& spec, const TileConfig& c) {
+int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
-    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + (reads_plane(spec) ? 8 : 0);
+    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + (has_bias_tile(spec) ? 8 : 0);
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
@@ -62,28 +79,48 @@ int kept_limit(const TileConfig& c) {
 
 /// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
 /// kernel knows, the device's own scheduler is fairer.
-bool shares_tiles_out(const AttentionSpec& spec) {
-  return !has_tile_lists(spec) && !spec.varlen && !spec.kv_lengths;
+bool shares_tiles_out(const AnalysedSpec& spec) {
+  return !spec.has_tile_lists && !spec.varlen && !spec.kv_lengths;
 }
 
 /// Whether blocks take one Q tile after the other, instead of one each.
-bool takes_tiles_in_turn(const AttentionSpec& spec) { return has_tile_lists(spec) || shares_tiles_out(spec); }
+bool takes_tiles_in_turn(const AnalysedSpec& spec) { return spec.has_tile_lists || shares_tiles_out(spec); }
 
-Support supports(const AttentionSpec& spec, const DeviceInfo& device) {
+/// Rows of a Q tile of which its list says whether they meet a KV tile: all together, or in the forward pass
+/// each warp group's, where the blocks of a map divide into those but not into whole tiles.
+int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
+                     spec.block_map.q % sm90::kGroupRows != 0 || spec.block_map.kv % c.bc != 0;
+  // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
+  const bool plain = spec.mask.empty() && !spec.kv_lengths && !spec.varlen && !has_bias_tile(spec) &&
+                     !spec.programs.column_term;
+  return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kGroupRows;
+}
+
+/// Blocks of the forward pass that take neighbouring Q tiles: two where a mask makes tiles unlike and the
+/// kernel shares them out, else one.
+int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
+  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && q_tiles_per_cta(spec, c) == 1 &&
+                 !c.in_parts
+             ? 2
+             : 1;
+}
+
+Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and the TMA unit of sm_90a, the device is {}", device.arch));
-  if (spec.dtype == DType::fp32) return Support::no("tensor cores take fp16 and bf16, the spec has fp32");
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
   if (is_forward(spec)) return Support::yes();
-  if (orders_capture_grads(spec)) return Support::no(kUnorderedGrads);
+  if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
 
-Support check_packed_heads(const AttentionSpec& spec, const TileConfig& c) {
+Support check_packed_heads(const AnalysedSpec& spec, const TileConfig& c) {
   if (!c.packs_heads) return Support::yes();
   if (!c.in_parts || !is_forward(spec))
     return Support::no("packed is for parts of the keys, in the forward pass: give parts, too");
-  const bool alike = !spec.dropout && !has_tile_lists(spec) && !reads_plane(spec) &&
-                     !expr::uses_head(spec.score.tree()) && !expr::uses_head(spec.mask.tree());
+  const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
+                     !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
   if (alike) return Support::yes();
   return Support::no(
       "packed is for specs to which the heads that share K and V are alike: without dropout, lists of tiles, "
@@ -91,20 +128,20 @@ Support check_packed_heads(const AttentionSpec& spec, const TileConfig& c) {
 }
 
 /// KV tiles of the backward pass that are of a cluster whose blocks sum up dQ.
-Support check_long_tile(const AttentionSpec& spec, const TileConfig& c) {
+Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_wide(spec)) return Support::no("Bc above 128 is for up to 128 columns");
   if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
   if (c.in_parts) return Support::no("parts are not for the KV tiles of clusters that sum up dQ");
-  if (has_tile_lists(spec) || spec.deterministic || has_capture_grads(spec))
+  if (spec.has_tile_lists || spec.deterministic || spec.has_capture_grads)
     return Support::no(
         "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
         "tensors");
   return Support::yes();
 }
 
-Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
+Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
       return Support::no(fmt::format("warps is 4, 8, 12 or 16, not {}", c.warps));
@@ -112,12 +149,12 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (tiles_at_a_time(spec, c) > 1 && (c.in_parts || !takes_tiles_in_turn(spec)))
+    if (q_tiles_per_cta(spec, c) > 1 && (c.in_parts || !takes_tiles_in_turn(spec)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
           "nor "
           "for packed sequences or lengths of keys without lists of tiles");
-    if (tiles_at_a_time(spec, c) > 1 && expr::has_key_value(spec.score.tree()))
+    if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
@@ -140,7 +177,7 @@ Support check_tile(const AttentionSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
-Support admits(const AttentionSpec& spec, const TileConfig& c, const DeviceInfo& device) {
+Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
   if (c.family != Family::sm90) return Support::no("the configuration is of another family");
   if (Support able = supports(spec, device); !able) return able;
   if (Support tile = check_tile(spec, c); !tile) return tile;
@@ -177,29 +214,29 @@ TileConfig with_parts(TileConfig c, bool packs_heads) {
 
 /// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A plane comes
 /// in slices of 64 keys.
-std::vector<TileConfig> preferences(const AttentionSpec& spec) {
+std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
-  const bool mask_reads = expr::reads_by_position(spec.mask.tree());
+  const bool mask_reads = spec.programs.mask_reads_tensors;
   if (!is_forward(spec)) {
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
     // by pair, or for gradients beside what is read of positions.
-    const bool reads = expr::mask_reads_pairs(spec.mask) || expr::reads_beyond_values(spec.score.tree()) ||
-                       (has_capture_grads(spec) && (mask_reads || expr::has_query_value(spec.score.tree())));
+    const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
+                       (spec.has_capture_grads && (mask_reads || spec.programs.row_term));
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
-  const bool plane = reads_plane(spec);
+  const bool plane = has_bias_tile(spec);
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
     // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
     // Beside dropout there are registers for neither mask nor score, nor for more columns.
-    const expr::MaskTraits mask = expr::mask_traits(spec.mask);
+    const expr::MaskTraits& mask = spec.programs.mask;
     const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
     const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
-    const bool simple = spec.mask.empty() || is_causal(spec.mask) || by_key;
+    const bool simple = spec.mask.empty() || spec.is_causal || by_key;
     const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
     if (!in_blocks && !plane && fits)
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
@@ -209,7 +246,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
     // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
     // where a mask does. Their registers hold no more than the plain softmax.
-    const TileConfig two = teams_config(64, has_tile_lists(spec) ? 4 : 3);
+    const TileConfig two = teams_config(64, spec.has_tile_lists ? 4 : 3);
     const bool in_tiles =
         !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
     if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
@@ -230,7 +267,7 @@ std::vector<TileConfig> preferences(const AttentionSpec& spec) {
 
 /// What a Q tile of so many warp groups costs for a key, measured: three hide each other's waits best, one is
 /// alone with its own.
-double cost_of_groups(const AttentionSpec& spec, int groups) {
+double cost_of_groups(const AnalysedSpec& spec, int groups) {
   const double exposed = is_narrow(spec) ? 1.18 : 1.1;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
@@ -242,23 +279,24 @@ constexpr double kApart = 1.1;
 /// By how much more where three groups' tiles of 80 keys meet a causal mask's end.
 constexpr double kEndsOfSmallTiles = 1.04;
 
-double cost_of_tile(const AttentionSpec& spec, const TileConfig& c) {
-  return tiles_at_a_time(spec, c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
+double cost_of_tile(const AnalysedSpec& spec, const TileConfig& c) {
+  return q_tiles_per_cta(spec, c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
 }
 
 /// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many
-/// `slots`. The last one's tiles are split where there is no mask: kSplitTailWave of
+/// `slots`. The last one's tiles are cut where there is no mask, see kSplitTailWave in
 /// templates/sm90/forward_policy.cuh.
-double cost_of_rounds(const AttentionSpec& spec, const TileConfig& c, std::int64_t count,
-                      std::int64_t slots) {
+double cost_of_rounds(const AnalysedSpec& spec, const TileConfig& c, std::int64_t count, std::int64_t slots) {
   const std::int64_t whole = count / slots, over = count % slots;
   const double all_whole = static_cast<double>(whole) * cost_of_tile(spec, c);
   if (over == 0) return all_whole;
-  if (tiles_at_a_time(spec, c) > 1)
-    return all_whole + (over * tiles_at_a_time(spec, c) > slots ? kCostOfTeam : kCostOfTeamAlone);
+  if (q_tiles_per_cta(spec, c) > 1)
+    return all_whole + (over * q_tiles_per_cta(spec, c) > slots ? kCostOfTeam : kCostOfTeamAlone);
   const int groups = c.warps / kGroupWarps;
-  int pieces = spec.mask.empty() && count > slots ? groups : 1;
-  while (over * pieces > slots) --pieces;
+  int pieces = 1;
+  if (spec.mask.empty() && count > slots)
+    pieces = static_cast<int>(
+        sm90::tail_pieces(groups, static_cast<unsigned>(over), static_cast<unsigned>(slots)));
   return all_whole + cost_of_groups(spec, (groups + pieces - 1) / pieces);
 }
 
@@ -271,21 +309,17 @@ double cost_of_joining(const AttentionShape& shape, std::int64_t parts) {
 
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
 /// under a causal mask the longest tile.
-double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& c,
+double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
   const auto [queries, heads_of_entry] = forward_tiles(shape, c);
   const std::int64_t heads = shape.batch * heads_of_entry, rows = tiles(shape.seqlen_q, queries);
-  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * tiles_at_a_time(spec, c);
+  const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * q_tiles_per_cta(spec, c);
   const auto padded = [&](std::int64_t begin, std::int64_t end) {
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
   };
-  const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
-                               static_cast<int>(shape.seqlen_kv));
   double all = 0, longest = 0;  // keys that a head's Q tiles meet
-  for (std::int64_t row = 0; row < rows; ++row) {
-    const std::int64_t end = std::min((row + 1) * queries, shape.seqlen_q);
-    const Range keys = bounds.of({static_cast<int>(row * queries), static_cast<int>(end)});
+  for (const Range& keys : keys_of_tiles(spec, shape, queries)) {
     const double met = keys.begin < keys.end ? padded(keys.begin, keys.end) : 0;
     all += met;
     longest = std::max(longest, met);
@@ -296,17 +330,17 @@ double estimated_time(const AttentionSpec& spec, const AttentionShape& shape, co
     const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), parts);
     return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_joining(shape, parts);
   }
-  if (!is_causal(spec.mask))
+  if (!spec.is_causal)
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
            cost_of_rounds(spec, c, rows * heads, slots);
   const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
-  const double apart = shape.seqlen_q <= 256 && rows > sm90_forward_cluster(spec, c) ? kApart : 1;
+  const double apart = shape.seqlen_q <= 256 && rows > forward_cluster(spec, c) ? kApart : 1;
   const double ends = c.warps / kGroupWarps == 3 && c.bc <= 80 ? kEndsOfSmallTiles : 1;
   return std::max(longest, fair) * cost_of_tile(spec, c) * apart * ends;
 }
 
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.
-bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+bool takes_half_tiles(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   return !is_forward(spec) && !is_wide(spec) &&
          shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, 64) <= device.multiprocessors;
 }
@@ -314,19 +348,19 @@ bool takes_half_tiles(const AttentionSpec& spec, const AttentionShape& shape, co
 /// Whether a cluster that has all keys of a row is quicker, measured: two blocks nearly always, but for up to
 /// 64 columns if the second has few keys; four, which not all multiprocessors can be part of, if all have
 /// keys, and rows attend to all, and heads are many.
-bool suits_two_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+bool suits_two_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
   const int fewest = !is_narrow(spec) ? 0 : spec.varlen ? 128 : 64;
   return shape.seqlen_kv > fewest && shape.seqlen_kv <= 256 && !halves_suffice;
 }
-bool suits_four_blocks(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+bool suits_four_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   return shape.seqlen_kv > (is_narrow(spec) ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
          !spec.kv_lengths && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
          shape.batch * shape.heads_kv >= device.multiprocessors;
 }
 
 /// A KV tile of all keys of a row, if that is quicker and can be.
-std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const AttentionShape& shape,
+std::optional<TileConfig> whole_row_tile(const AnalysedSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device) {
   const bool two = suits_two_blocks(spec, shape, device);
   if (is_forward(spec) || (!two && !suits_four_blocks(spec, shape, device))) return std::nullopt;
@@ -336,7 +370,7 @@ std::optional<TileConfig> whole_row_tile(const AttentionSpec& spec, const Attent
 }
 
 /// A KV tile whose Q tiles blocks share, if they are worth it.
-std::optional<TileConfig> shared_kv_tile(const AttentionSpec& spec, const AttentionShape& shape,
+std::optional<TileConfig> shared_kv_tile(const AnalysedSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device) {
   if (is_forward(spec)) return std::nullopt;
   const TileConfig c = with_parts(preferences(spec).front(), false);
@@ -344,7 +378,7 @@ std::optional<TileConfig> shared_kv_tile(const AttentionSpec& spec, const Attent
   return gains ? std::optional(c) : std::nullopt;
 }
 
-TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))
@@ -354,7 +388,7 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
   if (choices.front().min_blocks > 1) {
     const auto has_many = [&](const TileConfig& c) {
       const std::int64_t count = shape.batch * shape.heads_q * tiles(shape.seqlen_q, c.br);
-      const bool two_tiles = tiles_at_a_time(spec, c) > 1, three_groups = c.warps / kGroupWarps == 3;
+      const bool two_tiles = q_tiles_per_cta(spec, c) > 1, three_groups = c.warps / kGroupWarps == 3;
       return (two_tiles || three_groups) && count >= std::int64_t{two_tiles ? 2 : 8} * device.multiprocessors;
     };
     const auto found = std::find_if(choices.rbegin(), choices.rend(), has_many);
@@ -371,7 +405,7 @@ TileConfig heuristic(const AttentionSpec& spec, const AttentionShape& shape, con
       choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });
 }
 
-std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo& device) {
+std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
   std::vector<TileConfig> found;
   const auto consider = [&](const TileConfig& c) {
     if (admits(spec, c, device)) found.push_back(c);
@@ -402,99 +436,57 @@ std::vector<TileConfig> search_space(const AttentionSpec& spec, const DeviceInfo
   return found;
 }
 
-std::vector<Entry> entries(const AttentionSpec& spec, const TileConfig& c) {
-  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
-  main.tensor_maps = true;
-  main.min_blocks = c.min_blocks;
-  main.cluster = is_forward(spec) ? sm90_forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
-  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec);
-  return with_auxiliaries(spec, c, main);
-}
-
-/// The tensor of which the score reads planes, `rows` at a time.
-PlaneBox plane_box(const AttentionSpec& spec, int rows) {
-  const expr::Declaration plane = *expr::plane_of(spec.score.tree());
-  int capture = 0;
-  for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask)) {
-    if (d.name == plane.name) break;
-    capture += !d.is_scalar();
-  }
-  return {rows, capture, plane.rank};
-}
-
-std::optional<TensorBoxes> tensor_boxes(const AttentionSpec& spec, const TileConfig& c) {
+std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConfig& c) {
   TensorBoxes boxes;
-  bool plane = false;
+  bool copies_bias = false;
   if (is_forward(spec)) {
-    // As kTmaStoresO of templates/sm90/forward_policy.cuh has it.
-    const bool stages_output = forward_layout(spec, c).stages_output() && !spec.varlen && !c.in_parts;
-    boxes = {sm90::kGroupRows, c.bc, stages_output ? sm90::kWarpRows : 0, c.packs_heads, {}};
-    plane = reads_plane(spec);
+    boxes = {sm90::kGroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.packs_heads, {}};
+    copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
     boxes = {c.br, layout.keys(), c.br, false, {}};
-    plane = layout.has_bias_tile();
+    copies_bias = layout.has_bias_tile();
   }
-  if (plane) boxes.plane = plane_box(spec, c.br);
+  if (copies_bias) boxes.bias = {c.br, spec.programs.bias_tile->capture, spec.programs.bias_tile->rank};
   return boxes;
+}
+
+Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
+  const bool backward = !is_forward(spec);
+  return {.q_tiles_per_cta = q_tiles_per_cta(spec, c),
+          .dynamic_tiles = backward || spec.has_tile_lists,
+          .early_launch = true,  // with an instruction that all devices of sm90 have
+          .row_terms = backward && spec.programs.row_term,
+          .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq()};
+}
+
+KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
+  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
+  main.tensor_maps = true;
+  main.min_blocks = c.min_blocks;
+  main.cluster = is_forward(spec) ? forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
+  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec);
+  KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
+  kernel.tensor_boxes = tensor_boxes(spec, c);
+  kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
+  if (is_forward(spec)) {
+    kernel.constants.push_back({"kQTilesPerCta", q_tiles_per_cta(spec, c)});
+    kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
+    kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
+  }
+  return kernel;
 }
 
 }  // namespace
 
-int tiles_at_a_time(const AttentionSpec& spec, const TileConfig& c) {
-  if (c.family != Family::sm90 || !is_forward(spec)) return 1;
-  return c.warps / kGroupWarps * sm90::kGroupRows / c.br;
-}
-
-int listed_rows(const AttentionSpec& spec, const TileConfig& c) {
-  const bool whole = c.family != Family::sm90 || !is_forward(spec) || !spec.has_block_map() ||
-                     spec.block_map.q % c.br == 0 || spec.block_map.q % sm90::kGroupRows != 0 ||
-                     spec.block_map.kv % c.bc != 0;
-  // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
-  const bool plain = spec.mask.empty() && !spec.kv_lengths && !spec.varlen && !reads_plane(spec) &&
-                     !expr::has_key_value(spec.score.tree());
-  return whole || !plain || c.stages < 2 || tiles_at_a_time(spec, c) > 1 ? c.br : sm90::kGroupRows;
-}
-
-PackedHeadsParam packed_heads(const AttentionShape& shape) {
-  if (shape.heads_kv == 0) return {};
-  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
-  const int heads = sm90::packed_heads(shared);
-  return {shared, heads, static_cast<int>(tiles(shared, heads)), sm90::kGroupRows / heads,
-          static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
-}
-
-ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& c) {
-  if (!c.packs_heads || shape.heads_kv == 0) return {c.br, shape.heads_q};
-  const PackedHeadsParam packed = packed_heads(shape);
-  return {std::int64_t{c.br} / sm90::kGroupRows * packed.queries, shape.heads_kv * packed.sets};
-}
-
-int sm90_forward_cluster(const AttentionSpec& spec, const TileConfig& c) {
-  return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && tiles_at_a_time(spec, c) == 1 &&
-                 !c.in_parts
-             ? 2
-             : 1;
-}
-
-sm90::BackwardLayout sm90_backward_layout(const AttentionSpec& spec, const TileConfig& c) {
-  return {c.br,
-          c.bc,
-          spec.head_dim,
-          spec.v_dim(),
-          c.stages,
-          reads_plane(spec),
-          expr::has_query_value(spec.score.tree())};
-}
-
-bool clusters_sum_dq(const AttentionSpec& spec, const TileConfig& c) {
-  return c.family == Family::sm90 && !is_forward(spec) && sm90_backward_layout(spec, c).sums_dq();
+sm90::BackwardLayout sm90_backward_layout(const AnalysedSpec& spec, const TileConfig& c) {
+  return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, has_bias_tile(spec), spec.programs.row_term};
 }
 
 const FamilyTraits& sm90_traits() {
   static constexpr FamilyTraits kTraits{
-      Family::sm90,          supports,    admits, heuristic, search_space, entries, tensor_core_launches,
-      tensor_core_workspace, tensor_boxes};
+      Family::sm90, ComputedBy::warp_groups, supports,       admits, heuristic, search_space,
+      kernel,       tensor_core_workspace,   wgmma_functions};
   return kTraits;
 }
 

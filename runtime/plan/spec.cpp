@@ -14,7 +14,8 @@
 
 #include "expr/declarations.hpp"
 #include "flashjit/error.hpp"
-#include "plan/family.hpp"
+#include "plan/analysed_spec.hpp"
+#include "plan/spec_options.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 
@@ -175,17 +176,12 @@ constexpr std::string_view kConfigAllowed =
     "occ<blocks>, parts, packed";
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
-  if (reader.flag(field, "dropout")) {
-    spec.dropout = true;
-  } else if (reader.flag(field, "kvlen")) {
-    spec.kv_lengths = true;
-  } else if (reader.flag(field, "det")) {
-    spec.deterministic = true;
-  } else if (reader.flag(field, "varlen")) {
-    spec.varlen = true;
-  } else if (reader.flag(field, "sinks")) {
-    spec.sinks = true;
-  } else if (const auto blocks = reader.pair(field, "map")) {
+  for (const plan::SpecOption& option : plan::kSpecOptions)
+    if (reader.flag(field, option.text)) {
+      spec.*option.on = true;
+      return;
+    }
+  if (const auto blocks = reader.pair(field, "map")) {
     spec.block_map = {(*blocks)[0], (*blocks)[1]};
   } else if (field == "causal" || field == "causal_top_left") {
     reader.once(field, "mask");
@@ -216,22 +212,6 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
     reader.unknown(field);
   }
 }
-
-struct KnownDevice {
-  std::string_view arch;
-  int compute_capability, multiprocessors, shared_per_block, shared_per_sm, l2_mebibytes;
-};
-
-constexpr int kRegistersPerSm = 65536;
-
-// One common product per architecture: T4, A100, A40, RTX 4090, H100, B200, RTX 5090.
-constexpr KnownDevice kKnownDevices[] = {
-    {"sm_75", 75, 40, 65536, 65536, 4},        {"sm_80", 80, 108, 166912, 167936, 40},
-    {"sm_86", 86, 84, 101376, 102400, 6},      {"sm_89", 89, 128, 101376, 102400, 72},
-    {"sm_90", 90, 132, 232448, 233472, 50},    {"sm_90a", 90, 132, 232448, 233472, 50},
-    {"sm_100", 100, 148, 232448, 233472, 126}, {"sm_100a", 100, 148, 232448, 233472, 126},
-    {"sm_120", 120, 170, 101376, 102400, 96},  {"sm_120a", 120, 170, 101376, 102400, 96},
-};
 
 }  // namespace
 
@@ -284,12 +264,11 @@ std::string to_string(const AttentionSpec& given) {
   } else if (!spec.mask.empty()) {
     append(":mask{{{}}}", spec.mask.text());
   }
-  if (spec.dropout) append(":dropout");
-  if (spec.kv_lengths) append(":kvlen");
-  if (spec.has_block_map()) append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
-  if (spec.deterministic) append(":det");
-  if (spec.varlen) append(":varlen");
-  if (spec.sinks) append(":sinks");
+  for (const plan::SpecOption& option : plan::kSpecOptions) {
+    if (option.on == &AttentionSpec::deterministic && spec.has_block_map())
+      append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
+    if (spec.*option.on) append(":{}", option.text);
+  }
   return out;
 }
 
@@ -309,8 +288,6 @@ std::string to_string(const TileConfig& config) {
   if (config.packs_heads) out += ":packed";
   return out;
 }
-
-std::string to_string(const DeviceInfo& device) { return device.arch; }
 
 AttentionSpec parse_spec(std::string_view text) {
   FieldReader reader("spec", text, kSpecAllowed);
@@ -355,24 +332,6 @@ TileConfig parse_config(std::string_view text) {
   config.warps = static_cast<int>(reader.take_number("w", 1, 32));
   while (!reader.done()) read_option(reader, reader.take("a field"), config);
   return config;
-}
-
-DeviceInfo DeviceInfo::parse(std::string_view arch) {
-  std::vector<std::string_view> names;
-  for (const KnownDevice& known : kKnownDevices) {
-    names.push_back(known.arch);
-    if (known.arch != arch) continue;
-    DeviceInfo out;
-    out.name = out.arch = arch;
-    out.compute_capability = known.compute_capability;
-    out.multiprocessors = known.multiprocessors;
-    out.shared_per_block = known.shared_per_block;
-    out.shared_per_sm = known.shared_per_sm;
-    out.registers_per_sm = kRegistersPerSm;
-    out.l2_bytes = std::int64_t{known.l2_mebibytes} << 20;
-    return out;
-  }
-  refuse("the architecture is {}; it must be one of: {}", quoted(arch), fmt::join(names, ", "));
 }
 
 }  // namespace flashjit

@@ -2,21 +2,18 @@
 // need.
 #pragma once
 
-#include "plan/tiles.hpp"
+#include "plan/family.hpp"
 
 namespace flashjit::plan {
 
 /// The main kernel of a family: templates/<family>/{forward, backward}.cuh.
-Entry main_entry(Family family, const AttentionSpec& spec, int threads, int shared_bytes);
+Entry main_entry(Family family, const AnalysedSpec& spec, int threads, int shared_bytes);
 
 /// The main kernel among those that a call launches with it: row sums and gradients of sinks before a
-/// backward pass, lists of tiles where there are some, dQ's conversion or the parts' joining after it.
-std::vector<Entry> with_auxiliaries(const AttentionSpec& spec, const TileConfig& config, const Entry& main);
+/// backward pass, lists of tiles where there are some, dQ's conversion or the combination of parts after it.
+KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config, const Entry& main,
+                              const Schedule& schedule);
 
-/// The launches of with_auxiliaries(): of the main kernel a block a Q tile forward, a KV tile backward.
-std::vector<Launch> tensor_core_launches(const AttentionSpec& spec, const AttentionShape& shape,
-                                         const TileConfig& config);
-WorkspaceNeeds tensor_core_workspace(const AttentionSpec& spec, const AttentionShape& shape,
-                                     const TileConfig& config);
+WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionShape& shape);
 
 }  // namespace flashjit::plan

@@ -1,13 +1,9 @@
 #include "plan/tiles.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
-#include "expr/key_bounds.hpp"
-#include "templates/common/params.cuh"
+#include "plan/family.hpp"
 
 namespace flashjit::plan {
 
@@ -15,8 +11,58 @@ std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device) {
   return std::max<std::int64_t>(1, std::int64_t{device.multiprocessors} * entry.min_blocks / entry.cluster);
 }
 
-const Launch& main_launch(const std::vector<Entry>& entries, const std::vector<Launch>& launches) {
-  return *std::ranges::find_if(launches, [&](const Launch& launch) { return entries[launch.entry].hot; });
+namespace {
+
+constexpr int kPackedRows = 64;  // of Q: a warp group's
+
+/// Heads of which one Q tile has the rows, of the `shared` ones of a head of K and V: all of them, or as many
+/// as make equal sets, so that a warp group has a row of each.
+int heads_of_set(int shared) {
+  const auto sets = static_cast<int>(tiles(shared, kPackedRows));
+  return sets > 0 ? static_cast<int>(tiles(shared, sets)) : 1;
+}
+
+}  // namespace
+
+PackedHeadsParam packed_heads(const AttentionShape& shape) {
+  if (shape.heads_kv == 0) return {};
+  const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
+  const int heads = heads_of_set(shared);
+  return {shared, heads, static_cast<int>(tiles(shared, heads)), kPackedRows / heads,
+          static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
+}
+
+ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config) {
+  if (!config.packs_heads || shape.heads_kv == 0) return {config.br, shape.heads_q};
+  const PackedHeadsParam packed = packed_heads(shape);
+  return {std::int64_t{config.br} / kPackedRows * packed.queries, shape.heads_kv * packed.sets};
+}
+
+std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape,
+                                 std::int64_t queries) {
+  std::vector<Range> all;
+  for (std::int64_t begin = 0; begin < shape.seqlen_q; begin += queries) {
+    const std::int64_t end = std::min(begin + queries, shape.seqlen_q);
+    all.push_back(spec.key_bounds->of({static_cast<int>(begin), static_cast<int>(end)},
+                                      static_cast<int>(shape.seqlen_q), static_cast<int>(shape.seqlen_kv)));
+  }
+  return all;
+}
+
+ListsDiffer lists_differ(const AnalysedSpec& spec) {
+  return {.by_batch = spec.varlen || spec.kv_lengths || spec.programs.mask.uses_batch,
+          .by_head = spec.programs.mask.uses_head};
+}
+
+std::int64_t list_sets(const AnalysedSpec& spec, const AttentionShape& shape) {
+  if (!spec.has_tile_lists) return 0;
+  const auto [by_batch, by_head] = lists_differ(spec);
+  const bool map = spec.has_block_map();
+  return (by_batch || map ? shape.batch : 1) * (by_head || map ? shape.heads_q : 1);
+}
+
+bool has_term_bounds(const AnalysedSpec& spec) {
+  return spec.programs.mask.q_reads + spec.programs.mask.kv_reads > 0;
 }
 
 namespace {
@@ -32,16 +78,15 @@ std::int64_t key_parts(const AttentionShape& shape, const TileConfig& config, st
 struct MetRows {
   std::int64_t longest = 0, all = 0;
 };
-MetRows met_rows(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
-  const expr::KeyBounds bounds(spec.mask, static_cast<int>(shape.seqlen_q),
-                               static_cast<int>(shape.seqlen_kv));
+MetRows met_rows(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config) {
   std::vector<std::int64_t> change(static_cast<std::size_t>(tiles(shape.seqlen_kv, config.bc)) + 1);
-  for (std::int64_t begin = 0; begin < shape.seqlen_q; begin += config.br) {
-    const std::int64_t end = std::min(begin + config.br, shape.seqlen_q);
-    const Range keys = bounds.of({static_cast<int>(begin), static_cast<int>(end)});
+  std::int64_t left = shape.seqlen_q;
+  for (const Range& keys : keys_of_tiles(spec, shape, config.br)) {
+    const std::int64_t rows = std::min<std::int64_t>(config.br, left);
+    left -= rows;
     if (keys.begin >= keys.end) continue;
-    change[static_cast<std::size_t>(keys.begin / config.bc)] += end - begin;
-    change[static_cast<std::size_t>(tiles(keys.end, config.bc))] -= end - begin;
+    change[static_cast<std::size_t>(keys.begin / config.bc)] += rows;
+    change[static_cast<std::size_t>(tiles(keys.end, config.bc))] -= rows;
   }
   MetRows met;
   std::int64_t rows = 0;
@@ -56,7 +101,7 @@ MetRows met_rows(const AttentionSpec& spec, const AttentionShape& shape, const T
 /// So many that they take least, in rows of Q that a block computes meanwhile, as measured: blocks of unequal
 /// work end at unlike times, and what parts leave is joined. Parts of few rows are worth it where all blocks
 /// run at once, and none are where there are enough KV tiles.
-std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+std::int64_t query_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                          std::int64_t slots) {
   constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 250, kRowsOfJoiningRound = 300;
   constexpr std::int64_t kFewestRows = 2048, kFewestRowsAtOnce = 256, kEnoughRounds = 4;
@@ -85,30 +130,20 @@ std::int64_t query_parts(const AttentionSpec& spec, const AttentionShape& shape,
 
 }  // namespace
 
-std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+std::int64_t tile_parts(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
+  const AnalysedSpec& spec = kernel.spec;
+  const TileConfig& config = kernel.config;
+  if (!config.in_parts) return 1;
+  const std::int64_t slots = blocks_at_once(kernel.main(), device);
+  if (spec.pass == Pass::backward) return query_parts(spec, shape, config, slots);
+  const std::vector<Launch> launches = launches_of(kernel, shape);
+  return key_parts(shape, config, main_launch(kernel, launches).blocks, slots);
+}
+
+std::int64_t tile_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                         const DeviceInfo& device) {
   if (!config.in_parts) return 1;
-  const FamilyTraits& family = traits(config.family);
-  const std::vector<Entry> entries = family.entries(spec, config);
-  const std::vector<Launch> launches = family.launches(spec, shape, config);
-  const Launch& main = main_launch(entries, launches);
-  const std::int64_t slots = blocks_at_once(entries[main.entry], device);
-  return spec.pass == Pass::forward ? key_parts(shape, config, main.blocks, slots)
-                                    : query_parts(spec, shape, config, slots);
-}
-
-Entry family_entry(Family family, const std::string& name, const std::string& header, int threads) {
-  return {.name = name,
-          .header = fmt::format("flashjit/{}/{}.cuh", to_string(family), header),
-          .function = fmt::format("flashjit::{}::{}", to_string(family), name),
-          .threads = threads};
-}
-
-Entry auxiliary_entry(const std::string& name, const std::string& header) {
-  return {.name = name,
-          .header = fmt::format("flashjit/auxiliary/{}.cuh", header.empty() ? name : header),
-          .function = "flashjit::auxiliary::" + name,
-          .threads = kAuxiliaryThreads};
+  return tile_parts(traits(config.family).kernel(spec, config), shape, device);
 }
 
 }  // namespace flashjit::plan

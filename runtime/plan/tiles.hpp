@@ -1,7 +1,10 @@
-// What the families share: counting tiles, and naming entries.
+// What the families share: counting tiles, of Q, of K and V, and of lists.
 #pragma once
 
-#include "plan/family.hpp"
+#include <vector>
+
+#include "plan/launches.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan {
 
@@ -16,17 +19,35 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
-/// The launch of the first entry that holds a main loop.
-const Launch& main_launch(const std::vector<Entry>& entries, const std::vector<Launch>& launches);
+/// How the heads that share K and V are packed, where they are; nothing without heads.
+PackedHeadsParam packed_heads(const AttentionShape& shape);
+
+/// Q tiles of the forward pass: so many queries each, of so many sets of heads of a batch entry. A set is one
+/// head, or where heads are packed those of a tile.
+struct ForwardTiles {
+  std::int64_t queries, heads;
+};
+ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config);
+
+/// The keys that the queries of each Q tile of `queries` rows may attend to, as far as the mask's bounds
+/// tell.
+std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape, std::int64_t queries);
 
 /// In how many parts blocks share what each tile meets, keys forward and queries backward: as many as fill
-/// the device and are worth it, if the configuration has them share, else 1. Of a normalized spec.
-std::int64_t tile_parts(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config,
+/// the device and are worth it, if the configuration has them share, else 1.
+std::int64_t tile_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                         const DeviceInfo& device);
+std::int64_t tile_parts(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device);
 
-/// An entry from templates/<family>/<header>.cuh.
-Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);
-/// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
-Entry auxiliary_entry(const std::string& name, const std::string& header = {});
+/// Whether mask and lengths give batch entries, or heads, lists of tiles of their own. A block map may, too,
+/// which only the call knows.
+struct ListsDiffer {
+  bool by_batch, by_head;
+};
+ListsDiffer lists_differ(const AnalysedSpec& spec);
+/// How many sets of lists there are at most: one where all share it; none where tiles are not listed.
+std::int64_t list_sets(const AnalysedSpec& spec, const AttentionShape& shape);
+/// Whether the mask is classed by the bounds of what it reads over each tile.
+bool has_term_bounds(const AnalysedSpec& spec);
 
 }  // namespace flashjit::plan

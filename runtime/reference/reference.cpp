@@ -14,8 +14,8 @@
 #include <thread>
 
 #include "flashjit/error.hpp"
+#include "support/dtypes.hpp"
 #include "support/refuse.hpp"
-#include "support/small_float.hpp"
 #include "templates/common/packed.cuh"
 #include "templates/common/philox.cuh"
 
@@ -499,17 +499,7 @@ Dropout dropout_parameters(double p) {
   return {static_cast<std::uint32_t>(0x1p15 - kept) * 0x10001u, 0x1p15 / kept};
 }
 
-double round_to(DType dtype, double value) {
-  switch (dtype) {
-    case DType::fp16:
-      return Fp16::round(value);
-    case DType::bf16:
-      return Bf16::round(value);
-    case DType::fp32:
-      break;
-  }
-  return static_cast<float>(value);
-}
+double round_to(DType dtype, double value) { return dtype_info(dtype).round(value); }
 
 double max_abs_error(const std::vector<double>& a, const std::vector<double>& b) {
   if (a.size() != b.size()) {
@@ -526,19 +516,6 @@ double max_abs_error(const std::vector<double>& a, const std::vector<double>& b)
 }
 
 namespace {
-
-/// Half the distance from 1 to the next number.
-double unit_roundoff(DType dtype) {
-  switch (dtype) {
-    case DType::fp32:
-      return 0x1p-24;
-    case DType::fp16:
-      return 0x1p-11;
-    case DType::bf16:
-      return 0x1p-8;
-  }
-  return 0;
-}
 
 Verdict judged_by(double yardstick, double error, double factor) {
   const double limit = factor * yardstick + 1e-5;
@@ -572,7 +549,7 @@ Verdict judge_dsinks(const AttentionShape& shape, const std::vector<double>& got
 Verdict judge_capture(DType dtype, const std::vector<double>& got, CaptureGrad exact,
                       const std::vector<double>& rounded, double factor) {
   const auto& [sums, squares, counts] = exact;
-  const double rounding = unit_roundoff(dtype) / 2, adding = unit_roundoff(DType::fp32);
+  const double rounding = dtype_info(dtype).unit_roundoff / 2, adding = dtype_info(DType::fp32).unit_roundoff;
   double yardstick = max_abs_error(rounded, sums);
   for (std::size_t i = 0; i < sums.size(); ++i) {
     const double terms = rounding * rounding * squares[i];

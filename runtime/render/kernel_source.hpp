@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "flashjit/spec.hpp"
-#include "plan/family.hpp"
+#include "plan/kernel_plan.hpp"
 
 namespace flashjit {
 

@@ -6,51 +6,11 @@
 #include <fmt/format.h>
 
 #include "expr/emit.hpp"
-#include "plan/sm90.hpp"
-#include "render/wgmma.hpp"
+#include "plan/family.hpp"
+#include "support/dtypes.hpp"
 
 namespace flashjit::render {
 namespace {
-
-const char* element_name(DType dtype) {
-  switch (dtype) {
-    case DType::fp16:
-      return "fp16";
-    case DType::bf16:
-      return "bf16";
-    case DType::fp32:
-      return "float";
-  }
-  throw Error(ErrorCode::internal,
-              fmt::format("element type {} has no name in CUDA", static_cast<int>(dtype)));
-}
-
-std::string int_constant(std::string_view name, int value) {
-  return fmt::format("  static constexpr int {} = {};\n", name, value);
-}
-
-std::string bool_constant(std::string_view name, bool value) {
-  return fmt::format("  static constexpr bool {} = {};\n", name, value);
-}
-
-// The same names in the same order as ExampleProblem in templates/common/problem.cuh.
-std::string constants(const AttentionSpec& spec, const TileConfig& config, int compute_capability,
-                      bool check_waits) {
-  return fmt::format("  using Element = {};\n", element_name(spec.dtype)) +
-         int_constant("kArch", compute_capability) + bool_constant("kBackward", spec.pass == Pass::backward) +
-         int_constant("kHeadDim", spec.head_dim) + int_constant("kHeadDimV", spec.v_dim()) +
-         bool_constant("kDropout", spec.dropout) + bool_constant("kKvLengths", spec.kv_lengths) +
-         bool_constant("kVarlen", spec.varlen) + bool_constant("kSinks", spec.sinks) +
-         bool_constant("kBlockMap", spec.has_block_map()) +
-         bool_constant("kDeterministic", spec.deterministic) + int_constant("kBlockQ", spec.block_map.q) +
-         int_constant("kBlockKv", spec.block_map.kv) + int_constant("kBr", config.br) +
-         int_constant("kBc", config.bc) + int_constant("kWarps", config.warps) +
-         int_constant("kStages", config.stages) + bool_constant("kQInRegisters", config.q_in_registers) +
-         int_constant("kDSplit", config.d_split) + int_constant("kMinBlocks", config.min_blocks) +
-         bool_constant("kSplit", config.in_parts) + bool_constant("kPacksHeads", config.packs_heads) +
-         int_constant("kListedRows", plan::listed_rows(spec, config)) +
-         bool_constant("kCheckWaits", check_waits);
-}
 
 std::string includes(const std::vector<plan::Entry>& entries) {
   std::vector<std::string> names;
@@ -105,21 +65,24 @@ void add_headers(std::string_view text, const TemplateSet& templates,
 
 }  // namespace
 
-KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
-                    const TemplateSet& templates, const RenderOptions& options) {
+KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, const TemplateSet& templates) {
+  const plan::AnalysedSpec& spec = kernel.spec;
   KernelSource source;
-  source.spec = spec.normalized();
-  source.config = config;
+  source.spec = spec;
+  source.config = kernel.config;
   source.arch = device.arch;
-  source.entries = plan::traits(config.family).entries(source.spec, config);
-  const std::string products = config.family == Family::sm90 ? wgmma_functions(source.spec, config) : "";
+  source.entries = kernel.entries;
+  std::string constants = to_string(expr::Constant{"kArch", device.compute_capability});
+  for (const expr::Constant& constant : kernel.constants) constants += to_string(constant);
+  const std::string functions = plan::traits(kernel.config.family).functions(spec, kernel.config);
   source.text = fmt::format(
-      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n{}\n{}{}{}}};\n\n}}  // namespace "
-      "flashjit\n",
-      to_string(source.spec), to_string(config), includes(source.entries),
-      constants(source.spec, config, device.compute_capability, options.check_waits),
-      expr::emit_hooks(source.spec.score, source.spec.mask, {options.check_indices}),
-      products.empty() ? "" : "\n", products);
+      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n{}\n{}{}{}}};\n\n"
+      "}}  // namespace flashjit\n",
+      to_string(source.spec), to_string(source.config), includes(source.entries),
+      dtype_info(spec.dtype).cuda_name, constants,
+      expr::emit_functions(expr::trees_of(spec.score, spec.mask),
+                           {.check_indices = spec.checks.check_indices}),
+      functions.empty() ? "" : "\n", functions);
   const int programs = program_count(source.entries);
   for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, programs);
 
@@ -127,6 +90,11 @@ KernelSource render(const AttentionSpec& spec, const TileConfig& config, const D
   add_headers(source.text, templates, headers);
   for (auto& [name, text] : headers) source.headers.push_back({name, std::move(text)});
   return source;
+}
+
+KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
+                    const TemplateSet& templates, const plan::Checks& checks) {
+  return render(plan::traits(config.family).kernel({spec, checks}, config), device, templates);
 }
 
 }  // namespace flashjit::render

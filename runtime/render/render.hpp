@@ -23,13 +23,10 @@ class TemplateSet {
   std::map<std::string, std::string> texts_;
 };
 
-struct RenderOptions {
-  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
-  bool check_waits = false;    ///< kernels trap where they would hang
-};
-
 /// Deterministic: equal arguments give equal text. The text names no path, date or version.
+KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, const TemplateSet& templates);
+/// The kernel that the configuration's family plans for the spec.
 KernelSource render(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
-                    const TemplateSet& templates, const RenderOptions& options = {});
+                    const TemplateSet& templates, const plan::Checks& checks = {});
 
 }  // namespace flashjit::render

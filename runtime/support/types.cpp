@@ -3,10 +3,12 @@
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 
+#include <algorithm>
 #include <array>
 #include <utility>
 
 #include "flashjit/error.hpp"
+#include "support/dtypes.hpp"
 #include "support/text.hpp"
 
 namespace flashjit {
@@ -16,7 +18,13 @@ template <class Value, std::size_t kCount>
 using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
 constexpr Names<Pass, 2> kPasses{{{Pass::forward, "fwd"}, {Pass::backward, "bwd"}}};
-constexpr Names<DType, 3> kDTypes{{{DType::fp16, "fp16"}, {DType::bf16, "bf16"}, {DType::fp32, "fp32"}}};
+/// The names of the table of types.
+Names<DType, 3> dtype_names() {
+  Names<DType, 3> names;
+  std::ranges::transform(dtypes(), names.begin(),
+                         [](const DTypeInfo& info) { return std::pair(info.dtype, info.name); });
+  return names;
+}
 constexpr Names<ElementType, 9> kElementTypes{{{ElementType::fp32, "fp32"},
                                                {ElementType::fp16, "fp16"},
                                                {ElementType::bf16, "bf16"},
@@ -51,12 +59,12 @@ Value value_of(const Names<Value, kCount>& names, std::string_view what, std::st
 }  // namespace
 
 std::string to_string(Pass pass) { return name_of(kPasses, pass); }
-std::string to_string(DType dtype) { return name_of(kDTypes, dtype); }
+std::string to_string(DType dtype) { return name_of(dtype_names(), dtype); }
 std::string to_string(ElementType type) { return name_of(kElementTypes, type); }
 std::string to_string(Family family) { return name_of(kFamilies, family); }
 
 Pass parse_pass(std::string_view text) { return value_of(kPasses, "the pass", text); }
-DType parse_dtype(std::string_view text) { return value_of(kDTypes, "the element type", text); }
+DType parse_dtype(std::string_view text) { return value_of(dtype_names(), "the element type", text); }
 Family parse_family(std::string_view text) { return value_of(kFamilies, "the kernel family", text); }
 
 }  // namespace flashjit

@@ -1,6 +1,8 @@
 // The TMA unit: copies of boxes of tensors between global and shared memory.
 #pragma once
 
+#include "flashjit/common/tensor_maps.cuh"
+
 namespace flashjit {
 
 /// The driver's CUtensorMap, opaque.
@@ -8,11 +10,7 @@ struct alignas(64) TensorMap {
   unsigned long long words[16];
 };
 
-/// The tensors that a kernel copies by TMA. `o` is O in the forward pass and dO in the backward pass; `plane`
-/// is the captured bias, all zeros where TMA cannot copy it.
-struct TensorMaps {
-  TensorMap q, k, v, o, plane;
-};
+using TensorMaps = TensorMapsOf<TensorMap>;
 
 /// Copies the box at (column, row, head, batch) to shared memory, and completes on `barrier`.
 __device__ __forceinline__ void load_box(unsigned to, const TensorMap& map, unsigned barrier, int column,

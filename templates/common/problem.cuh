@@ -27,6 +27,12 @@ struct ExampleProblem {
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map
   static constexpr int kBlockKv = 0;
+  static constexpr bool kTileLists = false;  // tiles are visited by lists, which the tile_lists entry makes
+  static constexpr bool kListsByBatch = false;  // batch entries, or heads, have lists of their own also where
+  static constexpr bool kListsByHead = false;   // the block map does not tell them apart
+  // The rows of a Q tile whose meeting with a KV tile its list records as one bit: kBr, or fewer, and then
+  // all their pairs attend or none.
+  static constexpr int kListedRows = 128;
   static constexpr int kBr = 128;  // the TileConfig
   static constexpr int kBc = 64;
   static constexpr int kWarps = 4;
@@ -36,12 +42,16 @@ struct ExampleProblem {
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplit = false;
   static constexpr bool kPacksHeads = false;
-  // The rows of a Q tile whose meeting with a KV tile its list records as one bit: kBr, or fewer, and then
-  // all their pairs attend or none.
-  static constexpr int kListedRows = 128;
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
-  // What follows is generated from the programs: runtime/expr/emit.cpp.
+  // What a family decides for kernels of its own:
+  //   kSharedBytes    sm80, sm90: dynamic shared memory of the main loop
+  //   kExchanged      sm80 backward: values of a pair that one warp of two hands to the other
+  //   kQTilesPerCta   sm90 forward: Q tiles that a CTA computes at a time
+  //   kTmaStoresO     sm90 forward: O leaves through shared memory and TMA
+  //   kSplitTailWave  sm90 forward: the Q tiles of the last, partial wave are split
+
+  // What follows is generated from the programs: runtime/expr/facts.hpp, runtime/expr/emit.cpp.
   static constexpr bool kHasScore = false;         // false: score() is the identity
   static constexpr bool kHasMask = false;          // false: mask() is always true
   static constexpr bool kScoreGrad = false;        // false: score_grad() is 1

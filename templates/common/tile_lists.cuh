@@ -21,9 +21,9 @@ __device__ __forceinline__ Range tile_range(int tile, int size, int length) {
 
 /// Whether tiles are visited by lists, which the tile_lists entry makes, instead of in a contiguous range.
 /// Ordered additions need to know how many tiles come before: without a mask that is plain, else lists have
-/// it. The planner has the same rule: plan/tensor_core.cpp.
+/// it.
 template <class P>
-constexpr bool kLists = P::kBlockMap || P::kListed || (P::kBackward && P::kDeterministic && P::kHasMask);
+constexpr bool kLists = P::kTileLists;
 
 /// Whether lists have how many additions to dQ come before a KV tile's. A wait for an addition that does not
 /// come never ends, so a KV tile visits all that it lists, also past the last key: lists that were built
@@ -45,12 +45,12 @@ __device__ __forceinline__ int tile_of_entry(int entry) {
 /// How many sets of lists there are: one for each batch entry and head that map and mask tell apart.
 template <class P>
 __device__ __forceinline__ int list_batch(const Params& p) {
-  const bool differ = P::kVarlen || P::kKvLengths || P::kMaskUsesBatch || (P::kBlockMap && p.map_batch > 1);
+  const bool differ = P::kListsByBatch || (P::kBlockMap && p.map_batch > 1);
   return differ ? p.batch : 1;
 }
 template <class P>
 __device__ __forceinline__ int list_heads(const Params& p) {
-  return P::kMaskUsesHead || (P::kBlockMap && p.map_heads > 1) ? p.heads_q : 1;
+  return P::kListsByHead || (P::kBlockMap && p.map_heads > 1) ? p.heads_q : 1;
 }
 /// The index of the list of one row of tiles, of `rows` in a set.
 template <class P>

@@ -39,8 +39,9 @@ struct BackwardPolicy {
   static constexpr int kQBytes = tile_bytes(P::kBr, P::kHeadDim);
   static constexpr int kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
   /// Values of a pair that one warp of two hands to the other: P, the slope, Q K^T.
-  static constexpr int kExchanged = kPairs ? 1 + P::kScoreGrad + (P::kCaptureGrads > 0) : 0;
+  static constexpr int kExchanged = P::kExchanged;
   static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages, kExchanged};
+  static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   /// With more stages than one dQ of a tile comes a step late: then a step has one barrier, and a warp that
   /// would wait for another's P has work.
   static constexpr bool kLateDq = P::kStages > 1 && !P::kDeterministic;

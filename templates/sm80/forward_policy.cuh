@@ -17,6 +17,7 @@ struct ForwardPolicy {
   static constexpr int kQkUnroll = P::kQInRegisters ? kQSteps : 8;  // steps of Q K^T at a time
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   static constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   /// P V of a tile is computed among the softmax of the next one: if registers suffice, and not where small
   /// blocks are several a multiprocessor and hide each other's waits.

@@ -11,6 +11,7 @@ template <class P>
 struct BackwardPolicy {
   static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,       P::kHeadDim,     P::kHeadDimV,
                                           P::kStages, P::kBiasTile, P::kScoreRowTerm};
+  static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   // --- How a tile is shared -------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ namespace flashjit::sm90 {
 /// for 128 x 64. d64: butterfly 401 -> 384 us, windows +7 to +18%, causal 384 to 1k +5 to +10%, longer rows
 /// slower. NOTES.md#two-q-tiles-per-cta
 template <class P>
-constexpr int kQTilesPerCta = (P::kWarps * kWarpRows) / P::kBr;
+constexpr int kQTilesPerCta = P::kQTilesPerCta;
 
 /// LPT order: Q tiles of several heads come longest first. A mask of keys alone leaves all rows alike, and
 /// tiles that must be evaluated to be classed are scattered: without a known long row, heads one after the
@@ -34,7 +34,7 @@ constexpr bool kHeadMajorOrder = !P::kHasMask && P::kHeadDimV > 64;
 /// split by warpgroups among more CTAs. d64 512 to 4k +2.2 to +2.9%, d128 8k and 16k +1.7%.
 /// NOTES.md#tail-wave-split
 template <class P>
-constexpr bool kSplitTailWave = !P::kHasMask && !kLists<P> && !P::kSplit && P::kBr > kGroupRows;
+constexpr bool kSplitTailWave = P::kSplitTailWave;
 
 /// Where KV tiles are listed, the producer posts each tile's list entry in shared memory beside its K.
 /// Butterfly +2.2%, block maps at d64 +1 to +2%. With one Q tile at a time and a mask tested pair by pair
@@ -151,6 +151,6 @@ constexpr ForwardLayout kForwardLayout{P::kBr,          P::kBc,       P::kHeadDi
 /// reach into the next sequence, nor for splits of the keys, whose O is fp32.
 /// NOTES.md#epilogue
 template <class P>
-constexpr bool kTmaStoresO = kForwardLayout<P>.stages_output() && !P::kVarlen && !P::kSplit;
+constexpr bool kTmaStoresO = P::kTmaStoresO;
 
 }  // namespace flashjit::sm90

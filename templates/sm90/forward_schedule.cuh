@@ -75,7 +75,7 @@ struct TileScheduler {
     if constexpr (kSplitTailWave<P>) {
       const unsigned over = whole % slots;
       whole -= over;
-      for (pieces = kWarpgroups; over * pieces > slots;) --pieces;
+      pieces = tail_pieces(kWarpgroups, over, slots);
     }
     if (kLptOrder<P>) order.mix(slots, kWindows);
   }

@@ -14,6 +14,7 @@ namespace flashjit::sm90 {
 template <class P>
 struct ForwardStorage {
   static constexpr ForwardLayout kLayout = kForwardLayout<P>;
+  static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   static constexpr int kWarpgroups = kLayout.groups(), kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warpgroup's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);

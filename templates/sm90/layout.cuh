@@ -32,16 +32,17 @@ constexpr int consumer_registers(int groups, int blocks) {
   return all / groups < 240 ? all / groups / 8 * 8 : 240;
 }
 
-/// Heads of which one Q tile has the rows, where a forward pass packs the `shared` ones of a head of K and V:
-/// all of them, or as many as make equal sets, so that a warp group has a row of each.
-constexpr int packed_heads(int shared) {
-  const int sets = (shared + kGroupRows - 1) / kGroupRows;
-  return sets > 0 ? (shared + sets - 1) / sets : 1;
-}
-
 /// Whether a product of the forward pass is one asm statement of all its steps of 16 columns, which compiles
 /// sooner by 8% and more, or one a step: ptxas orders fewer columns otherwise then, and up to 3% slower.
 constexpr bool has_whole_products(int head_dim_v) { return head_dim_v > 128; }
+
+/// In how many pieces the `over` Q tiles of the forward pass's last round are cut, of up to as many as they
+/// have warp groups, so that all `slots` begin at once what is left.
+constexpr unsigned tail_pieces(unsigned groups, unsigned over, unsigned slots) {
+  unsigned pieces = groups;
+  while (over * pieces > slots) --pieces;
+  return pieces;
+}
 
 constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of a Q tile
 /// Tiles of which that is kept. Five would do: while one is ended, two more have begun or wait in shared

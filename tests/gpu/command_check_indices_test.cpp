@@ -13,8 +13,11 @@ class CheckIndices : public GpuTest {
  protected:
   /// Both passes of one small problem with this score; what was printed.
   std::string printed(const std::string& score, const std::string& mode) {
+    return verified("b1:hq2:hkv1:sq5:skv6", "bwd:bf16:d64:score{t: fp32 1d; " + score + "}", mode);
+  }
+  std::string verified(const std::string& shape, const std::string& spec, const std::string& mode) {
     const test::CommandResult result = test::run_command(
-        folder_, "verify --shape b1:hq2:hkv1:sq5:skv6 --spec 'bwd:bf16:d64:score{t: fp32 1d; " + score + "}'",
+        folder_, "verify --shape " + shape + " --spec '" + spec + "'",
         "FLASHJIT_LIBCUDA='" + read_environment().libcuda + "' FLASHJIT_CHECK_INDICES=" + mode);
     EXPECT_EQ(result.code, 0) << result.out << result.err;
     return result.out;
@@ -36,6 +39,14 @@ TEST_F(CheckIndices, TellsOfEachThatIsOutOfRangeAndWhere) {
 
 TEST_F(CheckIndices, SaysNothingOfWhatIsInRange) {
   EXPECT_FALSE(says(printed("score + t[0]", "on"), "captured tensor"));
+}
+
+// Tiles of a dense bias are not copied then, and the planner's shared memory is the kernel's.
+TEST_F(CheckIndices, DenseBiasesAreReadElementByElement) {
+  for (const char* dims : {"d64", "d96", "d128", "d256"}) {
+    const std::string spec = "bwd:bf16:" + std::string(dims) + ":score{bias: bf16 2d; score + bias[q, kv]}";
+    EXPECT_FALSE(says(verified("b1:hq4:hkv4:sq200:skv300", spec, "on"), "captured tensor")) << dims;
+  }
 }
 
 TEST_F(CheckIndices, SaysNothingWhereNobodyAsked) {

@@ -34,7 +34,7 @@ inline std::vector<TileConfig> all_candidates() { return candidates_of(problem()
 inline KernelReport report_with(const TileConfig& config, int registers, int spill, int shared) {
   KernelReport report;
   report.config = config;
-  for (const plan::Entry& entry : plan::traits(config.family).entries(problem().spec, config)) {
+  for (const plan::Entry& entry : plan::traits(config.family).kernel(problem().spec, config).entries) {
     report.entries.push_back({entry.name, registers, entry.hot ? spill : 0, shared, entry.threads});
   }
   return report;

@@ -485,7 +485,7 @@ TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
   const std::vector<Capture> given = captures();
   args.captures = given;
   plan::ExecutionPlan plan = plan_of(spec(), shape_of(spec(), args));
-  plan.declarations = kDeclared;
+  plan.spec.programs.declarations = kDeclared;
   const Params p = make_params(plan, args);
   EXPECT_EQ(p.captures[0].data, address(0xe0000));
   EXPECT_EQ(p.captures[0].grad, nullptr);
@@ -512,14 +512,14 @@ TEST(Arguments, PackedHeadsAreRowsOfOneHead) {
   args.q = ConstTensorView::bhsd(address(0x10000), 2, 8, 1, kDim);
   args.out = TensorView::bshd(address(0x40000), 2, 8, 1, kDim);
   args.q.stride[2] = -7;  // of one element: means nothing
-  const AttentionShape shape = plan::with_packed_heads(spec(), {2, 8, 2, 1, 70}).shape;
-  const ForwardArgs packed = packed_like(shape, args);
+  const AttentionShape shape = plan::fold_gqa(spec(), {2, 8, 2, 1, 70}).shape;
+  const ForwardArgs packed = fold_gqa(args);
+  EXPECT_EQ(shape_of(spec(), packed), shape);
   EXPECT_EQ(packed.q.size, (std::array<std::int64_t, 4>{2, 2, 4, kDim}));
   EXPECT_EQ(packed.q.stride, (std::array<std::int64_t, 4>{8 * kDim, 4 * kDim, kDim, 1}));
   EXPECT_EQ(packed.out.size, packed.q.size);
   EXPECT_EQ(packed.out.stride, packed.q.stride);
   EXPECT_EQ(packed.k.size, args.k.size);
-  EXPECT_EQ(packed_like({2, 8, 2, 1, 70}, args).q.stride, args.q.stride);
 }
 
 TEST(Arguments, WorkspaceIsLargeEnoughAndAligned) {

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "flashjit/error.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
 #include "tests/support/stored_kernel.hpp"

@@ -76,14 +76,17 @@ class EngineTest : public testing::Test {
   static DeviceInfo device_info() { return device::query_device(*FakeDriver::driver(), 0); }
 
   static plan::ExecutionPlan plan_of(const AttentionSpec& spec, const AttentionShape& shape,
-                                     const std::optional<TileConfig>& config = {}) {
-    return plan::make_plan(spec, shape, device_info(), {}, config);
+                                     const std::optional<TileConfig>& config = {},
+                                     const plan::Checks& checks = {}) {
+    return plan::make_plan(spec, shape, device_info(), {}, config, checks);
   }
 
   /// Puts a kernel of the spec into a store, with the resources of one entry as ptxas would report them.
   static void add_kernel(const fs::path& folder, const AttentionSpec& spec, const TileConfig& config,
-                         int registers = 64, const std::string& compiler = kCompiler) {
-    const KernelSource source = render::render(spec, config, device_info(), render::TemplateSet::embedded());
+                         int registers = 64, const std::string& compiler = kCompiler,
+                         const plan::Checks& checks = {}) {
+    const KernelSource source =
+        render::render(spec, config, device_info(), render::TemplateSet::embedded(), checks);
     CompiledKernel kernel{.cubin = "not really", .log = "", .compiler = compiler, .resources = {}};
     for (const plan::Entry& entry : source.entries)
       kernel.resources.push_back({.entry = entry.name, .registers = registers});
@@ -398,6 +401,29 @@ TEST_F(EngineTest, TheTmaUnitIsToldOfAPlaneThatItCanCopy) {
     EXPECT_EQ(map_of(other).opaque[0], 0u);
     EXPECT_EQ(fake().encoded.size(), 4u);
   }
+}
+
+// Kernels that check indices read each element of a bias by itself: then there is room for O in shared
+// memory.
+TEST_F(EngineTest, CheckedIndicesArePlannedAsTheyAreCompiled) {
+  const AttentionSpec spec = parse_spec("fwd:fp16:d96:score{bias: fp16 4d; score + bias[b, h, q, kv]}");
+  const plan::Checks checks{.check_indices = true};
+  const plan::ExecutionPlan plan = plan_of(spec, kShape, parse_config("sm90:br128:bc128:w8:s2"), checks);
+  add_kernel(pack(), spec, plan.config, 64, kCompiler, checks);
+  Settings checking = settings();
+  checking.check_indices = true;
+  const auto runtime = engine(checking);
+  runtime->prepare(spec, kShape, plan.config);
+  ForwardArgs args = forward_args(kShape, 96);
+  const Capture bias = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 80});
+  args.captures = {&bias, 1};
+  runtime->forward(spec, args, nullptr);
+  const FakeDriver::Launch& launch = fake().launches.back();
+  EXPECT_EQ(launch.maps.plane.opaque[0], 0u);
+  EXPECT_NE(launch.maps.o.opaque[0], 0u);
+  EXPECT_EQ(launch.shared_bytes, static_cast<unsigned>(plan.main().shared_bytes));
+  EXPECT_EQ(plan.main().shared_bytes,
+            plan_of(parse_spec("fwd:fp16:d96"), kShape, plan.config).main().shared_bytes);
 }
 
 /// Documents, whose tiles are visited by lists.

@@ -4,14 +4,16 @@
 
 #include <algorithm>
 
-#include "expr/analyze.hpp"
 #include "expr/emit.hpp"
 
 namespace flashjit::expr {
 namespace {
 
-std::string hooks(std::string_view score, std::string_view mask) {
-  return emit_hooks(ScoreProgram(score), MaskProgram(mask));
+std::string hooks(std::string_view score, std::string_view mask, const EmitOptions& options = {}) {
+  return emit_hooks(trees_of(ScoreProgram(score), MaskProgram(mask)), options);
+}
+ProgramFacts facts(std::string_view score, std::string_view mask) {
+  return facts_of(ScoreProgram(score), MaskProgram(mask));
 }
 
 /// What stands between the braces of a static member function.
@@ -79,8 +81,8 @@ TEST(Emit, ConstantsTellWhatMasksDependOn) {
 TEST(Emit, ValuesOfOnePositionAreFoundApart) {
   const auto values = [](const char* score) {
     const std::string text = hooks(score, "");
-    EXPECT_EQ(says(text, "kScoreRowTerm = true;"), has_query_value(ScoreProgram(score).tree())) << score;
-    EXPECT_EQ(says(text, "kScoreColumnTerm = true;"), has_key_value(ScoreProgram(score).tree())) << score;
+    EXPECT_EQ(says(text, "kScoreRowTerm = true;"), facts(score, "").row_term) << score;
+    EXPECT_EQ(says(text, "kScoreColumnTerm = true;"), facts(score, "").column_term) << score;
     return std::pair(says(text, "kScoreRowTerm = true;"), says(text, "kScoreColumnTerm = true;"));
   };
   for (const char* score :
@@ -98,7 +100,7 @@ TEST(Emit, ValuesOfOnePositionAreFoundApart) {
         "at: int32 1d; t: fp32 1d; score + t[at[kv] - q]"})
     EXPECT_EQ(values(score), std::pair(false, false)) << score;
 
-  const auto reads_beyond = [](const char* score) { return reads_beyond_values(ScoreProgram(score).tree()); };
+  const auto reads_beyond = [](const char* score) { return facts(score, "").score_reads_pairs; };
   for (const char* score : {"", "w: fp32 1d; score * w[kv]", "w: fp32 1d; s: fp32 1d; score * s[h] + w[kv]",
                             "w: fp32 1d; score * w[q]", "w: fp32 1d; score * w[kv] + w[q]"})
     EXPECT_FALSE(reads_beyond(score)) << score;
@@ -109,8 +111,7 @@ TEST(Emit, ValuesOfOnePositionAreFoundApart) {
   EXPECT_EQ(body(text, "score_of_terms").find("read_capture"), std::string::npos);
   EXPECT_TRUE(says(body(text, "score_of_terms"), "of_query") && says(body(text, "score_of_terms"), "of_key"));
   EXPECT_TRUE(says(body(text, "score_row_term"), "q.at") && says(body(text, "score_column_term"), "kv.at"));
-  const std::string checked =
-      emit_hooks(ScoreProgram("w: fp32 1d; score + w[kv]"), {}, {.check_indices = true});
+  const std::string checked = hooks("w: fp32 1d; score + w[kv]", "", {.check_indices = true});
   EXPECT_TRUE(says(checked, "kScoreColumnTerm = false;")) << "each index is checked at its pair";
 }
 
@@ -127,7 +128,7 @@ TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
                            "keep: bool 2d; keep[q, kv]", "n: int32 1d; kv < n[b]"})
     EXPECT_TRUE(says(hooks("", mask), "kMaskTerms = false;")) << mask;
 
-  const auto reads_pairs = [](const char* mask) { return mask_reads_pairs(MaskProgram(mask)); };
+  const auto reads_pairs = [](const char* mask) { return facts("", mask).mask_reads_pairs; };
   for (const char* mask : {"", "causal", "doc: int32 1d; doc[q] == doc[kv]", "n: int32 1d; kv < n[b]"})
     EXPECT_FALSE(reads_pairs(mask)) << mask;
   for (const char* mask : {"w: fp32 1d; w[q] < w[kv]", "keep: bool 2d; keep[q, kv]",
@@ -138,15 +139,14 @@ TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
   EXPECT_TRUE(says(body(text, "mask_of_terms"), "q_reads[0]") &&
               says(body(text, "mask_of_terms"), "(kv_reads[0] != 0)"));
   EXPECT_TRUE(says(body(text, "mask_column_term"), "divide(v0, 3)"));
-  const std::string checked =
-      emit_hooks({}, MaskProgram("valid: bool 1d; valid[kv]"), {.check_indices = true});
+  const std::string checked = hooks("", "valid: bool 1d; valid[kv]", {.check_indices = true});
   EXPECT_TRUE(says(checked, "kMaskTerms = false;")) << "each index is checked at its pair";
 }
 
 TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
   const auto name_of = [](const char* score) {
-    const std::optional<Declaration> plane = plane_of(ScoreProgram(score).tree());
-    return plane ? plane->name : "";
+    const ProgramFacts known = facts(score, "");
+    return known.bias_tile ? known.declarations[known.bias_tile->capture].name : "";
   };
   for (const char* score :
        {"bias: bf16 4d; score + bias[b, h, q, kv]", "bias: fp16 2d; score * (1.0 + bias[q + 7, kv - 3])",
@@ -182,7 +182,7 @@ TEST(Emit, TraitsAreWhatPlansAssume) {
   for (const char* mask :
        {"", "causal", "w: int; q - kv < w", "q / 2 == kv / 2", "q < 3 || kv < 3", "kv % 1 == 0",
         "n: int32 1d; kv < n[b]", "d: int32 2d; e: bool 2d; d[b, q] == d[b, kv] && e[h, kv]"})
-    EXPECT_EQ(traits_said(hooks("", mask)), mask_traits(MaskProgram(mask))) << mask;
+    EXPECT_EQ(traits_said(hooks("", mask)), facts("", mask).mask) << mask;
 }
 
 TEST(Emit, CausalIsOneComparisonAPair) {
@@ -349,10 +349,9 @@ TEST(Emit, GradientsOfCapturesSayWhetherPairsShareAPlace) {
 }
 
 TEST(Emit, ChecksOfIndicesAreOnDemand) {
-  const ScoreProgram score("slopes: fp32 1d; bias: bf16 2d grad; score * slopes[h] + bias[q, kv - q]");
-  const MaskProgram mask("doc: int32 2d; any: bool 2d; doc[b, q] == doc[b, kv] && any[q, kv]");
-  const std::string plain = emit_hooks(score, mask),
-                    checked = emit_hooks(score, mask, {.check_indices = true});
+  const char* score = "slopes: fp32 1d; bias: bf16 2d grad; score * slopes[h] + bias[q, kv - q]";
+  const char* mask = "doc: int32 2d; any: bool 2d; doc[b, q] == doc[b, kv] && any[q, kv]";
+  const std::string plain = hooks(score, mask), checked = hooks(score, mask, {.check_indices = true});
   EXPECT_FALSE(says(plain, "check_indices"));
   const auto checks = [&](std::string_view name, std::string_view what) {
     EXPECT_TRUE(says(body(checked, name), what)) << name << "\n" << checked;

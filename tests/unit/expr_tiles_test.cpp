@@ -389,9 +389,9 @@ void expect_key_bounds(const char* mask, bool all_known) {
   const HostTiles tiles(prepared_mask(parse(mask).pointer()), {});
   constexpr int kLengths[][2] = {{90, 70}, {5, 120}, {64, 64}};
   for (const auto& [sq, skv] : kLengths) {
-    const KeyBounds bounds{MaskProgram(mask), sq, skv};
+    const KeyBounds bounds{MaskProgram(mask)};
     for (int begin = 0; begin < sq; begin += 16) {
-      const Range known = bounds.of({begin, begin + 16});
+      const Range known = bounds.of({begin, begin + 16}, sq, skv);
       const Range exact = tiles.kv_bounds(Point{.seqlen_q = sq, .seqlen_kv = skv}, {begin, begin + 16});
       EXPECT_EQ(known.begin, all_known ? exact.begin : 0) << begin;
       EXPECT_EQ(known.end, all_known ? exact.end : skv) << begin;
@@ -405,10 +405,10 @@ TEST(Tiles, PlanningKnowsBoundsOfLengthsAndConstants) {
     expect_key_bounds(mask, true);
   for (const char* mask : {"q / 8 == kv / 8", "q >= kv || kv < 9", "(q ^ kv) < 30"})
     expect_key_bounds(mask, false);
-  const KeyBounds none({}, 12, 34), unknown(MaskProgram("w: int; q >= kv && q - kv < w"), 100, 100);
-  EXPECT_EQ(none.of({0, 12}).end, 34);
-  EXPECT_EQ(unknown.of({16, 32}).begin, 0);
-  EXPECT_EQ(unknown.of({16, 32}).end, 32);
+  const KeyBounds none{MaskProgram()}, unknown{MaskProgram("w: int; q >= kv && q - kv < w")};
+  EXPECT_EQ(none.of({0, 12}, 12, 34).end, 34);
+  EXPECT_EQ(unknown.of({16, 32}, 100, 100).begin, 0);
+  EXPECT_EQ(unknown.of({16, 32}, 100, 100).end, 32);
 }
 
 TEST(Tiles, WrappedConstantsAreNotTakenForLargeOnes) {

@@ -223,7 +223,7 @@ TEST(Key, HoldsTheParametersOfTheLaunch) {
 
 TEST(Key, ChangesWithEachDebugMode) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
-  const auto key = [&](const render::RenderOptions& options) {
+  const auto key = [&](const plan::Checks& options) {
     return source_digest(render::render(spec, parse_config("simt:br32:bc32:w4"), DeviceInfo::parse("sm_80"),
                                         render::TemplateSet::embedded(), options),
                          kOptions);

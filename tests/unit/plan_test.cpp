@@ -160,17 +160,18 @@ TEST(Plan, HoldsWhatTheFamilySays) {
     const AttentionSpec spec = parse_spec(text);
     const ExecutionPlan plan = make_plan(spec, kShape, kA100, {});
     const FamilyTraits& family = traits(plan.config.family);
+    const KernelPlan kernel = family.kernel(spec, plan.config);
     EXPECT_EQ(plan.config_source, "heuristic");
     EXPECT_EQ(plan.spec, spec);
     EXPECT_EQ(plan.shape, kShape);
     EXPECT_TRUE(family.admits(spec, plan.config, kA100)) << text;
-    EXPECT_EQ(plan.entries, family.entries(spec, plan.config));
+    EXPECT_EQ(plan.entries, kernel.entries);
     EXPECT_FALSE(plan.entries.empty());
-    EXPECT_EQ(plan.launches, family.launches(spec, kShape, plan.config));
+    EXPECT_EQ(plan.launches, launches_of(kernel, kShape));
     for (const Launch& launch : plan.launches) EXPECT_LT(launch.entry, plan.entries.size());
-    EXPECT_EQ(plan.needs, family.workspace(spec, kShape, plan.config));
+    EXPECT_EQ(plan.needs, family.workspace(kernel, kShape));
     EXPECT_EQ(plan.workspace, workspace_layout(plan.needs, spec, kShape));
-    EXPECT_EQ(plan.tensor_boxes, family.tensor_boxes(spec, plan.config));
+    EXPECT_EQ(plan.tensor_boxes, kernel.tensor_boxes);
   }
 }
 
@@ -232,11 +233,12 @@ TEST(Plan, TheSpecIsNormalized) {
 TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
   const AttentionShape shape{2, 8, 2, 1, 1000}, packed{2, 2, 2, 4, 1000};
   const auto problem = [](const char* spec, const AttentionShape& given) {
-    return with_packed_heads(parse_spec(spec), given);
+    return fold_gqa(parse_spec(spec), given);
   };
   for (const char* spec :
        {"fwd:bf16:d128", "fwd:bf16:d128:causal", "fwd:bf16:d128:kvlen", "fwd:bf16:d128:causal:kvlen:det"}) {
-    const Problem made = problem(spec, shape), again = with_packed_heads(made.spec, made.shape);
+    const ComputedProblem made = problem(spec, shape), again = fold_gqa(made.spec, made.shape);
+    EXPECT_TRUE(made.fold_gqa && !again.fold_gqa) << spec;
     EXPECT_EQ(made.shape, packed) << spec;
     EXPECT_TRUE(made.spec.mask.empty()) << spec;
     EXPECT_EQ(made.spec.kv_lengths, parse_spec(spec).kv_lengths);
@@ -251,6 +253,7 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
     EXPECT_EQ(problem("fwd:bf16:d128", other).shape, other) << to_string(other);
   const ExecutionPlan plan = make_plan(parse_spec("fwd:bf16:d128:causal"), shape, kA100, {});
   EXPECT_EQ(plan.shape, packed);
+  EXPECT_TRUE(plan.fold_gqa);
   EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.parts);  // a KV head of a batch entry each
 }
 

@@ -89,7 +89,7 @@ TEST(Render, WritesWhetherWaitsAreChecked) {
   const DeviceInfo device = DeviceInfo::parse("sm_80");
   const TileConfig config =
       plan::traits(Family::sm80).heuristic(spec, parse_shape("b1:hq1:hkv1:sq64:skv64"), device);
-  const auto text = [&](const render::RenderOptions& options) {
+  const auto text = [&](const plan::Checks& options) {
     return render::render(spec, config, device, TemplateSet::embedded(), options).text;
   };
   EXPECT_TRUE(contains(text({}), "kCheckWaits = false;"));

@@ -5,10 +5,11 @@
 
 #include "plan/plan.hpp"
 #include "plan/sm90.hpp"
+#include "plan/wgmma.hpp"
 #include "render/render.hpp"
-#include "render/wgmma.hpp"
 #include "templates/sm90/layout.cuh"
 #include "tests/support/expectations.hpp"
+#include "tests/support/planned_constant.hpp"
 
 namespace flashjit::plan {
 namespace {
@@ -271,7 +272,7 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
 
 TEST(Sm90, ListsTellWarpGroupsApartWhereBlocksDivideIntoTheirRows) {
   const auto rows = [](const char* spec, const char* config) {
-    return plan::listed_rows(parse_spec(spec).normalized(), parse_config(config));
+    return test::planned_constant(parse_spec(spec), parse_config(config), "kListedRows");
   };
   EXPECT_EQ(rows("fwd:bf16:d64:map128x128", "sm90:br192:bc128:w12:s4"), 64);
   EXPECT_EQ(rows("fwd:bf16:d64:map64x256", "sm90:br128:bc128:w8:s2"), 64);
@@ -343,15 +344,27 @@ TEST(Sm90, PlanesThatTheScoreReadsAreCopiedWhereTheyFit) {
       ":score{bias: bf16 3d; doc: int32 1d; n: int; score + to_float(doc[n]) * bias[h, q, kv]}";
   for (const char* dims : {"fwd:bf16:d64", "fwd:bf16:d256", "bwd:bf16:d64", "bwd:bf16:d128"}) {
     const ExecutionPlan plan = planned(dims + score), plain = planned(dims);
-    EXPECT_EQ(plan.tensor_boxes->plane, (PlaneBox{plan.config.br, 1, 3})) << dims;
-    EXPECT_EQ(plain.tensor_boxes->plane, PlaneBox{}) << dims;
+    EXPECT_EQ(plan.tensor_boxes->bias, (BiasBox{plan.config.br, 1, 3})) << dims;
+    EXPECT_EQ(plain.tensor_boxes->bias, BiasBox{}) << dims;
   }
-  EXPECT_EQ(planned("bwd:bf16:d256" + score).tensor_boxes->plane, PlaneBox{});
+  EXPECT_EQ(planned("bwd:bf16:d256" + score).tensor_boxes->bias, BiasBox{});
   EXPECT_EQ(
       planned(
           "fwd:bf16:d64:score{gate: fp32 2d; n: int; bias: fp16 2d; score * gate[h, kv] + bias[q, kv + n]}")
-          .tensor_boxes->plane,
-      (PlaneBox{128, 1, 2}));
+          .tensor_boxes->bias,
+      (BiasBox{128, 1, 2}));
+}
+
+TEST(Sm90, WhereIndicesAreCheckedThereAreNoBiasTiles) {
+  for (const char* dims :
+       {"fwd:bf16:d64", "fwd:bf16:d96", "fwd:bf16:d128", "fwd:bf16:d256", "bwd:bf16:d128"}) {
+    const AttentionSpec spec = parse_spec(std::string(dims) + ":score{bias: bf16 2d; score + bias[q, kv]}");
+    const ExecutionPlan plan = make_plan(spec, kLarge, kH100, {}, {}, {.check_indices = true});
+    const KernelPlan plain = family().kernel(parse_spec(dims), plan.config);
+    EXPECT_EQ(plan.main().shared_bytes, plain.main().shared_bytes) << dims;
+    EXPECT_EQ(plan.tensor_boxes, plain.tensor_boxes) << dims;
+    EXPECT_NE(family().kernel(spec, plan.config).tensor_boxes->bias, BiasBox{}) << dims;
+  }
 }
 
 TEST(Sm90, QueryValuesHaveALineOfEachQTileInTheBackwardPass) {
@@ -431,8 +444,9 @@ TEST(Sm90, OtherFamiliesHaveNoTensorMaps) {
   for (const FamilyTraits* other : {&sm80_traits(), &simt_traits()}) {
     const AttentionSpec spec = parse_spec("fwd:bf16:d64");
     const TileConfig config = other->heuristic(spec, kLarge, kH100);
-    EXPECT_FALSE(other->tensor_boxes(spec, config));
-    for (const Entry& entry : other->entries(spec, config)) EXPECT_FALSE(entry.tensor_maps);
+    const KernelPlan kernel = other->kernel(spec, config);
+    EXPECT_FALSE(kernel.tensor_boxes);
+    for (const Entry& entry : kernel.entries) EXPECT_FALSE(entry.tensor_maps);
   }
 }
 
@@ -448,13 +462,12 @@ TEST(Sm90Render, TheKernelTakesTensorMaps) {
       "const __grid_constant__ flashjit::TensorMaps maps) {\n"
       "  flashjit::sm90::forward<flashjit::Problem>(p, maps);\n",
       text);
-  expect_in(render::wgmma_functions(parse_spec("fwd:bf16:d128"), parse_config("sm90:br128:bc128:w8:s2")),
-            text);
+  expect_in(wgmma_functions(parse_spec("fwd:bf16:d128"), parse_config("sm90:br128:bc128:w8:s2")), text);
   EXPECT_EQ(rendered("fwd:bf16:d128", "sm80:br128:bc64:w4").text.find("wgmma"), std::string::npos);
 }
 
 TEST(Sm90Render, ForwardProductsAreOneInstructionOfTheirWidth) {
-  EXPECT_EQ(render::wgmma_functions(parse_spec("fwd:fp16:d64x8"), parse_config("sm90:br64:bc16:w4")),
+  EXPECT_EQ(wgmma_functions(parse_spec("fwd:fp16:d64x8"), parse_config("sm90:br64:bc16:w4")),
             R"(  static __device__ __forceinline__ void multiply_scores(float (&c)[8], unsigned long long a,
                                               unsigned long long b, int accumulate) {
     asm volatile(
@@ -488,8 +501,7 @@ TEST(Sm90Render, ForwardProductsAreOneInstructionOfTheirWidth) {
 }
 
 TEST(Sm90Render, BackwardProductsAreOneStatementOfAllSteps) {
-  const std::string text =
-      render::wgmma_functions(parse_spec("bwd:bf16:d72"), parse_config("sm90:br64:bc128:w8:s2"));
+  const std::string text = wgmma_functions(parse_spec("bwd:bf16:d72"), parse_config("sm90:br64:bc128:w8:s2"));
   // S^T: five steps of 72 columns, of which the fifth begins a slice of K's 128 rows and of Q's 64.
   expect_in(
       "\"add.s64 left, %32, 1024;\\n\"\n        \"add.s64 right, %33, 512;\\n\"\n        "
@@ -503,7 +515,7 @@ TEST(Sm90Render, BackwardProductsAreOneStatementOfAllSteps) {
 
 TEST(Sm90Render, WideForwardProductsAreOneStatementOfAllSteps) {
   const auto steps = [](const char* spec) {
-    const std::string text = render::wgmma_functions(parse_spec(spec), parse_config("sm90:br128:bc64:w8:s2"));
+    const std::string text = wgmma_functions(parse_spec(spec), parse_config("sm90:br128:bc64:w8:s2"));
     int count = 0;
     for (std::size_t at = 0; (at = text.find("wgmma.mma_async", at)) != text.npos; ++at) ++count;
     return count;
@@ -515,7 +527,7 @@ TEST(Sm90Render, WideForwardProductsAreOneStatementOfAllSteps) {
 
 TEST(Sm90Render, ProductsFollowElementTypeAndWidths) {
   const std::string text =
-      render::wgmma_functions(parse_spec("fwd:bf16:d192x128"), parse_config("sm90:br128:bc112:w8:s2"));
+      wgmma_functions(parse_spec("fwd:bf16:d192x128"), parse_config("sm90:br128:bc112:w8:s2"));
   expect_in("m64n112k16.f32.bf16.bf16", text);
   expect_in("m64n128k16.f32.bf16.bf16", text);
   expect_in("float (&c)[56]", text);

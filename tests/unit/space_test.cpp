@@ -122,7 +122,7 @@ TEST(Space, SpillsOutsideOfTheMainLoopAreForgiven) {
   KernelReport report;
   report.config = config;
   bool some_cold = false;
-  for (const plan::Entry& entry : plan::traits(config.family).entries(spec, config)) {
+  for (const plan::Entry& entry : plan::traits(config.family).kernel(spec, config).entries) {
     some_cold |= !entry.hot;
     report.entries.push_back({entry.name, 64, entry.hot ? 0 : 16, 0, entry.threads});
   }

@@ -21,6 +21,7 @@
 #include <thread>
 
 #include "cache/embedded.hpp"
+#include "flashjit/error.hpp"
 #include "plan/records.hpp"
 #include "support/file.hpp"
 #include "tests/support/stored_kernel.hpp"

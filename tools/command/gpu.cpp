@@ -4,8 +4,8 @@
 #include <cstring>
 
 #include "autotune/device_captures.hpp"
+#include "support/dtypes.hpp"
 #include "support/environment.hpp"
-#include "support/small_float.hpp"
 
 namespace flashjit::command {
 
@@ -18,37 +18,18 @@ namespace {
 
 constexpr std::uint8_t kPoison = 0xff;  // every byte so: NaN in all element types
 
-template <class Element, class Encode>
-std::vector<std::byte> encode_as(const std::vector<double>& values, Encode encode) {
-  std::vector<std::byte> bytes(values.size() * sizeof(Element));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    const Element element = encode(values[i]);
-    std::memcpy(bytes.data() + i * sizeof(Element), &element, sizeof(Element));
-  }
+std::vector<std::byte> encode(DType dtype, const std::vector<double>& values) {
+  std::vector<std::byte> bytes(values.size() * size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    dtype_info(dtype).encode(values[i], bytes.data() + i * size_of(dtype));
   return bytes;
 }
 
-template <class Element, class Decode>
-std::vector<double> decode_as(const std::vector<std::byte>& bytes, Decode decode) {
-  std::vector<double> values(bytes.size() / sizeof(Element));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    Element element;
-    std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
-    values[i] = decode(element);
-  }
-  return values;
-}
-
-std::vector<std::byte> encode(DType dtype, const std::vector<double>& values) {
-  if (dtype == DType::fp16) return encode_as<std::uint16_t>(values, Fp16::encode);
-  if (dtype == DType::bf16) return encode_as<std::uint16_t>(values, Bf16::encode);
-  return encode_as<float>(values, [](double value) { return static_cast<float>(value); });
-}
-
 std::vector<double> decode(DType dtype, const std::vector<std::byte>& bytes) {
-  if (dtype == DType::fp16) return decode_as<std::uint16_t>(bytes, Fp16::decode);
-  if (dtype == DType::bf16) return decode_as<std::uint16_t>(bytes, Bf16::decode);
-  return decode_as<float>(bytes, [](float value) { return static_cast<double>(value); });
+  std::vector<double> values(bytes.size() / size_of(dtype));
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = dtype_info(dtype).decode(bytes.data() + i * size_of(dtype));
+  return values;
 }
 
 /// A contiguous tensor [batch, heads, length, dim] in device memory: NaN, or the given values.

@@ -1,4 +1,4 @@
-#include "render/wgmma.hpp"
+#include "plan/wgmma.hpp"
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -6,8 +6,9 @@
 #include <vector>
 
 #include "plan/sm90.hpp"
+#include "support/dtypes.hpp"
 
-namespace flashjit::render {
+namespace flashjit::plan {
 namespace {
 
 /// One warp group's product of 64 rows, `columns` columns and depth 16, in the words of PTX.
@@ -18,7 +19,7 @@ class Product {
   /// fp32 accumulators of a thread.
   int accumulators() const { return columns_ / 2; }
   std::string instruction() const {
-    const char* type = dtype_ == DType::fp16 ? "f16" : "bf16";
+    const std::string_view type = dtype_info(dtype_).mma_name;
     return fmt::format("wgmma.mma_async.sync.aligned.m64n{}k16.f32.{}.{}", columns_, type, type);
   }
   /// The accumulators as operands, "{%0, %1, ...}".
@@ -117,7 +118,7 @@ std::string function(const std::string& name, const Multiplication& of) {
 
 }  // namespace
 
-std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config) {
+std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) {
   const DType dtype = spec.dtype;
   // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
   const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
@@ -133,7 +134,7 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
            function("multiply_output",
                     {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
   }
-  const sm90::BackwardLayout layout = plan::sm90_backward_layout(spec, config);
+  const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
   const auto transposed_scores = [&](const char* name, int dim) {
     return scores(name, config.br / own, layout.keys(), config.br, dim);
@@ -157,4 +158,4 @@ std::string wgmma_functions(const AttentionSpec& spec, const TileConfig& config)
                                   along_rows(layout.keys())});
 }
 
-}  // namespace flashjit::render
+}  // namespace flashjit::plan

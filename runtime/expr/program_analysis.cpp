@@ -1,0 +1,154 @@
+#include "expr/program_analysis.hpp"
+
+#include <algorithm>
+
+#include <fmt/format.h>
+
+#include "expr/declarations.hpp"
+#include "expr/derive.hpp"
+#include "expr/fold.hpp"
+#include "expr/nodes.hpp"
+
+namespace flashjit::expr {
+namespace {
+
+Trees folded(const Trees& programs) {
+  return {.score = programs.score ? fold(programs.score) : nullptr,
+          .mask = programs.mask ? prepared_mask(programs.mask) : nullptr,
+          .declarations = programs.declarations};
+}
+
+}  // namespace
+
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask) {
+  return {score.tree(), mask.tree(), declarations(score, mask)};
+}
+
+ProgramAnalysis::ProgramAnalysis(const Trees& programs, const EmitOptions& options)
+    : programs_(folded(programs)),
+      score_(graph_.add(programs_.score ? programs_.score : make_name(Name::score))),
+      score_grad_(graph_.add(derivative(graph_[score_].node, make_name(Name::score)))),
+      mask_root_(graph_.add(programs_.mask ? programs_.mask : make_boolean(true))),
+      mask_(graph_, mask_root_),
+      bias_read_(options.check_indices ? -1 : bias_tile_read(graph_, score_)),
+      terms_(options.check_indices || bias_read_ >= 0 ? PositionTerms{} : position_terms(graph_, score_)),
+      line_(line_of_score(graph_, score_)),
+      mask_terms_(!options.check_indices && mask_reads_one_position()) {
+  find_read_grads();
+}
+
+/// Whether any of what the mask reads of one position comes from a tensor.
+bool ProgramAnalysis::mask_reads_one_position() const {
+  const auto reads = [&](int place) { return reads_by_position(graph_[place].node); };
+  return std::ranges::any_of(mask_.q_reads(), reads) || std::ranges::any_of(mask_.kv_reads(), reads);
+}
+
+void ProgramAnalysis::find_read_grads() {
+  for (const NodePtr& read : reads_with_grad(graph_[score_].node)) {
+    const NodePtr slope = derivative(graph_[score_].node, read);
+    if (is_real(*slope, 0)) continue;
+    ReadGrad grad{graph_.add(read), graph_.add(slope)};
+    grad.places = places_of(grad);
+    read_grads_.push_back(grad);
+  }
+  const auto owning = [](const ReadGrad& grad) { return grad.places == Places::own; };
+  const auto first = std::ranges::find_if(read_grads_, owning);
+  if (first != read_grads_.end())
+    std::for_each(first + 1, read_grads_.end(), [&](ReadGrad& grad) {
+      if (owning(grad)) grad.places = Places::any;
+    });
+  std::ranges::stable_sort(read_grads_, {}, &ReadGrad::places);
+}
+
+/// Own: a pair gives its place what it gives the score, dS; of `score + bias[q, kv]`, or a softcap of that.
+/// By difference: that, or dS and a factor, of `score + table[h, kv - q]`. What all pairs of a head add to
+/// one place is in neither: a thread's are soon one sum.
+Places ProgramAnalysis::places_of(const ReadGrad& grad) const {
+  const auto of_difference = [&](int place) { return depends_on_difference(graph_, place); };
+  const bool of_score = grad.derivative == score_grad_;
+  const std::vector<int>& indices = graph_[grad.read].args;
+  if (of_score && reads_bias_tile(graph_, grad.read)) return Places::own;
+  const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(grad.derivative);
+  return (of_score || product) && std::ranges::all_of(indices, of_difference) &&
+                 std::ranges::any_of(indices, [&](int index) { return graph_.uses_positions(index); })
+             ? Places::by_difference
+             : Places::any;
+}
+
+BiasTile ProgramAnalysis::bias_tile() const {
+  const Declaration& bias = graph_.node(bias_read_).declaration;
+  int capture = 0;
+  for (const Declaration& d : programs_.declarations) {
+    if (d.name == bias.name) break;
+    capture += !d.is_scalar();
+  }
+  return {capture, bias.rank};
+}
+
+ProgramFacts ProgramAnalysis::facts() const {
+  const unsigned uses = graph_.uses(mask_root_);
+  const auto count = [](const std::vector<int>& places) { return static_cast<int>(places.size()); };
+  std::vector<int> one_position = mask_.q_reads();
+  one_position.insert(one_position.end(), mask_.kv_reads().begin(), mask_.kv_reads().end());
+  return {.declarations = programs_.declarations,
+          .has_score = !is_name(graph_.node(score_), Name::score),
+          .has_slope = !is_real(graph_.node(score_grad_), 1),
+          .score_is_line = line_.has_value(),
+          .bias_tile = bias_read_ < 0 ? std::nullopt : std::optional(bias_tile()),
+          .row_term = terms_.row >= 0,
+          .column_term = terms_.column >= 0,
+          .score_uses_head = (graph_.uses(score_) & kUsesHead) != 0,
+          .score_reads_pairs = reads_beyond(graph_, score_, {terms_.row, terms_.column}),
+          .has_mask = !is_boolean(graph_.node(mask_root_), true),
+          .mask = {.listed = mask_.listed(),
+                   .uses_batch = (uses & kUsesBatch) != 0,
+                   .uses_head = (uses & kUsesHead) != 0,
+                   .q_reads = count(mask_.q_reads()),
+                   .kv_reads = count(mask_.kv_reads())},
+          .mask_bounds = static_cast<int>(mask_.bounds()),
+          .evaluates_tiles = mask_.evaluate_tiles(),
+          .mask_block_q = block_of(graph_, mask_root_, kUsesQ),
+          .mask_block_kv = block_of(graph_, mask_root_, kUsesKv),
+          .mask_terms = mask_terms_,
+          .mask_reads_tensors = reads_by_position(graph_[mask_root_].node),
+          .mask_reads_pairs = reads_beyond(graph_, mask_root_, one_position),
+          .capture_grads = static_cast<int>(read_grads_.size()),
+          .difference_grads =
+              static_cast<int>(std::ranges::count(read_grads_, Places::by_difference, &ReadGrad::places)),
+          .bias_tile_grad = has_bias_tile_grad()};
+}
+
+ProgramFacts facts_of(const ScoreProgram& score, const MaskProgram& mask, const EmitOptions& options) {
+  return ProgramAnalysis(trees_of(score, mask), options).facts();
+}
+
+std::vector<Constant> constants_of(const ProgramFacts& facts) {
+  return {{"kHasScore", facts.has_score},
+          {"kHasMask", facts.has_mask},
+          {"kScoreGrad", facts.has_slope},
+          {"kBiasTile", facts.bias_tile.has_value()},
+          {"kScoreRowTerm", facts.row_term},
+          {"kScoreColumnTerm", facts.column_term},
+          {"kScoreLine", facts.score_is_line},
+          {"kMaskBounds", facts.mask_bounds},
+          {"kListed", facts.mask.listed},
+          {"kEvaluateTiles", facts.evaluates_tiles},
+          {"kMaskBlockQ", facts.mask_block_q},
+          {"kMaskBlockKv", facts.mask_block_kv},
+          {"kMaskUsesBatch", facts.mask.uses_batch},
+          {"kMaskUsesHead", facts.mask.uses_head},
+          {"kMaskTerms", facts.mask_terms},
+          {"kMaskRowTerms", facts.mask.q_reads},
+          {"kMaskColumnTerms", facts.mask.kv_reads},
+          {"kCaptureGrads", facts.capture_grads},
+          {"kDifferenceGrads", facts.difference_grads},
+          {"kBiasTileGrad", facts.bias_tile_grad}};
+}
+
+std::string to_string(const Constant& constant) {
+  if (const bool* value = std::get_if<bool>(&constant.value))
+    return fmt::format("  static constexpr bool {} = {};\n", constant.name, *value);
+  return fmt::format("  static constexpr int {} = {};\n", constant.name, std::get<int>(constant.value));
+}
+
+}  // namespace flashjit::expr

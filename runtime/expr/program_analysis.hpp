@@ -1,0 +1,70 @@
+// A spec's programs as one list of operations, and where in it is what kernels treat apart.
+#pragma once
+
+#include <optional>
+#include <vector>
+
+#include "expr/analyze.hpp"
+#include "expr/facts.hpp"
+#include "expr/graph.hpp"
+
+namespace flashjit::expr {
+
+/// A problem's programs; null: the identity, and all pairs.
+struct Trees {
+  NodePtr score = {}, mask = {};
+  std::vector<Declaration> declarations = {};  ///< in the order of Params
+};
+Trees trees_of(const ScoreProgram& score, const MaskProgram& mask);
+
+/// To which places a head's pairs add: Places in templates/common/capture_grads.cuh.
+enum class Places { any, by_difference, own };
+
+/// The gradient of one read: d score / d read.
+struct ReadGrad {
+  int read, derivative;
+  Places places = Places::any;
+};
+
+class ProgramAnalysis {
+ public:
+  ProgramAnalysis(const Trees& programs, const EmitOptions& options);
+  ProgramAnalysis(const ProgramAnalysis&) = delete;
+  ProgramAnalysis& operator=(const ProgramAnalysis&) = delete;
+
+  ProgramFacts facts() const;
+
+  /// As they are emitted: folded.
+  const Trees& programs() const { return programs_; }
+  /// Emitting adds operations.
+  Graph& graph() { return graph_; }
+  int score() const { return score_; }
+  int score_grad() const { return score_grad_; }
+  int mask_root() const { return mask_root_; }
+  const MaskAnalysis& mask() const { return mask_; }
+  int bias_read() const { return bias_read_; }  ///< of the score; -1: none
+  const PositionTerms& terms() const { return terms_; }
+  const std::optional<ScoreLine>& line() const { return line_; }
+  bool mask_terms() const { return mask_terms_; }
+  /// Those of any places first, and of those with places of their own there is one, the last.
+  const std::vector<ReadGrad>& read_grads() const { return read_grads_; }
+  bool has_bias_tile_grad() const { return !read_grads_.empty() && read_grads_.back().places == Places::own; }
+
+ private:
+  void find_read_grads();
+  Places places_of(const ReadGrad& grad) const;
+  bool mask_reads_one_position() const;
+  BiasTile bias_tile() const;
+
+  Trees programs_;
+  Graph graph_;
+  int score_, score_grad_, mask_root_;
+  MaskAnalysis mask_;
+  int bias_read_;
+  PositionTerms terms_;
+  std::optional<ScoreLine> line_;
+  bool mask_terms_;
+  std::vector<ReadGrad> read_grads_;
+};
+
+}  // namespace flashjit::expr

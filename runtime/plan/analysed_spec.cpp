@@ -1,0 +1,23 @@
+#include "plan/analysed_spec.hpp"
+
+#include <algorithm>
+
+namespace flashjit::plan {
+
+bool is_causal(const MaskProgram& mask) {
+  return mask == causal(CausalAlignment::bottom_right) || mask == causal(CausalAlignment::top_left);
+}
+
+AnalysedSpec::AnalysedSpec(const AttentionSpec& spec, const Checks& checks)
+    : AttentionSpec(spec.normalized()),
+      checks(checks),
+      programs(expr::facts_of(score, mask, {.check_indices = checks.check_indices})),
+      key_bounds(std::make_shared<expr::KeyBounds>(mask)),
+      is_causal(plan::is_causal(mask)) {
+  const bool backward = pass == Pass::backward;
+  has_tile_lists =
+      has_block_map() || programs.mask.listed || (backward && deterministic && programs.has_mask);
+  has_capture_grads = backward && std::ranges::any_of(programs.declarations, &expr::Declaration::wants_grad);
+}
+
+}  // namespace flashjit::plan

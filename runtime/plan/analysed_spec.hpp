@@ -1,0 +1,41 @@
+// A spec with what planning asks of its programs, found once.
+#pragma once
+
+#include <memory>
+
+#include "expr/facts.hpp"
+#include "expr/key_bounds.hpp"
+#include "flashjit/spec.hpp"
+
+namespace flashjit::plan {
+
+/// Debug modes that are compiled into kernels.
+struct Checks {
+  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
+  bool check_waits = false;    ///< kernels trap where they would hang
+
+  bool operator==(const Checks&) const = default;
+};
+
+/// A normalized spec. Made of any spec that is valid; making one takes as long as planning does, so that what
+/// plans many kernels of a spec makes it once.
+struct AnalysedSpec : AttentionSpec {
+  AnalysedSpec() = default;
+  AnalysedSpec(const AttentionSpec& spec, const Checks& checks = {});
+
+  Checks checks;
+  expr::ProgramFacts programs;
+  std::shared_ptr<const expr::KeyBounds> key_bounds;  ///< of the mask
+  /// Whether kernels walk lists of tiles: those of a block map, of a mask without bounds, or of any mask
+  /// where additions to dQ are ordered.
+  bool has_tile_lists = false;
+  bool is_causal = false;          ///< the mask is a causal one, of either alignment
+  bool has_capture_grads = false;  ///< the pass gives gradients to captured tensors
+  /// Whether those are to be added up in one order.
+  bool orders_capture_grads() const { return deterministic && has_capture_grads; }
+};
+
+/// Whether it is a causal mask, of either alignment.
+bool is_causal(const MaskProgram& mask);
+
+}  // namespace flashjit::plan

@@ -1,0 +1,60 @@
+#include "plan/kernel_plan.hpp"
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <iterator>
+
+#include "plan/spec_options.hpp"
+#include "plan/tiles.hpp"
+
+namespace flashjit::plan {
+
+void KernelPlan::add(Step step, Entry entry) {
+  steps.push_back(step);
+  entries.push_back(std::move(entry));
+}
+
+const Entry& KernelPlan::main() const { return *std::ranges::find_if(entries, &Entry::hot); }
+
+std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config) {
+  const auto [by_batch, by_head] = lists_differ(spec);
+  std::vector<expr::Constant> all = {{"kBackward", spec.pass == Pass::backward},
+                                     {"kHeadDim", spec.head_dim},
+                                     {"kHeadDimV", spec.v_dim()},
+                                     {"kBlockMap", spec.has_block_map()},
+                                     {"kBlockQ", spec.block_map.q},
+                                     {"kBlockKv", spec.block_map.kv},
+                                     {"kTileLists", spec.has_tile_lists},
+                                     {"kListsByBatch", by_batch},
+                                     {"kListsByHead", by_head},
+                                     {"kBr", config.br},
+                                     {"kBc", config.bc},
+                                     {"kWarps", config.warps},
+                                     {"kStages", config.stages},
+                                     {"kQInRegisters", config.q_in_registers},
+                                     {"kDSplit", config.d_split},
+                                     {"kMinBlocks", config.min_blocks},
+                                     {"kSplit", config.in_parts},
+                                     {"kPacksHeads", config.packs_heads},
+                                     {"kCheckWaits", spec.checks.check_waits}};
+  for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, spec.*option.on});
+  std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));
+  return all;
+}
+
+Entry family_entry(Family family, const std::string& name, const std::string& header, int threads) {
+  return {.name = name,
+          .header = fmt::format("flashjit/{}/{}.cuh", to_string(family), header),
+          .function = fmt::format("flashjit::{}::{}", to_string(family), name),
+          .threads = threads};
+}
+
+Entry auxiliary_entry(const std::string& name, const std::string& header) {
+  return {.name = name,
+          .header = fmt::format("flashjit/auxiliary/{}.cuh", header.empty() ? name : header),
+          .function = "flashjit::auxiliary::" + name,
+          .threads = kAuxiliaryThreads};
+}
+
+}  // namespace flashjit::plan

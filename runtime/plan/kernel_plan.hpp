@@ -1,0 +1,102 @@
+// What a family decides of one kernel: everything that its source is printed from and its launches are made
+// of.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "plan/analysed_spec.hpp"
+
+namespace flashjit::plan {
+
+/// One extern "C" kernel of a rendered source.
+struct Entry {
+  std::string name;      ///< "forward"; the symbol is flashjit_<name>
+  std::string header;    ///< template that defines it: "flashjit/sm80/forward.cuh"
+  std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
+  int threads = 0;
+  int min_blocks = 1;
+  int cluster = 1;           ///< blocks that share their shared memory, or take neighbouring tiles
+  int shared_bytes = 0;      ///< dynamic shared memory
+  bool hot = false;          ///< holds the main loop: spills disqualify the configuration
+  bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
+  bool persistent = false;   ///< blocks take work until there is none: min_blocks a multiprocessor do
+
+  bool operator==(const Entry&) const = default;
+};
+
+/// What an entry is for.
+enum class Step : std::uint8_t {
+  preprocess,             ///< D, LSE and row terms of a backward pass, zeros for what it adds to
+  sink_grads,             ///< gradients of sinks
+  term_bounds,            ///< bounds of what a mask reads over each tile
+  tile_lists,             ///< lists of tiles
+  list_ranks,             ///< the order of additions to dQ among them
+  reset_work,             ///< the counter of listed tiles, where lists are given
+  main,                   ///< the main loop: over Q tiles forward, over KV tiles backward
+  main_of_dq,             ///< another of Q tiles, for dQ alone
+  convert_dq,             ///< dQ from its fp32 accumulator
+  combine,                ///< O and LSE of all parts of the keys (split-KV)
+  combine_dkdv,           ///< dK and dV of all parts of the queries
+  ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
+};
+
+/// A captured tensor of which the TMA unit copies tiles of its last two dimensions: rows at a time, its
+/// number among the captured tensors, its dimensions.
+struct BiasBox {
+  int rows = 0, capture = 0, rank = 0;
+
+  bool operator==(const BiasBox&) const = default;
+};
+
+/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that; whether
+/// those of Q are of all heads that share K and V; and the tensor of which the score reads bias tiles, where
+/// it copies those.
+struct TensorBoxes {
+  int q_rows = 0, kv_rows = 0, o_rows = 0;
+  bool packs_heads = false;
+  BiasBox bias = {};
+
+  bool operator==(const TensorBoxes&) const = default;
+};
+
+/// How the blocks of the main loop come by their tiles, and what they leave to other entries.
+struct Schedule {
+  int q_tiles_per_cta = 1;     ///< Q tiles that a block of the forward pass computes at a time
+  bool dynamic_tiles = false;  ///< blocks take tiles from a counter until there are none; backward they
+                               ///< convert dQ themselves, too
+  bool early_launch = false;   ///< kernels wait by themselves for the launch before
+  bool row_terms = false;      ///< rows' terms of the score are found beforehand, once
+  bool sums_dq = false;        ///< a cluster has one KV tile, whose dQ it sums up
+
+  bool operator==(const Schedule&) const = default;
+};
+
+struct KernelPlan {
+  AnalysedSpec spec;
+  TileConfig config;
+  std::vector<Entry> entries = {};  ///< in the order in which a call launches them
+  std::vector<Step> steps = {};     ///< what each of them is for
+  /// Of the Problem, all but the element type and the architecture.
+  std::vector<expr::Constant> constants = {};
+  std::optional<TensorBoxes> tensor_boxes = {};  ///< where an entry takes tensor maps
+  Schedule schedule = {};
+
+  void add(Step step, Entry entry);
+  /// The first entry that holds a main loop.
+  const Entry& main() const;
+};
+
+/// The constants that the Problem of every family has: of the spec, its programs and the configuration. A
+/// family adds its own.
+std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const TileConfig& config);
+
+/// An entry from templates/<family>/<header>.cuh.
+Entry family_entry(Family family, const std::string& name, const std::string& header, int threads);
+/// An entry from templates/auxiliary/<header>.cuh, by default of its own name.
+Entry auxiliary_entry(const std::string& name, const std::string& header = {});
+
+}  // namespace flashjit::plan

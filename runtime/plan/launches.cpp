@@ -1,0 +1,101 @@
+#include "plan/launches.hpp"
+
+#include <algorithm>
+
+#include "plan/tiles.hpp"
+#include "plan/workspace.hpp"
+#include "templates/common/params.cuh"
+
+namespace flashjit::plan {
+namespace {
+
+/// More than any GPU runs at once; each block takes tiles until there are no more.
+constexpr std::int64_t kMostOrderedBlocks = 4096;
+
+LaunchedWhen launched_when(Step step) {
+  switch (step) {
+    case Step::term_bounds:
+    case Step::tile_lists:
+    case Step::list_ranks:
+      return LaunchedWhen::lists_are_made;
+    case Step::reset_work:
+      return LaunchedWhen::lists_are_given;
+    default:
+      return LaunchedWhen::always;
+  }
+}
+
+/// Whether what a step does follows another launch, for which it waits by itself where kernels can.
+bool follows_another(Step step, const AnalysedSpec& spec) {
+  switch (step) {
+    case Step::tile_lists:
+      return has_term_bounds(spec);
+    case Step::main:
+      return spec.pass == Pass::backward || spec.has_tile_lists;
+    case Step::combine:
+    case Step::combine_dkdv:
+      return true;
+    default:
+      return false;
+  }
+}
+
+/// Q tiles of all heads, or KV tiles. Without keys there is dQ to write all the same, by blocks that convert
+/// it.
+std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) {
+  const ForwardTiles forward = forward_tiles(shape, kernel.config);
+  const std::int64_t q_tiles = shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
+  if (kernel.spec.pass == Pass::forward) return tiles(q_tiles, kernel.main().cluster);
+  const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
+  return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
+}
+
+std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
+  const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel.spec, shape);
+  const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
+                     kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
+  switch (step) {
+    case Step::preprocess:
+    case Step::convert_dq:
+      return heads * (padded_seqlen_q(shape) / kAuxiliaryThreads);
+    case Step::sink_grads:
+      return shape.heads_q;
+    case Step::term_bounds:
+      return tiles(sets * (q_tiles + kv_tiles), kAuxiliaryThreads / 32);
+    case Step::tile_lists:
+      return sets * (kernel.spec.pass == Pass::backward ? kv_tiles : q_tiles);
+    case Step::list_ranks:
+      return sets * tiles(q_tiles, 32);
+    case Step::reset_work:
+      return 1;
+    case Step::main:
+      return main_blocks(kernel, shape);
+    case Step::main_of_dq:
+      return heads * q_tiles;
+    case Step::combine:
+      return heads * shape.seqlen_q;
+    case Step::combine_dkdv:
+      return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kCombinedRows);
+    case Step::ordered_capture_grads:
+      return std::min(heads * q_tiles * kv_tiles, kMostOrderedBlocks);
+  }
+  return 0;
+}
+
+}  // namespace
+
+std::vector<Launch> launches_of(const KernelPlan& kernel, const AttentionShape& shape) {
+  std::vector<Launch> all;
+  for (const Step step : kernel.steps) {
+    const bool early = kernel.schedule.early_launch && follows_another(step, kernel.spec);
+    all.push_back({all.size(), blocks_of(step, kernel, shape), launched_when(step), early});
+  }
+  return all;
+}
+
+const Launch& main_launch(const KernelPlan& kernel, const std::vector<Launch>& launches) {
+  return *std::ranges::find_if(launches,
+                               [&](const Launch& launch) { return kernel.entries[launch.entry].hot; });
+}
+
+}  // namespace flashjit::plan

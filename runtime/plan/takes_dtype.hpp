@@ -1,0 +1,14 @@
+// The element types that a family takes.
+#pragma once
+
+#include <initializer_list>
+
+#include "flashjit/error.hpp"
+#include "flashjit/spec.hpp"
+
+namespace flashjit::plan {
+
+/// Whether the spec's element type is one of those that a family lists.
+Support takes_dtype(std::initializer_list<DType> listed, const AttentionSpec& spec);
+
+}  // namespace flashjit::plan

@@ -2,15 +2,13 @@
 // other.
 #pragma once
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstddef>
 #include <cstring>
 #include <initializer_list>
 #include <type_traits>
 
-#include "flashjit/error.hpp"
+#include "support/refuse.hpp"
 
 namespace flashjit {
 
@@ -20,19 +18,15 @@ namespace flashjit {
 template <class T>
 T read_struct(const char* name, const T* given, std::initializer_list<std::size_t> former = {}) {
   static_assert(std::is_trivially_copyable_v<T> && offsetof(T, struct_size) == 0);
-  if (!given) throw Error(ErrorCode::invalid_argument, fmt::format("{} is null: give a {}.", name, name));
+  if (!given) refuse("{} is null: give a {}.", name, name);
   const std::size_t size = given->struct_size;
   if (size > sizeof(T))
-    throw Error(
-        ErrorCode::invalid_argument,
-        fmt::format(
-            "{}.struct_size is {}, and this library knows {} bytes: the program was built with a newer "
-            "flashjit.h; install the library that belongs to it.",
-            name, size, sizeof(T)));
+    refuse(
+        "{}.struct_size is {}, and this library knows {} bytes: the program was built with a newer "
+        "flashjit.h; install the library that belongs to it.",
+        name, size, sizeof(T));
   if (size != sizeof(T) && std::find(former.begin(), former.end(), size) == former.end())
-    throw Error(
-        ErrorCode::invalid_argument,
-        fmt::format("{}.struct_size is {}: set it to sizeof({}), which is {}.", name, size, name, sizeof(T)));
+    refuse("{}.struct_size is {}: set it to sizeof({}), which is {}.", name, size, name, sizeof(T));
   T known{};
   std::memcpy(&known, given, size);
   return known;

@@ -80,6 +80,7 @@ std::vector<AttentionCase> make_cases() {
     test.score_size = kScoreSizes[size];
     test.seed = static_cast<unsigned>(cases.size());
     make_possible(test);
+    vary(test);
     cases.push_back(test);
   }
   // More tiles than the device has multiprocessors: blocks of family sm90 take several, some without keys.
@@ -146,6 +147,7 @@ std::vector<AttentionCase> feature_cases(std::span<const char* const> specs,
         if (test.spec.dropout) test.dropout_p = 0.2;
         test.variant = variant;
         test.seed = static_cast<unsigned>(cases.size());
+        vary(test);
         cases.push_back(test);
       }
   return cases;

@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <limits>
 #include <memory>
 #include <optional>
 #include <ostream>
@@ -57,7 +58,17 @@ struct AttentionCase {
   bool strided_captures = false;                   ///< transposed, and expanded where nothing changes
   std::string variant = {};                        ///< stands for the programs in the test's name
   unsigned seed = 0;
+  bool dlse = false;             ///< LSE has a gradient, too
+  bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
+  std::int64_t unused_rows = 0;  ///< with varlen: NaN behind the last sequence, of which zeros must come
 };
+
+/// By turns what combines with everything.
+inline void vary(AttentionCase& test) {
+  test.dlse = test.seed % 3 == 1;
+  test.rng_on_device = test.spec.dropout && test.seed % 2 == 1;
+  test.unused_rows = test.spec.varlen ? test.seed % 4 * 3 : 0;
+}
 
 /// A name that GoogleTest allows: "bf16_d64_causal_b2_hq2_hkv1_sq64_skv65_sm80_bhsd_7".
 inline std::string name_of(const AttentionCase& test) {
@@ -73,6 +84,9 @@ inline std::string name_of(const AttentionCase& test) {
   if (test.score_size > 100) name += "_extreme";
   if (test.built_lists) name += "_lists";
   if (test.strided_captures) name += "_strided";
+  if (test.dlse) name += "_dlse";
+  if (test.rng_on_device) name += "_rng";
+  if (test.unused_rows > 0) name += "_unused";
   name += fmt::format("_{}", test.seed);
   std::ranges::replace_if(
       name, [](unsigned char c) { return !std::isalnum(c); }, '_');
@@ -230,8 +244,9 @@ inline reference::Problem make_problem(const AttentionCase& test) {
     problem.cu_seqlens_q = reference::random_offsets(batch, seqlen_q, 1, test.seed);
     problem.cu_seqlens_kv = reference::random_offsets(batch, seqlen_kv, kv_empty, kv_seed);
   }
-  const std::int64_t queries = spec.varlen ? problem.cu_seqlens_q.back() : batch * seqlen_q;
-  const std::int64_t keys = spec.varlen ? problem.cu_seqlens_kv.back() : batch * seqlen_kv;
+  const std::int64_t queries =
+      spec.varlen ? problem.cu_seqlens_q.back() + test.unused_rows : batch * seqlen_q;
+  const std::int64_t keys = spec.varlen ? problem.cu_seqlens_kv.back() + test.unused_rows : batch * seqlen_kv;
   const auto normal = [&](std::int64_t rows, int dim, double size) {
     return normal_values(rows * dim, spec.dtype, size, generator);
   };
@@ -241,6 +256,16 @@ inline reference::Problem make_problem(const AttentionCase& test) {
   problem.k = normal(heads_kv * keys, spec.head_dim, size);
   problem.v = normal(heads_kv * keys, spec.v_dim(), 1);
   problem.dout = normal(heads_q * queries, spec.v_dim(), 1);
+  const auto spoil = [&](std::vector<double>& tensor, std::int64_t rows, int dim) {
+    for (std::size_t i = 0; i < tensor.size(); ++i)
+      if (static_cast<std::int64_t>(i) / dim % rows >= rows - test.unused_rows)
+        tensor[i] = std::numeric_limits<double>::quiet_NaN();
+  };
+  spoil(problem.q, queries, spec.head_dim);
+  spoil(problem.k, keys, spec.head_dim);
+  spoil(problem.v, keys, spec.v_dim());
+  spoil(problem.dout, queries, spec.v_dim());
+  if (test.dlse) problem.dlse = normal_values(batch * heads_q * seqlen_q, DType::fp32, 1, generator);
   if (test.softmax_scale) problem.softmax_scale = *test.softmax_scale;
   if (spec.kv_lengths) {
     // One entry without keys, and one with all of them, where there are so many.
@@ -301,6 +326,8 @@ class AttentionRun {
         cu_seqlens_kv_(to_device(problem_.cu_seqlens_kv)),
         sinks_(to_device(DType::fp32, problem_.sinks)),
         dsinks_(device_bytes(sinks_.bytes())),
+        dlse_(to_device(DType::fp32, problem_.dlse)),
+        rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
     if (test.strided_captures) strided_ = StridedCaptures(captures_.view(), problem_.captures);
     inputs_[0].put(problem_.q);
@@ -458,8 +485,13 @@ class AttentionRun {
     set_mask_args(args);
     args.softmax_scale = test_.softmax_scale;
     args.dropout_p = problem_.dropout_p;
-    args.seed = problem_.seed;
-    args.offset = problem_.offset;
+    if (test_.rng_on_device) {
+      args.rng_state = static_cast<const std::uint64_t*>(rng_state_.data());
+    } else {
+      args.seed = problem_.seed;
+      args.offset = problem_.offset;
+    }
+    args.zero_unused_rows = test_.unused_rows > 0;
     args.workspace = {lent.work.data(), lent.work.bytes()};
     if (test_.built_lists) args.lists = &lent.lists;
     args.sinks = static_cast<const float*>(sinks_.data());
@@ -509,7 +541,8 @@ class AttentionRun {
                       .dq = grads_[0].view,
                       .dk = grads_[1].view,
                       .dv = grads_[2].view,
-                      .dsinks = static_cast<float*>(dsinks_.data())};
+                      .dsinks = static_cast<float*>(dsinks_.data()),
+                      .dlse = test_.dlse ? static_cast<const float*>(dlse_.data()) : nullptr};
     set_common(args, lent);
     wait_for_fills();
     runtime.backward(spec, args, stream_);
@@ -570,7 +603,8 @@ class AttentionRun {
   std::vector<Tensor> inputs_, grads_;
   Tensor out_, dout_;
   GuardedMemory lse_;
-  device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
+  device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
+      rng_state_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
   Stream stream_ = nullptr;

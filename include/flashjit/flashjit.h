@@ -70,7 +70,7 @@ typedef struct flashjit_runtime flashjit_runtime;
 /** What is computed, parsed from text; created by flashjit_spec_create(). */
 typedef struct flashjit_spec flashjit_spec;
 /** Tile lists, created by flashjit_build_lists(). */
-typedef struct flashjit_block_lists flashjit_block_lists;
+typedef struct flashjit_tile_lists flashjit_tile_lists;
 
 /** Options of a runtime. Zero is the default of every member. */
 typedef struct flashjit_options {
@@ -171,7 +171,7 @@ typedef struct flashjit_forward_args {
   const int32_t* cu_seqlens_kv; /**< the same of K and V */
   const float* sinks;           /**< [heads_q] on the device, with "sinks" in the spec */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
-  const flashjit_block_lists* lists; /**< from flashjit_build_lists(); null: built in this call, if needed */
+  const flashjit_tile_lists* lists; /**< from flashjit_build_lists(); null: built in this call, if needed */
   const uint64_t* rng_state; /**< seed and offset on the device, 16-byte aligned, which the kernels read in
                                   place of those above: a CUDA graph then has another dropout mask at each
                                   replay. Null: those above */
@@ -200,7 +200,7 @@ typedef struct flashjit_backward_args {
   const float* sinks;
   float* dsinks; /**< [heads_q], added to: zero it first; null: not wanted */
   int64_t batch_size, max_seqlen_q, max_seqlen_kv;
-  const flashjit_block_lists* lists; /**< from flashjit_build_lists() with FLASHJIT_BACKWARD */
+  const flashjit_tile_lists* lists; /**< from flashjit_build_lists() with FLASHJIT_BACKWARD */
   const uint64_t* rng_state;
   int32_t zero_unused_rows; /**< of dq, dk and dv */
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
@@ -287,9 +287,9 @@ FLASHJIT_C_API flashjit_status flashjit_build_lists(flashjit_runtime* runtime, f
                                                     const flashjit_spec* spec, const flashjit_shape* shape,
                                                     const flashjit_list_args* args,
                                                     struct CUstream_st* stream,
-                                                    flashjit_block_lists** lists) FLASHJIT_NOEXCEPT;
+                                                    flashjit_tile_lists** lists) FLASHJIT_NOEXCEPT;
 /** Null is allowed. */
-FLASHJIT_C_API void flashjit_block_lists_destroy(flashjit_block_lists* lists) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API void flashjit_tile_lists_destroy(flashjit_tile_lists* lists) FLASHJIT_NOEXCEPT;
 
 /** FLASHJIT_OK if some kernel family supports the problem on the current device; otherwise
  * FLASHJIT_UNSUPPORTED, with every family's reason as the message. */

@@ -36,7 +36,7 @@ struct ListArgs {
 
 /// Tile lists from Runtime::build_lists(), for any number of calls with the same pass, spec, shape, tile
 /// configuration, block map, lengths and captures of the mask. The caller owns the memory.
-struct BlockLists {
+struct TileLists {
   void* data = nullptr;
   std::string built_for = {};                       ///< spec, shape and tile configuration
   std::array<std::int64_t, 2> block_map_size = {};  ///< the map's batch and heads, which may be 1
@@ -77,7 +77,7 @@ struct ForwardArgs {
   std::int64_t batch_size = 0;                       ///< sequences, with spec.varlen
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;  ///< longest sequence, with spec.varlen
   const float* sinks = nullptr;                      ///< [hq] on the device, with spec.sinks
-  const BlockLists* lists = nullptr;  ///< from Runtime::build_lists(); null: built in this call, if needed
+  const TileLists* lists = nullptr;  ///< from Runtime::build_lists(); null: built in this call, if needed
   /// Seed and offset on the device, 16-byte aligned, which the kernels read in place of the two above: a CUDA
   /// graph then has another dropout mask at each replay. Null: those above.
   const std::uint64_t* rng_state = nullptr;
@@ -105,7 +105,7 @@ struct BackwardArgs {
   std::int64_t max_seqlen_q = 0, max_seqlen_kv = 0;
   const float* sinks = nullptr;
   float* dsinks = nullptr;  ///< [hq], ADDED to: zero it first; null: not wanted
-  const BlockLists* lists =
+  const TileLists* lists =
       nullptr;  ///< from Runtime::build_lists() with Pass::backward; null: built in this call
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< of dq, dk and dv
@@ -208,8 +208,8 @@ class FLASHJIT_API Runtime {
   /// receive the result do not build them again. spec.pass chooses the pass; each has its own lists. If the
   /// kernels use no lists, nothing is launched, and calls accept the result all the same. Throws Error as
   /// forward() does.
-  BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
-                         Stream stream);
+  TileLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                        Stream stream);
 
   /// Whether some family supports the problem on the current device, or why none does.
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);

@@ -21,8 +21,8 @@ struct flashjit_spec {
   flashjit::AttentionSpec forward, backward;
 };
 
-struct flashjit_block_lists {
-  flashjit::BlockLists lists;
+struct flashjit_tile_lists {
+  flashjit::TileLists lists;
 };
 
 namespace {
@@ -386,18 +386,18 @@ flashjit_status flashjit_list_bytes(flashjit_runtime* runtime, flashjit_pass pas
 
 flashjit_status flashjit_build_lists(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
                                      const flashjit_shape* shape, const flashjit_list_args* args,
-                                     CUstream_st* stream, flashjit_block_lists** lists) noexcept {
+                                     CUstream_st* stream, flashjit_tile_lists** lists) noexcept {
   return guarded([&] {
-    flashjit_block_lists*& made = required(lists, "lists", "give the address of a flashjit_block_lists*");
+    flashjit_tile_lists*& made = required(lists, "lists", "give the address of a flashjit_tile_lists*");
     made = nullptr;
     const auto known = flashjit::read_struct("flashjit_list_args", args);
     Captures room;
-    made = new flashjit_block_lists{
+    made = new flashjit_tile_lists{
         get(runtime).build_lists(get(spec, pass), get(shape), list_args(known, room), stream)};
   });
 }
 
-void flashjit_block_lists_destroy(flashjit_block_lists* lists) noexcept { delete lists; }
+void flashjit_tile_lists_destroy(flashjit_tile_lists* lists) noexcept { delete lists; }
 
 flashjit_status flashjit_supports(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
                                   const flashjit_shape* shape) noexcept {

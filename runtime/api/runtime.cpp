@@ -40,8 +40,8 @@ std::size_t Runtime::list_bytes(const AttentionSpec& spec, const AttentionShape&
   return impl_->list_bytes(spec, shape);
 }
 
-BlockLists Runtime::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
-                                Stream stream) {
+TileLists Runtime::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                               Stream stream) {
   return impl_->build_lists(spec, shape, args, stream);
 }
 

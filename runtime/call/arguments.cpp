@@ -473,7 +473,7 @@ void check_list_memory(const Workspace& memory, std::size_t needed) {
   check_lent("The lists' memory", "the lists' memory", "list_bytes", memory, needed);
 }
 
-void check_lists(const BlockLists& lists, std::string_view wanted, const BlockMapView& map) {
+void check_lists(const TileLists& lists, std::string_view wanted, const BlockMapView& map) {
   if (lists.built_for != wanted)
     refuse("lists were built for {}, but this call is {}: build them for it with Runtime::build_lists().",
            lists.built_for.empty() ? "nothing" : lists.built_for, wanted);

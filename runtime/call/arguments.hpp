@@ -31,7 +31,7 @@ void check_workspace(const Workspace& workspace, std::size_t needed);
 /// The same of the memory that lists are built in.
 void check_list_memory(const Workspace& memory, std::size_t needed);
 /// Throws Error(invalid_argument) unless the lists were built for the call that `wanted` names, with its map.
-void check_lists(const BlockLists& lists, std::string_view wanted, const BlockMapView& map);
+void check_lists(const TileLists& lists, std::string_view wanted, const BlockMapView& map);
 
 /// Throws Error(invalid_argument) when a padded length would not fit the kernels' 32-bit indices.
 void check_limits(const AttentionShape& shape);

@@ -144,8 +144,8 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   launch(args);
 }
 
-BlockLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
-                               Stream stream) {
+TileLists Engine::build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                              Stream stream) {
   check_arguments(spec, shape, args);
   const device::Driver& driver = *this->driver();
   const CUdevice device = device::current_device(driver);

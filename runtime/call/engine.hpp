@@ -39,8 +39,8 @@ class Engine {
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
   std::size_t workspace_bytes(const AttentionSpec& spec, const AttentionShape& shape);
   std::size_t list_bytes(const AttentionSpec& spec, const AttentionShape& shape);
-  BlockLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
-                         Stream stream);
+  TileLists build_lists(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args,
+                        Stream stream);
   Support supports(const AttentionSpec& spec, const AttentionShape& shape);
   void stop_tuning();
   DeviceInfo device();

@@ -545,8 +545,8 @@ def test_lists_that_do_not_belong_are_refused(programs):
         call(k=k[:, :, :12], v=v[:, :, :12])
     with pytest.raises(flashjit.InvalidArgument, match="fp32:d16x8.* but this call is fwd:bf16:d16x8"):
         call(*(x.bfloat16() for x in (q, k, v)))
-    with pytest.raises(flashjit.WrongType, match="a BlockLists: .* flashjit.torch.TileLists; what flashjit.build_lists"):
-        call(lists=flashjit.BlockLists(None, None, 0))
+    with pytest.raises(flashjit.WrongType, match="a DeviceTileLists: .* flashjit.torch.TileLists; what flashjit.build_lists"):
+        call(lists=flashjit.DeviceTileLists(None, None, 0))
     elsewhere = TileLists(q, k, v, mask_mod=mask)
     elsewhere.built[0].device = torch.device("cuda", 1)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for .*, but this call is .* on cpu"):

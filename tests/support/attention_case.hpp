@@ -451,7 +451,7 @@ class AttentionRun {
   /// built, both of exactly the size that the runtime asks for.
   struct Lent {
     GuardedMemory work, list_memory;
-    BlockLists lists;
+    TileLists lists;
   };
   Lent lend(Runtime& runtime, const AttentionSpec& spec) const {
     const std::size_t bytes = runtime.workspace_bytes(spec, test_.shape);

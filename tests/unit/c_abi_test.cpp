@@ -344,7 +344,7 @@ TEST_F(CAbi, TuningCanBeStoppedWhereNoneIs) {
 TEST_F(CAbi, ListsAreBuiltOfCheckedArguments) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  flashjit_block_lists* lists = nullptr;
+  flashjit_tile_lists* lists = nullptr;
   const auto build = [&](const flashjit_list_args* args) {
     return flashjit_build_lists(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, args, nullptr, &lists);
   };
@@ -364,7 +364,7 @@ TEST_F(CAbi, ListsAreBuiltOfCheckedArguments) {
             FLASHJIT_INVALID_ARGUMENT);
   EXPECT_EQ(flashjit_list_bytes(r.get(), FLASHJIT_FORWARD, s.get(), &kShape, nullptr),
             FLASHJIT_INVALID_ARGUMENT);
-  flashjit_block_lists_destroy(nullptr);
+  flashjit_tile_lists_destroy(nullptr);
 }
 
 TEST_F(CAbi, CapturesAreChecked) {

@@ -438,7 +438,7 @@ class EngineListsTest : public EngineTest {
   ListArgs list_args(std::size_t bytes = std::size_t{1} << 30) const {
     return {.memory = {address(0xc000000), bytes}, .captures = {&doc_, 1}};
   }
-  ForwardArgs forward_with(const BlockLists* lists) const {
+  ForwardArgs forward_with(const TileLists* lists) const {
     ForwardArgs args = forward_args();
     args.captures = {&doc_, 1};
     args.lists = lists;
@@ -459,7 +459,7 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
     EXPECT_EQ(bytes, plan.workspace.list_bytes());
     EXPECT_GT(bytes, 0u);
     fake().launches.clear();
-    const BlockLists lists = runtime->build_lists(spec, kShape, list_args(bytes), nullptr);
+    const TileLists lists = runtime->build_lists(spec, kShape, list_args(bytes), nullptr);
     ASSERT_EQ(fake().launches.size(), 2u);  // what masks read, then the lists
     for (int call = 0; call < 2; ++call) {
       if (pass == Pass::forward) {
@@ -484,7 +484,7 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
 TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
   add_to_pack(documents());
   const auto runtime = engine();
-  const BlockLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
+  const TileLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
   fake().launches.clear();
   ForwardArgs args = forward_with(nullptr);
   args.workspace.bytes = runtime->workspace_bytes(documents(), kShape);
@@ -500,7 +500,7 @@ TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
 TEST_F(EngineListsTest, OfAnotherCallAreRefused) {
   for (const Pass pass : {Pass::forward, Pass::backward}) add_to_pack(documents(pass));
   const auto runtime = engine();
-  const auto refusal = [&](const BlockLists& lists) {
+  const auto refusal = [&](const TileLists& lists) {
     fake().launches.clear();
     const Error error = error_of([&] { runtime->forward(documents(), forward_with(&lists), nullptr); });
     EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
@@ -512,7 +512,7 @@ TEST_F(EngineListsTest, OfAnotherCallAreRefused) {
   EXPECT_CONTAINS(refusal({}), "built for nothing");
   EXPECT_CONTAINS(refusal(runtime->build_lists(documents(Pass::backward), kShape, list_args(), nullptr)),
                   "bwd:bf16:d64");
-  const BlockLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
+  const TileLists lists = runtime->build_lists(documents(), kShape, list_args(), nullptr);
   runtime->forward(documents(), forward_with(&lists), nullptr);
 
   // Other tiles from now on.
@@ -553,7 +553,7 @@ TEST_F(EngineListsTest, OfAnotherBlockMapsBatchAreRefused) {
   const auto runtime = engine();
   ListArgs list_args{.memory = {address(0xc000000), 1 << 20}};
   list_args.block_map = {address<std::uint8_t>(0xd000000), {1, 4, 2, 2}};
-  const BlockLists lists = runtime->build_lists(spec, kShape, list_args, nullptr);
+  const TileLists lists = runtime->build_lists(spec, kShape, list_args, nullptr);
   ForwardArgs args = forward_args();
   args.workspace = {address(0xe000000), 256};
   args.block_map = list_args.block_map;
@@ -567,7 +567,7 @@ TEST_F(EngineListsTest, WhereKernelsWalkNoneAreEmptyAndTaken) {
   add_to_pack(kSpec);
   const auto runtime = engine();
   EXPECT_EQ(runtime->list_bytes(kSpec, kShape), 0u);
-  const BlockLists lists = runtime->build_lists(kSpec, kShape, {}, nullptr);
+  const TileLists lists = runtime->build_lists(kSpec, kShape, {}, nullptr);
   EXPECT_TRUE(fake().launches.empty());
   ForwardArgs args = forward_args();
   args.lists = &lists;

@@ -130,7 +130,7 @@ class Ours:
         memory = torch.empty(size, dtype=torch.uint8, device="cuda")
         args = abi.ListArgs(struct_size=ctypes.sizeof(abi.ListArgs), memory=memory.data_ptr(), memory_bytes=size,
                             captures=ctypes.addressof(self.captures), capture_count=len(self.captures))
-        handle = abi.Handle("flashjit_build_lists", "flashjit_block_lists_destroy", self.runtime.address,
+        handle = abi.Handle("flashjit_build_lists", "flashjit_tile_lists_destroy", self.runtime.address,
                             int(name == "bwd"), self.spec.address, ctypes.byref(abi.shape_struct(shape)),
                             ctypes.byref(args), torch.cuda.current_stream().cuda_stream)
         return handle, memory

@@ -71,7 +71,7 @@ class Lists:
         _library.check(_library.library().flashjit_build_lists(
             runtime().address, int(self.backward), self.spec.address, ctypes.byref(self.shape), ctypes.byref(self.args),
             torch.cuda.current_stream().cuda_stream, ctypes.byref(made)))
-        _library.library().flashjit_block_lists_destroy(made)
+        _library.library().flashjit_tile_lists_destroy(made)
 
 
 def median_us(build):

@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 from ._library import Runtime, runtime, version
 from .errors import (CompileFailed, CudaError, Error, FileError, InternalError, InvalidArgument, KernelMissing, NoCompiler,
                      NoDevice, NoDriver, Unsupported, WrongType)
-from .functional import BlockLists, backward, build_lists, forward
+from .functional import DeviceTileLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
     from .torch import BlockMap, TileLists, attention
 
-__all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "BlockLists", "BlockMap",
+__all__ = ["attention", "backward", "build_lists", "forward", "trace", "runtime", "version", "DeviceTileLists", "BlockMap",
            "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice",
            "NoCompiler", "CompileFailed", "KernelMissing", "FileError", "CudaError", "InternalError"]
 

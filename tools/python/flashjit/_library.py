@@ -103,7 +103,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
     "flashjit_list_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
     "flashjit_build_lists": (ctypes.c_int32, [_pointer, ctypes.c_int32] + [_pointer] * 5),
-    "flashjit_block_lists_destroy": (None, [_pointer]),
+    "flashjit_tile_lists_destroy": (None, [_pointer]),
     "flashjit_supports": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer]),
     "flashjit_reference_forward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),

@@ -252,7 +252,7 @@ class Plan:
             if values:
                 captures = self._fill_captures(values)
                 args.captures = ctypes.addressof(captures)
-            handle = Handle("flashjit_build_lists", "flashjit_block_lists_destroy", shared.address, int(backward),
+            handle = Handle("flashjit_build_lists", "flashjit_tile_lists_destroy", shared.address, int(backward),
                             self.spec.address, ctypes.byref(_library.shape_struct(self.shape)), ctypes.byref(args),
                             torch._C._cuda_getCurrentRawStream(self.index))
         return BuiltLists(self, backward, handle, needed), memory

@@ -23,7 +23,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
             scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
             captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
             cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
-            sinks: Any = None, workspace: Any = None, lists: Union["BlockLists", None] = None,
+            sinks: Any = None, workspace: Any = None, lists: Union["DeviceTileLists", None] = None,
             stream: int = 0) -> tuple[Any, Any]:
     """O = softmax(scale * Q K^T) V, and the log of the softmax's row sums.
 
@@ -64,7 +64,7 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
              captures: Union[Mapping[str, Any], None] = None, capture_grads: Union[Mapping[str, Any], None] = None,
              block_map: Any = None, kv_lengths: Any = None, cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None,
              max_seqlen_q: int = 0, max_seqlen_kv: int = 0, sinks: Any = None, dsinks: Any = None, workspace: Any = None,
-             lists: Union["BlockLists", None] = None, stream: int = 0) -> tuple[Any, Any, Any]:
+             lists: Union["DeviceTileLists", None] = None, stream: int = 0) -> tuple[Any, Any, Any]:
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
     dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v; made where left
@@ -91,7 +91,7 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     return tuple(results)  # type: ignore[return-value]
 
 
-class BlockLists:
+class DeviceTileLists:
     """Tile lists that build_lists() made, with their memory."""
 
     def __init__(self, handle: Union[Handle, None], memory: Any, bytes: int) -> None:
@@ -101,7 +101,7 @@ class BlockLists:
 def build_lists(q: Any, k: Any, v: Any, *, backward: bool = False, options: str = "", dropout_p: float = 0.0,
                 captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
                 cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
-                sinks: Any = None, memory: Any = None, stream: int = 0) -> BlockLists:
+                sinks: Any = None, memory: Any = None, stream: int = 0) -> DeviceTileLists:
     """The tile lists of a block map or a mask, made once for many calls of forward(), or of backward() with
     backward=True, that are given the same options, types and sizes, and the same values of what the mask reads.
 
@@ -112,16 +112,16 @@ def build_lists(q: Any, k: Any, v: Any, *, backward: bool = False, options: str 
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream)
     if call.views["q"].device[0] == "cpu":  # where every pair is looked at
-        return BlockLists(None, None, 0)
+        return DeviceTileLists(None, None, 0)
     members = {name: value for name, value in call.common(None, dropout_p, 0, 0).items()
                if name in (field for field, *_ in ListArgs._fields_)}
     needed = runtime().list_bytes(call.spec, call.shape, backward=backward)
     args = ListArgs(struct_size=ctypes.sizeof(ListArgs), **members)
     args.memory, args.memory_bytes, memory = call.lent("memory", memory, needed, q)
-    handle = Handle("flashjit_build_lists", "flashjit_block_lists_destroy", runtime().address, int(backward),
+    handle = Handle("flashjit_build_lists", "flashjit_tile_lists_destroy", runtime().address, int(backward),
                     spec_handle(call.spec).address, ctypes.byref(_library.shape_struct(call.shape)), ctypes.byref(args),
                     stream or None)
-    return BlockLists(handle, memory, needed)
+    return DeviceTileLists(handle, memory, needed)
 
 
 class _Call:
@@ -263,7 +263,7 @@ class _Call:
         lent = self.add(name, array)
         return lent.contiguous_pointer(name), math.prod(lent.size) * lent.element_size, array
 
-    def launch(self, function: str, args: Any, workspace: Any, lists: Union[BlockLists, None], like: Any) -> None:
+    def launch(self, function: str, args: Any, workspace: Any, lists: Union[DeviceTileLists, None], like: Any) -> None:
         spec = spec_handle(self.spec)
         if self.views["q"].device[0] == "cpu":
             _library.check(getattr(library(), f"flashjit_reference_{function}")(spec.address, ctypes.byref(args)))

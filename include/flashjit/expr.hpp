@@ -19,8 +19,8 @@
 
 namespace flashjit::expr {
 
-/// int is 32 bits and wraps; float is fp32.
-enum class Type : std::uint8_t { boolean, integer, real };
+/// int is 32 bits and wraps, int64 is 64 bits and wraps; float is fp32.
+enum class Type : std::uint8_t { boolean, integer, real, int64 };
 
 /// Names that every program may use.
 enum class Name : std::uint8_t { score, b, h, h_kv, q, kv, seqlen_q, seqlen_kv };
@@ -75,7 +75,10 @@ enum class Op : std::uint8_t {
   cos,       // float
   to_float,  // of int or bool
   to_int,    // of float or bool
-  to_bool    // of int or float
+  to_bool,   // of int or float
+  to_int64,  // of all others
+  low_word,
+  high_word  // int: 32 bits of an int64
 };
 
 /// A scalar or a captured tensor declared by a program and bound by name at the call.
@@ -141,7 +144,7 @@ inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{N
     kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
 
 /// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
-/// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int (int64 saturates),
+/// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int, int64 as int64,
 /// bool as bool, float types as float.
 class FLASHJIT_API Tensor {
  public:
@@ -211,6 +214,9 @@ FLASHJIT_API Expr cos(const Expr& a);
 FLASHJIT_API Expr to_float(const Expr& a);
 FLASHJIT_API Expr to_int(const Expr& a);
 FLASHJIT_API Expr to_bool(const Expr& a);
+FLASHJIT_API Expr to_int64(const Expr& a);
+FLASHJIT_API Expr low_word(const Expr& a);
+FLASHJIT_API Expr high_word(const Expr& a);
 
 /// Parses a program. Throws Error(invalid_argument) with the text, a caret and what was expected.
 FLASHJIT_API Expr parse(std::string_view text);

@@ -95,6 +95,12 @@ reference::Captured captured(const Capture& capture, ElementType type) {
   std::copy_n(capture.stride.begin(), capture.rank, stride.begin());
   result.size.assign(capture.size.begin(), capture.size.begin() + capture.rank);
   result.values = gather(type, capture.data, size, stride);
+  if (type == ElementType::int64) {
+    result.exact.resize(result.values.size());
+    for_each_element(size, stride, [&](std::int64_t place, std::int64_t offset) {
+      result.exact[place] = static_cast<const std::int64_t*>(capture.data)[offset];
+    });
+  }
   return result;
 }
 

@@ -179,7 +179,7 @@ void MaskAnalysis::find_reads(int place, bool negated) {
   if (graph_.uniform(place) || comparison(place)) return;
   if (node.type == Type::integer && affine_form(graph_, place)) return;
   const bool by_q = graph_.uses(place) & kUsesQ, by_kv = graph_.uses(place) & kUsesKv;
-  if (node.type != Type::real && by_q != by_kv && !plain(place)) {
+  if (node.type != Type::real && node.type != Type::int64 && by_q != by_kv && !plain(place)) {
     (by_q ? q_reads_ : kv_reads_).push_back(place);
     return;
   }

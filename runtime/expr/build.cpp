@@ -48,10 +48,21 @@ void require_number(Op op, const Expr& arg) {
   if (arg.type() == Type::boolean) refuse_operand(op, "int or float", arg);
 }
 
+void require_integer(Op op, const Expr& arg) {
+  if (arg.type() != Type::integer && arg.type() != Type::int64) refuse_operand(op, "int", arg);
+}
+
+/// Makes all int64 when one is.
+void widen(std::span<Expr> args) {
+  if (std::ranges::none_of(args, [](const Expr& arg) { return arg.type() == Type::int64; })) return;
+  for (Expr& arg : args) arg = to_int64(arg);
+}
+
 /// Makes all float when one is, or when `always`.
 void promote(Op op, std::span<Expr> args, bool always) {
   for (const Expr& arg : args) require_number(op, arg);
-  if (!always && std::ranges::none_of(args, [](const Expr& arg) { return arg.type() == Type::real; })) return;
+  if (!always && std::ranges::none_of(args, [](const Expr& arg) { return arg.type() == Type::real; }))
+    return widen(args);
   for (Expr& arg : args) arg = to_float(arg);
 }
 
@@ -76,7 +87,10 @@ void prepare(Op op, std::span<Expr> args) {
     case Takes::floats:
       return promote(op, args, true);
     case Takes::integers:
-      for (const Expr& arg : args) require_type(op, "int", Type::integer, arg);
+      for (const Expr& arg : args) require_integer(op, arg);
+      return widen(args);
+    case Takes::int64s:
+      for (const Expr& arg : args) require_type(op, "int64", Type::int64, arg);
       return;
     case Takes::booleans:
       for (const Expr& arg : args) require_type(op, "bool", Type::boolean, arg);
@@ -97,6 +111,8 @@ Type result(Op op, const Expr& last) {
       return Type::integer;
     case Gives::real:
       return Type::real;
+    case Gives::int64:
+      return Type::int64;
     case Gives::same:
       break;
   }
@@ -156,13 +172,15 @@ Expr read(const Declaration& tensor, const std::vector<Expr>& indices) {
   if (static_cast<int>(indices.size()) != tensor.rank)
     refuse("'{}' has {} dimension{}, but is read with {} {}", tensor.name, tensor.rank,
            tensor.rank == 1 ? "" : "s", indices.size(), indices.size() == 1 ? "index" : "indices");
+  std::vector<Expr> ints;
   for (const Expr& index : indices) {
-    if (index.type() != Type::integer)
+    if (index.type() != Type::integer && index.type() != Type::int64)
       refuse("an index of '{}' is int, not {}: {}", tensor.name, to_string(index.type()),
              quoted(body_text(index.node())));
+    ints.push_back(to_int(index));
   }
   return finish(
-      {.op = Op::read, .type = read_type(tensor.type), .args = pointers(indices), .declaration = tensor});
+      {.op = Op::read, .type = read_type(tensor.type), .args = pointers(ints), .declaration = tensor});
 }
 
 Expr size(const Declaration& tensor, int dimension) {
@@ -254,5 +272,8 @@ Expr cos(const Expr& a) { return apply(Op::cos, {a}); }
 Expr to_float(const Expr& a) { return apply(Op::to_float, {a}); }
 Expr to_int(const Expr& a) { return apply(Op::to_int, {a}); }
 Expr to_bool(const Expr& a) { return apply(Op::to_bool, {a}); }
+Expr to_int64(const Expr& a) { return apply(Op::to_int64, {a}); }
+Expr low_word(const Expr& a) { return apply(Op::low_word, {a}); }
+Expr high_word(const Expr& a) { return apply(Op::high_word, {a}); }
 
 }  // namespace flashjit::expr

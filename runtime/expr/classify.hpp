@@ -44,7 +44,7 @@ class TileWalk {
     const Node& node = graph_.node(place);
     const std::vector<int>& args = graph_[place].args;
     const Type type = node.args.empty() ? Type::boolean : node.args[0]->type;
-    if (node.op == Op::read || type == Type::real) return domain_.any_truth();
+    if (node.op == Op::read || type == Type::real || type == Type::int64) return domain_.any_truth();
     if (node.op == Op::select) return domain_.select(truth(args[0]), truth(args[1]), truth(args[2]));
     if (node.op == Op::to_bool)
       return type == Type::boolean ? truth(args[0]) : domain_.to_bool(interval(args[0]));
@@ -61,11 +61,11 @@ class TileWalk {
     if (const int i = index(mask_.kv_reads(), place); i >= 0) return domain_.read_int(false, i);
     const Node& node = graph_.node(place);
     const std::vector<int>& args = graph_[place].args;
-    if (node.op == Op::read) return domain_.any_int();
+    if (node.op == Op::read || node.op == Op::low_word || node.op == Op::high_word) return domain_.any_int();
     if (node.op == Op::select) return domain_.select(truth(args[0]), interval(args[1]), interval(args[2]));
     if (node.op == Op::to_int) {
-      if (node.args[0]->type == Type::real) return domain_.any_int();
-      return node.args[0]->type == Type::boolean ? domain_.to_int(truth(args[0])) : interval(args[0]);
+      if (node.args[0]->type == Type::boolean) return domain_.to_int(truth(args[0]));
+      return node.args[0]->type == Type::integer ? interval(args[0]) : domain_.any_int();
     }
     std::vector<typename Domain::Interval> operands;
     for (const int arg : args) operands.push_back(interval(arg));

@@ -12,7 +12,9 @@
 namespace flashjit::expr {
 namespace {
 
-std::int32_t integer_operation(Op op, std::int32_t a, std::int32_t b) {
+/// Of ints, or of long longs.
+template <class Int>
+Int integer_operation(Op op, Int a, Int b) {
   switch (op) {
     case Op::negate:
       return wrap_negate(a);
@@ -140,8 +142,10 @@ Value name_value(Name name, const Point& point) {
 }
 
 /// A captured number as programs see it.
-Value captured(Type type, double value) {
+Value captured(Type type, const Bound& bound, std::int64_t index) {
+  const double value = bound.values[index];
   if (type == Type::real) return {.real = value};
+  if (type == Type::int64) return {.integer = bound.exact.empty() ? to_int64(value) : bound.exact[index]};
   return {.integer = type == Type::integer ? to_int32(value) : value != 0};
 }
 
@@ -150,6 +154,12 @@ Value captured(Type type, double value) {
 std::int32_t to_int32(double value) {
   if (std::isnan(value)) return 0;
   return static_cast<std::int32_t>(std::clamp(value, -2147483648.0, 2147483647.0));
+}
+
+std::int64_t to_int64(double value) {
+  if (std::isnan(value)) return 0;
+  if (value >= 0x1p63) return INT64_MAX;
+  return value <= -0x1p63 ? INT64_MIN : static_cast<std::int64_t>(value);
 }
 
 int Evaluation::add(const NodePtr& node) {
@@ -204,10 +214,10 @@ Value Evaluation::evaluate(int place, const Point& point, const std::vector<Valu
     case Op::name:
       return name_value(node.name, point);
     case Op::scalar:
-      return captured(node.type, captures_[capture_of_[place]].values[0]);
+      return captured(node.type, captures_[capture_of_[place]], 0);
     case Op::read: {
       const Element at = element(place, values);
-      return captured(node.type, captures_[at.capture].values[at.index]);
+      return captured(node.type, captures_[at.capture], at.index);
     }
     case Op::size:
       return {.integer = static_cast<std::int32_t>(captures_[capture_of_[place]].size[node.integer])};
@@ -216,12 +226,21 @@ Value Evaluation::evaluate(int place, const Point& point, const std::vector<Valu
     case Op::to_float:
       return {.real = static_cast<double>(arg(0).integer)};
     case Op::to_int:
-      return {.integer = arg_type(0) == Type::real ? to_int32(arg(0).real) : arg(0).integer};
+      return {.integer = arg_type(0) == Type::real ? to_int32(arg(0).real) : saturate_int(arg(0).integer)};
+    case Op::to_int64:
+      return {.integer = arg_type(0) == Type::real ? to_int64(arg(0).real) : arg(0).integer};
+    case Op::low_word:
+      return {.integer = low_word_of(arg(0).integer)};
+    case Op::high_word:
+      return {.integer = high_word_of(arg(0).integer)};
     case Op::to_bool:
       return {.integer = arg_type(0) == Type::real ? arg(0).real != 0 : arg(0).integer != 0};
     default:
       if (node.type == Type::real) return {.real = real_operation(node.op, arg(0).real, arg(1).real)};
-      return {.integer = integer_operation(node.op, arg(0).integer, arg(1).integer)};
+      if (node.type == Type::int64)
+        return {.integer = integer_operation<long long>(node.op, arg(0).integer, arg(1).integer)};
+      return {.integer = integer_operation(node.op, static_cast<std::int32_t>(arg(0).integer),
+                                           static_cast<std::int32_t>(arg(1).integer))};
   }
 }
 

@@ -21,12 +21,13 @@ struct Bound {
   std::string name;
   std::span<const std::int64_t> size;
   std::span<const double> values;
+  std::span<const std::int64_t> exact = {};  ///< of int64s, which a double may not hold; may be empty
 };
 
-/// Of an operation's type: `real` of floats, `integer` of ints and of conditions, which are 0 or 1.
+/// Of an operation's type: `real` of floats, `integer` of ints, int64s and of conditions, which are 0 or 1.
 struct Value {
   double real = 0;
-  std::int32_t integer = 0;
+  std::int64_t integer = 0;
 };
 
 /// How floats are computed.
@@ -63,5 +64,6 @@ class Evaluation {
 
 /// Towards zero, saturated; NaN gives 0.
 std::int32_t to_int32(double value);
+std::int64_t to_int64(double value);
 
 }  // namespace flashjit::expr

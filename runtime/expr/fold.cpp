@@ -132,6 +132,7 @@ Folded of_literals(Op op, const Node& a, const Node& b) {
     case Type::integer:
       return of_ints(op, a.integer, b.integer);
     case Type::real:
+    case Type::int64:
       break;
   }
   return of_floats(op, a.real, b.real);
@@ -180,9 +181,97 @@ Folded without_effect(Op op, const Expr& a, const Expr& b) {
   }
 }
 
+bool is_int64(const Expr& x) { return x.type() == Type::int64; }
+
+/// The int that an int64 is made of; nothing: it is made of something else.
+Folded narrow(const Expr& x) {
+  if (x.node().op != Op::to_int64 || x.node().args[0]->type != Type::integer) return {};
+  return Expr(x.node().args[0]);
+}
+
+/// Whether an int is no extreme one: then it compares with a saturated int64 as with the int64.
+bool is_moderate(const Expr& x) {
+  const Node& node = x.node();
+  if (node.op == Op::name) return true;
+  const bool of_names =
+      node.op == Op::subtract && node.args[0]->op == Op::name && node.args[1]->op == Op::name;
+  return of_names || (is_literal(x) && node.integer > INT32_MIN && node.integer < INT32_MAX);
+}
+
+Op mirrored(Op op) {
+  switch (op) {
+    case Op::less:
+      return Op::greater;
+    case Op::less_equal:
+      return Op::greater_equal;
+    case Op::greater:
+      return Op::less;
+    case Op::greater_equal:
+      return Op::less_equal;
+    default:
+      return op;
+  }
+}
+
+/// A comparison of an int with an int64, by ints alone.
+Folded compare_saturated(Op op, const Expr& a, const Expr& b) {
+  const Folded left = narrow(a);
+  if (!left || !is_moderate(*left)) return {};
+  return apply(op, {*left, to_int(b)});
+}
+/// kv <= q + offset[b] as kv - q <= offset[b], a bound that masks know.
+Folded compare_moved(Op op, const Expr& a, const Expr& b) {
+  const Folded left = narrow(a);
+  if (!left || left->node().op != Op::name || b.node().op != Op::add) return {};
+  for (const std::size_t i : {0, 1}) {
+    const Folded name = narrow(Expr(b.node().args[i]));
+    if (name && name->node().op == Op::name)
+      return apply(op, {*left - *name, to_int(Expr(b.node().args[1 - i]))});
+  }
+  return {};
+}
+
+/// By their words, of which masks know what they are over a tile.
+Expr compare_words(Op op, const Expr& a, const Expr& b) {
+  const Expr high_a = high_word(a), high_b = high_word(b), low_a = low_word(a), low_b = low_word(b);
+  if (op == Op::equal || op == Op::not_equal) {
+    const Expr same = low_a == low_b && high_a == high_b;
+    return op == Op::equal ? same : !same;
+  }
+  if (op == Op::greater || op == Op::greater_equal) return compare_words(mirrored(op), b, a);
+  const Expr low = low_a ^ INT32_MIN, other = low_b ^ INT32_MIN;  // as numbers without a sign
+  const Expr by_low = high_a == high_b && (op == Op::less ? low < other : low <= other);
+  return high_a < high_b || by_low;
+}
+
+Expr compare_int64(Op op, const Expr& a, const Expr& b) {
+  const Folded left = narrow(a), right = narrow(b);
+  if (left && right) return apply(op, {*left, *right});
+  for (const auto& rule : {compare_moved, compare_saturated}) {
+    if (const Folded found = rule(op, a, b)) return *found;
+    if (const Folded found = rule(mirrored(op), b, a)) return *found;
+  }
+  return compare_words(op, a, b);
+}
+
+/// Operations on int64s that ints do as well.
+Folded with_ints(Op op, const std::vector<Expr>& args) {
+  const Expr& x = args[0];
+  const Folded of = narrow(x);
+  if (is_comparison(op)) return compare_int64(op, x, args[1]);
+  if (op == Op::to_bool) return low_word(x) != 0 || high_word(x) != 0;
+  if (op == Op::low_word || op == Op::to_int) return of;
+  if (op == Op::high_word) return of ? Folded(*of >> 31) : Folded();
+  if (op == Op::to_float) return of ? Folded(to_float(*of)) : Folded();
+  return {};
+}
+
 /// The operation on operands that are folded.
 Folded fold_once(Op op, const std::vector<Expr>& args) {
   if (op == Op::select) return is_literal(args[0]) ? Folded(args[is(args[0], true) ? 1 : 2]) : Folded();
+  if (is_int64(args[0])) {
+    if (const Folded folded = with_ints(op, args)) return Expr(expr::fold(folded->pointer()));
+  }
   if (args.size() == 1) {
     if (is_literal(args[0])) return of_literal(op, args[0]);
     const bool undone = op == Op::negate || op == Op::complement || op == Op::logical_not;

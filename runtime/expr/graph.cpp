@@ -15,6 +15,8 @@ std::uint32_t literal_bits(const Node& node) {
       return static_cast<std::uint32_t>(node.integer);
     case Type::real:
       return std::bit_cast<std::uint32_t>(node.real);
+    case Type::int64:
+      break;  // which has no literals
   }
   return 0;
 }

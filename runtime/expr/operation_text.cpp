@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "expr/code.hpp"
+#include "expr/ops.hpp"
 #include "flashjit/error.hpp"
 
 namespace flashjit::expr {
@@ -45,6 +46,10 @@ std::string_view int_pattern(Op op) {
       return "flashjit::max({0}, {1})";
     case Op::abs:
       return "flashjit::wrap_abs({0})";
+    case Op::low_word:
+      return "flashjit::low_word_of({0})";
+    case Op::high_word:
+      return "flashjit::high_word_of({0})";
     default:
       return "";
   }
@@ -151,7 +156,10 @@ std::string converted(const Node& node, const std::string& arg) {
   const Type from = node.args[0]->type;
   if (from == node.type) return arg;
   if (node.type == Type::boolean) return fmt::format("{} != 0", arg);
-  if (from == Type::real) return fmt::format("flashjit::float_to_int({})", arg);
+  if (from == Type::real)
+    return fmt::format("flashjit::float_to_int{}({})", node.type == Type::int64 ? "64" : "", arg);
+  if (from == Type::int64 && node.type == Type::integer)
+    return fmt::format("flashjit::saturate_int({})", arg);
   return fmt::format("static_cast<{}>({})", type_text(node.type), arg);
 }
 
@@ -159,11 +167,12 @@ std::string converted(const Node& node, const std::string& arg) {
 
 std::string operation_text(const Node& node, const std::vector<std::string>& args, Style style) {
   if (node.op == Op::select) return fmt::format("{} ? {} : {}", args[0], args[1], args[2]);
-  if (node.op == Op::to_float || node.op == Op::to_int || node.op == Op::to_bool)
-    return converted(node, args[0]);
-  const std::string_view pattern = node.type == Type::boolean   ? bool_pattern(node.op)
-                                   : node.type == Type::integer ? int_pattern(node.op)
-                                                                : float_pattern(node.op, style);
+  if (info(node.op).takes == Takes::any) return converted(node, args[0]);
+  if (node.type == Type::int64 && (node.op == Op::min || node.op == Op::max))
+    return fmt::format("flashjit::{}({}, {})", node.op == Op::min ? "lesser" : "greater", args[0], args[1]);
+  const std::string_view pattern = node.type == Type::boolean ? bool_pattern(node.op)
+                                   : node.type == Type::real  ? float_pattern(node.op, style)
+                                                              : int_pattern(node.op);
   if (!pattern.empty()) return filled(pattern, args);
   const std::string_view precision = style == Style::exact ? "float" : "Element";
   return fmt::format("flashjit::Math<{}>::{}({})", precision, function_name(node.op), args[0]);
@@ -190,7 +199,8 @@ std::string literal_text(const Node& node) {
 }
 
 std::string type_text(Type type) {
-  return type == Type::real ? "float" : type == Type::integer ? "int" : "bool";
+  constexpr std::string_view kTexts[] = {"bool", "int", "float", "long long"};
+  return std::string(kTexts[static_cast<std::size_t>(type)]);
 }
 
 std::string element_text(ElementType type) {

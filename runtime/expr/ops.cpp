@@ -64,13 +64,16 @@ constexpr OpInfo kOps[] = {
     {Op::to_float, "to_float", kCall, 1, Takes::any, Gives::real},
     {Op::to_int, "to_int", kCall, 1, Takes::any, Gives::integer},
     {Op::to_bool, "to_bool", kCall, 1, Takes::any, Gives::boolean},
+    {Op::to_int64, "to_int64", kCall, 1, Takes::any, Gives::int64},
+    {Op::low_word, "low_word", kCall, 1, Takes::int64s, Gives::integer},
+    {Op::high_word, "high_word", kCall, 1, Takes::int64s, Gives::integer},
 };
 
 constexpr bool in_order() {
   for (std::size_t i = 0; i < std::size(kOps); ++i) {
     if (kOps[i].op != static_cast<Op>(i)) return false;
   }
-  return std::size(kOps) == static_cast<std::size_t>(Op::to_bool) + 1;
+  return std::size(kOps) == static_cast<std::size_t>(Op::high_word) + 1;
 }
 static_assert(in_order());
 
@@ -102,7 +105,7 @@ std::string_view to_string(Name name) {
 }
 
 std::string_view to_string(Type type) {
-  constexpr std::string_view kTexts[] = {"bool", "int", "float"};
+  constexpr std::string_view kTexts[] = {"bool", "int", "float", "int64"};
   return kTexts[static_cast<std::size_t>(type)];
 }
 
@@ -114,6 +117,8 @@ Type read_type(ElementType element) {
       return Type::real;
     case ElementType::boolean:
       return Type::boolean;
+    case ElementType::int64:
+      return Type::int64;
     default:
       return Type::integer;
   }

@@ -14,16 +14,17 @@ namespace flashjit::expr {
 /// Types that an operation's operands may have.
 enum class Takes : std::uint8_t {
   leaf,      ///< no operands of its own
-  numbers,   ///< int or float; all become float when one is
-  floats,    ///< int becomes float
-  integers,  ///< int
+  numbers,   ///< int, int64 or float; all become float when one is, else int64 when one is
+  floats,    ///< ints become float
+  integers,  ///< int or int64; all become int64 when one is
+  int64s,    ///< int64
   booleans,  ///< bool
   alike,     ///< numbers, or all bool
   select,    ///< a bool and two alike
   any,
 };
 
-enum class Gives : std::uint8_t { same, boolean, integer, real };
+enum class Gives : std::uint8_t { same, boolean, integer, real, int64 };
 
 constexpr int kSelectPrecedence = 1, kUnaryPrecedence = 12, kCallPrecedence = 13;
 
@@ -64,7 +65,7 @@ auto compare(Op op, Value a, Value b) {
 }
 
 std::string_view to_string(Name name);  // "score", ..., "seqlen_kv"
-std::string_view to_string(Type type);  // "bool", "int", "float"
+std::string_view to_string(Type type);  // "bool", "int", "float", "int64"
 inline constexpr Name kNames[] = {Name::score, Name::b,  Name::h,        Name::h_kv,
                                   Name::q,     Name::kv, Name::seqlen_q, Name::seqlen_kv};
 

@@ -27,6 +27,7 @@ std::string literal_text(const Node& node) {
     case Type::integer:
       return fmt::format("{}", node.integer);
     case Type::real:
+    case Type::int64:  // which has no literals
       break;
   }
   return float_text(node.real);

@@ -26,7 +26,8 @@ void check(const Captured& captured, const expr::Declaration& declared) {
 
 std::vector<expr::Bound> bound(const std::vector<Captured>& captures) {
   std::vector<expr::Bound> bound;
-  for (const Captured& captured : captures) bound.push_back({captured.name, captured.size, captured.values});
+  for (const Captured& captured : captures)
+    bound.push_back({captured.name, captured.size, captured.values, captured.exact});
   return bound;
 }
 

@@ -17,6 +17,7 @@ struct Captured {
   std::string name;
   std::vector<std::int64_t> size = {};
   std::vector<double> values = {};
+  std::vector<std::int64_t> exact = {};  ///< of int64s, which a double may not hold; may be empty
 };
 
 /// A pair as programs see it: q, kv and the lengths are those of its own sequence.

@@ -22,11 +22,11 @@ __device__ __forceinline__ Half load_element(const Half* at) {
   return {__ldg(reinterpret_cast<const unsigned short*>(at))};
 }
 
-/// As programs see an element: floats as float, ints as int (int64 saturates), booleans as bool.
+/// As programs see an element: floats as float, ints as int or long long, booleans as bool.
 __device__ __forceinline__ float as_read(float x) { return x; }
 __device__ __forceinline__ int as_read(int x) { return x; }
 __device__ __forceinline__ bool as_read(bool x) { return x; }
-__device__ __forceinline__ int as_read(long long x) { return saturate_int(x); }
+__device__ __forceinline__ long long as_read(long long x) { return x; }
 template <class Half>
 __device__ __forceinline__ float as_read(Half x) {
   return to_float(x);

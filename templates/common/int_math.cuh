@@ -118,6 +118,32 @@ constexpr int wrap_shift_left(int a, int count) {
 }
 constexpr int wrap_shift_right(int a, int count) { return a >> (count & 31); }
 
+/// The same of 64 bits.
+constexpr long long wrap_add(long long a, long long b) {
+  return static_cast<long long>(static_cast<unsigned long long>(a) + static_cast<unsigned long long>(b));
+}
+constexpr long long wrap_subtract(long long a, long long b) {
+  return static_cast<long long>(static_cast<unsigned long long>(a) - static_cast<unsigned long long>(b));
+}
+constexpr long long wrap_multiply(long long a, long long b) {
+  return static_cast<long long>(static_cast<unsigned long long>(a) * static_cast<unsigned long long>(b));
+}
+constexpr long long wrap_negate(long long a) { return wrap_subtract(0LL, a); }
+constexpr long long wrap_abs(long long a) { return a < 0 ? wrap_negate(a) : a; }
+constexpr long long wrap_divide(long long a, long long b) {
+  if (b == 0) return 0;
+  return b == -1 ? wrap_negate(a) : a / b;
+}
+constexpr long long wrap_modulo(long long a, long long b) { return b == 0 || b == -1 ? 0 : a % b; }
+/// Counts are taken modulo 64.
+constexpr long long wrap_shift_left(long long a, long long count) {
+  return static_cast<long long>(static_cast<unsigned long long>(a) << (count & 63));
+}
+constexpr long long wrap_shift_right(long long a, long long count) { return a >> (count & 63); }
+
+constexpr int low_word_of(long long a) { return static_cast<int>(static_cast<unsigned>(a)); }
+constexpr int high_word_of(long long a) { return static_cast<int>(a >> 32); }
+
 constexpr bool fits_int(long long value) { return value >= -2147483648LL && value <= 2147483647LL; }
 /// The nearest int.
 constexpr int saturate_int(long long value) {

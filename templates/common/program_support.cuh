@@ -12,5 +12,7 @@ __device__ __forceinline__ float scalar_float(const Params& p, int i) {
 
 /// Truncates and saturates; NaN gives 0.
 __device__ __forceinline__ int float_to_int(float x) { return __float2int_rz(x); }
+/// NaN gives 0 as well, where the instruction has another answer.
+__device__ __forceinline__ long long float_to_int64(float x) { return x == x ? __float2ll_rz(x) : 0; }
 
 }  // namespace flashjit

@@ -15,7 +15,7 @@ DTYPES = [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.i
           torch.float32]
 VALUES = {torch.bool: [0, 1], torch.uint8: [0, 1, 7, 200, 255], torch.int8: [-128, -3, 0, 1, 127],
           torch.int16: [-32768, -7, 0, 2, 32767], torch.int32: [-2**31, -5, 0, 3, 2**31 - 1],
-          torch.int64: [-1000000, -4, 0, 5, 2000000]}
+          torch.int64: [-2**40, -4, 0, 5, 2**62 + 3]}
 NUMBERS = [True, 3, -2, 0.5, -1.75]
 
 
@@ -81,8 +81,6 @@ def test_traced_operations_are_pytorch_s(programs, name):
                 continue
             if x.is_floating_point or isinstance(second, float) or getattr(y, "is_floating_point", False):  # as the reference does
                 want = operation(*(t.double() if isinstance(t, torch.Tensor) else t for t in (first, second)))
-            if torch.int64 in (x, y) and (want.double().abs() >= 2**31).any():
-                continue  # ints of programs have 32 bits
             constant = not isinstance(second, torch.Tensor)
             got = evaluated(lambda s, b, h, q, kv: operation(first[q], second if constant else second[q]), len(first))
             check_close(got, want, (name, x, y))
@@ -97,8 +95,8 @@ TEXTS = {
     "&": torch.bitwise_and, "|": torch.bitwise_or, "^": torch.bitwise_xor, "&&": torch.logical_and, "||": torch.logical_or,
     "min": torch.minimum, "max": torch.maximum, "pow": torch.pow,
 }
-KINDS = {torch.bool: "bool", **dict.fromkeys([torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64], "int")}
-LANGUAGE = {"bool": torch.bool, "int": torch.int32, "float": torch.float64}  # float64: as the reference computes
+KINDS = {torch.bool: "bool", **dict.fromkeys([torch.uint8, torch.int8, torch.int16, torch.int32], "int"), torch.int64: "int64"}
+LANGUAGE = {"bool": torch.bool, "int": torch.int32, "int64": torch.int64, "float": torch.float64}  # float64: as the reference computes
 
 
 @pytest.mark.parametrize("name", TEXTS)
@@ -109,7 +107,7 @@ def test_text_operations_are_those_of_ints_floats_and_bools(programs, name):
         for y in DTYPES:
             kinds = {KINDS.get(x, "float"), KINDS.get(y, "float")}
             first, second = pairs_of(x, y)
-            if kinds == {"int"} and name in "/%":
+            if kinds <= {"int", "int64"} and name in "/%":
                 first, second = first[second != 0], second[second != 0]
             text = f"to_float({call.format(name)})"
             try:
@@ -117,7 +115,7 @@ def test_text_operations_are_those_of_ints_floats_and_bools(programs, name):
             except flashjit.InvalidArgument:
                 assert "bool" in kinds or name in ("&&", "||") or "float" in kinds, (name, x, y)
                 continue
-            kind = LANGUAGE["float" if "float" in kinds or name == "pow" else kinds.pop()]
+            kind = LANGUAGE["float" if "float" in kinds or name == "pow" else "int64" if "int64" in kinds else kinds.pop()]
             check_close(got, operation(first.to(kind), second.to(kind)), (name, x, y))
             compared += 1
     assert compared
@@ -126,7 +124,7 @@ def test_text_operations_are_those_of_ints_floats_and_bools(programs, name):
 # --- random programs ---------------------------------------------------------------------------------------------------
 
 CAPTURES = {"u8": torch.tensor([3, 250, 0, 7, 129], dtype=torch.uint8), "i8": torch.tensor([-128, 5, 0, -1, 127], dtype=torch.int8),
-            "i32": torch.tensor([2, -7, 0, 4, 1], dtype=torch.int32), "i64": torch.tensor([1, -3, 0, 2, 5]),
+            "i32": torch.tensor([2, -7, 0, 4, 1], dtype=torch.int32), "i64": torch.tensor([1, -3, 0, 2, 5]), "far": torch.tensor([2**40, -2**40, 7, 2**40 + 1, 2**33]),
             "flags": torch.tensor([True, False, False, True, True]), "weights": torch.tensor([0.5, -1.25, 2.0, 0.0, -0.75]),
             "matrix": torch.arange(-10, 10).reshape(4, 5) / 4, "scale": torch.tensor(1.5), "shift": torch.tensor(2)}
 
@@ -144,7 +142,7 @@ class RandomProgram:
     def integer(self, depth):
         if depth == 0:
             return self.pick("q", "kv", "h", "b", "3", "(-2)", "shift", "len(weights)", "matrix.shape[1]", f"i32[{self.position()}]",
-                             f"i64[{self.position()}]", f"u8[{self.position()}]", f"i8[{self.position()}]")
+                             f"i64[{self.position()}]", f"(far[{self.varying()}] - far[{self.varying()}]) // 65536", f"u8[{self.position()}]", f"i8[{self.position()}]")
         x, y = self.integer(depth - 1), self.integer(depth - 1)
         return self.pick(f"({x} + {y})", f"({x} - {y})", f"({x} * {self.pick('2', 'q', 'kv', '(-1)')})", f"({x} // {self.pick(2, 3, -2)})",
                          f"({x} % {self.pick(2, 5, -3, 'len(weights)')})", f"({x} & {y})", f"({x} | {y})", f"({x} ^ {y})",
@@ -153,11 +151,14 @@ class RandomProgram:
                          f"torch.sign(q + {x})", f"(q + {x}).to(torch.{self.pick('uint8', 'int8', 'int16', 'int32')})")
 
     def position(self):
-        return self.pick("q", "kv", "-1 - q", "q - kv", "(q + kv) % 5", "3", "-2", "(q * kv - 3) % len(weights)")
+        return self.pick(self.varying(), self.varying(), "3", "-2")
+
+    def varying(self):
+        return self.pick("q", "kv", "-1 - q", "q - kv", "(q + kv) % 5", "(q * kv - 3) % len(weights)")
 
     def boolean(self, depth):
         if depth == 0:
-            return self.pick("(q >= kv)", f"flags[{self.position()}]", f"(kv < {self.integer(0)})", "(b == h)")
+            return self.pick("(q >= kv)", f"flags[{self.position()}]", f"(far[{self.varying()}] {self.pick('==', '<')} far[{self.varying()}])", f"(kv < {self.integer(0)})", "(b == h)")
         x, y = self.boolean(depth - 1), self.boolean(depth - 1)
         return self.pick(f"({x} & {y})", f"({x} | ~{y})", f"({x} ^ {y})", f"(q + {self.integer(depth - 1)} <= {self.integer(depth - 1)})",
                          f"({self.real(depth - 1)} > {self.real(depth - 1)})", f"torch.logical_or({x}, {y})", f"({x} == {y})")

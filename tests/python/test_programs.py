@@ -208,6 +208,18 @@ def test_the_words_of_the_language_are_known(programs):
     assert set(named) <= program_module.WORDS | set("score 1 ^ in the program".split()), named
 
 
+def test_messages_have_the_names_of_the_function_s_variables():
+    """Not those that the program has for them."""
+    q, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 1, 1, 1, 4)
+    weights = torch.empty(4, device="meta")
+    with pytest.raises(flashjit.InvalidArgument, match="the captured tensor weights on meta"):
+        flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + weights[kv])
+    with pytest.raises(flashjit.InvalidArgument, match="the captured tensor ids has 5 dimensions"):
+        flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + ids[b, h, 0, 0, kv])
+    with pytest.raises(flashjit.InvalidArgument, match=r"block is 1073741824: give multiples of 16"):
+        flashjit.BlockMap(torch.ones(1, 1, dtype=torch.bool), 1 << 30)
+
+
 def test_captures_are_checked():
     with pytest.raises(flashjit.InvalidArgument, match="neither program mentions"):
         flashjit.trace("score", None, {"x": 1})
@@ -283,6 +295,20 @@ def test_small_ints_wrap_and_booleans_are_no_numbers(programs):
     check_score(lambda s, b, h, q, kv: s + (small[q] - small[kv]) + (flags[q] + flags[kv]) + flags[q] * flags[kv])
     check_score(lambda s, b, h, q, kv: s + (signed[q] * signed[kv] - signed[kv]) + (-small[q]) + ~small[kv] + abs(signed[q]))
     check_mask(lambda b, h, q, kv: (small[q] - small[kv] < 100) & (flags[q] + flags[kv]))
+
+
+def test_int64s_are_exact(programs):
+    """Ids that differ in their upper half are different, times that are far from zero have differences."""
+    ids = torch.tensor([5, 2**32 + 5, 2**62 + 5, 2**62 + 2**33 + 5, 2**62 + 6])
+    times = torch.tensor([1_700_000_000_000_000 + 1_500_000 * i for i in range(5)])
+    check_mask(lambda b, h, q, kv: ids[q] == ids[kv])
+    check_mask(lambda b, h, q, kv: (ids[q] < ids[kv]) | (ids[kv] % 2 == 0) & (times[q] >= times[kv]))
+    assert torch.equal(mask_of_library("ids[q] == ids[kv]", {"ids": ids}), ids[:4, None] == ids.expand(2, 2, 4, 5))
+    check_score(lambda s, b, h, q, kv: s + (times[q] - times[kv]).float() / 1e6)
+    check_score(lambda s, b, h, q, kv: s + (ids[q] >> 32) + (ids[kv].int() & 7) + (times[q] - 1_700_000_000_000_000) * 1e-6)
+    check_score(lambda s, b, h, q, kv: s + (q.long() * 2654435761 + kv * 40503) % 65536 + (q.to(torch.int64) << 40) % 1021)
+    program = flashjit.trace(None, lambda b, h, q, kv: kv <= q + ids[b])
+    assert program.form.mask == "(kv <= (q + c0[b]))"
 
 
 # --- what is remembered ---

@@ -44,6 +44,8 @@ class RandomProgram {
         return boolean(depth - 1);
       case expr::Type::integer:
         return integer(depth - 1);
+      case expr::Type::int64:
+        return expr::to_int64(integer(depth - 1));
       case expr::Type::real:
         break;
     }
@@ -137,6 +139,8 @@ class RandomProgram {
         return below(2) == 0;
       case Type::integer:
         return below(3) == 0 ? integer_literal() : position();
+      case Type::int64:
+        return expr::to_int64(position());
       case Type::real:
         break;
     }
@@ -175,10 +179,12 @@ class RandomProgram {
           case 1:
             return expr::tensor("doc", ElementType::int32, 2)(expr::b, index());
           case 2:
-            return expr::tensor("lengths", ElementType::int64, 1)[expr::b];
+            return expr::to_int(expr::tensor("lengths", ElementType::int64, 1)[expr::b]);
           default:
             return expr::tensor("small", ElementType::int8, 1)[index()];
         }
+      case Type::int64:
+        return expr::tensor("lengths", ElementType::int64, 1)[expr::b];
       case Type::real:
         break;
     }

@@ -67,7 +67,21 @@ TEST(Evaluate, ReadsAreClamped) {
   EXPECT_EQ(read(1, 1), 11);
   EXPECT_EQ(read(-5, 1), 1);
   EXPECT_EQ(read(9, -1), 10);
-  EXPECT_EQ(read(9, 9), 2147483647);
+  EXPECT_EQ(read(9, 9), 1000000000000);
+}
+
+TEST(Evaluate, Int64sAreExact) {
+  const std::vector<Given> values = {test::given("t", ElementType::int64, {4}, {1e12, 1e12 + 1, -0x1p40, 3})};
+  const auto value = [&](const char* text) {
+    return value_of(std::string("t: int64 1d; ") + text, {.q = 1, .kv = 3}, values).integer;
+  };
+  EXPECT_EQ(value("t[1] - t[0]"), 1);
+  EXPECT_EQ(value("t[0] == t[1]"), 0);
+  EXPECT_EQ(value("t[2] < t[3] && t[0] < t[1] && t[0] >= t[0]"), 1);
+  EXPECT_EQ(value("to_int(t[0]) + to_int(t[3])"), INT32_MIN + 2);
+  EXPECT_EQ(value("low_word(t[2]) + high_word(t[2])"), -256);
+  EXPECT_EQ(value("(to_int64(q) << 40) / t[3]"), (1LL << 40) / 3);
+  EXPECT_EQ(value("q < t[3] && kv <= q + t[0]"), 1);
 }
 
 TEST(Evaluate, FunctionsAreThoseOfTheLibrary) {

@@ -13,6 +13,17 @@ namespace {
 
 std::string folded(std::string_view text) { return to_string(Expr(fold(parse(text).pointer()))); }
 
+TEST(ExprFold, ComparisonsOfInt64sAreOfInts) {
+  const auto folded = [](const std::string& text) { return to_string(Expr(fold(parse(text).pointer()))); };
+  const std::string t = "t: int64 1d; ";
+  EXPECT_EQ(folded(t + "t[q] == t[kv]"),
+            t + "low_word(t[q]) == low_word(t[kv]) && high_word(t[q]) == high_word(t[kv])");
+  EXPECT_EQ(folded(t + "kv < t[b]"), t + "kv < to_int(t[b])");
+  EXPECT_EQ(folded(t + "kv <= q + t[b]"), t + "kv - q <= to_int(t[b])");
+  EXPECT_EQ(folded(t + "q + t[b] >= kv"), t + "kv - q <= to_int(t[b])");
+  EXPECT_EQ(folded("to_int64(q) >= to_int64(kv)"), "q >= kv");
+}
+
 TEST(ExprFold, IntsWrapAndZeroDividesToZero) {
   EXPECT_EQ(folded("2147483647 + 1"), "-2147483648");
   EXPECT_EQ(folded("-2147483648 - 1"), "2147483647");

@@ -68,7 +68,7 @@ TEST(ExprBuild, ConversionsToTheOwnTypeAreNothing) {
 TEST(ExprBuild, TypesOfReads) {
   EXPECT_EQ(tensor("t", ElementType::fp16, 1)[q].type(), Type::real);
   EXPECT_EQ(tensor("t", ElementType::uint8, 1)[q].type(), Type::integer);
-  EXPECT_EQ(tensor("t", ElementType::int64, 1)[q].type(), Type::integer);
+  EXPECT_EQ(tensor("t", ElementType::int64, 1)[q].type(), Type::int64);
   EXPECT_EQ(tensor("t", ElementType::boolean, 1)[q].type(), Type::boolean);
 }
 

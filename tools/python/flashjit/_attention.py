@@ -15,6 +15,8 @@ from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, plan_of, read
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
+from .errors import InvalidArgument
+from .programs import named_as_written
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
@@ -90,7 +92,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
         return (out, lse) if return_lse else out
     rng = _draw(q) if dropout_p else NO_RNG
-    plan = plan_of(q, k, v, fixed, values, problem)
+    try:
+        plan = plan_of(q, k, v, fixed, values, problem)
+    except InvalidArgument as error:
+        raise named_as_written(error, problem.names, values, score_mod, mask_mod) from None
     if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
         q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
         plan = plan_of(q, k, v, fixed, values, problem)

@@ -188,6 +188,11 @@ class Tracer:
     # Captured tensors.
 
     def read(self, tensor: Any) -> PartialRead:
+        if tensor.dim() > _MAX_DIMENSIONS:
+            raise InvalidArgument(f"{self.named(tensor)} has {tensor.dim()} dimensions: programs read tensors of at most "
+                                  f"{_MAX_DIMENSIONS}; flatten some of them.")
+        if not is_compiling() and tensor.numel() == 0:
+            raise InvalidArgument(f"{self.named(tensor)} of shape {tuple(tensor.shape)} has no element to read.")
         return PartialRead(self, tensor, (None,) * tensor.dim())
 
     def read_at(self, tensor: Any, indices: tuple[Union[Value, None], ...]) -> Any:
@@ -201,7 +206,8 @@ class Tracer:
     def _element(self, tensor: Any, indices: str) -> Value:
         dtype = _dtype_name(tensor)
         self._check_type(tensor)
-        return Value(f"{self._name(self.tensors, tensor, 'c')}[{indices}]", dtype, *int_range(dtype))
+        return Value(f"{self._name(self.tensors, tensor, 'c')}[{indices}]", dtype, *int_range(dtype),
+                     wide=dtype == "int64")
 
     def _check_type(self, tensor: Any) -> None:
         if _dtype_name(tensor) not in _ELEMENTS:
@@ -220,7 +226,7 @@ class Tracer:
         if index.high < 0:
             return size + index
         text = as_text(index, "int")
-        return Value(f"select({text} < 0, {text} + {size.text}, {text})", "int", 0, index.high)
+        return Value(f"select({text} < 0, {text} + {size.text}, {text})", index.dtype_name, 0, index.high, wide=index.wide)
 
     def _refuse_index(self, tensor: Any, given: Any, index: Union[Value, None]) -> None:
         what = f"{self.named(tensor)} is indexed with"
@@ -261,7 +267,7 @@ class Tracer:
         dtype = _dtype_name(value)
         self._check_type(value)
         name = self._name(self.scalars, value, "s")
-        return Value(f"to_bool({name})" if dtype == "bool" else name, dtype, *int_range(dtype))
+        return Value(f"to_bool({name})" if dtype == "bool" else name, dtype, *int_range("int32" if dtype == "int64" else dtype))
 
     def symbol(self, value: Any) -> Value:
         dtype = "float" if isinstance(value, float) else "int"
@@ -277,7 +283,7 @@ class Tracer:
 
     def named(self, tensor: Any) -> str:
         """The captured tensor as messages call it: by the name that the function has for it, if any."""
-        name = None if is_compiling() else _variable_of(self.function, tensor)
+        name = None if is_compiling() else variable_of(self.function, tensor)
         return "a captured tensor" if name is None else f"the captured tensor {name}"
 
     # Calls.
@@ -398,7 +404,7 @@ def _name_of(function: Any) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def _variable_of(function: Any, value: Any) -> Union[str, None]:
+def variable_of(function: Any, value: Any) -> Union[str, None]:
     """What a function calls a value."""
     owner = getattr(function, "__self__", None)
     inner = getattr(function, "__func__", function)

@@ -1,8 +1,8 @@
 """Stand-ins for the numbers of a program: they write down what is done to them, with PyTorch's types.
 
 A value has a dtype of PyTorch, or that of a Python number, "int" or "float", which takes the type of what it meets. In the
-program's language it is a float (fp32, whatever PyTorch's precision), a bool or an int of 32 bits; smaller ints wrap as
-PyTorch's do, by a mask where their range asks for one.
+program's language it is a float (fp32, whatever PyTorch's precision), a bool, an int of 32 bits or an int64. Smaller ints wrap
+as PyTorch's do, by a mask where their range asks for one; an int64 whose range fits 32 bits is an int where it can be.
 """
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .errors import InvalidArgument, WrongType
 
 _FLOATS = frozenset(("float", "float16", "bfloat16", "float32"))
 _RANGES = {"uint8": (0, 255), "int8": (-128, 127), "int16": (-2**15, 2**15 - 1), "int32": (-2**31, 2**31 - 1),
-           "int64": (-2**31, 2**31 - 1), "int": (-2**31, 2**31 - 1)}
+           "int64": (-2**63, 2**63 - 1), "int": (-2**31, 2**31 - 1)}
+_INT = _RANGES["int32"]
 _WIDTHS = {"uint8": 8, "int8": 8, "int16": 16, "int32": 32, "int64": 64}
 _FLOAT_MAX = 3.4028234663852886e38
 
@@ -33,16 +34,17 @@ class Value:
     """Stands for a number that the kernel will know: a score, a position, or what is computed from them.
 
     dtype: "float32", "int32", "bool", ...; "int" and "float" of Python numbers. type: in the language. low, high: what an int
-    lies between. number: of a constant. arms: of a where(), its condition and its two values.
+    lies between. wide: whether it is an int64 in the language. number: of a constant. arms: of a where(), its condition and
+    its two values.
     """
 
-    __slots__ = ("text", "dtype_name", "type", "low", "high", "number", "arms")
+    __slots__ = ("text", "dtype_name", "type", "low", "high", "wide", "number", "arms")
     __array_ufunc__ = None  # so that NumPy's numbers leave operators to this class
 
     def __init__(self, text: str, dtype: str, low: int = 0, high: int = 0, number: Any = None,
-                 arms: Union[tuple["Value", "Value", "Value"], None] = None) -> None:
+                 arms: Union[tuple["Value", "Value", "Value"], None] = None, wide: bool = False) -> None:
         self.text, self.dtype_name, self.type, self.low, self.high = text, dtype, _language_type(dtype), low, high
-        self.number, self.arms = number, arms
+        self.number, self.arms, self.wide = number, arms, wide
 
     def __repr__(self) -> str:
         return f"<{self.dtype_name} {self.text}>"
@@ -359,17 +361,40 @@ def int_range(dtype: str) -> tuple[int, int]:
     return _RANGES.get(dtype, (0, 0))
 
 
-def integer(text: str, dtype: str, low: int, high: int) -> Value:
-    """An int that would lie between low and high if it had room: it wraps where its type has none."""
+def integer(pattern: str, dtype: str, low: int, high: int, *values: Value) -> Value:
+    """An int of the operands {0} and {1} that would lie between low and high if it had room: it wraps where its type has
+    none."""
+    texts = [int_text(value, dtype) for value in values]
+    wide = any([value.wide or _is_long(value) for value in values])
     least, most = _RANGES[dtype]
+    if dtype == "int64" and not wide and not (_INT[0] <= low and high <= _INT[1]):
+        texts[0], wide = f"to_int64({texts[0]})", True
+    text = pattern.format(*texts)
     if least <= low and high <= most:
-        return Value(text, dtype, low, high)
+        return Value(text, dtype, low, high, wide=wide)
     if dtype == "uint8":
         text = f"({text} & 255)"
     elif dtype in ("int8", "int16"):
         unused = 32 - _WIDTHS[dtype]
         text = f"(({text} << {unused}) >> {unused})"
-    return Value(text, dtype, least, most)
+    return Value(text, dtype, least, most, wide=wide)
+
+
+def _is_long(value: Value) -> bool:
+    """Whether it is a number that does not fit 32 bits."""
+    return type(value.number) is int and not -2**31 < value.number < 2**31
+
+
+def int_text(value: Value, dtype: str) -> str:
+    """A value as an int; a long number, where it meets an int64, by its halves."""
+    number = value.number
+    if dtype != "int64" or not _is_long(value):
+        return as_text(value, "int")
+    if not -2**63 < number < 2**63:
+        raise InvalidArgument(f"the integer {number} in a program does not fit 64 bits: use a float.")
+    high, low = number >> 32, number & 0xffffffff
+    upper = f"(to_int64({high // 2}) * 2 + {high % 2})" if abs(high) >= 2**30 else f"to_int64({high})"
+    return f"(({upper} << 32) + (to_int64({low // 2}) * 2 + {low % 2}))"
 
 
 def converted(value: Any, dtype: str) -> Value:
@@ -379,8 +404,14 @@ def converted(value: Any, dtype: str) -> Value:
         return Value(as_float(given), dtype)
     if dtype == "bool":
         return as_bool(given)
-    low, high = limits(given) if given.type != "float" else _RANGES["int32"]
-    return integer(as_text(given, "int"), dtype, low, high)
+    if dtype == "int64" and given.type == "float":
+        return Value(f"to_int64({given.text})", dtype, *_RANGES[dtype], wide=True)
+    low, high = limits(given) if given.type != "float" else _INT
+    if not given.wide or dtype == "int64":
+        return integer("{0}", dtype, low, high, given)
+    if low < _INT[0] or high > _INT[1]:
+        low, high = _INT
+    return integer("{0}", dtype, low, high, Value(f"low_word({given.text})", "int32", low, high))
 
 
 def dtype_name(dtype: Any) -> str:
@@ -411,10 +442,6 @@ def _within(value: Value, dtype: str) -> Value:
 # --- operators ---------------------------------------------------------------------------------------------------------
 
 
-def _ints(*values: Value) -> list[str]:
-    return [as_text(value, "int") for value in values]
-
-
 def add(a: Any, b: Any) -> Value:
     x, y, dtype = operands(a, b)
     if dtype in _FLOATS:
@@ -422,7 +449,7 @@ def add(a: Any, b: Any) -> Value:
     if dtype == "bool":
         return bits("|", x, y)
     (low, high), (other_low, other_high) = limits(x), limits(y)
-    return integer("({} + {})".format(*_ints(x, y)), dtype, low + other_low, high + other_high)
+    return integer("({} + {})", dtype, low + other_low, high + other_high, x, y)
 
 
 def subtract(a: Any, b: Any) -> Value:
@@ -432,7 +459,7 @@ def subtract(a: Any, b: Any) -> Value:
     if dtype == "bool":
         raise WrongType("PyTorch has no - of two booleans: use ^, or convert one with .int().")
     (low, high), (other_low, other_high) = limits(x), limits(y)
-    return integer("({} - {})".format(*_ints(x, y)), dtype, low - other_high, high - other_low)
+    return integer("({} - {})", dtype, low - other_high, high - other_low, x, y)
 
 
 def multiply(a: Any, b: Any) -> Value:
@@ -442,7 +469,7 @@ def multiply(a: Any, b: Any) -> Value:
     if dtype == "bool":
         return bits("&", x, y)
     products = [m * n for m in limits(x) for n in limits(y)]
-    return integer("({} * {})".format(*_ints(x, y)), dtype, min(products), max(products))
+    return integer("({} * {})", dtype, min(products), max(products), x, y)
 
 
 def divide(a: Any, b: Any) -> Value:
@@ -451,11 +478,9 @@ def divide(a: Any, b: Any) -> Value:
     return Value(f"({as_float(x)} / {as_float(y)})", dtype if dtype in _FLOATS else "float32")
 
 
-def _signs_differ(x: str, y: str, of_divisor: tuple[int, int]) -> str:
+def _signs_differ(of_divisor: tuple[int, int]) -> str:
     """Whether a division of ints has a rest, and rounds towards zero where Python rounds down."""
-    if of_divisor[0] > 0:
-        return f"{x} % {y} < 0"
-    return f"{x} % {y} != 0 && ({x} < 0) != ({y} < 0)"
+    return "{0} % {1} < 0" if of_divisor[0] > 0 else "{0} % {1} != 0 && ({0} < 0) != ({1} < 0)"
 
 
 def floor_divide(a: Any, b: Any) -> Value:
@@ -465,11 +490,10 @@ def floor_divide(a: Any, b: Any) -> Value:
         return Value(f"select({q} == 0.0, {p} / {q}, round(({p} - {_float_remainder(p, q)}) / {q}))", dtype)
     dtype = "int64" if dtype == "bool" else dtype
     (low, high), of_divisor = limits(x), limits(y)
-    p, q = _ints(x, y)
     if low >= 0 and of_divisor[0] >= 0:
-        return integer(f"({p} / {q})", dtype, 0, high)
+        return integer("({0} / {1})", dtype, 0, high, x, y)
     size = max(-low, high)
-    return integer(f"({p} / {q} - to_int({_signs_differ(p, q, of_divisor)}))", dtype, -size, size)
+    return integer(f"({{0}} / {{1}} - to_int({_signs_differ(of_divisor)}))", dtype, -size, size, x, y)
 
 
 def _float_remainder(x: str, y: str) -> str:
@@ -483,11 +507,10 @@ def remainder(a: Any, b: Any) -> Value:
         return Value(_float_remainder(as_float(x), as_float(y)), dtype)
     dtype = "int64" if dtype == "bool" else dtype
     (low, high), (least, most) = limits(x), limits(y)
-    p, q = _ints(x, y)
     if low >= 0 and least >= 0:
-        return integer(f"({p} % {q})", dtype, 0, max(0, min(high, most - 1)))
-    return integer(f"({p} % {q} + select({_signs_differ(p, q, (least, most))}, {q}, 0))", dtype, min(0, least + 1),
-                   max(0, most - 1))
+        return integer("({0} % {1})", dtype, 0, max(0, min(high, most - 1)), x, y)
+    return integer(f"({{0}} % {{1}} + select({_signs_differ((least, most))}, {{1}}, 0))", dtype, min(0, least + 1),
+                   max(0, most - 1), x, y)
 
 
 def truncated_remainder(a: Any, b: Any) -> Value:
@@ -496,7 +519,7 @@ def truncated_remainder(a: Any, b: Any) -> Value:
     if dtype in _FLOATS:
         return Value(f"({as_float(x)} % {as_float(y)})", dtype)
     low, high = limits(x)
-    return integer("({} % {})".format(*_ints(x, y)), dtype, min(low, 0), max(high, 0))
+    return integer("({} % {})", dtype, min(low, 0), max(high, 0), x, y)
 
 
 def truncated_divide(a: Any, b: Any) -> Value:
@@ -504,7 +527,7 @@ def truncated_divide(a: Any, b: Any) -> Value:
     if dtype in _FLOATS:
         return Value(f"trunc({as_float(x)} / {as_float(y)})", dtype)
     size = max(-limits(x)[0], limits(x)[1])
-    return integer("({} / {})".format(*_ints(x, y)), dtype, -size, size)
+    return integer("({} / {})", dtype, -size, size, x, y)
 
 
 def power(a: Any, b: Any) -> Value:
@@ -544,7 +567,7 @@ def negate(a: Any) -> Value:
         return Value(f"(-{x.text})", x.dtype_name)
     if x.type == "bool":
         raise WrongType("PyTorch has no - of a boolean: use ~, or convert it with .int().")
-    return integer(f"(-{as_text(x, 'int')})", x.dtype_name, -x.high, -x.low)
+    return integer("(-{})", x.dtype_name, -x.high, -x.low, x)
 
 
 def absolute(a: Any) -> Value:
@@ -554,7 +577,7 @@ def absolute(a: Any) -> Value:
     if x.type == "bool":
         return x
     low, high = (x.low, x.high) if x.low >= 0 else (0, max(-x.low, x.high))
-    return integer(f"abs({as_text(x, 'int')})", x.dtype_name, low, high)
+    return integer("abs({})", x.dtype_name, low, high, x)
 
 
 def compare(operator: str, a: Any, b: Any) -> Value:
@@ -563,7 +586,7 @@ def compare(operator: str, a: Any, b: Any) -> Value:
         return condition(f"({as_float(x)} {operator} {as_float(y)})")
     if dtype == "bool" and operator in ("==", "!="):
         return condition(f"({x.text} {operator} {y.text})")
-    return condition("({} {} {})".format(_ints(x)[0], operator, _ints(y)[0]))
+    return condition(f"({int_text(x, dtype)} {operator} {int_text(y, dtype)})")
 
 
 _LOGICAL = {"&": ("&&", "true"), "|": ("||", "false"), "^": ("!=", "")}  # and what changes nothing
@@ -579,7 +602,7 @@ def bits(operator: str, a: Any, b: Any) -> Value:
             return y if x.text == neutral else x
         return condition(f"({x.text} {logical} {y.text})")
     low, high = _bit_range(operator, limits(x), limits(y))
-    return integer("({} {} {})".format(_ints(x)[0], operator, _ints(y)[0]), dtype, low, high)
+    return integer(f"({{}} {operator} {{}})", dtype, low, high, x, y)
 
 
 def _bit_range(operator: str, x: tuple[int, int], y: tuple[int, int]) -> tuple[int, int]:
@@ -600,7 +623,7 @@ def invert(a: Any) -> Value:
         raise WrongType("~ needs a boolean or an integer, not a float.")
     if x.type == "bool":
         return condition(f"(!{x.text})")
-    return integer(f"(~{as_text(x, 'int')})", x.dtype_name, -x.high - 1, -x.low - 1)
+    return integer("(~{})", x.dtype_name, -x.high - 1, -x.low - 1, x)
 
 
 def _shift_operands(operator: str, a: Any, b: Any) -> tuple[Value, Value, str]:
@@ -612,23 +635,24 @@ def _shift_operands(operator: str, a: Any, b: Any) -> tuple[Value, Value, str]:
 
 def shift_left(a: Any, b: Any) -> Value:
     x, y, dtype = _shift_operands("<<", a, b)
-    value, count = _ints(x, y)
+    width = 64 if dtype == "int64" else 32
     (low, high), (least, most) = limits(x), limits(y)
-    if least >= 0 and most <= 31:
+    if least >= 0 and most < width:
         moved = [bound << by for bound in (low, high) for by in (least, most)]
-        return integer(f"({value} << {count})", dtype, min(moved), max(moved))
-    # The language takes counts modulo 32.
-    return integer(f"select({count} >= 0 && {count} < 32, {value} << {count}, 0)", dtype, -2**63, 2**63)
+        return integer("({} << {})", dtype, min(moved), max(moved), x, y)
+    # The language takes counts modulo the width.
+    return integer(f"select({{1}} >= 0 && {{1}} < {width}, {{0}} << {{1}}, 0)", dtype, -2**64, 2**64, x, y)
 
 
 def shift_right(a: Any, b: Any) -> Value:
     x, y, dtype = _shift_operands(">>", a, b)
-    value, count = _ints(x, y)
+    last = 63 if x.wide else 31
     (low, high), (least, most) = limits(x), limits(y)
-    if least < 0 or most > 31:
-        count, least, most = f"select({count} >= 0 && {count} < 31, {count}, 31)", 0, 31
+    pattern = "({0} >> {1})"
+    if least < 0 or most > last:
+        pattern, least, most = f"({{0}} >> select({{1}} >= 0 && {{1}} < {last}, {{1}}, {last}))", 0, last
     moved = [bound >> by for bound in (low, high) for by in (least, most)]
-    return integer(f"({value} >> {count})", dtype, min(moved), max(moved))
+    return integer(pattern, dtype, min(moved), max(moved), x, y)
 
 
 def chosen(function: str, a: Any, b: Any) -> Value:
@@ -640,16 +664,17 @@ def chosen(function: str, a: Any, b: Any) -> Value:
         return bits("&" if function == "min" else "|", x, y)
     choose = min if function == "min" else max
     (low, high), (other_low, other_high) = limits(x), limits(y)
-    return integer("{}({}, {})".format(function, *_ints(x, y)), dtype, choose(low, other_low), choose(high, other_high))
+    return integer(f"{function}({{}}, {{}})", dtype, choose(low, other_low), choose(high, other_high), x, y)
 
 
 def where(test: Any, a: Any, b: Any) -> Value:
     x, y, dtype = operands(a, b)
     test, dtype = as_bool(test), strong(dtype)
     kind = _language_type(dtype)
-    first, second = as_text(x, kind), as_text(y, kind)
+    first, second = [int_text(value, dtype) if kind == "int" else as_text(value, kind) for value in (x, y)]
+    wide = kind == "int" and any([value.wide or _is_long(value) for value in (x, y)])
     (low, high), (other_low, other_high) = limits(x), limits(y)
-    return Value(f"select({test.text}, {first}, {second})", dtype, min(low, other_low), max(high, other_high),
+    return Value(f"select({test.text}, {first}, {second})", dtype, min(low, other_low), max(high, other_high), wide=wide,
                  arms=(test, Value(first, dtype, low, high, arms=x.arms), Value(second, dtype, other_low, other_high,
                                                                                arms=y.arms)))
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Mapping
 
-from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor
+from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor, variable_of
 from ._values import FUNCTIONS, is_symbol, symbol_tensor
 from ._watching import Watch
 from .errors import InvalidArgument, WrongType
@@ -90,6 +90,18 @@ class Program:
         return self.form.options(causal, kinds, tuple(map(is_real, self.scalars)))
 
 
+def named_as_written(error: InvalidArgument, names: tuple[str, ...], values: tuple[Any, ...],
+                     *functions: Any) -> InvalidArgument:
+    """An error about captures by the names that the functions have for them, where a program has its own."""
+    text = str(error)
+    for name, value in zip(names, values):
+        label = next(filter(None, [variable_of(function, value) for function in functions if callable(function)]), None)
+        if label is not None:
+            text = text.replace(f"captured tensor {name} ", f"captured tensor {label} ").replace(
+                f"captures[{name!r}]", f"the captured tensor {label}")
+    return type(error)(text)
+
+
 # --- text ------------------------------------------------------------------------------------------------------------
 
 
@@ -105,7 +117,8 @@ def declared_name(declaration: str) -> str:
 
 # Words that programs have beside the names that they declare.
 WORDS = frozenset("""score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
-    trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool""".split())
+    trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
+    high_word""".split())
 
 _tracing = threading.RLock()  # the tracer at work is the process's
 

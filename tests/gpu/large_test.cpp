@@ -221,9 +221,8 @@ class Problem {
       return static_cast<double*>(buffer.data());
     };
     plan::ExecutionPlan plan;
-    plan.spec = spec;
+    plan.spec = plan::AnalysedSpec(spec);
     plan.shape = shape;
-    plan.declarations = expr::declarations(spec.score, spec.mask);
     const ReferenceParams params{.base = make_params(plan, args),
                                  .q_begin = static_cast<int>(window.q_begin),
                                  .q_count = static_cast<int>(window.q_count),

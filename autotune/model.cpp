@@ -241,7 +241,7 @@ Prediction Model::predict(const TileConfig& config) const {
   const plan::KernelPlan kernel = traits.kernel(spec_, config);
   const Candidate candidate{kernel, traits.computed_by};
   const TileClocks clocks = tile_clocks(candidate, rates_, program_operations_);
-  const auto parts = static_cast<double>(plan::tile_parts(kernel, shape, device_));
+  const auto parts = static_cast<double>(plan::num_splits(kernel, shape, device_));
 
   Prediction out;
   double busiest = 0;
@@ -287,7 +287,7 @@ Prediction Model::predict(const TileConfig& config) const {
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.
   out.ms += (is_backward(spec) ? 2 : 0) * work_.bytes / 2 / rates_.bytes_per_ms;
-  if (config.in_parts) {
+  if (config.split) {
     const std::int64_t rows =
         is_backward(spec) ? shape.heads_kv * shape.seqlen_kv : shape.heads_q * shape.seqlen_q;
     out.ms += kJoinedRowMs * static_cast<double>(shape.batch * rows);

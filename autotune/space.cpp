@@ -13,7 +13,7 @@ namespace {
 
 auto canonical_key(const TileConfig& c) {
   return std::tuple(static_cast<int>(c.family), c.br, c.bc, c.warps, c.stages, c.q_in_registers, c.d_split,
-                    c.min_blocks, c.in_parts, c.packs_heads);
+                    c.min_blocks, c.split, c.pack_gqa);
 }
 
 std::vector<const plan::FamilyTraits*> able_families(const plan::AnalysedSpec& spec, const DeviceInfo& device,
@@ -45,8 +45,8 @@ bool is_in_vain(const plan::KernelPlan& kernel, const AttentionShape& shape, con
   const TileConfig& config = kernel.config;
   if (kernel.schedule.sums_dq)
     return shape.seqlen_kv > config.bc || (config.bc > 256 && shape.seqlen_kv <= config.bc / 2);
-  if (config.packs_heads) return shape.heads_q == shape.heads_kv;
-  if (config.in_parts) return plan::tile_parts(kernel, shape, device) == 1;
+  if (config.pack_gqa) return shape.heads_q == shape.heads_kv;
+  if (config.split) return plan::num_splits(kernel, shape, device) == 1;
   return kernel.schedule.q_tiles_per_cta > 1 &&
          shape.batch * shape.heads_q * plan::tiles(shape.seqlen_q, config.br) <= device.multiprocessors;
 }

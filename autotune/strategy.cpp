@@ -25,8 +25,8 @@ double squared_distance(const TileConfig& a, const TileConfig& b) {
   return square(1.2 * octaves(a.br, b.br)) + square(1.5 * octaves(a.bc, b.bc)) +
          square(0.8 * octaves(a.warps, b.warps)) + square(0.6 * (a.stages - b.stages)) +
          square(0.8 * (a.q_in_registers - b.q_in_registers)) + square(1.0 * (a.d_split - b.d_split)) +
-         square(0.6 * (a.min_blocks - b.min_blocks)) + square(1.2 * (a.in_parts - b.in_parts)) +
-         square(1.2 * (a.packs_heads - b.packs_heads));
+         square(0.6 * (a.min_blocks - b.min_blocks)) + square(1.2 * (a.split - b.split)) +
+         square(1.2 * (a.pack_gqa - b.pack_gqa));
 }
 
 double covariance(const TileConfig& a, const TileConfig& b) {

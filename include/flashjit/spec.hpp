@@ -67,7 +67,8 @@ struct AttentionShape {
 
 /// How it is computed: a family, its tile and its switches. Changes speed, never the mathematics.
 ///
-/// As text: "sm80:br128:bc64:w4:s2:qreg:occ2:parts:packed". Br counts queries and Bc keys in both passes.
+/// As text: "sm80:br128:bc64:w4:s2:q_in_registers:min_blocks2:split:pack_gqa". Br counts queries and Bc keys
+/// in both passes.
 struct TileConfig {
   Family family = Family::simt;
   int br = 0;      ///< rows of Q in a tile
@@ -79,11 +80,11 @@ struct TileConfig {
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
   int d_split = 1;              ///< sm80 backward: 2 gives two warps the same rows, one for dV, one for dK
   int min_blocks = 1;           ///< thread blocks per multiprocessor: bounds the registers per thread
-  bool in_parts = false;  ///< of sm90 and sm80: split-KV forward, split-Q backward. Blocks share the keys of
+  bool split = false;     ///< of sm90 and sm80: split-KV forward, split-Q backward. Blocks share the keys of
                           ///< a Q tile (the queries of a KV tile), with as many splits as fit the device;
                           ///< another kernel combines them
-  bool packs_heads = false;  ///< PackGQA, with in_parts, forward of sm90: a Q tile has rows of all heads that
-                             ///< share K and V, and fewer queries; for specs that treat all heads alike
+  bool pack_gqa = false;  ///< PackGQA, with split, forward of sm90: a Q tile has rows of all heads that
+                          ///< share K and V, and fewer queries; for specs that treat all heads alike
 
   bool operator==(const TileConfig&) const = default;
 };

@@ -295,12 +295,12 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
   set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
-  params.num_splits = static_cast<int>(plan.needs.parts);
-  const bool forward = plan.spec.pass == Pass::forward, in_parts = plan.needs.parts > 0;
-  set_part(params.o_splits, in_parts && forward, memory, at.o_splits);
-  set_part(params.lse_splits, in_parts && forward, memory, at.lse_splits);
-  set_part(params.dk_splits, in_parts && !forward, memory, at.dk_splits);
-  set_part(params.dv_splits, in_parts && !forward, memory, at.dv_splits);
+  params.num_splits = static_cast<int>(plan.needs.num_splits);
+  const bool forward = plan.spec.pass == Pass::forward, split = plan.needs.num_splits > 0;
+  set_part(params.o_splits, split && forward, memory, at.o_splits);
+  set_part(params.lse_splits, split && forward, memory, at.lse_splits);
+  set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
+  set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 
@@ -359,7 +359,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
             args.lists ? args.lists->data
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
-  if (plan.config.packs_heads) params.packed = plan::packed_heads(plan.shape);
+  if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape);
   return params;
 }
 

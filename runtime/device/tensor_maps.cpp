@@ -126,7 +126,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   const auto encode_rows = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
     if (rows > 0) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
   };
-  if (boxes.packs_heads && k.size[1] > 0)
+  if (boxes.pack_gqa && k.size[1] > 0)
     encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.q_rows));
   else
     encode_rows(maps.q, "q", q, boxes.q_rows);

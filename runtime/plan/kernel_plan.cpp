@@ -35,8 +35,8 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kQInRegisters", config.q_in_registers},
                                      {"kDSplit", config.d_split},
                                      {"kMinBlocks", config.min_blocks},
-                                     {"kSplit", config.in_parts},
-                                     {"kPacksHeads", config.packs_heads},
+                                     {"kSplit", config.split},
+                                     {"kPackGqa", config.pack_gqa},
                                      {"kCheckWaits", spec.checks.check_waits}};
   for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, spec.*option.on});
   std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));

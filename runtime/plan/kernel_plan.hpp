@@ -57,7 +57,7 @@ struct BiasBox {
 /// it copies those.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
-  bool packs_heads = false;
+  bool pack_gqa = false;
   BiasBox bias = {};
 
   bool operator==(const TensorBoxes&) const = default;

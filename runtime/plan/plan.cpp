@@ -54,7 +54,7 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
   // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
   // are worth sharing where this one's are not.
   const auto usable = [&](const TileConfig& config) {
-    return admits(spec, config, device) && (!config.in_parts || tile_parts(spec, shape, config, device) > 1);
+    return admits(spec, config, device) && (!config.split || num_splits(spec, shape, config, device) > 1);
   };
   if (const auto match = records.find(spec, shape, device, usable); match.record) {
     const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
@@ -67,7 +67,7 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
 
 /// KV tiles of a head that blocks take, each part of one counted.
 std::int64_t kv_tiles_of_head(const ExecutionPlan& plan) {
-  return tiles(plan.shape.seqlen_kv, plan.config.bc) * std::max<std::int64_t>(plan.needs.parts, 1);
+  return tiles(plan.shape.seqlen_kv, plan.config.bc) * std::max<std::int64_t>(plan.needs.num_splits, 1);
 }
 
 /// Where a causal mask's KV tiles differ, those whose tiles are nearest to a round. Many rounds of short
@@ -157,13 +157,13 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
   plan.tuned_nvrtc = std::move(choice.nvrtc);
   plan.launches = launches_of(plan, plan.shape);
   plan.needs = family.workspace(plan, plan.shape);
-  const std::int64_t parts = tile_parts(plan, plan.shape, device);
-  if (plan.config.in_parts) plan.needs.parts = parts;
+  const std::int64_t splits = num_splits(plan, plan.shape, device);
+  if (plan.config.split) plan.needs.num_splits = splits;
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
     const Entry& entry = plan.entries[launch.entry];
-    if (entry.hot) launch.blocks *= parts;
+    if (entry.hot) launch.blocks *= splits;
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }

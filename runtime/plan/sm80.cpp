@@ -55,11 +55,11 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
     return Support::no(fmt::format("Br and Bc are multiples of 16 up to 256, not {} and {}", c.br, c.bc));
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.min_blocks < 1 || c.min_blocks > 8)
-    return Support::no(fmt::format("occ is 1 to 8, not {}", c.min_blocks));
+    return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
   if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
     return Support::no("split2 is for the backward pass with at least 2 warps");
-  if (c.packs_heads) return Support::no("packed is for family sm90");
-  if (c.q_in_registers && !forward) return Support::no("qreg is for the forward pass");
+  if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
+  if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
     return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
@@ -89,8 +89,8 @@ TileConfig config(int br, int bc, int warps, int stages, bool q_in_registers = f
 
 /// What tiles meet is shared. Keys by two blocks a multiprocessor, which hide each other's waits: registers
 /// of four warps allow it.
-TileConfig with_parts(const AnalysedSpec& spec, TileConfig c) {
-  c.in_parts = true;
+TileConfig with_split(const AnalysedSpec& spec, TileConfig c) {
+  c.split = true;
   if (spec.pass == Pass::forward) c.min_blocks = c.warps <= 4 ? 2 : 1;
   return c;
 }
@@ -208,7 +208,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
           for (const int bc : kForwardColumns)
             for (const bool q_in_registers : {false, true})
               consider(config(br, bc, warps, stages, q_in_registers));
-        for (const int bc : {32, 64}) consider(with_parts(spec, config(64, bc, warps, stages)));
+        for (const int bc : {32, 64}) consider(with_split(spec, config(64, bc, warps, stages)));
       } else {
         for (const int br : kBackwardRows)
           for (const int bc : kBackwardColumns)
@@ -216,7 +216,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
       }
     }
   if (!forward)
-    for (const TileConfig& c : preferences(spec, device)) consider(with_parts(spec, c));
+    for (const TileConfig& c : preferences(spec, device)) consider(with_split(spec, c));
   return found;
 }
 
@@ -237,15 +237,15 @@ std::int64_t hot_blocks(const AnalysedSpec& spec, const AttentionShape& shape, c
   return main_launch(planned, launches_of(planned, shape)).blocks;
 }
 
-/// Whether sharing its Q tiles' keys spares each block as many tiles as joining the parts takes: a launch,
+/// Whether sharing its Q tiles' keys spares each block as many tiles as combining the splits takes: a launch,
 /// and some time for every row.
-bool gains_by_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
+bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
                     const DeviceInfo& device) {
   if (spec.pass != Pass::forward) return false;
   const std::int64_t join_tiles = 6 + shape.batch * shape.heads_q * shape.seqlen_q / 400;
   const std::int64_t kv_tiles = tiles(shape.seqlen_kv, c.bc);
-  const std::int64_t parts = tile_parts(spec, shape, c, device);
-  return kv_tiles - tiles(kv_tiles, parts) >= join_tiles && admits(spec, c, device);
+  const std::int64_t splits = num_splits(spec, shape, c, device);
+  return kv_tiles - tiles(kv_tiles, splits) >= join_tiles && admits(spec, c, device);
 }
 
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
@@ -257,15 +257,15 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   const std::vector<TileConfig> choices = preferences(spec, device);
   for (const TileConfig& c : choices) {
     if (!admits(spec, c, device)) continue;
-    if (const TileConfig shared = with_parts(spec, c);
-        spec.pass == Pass::backward && tile_parts(spec, shape, shared, device) > 1)
+    if (const TileConfig shared = with_split(spec, c);
+        spec.pass == Pass::backward && num_splits(spec, shape, shared, device) > 1)
       return shared;
     const std::int64_t blocks = hot_blocks(spec, shape, c);
     if (blocks > most) best = c, most = blocks;
     if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
-  const TileConfig shared = with_parts(spec, choices.back());
-  return gains_by_parts(spec, shape, shared, device) ? shared : best;
+  const TileConfig shared = with_split(spec, choices.back());
+  return gains_by_split(spec, shape, shared, device) ? shared : best;
 }
 
 }  // namespace

@@ -39,15 +39,15 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 }
 
 /// Whether O leaves through shared memory and the TMA unit. Packed sequences have each other's rows behind
-/// their last; parts of the keys have O in fp32.
+/// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).stages_output() && !spec.varlen && !c.in_parts;
+  return forward_layout(spec, c).stages_output() && !spec.varlen && !c.split;
 }
 
 /// Whether the Q tiles of the forward pass's last round are cut, so that more blocks have some warp groups'
 /// rows of them: without a mask all cost the same.
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
-  return !spec.programs.has_mask && !spec.has_tile_lists && !c.in_parts && c.br > sm90::kGroupRows;
+  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kGroupRows;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
@@ -101,7 +101,7 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
 /// kernel shares them out, else one.
 int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
   return !spec.mask.empty() && shares_tiles_out(spec) && c.min_blocks == 1 && q_tiles_per_cta(spec, c) == 1 &&
-                 !c.in_parts
+                 !c.split
              ? 2
              : 1;
 }
@@ -115,15 +115,16 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   return Support::yes();
 }
 
-Support check_packed_heads(const AnalysedSpec& spec, const TileConfig& c) {
-  if (!c.packs_heads) return Support::yes();
-  if (!c.in_parts || !is_forward(spec))
-    return Support::no("packed is for parts of the keys, in the forward pass: give parts, too");
+Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
+  if (!c.pack_gqa) return Support::yes();
+  if (!c.split || !is_forward(spec))
+    return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
   const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
                      !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
   if (alike) return Support::yes();
   return Support::no(
-      "packed is for specs to which the heads that share K and V are alike: without dropout, lists of tiles, "
+      "pack_gqa is for specs to which the heads that share K and V are alike: without dropout, lists of "
+      "tiles, "
       "a dense bias, or h in a program");
 }
 
@@ -133,7 +134,7 @@ Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (c.warps != 8 || (c.br != 64 && c.br != 128) || (c.bc != 256 && c.bc != 512))
     return Support::no(
         fmt::format("above 128 Bc is 256 or 512, with 8 warps and Br 64 or 128, not {}", to_string(c)));
-  if (c.in_parts) return Support::no("parts are not for the KV tiles of clusters that sum up dQ");
+  if (c.split) return Support::no("split is not for the KV tiles of clusters that sum up dQ");
   if (spec.has_tile_lists || spec.deterministic || spec.has_capture_grads)
     return Support::no(
         "Bc above 128 is for specs without lists of tiles, ordered additions and gradients of captured "
@@ -149,11 +150,10 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (q_tiles_per_cta(spec, c) > 1 && (c.in_parts || !takes_tiles_in_turn(spec)))
+    if (q_tiles_per_cta(spec, c) > 1 && (c.split || !takes_tiles_in_turn(spec)))
       return Support::no(
-          "two Q tiles at a time are for blocks that take one after the other, not for parts of the keys, "
-          "nor "
-          "for packed sequences or lengths of keys without lists of tiles");
+          "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
+          "nor for packed sequences or lengths of keys without lists of tiles");
     if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
@@ -169,11 +169,12 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   }
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || c.d_split != 1)
-    return Support::no(fmt::format("qreg and split are not for this family, {} has one", to_string(c)));
-  if (Support packed = check_packed_heads(spec, c); !packed) return packed;
+    return Support::no(
+        fmt::format("q_in_registers and d_split are not for this family, {} has one", to_string(c)));
+  if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
-        fmt::format("occ is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
+        fmt::format("min_blocks is 1 to {}, in the backward pass 1, not {}", kMostBlocks, c.min_blocks));
   return Support::yes();
 }
 
@@ -206,9 +207,9 @@ TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
 /// Two Q tiles at a time, of 128 rows each.
 TileConfig teams_config(int bc, int stages) { return config(2 * sm90::kGroupRows, bc, 16, stages); }
 
-TileConfig with_parts(TileConfig c, bool packs_heads) {
-  c.in_parts = true;
-  c.packs_heads = packs_heads;
+TileConfig with_split(TileConfig c, bool pack_gqa) {
+  c.split = true;
+  c.pack_gqa = pack_gqa;
   return c;
 }
 
@@ -302,8 +303,8 @@ double cost_of_rounds(const AnalysedSpec& spec, const TileConfig& c, std::int64_
 
 /// What it costs to join parts of the keys, in keys of one warp group: a launch, as long as three tiles, and
 /// O of each part written and read, measured.
-double cost_of_joining(const AttentionShape& shape, std::int64_t parts) {
-  const double of_row = 24 + 2 * static_cast<double>(parts);
+double cost_of_combine(const AttentionShape& shape, std::int64_t splits) {
+  const double of_row = 24 + 2 * static_cast<double>(splits);
   return 45000 + of_row * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
 }
 
@@ -324,11 +325,11 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
     all += met;
     longest = std::max(longest, met);
   }
-  if (c.in_parts) {
-    const std::int64_t parts = tile_parts(spec, shape, c, device);
-    const auto rounds = static_cast<double>(tiles(rows * heads * parts, slots));
-    const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), parts);
-    return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_joining(shape, parts);
+  if (c.split) {
+    const std::int64_t splits = num_splits(spec, shape, c, device);
+    const auto rounds = static_cast<double>(tiles(rows * heads * splits, slots));
+    const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), splits);
+    return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_combine(shape, splits);
   }
   if (!spec.is_causal)
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
@@ -373,8 +374,8 @@ std::optional<TileConfig> whole_row_tile(const AnalysedSpec& spec, const Attenti
 std::optional<TileConfig> shared_kv_tile(const AnalysedSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device) {
   if (is_forward(spec)) return std::nullopt;
-  const TileConfig c = with_parts(preferences(spec).front(), false);
-  const bool gains = admits(spec, c, device) && tile_parts(spec, shape, c, device) > 1;
+  const TileConfig c = with_split(preferences(spec).front(), false);
+  const bool gains = admits(spec, c, device) && num_splits(spec, shape, c, device) > 1;
   return gains ? std::optional(c) : std::nullopt;
 }
 
@@ -396,8 +397,8 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   }
   if (is_forward(spec)) {
     for (const TileConfig& alone : preferences(spec)) {
-      const TileConfig shared = with_parts(alone, false), packed = with_parts(alone, true);
-      if (tile_parts(spec, shape, shared, device) > 1) choices.push_back(shared);
+      const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
+      if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
       if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
     }
   }
@@ -414,7 +415,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     for (const int br : {64, 128})
       for (const int bc : {64, 128, 256, 512})
         for (const int stages : {1, 2, 3}) consider(config(br, bc, 8, stages));
-    for (const TileConfig& c : preferences(spec)) consider(with_parts(c, false));
+    for (const TileConfig& c : preferences(spec)) consider(with_split(c, false));
     return found;
   }
   for (const int warps : {4, 8, 12})
@@ -432,7 +433,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     for (const int bc : {64, 80, 128})
       for (const int stages : {2, 3})
         for (const bool packed : {false, true})
-          consider(with_parts(forward_config(warps, bc, stages), packed));
+          consider(with_split(forward_config(warps, bc, stages), packed));
   return found;
 }
 
@@ -440,7 +441,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kGroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.packs_heads, {}};
+    boxes = {sm90::kGroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, {}};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);

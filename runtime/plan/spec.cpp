@@ -147,7 +147,7 @@ class FieldReader {
     }
   }
 
-  /// A prefix ends where the letters end: "s" does not begin "split2".
+  /// A prefix ends where the letters end: "s" does not begin "split".
   static bool begins(std::string_view field, std::string_view prefix) {
     if (!field.starts_with(prefix)) return false;
     return field.size() == prefix.size() ||
@@ -172,8 +172,8 @@ constexpr std::string_view kSpecAllowed =
 constexpr std::string_view kShapeAllowed =
     "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
 constexpr std::string_view kConfigAllowed =
-    "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, qreg, split<1|2>, "
-    "occ<blocks>, parts, packed";
+    "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, "
+    "q_in_registers, d_split<1|2>, min_blocks<blocks>, split, pack_gqa";
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   for (const plan::SpecOption& option : plan::kSpecOptions)
@@ -196,17 +196,17 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
 }
 
 void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
-  if (reader.flag(field, "qreg")) {
+  if (reader.flag(field, "q_in_registers")) {
     config.q_in_registers = true;
-  } else if (reader.flag(field, "parts")) {
-    config.in_parts = true;
-  } else if (reader.flag(field, "packed")) {
-    config.packs_heads = true;
+  } else if (reader.flag(field, "split")) {
+    config.split = true;
+  } else if (reader.flag(field, "pack_gqa")) {
+    config.pack_gqa = true;
   } else if (const auto stages = reader.number(field, "s", 1, 16)) {
     config.stages = *stages;
-  } else if (const auto d_split = reader.number(field, "split", 1, 2)) {
+  } else if (const auto d_split = reader.number(field, "d_split", 1, 2)) {
     config.d_split = *d_split;
-  } else if (const auto min_blocks = reader.number(field, "occ", 1, 32)) {
+  } else if (const auto min_blocks = reader.number(field, "min_blocks", 1, 32)) {
     config.min_blocks = *min_blocks;
   } else {
     reader.unknown(field);
@@ -281,11 +281,11 @@ std::string to_string(const TileConfig& config) {
   std::string out =
       fmt::format("{}:br{}:bc{}:w{}", to_string(config.family), config.br, config.bc, config.warps);
   if (config.stages != defaults.stages) out += fmt::format(":s{}", config.stages);
-  if (config.q_in_registers) out += ":qreg";
-  if (config.d_split != defaults.d_split) out += fmt::format(":split{}", config.d_split);
-  if (config.min_blocks != defaults.min_blocks) out += fmt::format(":occ{}", config.min_blocks);
-  if (config.in_parts) out += ":parts";
-  if (config.packs_heads) out += ":packed";
+  if (config.q_in_registers) out += ":q_in_registers";
+  if (config.d_split != defaults.d_split) out += fmt::format(":d_split{}", config.d_split);
+  if (config.min_blocks != defaults.min_blocks) out += fmt::format(":min_blocks{}", config.min_blocks);
+  if (config.split) out += ":split";
+  if (config.pack_gqa) out += ":pack_gqa";
   return out;
 }
 

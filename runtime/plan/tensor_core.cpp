@@ -36,9 +36,9 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   kernel.add(Step::main, main);
   if (backward && !schedule.dynamic_tiles)
     kernel.add(Step::convert_dq, family_entry(config.family, "convert_dq", "convert_dq", kAuxiliaryThreads));
-  if (config.in_parts && backward)
+  if (config.split && backward)
     kernel.add(Step::combine_dkdv, auxiliary_entry("combine_dkdv"));
-  else if (config.in_parts)
+  else if (config.split)
     kernel.add(Step::combine, auxiliary_entry("combine"));
   return kernel;
 }

@@ -33,7 +33,7 @@ PackedHeadsParam packed_heads(const AttentionShape& shape) {
 }
 
 ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config) {
-  if (!config.packs_heads || shape.heads_kv == 0) return {config.br, shape.heads_q};
+  if (!config.pack_gqa || shape.heads_kv == 0) return {config.br, shape.heads_q};
   const PackedHeadsParam packed = packed_heads(shape);
   return {std::int64_t{config.br} / kPackedRows * packed.queries, shape.heads_kv * packed.sets};
 }
@@ -68,7 +68,7 @@ bool has_term_bounds(const AnalysedSpec& spec) {
 namespace {
 
 /// As many as fill the device, where all Q tiles have the same keys.
-std::int64_t key_parts(const AttentionShape& shape, const TileConfig& config, std::int64_t blocks,
+std::int64_t kv_splits(const AttentionShape& shape, const TileConfig& config, std::int64_t blocks,
                        std::int64_t slots) {
   const std::int64_t to_fill = slots / std::max<std::int64_t>(blocks, 1);
   return std::max<std::int64_t>(1, std::min(to_fill, tiles(shape.seqlen_kv, config.bc)));
@@ -99,10 +99,10 @@ MetRows met_rows(const AnalysedSpec& spec, const AttentionShape& shape, const Ti
 }
 
 /// So many that they take least, in rows of Q that a block computes meanwhile, as measured: blocks of unequal
-/// work end at unlike times, and what parts leave is joined. Parts of few rows are worth it where all blocks
+/// work end at unlike times, and what splits leave is combined. Splits of few rows are worth it where all blocks
 /// run at once, and none are where there are enough KV tiles.
-std::int64_t query_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
-                         std::int64_t slots) {
+std::int64_t q_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
+                      std::int64_t slots) {
   constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 250, kRowsOfJoiningRound = 300;
   constexpr std::int64_t kFewestRows = 2048, kFewestRowsAtOnce = 256, kEnoughRounds = 4;
   const std::int64_t heads = shape.batch * shape.heads_kv, kv_tiles = tiles(shape.seqlen_kv, config.bc);
@@ -113,37 +113,37 @@ std::int64_t query_parts(const AnalysedSpec& spec, const AttentionShape& shape, 
   const bool equal = met.all == met.longest * kv_tiles;
   const double fair = static_cast<double>(heads * met.all * group) / static_cast<double>(slots);
   const std::int64_t longest = met.longest * group;
-  const auto cost = [&](std::int64_t parts) {
-    const auto rows = static_cast<double>(tiles(q_tiles, parts) * config.br * group);
-    const double rounds = static_cast<double>(heads * kv_tiles * parts) / static_cast<double>(slots);
+  const auto cost = [&](std::int64_t splits) {
+    const auto rows = static_cast<double>(tiles(q_tiles, splits) * config.br * group);
+    const double rounds = static_cast<double>(heads * kv_tiles * splits) / static_cast<double>(slots);
     const double computing = equal ? std::ceil(rounds) * rows : std::max(rows, fair + kShareOfEnd * rows);
-    return computing + (parts > 1 ? kRowsOfJoining + rounds * kRowsOfJoiningRound : 0);
+    return computing + (splits > 1 ? kRowsOfJoining + rounds * kRowsOfJoiningRound : 0);
   };
   std::int64_t best = 1;
-  for (std::int64_t parts = 2; parts <= std::min(q_tiles, std::int64_t{kMaxQuerySplits}); ++parts) {
-    const bool at_once = fair * static_cast<double>(parts) <= static_cast<double>(longest);
+  for (std::int64_t splits = 2; splits <= std::min(q_tiles, std::int64_t{kMaxQuerySplits}); ++splits) {
+    const bool at_once = fair * static_cast<double>(splits) <= static_cast<double>(longest);
     const std::int64_t fewest = at_once ? kFewestRowsAtOnce : kFewestRows;
-    if (longest >= fewest * parts && cost(parts) < cost(best)) best = parts;
+    if (longest >= fewest * splits && cost(splits) < cost(best)) best = splits;
   }
   return best;
 }
 
 }  // namespace
 
-std::int64_t tile_parts(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
+std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device) {
   const AnalysedSpec& spec = kernel.spec;
   const TileConfig& config = kernel.config;
-  if (!config.in_parts) return 1;
+  if (!config.split) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
-  if (spec.pass == Pass::backward) return query_parts(spec, shape, config, slots);
+  if (spec.pass == Pass::backward) return q_splits(spec, shape, config, slots);
   const std::vector<Launch> launches = launches_of(kernel, shape);
-  return key_parts(shape, config, main_launch(kernel, launches).blocks, slots);
+  return kv_splits(shape, config, main_launch(kernel, launches).blocks, slots);
 }
 
-std::int64_t tile_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
+std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                         const DeviceInfo& device) {
-  if (!config.in_parts) return 1;
-  return tile_parts(traits(config.family).kernel(spec, config), shape, device);
+  if (!config.split) return 1;
+  return num_splits(traits(config.family).kernel(spec, config), shape, device);
 }
 
 }  // namespace flashjit::plan

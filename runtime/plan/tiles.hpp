@@ -35,9 +35,9 @@ std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape&
 
 /// In how many parts blocks share what each tile meets, keys forward and queries backward: as many as fill
 /// the device and are worth it, if the configuration has them share, else 1.
-std::int64_t tile_parts(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
+std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                         const DeviceInfo& device);
-std::int64_t tile_parts(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device);
+std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device);
 
 /// Whether mask and lengths give batch entries, or heads, lists of tiles of their own. A block map may, too,
 /// which only the call knows.

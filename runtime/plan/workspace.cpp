@@ -65,13 +65,13 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
-  const bool key_parts = needs.parts > 0 && spec.pass == Pass::forward;
-  out.o_splits = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q, spec.v_dim()});
-  out.lse_splits = allocator.place(key_parts, {needs.parts, heads, shape.seqlen_q});
-  const bool query_parts = needs.parts > 0 && spec.pass == Pass::backward;
+  const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward;
+  out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
+  out.lse_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q});
+  const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
-  out.dk_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.head_dim});
-  out.dv_splits = allocator.place(query_parts, {needs.parts, heads_kv, shape.seqlen_kv, spec.v_dim()});
+  out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});
+  out.dv_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.v_dim()});
   // The tile counters and semaphores of templates/common/semaphores.cuh.
   out.semaphores = allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
                                    kTileCounters + shape.batch * shape.heads_kv * kHeadSemaphores);

@@ -77,7 +77,7 @@ struct Params {
   int num_splits;       ///< split-KV (backward: split-Q), see common/split.cuh; read with kSplit only, as are
                         ///< o_splits, lse_splits, dk_splits and dv_splits
   int rows_q, rows_kv;  ///< varlen: of the packed tensors, or 2^31 - 1 where lists are built, which has none
-  PackedHeadsParam packed;  ///< read with kPacksHeads only
+  PackedHeadsParam packed;  ///< read with kPackGqa only
   float* row_terms;  ///< [batch, heads_q, seqlen_q_padded]: Problem::score_row_term(); null: not wanted
   float* dk_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim]: dK of one split of the queries
   float* dv_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim_v]

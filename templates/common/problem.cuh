@@ -41,7 +41,7 @@ struct ExampleProblem {
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplit = false;
-  static constexpr bool kPacksHeads = false;
+  static constexpr bool kPackGqa = false;
   static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
 
   // What a family decides for kernels of its own:

@@ -40,7 +40,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
   }
   float* to = lse_of<P>(p, work.split);
   if (to == nullptr || threadIdx.x % 4 != 0) return;
-  if constexpr (P::kPacksHeads) {
+  if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = lse[half];
     return;
@@ -80,7 +80,7 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
                                         const float (&o)[kCount]) {
   using Element = typename P::Element;
   const int q_begin = work.q_begin + wg * kGroupRows;
-  if constexpr (P::kPacksHeads) {
+  if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, wg, half); row >= 0)
         store_split<P>(p, work.split, row, half, o);

@@ -116,7 +116,7 @@ template <class P>
 constexpr int kPartialKvTile = (P::kBc / 2 + 15) / 16 * 16;
 template <class P>
 constexpr bool kPartialFirstStep =
-    P::kHasMask && !kLists<P> && !P::kPacksHeads && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
+    P::kHasMask && !kLists<P> && !P::kPackGqa && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
     (P::kBr > kGroupRows) && kQTilesPerCta<P> == 1;
 
 // --- Mask and dropout -------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
 #pragma unroll 1
     for (int wg = 0; wg < Storage::kWarpgroups; ++wg) {
       barrier_wait<P>(smem.q_empty(wg, round), smem.q_phase(round) ^ 1);
-      if constexpr (P::kPacksHeads) {
+      if constexpr (P::kPackGqa) {
         load_packed_q(p, smem, maps, wg, round, more);
       } else {
         barrier_expect(smem.q_full(wg, round), more ? Storage::kQBytes : 0);

@@ -23,7 +23,7 @@ __device__ __forceinline__ unsigned slot_index(int slot) {
 /// share K and V, which are then read once for all of them.
 template <class P>
 __device__ __forceinline__ int queries_per_warpgroup(const Params& p) {
-  return P::kPacksHeads ? p.packed.queries : kGroupRows;
+  return P::kPackGqa ? p.packed.queries : kGroupRows;
 }
 template <class P>
 __device__ __forceinline__ int queries_per_tile(const Params& p) {
@@ -32,16 +32,16 @@ __device__ __forceinline__ int queries_per_tile(const Params& p) {
 /// The query of a row, counted from the warpgroup's first.
 template <class P>
 __device__ __forceinline__ int query_of_row(const Params& p, int row) {
-  return P::kPacksHeads ? static_cast<int>(row * p.packed.inverse >> 16) : row;
+  return P::kPackGqa ? static_cast<int>(row * p.packed.inverse >> 16) : row;
 }
 /// Q tiles of a head, or of a set of packed heads; and how many of these a batch entry has.
 template <class P>
 __device__ __forceinline__ unsigned q_tiles_per_head(const Params& p) {
-  return P::kPacksHeads ? (p.seqlen_q + queries_per_tile<P>(p) - 1) / queries_per_tile<P>(p) : q_tiles<P>(p);
+  return P::kPackGqa ? (p.seqlen_q + queries_per_tile<P>(p) - 1) / queries_per_tile<P>(p) : q_tiles<P>(p);
 }
 template <class P>
 __device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
-  return P::kPacksHeads ? p.heads_kv * p.packed.sets : p.heads_q;
+  return P::kPackGqa ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
 /// What the scheduler hands out: a Q tile, some of its warpgroups, and one split of its keys.
@@ -122,7 +122,7 @@ struct WorkTileHeads<true> {
 /// A Q tile and the KV tiles that it meets. The producer makes it in shared memory, the consumers read it
 /// there.
 template <class P>
-struct WorkTile : WorkTileHeads<P::kPacksHeads> {
+struct WorkTile : WorkTileHeads<P::kPackGqa> {
   Sequence<P> sequence;
   int h = -1;  ///< the first query head; -1: there is no more work
   int q_begin = 0;
@@ -139,7 +139,7 @@ struct WorkTile : WorkTileHeads<P::kPacksHeads> {
                 coord.warpgroups.begin * kGroupRows),
         warpgroups(coord.warpgroups.end - coord.warpgroups.begin),
         split(coord.split) {
-    if constexpr (P::kPacksHeads) {
+    if constexpr (P::kPackGqa) {
       const int first = h % p.packed.sets * p.packed.heads;
       this->h_kv = h / p.packed.sets;
       this->heads = min(p.packed.heads, p.packed.shared - first);

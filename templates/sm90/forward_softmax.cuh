@@ -35,7 +35,7 @@ struct SoftmaxRows {
   __device__ void begin(const Params& p, const WorkTile<P>& work, int wg) {
     const int queries = queries_per_warpgroup<P>(p), q_begin = work.q_begin + wg * queries;
     q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
-    if constexpr (P::kPacksHeads)
+    if constexpr (P::kPackGqa)
       for (int half = 0; half < 2; ++half)
         packed_query[half] = q_begin + query_of_row<P>(p, own_row() + half * 8);
     seqused_kv = work.sequence.seqused_kv(p);
@@ -47,8 +47,8 @@ struct SoftmaxRows {
       for (int half = 0; half < 2; ++half)
         row_term[half] = P::score_row_term(p, head, position(first_query() + half * to_second()));
   }
-  __device__ int first_query() const { return P::kPacksHeads ? packed_query[0] : q.begin + own_row(); }
-  __device__ int to_second() const { return P::kPacksHeads ? packed_query[1] - packed_query[0] : 8; }
+  __device__ int first_query() const { return P::kPackGqa ? packed_query[0] : q.begin + own_row(); }
+  __device__ int to_second() const { return P::kPackGqa ? packed_query[1] - packed_query[0] : 8; }
 };
 
 /// The score program, pair by pair. `bias`: this lane's address in the bias tile, in the first four 8 x 8

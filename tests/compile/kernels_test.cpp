@@ -253,8 +253,7 @@ TEST(KernelsThatReadPositions, CompileWithoutSpills) {
 }
 
 /// Kernels whose blocks take a part each of what a tile meets.
-void compile_in_parts(const char* pass, const std::array<const char*, 5>& rests,
-                      const AttentionShape& shape) {
+void compile_split(const char* pass, const std::array<const char*, 5>& rests, const AttentionShape& shape) {
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     const plan::FamilyTraits& family = device.arch == "sm_90a" ? plan::sm90_traits() : plan::sm80_traits();
@@ -263,8 +262,8 @@ void compile_in_parts(const char* pass, const std::array<const char*, 5>& rests,
       const std::string text = fmt::format("{}:bf16:{}{}", pass, dims, rests[i++ % rests.size()]);
       const AttentionSpec spec = parse_spec(text).normalized();
       TileConfig config = family.heuristic(spec, shape, device);
-      EXPECT_TRUE(config.in_parts || spec.pass == Pass::forward) << to_string(spec);
-      config.in_parts = true;
+      EXPECT_TRUE(config.split || spec.pass == Pass::forward) << to_string(spec);
+      config.split = true;
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
   }
@@ -272,14 +271,14 @@ void compile_in_parts(const char* pass, const std::array<const char*, 5>& rests,
 
 // Few queries of many keys.
 TEST(KernelsThatShareKeys, CompileWithoutSpills) {
-  compile_in_parts("fwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"},
-                   {1, 8, 8, 16, 16384});
+  compile_split("fwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128"},
+                {1, 8, 8, 16, 16384});
 }
 
 // Few KV tiles of many queries.
 TEST(KernelsThatShareQueries, CompileWithoutSpills) {
-  compile_in_parts("bwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128:det"},
-                   {1, 32, 1, 4096, 512});
+  compile_split("bwd", {"", ":causal:kvlen", ":dropout:sinks", ":causal:varlen", ":map128x128:det"},
+                {1, 32, 1, 4096, 512});
 }
 
 // Few queries of grouped heads, of which a tile has all that share K and V.
@@ -297,7 +296,7 @@ TEST(KernelsThatPackHeads, CompileWithoutSpills) {
     for (int n = 0; n < 2; ++n) {
       const AttentionSpec spec = parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % 6])).normalized();
       TileConfig config = plan::sm90_traits().heuristic(spec, shape, device);
-      config.in_parts = config.packs_heads = true;
+      config.split = config.pack_gqa = true;
       EXPECT_EQ(compile_and_check(spec, config, device), "");
     }
   }

@@ -270,7 +270,7 @@ class SharedKeys : public SupportedCase {};
 TEST_P(SharedKeys, AreJoined) {
   const AttentionCase& test = GetParam();
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
-  config.in_parts = true;
+  config.split = true;
   TemporaryRuntime runtime;
   AttentionRun run(test, make_problem(test));
   run.check_forward(runtime.get(), config);
@@ -309,9 +309,9 @@ class SharedQueries : public SupportedCase {};
 TEST_P(SharedQueries, AreJoined) {
   const AttentionCase& test = GetParam();
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::backward);
-  EXPECT_EQ(config.in_parts, test.shape.seqlen_q > 0);
-  config.in_parts = true;
-  EXPECT_GE(plan::tile_parts(with_pass(test.spec, Pass::backward), test.shape, config, gpu().info),
+  EXPECT_EQ(config.split, test.shape.seqlen_q > 0);
+  config.split = true;
+  EXPECT_GE(plan::num_splits(with_pass(test.spec, Pass::backward), test.shape, config, gpu().info),
             test.shape.seqlen_q > 0 ? 2 : 1);
   TemporaryRuntime runtime;
   AttentionRun run(test, make_problem(test));
@@ -356,7 +356,7 @@ class ForwardConfigurations : public SupportedCase {
 class PackedHeads : public ForwardConfigurations {};
 
 TEST_P(PackedHeads, GiveTheSameResult) {
-  check({"sm90:br64:bc64:w4:s2:parts:packed", "sm90:br128:bc48:w8:s2:parts:packed"});
+  check({"sm90:br64:bc64:w4:s2:split:pack_gqa", "sm90:br128:bc48:w8:s2:split:pack_gqa"});
 }
 
 INSTANTIATE_TEST_SUITE_P(Features, PackedHeads, testing::ValuesIn(packed_head_cases()),

@@ -209,7 +209,7 @@ constexpr std::array kRowsCases = {
     RowsCase{"fwd:bf16:d40:map64x128:dropout", "sm90:br128:bc64:w8:s3"},
     RowsCase{"fwd:bf16:d128:map64x128", "sm90:br128:bc128:w8:s2"},
     RowsCase{"fwd:bf16:d256:map64x64", "sm90:br128:bc64:w8:s2"},
-    RowsCase{"fwd:bf16:d64:map64x128:score{30.0 * tanh(score / 30.0)}", "sm90:br128:bc128:w8:s2:parts"}};
+    RowsCase{"fwd:bf16:d64:map64x128:score{30.0 * tanh(score / 30.0)}", "sm90:br128:bc128:w8:s2:split"}};
 
 INSTANTIATE_TEST_SUITE_P(Configurations, BlockSparseRows, testing::ValuesIn(kRowsCases),
                          [](const auto& test) {

@@ -606,7 +606,7 @@ TEST(Arguments, ParamsSayWhereAPassKeepsItsParts) {
     AttentionSpec s = spec();
     s.pass = pass;
     plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
-    plan.needs = {.parts = 3};
+    plan.needs = {.num_splits = 3};
     plan.workspace = {.o_splits = 256, .lse_splits = 512, .dk_splits = 768, .dv_splits = 1024, .bytes = 2048};
     return make_params(plan, args);
   };

@@ -89,8 +89,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"q_in_registers", [](auto& s) { s.config.q_in_registers = true; }},
       {"d_split", [](auto& s) { s.config.d_split = 2; }},
       {"occupancy", [](auto& s) { s.config.min_blocks = 2; }},
-      {"in_parts", [](auto& s) { s.config.in_parts = true; }},
-      {"packs_heads", [](auto& s) { s.config.packs_heads = true; }},
+      {"split", [](auto& s) { s.config.split = true; }},
+      {"pack_gqa", [](auto& s) { s.config.pack_gqa = true; }},
       {"family", [](auto& s) { s.config.family = Family::sm80; }},
   };
   // Where one of these does not compile, a field was added: add its change above.

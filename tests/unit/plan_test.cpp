@@ -195,28 +195,28 @@ TEST(Plan, ThePortableFamilyTakesWhatFits) {
            Case{"sm_90", "fwd:bf16:d64", small, "sm80:br64:bc128:w4"},
            Case{"sm_80", "fwd:bf16:d192x128", large, "sm80:br128:bc128:w8"},
            Case{"sm_80", "fwd:bf16:d160", large, "sm80:br128:bc80:w8:s2"},
-           Case{"sm_80", "fwd:bf16:d192", large, "sm80:br128:bc48:w8:s2:qreg"},
+           Case{"sm_80", "fwd:bf16:d192", large, "sm80:br128:bc48:w8:s2:q_in_registers"},
            Case{"sm_86", "fwd:bf16:d192", large, "sm80:br64:bc64:w4"},
            Case{"sm_90", "bwd:bf16:d64", large, "sm80:br32:bc128:w4:s2"},
-           Case{"sm_90", "bwd:bf16:d64", small, "sm80:br64:bc64:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d64", small, "sm80:br64:bc64:w8:s2:d_split2"},
            Case{"sm_120", "bwd:bf16:d64", large, "sm80:br64:bc64:w4:s2"},
            Case{"sm_90", "bwd:bf16:d64:" + learned, large, "sm80:br64:bc64:w4:s2"},
            Case{"sm_90", "bwd:bf16:d64:" + gate, large, "sm80:br32:bc64:w4:s2"},
-           Case{"sm_90", "bwd:bf16:d128:causal", large, "sm80:br64:bc128:w8:s2:split2"},
-           Case{"sm_90", "bwd:bf16:d128:dropout", large, "sm80:br32:bc128:w8:s2:split2"},
-           Case{"sm_90", "bwd:bf16:d96:dropout", large, "sm80:br64:bc128:w8:s2:split2"},
-           Case{"sm_90", "bwd:bf16:d128:causal", small, "sm80:br64:bc64:w8:s2:split2"},
-           Case{"sm_80", "bwd:bf16:d128:" + alibi, large, "sm80:br32:bc128:w8:s2:split2"},
+           Case{"sm_90", "bwd:bf16:d128:causal", large, "sm80:br64:bc128:w8:s2:d_split2"},
+           Case{"sm_90", "bwd:bf16:d128:dropout", large, "sm80:br32:bc128:w8:s2:d_split2"},
+           Case{"sm_90", "bwd:bf16:d96:dropout", large, "sm80:br64:bc128:w8:s2:d_split2"},
+           Case{"sm_90", "bwd:bf16:d128:causal", small, "sm80:br64:bc64:w8:s2:d_split2"},
+           Case{"sm_80", "bwd:bf16:d128:" + alibi, large, "sm80:br32:bc128:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d104", large, "sm80:br64:bc128:w8"},
-           Case{"sm_86", "bwd:bf16:d128", large, "sm80:br32:bc64:w8:s2:split2"},
-           Case{"sm_80", "bwd:bf16:d128:" + learned, large, "sm80:br32:bc128:w8:s2:split2"},
+           Case{"sm_86", "bwd:bf16:d128", large, "sm80:br32:bc64:w8:s2:d_split2"},
+           Case{"sm_80", "bwd:bf16:d128:" + learned, large, "sm80:br32:bc128:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d128:dropout:" + learned, large, "sm80:br32:bc128:w8"},
-           Case{"sm_90", "bwd:bf16:d128:" + gate, large, "sm80:br64:bc64:w8:s2:split2"},
-           Case{"sm_90", "bwd:bf16:d192:dropout", large, "sm80:br64:bc64:w8:s2:split2"},
-           Case{"sm_80", "bwd:bf16:d192", large, "sm80:br32:bc64:w8:s2:split2"},
-           Case{"sm_90", "bwd:bf16:d240", large, "sm80:br64:bc64:w8:s2:split2"},
-           Case{"sm_80", "bwd:bf16:d256", large, "sm80:br32:bc64:w8:s2:split2"},
-           Case{"sm_86", "bwd:bf16:d256", large, "sm80:br16:bc64:w8:split2"},
+           Case{"sm_90", "bwd:bf16:d128:" + gate, large, "sm80:br64:bc64:w8:s2:d_split2"},
+           Case{"sm_90", "bwd:bf16:d192:dropout", large, "sm80:br64:bc64:w8:s2:d_split2"},
+           Case{"sm_80", "bwd:bf16:d192", large, "sm80:br32:bc64:w8:s2:d_split2"},
+           Case{"sm_90", "bwd:bf16:d240", large, "sm80:br64:bc64:w8:s2:d_split2"},
+           Case{"sm_80", "bwd:bf16:d256", large, "sm80:br32:bc64:w8:s2:d_split2"},
+           Case{"sm_86", "bwd:bf16:d256", large, "sm80:br16:bc64:w8:d_split2"},
        }) {
     const DeviceInfo device = DeviceInfo::parse(c.arch);
     EXPECT_EQ(to_string(make_plan(parse_spec(c.spec), c.shape, device, {}).config), c.config)
@@ -254,7 +254,7 @@ TEST(Plan, OneQueryOfGroupedHeadsIsATileOfTheirQueries) {
   const ExecutionPlan plan = make_plan(parse_spec("fwd:bf16:d128:causal"), shape, kA100, {});
   EXPECT_EQ(plan.shape, packed);
   EXPECT_TRUE(plan.fold_gqa);
-  EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.parts);  // a KV head of a batch entry each
+  EXPECT_EQ(plan.launches.front().blocks, 4 * plan.needs.num_splits);  // a KV head of a batch entry each
 }
 
 TEST(Plan, BlocksShareTheKeysOfFewQueries) {
@@ -264,8 +264,8 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   };
   // 8 heads of keys, 132 multiprocessors: 16 blocks each.
   const ExecutionPlan one = planned("fwd:bf16:d128:sinks", "b1:hq8:hkv8:sq1:skv8192", h100);
-  EXPECT_EQ(to_string(one.config), "sm90:br64:bc128:w4:s2:parts");
-  EXPECT_EQ(one.needs.parts, 16);
+  EXPECT_EQ(to_string(one.config), "sm90:br64:bc128:w4:s2:split");
+  EXPECT_EQ(one.needs.num_splits, 16);
   ASSERT_EQ(one.launches.size(), 2u);
   EXPECT_EQ(one.launches[0].blocks, 8 * 16);
   EXPECT_EQ(one.entries[one.launches[1].entry].name, "combine");
@@ -274,18 +274,18 @@ TEST(Plan, BlocksShareTheKeysOfFewQueries) {
   EXPECT_GE(one.workspace.bytes, 8u * 16 * (128 + 1) * 4);
   // No more parts than tiles of keys, also where a configuration that shares them is given.
   const AttentionSpec plain = parse_spec("fwd:bf16:d128").normalized();
-  EXPECT_EQ(tile_parts(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
-  EXPECT_EQ(tile_parts(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
-  EXPECT_EQ(tile_parts(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
+  EXPECT_EQ(num_splits(plain, parse_shape("b1:hq1:hkv1:sq1:skv1000"), one.config, h100), 8);
+  EXPECT_EQ(num_splits(plain, parse_shape("b64:hq8:hkv8:sq1:skv8192"), one.config, h100), 1);
+  EXPECT_EQ(num_splits(plain, parse_shape("b0:hq8:hkv8:sq1:skv0"), one.config, h100), 1);
   // Where a block has few keys, or all multiprocessors have a block, nothing is joined.
   for (const char* shape :
        {"b1:hq8:hkv8:sq1:skv512", "b16:hq8:hkv8:sq1:skv8192", "b1:hq16:hkv16:sq1024:skv1024"})
-    EXPECT_EQ(planned("fwd:bf16:d128", shape, h100).needs.parts, 0) << shape;
-  EXPECT_EQ(planned("bwd:bf16:d128", "b1:hq8:hkv8:sq1:skv8192", h100).needs.parts, 0);
+    EXPECT_EQ(planned("fwd:bf16:d128", shape, h100).needs.num_splits, 0) << shape;
+  EXPECT_EQ(planned("bwd:bf16:d128", "b1:hq8:hkv8:sq1:skv8192", h100).needs.num_splits, 0);
   // Two blocks for each of 108.
   const ExecutionPlan on_a100 = planned("fwd:bf16:d64:causal", "b2:hq32:hkv4:sq1:skv4096");
-  EXPECT_TRUE(on_a100.config.in_parts);
-  EXPECT_EQ(on_a100.needs.parts, 108 * 2 / 8);
+  EXPECT_TRUE(on_a100.config.split);
+  EXPECT_EQ(on_a100.needs.num_splits, 108 * 2 / 8);
   EXPECT_FALSE(on_a100.launches.back().early);
 }
 
@@ -296,8 +296,8 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
     return make_plan(parse_spec(spec), parse_shape(shape), device, {});
   };
   const ExecutionPlan llama = planned("bwd:bf16:d128:causal", "b1:hq8:hkv1:sq4096:skv4096", h100);
-  EXPECT_EQ(to_string(llama.config), "sm90:br64:bc128:w8:s2:parts");
-  EXPECT_EQ(llama.needs.parts, 8);
+  EXPECT_EQ(to_string(llama.config), "sm90:br64:bc128:w8:s2:split");
+  EXPECT_EQ(llama.needs.num_splits, 8);
   ASSERT_EQ(llama.launches.size(), 3u);
   EXPECT_EQ(llama.launches[1].blocks, 132);
   EXPECT_EQ(llama.entries[llama.launches[2].entry].name, "combine_dkdv");
@@ -333,11 +333,11 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
       {0, "bwd:bf16:d128", "b0:hq8:hkv1:sq4096:skv4096"},
   };
   for (const auto& [parts, spec, shape] : cases)
-    EXPECT_EQ(planned(spec, shape, h100).needs.parts, parts) << spec << " " << shape;
+    EXPECT_EQ(planned(spec, shape, h100).needs.num_splits, parts) << spec << " " << shape;
   // The portable family likewise; it has no persistent blocks.
   const ExecutionPlan on_a100 = planned("bwd:bf16:d128:causal", "b1:hq8:hkv1:sq4096:skv4096", kA100);
-  EXPECT_TRUE(on_a100.config.in_parts) << to_string(on_a100.config);
-  EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.parts);
+  EXPECT_TRUE(on_a100.config.split) << to_string(on_a100.config);
+  EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.num_splits);
 }
 
 // A causal head's first KV tiles take longest: those of the last round of heads come first of all of these.
@@ -373,7 +373,7 @@ TEST(Plan, RecordsOfSharedTilesDoNotServeShapesWithoutParts) {
   for (const auto& [shape, source] : {std::pair("b1:hq8:hkv1:sq4096:skv4096", "tuned"),
                                       std::pair("b8:hq32:hkv8:sq4096:skv4096", "heuristic")}) {
     TuningRecords records;
-    TuningRecord of_shape = record(spec, parse_shape(shape), parse_config("sm90:br64:bc128:w8:s2:parts"));
+    TuningRecord of_shape = record(spec, parse_shape(shape), parse_config("sm90:br64:bc128:w8:s2:split"));
     of_shape.arch = h100.arch;
     records.add(of_shape);
     EXPECT_EQ(make_plan(spec, parse_shape(shape), h100, records).config_source, source) << shape;
@@ -386,8 +386,9 @@ TEST(Plan, PartsOfQueriesAreRefusedWithAReason) {
     const TileConfig tile = parse_config(config);
     return traits(tile.family).admits(parse_spec(spec).normalized(), tile, h100).reason;
   };
-  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc256:w8:s2:parts").find("clusters"), std::string::npos);
-  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc128:w8:s2:parts:packed").find("forward"), std::string::npos);
+  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc256:w8:s2:split").find("clusters"), std::string::npos);
+  EXPECT_NE(reason("bwd:bf16:d128", "sm90:br64:bc128:w8:s2:split:pack_gqa").find("forward"),
+            std::string::npos);
 }
 
 TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
@@ -399,35 +400,35 @@ TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
   };
   // 16 queries of 4 heads: 64 rows, of each of 8 heads of K and V.
   const ExecutionPlan few = planned("fwd:bf16:d128:causal", "b1:hq32:hkv8:sq16:skv32768");
-  EXPECT_EQ(to_string(few.config), "sm90:br64:bc128:w4:s2:parts:packed");
-  EXPECT_EQ(few.needs.parts, 132 / 8);
+  EXPECT_EQ(to_string(few.config), "sm90:br64:bc128:w4:s2:split:pack_gqa");
+  EXPECT_EQ(few.needs.num_splits, 132 / 8);
   EXPECT_EQ(few.launches[0].blocks, 8 * 16);
   EXPECT_EQ(few.launches[1].blocks, 32 * 16);  // rows that are joined
   ASSERT_TRUE(few.tensor_boxes);
-  EXPECT_TRUE(few.tensor_boxes->packs_heads);
+  EXPECT_TRUE(few.tensor_boxes->pack_gqa);
   // Also where there are tiles for all multiprocessors: K and V are read once all the same.
-  EXPECT_TRUE(planned("fwd:bf16:d128:causal", "b64:hq32:hkv8:sq4:skv4096").config.packs_heads);
+  EXPECT_TRUE(planned("fwd:bf16:d128:causal", "b64:hq32:hkv8:sq4:skv4096").config.pack_gqa);
   // 21 queries of 3 heads a warp group; of 65 heads two sets of 33 and 32.
-  const char* two_groups = "sm90:br128:bc64:w8:s2:parts:packed";
+  const char* two_groups = "sm90:br128:bc64:w8:s2:split:pack_gqa";
   EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq6:hkv2:sq43:skv64", two_groups).launches[0].blocks, 2 * 2);
   EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq65:hkv1:sq2:skv64", two_groups).launches[0].blocks, 2);
   EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq0:hkv0:sq2:skv64", two_groups).launches[0].blocks, 0);
   // Not where rows fill tiles anyway, keys are few, or no heads share any.
   for (const char* shape :
        {"b4:hq32:hkv8:sq4096:skv4096", "b1:hq32:hkv8:sq16:skv256", "b1:hq8:hkv8:sq16:skv32768"})
-    EXPECT_FALSE(planned("fwd:bf16:d128:causal", shape).config.packs_heads) << shape;
+    EXPECT_FALSE(planned("fwd:bf16:d128:causal", shape).config.pack_gqa) << shape;
   const auto refused = [&](const char* spec, const char* config, const char* reason) {
     const Support support = sm90_traits().admits(parse_spec(spec).normalized(), parse_config(config), h100);
     EXPECT_NE(support.reason.find(reason), std::string::npos) << spec << ": " << support.reason;
   };
-  refused("fwd:bf16:d128", "sm90:br64:bc128:w4:s2:packed", "give parts, too");
+  refused("fwd:bf16:d128", "sm90:br64:bc128:w4:s2:pack_gqa", "give split, too");
   for (const char* spec :
        {"fwd:bf16:d128:score{score * to_float(h)}", "fwd:bf16:d128:mask{kv > h}", "fwd:bf16:d128:dropout",
         "fwd:bf16:d128:map64x64", "fwd:bf16:d128:mask{doc: int32 1d; doc[q] == doc[kv]}",
         "fwd:bf16:d128:score{bias: bf16 2d; score + bias[q, kv]}"})
-    refused(spec, "sm90:br64:bc128:w4:s2:parts:packed", "are alike");
+    refused(spec, "sm90:br64:bc128:w4:s2:split:pack_gqa", "are alike");
   EXPECT_FALSE(sm80_traits().admits(parse_spec("fwd:bf16:d128").normalized(),
-                                    parse_config("sm80:br64:bc64:w4:s2:parts:packed"), kA100));
+                                    parse_config("sm80:br64:bc64:w4:s2:split:pack_gqa"), kA100));
 }
 
 TEST(Plan, WhatReadsListsStartsBeforeTheyAreMade) {

@@ -62,14 +62,14 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   expect_in("not 264", refusal_of_config("sm90:br64:bc264:w4:s2"));
   expect_in("not 72", refusal_of_config("sm90:br64:bc72:w4:s2"));
   expect_in("stages is 1 to 4, not 5", refusal_of_config("sm90:br64:bc64:w4:s5"));
-  EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w4:s2:occ3", "fwd:bf16:d64"), "");
-  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:occ2", "fwd:bf16:d64"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w4:s2:min_blocks3", "fwd:bf16:d64"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:min_blocks2", "fwd:bf16:d64"), "");
   expect_in("keeps 104 values a thread, 96 fit",
-            refusal_of_config("sm90:br64:bc96:w4:s2:occ3", "fwd:bf16:d64"));
+            refusal_of_config("sm90:br64:bc96:w4:s2:min_blocks3", "fwd:bf16:d64"));
   expect_in("keeps 80 values a thread, 72 fit",
-            refusal_of_config("sm90:br128:bc64:w8:s2:occ2", "fwd:bf16:d64"));
+            refusal_of_config("sm90:br128:bc64:w8:s2:min_blocks2", "fwd:bf16:d64"));
   expect_in("bytes of shared memory a block",
-            refusal_of_config("sm90:br64:bc64:w4:s3:occ2", "fwd:bf16:d128"));
+            refusal_of_config("sm90:br64:bc64:w4:s3:min_blocks2", "fwd:bf16:d128"));
   // Two Q tiles at a time.
   EXPECT_EQ(refusal_of_config("sm90:br128:bc64:w16:s3"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2"), "");
@@ -77,15 +77,16 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   expect_in("keeps 92 values a thread, 80 fit", refusal_of_config("sm90:br128:bc80:w16:s2"));
   for (const char* spec : {"fwd:bf16:d64:causal:kvlen", "fwd:bf16:d64:varlen"})
     expect_in("blocks that take one after the other", refusal_of_config("sm90:br128:bc64:w16:s2", spec));
-  expect_in("not for parts of the keys", refusal_of_config("sm90:br128:bc64:w16:s2:parts"));
+  expect_in("not for split keys", refusal_of_config("sm90:br128:bc64:w16:s2:split"));
   expect_in("no warp to find what the score reads of the keys",
             refusal_of_config("sm90:br128:bc64:w16:s3", "fwd:bf16:d64:score{w: fp32 1d; score + w[kv]}"));
-  expect_in("occ is 1 to 3, in the backward pass 1, not 4", refusal_of_config("sm90:br64:bc64:w4:s2:occ4"));
+  expect_in("min_blocks is 1 to 3, in the backward pass 1, not 4",
+            refusal_of_config("sm90:br64:bc64:w4:s2:min_blocks4"));
   expect_in("in the backward pass 1, not 2",
-            refusal_of_config("sm90:br64:bc128:w8:s2:occ2", "bwd:bf16:d128"));
-  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:parts"), "");
-  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2:parts", "bwd:bf16:d128"), "");
-  for (const char* option : {":qreg", ":split2"})
+            refusal_of_config("sm90:br64:bc128:w8:s2:min_blocks2", "bwd:bf16:d128"));
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:split"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2:split", "bwd:bf16:d128"), "");
+  for (const char* option : {":q_in_registers", ":d_split2"})
     expect_in("not for this family", refusal_of_config(std::string("sm90:br64:bc64:w4") + option));
   expect_in("another family", refusal_of_config("sm80:br64:bc64:w4"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");
@@ -254,20 +255,20 @@ TEST(Sm90, MasksHaveTilesOfTheirOwn) {
   EXPECT_EQ(chosen("mask{q >= kv && q - kv < 2048}"), "sm90:br192:bc128:w12:s3");
   EXPECT_EQ(chosen("mask{q >= kv && q - kv < 300}"), kTwoTiles);
   EXPECT_EQ(chosen("mask{q >= kv || kv < 2000}"), "sm90:br192:bc128:w12:s3");
-  EXPECT_EQ(chosen("mask{doc: int32 1d; doc[q] == doc[kv]}"), "sm90:br64:bc64:w4:s2:occ3");
+  EXPECT_EQ(chosen("mask{doc: int32 1d; doc[q] == doc[kv]}"), "sm90:br64:bc64:w4:s2:min_blocks3");
   EXPECT_EQ(chosen("mask{valid: bool 2d; q >= kv && valid[b, kv]}"), "sm90:br192:bc128:w12:s3");
-  EXPECT_EQ(chosen("mask{valid: bool 2d; valid[b, kv]}:map128x128"), "sm90:br64:bc64:w4:s2:occ3");
+  EXPECT_EQ(chosen("mask{valid: bool 2d; valid[b, kv]}:map128x128"), "sm90:br64:bc64:w4:s2:min_blocks3");
   EXPECT_EQ(chosen("mask{q / 128 % 2 == kv / 128 % 2}"), kTwoListedTiles);
   EXPECT_EQ(chosen("map128x128"), "sm90:br192:bc128:w12:s4");
   EXPECT_EQ(chosen("map64x128"), "sm90:br192:bc128:w12:s4");
   EXPECT_EQ(chosen("map128x64"), kTwoListedTiles);
-  EXPECT_EQ(chosen("map64x64"), "sm90:br64:bc128:w4:s2:occ2");
-  EXPECT_EQ(chosen("map128x128:dropout"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(chosen("map64x64"), "sm90:br64:bc128:w4:s2:min_blocks2");
+  EXPECT_EQ(chosen("map128x128:dropout"), "sm90:br64:bc128:w4:s2:min_blocks2");
   const auto of_shape = [](const char* shape) {
     return to_string(family().heuristic(parse_spec("fwd:bf16:d64:map128x128"), parse_shape(shape), kH100));
   };
   EXPECT_EQ(of_shape("b2:hq16:hkv16:sq4096:skv4096"), kTwoListedTiles);
-  EXPECT_EQ(of_shape("b1:hq16:hkv16:sq1024:skv1024"), "sm90:br64:bc128:w4:s2:occ2");
+  EXPECT_EQ(of_shape("b1:hq16:hkv16:sq1024:skv1024"), "sm90:br64:bc128:w4:s2:min_blocks2");
 }
 
 TEST(Sm90, ListsTellWarpGroupsApartWhereBlocksDivideIntoTheirRows) {
@@ -423,7 +424,7 @@ TEST(Sm90, BlocksOfAClusterTakeNeighbouringTilesOfAMaskedForwardPass) {
     EXPECT_EQ(planned(spec, many, config), (Planned{2, kH100.multiprocessors})) << spec;
     EXPECT_EQ(planned(spec, few, config), (Planned{2, 16})) << spec;  // of 3 * 5 tiles
   }
-  EXPECT_EQ(planned("fwd:bf16:d128:causal", many, "sm90:br64:bc64:w4:s2:occ2").first, 1);
+  EXPECT_EQ(planned("fwd:bf16:d128:causal", many, "sm90:br64:bc64:w4:s2:min_blocks2").first, 1);
   EXPECT_EQ(planned("fwd:bf16:d64:causal", many, kTwoTiles), (Planned{1, kH100.multiprocessors}));
   for (const char* spec : {"fwd:bf16:d128", "fwd:bf16:d128:causal:kvlen", "fwd:bf16:d128:causal:varlen",
                            "fwd:bf16:d128:causal:map128x128"})

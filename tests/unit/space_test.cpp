@@ -44,12 +44,12 @@ TEST(Space, EveryAdmittedConfigurationOfEveryAbleFamilyIsThere) {
   for (const plan::FamilyTraits& traits : plan::families()) {
     if (!traits.supports(problem().spec, setting().device)) continue;
     for (const TileConfig& config : traits.search_space(problem().spec, setting().device)) {
-      const bool one_part = config.in_parts && plan::tile_parts(spec, shape, config, setting().device) == 1;
+      const bool one_part = config.split && plan::num_splits(spec, shape, config, setting().device) == 1;
       EXPECT_EQ(std::find(list.begin(), list.end(), config) == list.end(), one_part) << to_string(config);
     }
   }
   const Problem one_query{spec, {.batch = 1, .heads_q = 1, .heads_kv = 1, .seqlen_q = 1, .seqlen_kv = 9000}};
-  EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::in_parts));
+  EXPECT_TRUE(std::ranges::any_of(candidates_of(one_query, setting().device), &TileConfig::split));
 }
 
 TEST(Space, HeadsArePackedWhereSomeShareKeys) {
@@ -57,7 +57,7 @@ TEST(Space, HeadsArePackedWhereSomeShareKeys) {
   const auto packs = [&](int heads_kv) {
     const Problem few{parse_spec("fwd:bf16:d128:causal").normalized(),
                       {.batch = 1, .heads_q = 8, .heads_kv = heads_kv, .seqlen_q = 4, .seqlen_kv = 9000}};
-    return std::ranges::any_of(candidates_of(few, h100), &TileConfig::packs_heads);
+    return std::ranges::any_of(candidates_of(few, h100), &TileConfig::pack_gqa);
   };
   EXPECT_TRUE(packs(2));
   EXPECT_FALSE(packs(8));

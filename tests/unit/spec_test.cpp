@@ -276,9 +276,9 @@ TEST(Config, RoundTrip) {
 TEST(Config, TextForms) {
   EXPECT_EQ(to_string(TileConfig{Family::simt, 64, 32, 4}), "simt:br64:bc32:w4");
   const TileConfig all{Family::sm80, 128, 64, 4, 2, true, 2, 3, true, true};
-  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:qreg:split2:occ3:parts:packed");
-  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:packed:parts:occ3:split2:qreg:s2"), all);
-  EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:split1:occ1"), (TileConfig{Family::simt, 64, 32, 4}));
+  EXPECT_EQ(to_string(all), "sm80:br128:bc64:w4:s2:q_in_registers:d_split2:min_blocks3:split:pack_gqa");
+  EXPECT_EQ(parse_config("sm80:br128:bc64:w4:pack_gqa:split:min_blocks3:d_split2:q_in_registers:s2"), all);
+  EXPECT_EQ(parse_config("simt:br64:bc32:w4:s1:d_split1:min_blocks1"), (TileConfig{Family::simt, 64, 32, 4}));
 }
 
 TEST(Config, ParseRefusesWithTheOffendingText) {
@@ -292,10 +292,10 @@ TEST(Config, ParseRefusesWithTheOffendingText) {
   refused("sm80:br0:bc64:w4", {"wrong field 'br0'", "from 1 to 1024"});
   refused("sm80:br64:bc64:w33", {"wrong field 'w33'", "from 1 to 32"});
   refused("sm80:br64:bc64:w4:s0", {"wrong field 's0'", "from 1 to 16"});
-  refused("sm80:br64:bc64:w4:split3", {"wrong field 'split3'", "from 1 to 2"});
-  refused("sm80:br64:bc64:w4:occ99", {"wrong field 'occ99'", "from 1 to 32"});
+  refused("sm80:br64:bc64:w4:d_split3", {"wrong field 'd_split3'", "from 1 to 2"});
+  refused("sm80:br64:bc64:w4:min_blocks99", {"wrong field 'min_blocks99'", "from 1 to 32"});
   refused("sm80:br64:bc64:w4:s2:s3", {"says twice what 's3' says"});
-  refused("sm80:br64:bc64:w4:qreg:qreg", {"says twice what 'qreg' says"});
+  refused("sm80:br64:bc64:w4:q_in_registers:q_in_registers", {"says twice what 'q_in_registers' says"});
   refused("sm80:br64:bc64:w4:fast", {"unknown field 'fast'"});
   refused("sm80:br64:bc64:w4:stages2", {"unknown field 'stages2'"});
 }

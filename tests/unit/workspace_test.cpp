@@ -73,12 +73,12 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     if (needs.row_terms) parts.emplace_back(layout.row_terms, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);
-    if (needs.parts > 0 && spec.pass == Pass::backward) {
-      const std::size_t kv_rows = needs.parts * shape.batch * shape.heads_kv * shape.seqlen_kv;
+    if (needs.num_splits > 0 && spec.pass == Pass::backward) {
+      const std::size_t kv_rows = needs.num_splits * shape.batch * shape.heads_kv * shape.seqlen_kv;
       parts.insert(parts.end(), {{layout.dk_splits, kv_rows * spec.head_dim * 4},
                                  {layout.dv_splits, kv_rows * spec.v_dim() * 4}});
-    } else if (needs.parts > 0) {
-      const std::size_t o_rows = needs.parts * heads * shape.seqlen_q;
+    } else if (needs.num_splits > 0) {
+      const std::size_t o_rows = needs.num_splits * heads * shape.seqlen_q;
       parts.insert(parts.end(),
                    {{layout.o_splits, o_rows * spec.v_dim() * 4}, {layout.lse_splits, o_rows * 4}});
     }
@@ -112,7 +112,7 @@ TEST(Workspace, OverflowIsRefusedWithTheShape) {
   const AttentionShape huge{2147483647, 2147483647, 2147483647, 2147482624, 2147482624};
   const WorkspaceNeeds each[] = {{.row_stats = true},
                                  {.dq_accum = true},
-                                 {.parts = 2},
+                                 {.num_splits = 2},
                                  {.semaphores = true, .ordered_q_tiles = 1 << 25},
                                  {.list_sets = 1 << 30, .list_rows = 1 << 20, .list_columns = 1 << 20}};
   for (const WorkspaceNeeds& needs : each) {

@@ -53,13 +53,13 @@ FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192,
 # What the heuristic takes in the family sm80, by pass and head dim: forced, for the portable family's own figures.
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
-              ("bwd", 128): "sm80:br64:bc128:w8:s2:split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:split2"}
+              ("bwd", 128): "sm80:br64:bc128:w8:s2:d_split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:d_split2"}
 # Beside dropout d128 has fewer registers.
-SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:split2"}
+SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:d_split2"}
 # Where few KV tiles have many queries, which blocks share.
-SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":parts"}
+SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":split"}
 # Where tiles of 128 rows leave multiprocessors without one.
-SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:split2"}
+SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:d_split2"}
 SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 

@@ -262,6 +262,10 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     choices = {forward_config(8, plane ? 64 : bc, 2), forward_config(4, plane ? 64 : 96, 2)};
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
+    // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
+    const bool known = !spec.varlen && !spec.kv_lengths && !spec.has_block_map();
+    if (known && !spec.dropout && spec.score.empty() && (spec.mask.empty() || spec.is_causal))
+      choices.insert(choices.begin(), forward_config(8, 80, 2));
   }
   return choices;
 }
@@ -280,8 +284,13 @@ constexpr double kApart = 1.1;
 /// By how much more where three groups' tiles of 80 keys meet a causal mask's end.
 constexpr double kEndsOfSmallTiles = 1.04;
 
+/// By how much more above d192 in KV tiles of 64 instead of 80.
+constexpr double kRescalesMore = 1.05;
+
 double cost_of_tile(const AnalysedSpec& spec, const TileConfig& c) {
-  return q_tiles_per_cta(spec, c) > 1 ? kCostOfTeam : cost_of_groups(spec, c.warps / kGroupWarps);
+  if (q_tiles_per_cta(spec, c) > 1) return kCostOfTeam;
+  const bool rescales_more = std::max(spec.head_dim, spec.v_dim()) > 192 && c.bc <= 64;
+  return cost_of_groups(spec, c.warps / kGroupWarps) * (rescales_more ? kRescalesMore : 1);
 }
 
 /// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many

@@ -172,7 +172,8 @@ __device__ void forward(const Params& p) {
       const RowEnd end = end_of_row<P>(p, h, lse);
       if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
         to[sequence.lse_row(p, h) + q] = end.lse;
-      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / sum * end.factor : 0.0f;
+      const float of_products = sum_of_products<Element>(sum, shift_rest(row_max[mt][half], scale_log2));
+      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor : 0.0f;
     }
     if constexpr (P::kSplit)
       store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);

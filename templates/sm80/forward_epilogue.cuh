@@ -14,14 +14,17 @@ __device__ __forceinline__ float quad_sum(float sum) {
   return sum;
 }
 
+/// What rounding took from the shift of a row's exponents.
+__device__ __forceinline__ float shift_rest(float max, float scale_log2) {
+  return fmaf(max, scale_log2, -__fmul_rn(max, scale_log2));
+}
+
 /// LSE of a row over the keys, from m and rowsum(P). The sum is relative to the rounded shift of the
 /// exponent; what rounding took is given back.
 template <class P>
 __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2) {
   const float highest = P::kHasScore ? max : __fmul_rn(max, p.softmax_scale);
-  const float shift = __fmul_rn(max, scale_log2);
-  const float rest = fmaf(max, scale_log2, -shift);
-  return sum > 0.0f ? highest + (log2f(sum) - rest) * kLn2 : -infinity();
+  return sum > 0.0f ? highest + (log2f(sum) - shift_rest(max, scale_log2)) * kLn2 : -infinity();
 }
 
 /// An m16 tile of O from one split of the keys, in fp32.

@@ -161,7 +161,7 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("fwd:bf16:d64:score{bias: bf16 2d; score + bias[q, kv]}", kLarge),
             "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d192x128", kLarge), "sm90:br128:bc112:w8:s2");
-  EXPECT_EQ(chosen("fwd:bf16:d256", kLarge), "sm90:br128:bc64:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d256", kLarge), "sm90:br128:bc80:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:causal", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:dropout", kLarge), "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:map128x128", kLarge), "sm90:br128:bc128:w8:s2");

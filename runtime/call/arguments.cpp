@@ -292,7 +292,7 @@ void set_part(T*& pointer, bool needed, void* memory, std::size_t offset) {
 void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory) {
   const plan::WorkspaceLayout& at = plan.workspace;
   set_part(params.d, plan.needs.row_stats, memory, at.d);
-  set_part(params.lse_log2, plan.needs.row_stats, memory, at.lse_log2);
+  set_part(params.lse_padded, plan.needs.row_stats, memory, at.lse_padded);
   set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
   params.num_splits = static_cast<int>(plan.needs.num_splits);

@@ -62,7 +62,7 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   Allocator allocator(shape);
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
-  out.lse_log2 = allocator.place(needs.row_stats, {heads, rows});
+  out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward;

@@ -12,7 +12,7 @@ namespace flashjit::auxiliary {
 
 constexpr int kPreprocessedRows = 128;
 
-/// D, LSE in powers of two and the row term of one row, by one thread. Rows that attend to nothing, or that
+/// D, LSE and the row term of one row, by one thread. Rows that attend to nothing, or that
 /// do not exist, get LSE = inf, so that their P is zero.
 template <class P>
 __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<
   // dS = P (dP - D) + P dLSE. Without P dLSE does not count, and may be NaN.
   const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
   p.d[at] = dot - dlse;
-  p.lse_log2[at] = has_p ? lse * kLog2E : infinity();
+  p.lse_padded[at] = has_p ? lse : infinity();
   // Also behind the last row: P of a score that is not a number would not be 0.
   if constexpr (P::kScoreRowTerm)
     if (p.row_terms != nullptr) p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));

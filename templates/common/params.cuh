@@ -51,10 +51,10 @@ struct Params {
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
-  float* lse_log2;  ///< [batch, heads_q, seqlen_q_padded]: LSE * log2(e), but +inf for rows without P, see
-                    ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0
-  float* dq_accum;  ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
-  int* semaphores;  ///< tile counters and semaphores, see common/semaphores.cuh
+  float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see
+                          ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0
+  float* dq_accum;        ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
+  int* semaphores;        ///< tile counters and semaphores, see common/semaphores.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]
   TileListParam lists;  ///< forward: rows are Q tiles, columns KV tiles; backward: the other way round
   int map_batch, map_heads, map_rows, map_columns;  ///< map_batch and map_heads are 1 where they broadcast

@@ -73,6 +73,14 @@ __device__ __forceinline__ Position operator+(Position position, int offset) {
 /// many there are.
 __device__ __forceinline__ bool lse_gives_p(float lse) { return !(lse < -1e37f); }
 
+/// P = exp(S - LSE) of a pair in the backward pass, from its dot product, or the score that a program made of
+/// it. LSE is subtracted before anything is rounded, so that P of a row's only key is as near to 1 as LSE is
+/// to the key's score: for scores of 1e5 log2(e) times both would differ by more.
+template <class Problem>
+__device__ __forceinline__ float p_of_pair(const Params& p, float s, float lse) {
+  return exp2_approx((Problem::kHasScore ? s - lse : fmaf(s, p.softmax_scale, -lse)) * kLog2E);
+}
+
 /// What takes a score to the exponent of a power of two: one of a program is in natural units already.
 template <class Problem>
 __device__ __forceinline__ float score_scale_log2(const Params& p) {

@@ -69,7 +69,6 @@ __device__ void backward(const Params& p) {
 
   const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
   const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
-  const float scale_log2 = score_scale_log2<P>(p);
   constexpr int kUnits = kPairs ? larger(kDUnits, kDvUnits) : kDvUnits;
   float dv[kMt][2 * kUnits][4] = {};  // the second warp of a pair has its dK here
   float own_dk[kPairs ? 1 : kMt][kPairs ? 2 : 2 * kDUnits][4] = {};
@@ -120,7 +119,7 @@ __device__ void backward(const Params& p) {
           });
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0) apply_mask<P>(s, p, head, at_q, at_kv, q_begin, seqused_kv, in_map);
-      exponentials<P>(s, lse, lane, scale_log2);  // P = exp2(S - LSE)
+      exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
       if constexpr (P::kDropout) mark_dropped<P>(s, p, sequence.b * p.heads_q + h, at_q, at_kv);
       hand_over_p<P>(shared, s, slope, dots, row_warp, lane);
       multiply_by_columns<P, kVPitch, kDvUnits, kUnits != kDvUnits, P::kDropout>(dv, s,

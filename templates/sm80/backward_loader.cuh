@@ -41,7 +41,7 @@ __device__ __forceinline__ void load_q_tile(const Params& p, const Sequence<P>& 
     const bool first = threadIdx.x < P::kBr / 4;
     const int part = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
     copy_async_16(base + (first ? kLayout.lse() : kLayout.d()) + (slot * P::kBr + part) * 4,
-                  (first ? p.lse_log2 : p.d) + row + part, true);
+                  (first ? p.lse_padded : p.d) + row + part, true);
   }
 }
 

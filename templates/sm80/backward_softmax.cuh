@@ -64,10 +64,10 @@ __device__ __forceinline__ void apply_mask(BackwardScores<P>& s, const Params& p
     }
 }
 
-/// P = exp2(S - LSE)
+/// P = exp(S - LSE)
 template <class P>
-__device__ __forceinline__ void exponentials(BackwardScores<P>& s, const float* lse, int lane,
-                                             float scale_log2) {
+__device__ __forceinline__ void exponentials(const Params& p, BackwardScores<P>& s, const float* lse,
+                                             int lane) {
   using Policy = BackwardPolicy<P>;
 #pragma unroll
   for (int nt = 0; nt < Policy::kNt; ++nt) {
@@ -75,8 +75,7 @@ __device__ __forceinline__ void exponentials(BackwardScores<P>& s, const float* 
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, e % 2 ? -row_lse.y : -row_lse.x));
+      for (int e = 0; e < 4; ++e) s[mt][nt][e] = p_of_pair<P>(p, s[mt][nt][e], e % 2 ? row_lse.y : row_lse.x);
   }
 }
 

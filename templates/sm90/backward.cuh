@@ -71,7 +71,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
-    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
     compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     typename Fragments::Dq dq;
@@ -126,7 +126,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
-    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
     compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
@@ -173,7 +173,7 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
     typename Fragments::Operand probability, ds;
     PairSums<P> sums;
-    // dP = dO V^T, P = exp2(S - LSE), dS = P (dP - D)
+    // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
     compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();

@@ -13,7 +13,7 @@ __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, 
                                        int stage, unsigned full, int row, int head, int batch,
                                        long long stats_row) {
   load_tile<P::kBr, BackwardPolicy<P>::kDim>(smem.q(stage), maps.q, full, row, head, batch);
-  load_line(smem.lse(stage), p.lse_log2 + stats_row, P::kBr * 4, full);
+  load_line(smem.lse(stage), p.lse_padded + stats_row, P::kBr * 4, full);
   if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
 

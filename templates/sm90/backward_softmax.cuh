@@ -1,4 +1,4 @@
-// P and dS of the backward pass: P = exp2(S - LSE), dP = dO V^T, dS = P (dP - D), for a warp group's pairs of
+// P and dS of the backward pass: P = exp(S - LSE), dP = dO V^T, dS = P (dP - D), for a warp group's pairs of
 // a Q tile and the KV tile.
 #pragma once
 
@@ -162,7 +162,6 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
     if (partial) map_bits = find_map_bits(p, smem, sequence, tile);
 
   const OperandStore<P> store(tile);
-  const float scale_log2 = scale_operand<P>(p);
   const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
   multiply_wait<0>();
   pin(s);
@@ -213,8 +212,8 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
       if constexpr (masked.value) apply_mask(p, smem, head, tile, n, mask, map_bits, any, s);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // P = exp2(S - LSE)
-        const float pair_p = exp2_approx(fmaf(s[n + e], scale_log2, e % 2 ? -lse.y : -lse.x));
+        // P = exp(S - LSE)
+        const float pair_p = p_of_pair<P>(p, s[n + e], e % 2 ? lse.y : lse.x);
         const bool drop = P::kDropout && dropped[n + e];
         const float pair_dp = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : pair_p;

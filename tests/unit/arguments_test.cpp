@@ -548,7 +548,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
   plan.needs = {.row_stats = true, .row_terms = true, .dq_accum = true, .semaphores = true, .list_sets = 1};
   plan.workspace = {.d = 0,
-                    .lse_log2 = 256,
+                    .lse_padded = 256,
                     .row_terms = 512,
                     .dq_accum = 768,
                     .semaphores = 1024,
@@ -570,7 +570,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.lse, args.lse);
   EXPECT_EQ(p.kv_lengths, args.kv_lengths);
   EXPECT_EQ(p.d, address<float>(0x100000));
-  EXPECT_EQ(p.lse_log2, address<float>(0x100100));
+  EXPECT_EQ(p.lse_padded, address<float>(0x100100));
   EXPECT_EQ(p.row_terms, address<float>(0x100200));
   EXPECT_EQ(p.dq_accum, address<float>(0x100300));
   EXPECT_EQ(p.semaphores, address<int>(0x100400));

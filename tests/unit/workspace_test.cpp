@@ -40,7 +40,7 @@ TEST(Workspace, FormulaByHand) {
   const WorkspaceLayout layout = workspace_layout(needs, spec_of(72), {2, 3, 1, 130, 1000});
   const std::size_t heads = 6, stats = heads * 256 * 4, dq = heads * 256 * 80 * 4;
   EXPECT_EQ(layout.d, 0u);
-  EXPECT_EQ(layout.lse_log2, stats);
+  EXPECT_EQ(layout.lse_padded, stats);
   EXPECT_EQ(layout.row_terms, 2 * stats);
   EXPECT_EQ(layout.dq_accum, 3 * stats);
   EXPECT_EQ(layout.semaphores, 3 * stats + dq);
@@ -69,7 +69,7 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     const std::size_t sets = needs.list_sets, cells = sets * needs.list_rows * needs.list_columns;
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
     if (needs.row_stats)
-      parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_log2, heads * rows * 4}});
+      parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * rows * 4}});
     if (needs.row_terms) parts.emplace_back(layout.row_terms, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <string>
 #include <vector>
 
@@ -73,6 +74,25 @@ AttentionCase random_case(unsigned seed) {
   return test;
 }
 
+/// Whether a pair lies at a kink of the score program, such as where the arms of a min() meet: fp32 may take
+/// the other arm there, and the exact gradients jump when Q moves by as little as scores are rounded.
+bool is_at_a_kink(const reference::Problem& problem) {
+  constexpr double kRounding = 2e-6, kJump = 1e-3;
+  const std::vector<double> exact = reference::backward(problem).dq;
+  for (const double sign : {1.0, -1.0}) {
+    reference::Problem moved = problem;
+    for (double& q : moved.q) q *= 1 + sign * kRounding;
+    const std::vector<double> dq = reference::backward(moved).dq;
+    double largest = 0, change = 0;
+    for (std::size_t i = 0; i < dq.size(); ++i) {
+      largest = std::max(largest, std::abs(exact[i]));
+      change = std::max(change, std::abs(dq[i] - exact[i]));
+    }
+    if (change > kJump * largest) return true;
+  }
+  return false;
+}
+
 /// 20 programs: the seed of the first.
 class RandomPrograms : public GpuTestWith<unsigned> {};
 
@@ -89,7 +109,7 @@ TEST_P(RandomPrograms, MatchTheReference) {
     AttentionRun run(test);
     if (!run.has_limits()) continue;
     run.check_forward(runtime.get(), config_of(test, Pass::forward));
-    run.check_backward(runtime.get(), config_of(test, Pass::backward));
+    if (!is_at_a_kink(run.problem())) run.check_backward(runtime.get(), config_of(test, Pass::backward));
     ++compared;
   }
   // Scores that overflow are few.

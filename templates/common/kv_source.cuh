@@ -6,11 +6,6 @@
 
 namespace flashjit {
 
-/// The box of a tensor map that begins at a key: K and V are [batch, heads, length, dim] there.
-struct KvCoordinates {
-  int row, head, batch;
-};
-
 /// The keys of one head of one sequence, in K or in V. They follow each other at one stride, so that a tile
 /// of them is its first row and the stride. With pages a tile lies within one, and row() looks it up.
 template <class P, class Element = unsigned short>
@@ -22,10 +17,6 @@ class KvSource {
   __device__ __forceinline__ Element* row(int kv) const { return first_ + kv * tensor_.stride_s; }
   /// From one key of a tile to the next, in elements.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }
-  /// For a producer that copies by TMA.
-  static __device__ __forceinline__ KvCoordinates coordinates(const Sequence<P>& sequence, int h_kv, int kv) {
-    return {sequence.kv_row(kv), h_kv, sequence.batch()};
-  }
 
  private:
   const TensorParam& tensor_;

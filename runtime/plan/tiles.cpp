@@ -99,8 +99,8 @@ MetRows met_rows(const AnalysedSpec& spec, const AttentionShape& shape, const Ti
 }
 
 /// So many that they take least, in rows of Q that a block computes meanwhile, as measured: blocks of unequal
-/// work end at unlike times, and what splits leave is combined. Splits of few rows are worth it where all blocks
-/// run at once, and none are where there are enough KV tiles.
+/// work end at unlike times, and what splits leave is combined. Splits of few rows are worth it where all
+/// blocks run at once, and none are where there are enough KV tiles.
 std::int64_t q_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                       std::int64_t slots) {
   constexpr double kShareOfEnd = 0.15, kRowsOfJoining = 250, kRowsOfJoiningRound = 300;

@@ -20,10 +20,12 @@ std::size_t character_bytes(std::string_view text) {
   if (first < 0xc2 || first > 0xf4 || text.size() < bytes) return 0;
   for (std::size_t i = 1; i < bytes; ++i)
     if ((byte(i) & 0xc0) != 0x80) return 0;
-  // Control characters of Latin-1, longer spellings of what is shorter, halves of pairs, and what is no code point.
+  // Control characters of Latin-1, longer spellings of what is shorter, halves of pairs, and what is no code
+  // point.
   const unsigned second = byte(1);
-  const bool none = ((first == 0xc2 || first == 0xe0) && second < 0xa0) || (first == 0xed && second >= 0xa0) ||
-                    (first == 0xf0 && second < 0x90) || (first == 0xf4 && second >= 0x90);
+  const bool none = ((first == 0xc2 || first == 0xe0) && second < 0xa0) ||
+                    (first == 0xed && second >= 0xa0) || (first == 0xf0 && second < 0x90) ||
+                    (first == 0xf4 && second >= 0x90);
   return none ? 0 : bytes;
 }
 

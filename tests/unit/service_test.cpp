@@ -563,13 +563,14 @@ TEST_F(Service, TheLibraryCanBeUnloadedAndLeavesNothingBehind) {
   test::fake_cuda().reset();
   const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
   const std::string file = fs::path(FLASHJIT_LIBRARY).filename().string();
-  for (int i = 0; i < 3; ++i) use_and_unload(cache().string());
+  // malloc and the loader fill pools of their own in the first rounds: 9 KB in 30 of them, 2 KB in the 370 after.
+  for (int i = 0; i < 40; ++i) use_and_unload(cache().string());
   EXPECT_FALSE(is_mapped(file));
   const std::size_t before = ::mallinfo2().uordblks;
-  for (int i = 0; i < 30; ++i) use_and_unload(cache().string());
+  for (int i = 0; i < 40; ++i) use_and_unload(cache().string());
   EXPECT_FALSE(is_mapped(file));
-  // The loader itself keeps some 30 bytes each time; the smallest thing that we could forget has hundreds.
-  EXPECT_LT(::mallinfo2().uordblks, before + 30 * 256) << "bytes; before it was " << before;
+  // The smallest thing that we could forget has hundreds of bytes.
+  EXPECT_LT(::mallinfo2().uordblks, before + 40 * 150) << "bytes; before it was " << before;
   // The last error's text is its thread's and goes with it, after the library is closed.
   std::thread([&] { use_and_unload(cache().string(), true); }).join();
   EXPECT_EQ(test::fake_cuda().libraries_loaded, test::fake_cuda().libraries_unloaded);

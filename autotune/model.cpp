@@ -81,7 +81,7 @@ double macs_per_clock(ComputedBy by, const Rates& rates) {
   return rates.group_macs * kGroupEfficiency;
 }
 
-/// Warps, or warp groups, each of which reads the whole streamed tile.
+/// Warps, or warpgroups, each of which reads the whole streamed tile.
 int readers(const Candidate& of) {
   const int warps = of.config().warps;
   const int all = of.by == ComputedBy::warp_groups ? warps / kGroupWarps : warps;

@@ -21,7 +21,7 @@ constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may ha
                                                    const ConstTensorView& tensor) {
   throw Error(
       ErrorCode::unsupported,
-      fmt::format("The TMA unit cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
+      fmt::format("TMA cannot copy {} of sizes [{}] with strides [{}]: {}. Give strides that are "
                   "multiples of 16 bytes, not zero and less than 2^40 bytes, or prepare() the spec with a "
                   "configuration of family sm80.",
                   name, fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "),
@@ -96,7 +96,7 @@ void encode(const Driver& driver, CUtensorMap& map, const char* name, const Cons
   if (result != CUDA_SUCCESS) refuse(driver, result, name, tensor);
 }
 
-/// Leaves the map zeroed where the TMA unit cannot copy the tensor.
+/// Leaves the map zeroed where TMA cannot copy the tensor.
 void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& tensor,
                  const plan::BiasBox& box) {
   const int rows = box.rank - 2, columns = box.rank - 1;
@@ -133,7 +133,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
   encode_rows(maps.k, "k", k, boxes.kv_rows);
   encode_rows(maps.v, "v", v, boxes.kv_rows);
   encode_rows(maps.o, o_name, o, boxes.o_rows);
-  if (boxes.bias.rows > 0) encode_bias(driver, maps.plane, captures[boxes.bias.capture], boxes.bias);
+  if (boxes.bias.rows > 0) encode_bias(driver, maps.bias, captures[boxes.bias.capture], boxes.bias);
   return maps;
 }
 

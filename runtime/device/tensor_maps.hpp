@@ -1,4 +1,4 @@
-// What kernels that copy tiles through the TMA unit are told about their tensors.
+// What kernels that copy tiles through TMA are told about their tensors.
 #pragma once
 
 #include <span>
@@ -17,8 +17,8 @@ static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) 
 
 /// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that
 /// its caller knows; a tensor without elements, or of which no rows are copied, leaves its map zeroed: no
-/// kernel reads it. So does a plane of `captures` whose memory or strides the TMA unit cannot copy: kernels
-/// then read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
+/// kernel reads it. So does a bias tile of `captures` whose memory or strides TMA cannot load: kernels then
+/// read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                             const ConstTensorView& o, const char* o_name,

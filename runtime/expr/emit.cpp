@@ -41,13 +41,13 @@ std::string result_of(Code& code, const std::string& result) {
   return code.lines() + fmt::format("    return {};\n", result);
 }
 
-std::string_view text_of(Places places) {
-  switch (places) {
-    case Places::any:
+std::string_view text_of(AccumulationPattern pattern) {
+  switch (pattern) {
+    case AccumulationPattern::any:
       return "any";
-    case Places::by_difference:
+    case AccumulationPattern::by_difference:
       return "by_difference";
-    case Places::own:
+    case AccumulationPattern::own:
       return "own";
   }
   return "";
@@ -68,8 +68,9 @@ class Hooks {
         head_(graph_, analysis.programs().declarations, options.check_indices) {}
 
   std::string text() {
-    const std::string functions = comment("score", analysis_.programs().score) + score() + plane_functions() +
-                                  value_functions() + line_functions() + score_grad() + add_capture_grads() +
+    const std::string functions = comment("score", analysis_.programs().score) + score() +
+                                  bias_tile_functions() + value_functions() + line_functions() +
+                                  score_grad() + add_capture_grads() +
                                   comment("mask", analysis_.programs().mask) + mask() + tiles();
     return head() + functions;
   }
@@ -91,9 +92,10 @@ class Hooks {
     const std::string result = code.score_result(score_);
     return function("float", "score", fmt::format("float dot, {}", kPair), result_of(code, result));
   }
-  /// The function that says where the plane of a read lies, or its gradient.
-  std::string plane_function(std::string_view type, std::string_view name, std::string_view make, int plane) {
-    const Graph::Item read = graph_[plane];
+  /// The function that finds the bias tile of a read, or its gradient.
+  std::string bias_tile_function(std::string_view type, std::string_view name, std::string_view make,
+                                 int read_index) {
+    const Graph::Item read = graph_[read_index];
     const std::size_t leading = read.args.size() - 2;
     Code place(head_, Style::fast, {});
     std::vector<std::string> arguments = {fmt::format("p.captures[{}]", head_.slot(read.node->declaration))};
@@ -105,8 +107,8 @@ class Hooks {
     return function(type, name, "",
                     result_of(place, fmt::format("{}({})", make, fmt::join(arguments, ", "))));
   }
-  /// What the score and its slope are where a kernel has read the plane's element.
-  std::string plane_functions() {
+  /// What the score and its slope are where a kernel has read the bias tile's element.
+  std::string bias_tile_functions() {
     if (bias_read_ < 0) return {};
     const std::string element = element_text(graph_.node(bias_read_).declaration.type);
     const auto of_element = [&](std::string_view name, auto result_in) {
@@ -116,7 +118,7 @@ class Hooks {
       return function("float", name, fmt::format("float dot, unsigned short element, {}", kPair),
                       result_of(code, result));
     };
-    return plane_function("flashjit::BiasTile", "bias_tile", "flashjit::bias_tile_of", bias_read_) +
+    return bias_tile_function("flashjit::BiasTile", "bias_tile", "flashjit::bias_tile_of", bias_read_) +
            of_element("score_of_element", [&](Code& code) { return code.score_result(score_); }) +
            of_element("score_grad_of_element", [&](Code& code) { return code.value(score_grad_); });
   }
@@ -169,9 +171,9 @@ class Hooks {
       for (const int index : std::vector<int>(graph_[grad.read].args)) indices.push_back(code.value(index));
       const bool one = is_real(graph_.node(grad.derivative), 1);
       additions += fmt::format(
-          "    add(flashjit::Addition<{}, {}, flashjit::Places::{}, {}>(), "
+          "    add(flashjit::Addition<{}, {}, flashjit::AccumulationPattern::{}, {}>(), "
           "flashjit::capture_grad(p.captures[{}], {}), {});\n",
-          number++, !reads_each_once(graph_, grad.read), text_of(grad.places), of_score(grad),
+          number++, !reads_each_once(graph_, grad.read), text_of(grad.pattern), of_score(grad),
           head_.slot(graph_.node(grad.read).declaration), fmt::join(indices, ", "),
           one ? "ds" : product_with_ds(grad.derivative, code.value(grad.derivative)));
     }
@@ -179,8 +181,8 @@ class Hooks {
            function("void", "add_capture_grads", fmt::format("float ds, float dot, {}, Add&& add", kPair),
                     code.lines() + additions) +
            (analysis_.has_bias_tile_grad()
-                ? plane_function("flashjit::BiasTileGrad", "bias_tile_grad", "flashjit::bias_tile_grad_of",
-                                 analysis_.read_grads().back().read)
+                ? bias_tile_function("flashjit::BiasTileGrad", "bias_tile_grad",
+                                     "flashjit::bias_tile_grad_of", analysis_.read_grads().back().read)
                 : std::string()) +
            "\n";
   }

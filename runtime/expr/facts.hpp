@@ -71,8 +71,8 @@ struct ProgramFacts {
   bool mask_reads_pairs = false;            ///< and not by one position alone
 
   int capture_grads = 0;        ///< additions to gradients of captured tensors
-  int difference_grads = 0;     ///< of those, to places of the same kv - q
-  bool bias_tile_grad = false;  ///< the last of them adds dS to its own place
+  int difference_grads = 0;     ///< of those, AccumulationPattern::by_difference
+  bool bias_tile_grad = false;  ///< the last of them is AccumulationPattern::own
 
   bool operator==(const ProgramFacts&) const = default;
 };

@@ -48,31 +48,31 @@ void ProgramAnalysis::find_read_grads() {
     const NodePtr slope = derivative(graph_[score_].node, read);
     if (is_real(*slope, 0)) continue;
     ReadGrad grad{graph_.add(read), graph_.add(slope)};
-    grad.places = places_of(grad);
+    grad.pattern = pattern_of(grad);
     read_grads_.push_back(grad);
   }
-  const auto owning = [](const ReadGrad& grad) { return grad.places == Places::own; };
+  const auto owning = [](const ReadGrad& grad) { return grad.pattern == AccumulationPattern::own; };
   const auto first = std::ranges::find_if(read_grads_, owning);
   if (first != read_grads_.end())
     std::for_each(first + 1, read_grads_.end(), [&](ReadGrad& grad) {
-      if (owning(grad)) grad.places = Places::any;
+      if (owning(grad)) grad.pattern = AccumulationPattern::any;
     });
-  std::ranges::stable_sort(read_grads_, {}, &ReadGrad::places);
+  std::ranges::stable_sort(read_grads_, {}, &ReadGrad::pattern);
 }
 
-/// Own: a pair gives its place what it gives the score, dS; of `score + bias[q, kv]`, or a softcap of that.
-/// By difference: that, or dS and a factor, of `score + table[h, kv - q]`. What all pairs of a head add to
-/// one place is in neither: a thread's are soon one sum.
-Places ProgramAnalysis::places_of(const ReadGrad& grad) const {
+/// Own: each pair adds dS to an element of its own, as for `score + bias[q, kv]` or a softcap of that. By
+/// difference: dS, or dS times a factor, as for `score + table[h, kv - q]`. An element to which all pairs of
+/// a head add is neither: a thread's additions are soon one sum.
+AccumulationPattern ProgramAnalysis::pattern_of(const ReadGrad& grad) const {
   const auto of_difference = [&](int place) { return depends_on_difference(graph_, place); };
   const bool of_score = grad.derivative == score_grad_;
   const std::vector<int>& indices = graph_[grad.read].args;
-  if (of_score && reads_bias_tile(graph_, grad.read)) return Places::own;
+  if (of_score && reads_bias_tile(graph_, grad.read)) return AccumulationPattern::own;
   const bool product = is_real(graph_.node(score_grad_), 1) && of_difference(grad.derivative);
   return (of_score || product) && std::ranges::all_of(indices, of_difference) &&
                  std::ranges::any_of(indices, [&](int index) { return graph_.uses_positions(index); })
-             ? Places::by_difference
-             : Places::any;
+             ? AccumulationPattern::by_difference
+             : AccumulationPattern::any;
 }
 
 BiasTile ProgramAnalysis::bias_tile() const {
@@ -113,8 +113,8 @@ ProgramFacts ProgramAnalysis::facts() const {
           .mask_reads_tensors = reads_by_position(graph_[mask_root_].node),
           .mask_reads_pairs = reads_beyond(graph_, mask_root_, one_position),
           .capture_grads = static_cast<int>(read_grads_.size()),
-          .difference_grads =
-              static_cast<int>(std::ranges::count(read_grads_, Places::by_difference, &ReadGrad::places)),
+          .difference_grads = static_cast<int>(
+              std::ranges::count(read_grads_, AccumulationPattern::by_difference, &ReadGrad::pattern)),
           .bias_tile_grad = has_bias_tile_grad()};
 }
 

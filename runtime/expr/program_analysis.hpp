@@ -17,13 +17,13 @@ struct Trees {
 };
 Trees trees_of(const ScoreProgram& score, const MaskProgram& mask);
 
-/// To which places a head's pairs add: Places in templates/common/capture_grads.cuh.
-enum class Places { any, by_difference, own };
+/// To which elements a head's pairs add: see templates/common/capture_grads.cuh.
+enum class AccumulationPattern { any, by_difference, own };
 
 /// The gradient of one read: d score / d read.
 struct ReadGrad {
   int read, derivative;
-  Places places = Places::any;
+  AccumulationPattern pattern = AccumulationPattern::any;
 };
 
 class ProgramAnalysis {
@@ -46,13 +46,15 @@ class ProgramAnalysis {
   const PositionTerms& terms() const { return terms_; }
   const std::optional<ScoreLine>& line() const { return line_; }
   bool mask_terms() const { return mask_terms_; }
-  /// Those of any places first, and of those with places of their own there is one, the last.
+  /// By pattern; at most one is AccumulationPattern::own, the last.
   const std::vector<ReadGrad>& read_grads() const { return read_grads_; }
-  bool has_bias_tile_grad() const { return !read_grads_.empty() && read_grads_.back().places == Places::own; }
+  bool has_bias_tile_grad() const {
+    return !read_grads_.empty() && read_grads_.back().pattern == AccumulationPattern::own;
+  }
 
  private:
   void find_read_grads();
-  Places places_of(const ReadGrad& grad) const;
+  AccumulationPattern pattern_of(const ReadGrad& grad) const;
   bool mask_reads_one_position() const;
   BiasTile bias_tile() const;
 

@@ -44,7 +44,7 @@ enum class Step : std::uint8_t {
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
 };
 
-/// A captured tensor of which the TMA unit copies tiles of its last two dimensions: rows at a time, its
+/// A captured tensor of which TMA copies tiles of its last two dimensions: rows at a time, its
 /// number among the captured tensors, its dimensions.
 struct BiasBox {
   int rows = 0, capture = 0, rank = 0;
@@ -52,7 +52,7 @@ struct BiasBox {
   bool operator==(const BiasBox&) const = default;
 };
 
-/// Rows that the TMA unit copies at a time: of Q, of K and V, and of O or dO, where it copies that; whether
+/// Rows that TMA copies at a time: of Q, of K and V, and of O or dO, where it copies that; whether
 /// those of Q are of all heads that share K and V; and the tensor of which the score reads bias tiles, where
 /// it copies those.
 struct TensorBoxes {

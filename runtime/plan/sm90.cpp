@@ -1,4 +1,4 @@
-// Family sm90: wgmma and the TMA unit. Device side in templates/sm90.
+// Family sm90: wgmma and TMA. Device side in templates/sm90.
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace flashjit::plan {
 namespace {
 
-constexpr int kGroupWarps = 4;  // of a warp group, which computes together
+constexpr int kGroupWarps = 4;  // of a warpgroup, which computes together
 constexpr int kProducerThreads = 128;
 constexpr int kMostBlocks = 3;  // on a multiprocessor
 
@@ -21,9 +21,9 @@ bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
 bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-/// Q tiles that a block of the forward pass computes at a time.
+/// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) ? c.warps / kGroupWarps * sm90::kGroupRows / c.br : 1;
+  return is_forward(spec) ? c.warps / kGroupWarps * sm90::kWarpgroupRows / c.br : 1;
 }
 
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c) {
@@ -38,16 +38,16 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           q_tiles_per_cta(spec, c)};
 }
 
-/// Whether O leaves through shared memory and the TMA unit. Packed sequences have each other's rows behind
+/// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).stages_output() && !spec.varlen && !c.split;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split;
 }
 
-/// Whether the Q tiles of the forward pass's last round are cut, so that more blocks have some warp groups'
-/// rows of them: without a mask all cost the same.
+/// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
+/// mask all cost the same.
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
-  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kGroupRows;
+  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kWarpgroupRows;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
@@ -60,8 +60,8 @@ bool is_narrow(const AnalysedSpec& spec) {
 }
 bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
 
-/// A consumer thread's values of S, P, O, what finds a plane, and the gradients: what cannot be traded away
-/// by the compiler.
+/// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
+/// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + (has_bias_tile(spec) ? 8 : 0);
@@ -87,14 +87,14 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 bool takes_tiles_in_turn(const AnalysedSpec& spec) { return spec.has_tile_lists || shares_tiles_out(spec); }
 
 /// Rows of a Q tile of which its list says whether they meet a KV tile: all together, or in the forward pass
-/// each warp group's, where the blocks of a map divide into those but not into whole tiles.
+/// each warpgroup's, where the blocks of a map divide into those but not into whole tiles.
 int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
-                     spec.block_map.q % sm90::kGroupRows != 0 || spec.block_map.kv % c.bc != 0;
+                     spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
   const bool plain = spec.mask.empty() && !spec.kv_lengths && !spec.varlen && !has_bias_tile(spec) &&
                      !spec.programs.column_term;
-  return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kGroupRows;
+  return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
 }
 
 /// Blocks of the forward pass that take neighbouring Q tiles: two where a mask makes tiles unlike and the
@@ -108,7 +108,7 @@ int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
-    return Support::no(fmt::format("needs wgmma and the TMA unit of sm_90a, the device is {}", device.arch));
+    return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
@@ -146,7 +146,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
       return Support::no(fmt::format("warps is 4, 8, 12 or 16, not {}", c.warps));
-    const int rows = c.warps / kGroupWarps * sm90::kGroupRows;
+    const int rows = c.warps / kGroupWarps * sm90::kWarpgroupRows;
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
@@ -197,15 +197,15 @@ TileConfig config(int br, int bc, int warps, int stages) {
   return {.family = Family::sm90, .br = br, .bc = bc, .warps = warps, .stages = stages};
 }
 
-/// The forward pass's: a warp group computes 64 rows.
+/// The forward pass's: a warpgroup computes 64 rows.
 TileConfig forward_config(int warps, int bc, int stages, int blocks = 1) {
-  TileConfig c = config(warps / kGroupWarps * sm90::kGroupRows, bc, warps, stages);
+  TileConfig c = config(warps / kGroupWarps * sm90::kWarpgroupRows, bc, warps, stages);
   c.min_blocks = blocks;
   return c;
 }
 
 /// Two Q tiles at a time, of 128 rows each.
-TileConfig teams_config(int bc, int stages) { return config(2 * sm90::kGroupRows, bc, 16, stages); }
+TileConfig two_q_tiles_config(int bc, int stages) { return config(2 * sm90::kWarpgroupRows, bc, 16, stages); }
 
 TileConfig with_split(TileConfig c, bool pack_gqa) {
   c.split = true;
@@ -213,8 +213,8 @@ TileConfig with_split(TileConfig c, bool pack_gqa) {
   return c;
 }
 
-/// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A plane comes
-/// in slices of 64 keys.
+/// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A bias tile
+/// comes in slices of 64 keys.
 std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = spec.programs.mask_reads_tensors;
@@ -228,10 +228,10 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   std::vector<TileConfig> choices;
-  const bool plane = has_bias_tile(spec);
+  const bool bias_tile = has_bias_tile(spec);
   if (d <= 128) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
-    // A third warp group leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
+    // A third warpgroup leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
     // Beside dropout there are registers for neither mask nor score, nor for more columns.
     const expr::MaskTraits& mask = spec.programs.mask;
@@ -239,15 +239,15 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
     const bool simple = spec.mask.empty() || spec.is_causal || by_key;
     const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
-    if (!in_blocks && !plane && fits)
+    if (!in_blocks && !bias_tile && fits)
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
     // Small tiles hide each other's waits for what stands in lists, and for what a mask reads.
-    if (d <= 64 && in_blocks && !plane)
+    if (d <= 64 && in_blocks && !bias_tile)
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));
     // Two Q tiles of 128 rows at a time do so, too, and read K and V half as often; and they end nearer to
     // where a mask does. Their registers hold no more than the plain softmax.
-    const TileConfig two = teams_config(64, spec.has_tile_lists ? 4 : 3);
+    const TileConfig two = two_q_tiles_config(64, spec.has_tile_lists ? 4 : 3);
     const bool in_tiles =
         !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
     if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
@@ -259,7 +259,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
       choices.push_back(three);
   } else if (d <= 192) {
     const int bc = spec.v_dim() <= 128 ? 112 : 80;
-    choices = {forward_config(8, plane ? 64 : bc, 2), forward_config(4, plane ? 64 : 96, 2)};
+    choices = {forward_config(8, bias_tile ? 64 : bc, 2), forward_config(4, bias_tile ? 64 : 96, 2)};
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
     // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
@@ -270,14 +270,14 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
-/// What a Q tile of so many warp groups costs for a key, measured: three hide each other's waits best, one is
+/// What a Q tile of so many warpgroups costs for a key, measured: three hide each other's waits best, one is
 /// alone with its own.
 double cost_of_groups(const AnalysedSpec& spec, int groups) {
   const double exposed = is_narrow(spec) ? 1.18 : 1.1;
   return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
 }
-/// Of two Q tiles of two groups at a time, each; and where a block has but one of them.
-constexpr double kCostOfTeam = 290, kCostOfTeamAlone = 170;
+/// Of two Q tiles of two warpgroups at a time, each; and where a CTA has only one of them.
+constexpr double kCostOfOneOfTwo = 290, kCostOfOneAlone = 170;
 /// By how much more where the tiles of a causal head are not one cluster's, which would read K and V once,
 /// though two tiles of 128 rows would do.
 constexpr double kApart = 1.1;
@@ -288,30 +288,30 @@ constexpr double kEndsOfSmallTiles = 1.04;
 constexpr double kRescalesMore = 1.05;
 
 double cost_of_tile(const AnalysedSpec& spec, const TileConfig& c) {
-  if (q_tiles_per_cta(spec, c) > 1) return kCostOfTeam;
+  if (q_tiles_per_cta(spec, c) > 1) return kCostOfOneOfTwo;
   const bool rescales_more = std::max(spec.head_dim, spec.v_dim()) > 192 && c.bc <= 64;
   return cost_of_groups(spec, c.warps / kGroupWarps) * (rescales_more ? kRescalesMore : 1);
 }
 
-/// Without a causal mask all Q tiles cost about the same: what counts is the rounds of them, on so many
-/// `slots`. The last one's tiles are cut where there is no mask, see kSplitTailWave in
+/// Without a causal mask all Q tiles cost about the same: what counts is the waves of them, on so many
+/// `slots`. The tail wave's tiles are split where there is no mask, see kSplitTailWave in
 /// templates/sm90/forward_policy.cuh.
-double cost_of_rounds(const AnalysedSpec& spec, const TileConfig& c, std::int64_t count, std::int64_t slots) {
+double cost_of_waves(const AnalysedSpec& spec, const TileConfig& c, std::int64_t count, std::int64_t slots) {
   const std::int64_t whole = count / slots, over = count % slots;
   const double all_whole = static_cast<double>(whole) * cost_of_tile(spec, c);
   if (over == 0) return all_whole;
   if (q_tiles_per_cta(spec, c) > 1)
-    return all_whole + (over * q_tiles_per_cta(spec, c) > slots ? kCostOfTeam : kCostOfTeamAlone);
+    return all_whole + (over * q_tiles_per_cta(spec, c) > slots ? kCostOfOneOfTwo : kCostOfOneAlone);
   const int groups = c.warps / kGroupWarps;
-  int pieces = 1;
+  int splits = 1;
   if (spec.mask.empty() && count > slots)
-    pieces = static_cast<int>(
-        sm90::tail_pieces(groups, static_cast<unsigned>(over), static_cast<unsigned>(slots)));
-  return all_whole + cost_of_groups(spec, (groups + pieces - 1) / pieces);
+    splits = static_cast<int>(
+        sm90::tail_splits(groups, static_cast<unsigned>(over), static_cast<unsigned>(slots)));
+  return all_whole + cost_of_groups(spec, (groups + splits - 1) / splits);
 }
 
-/// What it costs to join parts of the keys, in keys of one warp group: a launch, as long as three tiles, and
-/// O of each part written and read, measured.
+/// What it costs to combine splits of the keys, in keys of one warpgroup: a launch, as long as three tiles,
+/// and O of each split written and read, measured.
 double cost_of_combine(const AttentionShape& shape, std::int64_t splits) {
   const double of_row = 24 + 2 * static_cast<double>(splits);
   return 45000 + of_row * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
@@ -342,7 +342,7 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
   }
   if (!spec.is_causal)
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
-           cost_of_rounds(spec, c, rows * heads, slots);
+           cost_of_waves(spec, c, rows * heads, slots);
   const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
   const double apart = shape.seqlen_q <= 256 && rows > forward_cluster(spec, c) ? kApart : 1;
   const double ends = c.warps / kGroupWarps == 3 && c.bc <= 80 ? kEndsOfSmallTiles : 1;
@@ -433,7 +433,7 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
         for (int blocks = 1; blocks <= kMostBlocks; ++blocks)
           consider(forward_config(warps, bc, stages, blocks));
   for (int bc = 64; bc <= 128; bc += 16)
-    for (const int stages : {2, 3, 4}) consider(teams_config(bc, stages));
+    for (const int stages : {2, 3, 4}) consider(two_q_tiles_config(bc, stages));
   for (const int warps : {8, 12})
     for (const int bc : {64, 128})
       if (const TileConfig c = forward_config(warps, bc, 4); listed_rows(spec, c) < c.br) consider(c);
@@ -450,7 +450,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kGroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, {}};
+    boxes = {sm90::kWarpgroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, {}};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);

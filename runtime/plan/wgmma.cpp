@@ -11,7 +11,7 @@
 namespace flashjit::plan {
 namespace {
 
-/// One warp group's product of 64 rows, `columns` columns and depth 16, in the words of PTX.
+/// One warpgroup's product of 64 rows, `columns` columns and depth 16, in the words of PTX.
 class Product {
  public:
   Product(DType dtype, int columns) : dtype_(dtype), columns_(columns) {}
@@ -130,7 +130,7 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   };
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim());
-    return scores("multiply_scores", config.bc, sm90::kGroupRows, config.bc, whole ? spec.head_dim : 16) +
+    return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, whole ? spec.head_dim : 16) +
            function("multiply_output",
                     {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
   }

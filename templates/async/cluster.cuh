@@ -1,22 +1,22 @@
-// Thread block clusters: the shared memory of the other blocks of a cluster.
+// Thread block clusters: the shared memory of the other CTAs of a cluster.
 #pragma once
 
 namespace flashjit {
 
-/// Blocks in this cluster; 1 without clusters.
+/// CTAs in this cluster; 1 without clusters.
 __device__ __forceinline__ unsigned cluster_size() {
-  unsigned blocks;
-  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(blocks));
-  return blocks;
+  unsigned ctas;
+  asm("mov.u32 %0, %%cluster_nctaid.x;" : "=r"(ctas));
+  return ctas;
 }
-/// This block's rank in its cluster.
+/// This CTA's rank in its cluster.
 __device__ __forceinline__ int cluster_rank() {
   int rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-/// The address in block `rank` of what lies at `address` in this block's shared memory.
-__device__ __forceinline__ unsigned in_block(unsigned address, int rank) {
+/// The address in CTA `rank` of what lies at `address` in this CTA's shared memory.
+__device__ __forceinline__ unsigned in_cta(unsigned address, int rank) {
   unsigned there;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
   return there;
@@ -28,7 +28,7 @@ __device__ __forceinline__ void cluster_sync() {
       "barrier.cluster.wait.acquire;" ::
           : "memory");
 }
-/// Stores one word or four in another block's shared memory, and completes on an mbarrier there.
+/// Stores one word or four in another CTA's shared memory, and completes on an mbarrier there.
 __device__ __forceinline__ void store_remote(unsigned to, unsigned value, unsigned barrier) {
   asm volatile("st.async.weak.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(to),
                "r"(value), "r"(barrier)
@@ -41,12 +41,12 @@ __device__ __forceinline__ void store_remote(unsigned to, float4 value, unsigned
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
 }
-/// Arrives on another block's mbarrier to release a buffer that was read. Relaxed: it does not publish this
+/// Arrives on another CTA's mbarrier to release a buffer that was read. Relaxed: it does not publish this
 /// thread's writes, which would wait until the whole GPU could see them.
 __device__ __forceinline__ void barrier_arrive_remote(unsigned barrier) {
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-/// Copies `bytes` (a multiple of 16) to another block's shared memory, and completes on an mbarrier there.
+/// Copies `bytes` (a multiple of 16) to another CTA's shared memory, and completes on an mbarrier there.
 __device__ __forceinline__ void copy_remote(unsigned to, unsigned from, int bytes, unsigned barrier) {
   asm volatile(
       "cp.async.bulk.shared::cluster.shared::cta.mbarrier::complete_tx::bytes [%0], [%1], %2, "

@@ -66,7 +66,7 @@ __device__ __forceinline__ bool barrier_ready(unsigned barrier, int parity) {
       : "memory");
   return yes != 0;
 }
-/// Makes initialised mbarriers visible to the TMA unit.
+/// Makes initialised mbarriers visible to TMA.
 __device__ __forceinline__ void barrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// The TMA unit: copies of boxes of tensors between global and shared memory.
+// TMA: copies of boxes of tensors between global and shared memory.
 #pragma once
 
 #include "flashjit/common/tensor_maps.cuh"
@@ -45,7 +45,7 @@ __device__ __forceinline__ void store_box(const TensorMap& map, unsigned from, i
 }
 /// Closes this thread's bulk group.
 __device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-/// Waits until the TMA unit has read the sources of all this thread's bulk groups.
+/// Waits until TMA has read the sources of all this thread's bulk groups.
 __device__ __forceinline__ void bulk_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory");
 }
@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_line(unsigned to, const void* from, int byt
       "l"(from), "r"(bytes), "r"(barrier)
       : "memory");
 }
-/// Makes this thread's ordinary writes to shared memory visible to wgmma and the TMA unit.
+/// Makes this thread's ordinary writes to shared memory visible to wgmma and TMA.
 __device__ __forceinline__ void publish_to_async_proxy() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

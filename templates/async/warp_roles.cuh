@@ -18,7 +18,7 @@ __device__ __forceinline__ bool elected() {
   return yes != 0;
 }
 
-/// Gives registers of this warp group back; every warp of the group must execute it.
+/// Gives registers of this warpgroup back; every warp of the group must execute it.
 template <int kRegisters>
 __device__ __forceinline__ void lower_register_limit() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));

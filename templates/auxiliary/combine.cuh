@@ -1,5 +1,5 @@
-// After a forward pass whose blocks shared the keys of each Q tile: O = sum of exp(LSE_i - LSE) O_i over the
-// parts i of the keys, where LSE is that of all of them.
+// After a forward pass whose CTAs shared the keys of each Q tile: O = sum of exp(LSE_i - LSE) O_i over the
+// splits i of the keys, where LSE is that of all of them.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -9,7 +9,7 @@
 
 namespace flashjit::auxiliary {
 
-/// One block of 128 threads for one query of one head, whose warps take turns at the parts; grid:
+/// One CTA of 128 threads for one query of one head, whose warps share the splits; grid:
 /// batch * heads_q * seqlen_q.
 template <class P>
 __device__ void combine(const Params& p) {
@@ -23,14 +23,14 @@ __device__ void combine(const Params& p) {
   if (q >= sequence.seqlen_q(p)) return;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  const auto lse_at = [&](int part) { return lse_of<P>(p, part)[row]; };
+  const auto lse_at = [&](int split) { return lse_of<P>(p, split)[row]; };
   float highest = -infinity(), sum = 0.0f;
-  for (int part = lane; part < p.num_splits; part += 32) highest = fmaxf(highest, lse_at(part));
+  for (int split = lane; split < p.num_splits; split += 32) highest = fmaxf(highest, lse_at(split));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2)
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
   const float shift = highest == -infinity() ? 0.0f : highest;
-  for (int part = lane; part < p.num_splits; part += 32) sum += expf(lse_at(part) - shift);
+  for (int split = lane; split < p.num_splits; split += 32) sum += expf(lse_at(split) - shift);
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
   const float lse = sum > 0.0f ? shift + logf(sum) : -infinity();
@@ -39,11 +39,11 @@ __device__ void combine(const Params& p) {
 
   float4 o[kLaneChunks] = {};
 #pragma unroll 8
-  for (int part = warp; part < p.num_splits; part += kWarps) {
-    const float of_part = lse_at(part);
-    const bool has_o = of_part != -infinity();  // else there is memory, but nobody wrote it
-    const float weight = expf(of_part - shift) * factor;
-    const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, part) + row * P::kHeadDimV);
+  for (int split = warp; split < p.num_splits; split += kWarps) {
+    const float split_lse = lse_at(split);
+    const bool has_o = split_lse != -infinity();  // else there is memory, but it was not written
+    const float weight = expf(split_lse - shift) * factor;
+    const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, split) + row * P::kHeadDimV);
 #pragma unroll
     for (int i = 0; i < kLaneChunks; ++i) {
       const int chunk = lane + i * 32;

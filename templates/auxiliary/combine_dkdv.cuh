@@ -1,5 +1,5 @@
-// After a backward pass whose blocks shared the Q tiles of each KV tile: dK and dV, the sums of what the
-// parts of the queries gave to them.
+// After a backward pass whose CTAs shared the Q tiles of each KV tile: dK and dV, the sums of what the
+// splits of the queries gave to them.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -7,29 +7,29 @@
 
 namespace flashjit::auxiliary {
 
-/// Bit i: part i of the queries meets the KV tile, so that somebody wrote what it gives.
+/// Bit i: split i of the queries meets the KV tile, so its dK and dV were written.
 template <class P>
-__device__ __forceinline__ unsigned parts_with_queries(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                                       int kv_tile) {
-  const int part = threadIdx.x % 32;
-  const KvWorkTile<P> work(sequence.b, h_kv, kv_tile, part);
+__device__ __forceinline__ unsigned splits_with_queries(const Params& p, const Sequence<P>& sequence,
+                                                        int h_kv, int kv_tile) {
+  const int split = threadIdx.x % 32;
+  const KvWorkTile<P> work(sequence.b, h_kv, kv_tile, split);
   const bool meets =
-      part < p.num_splits && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
+      split < p.num_splits && p.seqlen_q > 0 && QWalk<P>(p, sequence, work).next(p, sequence).head >= 0;
   return __ballot_sync(kWholeWarp, meets);
 }
 
 /// Adds up rows of one of the two gradients, four columns a thread.
 template <class P, int kColumns>
 __device__ __forceinline__ void combine_rows(const Params& p, const Sequence<P>& sequence, int h_kv,
-                                             Range rows, unsigned parts, const float* from,
+                                             Range rows, unsigned splits, const float* from,
                                              const TensorParam& to) {
   constexpr int kChunks = kColumns / 4;
   for (int i = threadIdx.x; i < (rows.end - rows.begin) * kChunks; i += blockDim.x) {
     const int row = rows.begin + i / kChunks, column = i % kChunks * 4;
     float4 sum{};
-    for (int part = 0; part < p.num_splits; ++part) {
-      if ((parts >> part & 1u) == 0) continue;
-      const long long at = kv_row_of_split(p, part, sequence.b, h_kv, row) * kColumns + column;
+    for (int split = 0; split < p.num_splits; ++split) {
+      if ((splits >> split & 1u) == 0) continue;
+      const long long at = kv_row_of_split(p, split, sequence.b, h_kv, row) * kColumns + column;
       const float4 x = *reinterpret_cast<const float4*>(from + at);
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
@@ -39,7 +39,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, const Sequence<P>&
   }
 }
 
-/// One block of 128 threads for kCombinedRows keys of a head of K and V; grid: batch * heads_kv * seqlen_kv /
+/// One CTA of 128 threads for kCombinedRows keys of a head of K and V; grid: batch * heads_kv * seqlen_kv /
 /// kCombinedRows, rounded up for each head.
 template <class P>
 __device__ void combine_dkdv(const Params& p) {
@@ -50,9 +50,9 @@ __device__ void combine_dkdv(const Params& p) {
   const int h_kv = head % p.heads_kv;
   const Sequence<P> sequence(p, head / p.heads_kv);
   const Range rows = tile_range(piece, kCombinedRows, sequence.seqlen_kv(p));
-  const unsigned parts = parts_with_queries<P>(p, sequence, h_kv, rows.begin / P::kBc);
-  combine_rows<P, P::kHeadDim>(p, sequence, h_kv, rows, parts, p.dk_splits, p.dk);
-  combine_rows<P, P::kHeadDimV>(p, sequence, h_kv, rows, parts, p.dv_splits, p.dv);
+  const unsigned splits = splits_with_queries<P>(p, sequence, h_kv, rows.begin / P::kBc);
+  combine_rows<P, P::kHeadDim>(p, sequence, h_kv, rows, splits, p.dk_splits, p.dk);
+  combine_rows<P, P::kHeadDimV>(p, sequence, h_kv, rows, splits, p.dv_splits, p.dv);
 }
 
 }  // namespace flashjit::auxiliary

@@ -56,7 +56,7 @@ __device__ __forceinline__ void reset_semaphores(const Params& p) {
     *clear_counter(p) = p.heads_cleared * pieces;
 }
 
-/// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
+/// One CTA of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
 __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();

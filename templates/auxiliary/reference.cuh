@@ -1,5 +1,5 @@
 // Attention on the GPU as it is written in a textbook, for checking the real kernels at sizes where the CPU
-// would take too long. Nothing is tiled or fused: one block of 128 threads computes one query's row.
+// would take too long. Nothing is tiled or fused: one CTA of 128 threads computes one query's row.
 #pragma once
 
 #include "flashjit/auxiliary/reference_params.cuh"
@@ -110,7 +110,7 @@ struct Softmax {
   __device__ double prob(double score) const { return nothing() ? 0.0 : exp(score - max) / sum; }
 };
 
-/// Sum or maximum over the block's threads; every thread must call it and gets the result.
+/// Sum or maximum over the CTA's threads; every thread must call it and gets the result.
 template <class P, class Combine>
 __device__ double reduce(const ReferenceRow<P>& r, double value, Combine combine) {
   __syncthreads();
@@ -167,7 +167,7 @@ __device__ void reference_output(const ReferenceRow<P>& r, const Softmax& softma
   __syncthreads();
 }
 
-/// Blocks: batch * heads_q * q_count. O and LSE.
+/// CTAs: batch * heads_q * q_count. O and LSE.
 template <class P, class Real>
 __device__ void reference_forward(const ReferenceParams& params) {
   const ReferenceRow<P> r(params);
@@ -216,7 +216,7 @@ __device__ void add_to_key(const ReferenceParams& params, const ReferenceRow<P>&
   }
 }
 
-/// Blocks: batch * heads_q * q_count. dQ of each row, and what the row adds to dK and dV; their sums are not
+/// CTAs: batch * heads_q * q_count. dQ of each row, and what the row adds to dK and dV; their sums are not
 /// rounded.
 template <class P, class Real>
 __device__ void reference_backward(const ReferenceParams& params) {
@@ -257,7 +257,7 @@ __device__ void reference_backward(const ReferenceParams& params) {
   }
 }
 
-/// Blocks: any number, of kReferenceThreads. The sum of four uniform numbers is normal enough.
+/// CTAs: any number, of kReferenceThreads. The sum of four uniform numbers is normal enough.
 template <class P>
 __device__ void fill(const FillParams& params) {
   using Element = typename P::Element;

@@ -7,7 +7,7 @@
 
 namespace flashjit::auxiliary {
 
-/// One block of 128 threads for one query head, after preprocess; grid: heads_q. Rows in a fixed order: the
+/// One CTA of 128 threads for one query head, after preprocess; grid: heads_q. Rows in a fixed order: the
 /// same bits on every run.
 template <class P>
 __device__ void sink_grads(const Params& p) {

@@ -11,7 +11,7 @@ namespace flashjit::auxiliary {
 
 constexpr int kListThreads = 128;
 
-/// How many threads of the block before this one say yes, and how many in all. Every thread must call it.
+/// How many threads of the CTA before this one say yes, and how many in all. Every thread must call it.
 struct Prefix {
   int before, total;
 };
@@ -154,7 +154,7 @@ __device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>&
   return bits;
 }
 
-/// Lists the tiles that any rows of the Q tile meet, with which rows do; returns how many tiles. A warp group
+/// Lists the tiles that any rows of the Q tile meet, with which rows do; returns how many tiles. A warpgroup
 /// that skips a tile should have another to compute meanwhile, so tiles that the first rows meet, but not
 /// all, alternate with those that only later rows meet. Tiles are visited from the last on: the list ends
 /// with one for the later rows, whose groups then begin while the others end the Q tile before; before it are
@@ -196,7 +196,7 @@ __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& s
   return in_all;
 }
 
-/// Before a forward pass whose blocks take listed work: the first is next. One block, for calls that are
+/// Before a forward pass whose CTAs take listed work: the first is next. One CTA, for calls that are
 /// given their lists; else tile_lists does it.
 template <class P>
 __device__ void reset_work(const Params& p) {
@@ -204,7 +204,7 @@ __device__ void reset_work(const Params& p) {
   if (threadIdx.x == 0) *q_tile_counter(p) = 0;
 }
 
-/// One block of 128 threads for one list; grid: sets * rows, some without work where lists are shared. With
+/// One CTA of 128 threads for one list; grid: sets * rows, some without work where lists are shared. With
 /// ordered additions it also marks in `rank` which tiles it lists, for list_ranks.
 template <class P>
 __device__ void tile_lists(const Params& p) {
@@ -221,7 +221,7 @@ __device__ void tile_lists(const Params& p) {
 
   int* entries = p.lists.entries + list * columns;
   int count = 0;
-  if constexpr (kTellsRows<P>) {
+  if constexpr (kEntriesHaveRowBits<P>) {
     count = list_by_rows(p, set, row_range, columns, entries);
   } else {
     for (int first = 0; first < columns; first += kListThreads) {
@@ -251,7 +251,7 @@ __device__ void tile_lists(const Params& p) {
 }
 
 /// From "which KV tiles list a Q tile" to the rank of each among them, the last first: the order in which
-/// they add to its dQ. One block for 32 columns of a set of lists, each warp for a part of the rows; grid:
+/// they add to its dQ. One CTA for 32 columns of a set of lists, each warp for a part of the rows; grid:
 /// sets * columns / 32, rounded up.
 template <class P>
 __device__ void list_ranks(const Params& p) {

@@ -35,13 +35,13 @@ __device__ __forceinline__ float as_read(Half x) {
 __device__ __forceinline__ int clamped_index(int index, int size) { return max(min(index, size - 1), 0); }
 
 /// Where an index was computed; -1: at any.
-struct ReadPlace {
+struct ReadPosition {
   int b, h, q, kv;
 };
 
 /// A debug mode: prints each index that is clamped, if `exists`: if the pair that reads exists.
 template <class... Indices>
-__device__ __noinline__ void check_indices(bool exists, ReadPlace at, const char* name,
+__device__ __noinline__ void check_indices(bool exists, ReadPosition at, const char* name,
                                            const CaptureParam& tensor, Indices... indices) {
   const int index[] = {indices...};
   for (int i = 0; exists && i < static_cast<int>(sizeof...(indices)); ++i) {
@@ -99,18 +99,18 @@ __device__ __forceinline__ BiasTile bias_tile_of(const CaptureParam& tensor, int
                                                  Indices... indices) {
   constexpr int kLeading = sizeof...(Indices);
   const int index[] = {indices..., 0};
-  BiasTile plane = {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
-                    tensor.stride[kLeading],
-                    tensor.stride[kLeading + 1],
-                    tensor.size[kLeading],
-                    tensor.size[kLeading + 1],
-                    q_shift,
-                    kv_shift,
-                    {0, 0}};
+  BiasTile bias = {static_cast<const unsigned short*>(tensor.data) + offset_of(tensor, indices...),
+                   tensor.stride[kLeading],
+                   tensor.stride[kLeading + 1],
+                   tensor.size[kLeading],
+                   tensor.size[kLeading + 1],
+                   q_shift,
+                   kv_shift,
+                   {0, 0}};
 #pragma unroll
   for (int i = 0; i < kLeading; ++i)
-    if (tensor.stride[i] != 0) plane.leading[kLeading - 1 - i] = clamped_index(index[i], tensor.size[i]);
-  return plane;
+    if (tensor.stride[i] != 0) bias.leading[kLeading - 1 - i] = clamped_index(index[i], tensor.size[i]);
+  return bias;
 }
 
 /// Where the gradient of tensor[indices...] is; the gradient is contiguous.

@@ -3,17 +3,17 @@
 
 namespace flashjit {
 
-/// Where a head's pairs add: anywhere; at a place that depends on kv - q alone, as the factor does; or each
-/// at a place of its own, which bias_tile_grad() gives.
-enum class Places { any, by_difference, own };
+/// To which elements the pairs of a head add: to any; to one that depends on kv - q alone, as the factor
+/// does; or each to an element of its own, which bias_tile_grad() gives.
+enum class AccumulationPattern { any, by_difference, own };
 
-/// One of the additions that each pair makes. `shared`: pairs of a head may add to the same place.
+/// One of the additions that each pair makes. `shared`: pairs of a head may add to the same element.
 /// `of_score`: it adds the gradient of p.softmax_scale * dot.
-template <int index, bool shared, Places places, bool of_score>
+template <int index, bool shared, AccumulationPattern pattern, bool of_score>
 struct Addition {
   static constexpr int kIndex = index;
   static constexpr bool kShared = shared, kOfScore = of_score;
-  static constexpr Places kPlaces = places;
+  static constexpr AccumulationPattern kPattern = pattern;
 };
 
 /// ds times a derivative, which may be anything where no gradient comes.
@@ -25,11 +25,11 @@ __device__ __forceinline__ void add_to_memory(float* at, float value) {
   if (value != 0.0f) atomicAdd(at, value);
 }
 
-/// Adds each lane's value to its place; neighbours with one place add as one. By a whole warp.
+/// Adds each lane's value to its element; neighbouring lanes with the same element add once. By a whole warp.
 __device__ __forceinline__ void add_by_runs(float* at, float value) {
   const unsigned lane = threadIdx.x % 32;
-  const auto place = reinterpret_cast<unsigned long long>(at);
-  const bool begins = __shfl_up_sync(~0u, place, 1) != place || lane == 0;
+  const auto address = reinterpret_cast<unsigned long long>(at);
+  const bool begins = __shfl_up_sync(~0u, address, 1) != address || lane == 0;
   const unsigned beginners = __ballot_sync(~0u, begins), later = beginners & ~((2u << lane) - 1);
   if (beginners != ~0u) {
     const unsigned end = later == 0 ? 32 : __ffs(static_cast<int>(later)) - 1;
@@ -42,9 +42,10 @@ __device__ __forceinline__ void add_by_runs(float* at, float value) {
   if (begins) add_to_memory(at, value);
 }
 
-/// What a thread's pairs of a tile add. Successive additions to one place become one, and in the end also
-/// those of a warp's lanes: atomics on one line are done one after the other, 0.9 ns each on an H100. Each of
-/// a thread's keys has its own sum, because its pairs with the queries may share a place (gate[h, kv]).
+/// What a thread's pairs of a tile add. Successive additions to one element are summed first, and in the end
+/// those of a warp's lanes, too: atomics on one line are done one after the other, 0.9 ns each on an H100.
+/// Each of a thread's keys has its own sum, because its pairs with the queries may share an element
+/// (gate[h, kv]).
 template <int kCount, int kKeys>
 class CaptureSums {
  public:
@@ -90,12 +91,12 @@ class CaptureSums {
     }
     __device__ __forceinline__ void end() {
       if (__all_sync(~0u, value == 0.0f)) return;
-      const auto place = reinterpret_cast<unsigned long long>(at);
-      const bool one_place = __all_sync(~0u, __shfl_sync(~0u, place, 0) == place);
+      const auto address = reinterpret_cast<unsigned long long>(at);
+      const bool same = __all_sync(~0u, __shfl_sync(~0u, address, 0) == address);
       unsigned taken = 0;  // bits of the lane's number: those without them have what the others had
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) {
-        if (!one_place && !__all_sync(~0u, __shfl_xor_sync(~0u, place, bit) == place)) continue;
+        if (!same && !__all_sync(~0u, __shfl_xor_sync(~0u, address, bit) == address)) continue;
         value += __shfl_xor_sync(~0u, value, bit);
         taken |= bit;
       }

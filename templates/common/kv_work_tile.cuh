@@ -1,4 +1,4 @@
-// The work tiles of the backward pass: which KV tile a block takes, in which order.
+// The work tiles of the backward pass: which KV tile a CTA takes, in which order.
 #pragma once
 
 #include "flashjit/common/split.cuh"
@@ -21,15 +21,15 @@ template <class P>
 constexpr bool kLptOrder = (P::kMaskBounds == 1 && !kLists<P>);
 
 /// The index, head by head, of the KV tile that comes as the `number`-th. Most heads come one after the
-/// other, so that blocks read a head's Q together. The last heads come in LPT order (longest processing time
+/// other, so that CTAs read a head's Q together. The last heads come in LPT order (longest processing time
 /// first), all their first KV tiles before all their second: else some of the longest would begin when most
-/// blocks end.
+/// CTAs end.
 __device__ __forceinline__ unsigned lpt_order(const Params& p, unsigned number, unsigned tiles) {
   const unsigned mixed = p.lpt_heads, first = (p.heads_kv * p.batch - mixed) * tiles;
   return number < first ? number : first + (number - first) % mixed * tiles + (number - first) / mixed;
 }
 
-/// A block's work: a KV tile, and which split of its Q tiles. With ordered additions the last KV tile comes
+/// A CTA's work: a KV tile, and which split of its Q tiles. With ordered additions the last KV tile comes
 /// first: under a causal mask it has the fewest Q tiles, so that the others need not wait for it.
 template <class P>
 struct KvWorkTile {

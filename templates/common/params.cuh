@@ -19,7 +19,7 @@ struct TileListParam {
                      ///< largest value of the mask's terms over each tile; made by the term_bounds entry
 };
 
-/// Rows of dK and dV that a block of the combine_dkdv entry adds up, and the most splits that it can.
+/// Rows of dK and dV that a CTA of the combine_dkdv entry adds up, and the most splits that it can.
 constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
 constexpr int kMaxCaptures = 8, kMaxScalars = 8;
@@ -36,13 +36,13 @@ struct CaptureParam {
   int size[4];
 };
 
-/// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warp group is of
+/// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warpgroup is of
 /// query r / heads and of head r % heads of a set.
 struct PackedHeadsParam {
   int shared;   ///< heads of Q for each of K and V
   int heads;    ///< of a set: all of these, or as many as make equal sets, the last of which may lack some
   int sets;     ///< for each head of K and V
-  int queries;  ///< of a warp group
+  int queries;  ///< of a warpgroup
   unsigned inverse;  ///< 2^16 / heads, rounded up: row * inverse / 2^16 is row / heads
 };
 

@@ -73,8 +73,8 @@ struct ExampleProblem {
   static constexpr int kMaskRowTerms = 0;        // listed only: how many mask_row_term() there are
   static constexpr int kMaskColumnTerms = 0;     // and mask_column_term()
   static constexpr int kCaptureGrads = 0;        // additions of add_capture_grads()
-  // Of these, the last are those with Places::by_difference, but for a very last one with Places::own, for
-  // which there is bias_tile_grad().
+  // Of these, the last are those with AccumulationPattern::by_difference, but for a very last one with
+  // AccumulationPattern::own, for which there is bias_tile_grad().
   static constexpr int kDifferenceGrads = 0;
   static constexpr bool kBiasTileGrad = false;
 

@@ -43,7 +43,7 @@ __device__ __forceinline__ T* opaque(T* pointer) {
   return pointer;
 }
 
-/// Named barriers among some warps of the block; 0 is __syncthreads().
+/// Named barriers among some warps of the CTA; 0 is __syncthreads().
 __device__ __forceinline__ void named_barrier_sync(int name, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned shared_address(const void* pointer) {
   return static_cast<unsigned>(__cvta_generic_to_shared(pointer));
 }
 
-// Programmatic dependent launch: a grid may start when all blocks of the one before have allowed it, and
+// Programmatic dependent launch: a grid may start when all CTAs of the one before have allowed it, and
 // waits until these have ended before it reads what they write.
 template <class P>
 __device__ __forceinline__ void let_next_grid_start() {

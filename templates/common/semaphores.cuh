@@ -1,5 +1,5 @@
 // Params::semaphores: the tile counters by which blocks take work, and the semaphores by which they wait for
-// each other. Work belongs to a block that runs, so that a wait always ends.
+// each other. Work belongs to a CTA that runs, so that a wait always ends.
 #pragma once
 
 #include "flashjit/common/tile_lists.cuh"

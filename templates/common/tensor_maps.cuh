@@ -4,10 +4,11 @@
 namespace flashjit {
 
 /// The driver's CUtensorMap to the host, opaque to kernels. `o` is O in the forward pass and dO in the
-/// backward pass; `plane` is the captured bias, all zeros where TMA cannot copy it.
+/// backward pass; `bias` is the captured tensor of the
+/// bias tile, all zeros where TMA cannot load it.
 template <class Map>
 struct TensorMapsOf {
-  Map q, k, v, o, plane;
+  Map q, k, v, o, bias;
 };
 
 }  // namespace flashjit

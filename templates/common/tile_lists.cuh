@@ -36,10 +36,10 @@ constexpr bool kListedDqOrder = (P::kBackward && P::kDeterministic && kLists<P>)
 /// which do (tile numbers stay below 2^27), and auxiliary/tile_lists.cuh has an order for such tiles.
 constexpr int kListedRowsBit = 28;
 template <class P>
-constexpr bool kTellsRows = (P::kListedRows < P::kBr);
+constexpr bool kEntriesHaveRowBits = (P::kListedRows < P::kBr);
 template <class P>
 __device__ __forceinline__ int tile_of_entry(int entry) {
-  return (kTellsRows<P> ? entry & ((1 << kListedRowsBit) - 1) : entry) >> 1;
+  return (kEntriesHaveRowBits<P> ? entry & ((1 << kListedRowsBit) - 1) : entry) >> 1;
 }
 
 /// How many sets of lists there are: one for each batch entry and head that map and mask tell apart.

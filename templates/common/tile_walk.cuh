@@ -103,9 +103,9 @@ struct QTiles {
   }
 };
 
-/// Which keys of a KV tile are a block's, and whether it visits every Q tile, also those that meet none of
+/// Which keys of a KV tile are a CTA's, and whether it visits every Q tile, also those that meet none of
 /// them.
-struct BlockKeys {
+struct CtaKeys {
   int first, count;
   bool every_q_tile = false;
 };
@@ -119,7 +119,7 @@ struct QWalk {
   Range kv, own;
 
   __device__ QWalk(const Params& p, const Sequence<P>& sequence, const KvWorkTile<P>& work,
-                   BlockKeys keys = {0, P::kBc})
+                   CtaKeys keys = {0, P::kBc})
       : kv_tile(work.kv_tile),
         split(work.split),
         seqused_kv(sequence.seqused_kv(p)),

@@ -19,7 +19,7 @@ __device__ __forceinline__ void zero_rows(const TensorParam& tensor, int heads, 
   }
 }
 
-/// O of the forward pass. No block need wait for it: nothing else touches these rows.
+/// O of the forward pass. No CTA need wait for it: nothing else touches these rows.
 template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
   if constexpr (P::kVarlen) {

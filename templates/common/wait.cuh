@@ -1,9 +1,9 @@
-// Waits for another block's work, and when a wait is a hang: RuntimeOptions::check_waits.
+// Waits for another CTA's work, and when a wait is a hang: RuntimeOptions::check_waits.
 #pragma once
 
 namespace flashjit {
 
-/// A longer wait is a hang. The longest other wait is for all blocks' work on a head: seconds at a million
+/// A longer wait is a hang. The longest other wait is for all CTAs' work on a head: seconds at a million
 /// tokens.
 constexpr unsigned long long kHangNanoseconds = 10'000'000'000;
 

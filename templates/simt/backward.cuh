@@ -1,5 +1,5 @@
-// Backward pass of family simt, after the preprocess entry: one kernel for dK and dV, whose blocks own a tile
-// of K and V, and one for dQ, whose blocks own a tile of Q. Both recompute P, no two blocks add to one place,
+// Backward pass of family simt, after the preprocess entry: one kernel for dK and dV, whose CTAs own a tile
+// of K and V, and one for dQ, whose CTAs own a tile of Q. Both recompute P, no two CTAs add to one place,
 // and so the bits are the same on every run.
 #pragma once
 
@@ -82,11 +82,11 @@ __device__ __forceinline__ void gradient_tile(typename T::Scores& s, typename T:
   if constexpr (kAdds) sums.end();
 }
 
-/// Blocks: batch * heads_kv * ceil(seqlen_kv / Bc). Rows of the tile are keys, columns are queries.
+/// CTAs: batch * heads_kv * ceil(seqlen_kv / Bc). Rows of the tile are keys, columns are queries.
 template <class Problem>
 __device__ void backward_dkdv(const Params& p) {
   using T = Tile<Problem, Problem::kBc, Problem::kBr>;
-  const Work work = work_of_block(tiles_of(p.seqlen_kv, Problem::kBc), p.heads_kv);
+  const Work work = work_of_cta(tiles_of(p.seqlen_kv, Problem::kBc), p.heads_kv);
   const int group = p.qhead_per_kvhead();
   const int kv_first = work.tile * Problem::kBc;
   const Sequence<Problem> sequence(p, work.b);
@@ -124,11 +124,11 @@ __device__ void backward_dkdv(const Params& p) {
   store_result(dv, kv_matrix(sequence, p.dv, work.h, sequence.seqlen_kv(p)), kv_first);
 }
 
-/// Blocks: batch * heads_q * ceil(seqlen_q / Br). Rows of the tile are queries, columns are keys.
+/// CTAs: batch * heads_q * ceil(seqlen_q / Br). Rows of the tile are queries, columns are keys.
 template <class Problem>
 __device__ void backward_dq(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
-  const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
+  const Work work = work_of_cta(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
   const int h = work.h, h_kv = h / p.qhead_per_kvhead();
   const Sequence<Problem> sequence(p, work.b);
   const auto head = sequence.head(p, h);

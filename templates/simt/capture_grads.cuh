@@ -1,5 +1,5 @@
 // Gradients of captured tensors with the same bits on every run, instead of the atomic additions of
-// backward_dq. Each block sums what a tile of pairs adds to each place, and adds it to memory when the tiles
+// backward_dq. Each CTA sums what a tile of pairs adds to each place, and adds it to memory when the tiles
 // before have been added: one tile after the other, which is slow.
 #pragma once
 
@@ -114,7 +114,7 @@ __device__ void sum_for_place(const PairAdditions<T>& additions, int pair, float
   }
 }
 
-/// Blocks: any number. Tiles are numbered as they start, so that a block waits only for blocks that run.
+/// CTAs: any number. Tiles are numbered as they start, so that a CTA waits only for CTAs that run.
 template <class Problem>
 __device__ void capture_grads(const Params& p) {
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;

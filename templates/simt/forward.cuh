@@ -1,4 +1,4 @@
-// Forward pass of family simt: FlashAttention-2. A block owns a tile of Q and walks over the tiles of K and
+// Forward pass of family simt: FlashAttention-2. A CTA owns a tile of Q and walks over the tiles of K and
 // V.
 #pragma once
 
@@ -94,12 +94,12 @@ __device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>&
   }
 }
 
-/// Blocks: batch * heads_q * ceil(seqlen_q / Br).
+/// CTAs: batch * heads_q * ceil(seqlen_q / Br).
 template <class Problem>
 __device__ void forward(const Params& p) {
   zero_unused_rows_of_output<Problem>(p);
   using T = Tile<Problem, Problem::kBr, Problem::kBc>;
-  const Work work = work_of_block(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
+  const Work work = work_of_cta(tiles_of(p.seqlen_q, Problem::kBr), p.heads_q);
   const int h = work.h, h_kv = h / p.qhead_per_kvhead();
   const Sequence<Problem> sequence(p, work.b);
   const auto head = sequence.head(p, h);

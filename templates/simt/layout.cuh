@@ -36,7 +36,7 @@ FLASHJIT_HOST_DEVICE constexpr int shared_bytes(int rows, int columns) {
 /// rest.
 constexpr int kMaxRowsPerThread = 4;
 
-/// Whether the threads of a block can share a tile of so many rows and columns: evenly, and without spilling.
+/// Whether the threads of a CTA can share a tile of so many rows and columns: evenly, and without spilling.
 FLASHJIT_HOST_DEVICE constexpr bool shares_tile(int rows, int columns, int warps) {
   return rows % groups(warps) == 0 && columns % kLanes == 0 && rows / groups(warps) <= kMaxRowsPerThread;
 }

@@ -18,7 +18,7 @@ struct alignas(sizeof(Element) * kCount) Vector {
 };
 using Float4 = Vector<float, 4>;
 
-/// A tile of kRows x kColumns scores shared by the block's threads: a thread holds rows group() + kGroups * i
+/// A tile of kRows x kColumns scores shared by the CTA's threads: a thread holds rows group() + kGroups * i
 /// and columns lane() + kLanes * j.
 template <class Problem, int kRowCount, int kColumnCount>
 struct Tile {
@@ -141,7 +141,7 @@ __device__ __forceinline__ void multiply_transposed(typename T::Scores& scores, 
   }
 }
 
-/// Puts the tile where the threads that share its rows can read it. They are of one warp: no block-wide
+/// Puts the tile where the threads that share its rows can read it. They are of one warp: no CTA-wide
 /// barrier.
 template <class T>
 __device__ __forceinline__ void store_tile(const Shared& shared, const typename T::Scores& values) {
@@ -224,14 +224,14 @@ __device__ __forceinline__ void store_result(const Result<T, kDim>& result, cons
   }
 }
 
-/// One block's place in a one-dimensional grid of (tile, head, batch), tile fastest.
+/// A CTA's work in a one-dimensional grid of (tile, head, batch), tile fastest.
 struct Work {
   int tile, h, b;
 };
 
-__device__ __forceinline__ Work work_of_block(int tiles, int heads) {
-  const int block = static_cast<int>(blockIdx.x);
-  return {block % tiles, block / tiles % heads, block / tiles / heads};
+__device__ __forceinline__ Work work_of_cta(int tiles, int heads) {
+  const int cta = static_cast<int>(blockIdx.x);
+  return {cta % tiles, cta / tiles % heads, cta / tiles / heads};
 }
 
 __device__ __forceinline__ int tiles_of(int length, int tile) { return (length + tile - 1) / tile; }

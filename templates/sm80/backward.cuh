@@ -1,7 +1,7 @@
-// Backward pass with mma.sync (FlashAttention-2, algorithm 2): one thread block a KV tile, Q tiles streamed
+// Backward pass with mma.sync (FlashAttention-2, algorithm 2): one CTA a KV tile, Q tiles streamed
 // through shared memory by cp.async. S and dP are computed transposed, so that P^T and dS^T feed dV and dK
 // from registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
-// With split2 two warps have the same rows: backward_pairs.cuh. Where KV tiles are few, blocks share the Q
+// With split2 two warps have the same rows: backward_pairs.cuh. Where KV tiles are few, CTAs share the Q
 // tiles of one (split-Q), and the combine_dkdv entry adds up what each gives.
 #pragma once
 

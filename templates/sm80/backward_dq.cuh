@@ -1,4 +1,4 @@
-// dQ += dS K: the block's warps multiply, and add to the fp32 accumulator in global memory.
+// dQ += dS K: the CTA's warps multiply, and add to the fp32 accumulator in global memory.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"

@@ -1,4 +1,4 @@
-// Which KV tile is a block's work in the backward pass, and the copies of the Q tiles that it meets.
+// Which KV tile is a CTA's work in the backward pass, and the copies of the Q tiles that it meets.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -7,13 +7,13 @@
 
 namespace flashjit::sm80 {
 
-/// The index of this block's work tile. With ordered additions work tiles are numbered as blocks start: a
-/// block that waits for its turn then waits for one that already runs. Uses the first word of shared memory.
+/// The index of this CTA's work tile. With ordered additions work tiles are numbered as CTAs start: a
+/// CTA that waits for its turn then waits for one that already runs. Uses the first word of shared memory.
 template <class P>
 __device__ __forceinline__ unsigned next_work_tile(const Params& p, char* shared) {
   unsigned work = blockIdx.x;
   if constexpr (P::kDeterministic) {
-    // Without queries no block waits, and the counter has not been cleared.
+    // Without queries no CTA waits, and the counter has not been cleared.
     int* next = reinterpret_cast<int*>(shared);
     if (threadIdx.x == 0)
       *next = p.seqlen_q > 0 ? atomicAdd(kv_tile_counter(p), 1) : static_cast<int>(blockIdx.x);

@@ -6,7 +6,7 @@
 
 namespace flashjit::sm80 {
 
-/// One block of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
+/// One CTA of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
 __device__ void convert_dq(const Params& p) {
   using Element = typename P::Element;

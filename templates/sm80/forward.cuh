@@ -1,4 +1,4 @@
-// Forward pass with mma.sync (FlashAttention-2, algorithm 1): one thread block a Q tile, KV tiles streamed
+// Forward pass with mma.sync (FlashAttention-2, algorithm 1): one CTA a Q tile, KV tiles streamed
 // through shared memory by cp.async, each warp owns rows of S, P and O in registers. Where registers allow,
 // P V of a tile is computed among the softmax of the next one (FlashAttention-3, section 3.2): tensor cores
 // and exponentials then work at the same time within a warp, too.

@@ -20,7 +20,7 @@ struct ForwardPolicy {
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   /// P V of a tile is computed among the softmax of the next one: if registers suffice, and not where small
-  /// blocks are several a multiprocessor and hide each other's waits.
+  /// CTAs are several a multiprocessor and hide each other's waits.
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
   static constexpr bool kLatePv =

@@ -1,4 +1,4 @@
-// Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A block takes
+// Backward pass for Hopper: FlashAttention-2's algorithm 2 with FlashAttention-3's warp roles. A CTA takes
 // one KV tile after the other, and for each it visits the Q tiles that meet it:
 //
 //   S  = Q K^T       P  = exp2(S - LSE)
@@ -8,30 +8,30 @@
 //
 // S and dP are computed transposed, so that P^T and dS^T are left operands of dV and dK.
 //
-// Of three warp groups two are consumers, which compute. The warps of the third are:
+// Of three warpgroups two are consumers, which compute. The warps of the third are:
 //
-//   0     the producer, which loads by the TMA unit (backward_producer.cuh)
+//   0     the producer, which loads by TMA (backward_producer.cuh)
 //   1, 2  one for each consumer, adds its dQ to global memory (backward_dq.cuh), and gradients of captured
 //         tensors that are sums of dS (ds_grads.cuh)
 //   3     writes zeros for keys without queries (backward_epilogue.cuh), then clears and converts dQ
 //         (convert_dq.cuh), which the consumers do, too, when they are done
 //
-// Blocks and consumers share a KV tile in one of four ways (backward_policy.cuh):
+// CTAs and consumers share a KV tile in one of four ways (backward_policy.cuh):
 //
-// - Narrow: up to 128 columns a block has 128 keys, each consumer 64 of them. P^T and dS^T feed dV and dK
+// - Narrow: up to 128 columns a CTA has 128 keys, each consumer 64 of them. P^T and dS^T feed dV and dK
 //   from registers. Only dQ needs the other consumer's dS.
-// - Narrow, in a cluster: blocks with 128 keys each share a larger KV tile. They send each other their parts
-//   of dQ, and each sums up some of the columns. If the KV tile has all keys of a row the sum is dQ, and
+// - Narrow, in a cluster: CTAs with 128 keys each share a larger KV tile. They send each other
+//   partial dQ, and each sums up some of the columns. If the KV tile has all keys of a row the sum is dQ, and
 //   nothing is cleared, added to or converted in global memory.
 // - Wide: above 128 columns the registers of one consumer do not hold its rows of dK and dV. There, and in KV
 //   tiles of 64 keys, both consumers have the same 64 keys. Each computes half of the queries of S and dP,
 //   and half of the columns of dK and dV, from P and dS in shared memory.
 // - Wide, in a cluster: above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
-//   products. So two blocks share a KV tile of 128 keys: each has 64 of them, sends the other its dS, and
+//   products. So two CTAs share a KV tile of 128 keys: each has 64 of them, sends the other its dS, and
 //   computes half of the columns of dQ for all 128.
 //
-// Split-Q: where KV tiles are few and their queries many, several blocks take one KV tile, each with a part
-// of the queries. Each stores its part of dK and dV in fp32, and the combine_dkdv entry adds them up.
+// Split-Q: where KV tiles are few and their queries many, several CTAs take one KV tile, each with a split
+// of the queries. Each stores its partial dK and dV in fp32, and the combine_dkdv entry adds them up.
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"
@@ -54,8 +54,8 @@ __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem
   return true;
 }
 
-/// A consumer warp group with 64 keys of its own. It computes dQ of a Q tile only when it has dS of the next,
-/// since it needs the other warp group's dS, too: so neither waits for the other, and the products of one run
+/// A consumer warpgroup with 64 keys of its own. It computes dQ of a Q tile only when it has dS of the next,
+/// since it needs the other warpgroup's dS, too: so neither waits for the other, and the products of one run
 /// under the other's softmax.
 template <class P>
 __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps& maps,
@@ -81,13 +81,13 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     publish_to_async_proxy();  // dS, which has not been read yet: the products need not wait for it
     const bool first = smem.q_tile(i).first;
-    multiply_wait<2>();
+    wgmma_wait<2>();
     pin(dq);
     barrier_arrive(smem.ds_full(i));
     if (!first) hand_on_dq(smem, i - 1, wg, dq);
     const bool last = smem.q_tile(i).last;
     sums.end();  // under the products
-    multiply_wait<0>();
+    wgmma_wait<0>();
     pin(dk);
     pin(dv);
     // Every thread arrives, as it has read LSE, D and what the stage holds.
@@ -96,21 +96,21 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     if (last) {
       smem.wait_ds(i);
       start_dq(smem, i, wg, dq);  // dQ += dS K, of this Q tile
-      multiply_wait<0>();
+      wgmma_wait<0>();
       pin(dq);
       barrier_arrive(smem.kv_empty());
       hand_on_dq(smem, i, wg, dq);
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
-  multiply_wait<0>();
+  wgmma_wait<0>();
   pin(s);
   if constexpr (Policy::kReadsDs) barrier_arrive(smem.ds_full(i));  // there is no dS any more
   wait_dq_empty(smem, i, wg);
   signal_dq_full(smem, i, wg);
 }
 
-/// A consumer warp group that has the same 64 keys as the other: half of the queries of S and dP, half of the
+/// A consumer warpgroup that has the same 64 keys as the other: half of the queries of S and dP, half of the
 /// columns of dK, dV and dQ, for which both write P and dS to shared memory.
 template <class P>
 __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& maps,
@@ -137,12 +137,12 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     start_dq(smem, i, wg, dq);                          // dQ += dS K
     start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     const bool last = smem.q_tile(i).last;
-    multiply_wait<1>();
+    wgmma_wait<1>();
     pin(dq);
     pin(dv);
     wait_dq_empty(smem, i, wg);
     stage_dq<0, Policy::kDqStepsInDout>(smem, i, wg, dq);  // over dO, which has been read
-    multiply_wait<0>();
+    wgmma_wait<0>();
     pin(dk);
     stage_dq<Policy::kDqStepsInDout, Policy::kDqSteps>(smem, i, wg, dq);
     signal_dq_full(smem, i, wg);  // the thread that adds dQ releases the stage
@@ -151,13 +151,13 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
-  multiply_wait<0>();
+  wgmma_wait<0>();
   pin(s);
   wait_dq_empty(smem, i, wg);
   signal_dq_full(smem, i, wg);
 }
 
-/// The same in a cluster of two blocks, each with 64 keys: they exchange dS, and a warp group computes a
+/// The same in a cluster of two CTAs, each with 64 keys: they exchange dS, and a warpgroup computes a
 /// quarter of the columns of dQ, for the keys of both.
 template <class P>
 __device__ __forceinline__ void consume_wide_cluster(const Params& p, const TensorMaps& maps,
@@ -182,14 +182,14 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     smem.wait_ds(i);
     send_ds(smem, i, wg);
     start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
-    multiply_wait<1>();
+    wgmma_wait<1>();
     pin(dv);
     smem.release_dout(i);
     barrier_wait<P>(smem.other_ds_full(i), i / 2 & 1);
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);  // dQ += dS K
     const bool last = smem.q_tile(i).last;
-    multiply_wait<0>();
+    wgmma_wait<0>();
     pin(dk);
     pin(dq);
     wait_dq_empty(smem, i, wg);
@@ -200,7 +200,7 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
       store_dk_dv(p, smem, i, wg, dk, dv);
     }
   }
-  multiply_wait<0>();
+  wgmma_wait<0>();
   pin(s);
   wait_dq_empty(smem, i, wg);
   signal_dq_full(smem, i, wg);
@@ -220,7 +220,7 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     __syncthreads();
   wait_for_prior_grid<P>();
 
-  // A block stays as long as the other may write to its shared memory, or read from it.
+  // A CTA stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {
     if constexpr (Policy::kClusterSize > 1) cluster_sync();
   };

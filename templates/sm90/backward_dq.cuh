@@ -1,6 +1,6 @@
-// dQ of the backward pass. Of each Q tile and KV tile the consumers compute a part, which goes through shared
-// memory: a thread for each warp group adds it to the fp32 accumulator in global memory (`add_dq`), or, where
-// the blocks of a cluster sum up their parts first, a warp does, or writes dQ itself (`sum_dq`).
+// dQ of the backward pass. The consumers compute partial dQ of each Q tile and KV tile, which goes through
+// shared memory: a thread for each warpgroup adds it to the fp32 accumulator in global memory (`add_dq`), or,
+// where the CTAs of a cluster sum up their partial dQ first, a warp does, or writes dQ itself (`sum_dq`).
 // convert_dq.cuh has how the accumulator is cleared and converted.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace flashjit::sm90 {
 
 // The consumers' side.
 
-/// Waits until the place of a warp group's dQ of Q tile i is empty.
+/// Waits until the buffer of a warpgroup's dQ of Q tile i is empty.
 template <class P>
 __device__ __forceinline__ void wait_dq_empty(const BackwardSmem<P>& smem, unsigned i, int wg) {
   if constexpr (BackwardPolicy<P>::kSumsDq)
@@ -22,7 +22,7 @@ __device__ __forceinline__ void wait_dq_empty(const BackwardSmem<P>& smem, unsig
     barrier_wait<P>(smem.dq_empty(wg), (i & 1) ^ 1);
 }
 
-/// Stores steps [kFirst, kEnd) of a warp group's dQ to shared memory.
+/// Stores steps [kFirst, kEnd) of a warpgroup's dQ to shared memory.
 template <int kFirst, int kEnd, class P>
 __device__ __forceinline__ void stage_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                          const typename BackwardFragments<P>::Dq& dq) {
@@ -33,36 +33,36 @@ __device__ __forceinline__ void stage_dq(const BackwardSmem<P>& smem, unsigned i
         dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
 }
 
-/// Sends a warp group's dQ of Q tile i to the blocks that sum up its columns.
+/// Sends a warpgroup's dQ of Q tile i to the CTAs that sum up its columns.
 template <class P>
 __device__ __forceinline__ void send_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                         const typename BackwardFragments<P>::Dq& dq) {
   using Policy = BackwardPolicy<P>;
   const unsigned from_here = smem.dq_from(Policy::rank(), wg, i) + threadIdx.x % 128 * 16;
 #pragma unroll
-  for (int block = 0; block < Policy::kClusterSize; ++block) {
-    const unsigned to = in_block(from_here, block), full = in_block(smem.dq_parts_full(wg, i), block);
+  for (int cta = 0; cta < Policy::kClusterSize; ++cta) {
+    const unsigned to = in_cta(from_here, cta), full = in_cta(smem.partial_dq_full(wg, i), cta);
 #pragma unroll
     for (int step = 0; step < Policy::kSummedSteps; ++step) {
-      const float* part = dq + (block * Policy::kSummedSteps + step) * 4;
+      const float* part = dq + (cta * Policy::kSummedSteps + step) * 4;
       store_remote(to + step * kDqStepBytes, float4{part[0], part[1], part[2], part[3]}, full);
     }
   }
 }
 
-/// Sends dS of Q tile i to the other block of the cluster, by one thread of the first warp group. The other
-/// block has read what that overwrites, since it has written dS of the tile before.
+/// Sends dS of Q tile i to the other CTA of the cluster, by one thread of the first warpgroup. The other
+/// CTA has read what that overwrites, since it has written dS of the tile before.
 template <class P>
 __device__ __forceinline__ void send_ds(const BackwardSmem<P>& smem, unsigned i, int wg) {
   using Smem = BackwardSmem<P>;
   if (wg != 0 || threadIdx.x / 32 % 4 != 0 || !elected()) return;
   const int other = 1 - BackwardPolicy<P>::rank();
   barrier_expect(smem.other_ds_full(i), Smem::kDsBytes);
-  copy_remote(in_block(smem.other_ds(i), other), smem.ds(i), Smem::kDsBytes,
-              in_block(smem.other_ds_full(i), other));
+  copy_remote(in_cta(smem.other_ds(i), other), smem.ds(i), Smem::kDsBytes,
+              in_cta(smem.other_ds_full(i), other));
 }
 
-/// Says that a warp group's dQ of Q tile i is stored or sent; or that there is no Q tile i.
+/// Says that a warpgroup's dQ of Q tile i is stored or sent; or that there is no Q tile i.
 template <class P>
 __device__ __forceinline__ void signal_dq_full(const BackwardSmem<P>& smem, unsigned i, int wg) {
   if constexpr (BackwardPolicy<P>::kSumsDq) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void signal_dq_full(const BackwardSmem<P>& smem, unsi
   }
 }
 
-/// Hands on a warp group's whole dQ of Q tile i.
+/// Hands on a warpgroup's whole dQ of Q tile i.
 template <class P>
 __device__ __forceinline__ void hand_on_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                            const typename BackwardFragments<P>::Dq& dq) {
@@ -88,13 +88,13 @@ __device__ __forceinline__ void hand_on_dq(const BackwardSmem<P>& smem, unsigned
 
 // The side of the warps beside the producer.
 
-/// Counts one more part of a KV tile's dQ that is in global memory, for a head of K and V.
+/// Counts one more part of a KV tile's dQ as added to global memory, for a head of K and V.
 __device__ __forceinline__ void count_done(int* done) {
   __threadfence();
   atomicAdd(done, 1);
 }
 
-/// Adds a warp group's dQ of each Q tile to global memory, by one thread. Wide, it also releases the stage,
+/// Adds a warpgroup's dQ of each Q tile to global memory, by one thread. Wide, it also releases the stage,
 /// over which dQ lay. Where there are gradients to make of dS, its whole warp makes them meanwhile.
 template <class P>
 __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& smem, int wg) {
@@ -153,23 +153,23 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   }
 }
 
-/// Sums up over the cluster's blocks what a lane has of sixteen rows of dQ, in the columns that this block
-/// sums up. `parts`: of the first block.
+/// Sums up a lane's elements of sixteen rows of dQ over the cluster's CTAs, in the columns that this CTA sums
+/// up. `partial`: the first CTA's.
 template <class P>
-__device__ __forceinline__ void sum_parts(const char* parts,
-                                          float (&sum)[BackwardPolicy<P>::kSummedSteps * 4]) {
+__device__ __forceinline__ void sum_partial_dq(const char* partial,
+                                               float (&sum)[BackwardPolicy<P>::kSummedSteps * 4]) {
   constexpr int kSteps = BackwardPolicy<P>::kSummedSteps;
 #pragma unroll
   for (float& value : sum) value = 0.0f;
 #pragma unroll
   for (int i = 0; i < BackwardPolicy<P>::kClusterSize * kSteps; ++i) {
-    const float4 part = *reinterpret_cast<const float4*>(parts + i * kDqStepBytes);
+    const float4 part = *reinterpret_cast<const float4*>(partial + i * kDqStepBytes);
     float* to = sum + i % kSteps * 4;
     to[0] += part.x, to[1] += part.y, to[2] += part.z, to[3] += part.w;
   }
 }
 
-/// Sums up, of a warp group's dQ of each Q tile, the columns that this block sums up, and writes them, or
+/// Sums up, of a warpgroup's dQ of each Q tile, the columns that this CTA sums up, and writes them, or
 /// adds them to global memory where the cluster does not have all keys. By a warp.
 template <class P>
 __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& smem, int wg) {
@@ -191,18 +191,18 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
     unsigned short* to = kv_tile.sequence.q_pointer(p.dq, now.head, row) + first_column;
     float* sum_at =
         p.dq_accum + (now.stats_row + first_row) * kColumns + first_column / 8 * kDqStep + lane * 4;
-    const char* parts = smem.dq_parts(wg, i, lane * 16);
-    if (lane == 0) barrier_expect(smem.dq_parts_full(wg, i), Policy::kDqSteps * kDqStepBytes);
-    barrier_wait<P>(smem.dq_parts_full(wg, i), phase);
+    const char* partial = smem.partial_dq(wg, i, lane * 16);
+    if (lane == 0) barrier_expect(smem.partial_dq_full(wg, i), Policy::kDqSteps * kDqStepBytes);
+    barrier_wait<P>(smem.partial_dq_full(wg, i), phase);
 #pragma unroll 1
-    for (int warp = 0; warp < 4; ++warp) {  // of the warp group, whose sixteen rows these are
+    for (int warp = 0; warp < 4; ++warp) {  // of the warpgroup, whose sixteen rows these are
       alignas(16) float sum[kSteps * 4];
-      sum_parts<P>(parts + warp * kDqStepBytes / 4, sum);
+      sum_partial_dq<P>(partial + warp * kDqStepBytes / 4, sum);
       if (warp == 3) {
         barrier_arrive(smem.dq_read(i));
         __syncwarp();
         if (lane < Policy::kClusterSize && lane != Policy::rank())
-          barrier_arrive_remote(in_block(smem.dq_read(i), lane));
+          barrier_arrive_remote(in_cta(smem.dq_read(i), lane));
       }
       if (writes_dq<P>(p)) {
 #pragma unroll

@@ -20,7 +20,7 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   };
   const auto is_empty = [&](const KvWorkTile<P>& work) {
     const Sequence<P> sequence(p, work.b);
-    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work, block_keys<P>(p, 0)).next(p, sequence).head < 0;
+    return p.seqlen_q == 0 || QWalk<P>(p, sequence, work, cta_keys<P>(p, 0)).next(p, sequence).head < 0;
   };
   const auto clear = [&](const KvWorkTile<P>& work, const TensorParam& tensor, int columns) {
     const Sequence<P> sequence(p, work.b);
@@ -47,13 +47,13 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   }
 }
 
-/// Stores a warp group's part of dK or dV, and clears it for the next KV tile. With split-Q it goes to
-/// `parts`, in fp32.
+/// Stores a warpgroup's rows or columns of dK or dV, and clears them for the next KV tile. With split-Q they
+/// go to `splits`, in fp32.
 template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                int wg, float (&c)[kCount], int columns, float scale,
                                                const TensorParam& to, float* splits) {
-  constexpr int kChunks = kCount / 4;  // of a warp group
+  constexpr int kChunks = kCount / 4;  // of a warpgroup
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
   const int first_chunk = BackwardPolicy<P>::kWide ? wg * kChunks : 0;
   const int thread = thread_now(),

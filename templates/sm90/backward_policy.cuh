@@ -1,4 +1,4 @@
-// What the backward pass decides when it is compiled: how blocks and warp groups share a tile, and every
+// What the backward pass decides when it is compiled: how CTAs and warpgroups share a tile, and every
 // switch that was measured (H100, tools/bench/NOTES.md). To tune the kernel, begin here.
 #pragma once
 
@@ -15,13 +15,13 @@ struct BackwardPolicy {
 
   // --- How a tile is shared -------------------------------------------------------------------------------
 
-  // The blocks of a cluster share a KV tile: each has kKeys of its keys. NOTES.md#clusters-above-d128,
+  // The CTAs of a cluster share a KV tile: each has kKeys of its keys. NOTES.md#clusters-above-d128,
   // NOTES.md#clusters-that-hold-all-keys-of-a-row
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
-  static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each block computes some columns of dQ
-  static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each block sums up some columns of all blocks' dQ
+  static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each CTA computes some columns of dQ
+  static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
 
-  // Two consumer warp groups share a block's keys: each has 64 of 128 keys, or, "wide", both have the same
+  // Two consumer warpgroups share a CTA's keys: each has 64 of 128 keys, or, "wide", both have the same
   // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
   // NOTES.md#kv-tiles-of-64-keys
   static constexpr int kWgs = kDqWgs;
@@ -31,34 +31,34 @@ struct BackwardPolicy {
   static constexpr int kWgDim = kWide ? kDim / 2 : kDim, kWgDimV = kWide ? kDimV / 2 : kDimV;
   static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
-  /// A warp group's first row and column of a block's S^T and dP^T.
+  /// A warpgroup's first row and column of a CTA's S^T and dP^T.
   static __device__ int first_row(int wg) { return kWide ? 0 : wg * 64; }
   static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
 
-  // A warp group computes 64 rows of dQ where a Q tile has 128, else some of the columns.
+  // A warpgroup computes 64 rows of dQ where a Q tile has 128, else some of the columns.
   // NOTES.md#q-tiles-of-128-rows-at-d64
   static constexpr bool kSplitsDqRows = P::kBr == 128;
   static constexpr int kDqColumns = kLayout.dq_columns();
-  /// Which block of the cluster this is.
+  /// Which CTA of the cluster this is.
   static __device__ int rank() { return kClusterSize > 1 ? cluster_rank() : 0; }
-  /// Which of the Q tile's parts of dQ a warp group computes, and the part's first row and column.
+  /// Which of the Q tile's parts of dQ a warpgroup computes, and the part's first row and column.
   static __device__ int dq_part(int wg) { return (kExchangesDs ? rank() * kWgs : 0) + wg; }
   static __device__ int first_dq_row(int wg) { return kSplitsDqRows ? wg * kDqRows : 0; }
   static __device__ int first_dq_column(int wg) { return kSplitsDqRows ? 0 : dq_part(wg) * kDqColumns; }
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
-  // next kDqStepsInQ over Q, the others in a place of their own.
+  // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
   static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;
   static constexpr int kDqStepsInQ = kLayout.dq_within_q() / kDqStepBytes;
-  /// Of each warp group's steps, those that one block of the cluster sums up.
+  /// Of each warpgroup's steps, those that one CTA of the cluster sums up.
   static constexpr int kSummedSteps = kDqSteps / kClusterSize;
 
   // --- Switches -------------------------------------------------------------------------------------------
 
-  /// Registers of a thread: of the producer's warp group, whose additions to dQ need 56, and of the
+  /// Registers of a thread: of the producer's warpgroup, whose additions to dQ need 56, and of the
   /// consumers'. 216 and 48 spill 460 to 640 bytes. NOTES.md#dq-zeros-additions-and-conversion
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
-  /// Where blocks exchange dS there is no room for a second dO.
+  /// Where CTAs exchange dS there is no room for a second dO.
   static constexpr int kDoutStages = kLayout.dout_stages();
 
   /// The scores read a bias tile in shared memory.
@@ -71,7 +71,8 @@ struct BackwardPolicy {
   static constexpr bool kReadsDs = kGradsFromDs > 0;
   template <class Addition>
   static constexpr bool is_from_ds(Addition which) {
-    return which.kPlaces == Places::by_difference || (kAddsBiasGrad && which.kPlaces == Places::own);
+    return which.kPattern == AccumulationPattern::by_difference ||
+           (kAddsBiasGrad && which.kPattern == AccumulationPattern::own);
   }
 
   /// The score's column term of a thread's keys is found before the wait for the products. With lengths and

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "flashjit/sm90/backward_schedule.cuh"
-#include "flashjit/sm90/plane.cuh"
+#include "flashjit/sm90/bias_tile.cuh"
 
 namespace flashjit::sm90 {
 
@@ -54,14 +54,14 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     }
     const KvWorkTile<P> work(p, index);
     const Sequence<P> sequence(p, work.b);
-    QWalk<P> walk(p, sequence, work, block_keys<P>(p, Policy::rank()));
+    QWalk<P> walk(p, sequence, work, cta_keys<P>(p, Policy::rank()));
     StagedTile now = walk.next(p, sequence);
     if (now.head < 0) continue;
     send_tile_index(smem, n, index);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
     const int own = Policy::rank() * Policy::kKeys, kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
-    // Without keys of its own a block loads none, and the consumers clear the tile.
+    // Without keys of its own a CTA loads none, and the consumers clear the tile.
     const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);
     const auto wait_kv_empty = [&] { barrier_wait<P>(smem.kv_empty(), n & 1 ^ 1); };
     bool first = true;
@@ -83,9 +83,9 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       if (first && !has_keys) wait_kv_empty();
       const int dout_bytes = Smem::kDoutStageBytes + (first && has_keys ? Smem::kVBytes : 0);
       if constexpr (Policy::kHasBiasTile) {
-        expect_with_plane<P::kBr, Policy::kKeys>(p, maps, dout_full, dout_bytes,
-                                                 P::bias_tile(p, sequence.head(p, now.head)),
-                                                 smem.bias_tile(dout_stage), q_begin, kv_begin);
+        expect_and_load_bias_tile<P::kBr, Policy::kKeys>(p, maps, dout_full, dout_bytes,
+                                                         P::bias_tile(p, sequence.head(p, now.head)),
+                                                         smem.bias_tile(dout_stage), q_begin, kv_begin);
       } else {
         barrier_expect(dout_full, dout_bytes);
       }

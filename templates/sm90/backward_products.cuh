@@ -62,13 +62,13 @@ __device__ __forceinline__ void clear_foreign_queries(const Params& p, const Bac
 template <int kCount>
 __device__ __forceinline__ void start_transposed(float (&c)[kCount], auto multiply) {
   pin(c);
-  multiply_fence();
+  wgmma_fence();
   multiply();
-  multiply_commit();
+  wgmma_commit();
   pin(c);
 }
 
-/// The rows of Q of Q tile i whose scores a warp group computes, as an operand.
+/// The rows of Q of Q tile i whose scores a warpgroup computes, as an operand.
 template <class P>
 __device__ __forceinline__ unsigned long long q_operand(const BackwardSmem<P>& smem, unsigned i, int wg) {
   return tile_descriptor(smem.q(i % P::kStages) + BackwardPolicy<P>::first_query(wg) * kRowBytes, 0);
@@ -93,7 +93,7 @@ __device__ __forceinline__ void start_dp(const BackwardSmem<P>& smem, unsigned i
   start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
 }
 
-/// dV += P^T dO and then dK += dS^T Q of Q tile i: a warp group's rows, or, wide, its columns. P^T and dS^T
+/// dV += P^T dO and then dK += dS^T Q of Q tile i: a warpgroup's rows, or, wide, its columns. P^T and dS^T
 /// are read from registers, or, wide, from shared memory.
 template <class P>
 __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigned i, int wg,
@@ -111,22 +111,22 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
   const unsigned long long q = own_columns(smem.q(i % P::kStages), Policy::kWgDim);
   pin(dv);
   pin(dk);
-  multiply_fence();
+  wgmma_fence();
   if constexpr (Policy::kWide) {
     // The summed queries are the columns of P^T and dS^T.
     const unsigned long long p_tile = tile_descriptor(smem.p(i), 0), ds_tile = tile_descriptor(smem.ds(i), 0);
     P::multiply_dv(dv, p_tile, dout, 1);
-    multiply_commit();
+    wgmma_commit();
     P::multiply_dk(dk, ds_tile, q, 1);
   } else {
     P::multiply_dv(dv, p, dout, 1);
-    multiply_commit();
+    wgmma_commit();
     P::multiply_dk(dk, ds, q, 1);
   }
-  multiply_commit();
+  wgmma_commit();
 }
 
-/// dQ = dS K: a warp group's part, of Q tile i and this KV tile. Where blocks exchange dS, the columns are
+/// dQ = dS K: a warpgroup's part, of Q tile i and this KV tile. Where CTAs exchange dS, the columns are
 /// those of all of the cluster's keys.
 template <class P>
 __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
@@ -140,14 +140,14 @@ __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i
     P::multiply_dq(dq, left, right, add);
   };
   pin(dq);
-  multiply_fence();
+  wgmma_fence();
   multiply_keys(smem.ds(i) + (Policy::kSplitsDqRows ? wg * Smem::kKvSlice : 0), smem.k(), first_column,
                 false);
   if constexpr (Policy::kExchangesDs) {
     const int first_loaded = smem.first_other_column() / kSliceColumns * kSliceColumns;
     multiply_keys(smem.other_ds(i), smem.other_k(), first_column - first_loaded, true);
   }
-  multiply_commit();
+  wgmma_commit();
   pin(dq);
 }
 

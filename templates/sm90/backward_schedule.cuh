@@ -1,11 +1,11 @@
-// The KV tile scheduler of the backward pass: blocks take one KV tile after the other from a counter.
+// The KV tile scheduler of the backward pass: CTAs take one KV tile after the other from a counter.
 #pragma once
 
 #include "flashjit/sm90/backward_smem.cuh"
 
 namespace flashjit::sm90 {
 
-/// The index of the block's n-th KV tile. In a cluster the first block takes those that meet any Q tile, and
+/// The index of the CTA's n-th KV tile. In a cluster the first CTA takes those that meet any Q tile, and
 /// sends them to the others.
 template <class P>
 __device__ __forceinline__ unsigned next_tile_index(const Params& p, const BackwardSmem<P>& smem,
@@ -21,7 +21,7 @@ __device__ __forceinline__ void send_tile_index(const BackwardSmem<P>& smem, uns
   if constexpr (Policy::kClusterSize > 1) {
     if (Policy::rank() > 0) return;
     for (int other = 1; other < Policy::kClusterSize; ++other)
-      store_remote(in_block(smem.tile_index(n), other), index, in_block(smem.tile_index_full(n), other));
+      store_remote(in_cta(smem.tile_index(n), other), index, in_cta(smem.tile_index_full(n), other));
   }
 }
 
@@ -31,9 +31,9 @@ template <class P>
 __device__ __forceinline__ bool writes_dq(const Params& p) {
   return BackwardPolicy<P>::kSumsDq && p.dq_accum == nullptr;
 }
-/// The keys of block `rank` of a cluster.
+/// The keys of CTA `rank` of a cluster.
 template <class P>
-__device__ __forceinline__ BlockKeys block_keys(const Params& p, int rank) {
+__device__ __forceinline__ CtaKeys cta_keys(const Params& p, int rank) {
   return {rank * BackwardPolicy<P>::kKeys, BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
 }
 

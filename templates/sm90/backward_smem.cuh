@@ -1,4 +1,4 @@
-// Shared memory of a block of the backward pass: its parts and barriers by name, and how many threads arrive
+// Shared memory of a CTA of the backward pass: tiles and barriers by name, and how many threads arrive
 // on each barrier. BackwardLayout in layout.cuh decides where each lies.
 #pragma once
 
@@ -7,15 +7,15 @@
 
 namespace flashjit::sm90 {
 
-/// What the producer tells the other warps about a KV tile.
+/// What the producer posts about a KV tile.
 template <class P>
 struct KvTileInfo {
   Sequence<P> sequence;
   int h_kv;
-  int kv_begin;    ///< this block's first key
+  int kv_begin;    ///< this CTA's first key
   int seqused_kv;  ///< keys of the sequence that are no padding
 };
-/// What it tells them about a Q tile. A negative head says that there are no more.
+/// What it posts about a Q tile. A negative head: there are no more.
 struct alignas(16) QTileInfo : StagedTile {
   long long stats_row;  ///< its first row in [batch, heads_q, seqlen_q_padded]
   int kv_slot;          ///< where its KV tile's KvTileInfo is
@@ -24,7 +24,7 @@ struct alignas(16) QTileInfo : StagedTile {
 };
 
 /// Addresses are of the shared window, in bytes. Q tiles are counted by `i` and KV tiles by `n`, each from
-/// the block's first on: stage, buffer and phase follow from the count, since registers are short.
+/// the CTA's first on: stage, buffer and phase follow from the count, since registers are short.
 template <class P>
 struct BackwardSmem {
   using Policy = BackwardPolicy<P>;
@@ -53,7 +53,7 @@ struct BackwardSmem {
     return tile + column / kSliceColumns * slice_bytes + column % kSliceColumns * 2;
   }
 
-  // The KV tile. Where blocks exchange dS, also half of the columns of the other block's K.
+  // The KV tile. Where CTAs exchange dS, also half of the columns of the other CTA's K.
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned other_k() const { return base + kLayout.other_k(); }
@@ -62,7 +62,7 @@ struct BackwardSmem {
   // The stages: Q with LSE and the score's row term, dO with D and the bias tile.
   __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
   __device__ unsigned lse(int stage) const { return base + kLayout.lse() + stage * P::kBr * 4; }
-  __device__ unsigned row_terms(int stage) const { return base + kLayout.values() + stage * P::kBr * 4; }
+  __device__ unsigned row_terms(int stage) const { return base + kLayout.row_terms() + stage * P::kBr * 4; }
   __device__ unsigned dout(int stage) const { return base + kLayout.dout() + stage * kDoutBytes; }
   __device__ unsigned d(int stage) const { return base + kLayout.d() + stage * P::kBr * 4; }
   __device__ unsigned bias_tile(int stage) const {
@@ -71,15 +71,15 @@ struct BackwardSmem {
   // The same rows' values, from byte `at` of all stages' on.
   __device__ const char* lse_at(int at) const { return shared + kLayout.lse() + at; }
   __device__ const char* d_at(int at) const { return shared + kLayout.d() + at; }
-  __device__ const char* row_terms_at(int at) const { return shared + kLayout.values() + at; }
+  __device__ const char* row_terms_at(int at) const { return shared + kLayout.row_terms() + at; }
 
-  // dS and, wide, P of Q tile i; the other block's dS. Two buffers each.
+  // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each.
   __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * kDsBytes; }
   __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
   __device__ unsigned zeros() const { return base + kLayout.zeros(); }
 
-  /// A step of a warp group's dQ. Wide, its first steps overlap what this warp group alone reads of the
+  /// A step of a warpgroup's dQ. Wide, its first steps overlap what this warpgroup alone reads of the
   /// stage's dO and Q, half of their columns, and are stored when it has read them. The thread that adds dQ
   /// to global memory then releases the stage.
   __device__ unsigned dq(int wg, int stage, int step) const {
@@ -89,19 +89,19 @@ struct BackwardSmem {
     if (step < Policy::kDqStepsInQ) return q(stage) + wg * kLayout.dq_within_q() + step * kDqStepBytes;
     return base + kLayout.dq() + wg * kLayout.dq_bytes() + (step - Policy::kDqStepsInQ) * kDqStepBytes;
   }
-  /// Where blocks sum up dQ: what block `from` has of Q tile i, of the columns of a warp group's part that
-  /// this block sums up.
+  /// Where CTAs sum up dQ: CTA `from`'s partial dQ of Q tile i, in those of a warpgroup's columns that this
+  /// CTA sums up.
   __device__ unsigned dq_from(int from, int wg, unsigned i) const {
     return base + kLayout.dq() +
            ((i % kDqSlots * Policy::kWgs + wg) * Policy::kClusterSize + from) * Policy::kSummedSteps *
                kDqStepBytes;
   }
-  /// From byte `at` of the first block's on.
-  __device__ const char* dq_parts(int wg, unsigned i, int at) const {
+  /// From byte `at` of the first CTA's on.
+  __device__ const char* partial_dq(int wg, unsigned i, int at) const {
     return shared + (dq_from(0, wg, i) - base) + at;
   }
 
-  // What the producer tells the other warps about tiles.
+  // What the producer posts about tiles.
   __device__ KvTileInfo<P>* kv_tiles() const {
     return reinterpret_cast<KvTileInfo<P>*>(shared + kLayout.kv_tiles());
   }
@@ -114,7 +114,7 @@ struct BackwardSmem {
   __device__ int seqused_kv(const Params& params, unsigned i) const {
     return kForeignKeys<P> ? kv_tile_of(i).seqused_kv : params.seqlen_kv;
   }
-  /// The index of the cluster's n-th KV tile, from its first block.
+  /// The index of the cluster's n-th KV tile, from its first CTA.
   __device__ unsigned tile_index(unsigned n) const {
     return base + kLayout.tile_indices() + n % kKeptTileIndices * 4;
   }
@@ -128,24 +128,24 @@ struct BackwardSmem {
   __device__ unsigned q_empty(int stage) const { return q_full(stage) + 8; }
   __device__ unsigned dout_full(int stage) const { return q_full(stage) + 16; }
   __device__ unsigned dout_empty(int stage) const { return q_full(stage) + 24; }
-  /// Both warp groups are done with the KV tile.
+  /// Both warpgroups are done with the KV tile.
   __device__ unsigned kv_empty() const { return barrier(kLayout.kv_barrier()); }
-  /// Both warp groups have written dS of Q tile i, and P, and have read those of the tile before.
+  /// Both warpgroups have written dS of Q tile i, and P, and have read those of the tile before.
   __device__ unsigned ds_full(unsigned i) const { return barrier(kLayout.ds_barriers()) + i % 2 * 8; }
   /// What dS of Q tile i gives to gradients of captures is added.
   __device__ unsigned ds_added(unsigned i) const { return kv_empty() + (1 + i % 2) * 8; }
-  /// A warp group's dQ, on its way to global memory.
+  /// A warpgroup's dQ, on its way to global memory.
   __device__ unsigned dq_full(int wg) const { return barrier(kLayout.dq_barriers() + wg * 2); }
   __device__ unsigned dq_empty(int wg) const { return dq_full(wg) + 8; }
-  // Where blocks sum up dQ of Q tile i, in place of these: this block has sent its parts (or there is no such
-  // tile); all blocks have read what they were sent; and all blocks' parts are here.
-  static_assert(kDqSlots <= Policy::kWgs, "in the place of the warp groups' barriers");
+  // Where CTAs sum up dQ of Q tile i, instead of these: this CTA has sent its partial dQ (or there is no such
+  // tile); all CTAs have read what they were sent; and all CTAs' partial dQ is here.
+  static_assert(kDqSlots <= Policy::kWgs, "these are the warpgroups' barriers");
   __device__ unsigned dq_sent(unsigned i) const { return dq_full(i % kDqSlots); }
   __device__ unsigned dq_read(unsigned i) const { return dq_empty(i % kDqSlots); }
-  __device__ unsigned dq_parts_full(int wg, unsigned i) const {
+  __device__ unsigned partial_dq_full(int wg, unsigned i) const {
     return tile_index_full(0) + (kKeptTileIndices + i % kDqSlots * Policy::kWgs + wg) * 8;
   }
-  /// Where blocks exchange dS: the other block's of Q tile i is here. It is sent when that of the tile before
+  /// Where CTAs exchange dS: the other CTA's of Q tile i is here. It is sent when that of the tile before
   /// has been read.
   __device__ unsigned other_ds_full(unsigned i) const {
     return barrier(kLayout.exchange_barriers()) + i % 2 * 8;
@@ -161,21 +161,21 @@ struct BackwardSmem {
       barrier_init(ds_full(buffer), kConsumers);
       if constexpr (Policy::kReadsDs) barrier_init(ds_added(buffer), 2 * 32);
     }
-    // Wide, the threads that add dQ release the stage, one for each warp group.
+    // Wide, the threads that add dQ release the stage, one for each warpgroup.
     for (int stage = 0; stage < P::kStages; ++stage) {
       barrier_init(q_full(stage), 1);
       barrier_init(dout_full(stage), 1);
       barrier_init(q_empty(stage), Policy::kWide ? Policy::kWgs : kConsumers);
       barrier_init(dout_empty(stage), Policy::kWide && !Policy::kExchangesDs ? Policy::kWgs : kConsumers);
     }
-    // Where dQ is summed up, a warp for each warp group's part in every block of the cluster reads it.
+    // Where dQ is summed up, a warp for each warpgroup reads it in every CTA of the cluster.
     for (int wg = 0; wg < Policy::kWgs; ++wg) {
       barrier_init(dq_full(wg), Policy::kSumsDq ? kConsumers : 128);
       barrier_init(dq_empty(wg), Policy::kSumsDq ? Policy::kWgs * (32 + Policy::kClusterSize - 1) : 1);
     }
     if constexpr (Policy::kSumsDq)
       for (int slot = 0; slot < kDqSlots; ++slot)
-        for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(dq_parts_full(wg, slot), 1);
+        for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_dq_full(wg, slot), 1);
     barrier_init(kv_empty(), kConsumers);
     if constexpr (P::kDifferenceGrads > 0)
       *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};

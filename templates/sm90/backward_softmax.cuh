@@ -1,10 +1,10 @@
-// P and dS of the backward pass: P = exp(S - LSE), dP = dO V^T, dS = P (dP - D), for a warp group's pairs of
+// P and dS of the backward pass: P = exp(S - LSE), dP = dO V^T, dS = P (dP - D), for a warpgroup's pairs of
 // a Q tile and the KV tile.
 #pragma once
 
 #include "flashjit/common/tile_mask.cuh"
 #include "flashjit/sm90/backward_products.cuh"
-#include "flashjit/sm90/plane.cuh"
+#include "flashjit/sm90/bias_tile.cuh"
 
 namespace flashjit::sm90 {
 
@@ -22,10 +22,10 @@ struct ScoreTile {
 
   unsigned i;
   int wg, lane;
-  int warp_row;                     ///< the warp's first key among the block's
+  int warp_row;                     ///< the warp's first key among the CTA's
   int row;                          ///< the thread's
   int h;                            ///< the Q tile's head
-  int q_begin;                      ///< the warp group's first query
+  int q_begin;                      ///< the warpgroup's first query
   Position q, kv;                   ///< of the thread's first pair
   const char *lse, *d, *row_terms;  ///< of the thread's first query
 
@@ -51,24 +51,24 @@ struct ScoreTile {
   }
 };
 
-/// The address of this lane's row of the first four matrices of the bias tile. A warp copies the elements
-/// that it needs itself where the TMA unit does not.
+/// The address of this lane's row of the first four matrices of the bias tile. Where TMA does not load the
+/// tile, a warp loads the elements that it needs.
 template <class P>
 __device__ __forceinline__ unsigned prepare_bias_tile(const Params& p, const TensorMaps& maps,
                                                       const BackwardSmem<P>& smem,
                                                       const typename P::Head& head,
                                                       const ScoreTile<P>& tile) {
   using Policy = BackwardPolicy<P>;
-  const BiasTile plane = P::bias_tile(p, head);
+  const BiasTile bias = P::bias_tile(p, head);
   const int stage = tile.i % Policy::kDoutStages;
   const int first_query = Policy::first_query(tile.wg), first_chunk = tile.warp_row / 8;
-  if (!unit_copies(p, maps, plane)) {
-    const PlaneRows<P::kBr, Policy::kWgQueries, 16, 4> rows{smem.pointer(smem.bias_tile(stage)),
-                                                            plane,
-                                                            smem.q_tile(tile.i).tile * P::kBr,
-                                                            smem.kv_begin(tile.i),
-                                                            first_query,
-                                                            first_chunk * 8};
+  if (!tma_loads_bias_tile(p, maps, bias)) {
+    const BiasTileRows<P::kBr, Policy::kWgQueries, 16, 4> rows{smem.pointer(smem.bias_tile(stage)),
+                                                               bias,
+                                                               smem.q_tile(tile.i).tile * P::kBr,
+                                                               smem.kv_begin(tile.i),
+                                                               first_query,
+                                                               first_chunk * 8};
     rows.start();
     rows.finish();
   }
@@ -119,8 +119,8 @@ struct OperandStore {
   }
 };
 
-/// A warp group's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
-/// warp group reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
+/// A warpgroup's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
+/// warpgroup reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
 /// captures. S has been started, or, where rows of other sequences are cleared first, is started here.
 template <class P>
 __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMaps& maps,
@@ -163,7 +163,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
 
   const OperandStore<P> store(tile);
   const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
-  multiply_wait<0>();
+  wgmma_wait<0>();
   pin(s);
   pin(dp);
   // Both consumers have written dS of the Q tile before, so they have read the dS that this one overwrites.

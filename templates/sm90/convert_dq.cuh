@@ -18,7 +18,7 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
                                                 int first, unsigned lane) {
   using Element = typename P::Element;
   constexpr int kColumns = dq_columns(P::kHeadDim);
-  // A slice of columns at a time, as the producer's warp group has few registers; in a loop, as it compiles
+  // A slice of columns at a time, as the producer's warpgroup has few registers; in a loop, as it compiles
   // sooner.
   constexpr int kSlice = kColumns <= 64 ? kColumns : 32;
   const int warp = first % kDqRows / kDqWarpRows;
@@ -56,7 +56,7 @@ __device__ __forceinline__ Progress load_progress(const Params& p) {
 __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Progress& now) {
   return now.pieces < pieces_to_clear(p) * p.heads_kv * p.batch;
 }
-/// Whether the next piece will be needed soon: within about a KV tile's time. In that time all blocks begin
+/// Whether the next piece will be needed soon: within about a KV tile's time. In that time all CTAs begin
 /// heads_cleared heads of K and V (so many does the preprocess entry clear) by heads_q / heads_kv. The heads
 /// in LPT order begin together.
 template <class P>

@@ -1,5 +1,5 @@
 // The fp32 dQ accumulator of family sm90. It lies as the wgmma fragments of 64 rows, so that what a warp
-// group adds is one run of bytes, which one instruction of the TMA unit adds.
+// group adds is one run of bytes, which one instruction of TMA adds.
 #pragma once
 
 #include "flashjit/sm90/wgmma.cuh"
@@ -7,19 +7,19 @@
 namespace flashjit::sm90 {
 
 constexpr int kDqRows = 64;
-constexpr int kDqWgs = 2;  ///< warp groups of a block that compute dQ
-/// Parts of a KV tile's dQ. Each is counted when it has been added.
+constexpr int kDqWgs = 2;  ///< warpgroups of a CTA that compute dQ
+/// Parts of a KV tile's dQ, one a consumer warpgroup of the cluster. Each is counted when it has been added.
 template <class P>
-constexpr int kDqParts = kDqWgs* cluster_blocks(P::kBc, P::kHeadDim, P::kHeadDimV);
+constexpr int kDqParts = kDqWgs* cluster_ctas(P::kBc, P::kHeadDim, P::kHeadDimV);
 
 /// Columns of the accumulator.
 constexpr int dq_columns(int head_dim) { return (head_dim + 15) / 16 * 16; }
-/// Floats from eight columns of 64 rows to the next eight: four for each thread of a warp group, two columns
+/// Floats from eight columns of 64 rows to the next eight: four for each thread of a warpgroup, two columns
 /// of rows lane / 4 and lane / 4 + 8 of its warp's sixteen.
 constexpr int kDqStep = 128 * 4;
 constexpr int kDqStepBytes = kDqStep * 4;
 
-/// Lets the TMA unit add to what this thread has written to global memory, or has seen written.
+/// Lets TMA add to what this thread has written to global memory, or has seen written.
 __device__ __forceinline__ void publish_to_adders() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -10,8 +10,8 @@ namespace flashjit::sm90 {
 /// Adds a tile of dS to the gradient of a dense bias: kCount keys from `key` on, of kQueries queries. The
 /// tile begins at the pair (q, kv). By a warp.
 template <class Element, int kKeys, int kCount, int kQueries>
-__device__ __forceinline__ void add_plane_grads(const BiasTileGrad& to, bool in_fours, unsigned ds, int q,
-                                                int kv, int key) {
+__device__ __forceinline__ void add_bias_tile_grads(const BiasTileGrad& to, bool in_fours, unsigned ds, int q,
+                                                    int kv, int key) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   // Sixteen keys and sixteen queries at a time, transposed: a lane has four neighbouring keys of query lane /
   // 4, and of the query eight on. So the rows of the first matrix are keys 0, 1, 4, 5, 8 and so on, and the
@@ -115,15 +115,15 @@ __device__ __forceinline__ void add_ds_grads(const Params& p, const BackwardSmem
         smem.ds(i), smem.zeros(), half, [&](int difference, float sum) {
           P::add_capture_grads(p, head, sum, 0.0f, position(0), position(kv - q + difference),
                                [&](auto which, float* at, float value) {
-                                 if constexpr (which.kPlaces == Places::by_difference)
+                                 if constexpr (which.kPattern == AccumulationPattern::by_difference)
                                    add_by_runs(at, which.kOfScore ? sum : value);
                                });
         });
   if constexpr (Policy::kAddsBiasGrad) {
     const BiasTileGrad to = P::bias_tile_grad(p, head);
     constexpr int kKeys = Policy::kKeys / 2;
-    add_plane_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q, kv,
-                                                           half * kKeys);
+    add_bias_tile_grads<Element, Policy::kKeys, kKeys, P::kBr>(to, to.in_fours(p.seqlen_kv), smem.ds(i), q,
+                                                               kv, half * kKeys);
   }
   barrier_arrive(smem.ds_added(i));
 }

@@ -1,5 +1,5 @@
 // Forward pass for Hopper: FlashAttention-3 (sections 3.1 and 3.2). A producer warpgroup loads Q, K and V by
-// TMA; each consumer warpgroup owns 64 rows of Q and computes them by wgmma. Consumers take turns at starting
+// TMA; each consumer warpgroup owns 64 rows of Q and computes them by wgmma. Consumers alternate in starting
 // products (ping-pong), so that the softmax of one runs under the products of another; and a consumer's own P
 // V runs under its next softmax.
 //
@@ -97,7 +97,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     k_ready = false;
   };
   const auto before = [&](int n) {
-    if constexpr (kTellsRows<P>) return last;
+    if constexpr (kEntriesHaveRowBits<P>) return last;
     return n - 1;
   };
   const auto fill = [&](int n, auto how) { fill_bias(p, maps, smem, smem.work(round), n, i, wg, bias, how); };
@@ -118,7 +118,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     const bool has_previous = n > 0;
     q_tile = tile_descriptor(smem.q(wg, round), 0);
     wait_k(smem, n, k_ready);
-    if constexpr (kTellsRows<P>) {
+    if constexpr (kEntriesHaveRowBits<P>) {
       for (; !computes(n, true); --i) {
         skip(n);
         wait_k(smem, ++n, k_ready);
@@ -126,12 +126,12 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     ping_pong_wait(smem, wg);
     start_s();  // S = Q K^T of the work tile's first KV tile
-    // The vote tells ptxas that all lanes branch alike: else it may serialise products.
+    // The vote lets ptxas see that all lanes branch alike: else it may serialise products.
     if (__any_sync(kWholeWarp, has_previous)) {
       wait_v_tile(before(n));
       start_o();  // O += P V, the last of the work tile before
     }
-    multiply_commit();
+    wgmma_commit();
     ping_pong_arrive(smem, wg);
     find_descriptors(smem, n + 1, k_tile, v_tile);
     if (has_previous) finalize_rows(p, smem.work(round - 1), rows, wg, scale);  // LSE = m + log(l)
@@ -140,7 +140,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     draw_early();
     start_bias(n);
     finish_bias(n);
-    multiply_wait<1>();  // S is there
+    wgmma_wait<1>();  // S is there
     release_k_tile(n);
     wait_terms(smem, n);
     if (kPartialFirstStep<P> && smem.work(round).partial >> wg & 1u) {
@@ -151,7 +151,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       softmax(n, s);  // P = exp2(S - m)
     }
     if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
-    multiply_wait<0>();  // O of the work tile before is there
+    wgmma_wait<0>();  // O of the work tile before is there
     poll(n);
     pin(o);
     pack_p();
@@ -171,7 +171,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       --i;
       start_bias(n);
       wait_k(smem, n, k_ready);
-      if constexpr (kTellsRows<P>) {
+      if constexpr (kEntriesHaveRowBits<P>) {
         if (!computes(n, false)) {
           skip(n);
           continue;
@@ -181,18 +181,18 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       start_s();  // S = Q K^T
       wait_v_tile(before(n));
       start_o();  // O += P V of the KV tile before
-      multiply_commit();
+      wgmma_commit();
       ping_pong_arrive(smem, wg);
       find_descriptors(smem, n + 1, k_tile, v_tile);
       look_at(n);
       draw_early();
       finish_bias(n);
-      multiply_wait<1>();  // S is there
+      wgmma_wait<1>();  // S is there
       release_k_tile(n);
       wait_terms(smem, n);
       softmax(n, s);  // P = exp2(S - m)
       if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
-      multiply_wait<0>();  // O is there
+      wgmma_wait<0>();  // O is there
       poll(n);
       pin(o);
       release(smem.v_empty(before(n)));
@@ -200,21 +200,21 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       rescale_o<P>(o, rescale);  // O *= exp2(m before - m)
       pack_p();
     }
-    if (Storage::kQStages == 2) release(smem.q_empty(wg, round));  // no one waits for it yet
+    if (Storage::kQStages == 2) release(smem.q_empty(wg, round));  // the producer does not wait for it yet
   }
   if (n > 0) {  // the end of the last work tile
     wait_v_tile(before(n));
     start_o();
-    multiply_commit();
+    wgmma_commit();
     finalize_rows(p, smem.work(round - 1), rows, wg, scale);
-    multiply_wait<0>();
+    wgmma_wait<0>();
     pin(o);
     scale_o(o, scale);
     store_o(p, maps, smem, smem.work(round - 1), wg, o);
     if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
   }
   if constexpr (kSplitTailWave<P>) skip_work_tile(smem, n, wg, round, i);
-  if (wg == 0) ping_pong_wait(smem, wg);  // the turn that no one else takes
+  if (wg == 0) ping_pong_wait(smem, wg);  // the last arrival, which no other warpgroup waits for
 }
 
 template <class P>

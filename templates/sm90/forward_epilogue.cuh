@@ -45,7 +45,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
       if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = lse[half];
     return;
   }
-  const int q = work.q_begin + wg * kGroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
+  const int q = work.q_begin + wg * kWarpgroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
   to += work.sequence.lse_row(p, work.h) + q;
   if (count > 0) to[0] = lse[0];
   if (count > 8) to[8] = lse[1];
@@ -79,7 +79,7 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
                                         const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
                                         const float (&o)[kCount]) {
   using Element = typename P::Element;
-  const int q_begin = work.q_begin + wg * kGroupRows;
+  const int q_begin = work.q_begin + wg * kWarpgroupRows;
   if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, wg, half); row >= 0)
@@ -92,12 +92,12 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
     const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     if (elected()) bulk_wait_read();  // of the work tile before
     __syncwarp();
-    stage_rows<Element, kGroupRows>(o, smem.o(wg), first_row);
+    stage_rows<Element, kWarpgroupRows>(o, smem.o(wg), first_row);
     publish_to_async_proxy();
     __syncwarp();
     if (!elected()) return;
     for (int slice = 0; slice < slices(P::kHeadDimV); ++slice)
-      store_box(maps.o, smem.o(wg) + (slice * kGroupRows + first_row) * kRowBytes, slice * kSliceColumns,
+      store_box(maps.o, smem.o(wg) + (slice * kWarpgroupRows + first_row) * kRowBytes, slice * kSliceColumns,
                 q_begin + first_row, work.h, work.sequence.batch());
     bulk_commit();
   } else {

@@ -1,12 +1,11 @@
-// The parts of a consumer's step in the forward pass: products, waits and
-// releases of pipeline stages, the bias tile, dropout. forward.cuh puts them
-// together. `n` is a KV tile's and `round` a work tile's number since the
+// The parts of a consumer's step in the forward pass: products, waits and releases of pipeline stages, the
+// bias tile, dropout. forward.cuh puts them together. `n` counts KV tiles and `round` work tiles since the
 // kernel's start: see ForwardStorage.
 #pragma once
 
+#include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_epilogue.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
-#include "flashjit/sm90/plane.cuh"
 
 namespace flashjit::sm90 {
 
@@ -18,12 +17,10 @@ using OAccumulator = float[P::kHeadDimV / 2];
 template <class P>
 using POperand = unsigned[P::kBc / 16][4];
 
-// --- Products
-// ---------------------------------------------------------------------------------------------
+// --- Products ---------------------------------------------------------------------------------------------
 
-/// wgmma's descriptors of K of tile n and of V of the tile before, found a step
-/// ahead, so that a warpgroup starts its products as soon as it passes the
-/// ping-pong barrier.
+/// wgmma's descriptors of K of tile n and of V of the tile before, found a step ahead, so that a warpgroup
+/// starts its products as soon as it passes the ping-pong barrier.
 template <class P>
 __device__ __forceinline__ void find_descriptors(const ForwardStorage<P>& smem, int n, unsigned long long& k,
                                                  unsigned long long& v) {
@@ -39,15 +36,15 @@ template <class P>
 __device__ __forceinline__ void start_qk(SAccumulator<P>& s, unsigned long long q, unsigned long long k) {
   constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : (P::kHeadDim + 15) / 16;
   pin(s);
-  multiply_fence();
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kStatements; ++step) {
     // Four steps of 16 columns (32 bytes) make a slice.
-    const int q_offset = step / 4 * kGroupRows * kRowBytes + step % 4 * 32;
+    const int q_offset = step / 4 * kWarpgroupRows * kRowBytes + step % 4 * 32;
     const int k_offset = step / 4 * ForwardStorage<P>::kSliceBytes + step % 4 * 32;
     P::multiply_scores(s, q + (q_offset >> 4), k + (k_offset >> 4), step > 0);
   }
-  multiply_commit();
+  wgmma_commit();
   pin(s);
 }
 /// O += P V, or O = P V if `adds` is 0; the next one adds.
@@ -56,7 +53,7 @@ __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_oper
                                          int& adds) {
   constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16;
   pin(o);
-  multiply_fence();
+  wgmma_fence();
 #pragma unroll
   for (int step = 0; step < kStatements; ++step)
     P::multiply_output(o, &p_operand[step], v + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
@@ -64,10 +61,9 @@ __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_oper
   pin(o);
 }
 
-// --- Pipeline
-// ---------------------------------------------------------------------------------------------
+// --- Pipeline ---------------------------------------------------------------------------------------------
 
-/// Ping-pong: the warpgroups of a slot take turns at starting products.
+/// Ping-pong: the warpgroups of a slot alternate in starting products.
 template <class P>
 __device__ __forceinline__ void ping_pong_wait(const ForwardStorage<P>& smem, int wg) {
   if constexpr (ForwardStorage<P>::kWarpgroups > 1) named_barrier_sync(smem.ping_pong(wg), 256);
@@ -82,8 +78,7 @@ template <class P>
 __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, bool ready) {
   if (!ready) barrier_wait<P>(smem.k_full(n), smem.phase(n));
 }
-/// V after the last of `valid` keys becomes zero: it may be anything, and zero
-/// times anything is not zero.
+/// Clears V behind the last of `valid` keys: it may be NaN, which P = 0 does not hide.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
                                        const SoftmaxRows<P>& rows, int kv_begin) {
@@ -122,15 +117,14 @@ __device__ __forceinline__ void release_terms(const ForwardStorage<P>& smem, int
     barrier_arrive(smem.terms_empty(n));
 }
 
-// --- KV tiles
-// ---------------------------------------------------------------------------------------------
+// --- KV tiles ---------------------------------------------------------------------------------------------
 
 /// Whether any of the warpgroup's rows meet tile n, as its list entry says.
 template <class P>
 __device__ __forceinline__ bool meets(const ForwardStorage<P>& smem, int n, int wg) {
   return (smem.entry(n) >> (kListedRowsBit + wg) & 1) != 0;
 }
-/// Takes part in the pipeline of tile n without computing it.
+/// Keeps the pipeline going for tile n without computing it.
 template <class P>
 __device__ __forceinline__ void skip_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
                                           bool last_of_q) {
@@ -141,7 +135,7 @@ __device__ __forceinline__ void skip_tile(const ForwardStorage<P>& smem, int n, 
   barrier_wait<P>(smem.v_full(n), smem.phase(n));
   release(smem.v_empty(n));
 }
-/// The tail-wave split: takes part in the pipeline of KV tiles i to 0 of a work tile of which only other
+/// The tail-wave split: keeps the pipeline going for KV tiles i to 0 of a work tile of which only other
 /// warpgroups have rows.
 template <class P>
 __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
@@ -161,17 +155,16 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
     release_terms(smem, n);
   }
 }
-/// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs
-/// attend.
+/// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs attend.
 template <class P>
 __device__ __forceinline__ void look_at_tile(const Params& p, const ForwardStorage<P>& smem,
                                              const WorkTile<P>& work, SoftmaxRows<P>& rows, int n, int i,
                                              int wg, int& kv_begin, bool& full, int& entry) {
-  static_assert(kProducerPostsEntries<P> || !kTellsRows<P>);
+  static_assert(kProducerPostsEntries<P> || !kEntriesHaveRowBits<P>);
   if constexpr (!kConsumersReadList<P>)
     entry = kProducerPostsEntries<P> ? smem.entry(n) : work.kv_tiles.entry(i);
   kv_begin = tile_of_entry<P>(entry) * P::kBc;
-  if constexpr (kTellsRows<P>) {
+  if constexpr (kEntriesHaveRowBits<P>) {
     const bool met = meets(smem, n, wg);
     full = met && (entry & 1);
     rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;  // a tile that is not met is masked whole
@@ -183,26 +176,24 @@ __device__ __forceinline__ void look_at_tile(const Params& p, const ForwardStora
                                   : work.kv_tiles.full(p, rows.head, rows.q, entry));
   if (kConsumersReadList<P> && i > 0) entry = work.kv_tiles.entry(i - 1);
 }
-/// This lane's address in the bias tile. Where TMA cannot copy the tile, each
-/// warp fills in its own rows: it starts before it waits for anything else, and
-/// finishes under the products.
+/// This lane's address in the bias tile. Where TMA cannot load the tile, each warp loads its own rows: it
+/// starts before it waits for anything else, and finishes under the products.
 template <class P, class Fill>
 __device__ __forceinline__ void fill_bias(const Params& p, const TensorMaps& maps,
                                           const ForwardStorage<P>& smem, const WorkTile<P>& work, int n,
                                           int i, int wg, unsigned& bias, const Fill& fill) {
   if constexpr (P::kBiasTile) {
     const BiasTile of = P::bias_tile(p, work.sequence.head(p, work.h));
-    const int row = wg * kGroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
-    if (!unit_copies(p, maps, of))
-      fill(PlaneRows<P::kBr, kWarpRows, P::kBc, 8>{smem.shared + (smem.bias_tile(n) - smem.base), of,
-                                                   work.q_begin, work.kv_begin(i), row, 0});
+    const int row = wg * kWarpgroupRows + static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
+    if (!tma_loads_bias_tile(p, maps, of))
+      fill(BiasTileRows<P::kBr, kWarpRows, P::kBc, 8>{smem.shared + (smem.bias_tile(n) - smem.base), of,
+                                                      work.q_begin, work.kv_begin(i), row, 0});
     const int lane = threadIdx.x % 32;
     bias = smem.bias_tile(n) + chunk_offset<P::kBr>(row + lane % 16, lane / 16);
   }
 }
 
-// --- Dropout and P
-// ----------------------------------------------------------------------------------------
+// --- Dropout and P ----------------------------------------------------------------------------------------
 
 /// Draws what dropout drops of 16 keys of P.
 template <class P>

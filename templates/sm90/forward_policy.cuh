@@ -117,7 +117,7 @@ constexpr int kPartialKvTile = (P::kBc / 2 + 15) / 16 * 16;
 template <class P>
 constexpr bool kPartialFirstStep =
     P::kHasMask && !kLists<P> && !P::kPackGqa && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
-    (P::kBr > kGroupRows) && kQTilesPerCta<P> == 1;
+    (P::kBr > kWarpgroupRows) && kQTilesPerCta<P> == 1;
 
 // --- Mask and dropout -------------------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
 
 #include "flashjit/async/tma.cuh"
 #include "flashjit/common/sink.cuh"
+#include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
-#include "flashjit/sm90/plane.cuh"
 
 namespace flashjit::sm90 {
 
@@ -41,9 +41,9 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       load_tile<P::kBc, P::kHeadDim>(smem.k(n), maps.k, smem.k_full(n), row, head, batch);
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
-        expect_with_plane<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
-                                          P::bias_tile(p, work.sequence.head(p, work.h)), smem.bias_tile(n),
-                                          work.q_begin, begin);
+        expect_and_load_bias_tile<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
+                                                  P::bias_tile(p, work.sequence.head(p, work.h)),
+                                                  smem.bias_tile(n), work.q_begin, begin);
       }
       if (n > 0) load_v(n - 1);
       v_row = row, v_head = head, v_batch = batch;
@@ -59,11 +59,12 @@ __device__ __forceinline__ void load_packed_q(const Params& p, const ForwardStor
   const WorkTile<P>& work = smem.work(round);
   const int row = work.sequence.q_row(work.q_begin) + wg * p.packed.queries;
   const unsigned full = smem.q_full(wg, round);
-  const int row_bytes = ForwardStorage<P>::kQBytes / kGroupRows;
+  const int row_bytes = ForwardStorage<P>::kQBytes / kWarpgroupRows;
   barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
   for (int slice = 0; more && slice < slices(P::kHeadDim); ++slice)
-    load_packed_box(smem.q(wg, round) + slice * kGroupRows * kRowBytes, maps.q, full, slice * kSliceColumns,
-                    work.h - work.h_kv * p.packed.shared, row, work.h_kv, work.sequence.batch());
+    load_packed_box(smem.q(wg, round) + slice * kWarpgroupRows * kRowBytes, maps.q, full,
+                    slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
+                    work.sequence.batch());
 }
 
 /// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
@@ -88,9 +89,9 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
       } else {
         barrier_expect(smem.q_full(wg, round), more ? Storage::kQBytes : 0);
         if (!more) continue;
-        load_tile<kGroupRows, P::kHeadDim>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
-                                           work.sequence.q_row(work.q_begin) + wg * kGroupRows, work.h,
-                                           work.sequence.batch());
+        load_tile<kWarpgroupRows, P::kHeadDim>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
+                                               work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows,
+                                               work.h, work.sequence.batch());
       }
     }
     if (!more) break;
@@ -136,7 +137,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int 
   for (unsigned index = slot_index<P>(slot); index < all; index += grid_slots<P>()) {
     const WorkTile<P> work(p, {index / splits / rows,
                                index / splits % rows,
-                               {0, P::kBr / kGroupRows},
+                               {0, P::kBr / kWarpgroupRows},
                                static_cast<int>(index % splits)});
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));

@@ -23,11 +23,11 @@ __device__ __forceinline__ unsigned slot_index(int slot) {
 /// share K and V, which are then read once for all of them.
 template <class P>
 __device__ __forceinline__ int queries_per_warpgroup(const Params& p) {
-  return P::kPackGqa ? p.packed.queries : kGroupRows;
+  return P::kPackGqa ? p.packed.queries : kWarpgroupRows;
 }
 template <class P>
 __device__ __forceinline__ int queries_per_tile(const Params& p) {
-  return P::kBr / kGroupRows * queries_per_warpgroup<P>(p);
+  return P::kBr / kWarpgroupRows * queries_per_warpgroup<P>(p);
 }
 /// The query of a row, counted from the warpgroup's first.
 template <class P>
@@ -60,11 +60,11 @@ struct TileCoord {
 /// them.
 template <class P>
 struct TileScheduler {
-  static constexpr unsigned kWarpgroups = P::kBr / kGroupRows;
+  static constexpr unsigned kWarpgroups = P::kBr / kWarpgroupRows;
   static constexpr bool kWindows = P::kMaskBounds > 1;
   TileOrder order;
-  unsigned whole, pieces = 1;  ///< the first Q tile of the split tail wave, and the pieces of each
-  unsigned splits;             ///< splits of the keys, each a work tile of its own
+  unsigned whole, tail_parts = 1;  ///< the first Q tile of the split tail wave, and the splits of each
+  unsigned splits;                 ///< splits of the keys, each a work tile of its own
 
   __device__ explicit TileScheduler(const Params& p)
       : order(q_tiles_per_head<P>(p), p.batch * scheduled_heads<P>(p), cluster_size()),
@@ -75,14 +75,14 @@ struct TileScheduler {
     if constexpr (kSplitTailWave<P>) {
       const unsigned over = whole % slots;
       whole -= over;
-      pieces = tail_pieces(kWarpgroups, over, slots);
+      tail_parts = tail_splits(kWarpgroups, over, slots);
     }
-    if (kLptOrder<P>) order.mix(slots, kWindows);
+    if (kLptOrder<P>) order.use_lpt(slots, kWindows);
   }
   /// The index of a slot's next work tile.
   __device__ unsigned next(const Params& p, int slot, unsigned wave) const {
     if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
-    return order.number(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
+    return order.index(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
   }
   /// The tile of an index; false behind the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
@@ -90,15 +90,15 @@ struct TileScheduler {
     found.split = static_cast<int>(index % splits);
     index /= splits;
     if (kSplitTailWave<P> && index >= whole) {
-      const unsigned piece = (index - whole) % pieces, size = (kWarpgroups + pieces - 1) / pieces;
-      index = whole + (index - whole) / pieces;
-      found.warpgroups = {static_cast<int>(piece * size),
-                          static_cast<int>(min((piece + 1) * size, kWarpgroups))};
+      const unsigned part = (index - whole) % tail_parts, size = (kWarpgroups + tail_parts - 1) / tail_parts;
+      index = whole + (index - whole) / tail_parts;
+      found.warpgroups = {static_cast<int>(part * size),
+                          static_cast<int>(min((part + 1) * size, kWarpgroups))};
     }
     if (index >= order.size()) return false;
     if constexpr (kHeadMajorOrder<P>) {
-      found.batch_head = index / order.rows;
-      found.q_tile = order.rows - 1 - index % order.rows;
+      found.batch_head = index / order.tiles_per_head;
+      found.q_tile = order.tiles_per_head - 1 - index % order.tiles_per_head;
     } else {
       const OrderedTile tile = order.at(index);
       found.batch_head = tile.head;
@@ -136,7 +136,7 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
       : sequence(p, static_cast<int>(coord.batch_head / scheduled_heads<P>(p))),
         h(static_cast<int>(coord.batch_head % scheduled_heads<P>(p))),
         q_begin(static_cast<int>(coord.q_tile) * queries_per_tile<P>(p) +
-                coord.warpgroups.begin * kGroupRows),
+                coord.warpgroups.begin * kWarpgroupRows),
         warpgroups(coord.warpgroups.end - coord.warpgroups.begin),
         split(coord.split) {
     if constexpr (P::kPackGqa) {
@@ -154,8 +154,8 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
     if constexpr (kPartialFirstStep<P>) {
       const int end = kv_begin(count() - 1) + kPartialKvTile<P>;
 #pragma unroll
-      for (int wg = 0; wg < P::kBr / kGroupRows; ++wg) {
-        const Range q = tile_range(q_begin / kGroupRows + wg, kGroupRows, q_range.end);
+      for (int wg = 0; wg < P::kBr / kWarpgroupRows; ++wg) {
+        const Range q = tile_range(q_begin / kWarpgroupRows + wg, kWarpgroupRows, q_range.end);
         if (q.begin >= q.end || min(P::kv_bounds(p, head, q).end, sequence.seqused_kv(p)) <= end)
           partial |= 1u << wg;
       }

@@ -15,11 +15,11 @@ template <class P>
 struct ForwardStorage {
   static constexpr ForwardLayout kLayout = kForwardLayout<P>;
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
-  static constexpr int kWarpgroups = kLayout.groups(), kQStages = kLayout.q_stages();
-  static constexpr int kQBytes = tile_bytes(kGroupRows, P::kHeadDim);  // a warpgroup's
+  static constexpr int kWarpgroups = kLayout.warpgroups(), kQStages = kLayout.q_stages();
+  static constexpr int kQBytes = tile_bytes(kWarpgroupRows, P::kHeadDim);  // a warpgroup's
   static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
-  static_assert(sizeof(WorkTile<P>) <= kWorkBytes);
+  static_assert(sizeof(WorkTile<P>) <= kWorkTileBytes);
   using Count = PipelineCount<P>;
 
   int slot;
@@ -28,7 +28,7 @@ struct ForwardStorage {
 
   __device__ ForwardStorage(int slot, char* all) : slot(slot) {
     const unsigned begin = (shared_address(all) + kAlignment - 1) / kAlignment * kAlignment;
-    base = begin + slot * kLayout.team_bytes();
+    base = begin + slot * kLayout.slot_bytes();
     shared = all + (base - shared_address(all));
   }
 
@@ -39,21 +39,23 @@ struct ForwardStorage {
   __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
   __device__ unsigned bias_tile(Count n) const {
-    return base + kLayout.plane() + n % P::kStages * kLayout.plane_bytes();
+    return base + kLayout.bias_tile() + n % P::kStages * kLayout.bias_tile_bytes();
   }
   __device__ unsigned o(int wg) const {
-    return base + kLayout.o() + wg * tile_bytes(kGroupRows, P::kHeadDimV);
+    return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
   }
   /// The score's column terms: what it reads of the keys of tile n.
   __device__ float* column_terms(Count n) const {
-    return reinterpret_cast<float*>(shared + kLayout.values() + n % P::kStages * kLayout.values_bytes());
+    return reinterpret_cast<float*>(shared + kLayout.column_terms() +
+                                    n % P::kStages * kLayout.column_terms_bytes());
   }
   __device__ WorkTile<P>& work(Count round) const {
-    return *reinterpret_cast<WorkTile<P>*>(shared + kLayout.work() + round % kKeptWorks * kWorkBytes);
+    return *reinterpret_cast<WorkTile<P>*>(shared + kLayout.work_tiles() +
+                                           round % kKeptWorkTiles * kWorkTileBytes);
   }
   /// The list entry of tile n, where KV tiles are listed.
   __device__ int& entry(Count n) const {
-    return reinterpret_cast<int*>(shared + kLayout.entries())[n % P::kStages];
+    return reinterpret_cast<int*>(shared + kLayout.list_entries())[n % P::kStages];
   }
 
   // mbarriers: of Q, each warpgroup's; of K and V, four a stage; of work tiles; of what the score reads.
@@ -70,12 +72,12 @@ struct ForwardStorage {
   __device__ unsigned v_empty(Count n) const { return k_full(n) + 24; }
   __device__ int phase(Count n) const { return n / P::kStages & 1; }
   __device__ unsigned work_full(Count round) const {
-    return k_full(0) + P::kStages * 32 + round % kKeptWorks * 8;
+    return k_full(0) + P::kStages * 32 + round % kKeptWorkTiles * 8;
   }
-  __device__ int work_phase(Count round) const { return round / kKeptWorks & 1; }
+  __device__ int work_phase(Count round) const { return round / kKeptWorkTiles & 1; }
   /// Of the bias tile or the column terms of tile n.
   __device__ unsigned terms_full(Count n) const {
-    return work_full(0) + kKeptWorks * 8 + n % P::kStages * 16;
+    return work_full(0) + kKeptWorkTiles * 8 + n % P::kStages * 16;
   }
   __device__ unsigned terms_empty(Count n) const { return terms_full(n) + 8; }
 
@@ -94,7 +96,7 @@ struct ForwardStorage {
         barrier_init(q_empty(wg, round), 4);
       }
     }
-    for (int round = 0; round < kKeptWorks; ++round) barrier_init(work_full(round), 1);
+    for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       barrier_init(k_full(stage), 1);
       barrier_init(v_full(stage), 1);

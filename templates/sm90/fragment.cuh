@@ -1,4 +1,4 @@
-// Accumulators of wgmma as operands and as results. A thread of a warp group holds, of each eight columns,
+// Accumulators of wgmma as operands and as results. A thread of a warpgroup holds, of each eight columns,
 // two in row lane / 4 and two in row lane / 4 + 8 of its warp's sixteen rows: the layout of mma.m16n8
 // repeated.
 #pragma once
@@ -16,7 +16,7 @@ __device__ __forceinline__ int thread_now() {
   return thread;
 }
 
-/// Of a warp group's 64 rows of an accumulator, this thread's first; the other is eight on.
+/// Of a warpgroup's 64 rows of an accumulator, this thread's first; the other is eight on.
 __device__ __forceinline__ int own_row(int thread = static_cast<int>(threadIdx.x)) {
   return thread / 32 % 4 * 16 + thread % 32 / 4;
 }
@@ -37,13 +37,13 @@ __device__ __forceinline__ float scale_operand(const Params& p) {
 }
 
 /// Where a chunk of eight columns of a row lies in a tile of kRows rows, when ordinary code writes it:
-/// swizzled as the TMA unit would, so that wgmma can read it and no two rows of eight share a bank.
+/// swizzled as TMA would, so that wgmma can read it and no two rows of eight share a bank.
 template <int kRows>
 __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return chunk / 8 * kRows * kRowBytes + row * kRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
 }
 
-/// Writes zeros over rows [first, kRows) of a tile, by the 128 threads of a warp group. Several groups may do
+/// Writes zeros over rows [first, kRows) of a tile, by the 128 threads of a warpgroup. Several groups may do
 /// the same. If ptxas does not know how many slices there are, its one copy of the loop takes fewer
 /// registers, also where there is nothing to clear.
 template <int kRows, int kColumns>
@@ -56,13 +56,14 @@ __device__ __forceinline__ void clear_rows(char* tile, int first, int count = sl
   }
 }
 
-/// Writes a warp's sixteen rows of an accumulator to a tile in shared memory, as the TMA unit reads it.
+/// Writes a warp's sixteen rows of an accumulator to a tile in shared memory, as TMA reads it.
 template <class Element, int kRows, int kCount>
 __device__ __forceinline__ void stage_rows(const float (&c)[kCount], unsigned tile, int first_row) {
   constexpr int kChunks = kCount / 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // Lane l says where row l % 8 of matrix l / 8 is to be. The swizzle lets a chunk change bits of the place.
-  const unsigned place = tile + chunk_offset<kRows>(first_row + lane % 16, lane / 16);
+  // Lane l says where row l % 8 of matrix l / 8 is to be. The swizzle lets a chunk change bits of the
+  // address.
+  const unsigned address = tile + chunk_offset<kRows>(first_row + lane % 16, lane / 16);
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; chunk += 2) {
     unsigned words[4];
@@ -71,7 +72,7 @@ __device__ __forceinline__ void stage_rows(const float (&c)[kCount], unsigned ti
       const int at = chunk * 4 + i * 2;
       words[i] = at < kCount ? pack<Element>(c[at], c[at + 1]) : 0u;
     }
-    store_matrices((place ^ (chunk % 8 * 16)) + chunk / 8 * kRows * kRowBytes, words);
+    store_matrices((address ^ (chunk % 8 * 16)) + chunk / 8 * kRows * kRowBytes, words);
   }
 }
 
@@ -86,7 +87,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
   constexpr int kChunks = kCount / 4;
   constexpr bool kWholeChunks = kChunks > 16;
   const int part = thread % 4, odd = thread % 2, late = part / 2;
-  // Two addresses, to which the places of chunks are constants.
+  // Two addresses, from which chunks are at constant offsets.
   unsigned short* row = opaque(to + (kWholeChunks ? part * 8 : odd * 8 + late * 4));
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -4,8 +4,8 @@
 
 namespace flashjit::sm90 {
 
-/// Tiles lie in shared memory as slices of 64 columns: [slice][row][64], each row 128 bytes, swizzled by the
-/// TMA unit in groups of eight rows. Columns past the head dimension are zeros.
+/// A tile in shared memory is slices of 64 columns: [slice][row][64], each row 128 bytes, swizzled by TMA in
+/// groups of eight rows. Columns past the head dimension are zeros.
 constexpr int kSliceColumns = 64;
 constexpr int kRowBytes = 128;
 constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
@@ -13,153 +13,160 @@ constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
 constexpr int slices(int columns) { return (columns + kSliceColumns - 1) / kSliceColumns; }
 constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows * kRowBytes; }
 
-constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a block of sm_90 can have
+constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a CTA of sm_90 can have
 
-constexpr int kGroupRows = 64;  ///< of Q, in a warp group's part of O or dQ
-constexpr int kWarpRows = 16;   ///< of those, a warp's
+constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup computes
+constexpr int kWarpRows = 16;       ///< rows of each of its warps
 
-/// Registers that a thread starts with, where a multiprocessor has `blocks` blocks of `groups` warp groups
-/// that compute and one that loads. Then that one gives most of its to the others: so many in the forward
-/// pass.
-constexpr int launch_registers(int groups, int blocks) {
-  return 65536 / ((groups + 1) * 128 * blocks) / 8 * 8;
+/// Registers of a thread of the forward pass, where a multiprocessor has `ctas` CTAs of `consumers` consumer
+/// warpgroups and a producer warpgroup: at the start all threads have the same number, then the producer
+/// gives most of its registers to the consumers.
+constexpr int launch_registers(int consumers, int ctas) {
+  return 65536 / ((consumers + 1) * 128 * ctas) / 8 * 8;
 }
-constexpr int producer_registers(int groups, int blocks) {
-  return blocks > 1 || groups > 2 ? 32 : groups == 2 ? 40 : 56;
+constexpr int producer_registers(int consumers, int ctas) {
+  return ctas > 1 || consumers > 2 ? 32 : consumers == 2 ? 40 : 56;
 }
-constexpr int consumer_registers(int groups, int blocks) {
-  const int all = launch_registers(groups, blocks) * (groups + 1) - producer_registers(groups, blocks);
-  return all / groups < 240 ? all / groups / 8 * 8 : 240;
+constexpr int consumer_registers(int consumers, int ctas) {
+  const int all = launch_registers(consumers, ctas) * (consumers + 1) - producer_registers(consumers, ctas);
+  return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
 }
 
-/// Whether a product of the forward pass is one asm statement of all its steps of 16 columns, which compiles
-/// sooner by 8% and more, or one a step: ptxas orders fewer columns otherwise then, and up to 3% slower.
+/// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
+/// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
+/// code differently, which is up to 3% slower.
 constexpr bool has_whole_products(int head_dim_v) { return head_dim_v > 128; }
 
-/// In how many pieces the `over` Q tiles of the forward pass's last round are cut, of up to as many as they
-/// have warp groups, so that all `slots` begin at once what is left.
-constexpr unsigned tail_pieces(unsigned groups, unsigned over, unsigned slots) {
-  unsigned pieces = groups;
-  while (over * pieces > slots) --pieces;
-  return pieces;
+/// Into how many splits each of the `over` Q tiles of the forward pass's tail wave is divided: at most one a
+/// warpgroup, and so few that all splits run at once in `slots` slots.
+constexpr unsigned tail_splits(unsigned warpgroups, unsigned over, unsigned slots) {
+  unsigned splits = warpgroups;
+  while (over * splits > slots) --splits;
+  return splits;
 }
 
-constexpr int kWorkBytes = 64;  ///< of what the warp groups of the forward pass know of a Q tile
-/// Tiles of which that is kept. Five would do: while one is ended, two more have begun or wait in shared
-/// memory, a third waits for their room, and the fourth is looked for.
-constexpr int kKeptWorks = 8;
+constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
+/// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
+/// stage of Q, and the scheduler looks for the fourth.
+constexpr int kKeptWorkTiles = 8;
 
-/// One or two tiles of Q, of which each warp group's 64 rows lie together, then `stages` tiles of K, then of
-/// V, then of a captured plane where the score reads one, then O where it fits, then what the score reads of
-/// the keys of `stages` tiles, then what is known of Q tiles and, where they are listed, of those tiles of
-/// keys, then the barriers: all that for each of the Q tiles that a block computes at a time.
+/// Shared memory of a CTA of the forward pass. For each of the Q tiles that it computes at a time a slot, in
+/// this order:
+///
+///   Q            one or two stages, each warpgroup's 64 rows together
+///   K, V         `stages` each
+///   bias tile    `stages`, where the score reads one
+///   O            where it fits
+///   column terms `stages`, where the score has them
+///   work tiles, list entries of `stages` KV tiles where they are listed, barriers
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_plane, key_values, lists;
-  int teams;
+  bool reads_bias_tile, reads_column_terms, lists;
+  int q_tiles_per_cta;
 
-  constexpr int groups() const { return br / kGroupRows; }
-  /// Two where they fit: then the next tile is there before it is needed.
+  constexpr int warpgroups() const { return br / kWarpgroupRows; }
+  /// Two where they fit: then the next Q tile is loaded before it is needed.
   constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int plane() const { return v() + stages * tile_bytes(bc, head_dim_v); }
-  constexpr int plane_bytes() const { return reads_plane ? tile_bytes(br, bc) : 0; }
-  constexpr int o() const { return plane() + stages * plane_bytes(); }
-  /// Where it fits O leaves from there: then the threads that compute need not store it.
-  constexpr bool stages_output() const { return bytes_of(q_stages()) + o_bytes() <= limit(); }
-  constexpr int values() const { return o() + (stages_output() ? o_bytes() : 0); }
-  constexpr int values_bytes() const { return key_values ? bc * 4 : 0; }
-  constexpr int work() const { return values() + stages * values_bytes(); }
-  constexpr int entries() const { return work() + kKeptWorks * kWorkBytes; }
-  constexpr int barriers() const { return entries() + entries_bytes(); }
-  constexpr int team_bytes() const {
-    const int used = bytes_of(q_stages()) + (stages_output() ? o_bytes() : 0);
-    return teams == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
+  constexpr int bias_tile() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int bias_tile_bytes() const { return reads_bias_tile ? tile_bytes(br, bc) : 0; }
+  constexpr int o() const { return bias_tile() + stages * bias_tile_bytes(); }
+  /// Where a tile of O fits, TMA can store it, and the consumers need not.
+  constexpr bool has_o_tile() const { return bytes_of(q_stages()) + o_bytes() <= limit(); }
+  constexpr int column_terms() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int column_terms_bytes() const { return reads_column_terms ? bc * 4 : 0; }
+  constexpr int work_tiles() const { return column_terms() + stages * column_terms_bytes(); }
+  constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
+  constexpr int barriers() const { return list_entries() + list_entries_bytes(); }
+  constexpr int slot_bytes() const {
+    const int used = bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0);
+    return q_tiles_per_cta == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
   }
-  constexpr int bytes() const { return teams * team_bytes(); }
+  constexpr int bytes() const { return q_tiles_per_cta * slot_bytes(); }
 
  private:
-  constexpr int limit() const { return kSharedLimit / teams / kAlignment * kAlignment; }
-  constexpr int entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
-  constexpr int q_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim); }
-  constexpr int o_bytes() const { return groups() * tile_bytes(kGroupRows, head_dim_v); }
-  /// Two for each stage: that what the score reads of its tile is there, and has been read.
-  constexpr int score_barriers() const { return reads_plane || key_values ? 2 : 0; }
-  /// Without O, with two barriers for each group's Q, four for each stage beside those, and one for each
-  /// piece of work.
+  constexpr int limit() const { return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment; }
+  constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
+  constexpr int q_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim); }
+  constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
+  /// Full and empty, for what the score reads.
+  constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
+  /// Of a slot without O. Barriers: two for each warpgroup's Q, four for each stage of K and V and those of
+  /// the score, and one for each work tile.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
-           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + plane_bytes() + values_bytes()) +
-           kKeptWorks * kWorkBytes + entries_bytes() +
-           (2 * groups() * q_count + (4 + score_barriers()) * stages + kKeptWorks) * 8;
+           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + bias_tile_bytes() +
+                     column_terms_bytes()) +
+           kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() +
+           (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;
   }
 };
 
-/// Of the backward pass, what the producer says of a KV tile, and of a Q tile.
+/// Bytes of the backward pass's KvTileInfo and QTileInfo.
 constexpr int kKvTileInfoBytes = 32, kQTileInfoBytes = 32;
 /// KV tiles whose info is kept. When the producer takes the next KV tile it has loaded K and V of the last
 /// one, so the consumers are done with the one before, but that one's dQ may still be on its way.
 constexpr int kKeptKvTiles = 4;
-/// Where blocks sum up dQ, dQ of three more may be.
+/// Where CTAs sum up dQ, dQ of three more may be on its way.
 constexpr int kKeptKvTilesOfSums = 8;
 /// Q tiles whose info is kept: those in the stages, at most four, and the two before, whose dQ may still be
 /// on its way.
 constexpr int kKeptQTiles = 8;
-/// KV tile indices that the first block of a cluster may send before the other blocks have read the first
-/// one. Two more than there are stages would do.
+/// KV tile indices that the first CTA of a cluster may send before the others have read the first one. Two
+/// more than there are stages would do.
 constexpr int kKeptTileIndices = 8;
 
-constexpr int kZerosBytes = 16;  ///< in place of a row of eight elements where there is none
+constexpr int kZerosBytes = 16;  ///< a row of eight zeros, read where a tile has no row
 
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
 /// groups share them.
 constexpr int backward_columns(int columns) {
   return (slices(columns) > 2 ? 4 : slices(columns)) * kSliceColumns;
 }
-/// Above 128 columns the registers of one warp group do not hold its rows of dK and dV: then both groups
+/// Above 128 columns the registers of one warpgroup do not hold its rows of dK and dV: then both groups
 /// share 64 rows, and each has half of the columns.
 constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-constexpr int kMostKeys = 128;  ///< of a block of the backward pass
+constexpr int kMostKeys = 128;  ///< that a CTA of the backward pass has
 
-/// Blocks of a cluster, which share a KV tile of the backward pass: wide, two share one of 128 keys; else
-/// larger tiles are of one block for every 128 keys.
-constexpr int cluster_blocks(int bc, int head_dim, int head_dim_v) {
+/// CTAs of a cluster, which share a KV tile of the backward pass. Wide, two share one of 128 keys; else a
+/// larger tile has a CTA for every 128 keys.
+constexpr int cluster_ctas(int bc, int head_dim, int head_dim_v) {
   if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
   return bc > kMostKeys ? bc / kMostKeys : 1;
 }
-/// Q tiles for whose parts of dQ there is room, where blocks sum it up.
+/// Q tiles for whose partial dQ there is room, where CTAs sum it up.
 constexpr int kDqSlots = 2;
 
-/// Shared memory of a block of the backward pass, in this order:
+/// Shared memory of a CTA of the backward pass, in this order:
 ///
-///   K, V           the block's keys of the KV tile
-///   other K        half of the columns of the other block's keys, where blocks exchange dS
+///   K, V           the CTA's keys of the KV tile
+///   other K        half of the columns of the other CTA's keys, where CTAs exchange dS
 ///   Q              `stages`
-///   dO             `stages`; one where blocks exchange dS
-///   dS             two; and where blocks exchange dS two of the other block's
-///   P              two where both warp groups have the same keys ("wide")
+///   dO             `stages`; one where CTAs exchange dS
+///   dS             two; and where CTAs exchange dS two of the other CTA's
+///   P              two where both warpgroups have the same keys ("wide")
 ///   bias tile      `stages`, where the score reads one
-///   dQ             of each warp group what does not lie over dO and Q; where blocks sum up dQ, all blocks'
-///                  parts of the columns that this block sums up, of two Q tiles
+///   dQ             of each warpgroup what does not overlap dO and Q; where CTAs sum up dQ, all CTAs' partial
+///                  dQ of two Q tiles, in the columns that this CTA sums up
 ///   LSE, D         `stages` of a Q tile's rows; and the score's row term
 ///   Q tiles, KV tiles, zeros, tile indices, barriers
 ///
-/// The one overlap: wide, a warp group's dQ of Q tile i lies over the columns of dO and Q of the same stage
-/// that this warp group alone reads, on its way to global memory, and only then is the stage released.
+/// The one overlap: wide, a warpgroup's dQ of Q tile i lies over the columns of dO and Q of the same stage
+/// that this warpgroup alone reads, on its way to global memory, and only then is the stage released.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
-  bool reads_bias_tile, row_terms;
+  bool reads_bias_tile, reads_row_terms;
 
   /// Also for KV tiles of 64 keys: for short sequences, so that there is one for each multiprocessor.
   constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || bc == 64; }
-  constexpr int cluster() const { return cluster_blocks(bc, head_dim, head_dim_v); }
-  // What the blocks of a cluster do for dQ: each computes some of its columns, from the dS of both; or all
-  // columns from its own keys, and sums up some columns of what all blocks have.
+  constexpr int cluster() const { return cluster_ctas(bc, head_dim, head_dim_v); }
+  // What the CTAs of a cluster do for dQ: each computes some of its columns, from the dS of both; or each
+  // computes all columns from its own keys, and sums up some columns of all CTAs' partial dQ.
   constexpr bool exchanges_ds() const { return cluster() > 1 && wide(); }
   constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
   constexpr int keys() const { return bc / cluster(); }
@@ -180,10 +187,10 @@ struct BackwardLayout {
   constexpr bool has_bias_tile() const { return reads_bias_tile && !is_wide(head_dim, head_dim_v); }
   constexpr int bias_tile_bytes() const { return has_bias_tile() ? tile_bytes(br, keys()) : 0; }
   constexpr int dq() const { return bias_tile() + stages * bias_tile_bytes(); }
-  /// Columns of dQ that a warp group computes: all, of 64 rows, where there are 128 rows, else some of all
+  /// Columns of dQ that a warpgroup computes: all, of 64 rows, where there are 128 rows, else some of all
   /// rows.
   constexpr int dq_columns() const { return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2); }
-  // Bytes of a warp group's dQ that lie over Q and over dO, and of the rest, all in fp32.
+  // Bytes of a warpgroup's dQ that lie over Q and over dO, and of the rest, all in fp32.
   constexpr int dq_within_q() const {
     return wide() && columns() >= 2 * kSliceColumns ? columns() / 2 * br * 2 : 0;
   }
@@ -191,13 +198,13 @@ struct BackwardLayout {
     return wide() && !exchanges_ds() && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
   }
   constexpr int dq_bytes() const {
-    const int rest = dq_columns() * kGroupRows * 4 - dq_within_q() - dq_within_dout();
+    const int rest = dq_columns() * kWarpgroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
   }
   constexpr int lse() const { return dq() + (sums_dq() ? kDqSlots : 1) * 2 * dq_bytes(); }
   constexpr int d() const { return lse() + stages * br * 4; }
-  constexpr int values() const { return d() + stages * br * 4; }
-  constexpr int q_tiles() const { return values() + (row_terms ? stages * br * 4 : 0); }
+  constexpr int row_terms() const { return d() + stages * br * 4; }
+  constexpr int q_tiles() const { return row_terms() + (reads_row_terms ? stages * br * 4 : 0); }
   constexpr int kv_tiles() const { return q_tiles() + kKeptQTiles * kQTileInfoBytes; }
   constexpr int kept_kv_tiles() const { return sums_dq() ? kKeptKvTilesOfSums : kKeptKvTiles; }
   constexpr int zeros() const { return kv_tiles() + kept_kv_tiles() * kKvTileInfoBytes; }
@@ -208,12 +215,12 @@ struct BackwardLayout {
   // The number of the first barrier of each kind.
   constexpr int stage_barriers(int stage) const { return 4 * stage; }  ///< Q full, Q empty, dO full, dO empty
   constexpr int ds_barriers() const { return 4 * stages; }             ///< for two Q tiles
-  constexpr int dq_barriers() const { return ds_barriers() + 2; }      ///< full and empty, of two warp groups
+  constexpr int dq_barriers() const { return ds_barriers() + 2; }      ///< full and empty, of two warpgroups
   constexpr int kv_barrier() const { return dq_barriers() + 4; }
   constexpr int ds_added_barriers() const { return kv_barrier() + 1; }  ///< for two Q tiles
   constexpr int tile_index_barriers() const { return ds_added_barriers() + 2; }
-  /// In a cluster: the other block's dS, for two Q tiles; or all blocks' dQ, for kDqSlots Q tiles and two
-  /// warp groups.
+  /// In a cluster: the other CTA's dS, for two Q tiles; or all CTAs' partial dQ, for kDqSlots Q tiles and two
+  /// warpgroups.
   constexpr int exchange_barriers() const {
     return tile_index_barriers() + (cluster() > 1 ? kKeptTileIndices : 0);
   }

@@ -1,5 +1,5 @@
-// The order in which the blocks of the forward pass take Q tiles, where rows differ in length by a mask. The
-// tests include it, too.
+// The order in which the CTAs of the forward pass take Q tiles, where a mask makes some rows longer than
+// others. The host's tests include this file, too.
 #pragma once
 
 namespace flashjit::sm90 {
@@ -9,64 +9,67 @@ struct OrderedTile {
   unsigned head, tile;
 };
 
-/// All heads' Q tiles, of which each of `teams` takes one a round. As they are, a head's follow each other,
-/// the last first. `mix` lets those of one place in their heads come together, the longest (causal) first,
-/// over so many tiles that all teams get the same, as every other round runs backwards; but no more than
-/// that, so that many tiles of a head are computed at a time, and read its K and V together.
+/// The Q tiles of all heads, of which each of the grid's `slots` takes one a wave. Heads follow each other,
+/// and a head's tiles come from the last to the first. In LPT order (longest processing time first) the
+/// tiles of a group come together instead, those at the same position in their heads side by side, the
+/// longest (causal) first. A group is large enough that all slots get the same work, as every other wave
+/// runs backwards, and no larger: so many tiles of a head run at a time, and share its K and V in L2.
 struct TileOrder {
-  unsigned rows, heads;  ///< tiles of a head, and heads
-  unsigned neighbours;   ///< tiles of a head that a cluster of so many blocks takes at a time: a set
-  unsigned mixed;        ///< sets: those of a head, if none are
+  unsigned tiles_per_head, heads;
+  unsigned set_size;        ///< neighbouring tiles of a head that a cluster takes at a time
+  unsigned sets_per_group;  ///< a head's, unless LPT order is on
 
   constexpr TileOrder(unsigned tiles_of_head, unsigned all_heads, unsigned cluster)
-      : rows(tiles_of_head),
+      : tiles_per_head(tiles_of_head),
         heads(all_heads),
-        neighbours(rows % cluster == 0 ? cluster : 1),
-        mixed(rows / neighbours) {}
+        set_size(tiles_per_head % cluster == 0 ? cluster : 1),
+        sets_per_group(tiles_per_head / set_size) {}
 
-  constexpr unsigned size() const { return rows * heads; }
+  constexpr unsigned size() const { return tiles_per_head * heads; }
 
-  /// Mixes as few heads as make whole pairs of rounds. Where these are so many that few teams would have a
-  /// head together, it is the tiles of one round or two, which begin and end within a head's. `windows`: rows
-  /// have no more keys than a window, of which it matters less who reads them together.
-  constexpr void mix(unsigned teams, bool windows) {
-    unsigned divisor = 2 * teams, rest = rows;
+  /// LPT order, in groups of as few heads as make whole pairs of waves. If few slots would then share a head,
+  /// a group is the tiles of one or two waves, and may begin and end within a head. `windows`: rows have no
+  /// more keys than a window, so it matters less which slots read them together.
+  constexpr void use_lpt(unsigned slots, bool windows) {
+    unsigned divisor = 2 * slots, rest = tiles_per_head;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;
       divisor = rest, rest = remainder;
     }
-    const unsigned pairs = 2 * teams / divisor, whole_heads = pairs < heads ? pairs : heads;
-    mixed = (whole_heads <= teams / (windows ? 2 : 4) ? whole_heads * rows
-             : rows < 8                               ? teams
-                                                      : 2 * teams) /
-            neighbours;
+    const unsigned pairs = 2 * slots / divisor, whole_heads = pairs < heads ? pairs : heads;
+    sets_per_group = (whole_heads <= slots / (windows ? 2 : 4) ? whole_heads * tiles_per_head
+                      : tiles_per_head < 8                     ? slots
+                                                               : 2 * slots) /
+                     set_size;
   }
 
-  /// Which tile a team takes in a round. Most of a window's rows are as long as each other: who gets a
-  /// shorter one changes with each pair of rounds, from one cluster to another.
-  static constexpr unsigned number(unsigned team, unsigned round, unsigned teams, bool windows) {
-    const unsigned turned = windows ? (team + round / 2 * (teams * 2 / 5 / 2 * 2)) % teams : team;
-    return round * teams + (round % 2 ? teams - 1 - turned : turned);
+  /// The index of the tile that a slot takes in a wave. Most rows of a window are equally long: which slots
+  /// get a shorter one changes with each pair of waves, from one cluster to another.
+  static constexpr unsigned index(unsigned slot, unsigned wave, unsigned slots, bool windows) {
+    const unsigned rotated = windows ? (slot + wave / 2 * (slots * 2 / 5 / 2 * 2)) % slots : slot;
+    return wave * slots + (wave % 2 ? slots - 1 - rotated : rotated);
   }
 
-  constexpr OrderedTile at(unsigned number) const {
-    const unsigned sets = rows / neighbours, all = sets * heads, set = number / neighbours;
-    // A few last sets are mixed with those before them.
-    const unsigned turns = (all + mixed / 2) / mixed, last = turns > 1 ? turns - 1 : 0;
-    const unsigned turn = set / mixed < last ? set / mixed : last;
-    const unsigned begin = turn * mixed, end = turn == last ? all : begin + mixed;
-    // From place `first` of a head on to before `behind` of one that comes `heads_on` later. So there are as
-    // many of each place, but of those between the two, in the middle, one more or less.
+  /// The tile of an index.
+  constexpr OrderedTile at(unsigned index) const {
+    const unsigned sets = tiles_per_head / set_size, all = sets * heads, set = index / set_size;
+    // The last group takes the few sets that do not fill a group of their own.
+    const unsigned groups = (all + sets_per_group / 2) / sets_per_group, last = groups > 1 ? groups - 1 : 0;
+    const unsigned group = set / sets_per_group < last ? set / sets_per_group : last;
+    const unsigned begin = group * sets_per_group, end = group == last ? all : begin + sets_per_group;
+    // The group runs from position `first` of a head to before position `behind` of the head `heads_on`
+    // later. So it has as many sets of each position, but one more or one less of those between the two.
     const unsigned head = begin / sets, heads_on = end / sets - head;
     const unsigned first = begin % sets, behind = end % sets;
     const unsigned low = first < behind ? first : behind, high = first < behind ? behind : first;
     const unsigned in_middle = first < behind ? heads_on + 1 : heads_on - 1;
     const unsigned at_low = low * heads_on, at_high = at_low + (high - low) * in_middle;
     const bool is_low = set - begin < at_low, is_high = set - begin >= at_high;
-    const unsigned of_place = is_low || is_high ? heads_on : in_middle;
+    const unsigned of_position = is_low || is_high ? heads_on : in_middle;
     const unsigned rest = set - begin - (is_low ? 0 : is_high ? at_high : at_low);
-    const unsigned place = (is_low ? 0 : is_high ? high : low) + rest / of_place;
-    return {head + (place < first) + rest % of_place, rows - 1 - place * neighbours - number % neighbours};
+    const unsigned position = (is_low ? 0 : is_high ? high : low) + rest / of_position;
+    return {head + (position < first) + rest % of_position,
+            tiles_per_head - 1 - position * set_size - index % set_size};
   }
 };
 

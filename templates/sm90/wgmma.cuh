@@ -1,4 +1,4 @@
-// wgmma: the warp group's matrix products, one wrapper an instruction, and the shared memory tiles they read.
+// wgmma: the warpgroup's matrix products, one wrapper an instruction, and the shared memory tiles they read.
 #pragma once
 
 #include "flashjit/async/cluster.cuh"
@@ -17,25 +17,25 @@ __device__ __forceinline__ void store_matrices(unsigned to, const unsigned (&wor
                "r"(words[1]), "r"(words[2]), "r"(words[3])
                : "memory");
 }
-__device__ __forceinline__ void multiply_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void multiply_commit() {
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 template <int kPending>
-__device__ __forceinline__ void multiply_wait() {
+__device__ __forceinline__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 /// ptxas hoists a wait for products above arithmetic that is independent of them, which then no longer runs
-/// beside them. This keeps the wait below the computation of `value`: a store to `place` that never happens,
-/// as `value` is never negative.
-__device__ __forceinline__ void finish_before_wait(float value, unsigned place) {
+/// beside them. This keeps the wait below the computation of `value`: a store to `address` that never
+/// happens, as `value` is never negative.
+__device__ __forceinline__ void finish_before_wait(float value, unsigned address) {
   asm volatile(
       "{\n"
       ".reg .pred negative;\n"
       "setp.lt.f32 negative, %0, 0f00000000;\n"
       "@negative st.shared.f32 [%1], %0;\n"
       "}\n" ::"f"(value),
-      "r"(place)
+      "r"(address)
       : "memory");
 }
 /// Keeps the compiler from moving reads and writes of an accumulator across an asynchronous product.

@@ -181,8 +181,8 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   }
 }
 
-// Also where the TMA unit does not copy the plane, which the warps then do beside their accumulators.
-TEST(KernelsThatReadPlanes, CompileWithoutSpills) {
+// Also where TMA does not copy the bias tile, which the warps then do beside their accumulators.
+TEST(KernelsThatReadBiasTiles, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":kvlen"};
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::size_t i = 0;
@@ -353,7 +353,7 @@ TEST(KernelsOfClustersThatSumUpDq, CompileWithoutSpills) {
     check(text, 512);
 }
 
-// Warp groups that pass over tiles which only others' rows meet.
+// Warpgroups that pass over tiles which only others' rows meet.
 TEST(KernelsWhoseGroupsMeetOtherTiles, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   for (const char* text : {"fwd:bf16:d64:map128x128 sm90:br192:bc128:w12:s4",

@@ -162,7 +162,7 @@ TEST_P(BlockSparseMaps, Strided) { check({32, 16}, strided(10, 18, 3)); }
 TEST_P(BlockSparseMaps, LocalGlobal) { check({32, 32}, local_global(10, 9, 1, 1)); }
 TEST_P(BlockSparseMaps, BigBird) { check({16, 32}, big_bird(19, 9, 1, 1, 2, 5)); }
 
-/// Warp groups of one Q tile that meet other KV tiles than their neighbours: family sm90 passes over those.
+/// Warpgroups of one Q tile that meet other KV tiles than their neighbours: family sm90 passes over those.
 struct RowsCase {
   const char *spec, *config;
 };

@@ -71,7 +71,7 @@ TEST_F(CheckWaits, EndATurnThatNeverComesOnHopper) {
 
 TEST_F(CheckWaits, EndASumThatIsNeverRead) {
   if (!is_hopper()) GTEST_SKIP() << "needs sm_90a";
-  change_template("sm90/backward_dq.cuh", "barrier_arrive_remote(in_block(smem.dq_read(i), lane));", "{}");
+  change_template("sm90/backward_dq.cuh", "barrier_arrive_remote(in_cta(smem.dq_read(i), lane));", "{}");
   expect_launch_error("--spec bwd:bf16:d64 --shape b1:hq1:hkv1:sq400:skv200 --config sm90:br64:bc256:w8:s2");
 }
 

@@ -165,10 +165,10 @@ std::vector<AttentionCase> strided_cases() {
   return cases;
 }
 
-/// Planes of 16-bit tensors, which a kernel may copy as tiles: with rows that the TMA unit can copy, rows
+/// BiasTiles of 16-bit tensors, which a kernel may copy as tiles: with rows that TMA can copy, rows
 /// that begin between words, keys and queries that go with other columns and rows than their own, and tensors
 /// that are too small.
-std::vector<AttentionCase> plane_cases() {
+std::vector<AttentionCase> bias_tile_cases() {
   using test::tensor;
   using test::wave;
   const auto bias = [](ElementType type, int rows_less, int columns_less) {
@@ -191,22 +191,23 @@ std::vector<AttentionCase> plane_cases() {
        {"twice", "bias: bf16 3d; score + bias[h, q, kv] * bias[h, q, kv + 1]", "", bias(bf16, 0, 0)}},
       {2, 4, 2, 233, 434}, 6000);
   const AttentionShape whole_rows{2, 4, 2, 333, 440};
-  const Variant plane{"plane", "bias: bf16 3d; score + bias[h, q, kv]", "", bias(bf16, 0, 0)};
+  const Variant bias_tile{"bias_tile", "bias: bf16 3d; score + bias[h, q, kv]", "", bias(bf16, 0, 0)};
   const std::vector<AttentionCase> copied = in_every_family(
-      {plane,
-       {"plane_curved_causal", "bias: bf16 3d; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
+      {bias_tile,
+       {"bias_tile_curved_causal", "bias: bf16 3d; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
         bias(bf16, 0, 0)},
-       {"plane_shift", "bias: fp16 3d; score - 0.5 * bias[h, q + 3, kv + 8]", "", bias(fp16, -4, -16)},
-       {"plane_odd_shift", "bias: bf16 3d; score - 0.5 * bias[h, q + 3, kv + 9]", "", bias(bf16, -4, -16)},
-       {"plane_negative_shift", "bias: fp16 3d; score - 0.5 * bias[h, q - 3, kv]", "", bias(fp16, 0, 0)},
-       {"plane_narrow", "bias: bf16 3d; score + bias[h, q, kv]", "kv <= q + 20", bias(bf16, 0, 8)},
-       {"plane_2d_window", "bias: fp16 2d; score * (1.0 + 0.1 * bias[q, kv])", "q - kv < 100 && kv - q < 70",
-        bias_2d},
-       {"plane_blocks", "bias: fp16 2d; score + bias[q, kv]", "q / 64 % 3 != kv / 64 % 2", bias_2d}},
+       {"bias_tile_shift", "bias: fp16 3d; score - 0.5 * bias[h, q + 3, kv + 8]", "", bias(fp16, -4, -16)},
+       {"bias_tile_odd_shift", "bias: bf16 3d; score - 0.5 * bias[h, q + 3, kv + 9]", "",
+        bias(bf16, -4, -16)},
+       {"bias_tile_negative_shift", "bias: fp16 3d; score - 0.5 * bias[h, q - 3, kv]", "", bias(fp16, 0, 0)},
+       {"bias_tile_narrow", "bias: bf16 3d; score + bias[h, q, kv]", "kv <= q + 20", bias(bf16, 0, 8)},
+       {"bias_tile_2d_window", "bias: fp16 2d; score * (1.0 + 0.1 * bias[q, kv])",
+        "q - kv < 100 && kv - q < 70", bias_2d},
+       {"bias_tile_blocks", "bias: fp16 2d; score + bias[q, kv]", "q / 64 % 3 != kv / 64 % 2", bias_2d}},
       whole_rows, 7000);
   cases.insert(cases.end(), copied.begin(), copied.end());
-  // The TMA unit copies it for every other head, and blocks have tiles of both kinds.
-  const Variant by_head{"plane_shift_by_head", "bias: bf16 3d; score + bias[h, q, kv + 4 * h]", "",
+  // TMA copies it for every other head, and blocks have tiles of both kinds.
+  const Variant by_head{"bias_tile_shift_by_head", "bias: bf16 3d; score + bias[h, q, kv + 4 * h]", "",
                         bias(bf16, 0, -128)};
   for (const int dim : {32, 64, 128, 256})
     cases.push_back(case_of(by_head, {.dtype = DType::bf16, .head_dim = dim}, {2, 32, 8, 333, 200},
@@ -214,17 +215,17 @@ std::vector<AttentionCase> plane_cases() {
   for (const int dim : {32, 64, 96, 128, 192, 256}) {
     const unsigned seed = 8000 + static_cast<unsigned>(cases.size());
     AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
-    cases.push_back(case_of(plane, spec, whole_rows, Family::sm90, seed));
+    cases.push_back(case_of(bias_tile, spec, whole_rows, Family::sm90, seed));
     spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
-    cases.push_back(case_of(plane, spec, whole_rows, Family::sm90, seed + 1));
+    cases.push_back(case_of(bias_tile, spec, whole_rows, Family::sm90, seed + 1));
     cases.back().dropout_p = 0.2;
   }
   return cases;
 }
 
-/// Planes that want their gradient: in rows of whole 16 bytes and in others, shared by batches, with pairs
+/// BiasTiles that want their gradient: in rows of whole 16 bytes and in others, shared by batches, with pairs
 /// that are clamped to one place, of a score with a slope, of 32 bits, and beside another gradient.
-std::vector<AttentionCase> plane_grad_cases() {
+std::vector<AttentionCase> bias_tile_grad_cases() {
   using test::tensor;
   using test::wave;
   const auto bf16 = ElementType::bf16, fp16 = ElementType::fp16, fp32 = ElementType::fp32;
@@ -245,18 +246,20 @@ std::vector<AttentionCase> plane_grad_cases() {
     return captures;
   };
   const AttentionShape whole_rows{2, 4, 2, 333, 440}, odd_rows{2, 4, 2, 233, 433};
-  const Variant plain{"plane_grad", "bias: bf16 3d grad; score + bias[h, q, kv]", "", bias(bf16)};
+  const Variant plain{"bias_tile_grad", "bias: bf16 3d grad; score + bias[h, q, kv]", "", bias(bf16)};
   std::vector<AttentionCase> cases = in_every_family(
       {plain,
-       {"plane_grad_causal", "bias: fp16 4d grad; score + bias[b, h, q, kv]", "causal", own},
-       {"plane_grad_curved", "bias: bf16 3d grad; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
+       {"bias_tile_grad_causal", "bias: fp16 4d grad; score + bias[b, h, q, kv]", "causal", own},
+       {"bias_tile_grad_curved", "bias: bf16 3d grad; 9.0 * tanh((score + bias[h, q, kv]) / 9.0)", "causal",
         bias(bf16)},
-       {"plane_grad_scaled", "bias: bf16 3d grad; score - 0.5 * bias[h, q, kv]", "", bias(bf16)},
-       {"plane_grad_fp32", "bias: fp32 3d grad; score + bias[h, q, kv]", "q - kv < 100 && kv - q < 70",
+       {"bias_tile_grad_scaled", "bias: bf16 3d grad; score - 0.5 * bias[h, q, kv]", "", bias(bf16)},
+       {"bias_tile_grad_fp32", "bias: fp32 3d grad; score + bias[h, q, kv]", "q - kv < 100 && kv - q < 70",
         bias(fp32)},
-       {"plane_grad_shift", "bias: fp16 3d grad; score + bias[h, q + 3, kv + 8]", "", bias(fp16, -4, -16)},
-       {"plane_grad_clamped", "bias: bf16 3d grad; score + bias[h, q - 3, kv + 4]", "", bias(bf16, 4, 40)},
-       {"plane_grad_and_slopes",
+       {"bias_tile_grad_shift", "bias: fp16 3d grad; score + bias[h, q + 3, kv + 8]", "",
+        bias(fp16, -4, -16)},
+       {"bias_tile_grad_clamped", "bias: bf16 3d grad; score + bias[h, q - 3, kv + 4]", "",
+        bias(bf16, 4, 40)},
+       {"bias_tile_grad_and_slopes",
         "bias: bf16 3d grad; slopes: fp32 1d grad; score + bias[h, q, kv] + slopes[h] * to_float(kv - q)",
         "causal", and_slopes}},
       whole_rows, 9000);
@@ -496,7 +499,7 @@ const std::vector<AttentionCase>& all_cases() {
   static const std::vector<AttentionCase> cases = [] {
     std::vector<AttentionCase> all = variant_cases();
     for (const auto& more :
-         {pair_cases(), packed_cases(), strided_cases(), plane_cases(), plane_grad_cases(),
+         {pair_cases(), packed_cases(), strided_cases(), bias_tile_cases(), bias_tile_grad_cases(),
           difference_grad_cases(), position_value_cases(), mask_read_cases(), ready_made_cases()})
       all.insert(all.end(), more.begin(), more.end());
     return all;
@@ -516,8 +519,8 @@ INSTANTIATE_TEST_SUITE_P(Variants, Programs, testing::ValuesIn(variant_cases()),
 INSTANTIATE_TEST_SUITE_P(Pairs, Programs, testing::ValuesIn(pair_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Packed, Programs, testing::ValuesIn(packed_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(Strided, Programs, testing::ValuesIn(strided_cases()), kName);
-INSTANTIATE_TEST_SUITE_P(Planes, Programs, testing::ValuesIn(plane_cases()), kName);
-INSTANTIATE_TEST_SUITE_P(PlaneGrads, Programs, testing::ValuesIn(plane_grad_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(BiasTiles, Programs, testing::ValuesIn(bias_tile_cases()), kName);
+INSTANTIATE_TEST_SUITE_P(BiasTileGrads, Programs, testing::ValuesIn(bias_tile_grad_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(DifferenceGrads, Programs, testing::ValuesIn(difference_grad_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(PositionValues, Programs, testing::ValuesIn(position_value_cases()), kName);
 INSTANTIATE_TEST_SUITE_P(MaskReads, Programs, testing::ValuesIn(mask_read_cases()), kName);

@@ -31,9 +31,9 @@ sample=(
   'Configurations/BlockSparseRows.WithoutOrder/fwd_bf16_d256_map64x64_sm90_*'
   # programs
   'Variants/Programs.*/bf16_d128_*_sm90_bhsd_documents_*'
-  'Planes/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
-  'Planes/Programs.*/bf16_d128_*_sm90_bhsd_plane_7*'
-  'PlaneGrads/Programs.*/bf16_d128_*_sm90_bhsd_plane_grad_90*'
+  'BiasTiles/Programs.*/bf16_d64_*_sm90_bhsd_even_rows_causal_*'
+  'BiasTiles/Programs.*/bf16_d128_*_sm90_bhsd_bias_tile_7*'
+  'BiasTileGrads/Programs.*/bf16_d128_*_sm90_bhsd_bias_tile_grad_90*'
   'DifferenceGrads/Programs.*/bf16_d64_*_sm90_bhsd_table_grad_curved_*'
   'PositionValues/Programs.*/bf16_d128_*_sm90_bhsd_key_bias_blocks_*'
   'PositionValues/Programs.*/bf16_d64_kvlen_*_sm90_bhsd_forget_gates_*'

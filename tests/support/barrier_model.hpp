@@ -15,7 +15,7 @@ namespace flashjit::test {
 
 class BarrierModel {
  public:
-  /// The steps of one warp, or of a warp group whose warps go together, in their order.
+  /// The steps of one warp, or of a warpgroup whose warps go together, in their order.
   class Agent {
    public:
     Agent(BarrierModel& model, std::string name) : model_(model), name_(std::move(name)) {}

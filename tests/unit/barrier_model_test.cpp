@@ -44,7 +44,7 @@ BarrierModel forward_model(const ForwardProblem& problem) {
   for (int wg = 0; wg < groups; ++wg)
     ping_pong.push_back(model.named_barrier(fmt::format("ping_pong[{}]", wg)));
 
-  // Finds the work tiles, and loads each warp group's Q.
+  // Finds the work tiles, and loads each warpgroup's Q.
   auto& q_producer = model.agent("Q producer");
   for (int round = 0; round <= rounds; ++round) {
     q_producer.write(work[round % kept], round).arrive(work_full[round % kept]);
@@ -76,7 +76,7 @@ BarrierModel forward_model(const ForwardProblem& problem) {
   load(loaded - 1, v, v_full, v_empty);
 
   for (int wg = 0; wg < groups; ++wg) {
-    auto& consumer = model.agent(fmt::format("warp group {}", wg));
+    auto& consumer = model.agent(fmt::format("warpgroup {}", wg));
     const auto hand_on = [&] { consumer.named_arrive(ping_pong[(wg + 1) % groups]); };
     if (wg == groups - 1) hand_on();
     int n = 0;
@@ -155,7 +155,7 @@ BarrierModel backward_model(const BackwardProblem& problem) {
   constexpr int kGroups = 2;
   BarrierModel model;
   const int stages = problem.stages, dout_stages = problem.dout_stages, kept = problem.kept_q_tiles;
-  // Wide, each warp group's columns of a stage are a buffer, as its dQ comes to lie over them.
+  // Wide, each warpgroup's columns of a stage are a buffer, as its dQ comes to lie over them.
   const auto q = model.buffers("Q", stages * kGroups), dout = model.buffers("dO", dout_stages * kGroups),
              ds = model.buffers("dS", 2 * kGroups), dq = model.buffers("dQ", kGroups),
              said = model.buffers("QTileInfo", kept);
@@ -197,7 +197,7 @@ BarrierModel backward_model(const BackwardProblem& problem) {
   producer.arrive(q_full[count % stages]);
 
   for (int wg = 0; wg < kGroups; ++wg) {
-    auto& consumer = model.agent(fmt::format("warp group {}", wg));
+    auto& consumer = model.agent(fmt::format("warpgroup {}", wg));
     const auto both = [&](const std::vector<int>& buffers, int place, int content, bool begin) {
       for (int half = 0; half < kGroups; ++half) {
         const int buffer = buffers[place * kGroups + half];
@@ -257,8 +257,8 @@ BarrierModel backward_model(const BackwardProblem& problem) {
     consumer.wait(q_full[count % stages], uses_before(count, stages) + 1).read(said[count % kept], count);
     consumer.wait(dq_empty[wg], count).arrive(dq_full[wg]);
 
-    // The thread that adds the warp group's dQ to global memory.
-    auto& adder = model.agent(fmt::format("dQ of warp group {}", wg));
+    // The thread that adds the warpgroup's dQ to global memory.
+    auto& adder = model.agent(fmt::format("dQ of warpgroup {}", wg));
     for (int i = 0; i < count; ++i) {
       adder.wait(dq_full[wg], i + 1).begin_read(said[i % kept], i).read(dq[wg], i);
       if (problem.wide) {

@@ -366,7 +366,7 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   check(maps.o, address(0x4000000), {40, 100, 4, 2}, {80, 8000, 32000}, 16);
 }
 
-TEST_F(EngineTest, TheTmaUnitIsToldOfAPlaneThatItCanCopy) {
+TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
   AttentionSpec spec = kSpec;
   spec.score = ScoreProgram("t: fp32 1d; bias: fp16 4d; score + t[h] * bias[b, h, q, kv]");
   add_to_pack(spec);
@@ -377,7 +377,7 @@ TEST_F(EngineTest, TheTmaUnitIsToldOfAPlaneThatItCanCopy) {
     const std::array captures = {bias, Capture::tensor("t", address(0x6000000), {4})};
     args.captures = captures;
     runtime->forward(spec, args, nullptr);
-    return fake().launches.back().maps.plane;
+    return fake().launches.back().maps.bias;
   };
   Capture bias = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 80});
   const CUtensorMap map = map_of(bias);
@@ -419,7 +419,7 @@ TEST_F(EngineTest, CheckedIndicesArePlannedAsTheyAreCompiled) {
   args.captures = {&bias, 1};
   runtime->forward(spec, args, nullptr);
   const FakeDriver::Launch& launch = fake().launches.back();
-  EXPECT_EQ(launch.maps.plane.opaque[0], 0u);
+  EXPECT_EQ(launch.maps.bias.opaque[0], 0u);
   EXPECT_NE(launch.maps.o.opaque[0], 0u);
   EXPECT_EQ(launch.shared_bytes, static_cast<unsigned>(plan.main().shared_bytes));
   EXPECT_EQ(plan.main().shared_bytes,

@@ -143,7 +143,7 @@ TEST(Emit, MasksAreOfReadsWhereTheyReadTensorsByOnePosition) {
   EXPECT_TRUE(says(checked, "kMaskTerms = false;")) << "each index is checked at its pair";
 }
 
-TEST(Emit, PlanesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
+TEST(Emit, BiasTilesAreReadWhereTheLastIndicesAreTheQueryAndTheKey) {
   const auto name_of = [](const char* score) {
     const ProgramFacts known = facts(score, "");
     return known.bias_tile ? known.declarations[known.bias_tile->capture].name : "";
@@ -279,24 +279,24 @@ TEST(Emit, SoftcapDividesOnceAHead) {
   EXPECT_TRUE(says(body(text, "score"), "v0 = dot * head.s0;")) << text;
 }
 
-TEST(Emit, GradientsOfCapturesNameTheirPlace) {
+TEST(Emit, GradientsOfCapturesNameTheirElement) {
   const std::string text =
       hooks("s: fp32 1d; bias: bf16 2d grad; score * s[h] + bias[q, kv] * 2.0 + bias[kv, q]", "");
   EXPECT_TRUE(says(text, "kCaptureGrads = 2;"));
   EXPECT_EQ(body(text, "add_capture_grads"),
-            "    add(flashjit::Addition<0, false, flashjit::Places::any, false>(), "
+            "    add(flashjit::Addition<0, false, flashjit::AccumulationPattern::any, false>(), "
             "flashjit::capture_grad(p.captures[1], q.at, kv.at), flashjit::chained(ds, 2.0f));\n"
-            "    add(flashjit::Addition<1, false, flashjit::Places::any, false>(), "
+            "    add(flashjit::Addition<1, false, flashjit::AccumulationPattern::any, false>(), "
             "flashjit::capture_grad(p.captures[1], kv.at, q.at), ds);");
 }
 
-TEST(Emit, AGradientOfEachPairsOwnPlaceMayBeThatOfTheScore) {
+TEST(Emit, AGradientOfEachPairsOwnElementMayBeThatOfTheScore) {
   for (const char* same :
        {"t: bf16 4d grad; score + t[b, h, q, kv]", "t: fp32 2d grad; t[q + 2, kv - 3] + score",
         "t: fp16 3d grad; 9.0 * tanh((score + t[h_kv, q, kv]) / 9.0)"}) {
     const std::string text = hooks(same, "");
     EXPECT_TRUE(says(text, "kBiasTileGrad = true;")) << text;
-    EXPECT_TRUE(says(text, "Addition<0, false, flashjit::Places::own, true>")) << text;
+    EXPECT_TRUE(says(text, "Addition<0, false, flashjit::AccumulationPattern::own, true>")) << text;
     EXPECT_TRUE(says(body(text, "bias_tile_grad"), "return flashjit::bias_tile_grad_of(p.captures[0], "))
         << text;
   }
@@ -313,8 +313,10 @@ TEST(Emit, AGradientMayBeASumOverPairsOfOneDifference) {
        {table, scaled, std::string("t: fp16 2d grad; 9.0 * tanh((score + t[h, abs(q - kv) / 2]) / 9.0)"),
         std::string("t: fp16 1d grad; score + t[select(kv - q > 0, 1, 0)]")})
     EXPECT_TRUE(says(hooks(by_difference, ""), "kDifferenceGrads = 1;")) << by_difference;
-  EXPECT_TRUE(says(hooks(table, ""), "Addition<0, true, flashjit::Places::by_difference, true>"));
-  EXPECT_TRUE(says(hooks(scaled, ""), "Addition<0, true, flashjit::Places::by_difference, false>"));
+  EXPECT_TRUE(
+      says(hooks(table, ""), "Addition<0, true, flashjit::AccumulationPattern::by_difference, true>"));
+  EXPECT_TRUE(
+      says(hooks(scaled, ""), "Addition<0, true, flashjit::AccumulationPattern::by_difference, false>"));
   for (const char* other :
        {"t: fp32 1d grad; score * 2.0 + t[kv - q] * to_float(kv - q)", "t: fp32 1d grad; score + t[kv]",
         "t: fp32 1d grad; score + t[q - kv] * to_float(q)", "t: fp32 2d grad; score + t[h, (kv - q) * kv]",
@@ -324,19 +326,19 @@ TEST(Emit, AGradientMayBeASumOverPairsOfOneDifference) {
     EXPECT_TRUE(says(hooks(other, ""), "kDifferenceGrads = 0;")) << other;
 }
 
-TEST(Emit, GradientsOfCapturesComeInTheOrderOfTheirPlaces) {
+TEST(Emit, GradientsOfCapturesComeInTheOrderOfTheirPatterns) {
   const std::string text = hooks(
       "t: fp16 2d grad; s: fp32 1d grad; score + t[q, kv] + s[kv - q] + s[kv] + t[q, kv + 1] + s[q - kv]",
       "");
   EXPECT_TRUE(says(text, "kCaptureGrads = 5;") && says(text, "kDifferenceGrads = 2;")) << text;
-  EXPECT_TRUE(says(text, "Addition<4, false, flashjit::Places::own, true>")) << text;
+  EXPECT_TRUE(says(text, "Addition<4, false, flashjit::AccumulationPattern::own, true>")) << text;
   for (const char* others : {"Addition<0, ", "Addition<1, "})
-    EXPECT_TRUE(says(text.substr(text.find(others), 40), "Places::any")) << text;
+    EXPECT_TRUE(says(text.substr(text.find(others), 70), "AccumulationPattern::any")) << text;
   for (const char* others : {"Addition<2, ", "Addition<3, "})
-    EXPECT_TRUE(says(text.substr(text.find(others), 50), "Places::by_difference")) << text;
+    EXPECT_TRUE(says(text.substr(text.find(others), 70), "AccumulationPattern::by_difference")) << text;
 }
 
-TEST(Emit, GradientsOfCapturesSayWhetherPairsShareAPlace) {
+TEST(Emit, GradientsOfCapturesSayWhetherPairsShareAnElement) {
   const auto shared = [](const std::string& read) {
     const std::string text = hooks("t: fp32 2d grad; score + t[" + read + "]", "");
     EXPECT_TRUE(says(text, "Addition<0, ")) << read;

@@ -408,7 +408,7 @@ TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
   EXPECT_TRUE(few.tensor_boxes->pack_gqa);
   // Also where there are tiles for all multiprocessors: K and V are read once all the same.
   EXPECT_TRUE(planned("fwd:bf16:d128:causal", "b64:hq32:hkv8:sq4:skv4096").config.pack_gqa);
-  // 21 queries of 3 heads a warp group; of 65 heads two sets of 33 and 32.
+  // 21 queries of 3 heads a warpgroup; of 65 heads two sets of 33 and 32.
   const char* two_groups = "sm90:br128:bc64:w8:s2:split:pack_gqa";
   EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq6:hkv2:sq43:skv64", two_groups).launches[0].blocks, 2 * 2);
   EXPECT_EQ(planned("fwd:bf16:d64", "b1:hq65:hkv1:sq2:skv64", two_groups).launches[0].blocks, 2);

@@ -337,7 +337,7 @@ TEST(Sm90, OIsCopiedWhereItFitsBesideTheOthersAndNoSequenceFollows) {
     EXPECT_EQ(o_rows(spec), 0) << spec;
 }
 
-TEST(Sm90, PlanesThatTheScoreReadsAreCopiedWhereTheyFit) {
+TEST(Sm90, BiasTilesAreLoadedWhereTheyFit) {
   const auto planned = [](const std::string& spec) {
     return make_plan(parse_spec(spec), parse_shape("b2:hq16:hkv4:sq1024:skv1024"), kH100, {});
   };

@@ -42,7 +42,8 @@ struct AttentionSpec {
 
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
-  /// The canonical form of equal problems: head_dim_v filled in, deterministic dropped if it has no effect.
+  /// The canonical form of equal problems: head_dim_v filled in, deterministic dropped if it has no effect,
+  /// int scalars that programs read as floats alone declared float.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

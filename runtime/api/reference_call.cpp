@@ -107,7 +107,8 @@ reference::Captured captured(const Capture& capture, ElementType type) {
 template <class Args>
 reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
   check_arguments(spec, args);
-  const std::vector<expr::Declaration> declared = expr::declarations(spec.score, spec.mask);
+  const AttentionSpec normalized = spec.normalized();
+  const std::vector<expr::Declaration> declared = expr::declarations(normalized.score, normalized.mask);
   check_captures(declared, args.captures, pass);
 
   reference::Problem problem{.spec = spec,

@@ -168,7 +168,8 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
     check_captures(known->plan.spec.programs.declarations, captures, captures_of);
     return known;
   }
-  check_captures(expr::declarations(spec.score, spec.mask), captures, captures_of);
+  const AttentionSpec normalized = spec.normalized();
+  check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
   return add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
 }
 

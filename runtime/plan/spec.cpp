@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "expr/declarations.hpp"
+#include "expr/float_scalars.hpp"
 #include "flashjit/error.hpp"
 #include "plan/analysed_spec.hpp"
 #include "plan/spec_options.hpp"
@@ -220,6 +221,7 @@ AttentionSpec AttentionSpec::normalized() const {
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = false;
+  expr::declare_float_scalars(out.score, out.mask);
   return out;
 }
 

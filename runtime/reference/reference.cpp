@@ -205,7 +205,7 @@ Context::Context(const Problem& given)
     : problem(given),
       spec(given.spec.normalized()),
       shape(given.shape),
-      programs(given.spec, given.captures) {
+      programs(spec, given.captures) {
   spec.validate();
   shape.validate();
   if (spec.varlen) {

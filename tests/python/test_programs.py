@@ -129,6 +129,22 @@ def test_scalars_on_the_cpu_are_read_at_every_call():
     assert program.options() == ":score{s0: float; s1: int; ((s0 * tanh((score / s0))) + to_float(s1))}"
 
 
+CAPPED = {
+    "softcap": lambda cap: lambda s, b, h, i, j: cap * torch.tanh(s / cap),
+    "a power": lambda cap: lambda s, b, h, i, j: s ** cap - cap,
+    "limits": lambda cap: lambda s, b, h, i, j: torch.where(s > cap, cap, s.clamp(min=-cap)),
+    "named": lambda cap: lambda s, b, h, i, j: torch.add(F.softplus(s, beta=cap), 1, alpha=cap),
+    "a factor": lambda cap: lambda s, b, h, i, j: s + (i - j) / cap,
+}
+
+
+@pytest.mark.parametrize("name", CAPPED)
+def test_an_int_where_a_float_is_meant_is_the_float(name):
+    """cap=50 and cap=50.0 make one program, and so one kernel."""
+    programs = {flashjit.trace(CAPPED[name](cap)).form.score for cap in (50, 50.0, np.int64(50), np.float32(50))}
+    assert len(programs) == 1, programs
+
+
 def test_minus_infinity_becomes_a_mask():
     minus = float("-inf")
     program = flashjit.trace(lambda s, b, h, q, kv: torch.where(q >= kv, torch.where(kv < 3, minus, s * 2), minus))

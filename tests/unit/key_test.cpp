@@ -221,6 +221,30 @@ TEST(Key, HoldsTheParametersOfTheLaunch) {
   EXPECT_NE(source_digest(changed, kOptions), source_digest(s, kOptions));
 }
 
+// Python's captures={"cap": 50} is an int, 50.0 a float: the kernel is one.
+TEST(Key, IsOneForIntsAndFloatsThatAreReadAsFloats) {
+  const auto rendered = [&](const std::string& text) {
+    return render::render(parse_spec(text).normalized(), parse_config("simt:br32:bc32:w4"),
+                          DeviceInfo::parse("sm_80"), render::TemplateSet::embedded());
+  };
+  const auto key = [&](const std::string& text) { return source_digest(rendered(text), kOptions); };
+  for (const char* pass : {"fwd:bf16:d64", "bwd:bf16:d64"}) {
+    for (const char* options :
+         {":score{cap: TYPE; cap * tanh(score / cap)}", ":mask{cap: TYPE; to_float(q) < cap}",
+          ":score{t: fp32 1d; cap: TYPE; score + t[h] * cap}:mask{cap: TYPE; to_float(q) < cap * 2.0}"}) {
+      const auto with = [&](const std::string& type) {
+        return pass + std::regex_replace(std::string(options), std::regex("TYPE"), type);
+      };
+      EXPECT_EQ(key(with("int")), key(with("float"))) << options;
+    }
+  }
+  const std::string both = ":score{n: int; score * n}:mask{n: int; q % n == 0}";
+  EXPECT_EQ(to_string(parse_spec("fwd:bf16:d64" + both)),
+            "fwd:bf16:d64:score{n: int; score * to_float(n)}:mask{n: int; q % n == 0}");
+  EXPECT_EQ(to_string(parse_spec("fwd:bf16:d64:score{n: int; score * n}")),
+            "fwd:bf16:d64:score{n: float; score * n}");
+}
+
 TEST(Key, ChangesWithEachDebugMode) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d64:score{t: fp32 1d; score + t[h]}").normalized();
   const auto key = [&](const plan::Checks& options) {

@@ -77,7 +77,12 @@ def _divide(input: Any, other: Any, *, rounding_mode: Union[str, None] = None) -
 
 def _scaled(operator: Callable[[Any, Any], Value]) -> Callable[..., Value]:
     """torch.add(a, b, alpha=2)."""
-    return lambda input, other, *, alpha=1: operator(input, other if alpha == 1 else v.multiply(other, alpha))
+    def scaled(input: Any, other: Any, *, alpha: Any = 1) -> Value:
+        factor, number = literal(alpha).number, literal(other).number
+        if factor is None or number is None:
+            return operator(input, other if factor == 1 else v.multiply(other, alpha))
+        return operator(input, number if factor == 1 else number * factor)
+    return scaled
 
 
 def _logical(operator: str) -> Callable[..., Value]:

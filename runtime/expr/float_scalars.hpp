@@ -1,0 +1,12 @@
+// Scalars that programs read as floats alone.
+#pragma once
+
+#include "flashjit/programs.hpp"
+
+namespace flashjit::expr {
+
+/// Declares such scalars as float where they are int, so that one kernel serves 50 and 50.0: to_float(cap)
+/// becomes cap. What either program needs as an int stays one in both.
+void declare_float_scalars(ScoreProgram& score, MaskProgram& mask);
+
+}  // namespace flashjit::expr

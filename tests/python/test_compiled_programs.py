@@ -43,6 +43,23 @@ def test_compiled_programs_are_those_of_eager_mode(programs, name, dynamic):
         torch.testing.assert_close(run(*given), CASES[name](*given))
 
 
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_compiled_programs_within_a_checkpoint(programs, name, dynamic):
+    """Whole graphs, though tracing sets what is outside of the checkpoint while it is at work."""
+    torch._dynamo.reset()
+    bias = torch.randn(64, requires_grad=True)
+
+    def step(q, k, v):
+        layer = lambda q: CASES[name](q + flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: s + bias[i - j]), k, v)
+        return torch.utils.checkpoint.checkpoint(layer, q, use_reentrant=False)
+    run = torch.compile(step, backend="aot_eager", fullgraph=True, dynamic=dynamic)
+    for length in (8, 11) if dynamic else (8,):
+        given = [x.requires_grad_() for x in tensors(length)]
+        got, want = (torch.autograd.grad(f(*given).square().sum(), (*given, bias)) for f in (run, step))
+        torch.testing.assert_close(got, want)
+
+
 @pytest.mark.parametrize("kind", [int, float])
 def test_a_number_that_changes_compiles_once_more_and_no_more(programs, kind):
     torch._dynamo.reset()
@@ -72,3 +89,25 @@ def test_a_length_that_changes_compiles_no_other_kernel(programs):
         torch.testing.assert_close(got, want)
         counts.append(counter.frame_count)
     assert counts == [counts[0]] * 3
+
+
+def test_other_modes_see_what_they_saw(programs):
+    """Tracing changes for itself alone which functions torch hands over to modes: F.tanh calls a method and nothing else."""
+    class Seen(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, arguments=(), named=None):
+            return function(*arguments, **(named or {})) + (function is F.tanh)
+
+    def seen_by_another(x):
+        with Seen():
+            return F.tanh(x)
+    step = lambda q, k, v: seen_by_another(flashjit.attention(q, k, v, score_mod=lambda s, b, h, i, j: F.tanh(s)))
+    assert F.tanh in torch.overrides.get_ignored_functions()
+    torch._dynamo.reset()
+    q, k, v = tensors()
+    torch.testing.assert_close(torch.compile(step, backend="eager", fullgraph=True)(q, k, v), step(q, k, v))
+
+    def fails(s, b, h, i, j):
+        torch._dynamo.graph_break("within the program")
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="within the program"):
+        torch.compile(lambda q, k, v: flashjit.attention(q, k, v, score_mod=fails), backend="eager", fullgraph=True)(q, k, v)
+    torch.testing.assert_close(torch.compile(seen_by_another, backend="eager", fullgraph=True)(q), F.tanh(q))

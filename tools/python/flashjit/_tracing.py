@@ -8,6 +8,7 @@ import types
 from typing import Any, Callable, Iterator, Mapping, Union
 
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
+from ._compiling import call_compiled
 from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_text, call, int_range, is_compiling, is_tensor, literal,
                       loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module, tracers)
 from .errors import InvalidArgument, WrongType
@@ -331,7 +332,7 @@ class Tracer:
                 result = function(*arguments)
             elif is_compiling():
                 with torch_mode():
-                    result = function(*arguments)
+                    result = call_compiled(function, *arguments)
             else:
                 with torch_mode():
                     result = _with_sizes(function, self)(*arguments)
@@ -460,8 +461,6 @@ def torch_mode() -> Any:
         import torch
         from torch.overrides import TorchFunctionMode
         torch_module.append(torch)
-        # In compiled code these two, which call a method and nothing else, would not reach the stand-ins.
-        torch.overrides.get_ignored_functions().difference_update({torch.nn.functional.sigmoid, torch.nn.functional.tanh})
 
         class ProgramMode(TorchFunctionMode):
             def __torch_function__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:

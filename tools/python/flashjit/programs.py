@@ -17,6 +17,7 @@ from __future__ import annotations
 import threading
 from typing import Any, Mapping
 
+from ._compiling import without_side_effects
 from ._tracing import MAX_SCALARS, MAX_TENSORS, SIGNATURES, Tracer, element_type, identifiers, is_real, is_scalar, is_tensor, variable_of
 from ._values import FUNCTIONS, is_symbol, symbol_tensor
 from ._watching import Watch
@@ -136,7 +137,7 @@ def trace(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, An
 
 def trace_unlocked(score_mod: Any = None, mask_mod: Any = None, captures: Mapping[str, Any] | None = None) -> Program:
     """trace() as torch.compile can follow it."""
-    return _program(score_mod, mask_mod, captures, _form_of)
+    return without_side_effects(_program, score_mod, mask_mod, captures, _form_of)
 
 
 def _program(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None, form_of: Any,

@@ -1,0 +1,45 @@
+"""What torch.compile needs in order to follow the trace of a program."""
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+
+def without_side_effects(function: Any, *arguments: Any) -> Any:
+    """A call that leaves what is outside of it as it was. Within a checkpoint torch.compile refuses those that set anything
+    even so, as a tracer and a mode of torch do while they are at work."""
+    import torch
+    unchecked = getattr(torch._dynamo.utils, "_disable_side_effect_safety_checks_for_current_subtracer", None)
+    return function(*arguments) if unchecked is None else unchecked(function, *arguments)
+
+
+def call_compiled(function: Any, *arguments: Any) -> Any:
+    """Calls a function with stand-ins: F.sigmoid and F.tanh, too, which call a method and nothing else, reach them."""
+    from torch._dynamo.comptime import comptime
+    comptime(_hand_over)
+    try:
+        return function(*arguments)
+    finally:
+        comptime(_hand_over_no_more)
+
+
+def _hand_over(context: Any) -> None:
+    """While torch.compile traces: until _hand_over_no_more(), or the end of its work if that fails."""
+    added = _methods() - _handed_over()
+    _handed_over().update(added)
+    hooks = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
+    hooks.add_cleanup_hook(lambda: _handed_over().difference_update(added))
+
+
+def _hand_over_no_more(context: Any) -> None:
+    _handed_over().difference_update(_methods())
+
+
+def _methods() -> set[Any]:
+    functional = sys.modules["torch.nn.functional"]
+    return {functional.sigmoid, functional.tanh}
+
+
+def _handed_over() -> set[Any]:
+    """What torch.compile hands over to modes of torch."""
+    return sys.modules["torch._dynamo.variables.torch"].get_overridable_functions()  # type: ignore[no-any-return]

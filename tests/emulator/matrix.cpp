@@ -1,0 +1,261 @@
+// Instructions that a warp executes together on matrices: ldmatrix, stmatrix, mma and wgmma.
+#include <fmt/format.h>
+
+#include <array>
+#include <bit>
+#include <cstring>
+#include <optional>
+
+#include "support/small_float.hpp"
+#include "tests/emulator/ptx.hpp"
+
+namespace flashjit_emulator {
+namespace {
+
+using Element = std::uint16_t;
+
+/// Floats of all 16-bit patterns.
+template <class Format>
+const std::vector<float>& floats_of() {
+  static const std::vector<float> all = [] {
+    std::vector<float> values(1 << 16);
+    for (unsigned bits = 0; bits < values.size(); ++bits)
+      values[bits] = static_cast<float>(Format::decode(static_cast<Element>(bits)));
+    return values;
+  }();
+  return all;
+}
+const float* floats_of(const Instruction& of) {
+  return (of.has(".bf16") ? floats_of<flashjit::Bf16>() : floats_of<flashjit::Fp16>()).data();
+}
+
+/// What one lane brings to an instruction.
+struct Lane {
+  const Instruction* instruction;
+  Frame* frame;
+
+  std::uint64_t get(int argument) const { return frame->get(instruction->arguments[argument]); }
+  std::uint64_t get(int argument, int part) const {
+    return frame->get(instruction->arguments[argument], part);
+  }
+};
+const Lane& lane_of(const Brought& brought, int lane) { return *static_cast<const Lane*>(brought[lane]); }
+
+template <Together act>
+void together(const Instruction& of, Frame& frame) {
+  Lane lane{&of, &frame};
+  current().warp->gather(&of, kAllLanes, &lane, [](Warp& warp, const Brought& brought, unsigned lanes) {
+    if (lanes != kAllLanes)
+      fail(lane_of(brought, std::countr_zero(lanes)).instruction->opcode + " by part of a warp");
+    act(warp, brought, lanes);
+  });
+}
+
+/// Rows of 8 elements at the addresses that lanes 8i to 8i + 7 bring for matrix i.
+char* matrix_row(const Brought& brought, int argument, int matrix, int row) {
+  const auto address = static_cast<unsigned>(lane_of(brought, 8 * matrix + row).get(argument, 0));
+  if (address % 16 != 0) fail(fmt::format("a row of a matrix at {:#x}", address));
+  return shared_place(address).bytes(16);
+}
+
+void load_matrices(Warp&, const Brought& brought, unsigned) {
+  const Instruction& of = *lane_of(brought, 0).instruction;
+  const bool transposed = of.has(".trans");
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    std::array<std::array<Element, 8>, 8> values;
+    for (int row = 0; row < 8; ++row)
+      std::memcpy(values[row].data(), matrix_row(brought, 1, matrix, row), 16);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const int row = lane / 4, column = lane % 4 * 2;
+      const auto at = [&](int c) { return transposed ? values[c][row] : values[row][c]; };
+      const Lane& own = lane_of(brought, lane);
+      own.frame->set(of.arguments[0].parts[matrix], at(column) | unsigned{at(column + 1)} << 16);
+    }
+  }
+}
+
+void store_matrices(Warp&, const Brought& brought, unsigned) {
+  for (int matrix = 0; matrix < 4; ++matrix) {
+    for (int lane = 0; lane < kLanes; ++lane) {
+      const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(1, matrix));
+      std::memcpy(matrix_row(brought, 0, matrix, lane / 4) + lane % 4 * 4, &pair, 4);
+    }
+  }
+}
+
+constexpr int kRows = 16, kDepth = 16;
+using Left = std::array<std::array<float, kDepth>, kRows>;
+
+/// The left operand that lanes hold in four words each.
+Left left_of(const float* floats, const Brought& brought, int argument) {
+  Left left;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 4; ++i) {
+      const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(argument, i));
+      const int row = lane / 4 + i % 2 * 8, column = lane % 4 * 2 + i / 2 * 8;
+      left[row][column] = floats[pair & 0xffff];
+      left[row][column + 1] = floats[pair >> 16];
+    }
+  }
+  return left;
+}
+
+/// Adds the product to `sums`, 16 rows of `columns`; so is `right`.
+void multiply(const Left& left, const float* right, float* sums, int columns) {
+  for (int row = 0; row < kRows; ++row) {
+    float* sum = sums + row * columns;
+    for (int k = 0; k < kDepth; ++k) {
+      const float factor = left[row][k];
+      const float* with = right + k * columns;
+      for (int column = 0; column < columns; ++column) sum[column] += factor * with[column];
+    }
+  }
+}
+
+/// Calls use(lane, number of its accumulator, row, column).
+template <class Use>
+void for_each_accumulator(int columns, Use use) {
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < columns / 2; ++i)
+      use(lane, i, lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2);
+}
+
+void multiply_in_registers(Warp&, const Brought& brought, unsigned) {
+  constexpr int kColumns = 8;
+  const Instruction& of = *lane_of(brought, 0).instruction;
+  const float* floats = floats_of(of);
+  std::array<float, kDepth * kColumns> right;
+  std::array<float, kRows * kColumns> sums;
+  for (int lane = 0; lane < kLanes; ++lane) {
+    for (int i = 0; i < 2; ++i) {
+      const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(2, i));
+      const int k = lane % 4 * 2 + i * 8, column = lane / 4;
+      right[k * kColumns + column] = floats[pair & 0xffff];
+      right[(k + 1) * kColumns + column] = floats[pair >> 16];
+    }
+  }
+  for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
+    sums[row * kColumns + column] = as<float>(static_cast<unsigned>(lane_of(brought, lane).get(3, i)));
+  });
+  multiply(left_of(floats, brought, 1), right.data(), sums.data(), kColumns);
+  for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
+    lane_of(brought, lane).frame->set_float(of.arguments[0].parts[i], sums[row * kColumns + column]);
+  });
+}
+
+/// A tile of shared memory that wgmma's descriptor names, with rows of 128 bytes, swizzled.
+struct Tile {
+  Block* block;
+  unsigned address, slice_bytes, eight_rows_bytes;
+  bool transposed;  ///< its rows are the depth
+
+  Tile(Block* block, std::uint64_t descriptor, bool transposed)
+      : block(block),
+        address((descriptor & 0x3fff) << 4),
+        slice_bytes((descriptor >> 16 & 0x3fff) << 4),
+        eight_rows_bytes((descriptor >> 32 & 0x3fff) << 4),
+        transposed(transposed) {
+    if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
+      fail(fmt::format("the emulator does not know the layout of wgmma's descriptor {:#x}", descriptor));
+  }
+  Element at(unsigned row_of_product, unsigned k) const {
+    const unsigned row = transposed ? k : row_of_product, column = transposed ? row_of_product : k;
+    const unsigned slice = transposed ? column / 64 : 0;
+    const unsigned plain = address + slice * slice_bytes + row / 8 * eight_rows_bytes + row % 8 * 128 +
+                           (column - slice * 64) * 2;
+    const unsigned swizzled = plain ^ (plain >> 7 & 7) << 4;
+    Element bits;
+    std::memcpy(&bits, block->shared.at(swizzled, 2), 2);
+    return bits;
+  }
+};
+
+/// One warp's 16 rows of a product, with all that it needs once its operands' registers have changed.
+struct Product {
+  const float* floats;
+  int columns;
+  bool accumulates;
+  std::optional<Tile> left_tile;
+  Left left;
+  unsigned first_row;  ///< of the left tile
+  Tile right_tile;
+  std::vector<std::array<float*, kLanes>> accumulators;
+
+  void operator()() {
+    if (left_tile)
+      for (unsigned row = 0; row < kRows; ++row)
+        for (unsigned k = 0; k < kDepth; ++k) left[row][k] = floats[left_tile->at(first_row + row, k)];
+    std::vector<float> right(kDepth * columns), sums(kRows * columns);
+    for (int k = 0; k < kDepth; ++k)
+      for (int column = 0; column < columns; ++column)
+        right[k * columns + column] = floats[right_tile.at(column, k)];
+    if (accumulates)
+      for_each_accumulator(columns, [&](int lane, int i, int row, int column) {
+        sums[row * columns + column] = *accumulators[i][lane];
+      });
+    multiply(left, right.data(), sums.data(), columns);
+    for_each_accumulator(columns, [&](int lane, int i, int row, int column) {
+      *accumulators[i][lane] = sums[row * columns + column];
+    });
+  }
+};
+
+/// wgmma's operands: the accumulators, the left operand, the right one, whether it accumulates, the signs of
+/// both, and for each operand in shared memory whether its tile's rows are the depth.
+void start_product(Warp& warp, const Brought& brought, unsigned) {
+  const Lane& first = lane_of(brought, 0);
+  const Instruction& of = *first.instruction;
+  const bool left_in_registers = of.arguments[1].kind == Argument::Kind::vector;
+  const int transposed = 6;
+  if (of.arguments.size() != (left_in_registers ? 7u : 8u) || first.get(4) != 1 || first.get(5) != 1)
+    fail(fmt::format("the emulator does not know these operands of {}", of.opcode));
+  const unsigned warp_in_group = current().index.x / kLanes % 4;
+  Product product{.floats = floats_of(of),
+                  .columns = static_cast<int>(2 * of.arguments[0].parts.size()),
+                  .accumulates = first.get(3) != 0,
+                  .left_tile = {},
+                  .left = {},
+                  .first_row = warp_in_group * kRows,
+                  .right_tile = {warp.block, first.get(2),
+                                 first.get(left_in_registers ? transposed : transposed + 1) != 0},
+                  .accumulators = {}};
+  if (!of.has(fmt::format("m64n{}k16", product.columns)))
+    fail(fmt::format("too few accumulators of {}", of.opcode));
+  if (left_in_registers) {
+    product.left = left_of(product.floats, brought, 1);
+  } else {
+    product.left_tile.emplace(warp.block, first.get(1), first.get(transposed) != 0);
+  }
+  for (const Argument& accumulator : of.arguments[0].parts) {
+    auto& places = product.accumulators.emplace_back();
+    for (int lane = 0; lane < kLanes; ++lane)
+      places[lane] = static_cast<float*>(lane_of(brought, lane).frame->variable(accumulator));
+  }
+  warp.products.back().emplace_back(std::move(product));
+}
+
+void close_products(Warp& warp, const Brought&, unsigned) {
+  warp.products.emplace_back();
+  if (random_below(2) == 0) complete(warp.products, 0);
+}
+void wait_for_products(Warp& warp, const Brought& brought, unsigned) {
+  complete(warp.products, lane_of(brought, 0).get(0));
+}
+
+}  // namespace
+
+Execute find_matrix_execution(const std::string& opcode) {
+  const auto is = [&](std::string_view prefix) { return opcode.starts_with(prefix); };
+  if (is("ldmatrix.sync.aligned.m8n8.x4.")) return together<load_matrices>;
+  if (is("stmatrix.sync.aligned.m8n8.x4.shared.b16")) return together<store_matrices>;
+  if (is("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") ||
+      is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))
+    return together<multiply_in_registers>;
+  if (is("wgmma.mma_async.sync.aligned.m64n")) return together<start_product>;
+  if (is("wgmma.commit_group.")) return together<close_products>;
+  if (is("wgmma.wait_group.")) return together<wait_for_products>;
+  if (is("wgmma.fence.")) return [](const Instruction&, Frame&) {};
+  return nullptr;
+}
+
+}  // namespace flashjit_emulator

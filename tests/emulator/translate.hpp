@@ -1,0 +1,13 @@
+// CUDA C++ as the emulator compiles it.
+#pragma once
+
+#include <string>
+#include <string_view>
+
+namespace flashjit_emulator {
+
+/// Of a kernel's source or of one of its headers. What C++ does not have becomes calls of device.hpp: asm
+/// statements, variables in shared memory, kernels.
+std::string translate(std::string_view text);
+
+}  // namespace flashjit_emulator

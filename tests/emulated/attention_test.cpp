@@ -52,7 +52,7 @@ AttentionCase case_of(const Problems& problem, const AttentionShape& shape, Fami
 const std::vector<AttentionCase>& cases() {
   static const std::vector<AttentionCase> all = [] {
     std::vector<AttentionCase> result;
-    for (const Family family : {Family::simt, Family::sm80})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
       for (const Problems& problem : problems())
         for (const AttentionShape& shape : problem.shapes)
           result.push_back(case_of(problem, shape, family, static_cast<unsigned>(result.size())));

@@ -297,7 +297,7 @@ class Machine {
     return text ? std::strtoull(text, nullptr, 10) : 1;
   }
 
-  static constexpr unsigned kMostSpins = 1'000'000;
+  static constexpr unsigned kMostSpins = 100'000;
   std::mutex mutex_;
   const Launch* launch_ = nullptr;
   std::mt19937_64 random_{seed()};

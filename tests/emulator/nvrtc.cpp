@@ -72,7 +72,8 @@ nvrtcResult compile(_nvrtcProgram& program, const std::string& options) {
   for (const auto& [name, text] : program.headers) write(folder / name, flashjit_emulator::translate(text));
   const fs::path library = folder / "kernel.so";
   const std::string command = fmt::format(
-      "'{}' -std=c++20 -O1{} -w -fPIC -shared -fno-exceptions -fno-rtti -fno-strict-aliasing -fno-math-errno "
+      "'{}' -std=c++20 -O1{} -w -fPIC -shared -fvisibility=hidden -fno-exceptions -fno-rtti "
+      "-fno-strict-aliasing -fno-math-errno "
       "-ffp-contract=off -D__CUDACC__{} '-ffile-prefix-map={}/=' -include '{}' '-I{}' '{}' -o '{}'",
       FLASHJIT_EMULATOR_COMPILER, kept ? " -g" : "", options, folder.string(),
       FLASHJIT_EMULATOR_DEVICE_HEADER, folder.string(), (folder / "flashjit.cpp").string(), library.string());

@@ -161,7 +161,8 @@ class Translator {
     const std::string_view parameters = until(")");
     ++at_;
     out_ += fmt::format(
-        "void {0}({1});\nextern \"C\" const flashjit_emulator::Entry {0}_entry{{{2}, [](void** parameters) "
+        "void {0}({1});\nextern \"C\" __attribute__((visibility(\"default\"))) const "
+        "flashjit_emulator::Entry {0}_entry{{{2}, [](void** parameters) "
         "{{ "
         "flashjit_emulator::call({0}, parameters); }}}};\nextern \"C\" void {0}({1})",
         name, parameters, cluster);

@@ -44,7 +44,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
     captures: the values of the names in texts: tensors of 1 to 4 dimensions, and numbers.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
-        as mask_mod too holds everywhere. Tables that are rewritten in place are read again.
+        as mask_mod too holds everywhere. Its tables are read on the device at each call; with lists they keep their values.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
         cu_seqlens_q[i] to cu_seqlens_q[i + 1]; so K and V. With max_seqlen_q and max_seqlen_kv, at least the longest.
         Rows after the last sequence's end, as trainers pad them, get zeros. On the GPU cu_seqlens is not checked: wrong values
@@ -78,7 +78,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     else:
         if block_mask is not None:
             block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2],
-                                               compiling)
+                                               lists is not None and not compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling)

@@ -16,18 +16,20 @@ _PARTIAL, _FULL = 1, 2
 Mask = Callable[[Any, Any, Any, Any], Any]
 
 
-def read_blocks(block_mask: Any, mask_mod: Any, queries: int, keys: int, compiling: bool) -> tuple[Any, Any]:
-    """The block map of a BlockMask, and its mask joined with `mask_mod`; other things as they are."""
+def read_blocks(block_mask: Any, mask_mod: Any, queries: int, keys: int, for_lists: bool) -> tuple[Any, Any]:
+    """The block map of a BlockMask, and its mask joined with `mask_mod`; other things as they are.
+
+    The tables are read on their device at each call, since nothing says whether a replayed CUDA graph, a kernel or `.data` has
+    written them. for_lists: tile lists are made, or given, of tables that keep their values.
+    """
     if not hasattr(block_mask, "kv_num_blocks"):
         return block_mask, mask_mod
     _check_lengths(block_mask, queries, keys)
     own = block_mask.mask_mod
     if mask_mod is own:
         mask_mod = None
-    if compiling:
-        blocks, mask = _read(block_mask, queries, keys)
-    else:
-        blocks, mask = _read_once(block_mask, queries, keys)
+    read = _read_once if for_lists else _read
+    blocks, mask = read(block_mask, queries, keys)
     return blocks, _both(mask, mask_mod)
 
 
@@ -65,7 +67,7 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
     size = _sizes(block_mask)
     kinds = _kinds(block_mask)
     steps = _map_step(size[0]), _map_step(size[1])
-    covered = _covered(_covered(kinds != 0, 3, size[1], steps[1], keys), 2, size[0], steps[0], queries)
+    covered = _covered(_covered(kinds, 3, size[1], steps[1], keys), 2, size[0], steps[0], queries)
     blocks = BlockMap(covered, steps)
     own = None if getattr(block_mask.mask_mod, "__name__", "") == "noop_mask" else block_mask.mask_mod
     whole = size[0] % steps[0] == size[1] % steps[1] == 0  # no block of the map reaches across blocks
@@ -83,19 +85,16 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
 
 def _kinds(block_mask: Any) -> Tensor:
     """uint8 [batch or 1, heads or 1, block rows, block columns]: 0, _PARTIAL or _FULL."""
-    partial = _dense(block_mask.kv_num_blocks, block_mask.kv_indices) * _PARTIAL
-    if block_mask.full_kv_num_blocks is None:
-        return partial
-    return torch.maximum(partial, _dense(block_mask.full_kv_num_blocks, block_mask.full_kv_indices) * _FULL)
-
-
-def _dense(counts: Tensor, indices: Tensor) -> Tensor:
-    counts, indices = (x[(None,) * (dims - x.dim())] for x, dims in ((counts, 3), (indices, 4)))
+    indices = block_mask.kv_indices[(None,) * (4 - block_mask.kv_indices.dim())]
     columns = indices.shape[3]
-    listed = torch.arange(columns, device=indices.device) < counts[..., None]
-    index = torch.where(listed, indices, columns).long()
-    return torch.zeros((*indices.shape[:3], columns + 1), dtype=torch.uint8, device=indices.device).scatter(
-        3, index, 1)[..., :columns]
+    place = torch.arange(columns, device=indices.device)
+    kinds = torch.zeros((*indices.shape[:3], columns + 1), dtype=torch.uint8, device=indices.device)
+    for kind, counts, listed in ((_PARTIAL, block_mask.kv_num_blocks, block_mask.kv_indices),
+                                 (_FULL, block_mask.full_kv_num_blocks, block_mask.full_kv_indices)):
+        if counts is not None:
+            index = torch.where(place < counts[..., None], listed, columns).to(torch.int64)
+            kinds = kinds.scatter(3, index[(None,) * (4 - index.dim())], kind)
+    return kinds[..., :columns]
 
 
 def _map_step(size: int) -> int:
@@ -105,9 +104,11 @@ def _map_step(size: int) -> int:
 
 def _covered(blocks: Tensor, dim: int, size: int, step: int, length: int) -> Tensor:
     """Whether any of the blocks of `size` is set that a block of `step` meets, for all of these within `length`."""
+    if size == step:
+        return blocks.narrow(dim, 0, -(-length // step))
     first = torch.arange(0, length, step, device=blocks.device)
     begin, end = first // size, ((first + (step - 1)) // size + 1).clamp(max=blocks.shape[dim])
-    sums = blocks.to(torch.int32).cumsum(dim)
+    sums = (blocks != 0).to(torch.int32).cumsum(dim)
     sums = F.pad(sums, (1, 0)) if dim == 3 else F.pad(sums, (0, 0, 1, 0))
     return sums.index_select(dim, end) - sums.index_select(dim, begin) != 0
 

@@ -47,7 +47,7 @@ class TileLists:
             q, k, v = autocast(q, k, v)
         both = torch.is_grad_enabled() if backward is None else backward
         if block_mask is not None:
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], False)
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2], True)
         fixed, values, problem = read_problem(causal, None, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               both)

@@ -201,6 +201,15 @@ bias = torch.rand(4, 4)
     (lambda s, b, h, q, kv: s + (q + 2**40), "does not fit 32 bits"),
     (lambda s, b, h, q, kv: s + math.nan, "NaN"),
     (lambda s, b, h, q, kv: s & 1, "not floats"),
+    (lambda s, b, h, q, kv: torch.atan(s), r"no 'torch.atan' of its values: .* no derivative .* captured as a tensor, .* such as torch.tanh"),
+    (lambda s, b, h, q, kv: s.asin(), "no 'asin' of its values: .* no derivative"),
+    (lambda s, b, h, q, kv: torch.erfinv(s), "'torch.erfinv' of its values: .* no derivative"),
+    (lambda s, b, h, q, kv: torch.arcsinh(s), r"'torch.arcsinh' .* write torch.log\(x \+ torch.sqrt\(x \* x \+ 1\)\)"),
+    (lambda s, b, h, q, kv: torch.special.ndtr(s), "'torch.ndtr' .* write 0.5"),
+    (lambda s, b, h, q, kv: torch.argmax(s), "'torch.argmax' .* sees no other"),
+    (lambda s, b, h, q, kv: F.dropout(s), "'torch.dropout' .* give attention.. dropout_p"),
+    (lambda s, b, h, q, kv: s + torch.logsumexp(bias[q], 0), "'torch.logsumexp' of a row of a captured tensor: .* sees no other"),
+    (lambda s, b, h, q, kv: np.exp(s), "calls a function of NumPy.*: call torch's"),
     (lambda s, b, h, q, kv: s + torch.zeros(3, dtype=torch.float64)[q], "float64"),
     (lambda s, b, h, q, kv: [1, 2, 3][q], "no Python number"),
 ])
@@ -234,6 +243,43 @@ def test_messages_have_the_names_of_the_function_s_variables():
         flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + ids[b, h, 0, 0, kv])
     with pytest.raises(flashjit.InvalidArgument, match=r"block is 1073741824: give multiples of 16"):
         flashjit.BlockMap(torch.ones(1, 1, dtype=torch.bool), 1 << 30)
+
+
+class Window:
+    def __init__(self, value):
+        self.value = torch.tensor(value)
+
+
+def test_messages_of_the_library_have_the_names_of_the_function_s_variables():
+    q, window, settings, factor = torch.randn(1, 1, 4, 8), torch.tensor(2**40), Window(2**40), torch.tensor(math.nan)
+    sparse = torch.eye(4).to_sparse()
+    near = lambda b, h, q, kv: q - kv < window
+    for program, match in (
+            (dict(mask_mod=near), "^window is 1099511627776, but the program declares 'window: int'"),
+            (dict(mask_mod=flashjit.trace(None, near)), "^a captured number is 1099511627776"),
+            (dict(mask_mod=lambda b, h, q, kv: q - kv < settings.value), "^a captured number is 1099511627776"),
+            (dict(score_mod=lambda s, b, h, q, kv: s * factor), "^factor is nan"),
+            (dict(score_mod=lambda s, b, h, q, kv: s + sparse[q, kv]), "^the captured tensor sparse has the layout"),
+            (dict(score_mod="score * s0", captures={"s0": math.nan}), "^s0 is nan")):
+        with pytest.raises(flashjit.InvalidArgument, match=match):
+            flashjit.attention(q, q, q, **program)
+
+
+def test_long_rows_are_summed(programs):
+    row = torch.randn(4, 256)
+    check_score(lambda s, b, h, q, kv: s + row[q].sum() / 16)
+
+
+def test_programs_that_are_too_deep_are_not_quoted():
+    """Whose text is nothing to who wrote a function."""
+    q = torch.randn(1, 1, 4, 8)
+
+    def deep(s, b, h, q, kv):
+        for _ in range(300):
+            s = s + q
+        return s
+    with pytest.raises(flashjit.InvalidArgument, match="^a program is 30. levels deep"):
+        flashjit.attention(q, q, q, score_mod=deep)
 
 
 def test_captures_are_checked():

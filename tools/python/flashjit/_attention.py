@@ -88,27 +88,29 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         fixed = contiguous(fixed)
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
-    if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
-        out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
-        return (out, lse) if return_lse else out
-    rng = _draw(q) if dropout_p else NO_RNG
     try:
+        if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
+            out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
+            return (out, lse) if return_lse else out
+        rng = _draw(q) if dropout_p else NO_RNG
         plan = plan_of(q, k, v, fixed, values, problem)
+        if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+            q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
+            plan = plan_of(q, k, v, fixed, values, problem)
+        if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
+                           or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
+            if not plan.prepared_both:
+                plan.prepare_both()
+            call = _Call(plan, fixed, values, rng, lists, return_lse)
+            if fixed is NOTHING and not values:
+                return _record(call, q, k, v)
+            return _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0])
+        return (out, lse) if return_lse else out
     except InvalidArgument as error:
-        raise named_as_written(error, problem.names, values, score_mod, mask_mod) from None
-    if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-        q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
-        plan = plan_of(q, k, v, fixed, values, problem)
-    if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
-                       or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
-        if not plan.prepared_both:
-            plan.prepare_both()
-        call = _Call(plan, fixed, values, rng, lists, return_lse)
-        if fixed is NOTHING and not values:
-            return _record(call, q, k, v)
-        return _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
-    out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0])
-    return (out, lse) if return_lse else out
+        if compiling:
+            raise
+        raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
 
 
 def _is_watched() -> bool:

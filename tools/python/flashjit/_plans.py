@@ -509,6 +509,8 @@ def _check_capture(name: str, value: Any, q: Tensor) -> None:
                         "convert it.")
     if value.device != q.device:
         raise InvalidArgument(f"q is on {q.device} and the captured tensor {name} on {value.device}: move it there.")
+    if value.layout is not torch.strided:
+        raise WrongType(f"the captured tensor {name} has the layout {value.layout}: convert it with .to_dense().")
     if value.dim() > 4:
         raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most 4 are possible.")
     if value.numel() == 0:

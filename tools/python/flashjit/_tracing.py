@@ -10,7 +10,7 @@ from typing import Any, Callable, Iterator, Mapping, Union
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._compiling import call_compiled
 from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_text, call, int_range, is_compiling, is_tensor, literal,
-                      loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module, tracers)
+                      loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module, tracers, without_function)
 from .errors import InvalidArgument, WrongType
 
 MAX_TENSORS = MAX_SCALARS = 8
@@ -110,10 +110,10 @@ class Row:
         return self.items[index]
 
     def sum(self, *_: Any, **__: Any) -> Value:
-        total: Any = self.items[0]
-        for item in self.items[1:]:
-            total = add(total, item)
-        return total
+        terms: list[Any] = self.items
+        while len(terms) > 1:  # by halves: what is nested deeply is refused
+            terms = [add(*terms[i:i + 2]) if i + 1 < len(terms) else terms[i] for i in range(0, len(terms), 2)]
+        return terms[0]  # type: ignore[no-any-return]
 
     def mean(self, *_: Any, **__: Any) -> Value:
         return self.sum() / len(self.items)
@@ -138,7 +138,7 @@ class Row:
 
     def __getattr__(self, name: str) -> Any:
         if name not in FUNCTIONS:
-            raise UnknownAttribute(f"a row of a captured tensor has no {name!r} in a program: see help(flashjit.programs).")
+            raise UnknownAttribute(without_function(name, "a row of a captured tensor"))
         return lambda *arguments, **named: self.each(FUNCTIONS[name], (self, *arguments), named)
 
     @classmethod
@@ -310,8 +310,7 @@ class Tracer:
         if any(row is not None for row in rows):
             return call_on_rows(plain, tuple(a if row is None else row for a, row in zip(arguments, rows)), named)
         if plain not in FUNCTIONS:
-            raise InvalidArgument(f"torch.{plain} cannot be used in a program: see help(flashjit.programs) for what can, and "
-                                  "write it with these functions.")
+            raise InvalidArgument(without_function(f"torch.{plain}"))
         return call(plain, FUNCTIONS[plain], arguments, named)
 
     def score(self, function: Callable[..., Any]) -> tuple[str, list[str]]:
@@ -340,6 +339,9 @@ class Tracer:
         except (TypeError, IndexError) as error:  # IndexError: of NumPy, which looks at an index itself
             if isinstance(error, InvalidArgument):
                 raise
+            if "__array_ufunc__" in str(error):
+                raise WrongType(f"{_name_of(function)} calls a function of NumPy, which knows no numbers of a program: call torch's of "
+                                "that name.") from error
             raise WrongType(f"{_name_of(function)} cannot be traced ({error}): a {kind} is called as "
                             f"{SIGNATURES[kind]} with stand-ins for numbers; see help(flashjit.programs).") from error
         finally:
@@ -368,7 +370,7 @@ def call_on_rows(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -
     if name in ("dot", "inner", "vdot", "matmul"):
         return arguments[0].dot(arguments[1])
     if name not in FUNCTIONS:
-        raise InvalidArgument(f"torch.{name} cannot be used on a row of a captured tensor in a program: sum it, or index it.")
+        raise InvalidArgument(without_function(f"torch.{name}", "a row of a captured tensor"))
     return Row.each(FUNCTIONS[name], arguments, named)
 
 

@@ -186,7 +186,7 @@ class Value:
         if function is None and name.endswith("_") and not name.startswith("_"):
             refuse_in_place(name)
         if function is None or name.startswith("__"):
-            raise UnknownAttribute(f"a program has no {name!r} of its values: see help(flashjit.programs) for what there is.")
+            raise UnknownAttribute(without_function(name))
         return lambda *arguments, **named: call(name, function, (self, *arguments), named)
 
     @classmethod
@@ -695,6 +695,34 @@ def call(name: str, function: Callable[..., Any], arguments: tuple[Any, ...], na
             raise
         raise WrongType(f"torch.{name} cannot be called in a program with {len(arguments)} arguments"
                         f"{' and ' + ', '.join(named) if named else ''}: see help(flashjit.programs).") from None
+
+
+_OF_OTHER_PAIRS = ("a program computes one pair of a query and a key, and sees no other: compute it before the call, and capture "
+                   "the result as a tensor. Softmax over the keys is attention's own.")
+_RANDOM = "give attention() dropout_p, or capture a tensor of numbers drawn before the call."
+_INSTEAD = {
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "sum", "mean", "prod", "cumsum", "cumprod", "sort", "argsort", "topk",
+                     "argmax", "argmin", "amax", "amin", "norm", "var", "std", "median", "any", "all", "layer_norm", "rms_norm",
+                     "normalize", "glu", "einsum", "matmul"), _OF_OTHER_PAIRS),
+    **dict.fromkeys(("dropout", "alpha_dropout", "rand_like", "randn_like", "randint_like", "bernoulli", "rrelu"), _RANDOM),
+    "asinh": "write torch.log(x + torch.sqrt(x * x + 1)).", "acosh": "write torch.log(x + torch.sqrt(x * x - 1)).",
+    "atanh": "write 0.5 * torch.log((1 + x) / (1 - x)).", "ndtr": "write 0.5 * (1 + torch.erf(x * 0.7071067811865476)).",
+    "log_ndtr": "write torch.log(0.5 * (1 + torch.erf(x * 0.7071067811865476))).",
+    "sinc": "write torch.where(x == 0, 1.0, torch.sin(math.pi * x) / (math.pi * x)).",
+    "xlogy": "write torch.where(x == 0, 0.0, x * torch.log(y)).", "ldexp": "write x * 2.0 ** y.",
+    "logaddexp2": "write y + torch.log2(1 + 2.0 ** (x - y)).", "heaviside": "write torch.where(x == 0, y, (x > 0).float()).",
+    "copysign": "write torch.where(y < 0, -x.abs(), x.abs()).", "cross_entropy": _OF_OTHER_PAIRS,
+}
+_NO_DERIVATIVE = ("what has no derivative here is computed before the call where it is of positions, and captured as a tensor, as in "
+                  "table[q_idx - kv_idx]; of the score, write it with the functions that help(flashjit.programs) lists, such as "
+                  "torch.tanh(x), torch.erf(x) or x / (1 + x.abs()).")
+_ALIASES = {"arcsinh": "asinh", "arccosh": "acosh", "arctanh": "atanh"}
+
+
+def without_function(name: str, what: str = "its values") -> str:
+    """What to write instead of a function that programs do not have."""
+    plain = name.removeprefix("torch.")
+    return f"a program has no {name!r} of {what}: {_INSTEAD.get(_ALIASES.get(plain, plain), _NO_DERIVATIVE)}"
 
 
 def refuse_in_place(name: str) -> Any:

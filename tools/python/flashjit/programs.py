@@ -14,6 +14,7 @@ and these functions of torch and torch.nn.functional, as methods, too: {function
 """
 from __future__ import annotations
 
+import re
 import threading
 from typing import Any, Mapping
 
@@ -91,15 +92,26 @@ class Program:
         return self.form.options(causal, kinds, tuple(map(is_real, self.scalars)))
 
 
+_TRACED_NAME = re.compile(r"[cs]\d+(_size\d+)?")
+_QUOTED_PROGRAM = re.compile(r"the spec '.*' has a wrong field 'score\{.*': (?=a program )|the spec '.*' has a wrong field "
+                             r"'mask\{.*': (?=a program )", re.DOTALL)
+
+
 def named_as_written(error: InvalidArgument, names: tuple[str, ...], values: tuple[Any, ...],
-                     *functions: Any) -> InvalidArgument:
-    """An error about captures by the names that the functions have for them, where a program has its own."""
-    text = str(error)
+                     captures: Mapping[str, Any] | None, *functions: Any) -> InvalidArgument:
+    """An error about captures by the names that the functions have for them, where a trace has given others."""
+    traced = [function for function in functions if callable(function) or isinstance(function, Program)]
+    if not traced:
+        return error
+    text = _QUOTED_PROGRAM.sub("", str(error))
     for name, value in zip(names, values):
-        label = next(filter(None, [variable_of(function, value) for function in functions if callable(function)]), None)
-        if label is not None:
-            text = text.replace(f"captured tensor {name} ", f"captured tensor {label} ").replace(
-                f"captures[{name!r}]", f"the captured tensor {label}")
+        if _TRACED_NAME.fullmatch(name) and name not in (captures or {}):
+            label = next(filter(None, [variable_of(function, value) for function in traced]), None)
+            kind = "number" if is_scalar(value) else "tensor"
+            text = text.replace(f"captures[{name!r}]", f"the captured tensor {name}")
+            if label is None:
+                text = text.replace(f"the captured tensor {name}", "a captured tensor")
+            text = re.sub(rf"\b{name}\b", label or f"a captured {kind}", text)
     return type(error)(text)
 
 

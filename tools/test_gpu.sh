@@ -49,7 +49,8 @@ step examples ctest --test-dir "$build" -L example --output-on-failure
 step sanitizer shards $((cores < 8 ? cores : 8)) sanitizer bash "$root/tests/gpu/sanitize.sh" "$tests"
 if python3 -c 'import torch, pytest' 2>/dev/null; then
   step python env PYTHONPATH="$root/tools/python" FLASHJIT_LIBRARY="$build/libflashjit.so" \
-    python3 -m pytest -q -p no:cacheprovider "$root/tests/python/test_gpu.py" "$root/tests/python/test_transformers.py"
+    python3 -m pytest -q -p no:cacheprovider "$root/tests/python/test_gpu.py" "$root/tests/python/test_accuracy.py" \
+    "$root/tests/python/test_transformers.py"
 fi
 for command in ${failed[@]+"${failed[@]}"}; do echo "failed: $command"; done
 [ ${#failed[@]} -eq 0 ]

@@ -36,6 +36,11 @@ def gallery(variants):
 
 
 @pytest.fixture(scope="module")
+def accuracy(variants):
+    return importlib.import_module("accuracy")
+
+
+@pytest.fixture(scope="module")
 def compare(variants):
     return importlib.import_module("compare")
 
@@ -146,14 +151,40 @@ def test_few_queries_are_a_table(plot):
                          "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | 2.22 |"]
 
 
-def test_the_pages_show_the_committed_results(plot, gallery, monkeypatch):
+def test_the_pages_show_the_committed_results(plot, gallery, accuracy, monkeypatch):
     shown = []
     monkeypatch.setattr(plot, "replace", lambda path, name, text: shown.append((path, name, text)))
-    monkeypatch.setattr(gallery, "replace", plot.replace)
-    for script in (plot, gallery):
+    for script in (gallery, accuracy):
+        monkeypatch.setattr(script, "replace", plot.replace)
+    for script in (plot, gallery, accuracy):
         monkeypatch.setattr(sys, "argv", [script.__name__, "--tables"])
         assert script.main() == 0
-    assert len(shown) == 5
+    assert len(shown) == 6
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"
+
+
+def test_the_committed_errors_are_within_their_limits(plot, accuracy):
+    """And each limit beyond the aim is one that they need."""
+    needed = set()
+    for case, errors in accuracy.measured(plot.read(accuracy.FILE)).items():
+        found = accuracy.ratios(errors)
+        assert accuracy.beyond(case, found) == [], case
+        needed |= {known for known in accuracy.KNOWN for tensor, (rms, largest) in found.items()
+                   if accuracy.limits(case, tensor) == (known.rms, known.largest) and known.inputs == case.inputs
+                   and known.tensor == tensor and (rms > accuracy.RMS_AIM or largest > accuracy.LARGEST_AIM)}
+    assert needed == set(accuracy.KNOWN)
+
+
+def test_errors_beyond_a_limit_are_found(accuracy):
+    case = accuracy.Case("normal", "bfloat16", 64, 0)
+    errors = {"flashjit": dict.fromkeys(accuracy.TENSORS, (1.03, 1.0)), "cuDNN": dict.fromkeys(accuracy.TENSORS, (1.0, 2.0)),
+              "FlashAttention-2": dict.fromkeys(accuracy.TENSORS, (2.0, 0.8))}
+    errors["flashjit"]["dV"] = (1.0, 1.0)
+    found = accuracy.ratios(errors)
+    assert found["O"] == (1.03, 1.25) and accuracy.beyond(case, found) == list(accuracy.TENSORS)
+    errors["flashjit"]["dV"] = (1.02, 0.96)
+    assert accuracy.beyond(case, accuracy.ratios(errors)) == ["O", "dQ", "dK"]
+    assert accuracy.limits(accuracy.Case("normal", "bfloat16", 256, 0), "O") == (1.05, 1.2)
+    assert accuracy.limits(accuracy.Case("normal", "bfloat16", 256, 1), "O") == (1.02, 1.2)

@@ -607,6 +607,28 @@ def test_cupy_where_pytorch_was_never_imported(cupy, tmp_path):
     assert abs(results["lse"] - results["lse_on_cpu"]).max() < 1e-3
 
 
+FORKS = """import os, torch, flashjit
+q, k, v = (torch.randn(1, 2, 64, 64) for _ in range(3))
+out, lse = flashjit.attention(q, k, v, causal=True, return_lse=True)
+flashjit.backward(q, k, v, out, lse, torch.randn_like(out), options="causal")
+flashjit.attention(q, k, v, dropout_p=0.1, score_mod=lambda s, b, h, i, j: s + i - j, lists=flashjit.TileLists(q, k, v,
+    dropout_p=0.1, score_mod=lambda s, b, h, i, j: s + i - j))
+flashjit.runtime()
+child = os.fork()
+if child:
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+got = flashjit.attention(q.cuda(), k.cuda(), v.cuda(), causal=True)
+torch.testing.assert_close(got.cpu(), out, atol=1e-3, rtol=0)
+torch.cuda.synchronize()
+os._exit(0)
+"""
+
+
+def test_a_process_that_forks_after_calls_on_the_cpu_uses_cuda_in_its_child():
+    done = subprocess.run([sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, env=child.environment())
+    assert done.returncode == 0, done.stderr
+
+
 def test_jax():
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     jax = pytest.importorskip("jax")

@@ -993,13 +993,11 @@ def test_importing_brings_nothing_in_but_the_package():
 
 
 DRIVER = """
-#include <stdlib.h>
-#include <string.h>
 #include <unistd.h>
 int cuInit(unsigned flags) { write(2, "cuInit\\n", 7); _exit(3); }
 int cuGetProcAddress_v2(const char* name, void** function, int version, unsigned long flags, int* found) {
-  *function = strcmp(name, "cuInit") ? 0 : (void*)cuInit;
-  return *function ? 0 : 500;
+  *function = (void*)cuInit;
+  return 0;
 }
 int cuGetProcAddress(const char* name, void** function, int version, unsigned long flags) {
   return cuGetProcAddress_v2(name, function, version, flags, 0);
@@ -1023,14 +1021,17 @@ flashjit.attention(q, k, v, dropout_p=0.1, score_mod=lambda s, b, h, q, kv: s * 
 flashjit.attention(q, k, v, lists=flashjit.TileLists(q, k, v, **packed), **packed)
 flashjit.attention(q.requires_grad_(), k, v)
 flashjit.torch.scaled_dot_product_attention(q, k, v, torch.ones(32, 32, dtype=torch.bool))
-flashjit.forward(q.detach(), k, v)
+out, lse = flashjit.forward(q.detach(), k, v)
+flashjit.backward(q.detach(), k, v, out, lse, torch.randn_like(out))
+flashjit.trace(lambda s, b, h, q, kv: s * 2)
 flashjit.runtime()
 """
-    named = child.environment(LD_LIBRARY_PATH=tmp_path, FLASHJIT_LIBCUDA=tmp_path / "none.so")
+    named = child.environment(LD_LIBRARY_PATH=tmp_path, FLASHJIT_LIBCUDA=tmp_path / "libcuda.so.1")
     run = lambda code: subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=named)
     done = run(code)
     assert done.returncode == 0, done.stderr
     assert run("import ctypes; ctypes.CDLL('libcuda.so.1').cuInit(0)").returncode == 3
+    assert run("import flashjit; flashjit.runtime().workspace_bytes('bf16:d64', (1, 1, 1, 1, 1))").returncode == 3
 
 
 @pytest.mark.parametrize("function", [flashjit.attention, flashjit.forward, flashjit.backward, flashjit.build_lists, flashjit.trace,

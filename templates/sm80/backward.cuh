@@ -30,9 +30,8 @@ __device__ void backward(const Params& p) {
   constexpr int kThreads = Policy::kThreads, kRowWarps = Policy::kRowWarps, kMt = Policy::kMt;
   constexpr int kDUnits = Policy::kDUnits, kDvUnits = Policy::kDvUnits, kQPitch = Policy::kQPitch,
                 kVPitch = Policy::kVPitch;
-  constexpr BackwardLayout kLayout = Policy::kLayout;
   extern __shared__ __align__(128) char shared[];
-  const unsigned base = shared_address(shared);
+  const BackwardSmem<P> smem(shared);
 
   const unsigned number = next_work_tile<P>(p, shared);
   const KvWorkTile<P> work(p, number);
@@ -49,48 +48,41 @@ __device__ void backward(const Params& p) {
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
   const KvSource<P> k(p.k, sequence, h_kv), v(p.v, sequence, h_kv);
-  load_tile<P::kBc, P::kHeadDim, kThreads>(base + kLayout.k(), k.row(kv_begin), k.stride(),
-                                           seqused_kv - kv_begin);
-  load_tile<P::kBc, P::kHeadDimV, kThreads>(base + kLayout.v(), v.row(kv_begin), v.stride(),
-                                            seqused_kv - kv_begin);
+  load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
+  load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
 
-  // Which Q tile a stage holds is in shared memory, beside it.
-  StagedTile* staged = reinterpret_cast<StagedTile*>(shared + kLayout.staged());
   QWalk<P> walk(p, sequence, work);
-  const auto load_next = [&](int slot) {
+  const auto load_next = [&](int stage) {
     StagedTile next = walk.next(p, sequence);
     if (kv_begin + P::kBc > seqused_kv) next.full = 0;  // asked here, it saves the loop a register
-    if (threadIdx.x == 0) staged[slot] = next;
-    if (next.head >= 0) load_q_tile<P>(p, sequence, next, base, slot);
+    if (threadIdx.x == 0) smem.staged(stage) = next;
+    if (next.head >= 0) load_q_tile<P>(p, sequence, next, smem, stage);
     copy_async_commit();
   };
 #pragma unroll
-  for (int slot = 0; slot < (P::kStages > 1 ? P::kStages - 1 : 1); ++slot) load_next(slot);
+  for (int stage = 0; stage < (P::kStages > 1 ? P::kStages - 1 : 1); ++stage) load_next(stage);
 
-  const unsigned k_rows = base + kLayout.k() + matrix_offset<true>(kQPitch);
-  const unsigned v_rows = base + kLayout.v() + matrix_offset<true>(kVPitch);
+  const unsigned k_rows = smem.k() + matrix_offset<true>(kQPitch);
+  const unsigned v_rows = smem.v() + matrix_offset<true>(kVPitch);
   constexpr int kUnits = kPairs ? larger(kDUnits, kDvUnits) : kDvUnits;
   float dv[kMt][2 * kUnits][4] = {};  // the second warp of a pair has its dK here
   float own_dk[kPairs ? 1 : kMt][kPairs ? 2 : 2 * kDUnits][4] = {};
   auto& dk = either<kPairs>(dv, own_dk);
 
-  const auto ds_at = [&](int buffer) { return kLayout.ds() + buffer * Policy::kDsBytes; };
   StagedTile last{-1, 0, 0, 0};
   int buffer = 0;
   const auto add_last = [&] {
-    if (kLateDq && last.head >= 0) add_dq<P>(p, sequence, last, base, ds_at(buffer ^ 1), warp, lane);
+    if (kLateDq && last.head >= 0) add_dq<P>(p, sequence, last, smem, buffer ^ 1, warp, lane);
   };
-  for (int slot = 0;; slot = slot + 1 < P::kStages ? slot + 1 : 0) {
+  for (int stage = 0;; stage = stage + 1 < P::kStages ? stage + 1 : 0) {
     copy_async_wait<Policy::kPendingCopies>();  // K, V and this stage's tiles have arrived
     __syncthreads();
-    const StagedTile tile = staged[slot];
+    const StagedTile tile = smem.staged(stage);
     if (tile.head < 0) break;
-    if constexpr (P::kStages > 1) load_next(slot > 0 ? slot - 1 : P::kStages - 1);
+    if constexpr (P::kStages > 1) load_next(stage > 0 ? stage - 1 : P::kStages - 1);
     const int h = tile.head, q_begin = tile.tile * P::kBr;
-    const unsigned q_tile = base + kLayout.q() + slot * Policy::kQBytes;
-    const unsigned dout_tile = base + kLayout.dout() + slot * Policy::kDoutBytes;
-    const float* lse = reinterpret_cast<const float*>(shared + kLayout.lse()) + slot * P::kBr;
-    const float* row_d = reinterpret_cast<const float*>(shared + kLayout.d()) + slot * P::kBr;
+    const unsigned q_tile = smem.q(stage), dout_tile = smem.dout(stage);
+    const float *lse = smem.lse(stage), *row_d = smem.d(stage);
     const Position q_position = position(q_begin + lane % 4 * 2);
     const Position kv_position = position(kv_begin + warp_row(0) + lane / 4);
     const auto at_q = [&](int nt, int e) { return q_position + (nt * 8 + e % 2); };
@@ -138,7 +130,7 @@ __device__ void backward(const Params& p) {
         take_over_p<P>(shared, s, slope, dots, mt, nt, row_warp, lane);
       };
       // dS = P (dP - D)
-      softmax_backward<P>(dp, s, slope, dots, row_d, shared + ds_at(buffer), p, head, at_q, at_kv, warp_row,
+      softmax_backward<P>(dp, s, slope, dots, row_d, smem.ds_pointer(buffer), p, head, at_q, at_kv, warp_row,
                           lane, take);
       multiply_by_columns<P, kQPitch, kDUnits, kPairs && kUnits != kDUnits, false>(dk, dp,
                                                                                    q_tile);  // dK += dS^T Q
@@ -147,14 +139,14 @@ __device__ void backward(const Params& p) {
     if constexpr (!kLateDq) {
       __syncthreads();  // dS is complete, and with one stage Q and dO are free
       if constexpr (P::kStages == 1) load_next(0);
-      add_dq<P>(p, sequence, tile, base, ds_at(0), warp, lane);  // dQ += dS K
+      add_dq<P>(p, sequence, tile, smem, 0, warp, lane);  // dQ += dS K
     }
     last = tile;
     buffer ^= kLateDq;
   }
   add_last();
   copy_async_wait<0>();
-  store_gradients<P>(p, sequence, number, shared, dk, dv, has_ds, has_p, warp_row, lane);
+  store_gradients<P>(p, sequence, number, smem, dk, dv, has_ds, has_p, warp_row, lane);
 }
 
 }  // namespace flashjit::sm80

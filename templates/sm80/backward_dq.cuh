@@ -3,25 +3,24 @@
 
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/wait.cuh"
-#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_smem.cuh"
 #include "flashjit/sm80/dq_layout.cuh"
 #include "flashjit/sm80/products.cuh"
 
 namespace flashjit::sm80 {
 
-/// For the Q tile `of`, whose dS lies transposed, as [KV row][query], at the offset `ds`.
+/// For the Q tile `of`, whose dS lies transposed, as [KV row][query], in a buffer.
 template <class P>
 __device__ __forceinline__ void add_dq(const Params& p, const Sequence<P>& sequence, const StagedTile& of,
-                                       unsigned base, int ds, int warp, int lane) {
+                                       const BackwardSmem<P>& smem, int buffer, int warp, int lane) {
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
-  constexpr BackwardLayout kLayout = Policy::kLayout;
   constexpr int kDqMt = Policy::kDqMt, kDqUnits = Policy::kDqUnits, kDUnits = Policy::kDUnits;
   const int dq_row = warp / Policy::kDqColumnWarps * kDqMt * 16,
             dq_unit = warp % Policy::kDqColumnWarps * kDqUnits;
   float dq[kDqMt][2 * kDqUnits][4] = {};
-  const unsigned ds_offset = base + ds + matrix_offset<false>(Policy::kDsPitch) + dq_row * 2;
-  const unsigned k_columns = base + kLayout.k() + matrix_offset<true>(Policy::kQPitch);
+  const unsigned ds_offset = smem.ds(buffer) + matrix_offset<false>(Policy::kDsPitch) + dq_row * 2;
+  const unsigned k_columns = smem.k() + matrix_offset<true>(Policy::kQPitch);
 #pragma unroll
   for (int k = 0; k < P::kBc / 16; ++k) {
     unsigned a[kDqMt][4];

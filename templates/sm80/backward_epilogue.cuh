@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
-#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_smem.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -34,12 +34,11 @@ __device__ __forceinline__ void gather_rows(char* tile, int row, const float (&c
 /// dK, of the warps with `has_ds`, and dV, of those with `has_p`, of the work tile `number`.
 template <class P, int kMt, int kDkNt, int kDvNt, class WarpRow>
 __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<P>& sequence, unsigned number,
-                                                char* shared, float (&dk)[kMt][kDkNt][4],
+                                                const BackwardSmem<P>& smem, float (&dk)[kMt][kDkNt][4],
                                                 float (&dv)[kMt][kDvNt][4], bool has_ds, bool has_p,
                                                 const WarpRow& warp_row, int lane) {
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
-  constexpr BackwardLayout kLayout = Policy::kLayout;
   const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
   // Computed again, so that the main loop need not keep it in registers.
   const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };
@@ -63,19 +62,18 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
 #pragma unroll
   for (int mt = 0; mt < Policy::kMt; ++mt) {
     if (has_ds)
-      gather_rows<Element, Policy::kQPitch, 2 * Policy::kDUnits>(shared + kLayout.k(), warp_row(mt), dk[mt],
+      gather_rows<Element, Policy::kQPitch, 2 * Policy::kDUnits>(smem.dk(), warp_row(mt), dk[mt],
                                                                  p.softmax_scale);
     if (has_p)
-      gather_rows<Element, Policy::kVPitch, 2 * Policy::kDvUnits>(shared + kLayout.v(), warp_row(mt), dv[mt],
-                                                                  v_scale);
+      gather_rows<Element, Policy::kVPitch, 2 * Policy::kDvUnits>(smem.dv(), warp_row(mt), dv[mt], v_scale);
   }
   __syncthreads();
   const KvWorkTile<P> done = work_again();
   const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
   store_tile<P::kBc, P::kHeadDim, Policy::kThreads>(sequence.kv_pointer(p.dk, done.h_kv, begin),
-                                                    p.dk.stride_s, shared + kLayout.k(), valid, threadIdx.x);
+                                                    p.dk.stride_s, smem.dk(), valid, threadIdx.x);
   store_tile<P::kBc, P::kHeadDimV, Policy::kThreads>(sequence.kv_pointer(p.dv, done.h_kv, begin),
-                                                     p.dv.stride_s, shared + kLayout.v(), valid, threadIdx.x);
+                                                     p.dv.stride_s, smem.dv(), valid, threadIdx.x);
 }
 
 }  // namespace flashjit::sm80

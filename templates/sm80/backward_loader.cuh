@@ -2,7 +2,7 @@
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
-#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_smem.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
@@ -27,21 +27,19 @@ __device__ __forceinline__ unsigned next_work_tile(const Params& p, char* shared
 /// Starts the copies of a Q tile, of its dO and of its rows' LSE and D.
 template <class P>
 __device__ __forceinline__ void load_q_tile(const Params& p, const Sequence<P>& sequence,
-                                            const StagedTile& next, unsigned base, int slot) {
+                                            const StagedTile& next, const BackwardSmem<P>& smem, int stage) {
   using Policy = BackwardPolicy<P>;
-  constexpr BackwardLayout kLayout = Policy::kLayout;
   const int h = next.head, q = next.tile * P::kBr, valid = sequence.seqlen_q(p) - q;
-  load_tile<P::kBr, P::kHeadDim, Policy::kThreads>(base + kLayout.q() + slot * Policy::kQBytes,
-                                                   sequence.q_pointer(p.q, h, q), p.q.stride_s, valid);
-  load_tile<P::kBr, P::kHeadDimV, Policy::kThreads>(base + kLayout.dout() + slot * Policy::kDoutBytes,
-                                                    sequence.q_pointer(p.dout, h, q), p.dout.stride_s, valid);
+  load_tile<P::kBr, P::kHeadDim, Policy::kThreads>(smem.q(stage), sequence.q_pointer(p.q, h, q), p.q.stride_s,
+                                                   valid);
+  load_tile<P::kBr, P::kHeadDimV, Policy::kThreads>(smem.dout(stage), sequence.q_pointer(p.dout, h, q),
+                                                    p.dout.stride_s, valid);
   const long long row = sequence.stats_row(p, h) + q;
   static_assert(P::kBr / 2 <= Policy::kThreads, "one thread for each four rows of LSE and of D");
   if (threadIdx.x < P::kBr / 2) {
     const bool first = threadIdx.x < P::kBr / 4;
-    const int part = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
-    copy_async_16(base + (first ? kLayout.lse() : kLayout.d()) + (slot * P::kBr + part) * 4,
-                  (first ? p.lse_padded : p.d) + row + part, true);
+    const int four = static_cast<int>(threadIdx.x) % (P::kBr / 4) * 4;
+    copy_async_16(smem.row_stats(first, stage, four), (first ? p.lse_padded : p.d) + row + four, true);
   }
 }
 

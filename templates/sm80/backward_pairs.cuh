@@ -4,7 +4,7 @@
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/backward_smem.cuh"
 
 namespace flashjit::sm80 {
 
@@ -14,7 +14,7 @@ template <class P>
 __device__ __forceinline__ float4* exchanged(char* shared, int which, int mt, int nt, int row_warp,
                                              int lane) {
   using Policy = BackwardPolicy<P>;
-  return reinterpret_cast<float4*>(shared + Policy::kLayout.exchange()) +
+  return BackwardSmem<P>::exchange(shared) +
          ((which * Policy::kMt + mt) * Policy::kNt + nt) * Policy::kRowWarps * 32 + row_warp * 32 + lane;
 }
 
@@ -46,7 +46,7 @@ __device__ __forceinline__ void hand_over_p(char* shared, const BackwardScores<P
     if constexpr (P::kScoreGrad) hand_over<P>(shared, 1, slope, row_warp, lane);
     if constexpr (P::kCaptureGrads > 0)
       hand_over<P>(shared, BackwardPolicy<P>::kExchanged - 1, dots, row_warp, lane);
-    // racecheck does not follow arrivals, and synccheck wants one place for all who wait: see
+    // racecheck does not follow arrivals, and synccheck wants all waits at one instruction: see
     // tests/gpu/sanitize.sh.
     if constexpr (P::kCheckWaits)
       named_barrier_sync(1 + row_warp, 64);

@@ -9,29 +9,34 @@
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/forward_epilogue.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
+#include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/products.cuh"
 
 namespace flashjit::sm80 {
+
+struct ForwardWorkTile {
+  int split, q_tile, h, b;
+};
+template <class P>
+__device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
+  const int tile_count = q_tiles<P>(p), splits = num_splits<P>(p);
+  const unsigned index = blockIdx.x / splits;
+  return {static_cast<int>(blockIdx.x % splits), tile_count - 1 - static_cast<int>(index % tile_count),
+          static_cast<int>(index / tile_count % p.heads_q), static_cast<int>(index / tile_count / p.heads_q)};
+}
 
 template <class P>
 __device__ void forward(const Params& p) {
   using Element = typename P::Element;
   using Policy = ForwardPolicy<P>;
   constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kNt = Policy::kNt;
-  constexpr ForwardLayout kLayout = Policy::kLayout;
   extern __shared__ __align__(128) char shared[];
-  const unsigned q_tile = shared_address(shared) + kLayout.q();
-  const unsigned k_tiles = shared_address(shared) + kLayout.k();
-  const unsigned v_tiles = shared_address(shared) + kLayout.v();
+  const ForwardSmem<P> smem(shared);
 
   // The work tile. Of a head the last Q tile comes first: under a causal mask it has the most keys.
-  const int tile_count = q_tiles<P>(p), splits = num_splits<P>(p);
-  const int split = static_cast<int>(blockIdx.x % splits);
-  const unsigned index = blockIdx.x / splits;
-  const int q_tile_index = tile_count - 1 - static_cast<int>(index % tile_count);
-  const int h = static_cast<int>(index / tile_count % p.heads_q);
+  const auto [split, q_tile_index, h, b] = work_tile_of_cta<P>(p);
   const int h_kv = h / p.qhead_per_kvhead();
-  const Sequence<P> sequence(p, static_cast<int>(index / tile_count / p.heads_q));
+  const Sequence<P> sequence(p, b);
   const int seqlen_q = sequence.seqlen_q(p), seqused_kv = sequence.seqused_kv(p);
   zero_unused_rows_of_output<P>(p);
   const int q_begin = q_tile_index * P::kBr;
@@ -47,16 +52,14 @@ __device__ void forward(const Params& p) {
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_tile<P::kBc, P::kHeadDim, kThreads>(k_tiles + i % P::kStages * Policy::kKBytes, k.row(kv),
-                                             k.stride(), seqused_kv - kv);
+    load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(i), k.row(kv), k.stride(), seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_tile<P::kBc, P::kHeadDimV, kThreads>(v_tiles + i % P::kStages * Policy::kVBytes, v.row(kv),
-                                              v.stride(), seqused_kv - kv);
+    load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(i), v.row(kv), v.stride(), seqused_kv - kv);
   };
-  load_tile<P::kBr, P::kHeadDim, kThreads>(q_tile, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
+  load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
                                            seqlen_q - q_begin);
   start_copies<P>(load_k, load_v);
 
@@ -65,7 +68,7 @@ __device__ void forward(const Params& p) {
   const unsigned k_offset = matrix_offset<false>(pitch(P::kHeadDim));
   const unsigned v_offset = matrix_offset<true>(pitch(P::kHeadDimV));
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
-    load_matrix_x4(a, q_tile + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
+    load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
   };
   const float scale_log2 = score_scale_log2<P>(p);
   float o[kMt][Policy::kOt][4] = {};
@@ -75,8 +78,7 @@ __device__ void forward(const Params& p) {
   // O += P V(i) for 16 of the keys. `after` is not negative: its sign in the address makes the products wait
   // for it, else ptxas starts them all at once and no exponential runs beside them.
   const auto multiply_pv = [&](int i, int k, float after) {
-    const unsigned v_tile =
-        v_tiles + i % P::kStages * Policy::kVBytes + v_offset + (__float_as_uint(after) >> 31);
+    const unsigned v_tile = smem.v(i) + v_offset + (__float_as_uint(after) >> 31);
     multiply_step<Element, Policy::kOt / 2, false>(o, p_fragments[k],
                                                    v_tile + k * 16 * pitch(P::kHeadDimV) * 2, 0);
   };
@@ -90,7 +92,7 @@ __device__ void forward(const Params& p) {
   const auto step = [&](int i, auto first) {
     begin_step<P>(i, load_k, load_v);
     ForwardScores<P> s = {};
-    const unsigned k_tile = k_tiles + i % P::kStages * Policy::kKBytes + k_offset;
+    const unsigned k_tile = smem.k(i) + k_offset;
     multiply_transposed<Element, P::kHeadDim, Policy::kQkUnroll>(  // S = Q K^T
         s, k_tile, [&](unsigned(&a)[4], int mt, int k) {
           if constexpr (P::kQInRegisters) {
@@ -160,7 +162,6 @@ __device__ void forward(const Params& p) {
   }
 
   // O = O / rowsum(P), and LSE. This text stays here: as a function it made other machine code.
-  char* o_tile = shared + kLayout.q();
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
     float scale[2];
@@ -178,7 +179,7 @@ __device__ void forward(const Params& p) {
     if constexpr (P::kSplit)
       store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
     else
-      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, o_tile, o[mt], scale);
+      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
   }
 }
 

@@ -1,0 +1,30 @@
+// Shared memory of the forward pass by name. ForwardLayout in layout.cuh decides where each tile lies.
+#pragma once
+
+#include "flashjit/common/ptx.cuh"
+#include "flashjit/sm80/forward_policy.cuh"
+
+namespace flashjit::sm80 {
+
+/// `i` counts the KV tiles of the work tile; its stage is the count modulo the number of stages. One overlap:
+/// O lies over Q, when all warps are done with Q.
+template <class P>
+struct ForwardSmem {
+  using Policy = ForwardPolicy<P>;
+  static constexpr ForwardLayout kLayout = Policy::kLayout;
+
+  char* shared;
+  unsigned q, k_stages, v_stages;  ///< addresses
+
+  __device__ __forceinline__ explicit ForwardSmem(char* memory)
+      : shared(memory),
+        q(shared_address(memory) + kLayout.q()),
+        k_stages(shared_address(memory) + kLayout.k()),
+        v_stages(shared_address(memory) + kLayout.v()) {}
+
+  __device__ __forceinline__ unsigned k(int i) const { return k_stages + i % P::kStages * Policy::kKBytes; }
+  __device__ __forceinline__ unsigned v(int i) const { return v_stages + i % P::kStages * Policy::kVBytes; }
+  __device__ __forceinline__ char* o() const { return shared + kLayout.q(); }
+};
+
+}  // namespace flashjit::sm80

@@ -118,6 +118,12 @@ __device__ __forceinline__ const unsigned char* block_map_row(const Params& p, i
   return p.block_map + ((mb * p.map_heads + mh) * p.map_rows + q / Problem::kBlockQ) * p.map_columns;
 }
 
+/// Whether the block map lets a pair attend.
+template <class Problem>
+__device__ __forceinline__ bool in_block_map(const Params& p, int b, int h, int q, int kv) {
+  return block_map_row<Problem>(p, b, h, q)[kv / Problem::kBlockKv] != 0;
+}
+
 /// Whether listed tiles reach across the map's blocks: else each is within one that attends.
 template <class P>
 constexpr bool kTestsMap = P::kBlockMap && (P::kBlockQ % P::kListedRows != 0 || P::kBlockKv % P::kBc != 0);
@@ -131,7 +137,7 @@ template <class Problem>
 __device__ __forceinline__ bool pair_attends(const Params& p, const typename Problem::Head& head, int q,
                                              int kv) {
   if constexpr (Problem::kBlockMap) {
-    if (!block_map_row<Problem>(p, head.b, head.h, q)[kv / Problem::kBlockKv]) return false;
+    if (!in_block_map<Problem>(p, head.b, head.h, q, kv)) return false;
   }
   if constexpr (Problem::kHasMask) return Problem::mask(p, head, position(q), position(kv));
   return true;

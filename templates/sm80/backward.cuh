@@ -91,13 +91,11 @@ __device__ void backward(const Params& p) {
 
     // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
     const auto in_map = [&](int mt, int nt) {
-      if constexpr (kTestsMap<P>) {
-        const int q = min(q_begin + nt * 8, sequence.seqlen_q(p) - 1);
-        const int kv = min(kv_begin + warp_row(mt), seqused_kv - 1);
-        return block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
-      } else {
+      if constexpr (!kTestsMap<P>)
         return true;
-      }
+      else
+        return in_block_map<P>(p, sequence.b, h, min(q_begin + nt * 8, sequence.seqlen_q(p) - 1),
+                               min(kv_begin + warp_row(mt), seqused_kv - 1));
     };
     BackwardScores<P> s;               // S, then P
     [[maybe_unused]] Slopes<P> slope;  // of the score

@@ -75,12 +75,8 @@ __device__ void forward(const Params& p) {
   RowValues<P> row_max, row_sum;
   clear_rows<P>(row_max, row_sum);
   unsigned p_fragments[kNt / 2][kMt][4];
-  // O += P V(i) for 16 of the keys. `after` is not negative: its sign in the address makes the products wait
-  // for it, else ptxas starts them all at once and no exponential runs beside them.
-  const auto multiply_pv = [&](int i, int k, float after) {
-    const unsigned v_tile = smem.v(i) + v_offset + (__float_as_uint(after) >> 31);
-    multiply_step<Element, Policy::kOt / 2, false>(o, p_fragments[k],
-                                                   v_tile + k * 16 * pitch(P::kHeadDimV) * 2, 0);
+  const auto add_pv = [&](int i, int k, float after) {
+    multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, k, after);
   };
   if constexpr (P::kQInRegisters) {
     copy_async_wait<Policy::kPendingCopies>();
@@ -93,15 +89,7 @@ __device__ void forward(const Params& p) {
     begin_step<P>(i, load_k, load_v);
     ForwardScores<P> s = {};
     const unsigned k_tile = smem.k(i) + k_offset;
-    multiply_transposed<Element, P::kHeadDim, Policy::kQkUnroll>(  // S = Q K^T
-        s, k_tile, [&](unsigned(&a)[4], int mt, int k) {
-          if constexpr (P::kQInRegisters) {
-#pragma unroll
-            for (int r = 0; r < 4; ++r) a[r] = q_fragments[k][mt][r];
-          } else {
-            load_q(a, mt, k);
-          }
-        });
+    multiply_qk<P>(s, q_fragments, k_tile, load_q);  // S = Q K^T
     end_qk<P>(i, load_k);
 
     const int kv_begin = tiles.tile(i) * P::kBc;
@@ -111,13 +99,11 @@ __device__ void forward(const Params& p) {
     const auto at_kv = [&](int nt, int e) { return kv_position + (nt * 8 + e % 2); };
     // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
     const auto in_map = [&](int mt, int nt) {
-      if constexpr (kTestsMap<P>) {
-        const int q = min(q_begin + warp_row(mt), seqlen_q - 1);
-        const int kv = min(kv_begin + nt * 8, seqused_kv - 1);
-        return block_map_row<P>(p, sequence.b, h, q)[kv / P::kBlockKv] != 0;
-      } else {
+      if constexpr (!kTestsMap<P>)
         return true;
-      }
+      else
+        return in_block_map<P>(p, sequence.b, h, min(q_begin + warp_row(mt), seqlen_q - 1),
+                               min(kv_begin + nt * 8, seqused_kv - 1));
     };
     apply_score<P>(s, p, head, at_q, at_kv);
     const bool unmasked = kv_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
@@ -128,8 +114,8 @@ __device__ void forward(const Params& p) {
     float exponential = 0.0f;
 #pragma unroll
     for (int k = 0; k < kNt / 2; ++k) {
-      if constexpr (Policy::kLatePv && !first.value) multiply_pv(i - 1, k, exponential);  // O += P V
-      exponential = exponentials<P>(s, row_sum, shift, scale_log2, k);                    // P = exp2(S - m)
+      if constexpr (Policy::kLatePv && !first.value) add_pv(i - 1, k, exponential);  // O += P V
+      exponential = exponentials<P>(s, row_sum, shift, scale_log2, k);               // P = exp2(S - m)
       if constexpr (Policy::kLatePv) pack_p<P>(p_fragments[k], s, k);
     }
     if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
@@ -138,7 +124,7 @@ __device__ void forward(const Params& p) {
       for (int k = 0; k < kNt / 2; ++k) {
         pack_p<P>(p_fragments[k], s, k);
         if constexpr (P::kDropout) drop<P>(p_fragments[k], p, sequence.b * p.heads_q + h, at_q, at_kv, k);
-        multiply_pv(i, k, 0.0f);  // O += P V
+        add_pv(i, k, 0.0f);  // O += P V
       }
     }
   };
@@ -158,10 +144,10 @@ __device__ void forward(const Params& p) {
   __syncthreads();  // every warp is done with Q before O takes its place
   if (Policy::kLatePv && tiles.count > 0) {
 #pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) multiply_pv(tiles.count - 1, k, 0.0f);
+    for (int k = 0; k < kNt / 2; ++k) add_pv(tiles.count - 1, k, 0.0f);
   }
 
-  // O = O / rowsum(P), and LSE. This text stays here: as a function it made other machine code.
+  // O = O / rowsum(P), and LSE. (NOTES.md#functions-of-sm80)
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
     float scale[2];

@@ -1,4 +1,4 @@
-// From S to P in the forward pass: score program, mask, online softmax, dropout.
+// From S to P in the forward pass: score program, mask, online softmax, dropout, and the two products.
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
@@ -157,6 +157,32 @@ __device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt
 #pragma unroll
     for (int r = 0; r < 4; ++r) fragments[mt][r] &= ~masks[r];
   }
+}
+
+/// S = Q K^T. `load_q` gives Q's fragments where they are not in registers.
+template <class P, int kSteps, class LoadQ>
+__device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
+                                            const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
+                                            unsigned k_tile, const LoadQ& load_q) {
+  multiply_transposed<typename P::Element, P::kHeadDim, ForwardPolicy<P>::kQkUnroll>(
+      s, k_tile, [&](unsigned(&a)[4], int mt, int k) {
+        if constexpr (P::kQInRegisters) {
+#pragma unroll
+          for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
+        } else {
+          load_q(a, mt, k);
+        }
+      });
+}
+
+/// O += P V for 16 of the keys. `after` is not negative: its sign in the address makes the products wait for
+/// it; otherwise ptxas starts them all at once and no exponential runs beside them.
+template <class P, int kMt, int kOt>
+__device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsigned (&p_fragments)[kMt][4],
+                                            unsigned v_tile, int k, float after) {
+  v_tile += __float_as_uint(after) >> 31;
+  multiply_step<typename P::Element, kOt / 2, false>(o, p_fragments,
+                                                     v_tile + k * 16 * pitch(P::kHeadDimV) * 2, 0);
 }
 
 }  // namespace flashjit::sm80

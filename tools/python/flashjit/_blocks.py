@@ -24,8 +24,11 @@ def read_blocks(block_mask: Any, mask_mod: Any, queries: int, keys: int, for_lis
     """
     if not hasattr(block_mask, "kv_num_blocks"):
         return block_mask, mask_mod
-    _check_lengths(block_mask, queries, keys)
     own = block_mask.mask_mod
+    if getattr(own, "__name__", "") == "_sliced_mask_mod_error":
+        raise InvalidArgument("block_mask is a slice, which has no mask_mod: set it to the one of the BlockMask that it was cut from, "
+                              "with the offset of its rows added to q_idx.")
+    _check_lengths(block_mask, queries, keys)
     if mask_mod is own:
         mask_mod = None
     read = _read_once if for_lists else _read
@@ -55,7 +58,7 @@ def _read_once(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Unio
     tables = [table for table in (getattr(block_mask, name) for name in _TABLES) if table is not None]
     if any(table.is_inference() for table in tables) or tables[0].is_cuda and torch.cuda.is_current_stream_capturing():
         return _read(block_mask, queries, keys)
-    state = (queries, keys, [(id(table), table.data_ptr(), table._version) for table in tables])
+    state = (queries, keys, block_mask.mask_mod, [(id(table), table.data_ptr(), table._version) for table in tables])
     known = getattr(block_mask, "_flashjit", None)
     if known is None or known[0] != state:
         known = block_mask._flashjit = (state, _read(block_mask, queries, keys))

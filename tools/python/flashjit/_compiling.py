@@ -1,6 +1,7 @@
 """What torch.compile needs in order to follow the trace of a program."""
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -25,6 +26,7 @@ def call_compiled(function: Any, *arguments: Any) -> Any:
 
 def _hand_over(context: Any) -> None:
     """While torch.compile traces: until _hand_over_no_more(), or the end of its work if that fails."""
+    _compare_with_symbols()
     added = _methods() - _handed_over()
     _handed_over().update(added)
     hooks = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
@@ -43,3 +45,39 @@ def _methods() -> set[Any]:
 def _handed_over() -> set[Any]:
     """What torch.compile hands over to modes of torch."""
     return sys.modules["torch._dynamo.variables.torch"].get_overridable_functions()  # type: ignore[no-any-return]
+
+
+_REFLECTED = {"__lt__": "__gt__", "__gt__": "__lt__", "__le__": "__ge__", "__ge__": "__le__", "__eq__": "__eq__", "__ne__": "__ne__"}
+
+
+@functools.lru_cache(maxsize=None)
+def _compare_with_symbols() -> None:
+    """PyTorch 2.15's compiler does not ask an object that is compared with a symbol: it takes `==` for False, and ends at `<`. From
+    here on it asks stand-ins."""
+    try:
+        from torch._dynamo.variables.builtin import _OPERATOR_TO_DUNDER, BuiltinVariable
+        from torch._dynamo.variables.object_protocol import generic_richcompare
+        answer = BuiltinVariable._comparison_with_symnode
+        known = BuiltinVariable._binop_handlers.cache_clear, BuiltinVariable.call_function_handler_cache.clear
+    except (ImportError, AttributeError):  # older versions refuse such comparisons
+        return
+
+    def ask(self: Any, tx: Any, left: Any, right: Any) -> Any:
+        name = _OPERATOR_TO_DUNDER[self.fn]
+        if _is_stand_in(left):
+            return generic_richcompare(tx, left, right, name)
+        if _is_stand_in(right):
+            return generic_richcompare(tx, right, left, _REFLECTED[name])
+        return answer(self, tx, left, right)
+
+    BuiltinVariable._comparison_with_symnode = ask
+    for forget in known:
+        forget()
+
+
+def _is_stand_in(variable: Any) -> bool:
+    from ._tracing import STAND_INS
+    try:
+        return issubclass(variable.python_type(), STAND_INS)
+    except NotImplementedError:
+        return False

@@ -220,6 +220,7 @@ FUNCTIONS.update({
         ("float", "float32"), ("half", "float16"), ("bfloat16", "bfloat16"), ("bool", "bool"), ("byte", "uint8"),
         ("char", "int8"), ("short", "int16"), ("int", "int32"), ("long", "int64"))},
     "double": _refuse("a program computes in float32: write .float() instead of .double()."),
+    "unsqueeze": lambda input, dim: literal(input),  # so that it meets each element of a captured row, as it does anyway
     "clone": lambda input, **_: literal(input), "contiguous": lambda input, **_: literal(input), "cpu": literal,
     "detach": _refuse("a program's values have the gradients of all that is written: detach what is captured, before the call."),
     # Activations.

@@ -52,14 +52,11 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, leading: torch.Size, attn_mask: 
                is_causal: bool, scale: Union[float, None]) -> Tensor:
     """Of tensors with four dimensions, as these are or of copies."""
     score_mod, mask_mod, captures = mask_programs(attn_mask, leading, q, k)
-    dim, dim_v = q.shape[3], v.shape[3]
-    if scale is None:
-        scale = 1 / math.sqrt(dim) if dim else 1.0
-    elif scale <= 0:  # what the kernels do not take
-        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+    dim_v = v.shape[3]
+    q, k, v, scale = supported(q, k, v, scale)
     causal: Union[bool, str] = "top_left" if is_causal and q.shape[2] != k.shape[2] else is_causal
-    out = attention(padded(q), padded(k), padded(v), causal=causal, scale=scale, dropout_p=dropout_p,
-                    score_mod=score_mod, mask_mod=mask_mod, captures=captures)
+    out = attention(q, k, v, causal=causal, scale=scale, dropout_p=dropout_p, score_mod=score_mod, mask_mod=mask_mod,
+                    captures=captures)
     if attn_mask is not None and attn_mask.requires_grad and attn_mask.numel() == 0:
         out = out + attn_mask.sum()  # so that it has a gradient, though nothing reads it
     return out if out.shape[3] == dim_v else out[..., :dim_v]
@@ -94,8 +91,18 @@ def _four_dimensions(tensor: Tensor, leading: torch.Size) -> Tensor:
     return tensor.expand(*leading, *tensor.shape[-3:]).reshape(math.prod(leading), *tensor.shape[-3:])
 
 
-def padded(tensor: Tensor) -> Tensor:
-    """With a head dimension that kernels have: a multiple of 8."""
+def supported(q: Tensor, k: Tensor, v: Tensor, scale: Union[float, None]) -> tuple[Tensor, Tensor, Tensor, Union[float, None]]:
+    """Q, K, V and a scale that kernels take, with the same result: scales above 0, head dimensions that are multiples of 8."""
+    dim = q.shape[3]
+    if scale is None:
+        if dim % 8 or not dim:
+            scale = 1 / math.sqrt(dim) if dim else 1.0
+    elif scale <= 0:
+        q, scale = (-q, -scale) if scale else (q * 0, 1.0)
+    return _padded(q), _padded(k), _padded(v), scale
+
+
+def _padded(tensor: Tensor) -> Tensor:
     dim = tensor.shape[3]
     return F.pad(tensor, (0, max(-dim % 8, 8 - dim))) if dim % 8 or not dim else tensor
 

@@ -9,8 +9,9 @@ from typing import Any, Callable, Iterator, Mapping, Union
 
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._compiling import call_compiled
-from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_text, call, int_range, is_compiling, is_tensor, literal,
-                      loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module, tracers, without_function)
+from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, add, as_bool, as_text, bits, call, int_range,
+                      is_compiling, is_tensor, literal, loaded_torch, multiply, refuse_in_place, symbol_tensor, torch_module,
+                      tracers, without_function)
 from .errors import InvalidArgument, WrongType
 
 MAX_TENSORS = MAX_SCALARS = 8
@@ -91,7 +92,7 @@ class PartialRead:
 
 
 class Row:
-    """Stand-ins in a row: what is done to it is done to each, and a sum makes a number of it."""
+    """Stand-ins in a row: what is done to it is done to each, and a sum, any() or all() makes a value of it."""
 
     __array_ufunc__ = None
 
@@ -117,6 +118,12 @@ class Row:
 
     def mean(self, *_: Any, **__: Any) -> Value:
         return self.sum() / len(self.items)
+
+    def any(self, *_: Any, **__: Any) -> Value:
+        return functools.reduce(lambda a, b: bits("|", a, b), map(as_bool, self.items))
+
+    def all(self, *_: Any, **__: Any) -> Value:
+        return functools.reduce(lambda a, b: bits("&", a, b), map(as_bool, self.items))
 
     def dot(self, other: Any) -> Value:
         return self.each(multiply, (self, other), {}).sum()
@@ -144,6 +151,9 @@ class Row:
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         return tracers[-1].call_torch(function, arguments, named or {})
+
+
+STAND_INS = (Value, PartialRead, Row)
 
 
 def row_of(value: Any) -> Union[Row, None]:
@@ -247,8 +257,10 @@ class Tracer:
     def size_value(self, tensor: Any, dimension: int) -> Value:
         return Value(f"size({self._name(self.tensors, tensor, 'c')}, {dimension})", "int", 1, _POSITION_MAX)
 
-    def size(self, tensor: Any, dimension: int) -> Size:
+    def size(self, tensor: Any, dimension: int) -> Any:
         self.looked = True
+        if is_compiling():
+            return tensor.shape[dimension]  # a number, or a symbol
         return Size(tensor.shape[dimension], self.size_value(tensor, dimension))
 
     def shape(self, tensor: Any) -> Shape:
@@ -269,6 +281,9 @@ class Tracer:
         self._check_type(value)
         name = self._name(self.scalars, value, "s")
         return Value(f"to_bool({name})" if dtype == "bool" else name, dtype, *int_range("int32" if dtype == "int64" else dtype))
+
+    def has_room_for_symbols(self) -> bool:
+        return len(self.scalars) < MAX_SCALARS
 
     def symbol(self, value: Any) -> Value:
         dtype = "float" if isinstance(value, float) else "int"
@@ -365,7 +380,7 @@ class Tracer:
 
 
 def call_on_rows(name: str, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
-    if name in ("sum", "mean"):
+    if name in ("sum", "mean", "any", "all"):
         return getattr(arguments[0], name)()
     if name in ("dot", "inner", "vdot", "matmul"):
         return arguments[0].dot(arguments[1])
@@ -497,7 +512,7 @@ def _has_stand_in(value: Any) -> bool:
         return any(map(_has_stand_in, value))
     if isinstance(value, dict):
         return any(map(_has_stand_in, value.values()))
-    return isinstance(value, (Value, PartialRead, Row))
+    return isinstance(value, STAND_INS)
 
 
 _ELEMENTS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int32": "int32", "int64": "int64",

@@ -1,7 +1,6 @@
 """flashjit as an attention implementation of Hugging Face transformers."""
 from __future__ import annotations
 
-import math
 import sys
 from typing import Any, Union
 
@@ -10,7 +9,7 @@ from torch import Tensor
 
 from ._attention import attention
 from ._plans import say_once
-from ._sdpa import mask_programs, padded
+from ._sdpa import mask_programs, supported
 from .errors import InvalidArgument, Unsupported
 
 
@@ -66,22 +65,20 @@ def attention_forward(module: torch.nn.Module, query: Tensor, key: Tensor, value
         is_causal = getattr(module, "is_causal", True)
     # As transformers means it: a mask has the causal part in it, and a single query sees all keys.
     causal = bool(is_causal) and attention_mask is None and query.shape[2] > 1
-    dim, dim_v = query.shape[3], value.shape[3]
-    scale = scaling if scaling is not None else 1 / math.sqrt(dim)
+    dim_v = value.shape[3]
     leading = query.shape[:1]
     score, mask, captures = mask_programs(attention_mask, leading, query, key)
-    captures = dict(captures or {})
     if position_bias is not None:
         bias, _, more = mask_programs(position_bias, leading, query, key)
         score = (score or "score") + bias.removeprefix("score").replace("attn_mask", "position_bias")
-        captures["position_bias"] = more["attn_mask"]
+        captures = {**(captures or {}), "position_bias": more["attn_mask"]}
     if softcap is not None:
         if score is not None:
             raise Unsupported("softcap together with an additive mask or a position bias is not supported here: use the "
                               "eager implementation for this model.")
         score = "softcap * tanh(score / softcap)"
-        captures["softcap"] = float(softcap)
-    query, key, value = (padded(tensor) for tensor in (query, key, value))
+        captures = {**(captures or {}), "softcap": float(softcap)}
+    query, key, value, scale = supported(query, key, value, scaling)
     out = attention(query, key, value, causal="top_left" if causal and query.shape[2] != key.shape[2] else causal,
-                    scale=scale, dropout_p=dropout, score_mod=score, mask_mod=mask, captures=captures or None, sinks=s_aux)
+                    scale=scale, dropout_p=dropout, score_mod=score, mask_mod=mask, captures=captures, sinks=s_aux)
     return out[..., :dim_v].transpose(1, 2).contiguous(), None

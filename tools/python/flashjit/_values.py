@@ -258,9 +258,9 @@ def literal(value: Any) -> Value:
         return value.value
     if isinstance(value, bool):
         return Value("true" if value else "false", "bool", number=value)
-    if is_symbol(value):
+    if is_symbol(value) and tracers[-1].has_room_for_symbols():
         return tracers[-1].symbol(value)
-    if is_compiling() and isinstance(value, (int, float)):  # a symbol that is known after all has no text
+    if is_compiling() and isinstance(value, (int, float)):  # a symbol that is known after all has no text, nor one too many
         value = loaded_torch().fx.experimental.symbolic_shapes.guard_scalar(value)
     if isinstance(value, int):
         return Value(str(value) if value >= 0 else f"(-{-value})", "int", value, value, number=value)

@@ -9,6 +9,7 @@ with its name; no argument is ignored, but for num_splits, pack_gqa and sm_margi
 """
 from __future__ import annotations
 
+import functools
 import importlib.machinery
 import sys
 import types
@@ -19,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention import attention
+from ._sdpa import supported
 from .errors import InvalidArgument, Unsupported
 
 __version__ = "2.8.3"  # whose interface this is
@@ -40,7 +42,7 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
     return_attn_probs: also LSE [b, hq, sq], and None for the dropout mask, which is never in memory.
     """
     out, lse = _attend(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), dropout_p, softmax_scale, causal, window_size,
-                       softcap, alibi_slopes, deterministic)
+                       softcap, alibi_slopes, deterministic, return_attn_probs)
     out = out.transpose(1, 2)
     return (out, lse, None) if return_attn_probs else out
 
@@ -66,10 +68,10 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     return_attn_probs: also LSE [hq, all rows], and None.
     """
     _missing(block_table=block_table)
-    out, lse = _attend(*(_with_batch(x) for x in (q, k, v)), dropout_p, softmax_scale, causal, window_size, softcap,
-                       alibi_slopes, deterministic, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+    out, lse = _attend(_with_batch(q), _with_batch(k), _with_batch(v), dropout_p, softmax_scale, causal, window_size, softcap,
+                       alibi_slopes, deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
                        max_seqlen_q=int(max_seqlen_q), max_seqlen_kv=int(max_seqlen_k))
-    out = out[0].transpose(0, 1)
+    out = out.squeeze(0).transpose(0, 1)
     return (out, _packed_lse(lse, cu_seqlens_q, q.shape[0]), None) if return_attn_probs else out
 
 
@@ -121,7 +123,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
             k_cache[which, at], v_cache[which, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
             lengths = lengths + k.shape[1]
         out, lse = _attend(*(x.transpose(1, 2) for x in (q, k_cache, v_cache)), 0.0, softmax_scale, causal, window_size,
-                           softcap, alibi_slopes, False, kv_lengths=lengths)
+                           softcap, alibi_slopes, False, return_softmax_lse, kv_lengths=lengths)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -130,41 +132,47 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[float, None], causal: bool, window: Window,
-            softcap: float, slopes: Union[Tensor, None], deterministic: bool, **more: Any) -> tuple[Tensor, Tensor]:
-    """O and LSE of tensors [b, h, s, d], or of packed ones."""
-    captures: dict[str, Any] = {}
-    # Where query 0 is among the keys: the last query is at the last key, of a cache at the last that is there.
-    first = "seqlen_kv - seqlen_q"
-    if "kv_lengths" in more:
-        first = "lengths[b] - seqlen_q"
-    left, right = (None if side is None or side < 0 else int(side) for side in window)
+            softcap: float, slopes: Union[Tensor, None], deterministic: bool, wants_lse: bool, **more: Any) -> tuple[Tensor, Any]:
+    """O and LSE, or None, of tensors [b, h, s, d], or of packed ones."""
+    left, right = window
+    left, right = None if left is None or left < 0 else int(left), None if right is None or right < 0 else int(right)
     if causal:
         right = 0
-    conditions = []
-    if right is not None:
-        conditions.append(f"kv <= q + {first} + right")
-        captures["right"] = right
-    if left is not None:
-        conditions.append(f"kv >= q + {first} - left")
-        captures["left"] = left
-    score = ""
-    if softcap:
-        score = "softcap * tanh(score / softcap)"
-        captures["softcap"] = float(softcap)
-    if slopes is not None:
-        read = "slopes[h]" if slopes.dim() == 1 else "slopes[b, h]"
-        score = f"{score or 'score'} - {read} * to_float(abs(q + {first} - kv))"
-        captures["slopes"] = slopes.float()
     named = left is None and right == 0 and "kv_lengths" not in more  # flashjit's own causal mask
-    mask = None if named else " && ".join(conditions) or None
-    if named:
-        del captures["right"]
-    if "lengths[b]" in score + (mask or ""):
-        captures["lengths"] = more["kv_lengths"]
-    result: tuple[Tensor, Tensor] = attention(q, k, v, causal=named, scale=scale, dropout_p=dropout_p, score_mod=score or None,
-                                              mask_mod=mask, captures=captures or None, deterministic=deterministic or None,
-                                              return_lse=True, **more)
-    return result
+    score = mask = captures = None
+    if softcap or slopes is not None or not (named or left is right is None):
+        score, mask = _programs(left is not None, right is not None and not named, bool(softcap),
+                                0 if slopes is None else slopes.dim(), "kv_lengths" in more)
+        captures = {}
+        if left is not None:
+            captures["left"] = left
+        if right is not None and not named:
+            captures["right"] = right
+        if softcap:
+            captures["softcap"] = float(softcap)
+        if slopes is not None:
+            captures["slopes"] = slopes.float()
+        if "kv_lengths" in more and (mask or slopes is not None):
+            captures["lengths"] = more["kv_lengths"]
+    dim_v = v.shape[3]
+    if q.shape[3] % 8 or dim_v % 8 or scale is not None:
+        q, k, v, scale = supported(q, k, v, scale)
+    found = attention(q, k, v, causal=named, scale=scale, dropout_p=dropout_p, score_mod=score, mask_mod=mask, captures=captures,
+                      deterministic=deterministic or None, return_lse=wants_lse, **more)
+    out, lse = found if wants_lse else (found, None)
+    return out if out.shape[3] == dim_v else out[..., :dim_v], lse
+
+
+@functools.lru_cache(maxsize=None)
+def _programs(left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> tuple[Union[str, None], Union[str, None]]:
+    """Of the score and of the mask. slopes: their dimensions."""
+    # Where query 0 is among the keys: the last query is at the last key, of a cache at the last that is there.
+    first = f"{'lengths[b]' if lengths else 'seqlen_kv'} - seqlen_q"
+    score = "softcap * tanh(score / softcap)" if softcap else "score"
+    if slopes:
+        score += f" - slopes[{'h' if slopes == 1 else 'b, h'}] * to_float(abs(q + {first} - kv))"
+    conditions = [f"kv <= q + {first} + right"] * right + [f"kv >= q + {first} - left"] * left
+    return None if score == "score" else score, " && ".join(conditions) or None
 
 
 def _missing(**given: Any) -> None:
@@ -176,7 +184,7 @@ def _missing(**given: Any) -> None:
 
 def _with_batch(x: Tensor) -> Tensor:
     """[1, heads, rows, dim] of [rows, heads, dim]."""
-    return x.transpose(0, 1)[None]
+    return x.transpose(0, 1).unsqueeze(0)
 
 
 def _packed_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:

@@ -133,3 +133,8 @@ def test_the_host_bench_measures_every_row(tmp_path):
 def test_the_custom_attention():
     done = run("tools/examples/python/custom_attention.py")
     assert done.returncode == 0 and "so are the gradients" in done.stdout, done.stderr
+
+
+def test_the_video_tiles():
+    done = run("tools/examples/python/video_tiles.py")
+    assert done.returncode == 0 and "the same as the matrix written out" in done.stdout, done.stdout + done.stderr

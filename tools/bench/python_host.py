@@ -8,6 +8,8 @@ repeats a call; medians count. Two rows are parts of flashjit.attention(): its o
 allocation, and the launch with its arguments filled in. --without-gpu leaves the launch out, on CPU tensors: what remains is
 Python's share, for profiling. Goals: 15 us per call of flashjit.attention() without gradients, 0.2 s for the import beyond
 PyTorch's. Exit code: 1 if one is missed.
+--doors compares what other libraries' users call with flashjit.attention() of the same tensors, and ends with 1 where a door
+costs more than 5 us.
 --cpp adds the rows of host_costs.cpp, which needs no Python, to the same table.
 """
 import argparse
@@ -29,7 +31,7 @@ from flashjit import _plans
 
 from compare import commit_name
 
-GOAL_US, GOAL_IMPORT_S = 15, 0.2
+GOAL_US, GOAL_IMPORT_S, GOAL_DOOR_US = 15, 0.2, 5
 BURST = 10  # calls of a row, one after the other
 IMPORT = "import time, torch; start = time.perf_counter(); import flashjit, flashjit.torch; print(time.perf_counter() - start)"
 
@@ -73,6 +75,60 @@ def calls(device):
         "flashjit.attention, with backward": step(flashjit.attention, causal=True),
         "torch sdpa, with backward": step(F.scaled_dot_product_attention, is_causal=True),
     }
+
+
+def doors(device):
+    """(a door's call, the same by flashjit.attention() in the door's layout) by name."""
+    from flashjit import flash_attn
+    from flashjit._diffusers import attention_forward as of_diffusers
+    from flashjit._transformers import attention_forward as of_transformers
+    from flashjit.flex_attention import create_block_mask, flex_attention
+    attention = flashjit.attention
+    q, k, v = (torch.randn(2, 4, 128, 64, device=device, dtype=torch.bfloat16) for _ in range(3))
+    rows = [x.transpose(1, 2).contiguous() for x in (q, k, v)]  # [batch, length, heads, dim]
+    packed = [x.flatten(0, 1) for x in rows]
+    lengths = torch.tensor([0, 100, 256], dtype=torch.int32, device=device)
+    named = dict(cu_seqlens_q=lengths, cu_seqlens_kv=lengths, max_seqlen_q=156, max_seqlen_kv=156)
+    slopes = torch.rand(4, device=device)
+    alibi = lambda score, b, h, q_idx, kv_idx: score + slopes[h] * (kv_idx - q_idx)
+    mask = create_block_mask(lambda b, h, q_idx, kv_idx: q_idx >= kv_idx, None, None, 128, 128, device=device)
+    window = "kv <= q + seqlen_kv - seqlen_q + right && kv >= q + seqlen_kv - seqlen_q - left"
+    module = torch.nn.Module()
+    module.config, module.is_causal = argparse.Namespace(output_attentions=False), True
+
+    def of_rows(q, k, v, **options):
+        return attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), **options).transpose(1, 2)
+
+    def of_packed(q, k, v, **options):
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return attention(q, k, v, **options)[0].transpose(0, 1)
+    views = [x.transpose(1, 2) for x in rows]  # as transformers' models give them
+    return {
+        "scaled_dot_product_attention": (lambda: flashjit.torch.scaled_dot_product_attention(q, k, v, is_causal=True),
+                                         lambda: attention(q, k, v, causal=True)),
+        "flash_attn_func": (lambda: flash_attn.flash_attn_func(*rows, causal=True), lambda: of_rows(*rows, causal=True)),
+        "flash_attn_func, window": (lambda: flash_attn.flash_attn_func(*rows, causal=True, window_size=(9, 0)),
+                                    lambda: of_rows(*rows, mask_mod=window, captures={"left": 9, "right": 0})),
+        "flash_attn_varlen_func": (lambda: flash_attn.flash_attn_varlen_func(*packed, lengths, lengths, 156, 156, causal=True),
+                                   lambda: of_packed(*packed, causal=True, **named)),
+        "flex_attention": (lambda: flex_attention(q, k, v), lambda: attention(q, k, v)),
+        "flex_attention, score_mod": (lambda: flex_attention(q, k, v, alibi), lambda: attention(q, k, v, score_mod=alibi)),
+        "flex_attention, block_mask": (lambda: flex_attention(q, k, v, None, mask), lambda: attention(q, k, v, block_mask=mask)),
+        "transformers": (lambda: of_transformers(module, *views, None, scaling=0.125),
+                         lambda: attention(*views, causal=True, scale=0.125).transpose(1, 2).contiguous()),
+        "diffusers": (lambda: of_diffusers(query=rows[0], key=rows[1], value=rows[2]), lambda: of_rows(*rows)),
+    }
+
+
+def print_doors(device, rounds, wait):
+    """Whether each costs at most the goal."""
+    pairs = doors(device)
+    table = medians({(name, i): call for name, pair in pairs.items() for i, call in enumerate(pair)}, rounds, wait)
+    costs = {name: (table[name, 0], table[name, 1]) for name in pairs}
+    print(f"{'':30} {'door':>9} {'attention':>9} {'more':>6}")
+    for name, (door, attention) in costs.items():
+        print(f"{name:30} {door:6.2f} us {attention:6.2f} us {door - attention:6.2f}")
+    return max(door - attention for door, attention in costs.values()) <= GOAL_DOOR_US
 
 
 def medians(rows, rounds, wait):
@@ -132,6 +188,7 @@ def profile(call):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-gpu", action="store_true", help="leave the launch out, on CPU tensors")
+    parser.add_argument("--doors", action="store_true", help="what other libraries' functions cost more than flashjit.attention()")
     parser.add_argument("--profile", metavar="ROW", help="profile this row instead")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--cpp", metavar="CSV", help="what flashjit_host_bench wrote: more rows of the table")
@@ -144,6 +201,9 @@ def main():
     torch.manual_seed(0)
     if options.without_gpu:
         leave_the_launch_out()
+    if options.doors:
+        device, wait = ("cpu", lambda: None) if options.without_gpu else ("cuda", torch.cuda.synchronize)
+        return 0 if print_doors(device, options.rounds, wait) else 1
     rows = calls("cpu" if options.without_gpu else "cuda")
     if options.without_gpu:  # PyTorch's would compute
         rows = {name: call for name, call in rows.items() if not name.startswith("torch")}

@@ -17,7 +17,8 @@ from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
 from ._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_transformers"]
+__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
+           "register_with_transformers", "use_in_diffusers"]
 
 
 def prepare(q: Tensor, k: Tensor, v: Tensor, *, backward: bool = False, config: Union[str, None] = None,
@@ -49,3 +50,20 @@ def register_with_transformers(name: str = "jit_attention") -> str:
     """
     from ._transformers import register
     return register(name)
+
+
+def register_with_diffusers() -> str:
+    """Makes flashjit an attention back end of Hugging Face diffusers (0.35 or newer), by the name that it returns, "flashjit": for
+    model.set_attention_backend(name), and for diffusers.models.attention_dispatch.attention_backend(name).
+
+    Models whose processors do not ask the dispatcher, such as SD3's, need use_in_diffusers().
+    """
+    from ._diffusers import register
+    return register()
+
+
+def use_in_diffusers(model: torch.nn.Module) -> None:
+    """Makes a model of diffusers, such as pipe.transformer, compute its attention with flashjit: by its dispatcher, and where a
+    processor calls torch.nn.functional.scaled_dot_product_attention itself, in the place of that."""
+    from ._diffusers import use
+    use(model)

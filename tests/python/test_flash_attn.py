@@ -80,6 +80,15 @@ def test_flash_attn_func(options, queries, keys):
         close(got, exact)
 
 
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"softmax_scale": -0.4, "window_size": (3, 2)}], ids=str)
+def test_head_dimensions_that_are_no_multiples_of_8(options):
+    q, k, v = tensors(dim=12)
+    out, lse, _ = fa.flash_attn_func(q, k, v, return_attn_probs=True, **options)
+    want, want_lse = reference(q, k, v, **as_reference(options))
+    close(out, want)
+    close(lse, want_lse)
+
+
 def test_packed_forms():
     q, k, v = tensors(queries=9, keys=9, heads_kv=4)
     want = reference(q, k, v, causal=True)[0]
@@ -108,7 +117,7 @@ def test_varlen(options):
     close(fa.flash_attn_varlen_kvpacked_func(q, torch.stack((k, v), 1), *rest, **options), out)
 
 
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}, {"causal": True, "alibi_slopes": 1},
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 1)}, {"softcap": 2.0}, {"causal": True, "alibi_slopes": 1},
                                      {"softcap": 2.0, "causal": True}], ids=str)
 def test_a_cache_is_seen_to_each_sequence_s_length(options):
     options = with_slopes(options)

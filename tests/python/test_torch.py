@@ -398,6 +398,16 @@ def test_a_block_mask_of_another_length_is_refused():
         flashjit.attention(q, k, v, block_mask=short)
 
 
+def test_a_block_mask_is_traced_once(programs, monkeypatch):
+    from flashjit import programs as module
+    q, k, v = tensors(queries=32, keys=48)
+    mask = flex_blocks(torch.tensor([[2, 1, 0], [2, 2, 1]]), 16, causal_mod, (32, 48))
+    run = lambda: flashjit.attention(q, k, v, block_mask=mask)
+    first = run()
+    monkeypatch.setattr(module, "_program", lambda *_: pytest.fail("traced again"))
+    assert torch.equal(run(), first)
+
+
 @pytest.mark.parametrize("write", [torch.Tensor.copy_, lambda table, new: table.data.copy_(new)], ids=["copy_", "data"])
 def test_a_block_mask_that_is_rewritten_in_place_is_read_again(programs, write):
     """As a decode loop does with static buffers; of what is written through .data, or by a CUDA graph, autograd counts no version."""

@@ -77,9 +77,15 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
     if whole and (own is None or block_mask.full_kv_num_blocks is None):
         return blocks, own
     batch, heads = kinds.shape[0] > 1, kinds.shape[1] > 1
+    table = kinds[slice(None) if batch else 0, slice(None) if heads else 0]  # so that all its indices are positions
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        kind = kinds[b if batch else 0, h if heads else 0, q // size[0], kv // size[1]]
+        place = q // size[0], kv // size[1]
+        if heads:
+            place = (h, *place)
+        if batch:
+            place = (b, *place)
+        kind = table[place]
         if own is None:
             return kind != 0
         return (kind == _FULL) | (kind == _PARTIAL) & own(b, h, q, kv)

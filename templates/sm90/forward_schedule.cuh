@@ -66,8 +66,8 @@ struct TileScheduler {
   unsigned whole, tail_parts = 1;  ///< the first Q tile of the split tail wave, and the splits of each
   unsigned splits;                 ///< splits of the keys, each a work tile of its own
 
-  __device__ explicit TileScheduler(const Params& p)
-      : order(q_tiles_per_head<P>(p), p.batch * scheduled_heads<P>(p), cluster_size()),
+  __device__ explicit TileScheduler(const Params& p, unsigned cluster = cluster_size())
+      : order(q_tiles_per_head<P>(p), p.batch * scheduled_heads<P>(p), cluster),
         whole(order.size()),
         splits(num_splits<P>(p)) {
     const unsigned slots = grid_slots<P>();

@@ -1,0 +1,154 @@
+// The tile scheduler of family sm90's forward pass (templates/sm90/forward_schedule.cuh), by the kernel's own
+// code on the host: every row and split is computed once, whatever the grid.
+#include <gtest/gtest.h>
+
+#include <map>
+#include <tuple>
+#include <vector>
+
+#include "tests/support/kernel_headers.hpp"
+// After what it needs.
+#include "flashjit/sm90/forward_schedule.cuh"
+
+namespace flashjit_emulator {
+
+uint3 now_block, now_grid;  // a kernel's blockIdx and gridDim
+const uint3& block_index() { return now_block; }
+const uint3& grid_size() { return now_grid; }
+void reach_atomic() {}
+
+}  // namespace flashjit_emulator
+
+namespace flashjit::sm90 {
+namespace {
+
+using test::Causal;
+using test::NoMask;
+using test::Scattered;
+using test::TileProblem;
+using test::Window;
+
+template <class Mask, int br, int slots = 1, bool split = false, bool pack_gqa = false>
+struct Scheduled : TileProblem<Mask, br, 64, false, split> {
+  static constexpr int kQTilesPerCta = slots;
+  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa;
+  static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64);
+  static constexpr int kHeadDim = 64, kHeadDimV = 64;
+};
+
+/// Calls visit(coord) for the work tiles that the CTAs of a grid take.
+template <class P>
+void run_grid(const Params& p, unsigned ctas, unsigned cluster, const auto& visit) {
+  flashjit_emulator::now_grid = {ctas, 1, 1};
+  std::vector<unsigned> waves(ctas * kQTilesPerCta<P>);
+  for (bool more = true; more;) {
+    more = false;
+    for (unsigned cta = 0; cta < ctas; ++cta)
+      for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) {
+        flashjit_emulator::now_block = {cta, 0, 0};
+        const TileScheduler<P> scheduler(p, cluster);
+        unsigned& wave = waves[cta * kQTilesPerCta<P> + slot];
+        TileCoord coord;
+        if (wave == ~0u) continue;
+        ASSERT_LT(wave, 10000u) << "the work has no end";
+        if (scheduler.find(scheduler.next(p, slot, wave++), coord)) {
+          visit(coord);
+          more = true;
+        } else {
+          wave = ~0u;
+        }
+      }
+  }
+}
+
+template <class P>
+void expect_each_once(Params p, unsigned ctas, unsigned cluster) {
+  int counter = 0;
+  p.semaphores = &counter;
+  std::map<std::tuple<unsigned, unsigned, int, int>, int> visits;
+  run_grid<P>(p, ctas, cluster, [&](const TileCoord& coord) {
+    ASSERT_LT(coord.warpgroups.begin, coord.warpgroups.end);
+    for (int wg = coord.warpgroups.begin; wg < coord.warpgroups.end; ++wg)
+      ++visits[{coord.batch_head, coord.q_tile, wg, coord.split}];
+  });
+  for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
+  ASSERT_EQ(visits.size(), std::size_t(p.batch) * scheduled_heads<P>(p) * q_tiles_per_head<P>(p) *
+                               (P::kBr / kWarpgroupRows) * num_splits<P>(p))
+      << ctas << " CTAs, clusters of " << cluster << ", " << p.batch << " x " << p.heads_q << " heads of "
+      << p.seqlen_q;
+}
+
+template <class P>
+class ForwardSchedule : public testing::Test {};
+using Problems =
+    testing::Types<Scheduled<NoMask, 128>, Scheduled<NoMask, 192>, Scheduled<NoMask, 64>,
+                   Scheduled<NoMask, 128, 2>, Scheduled<Causal, 128>, Scheduled<Causal, 128, 2>,
+                   Scheduled<Window<100>, 192>, Scheduled<Scattered, 128>, Scheduled<NoMask, 64, 1, true>,
+                   Scheduled<Causal, 64, 1, true>, Scheduled<NoMask, 64, 1, true, true>>;
+TYPED_TEST_SUITE(ForwardSchedule, Problems);
+
+TYPED_TEST(ForwardSchedule, GivesEachRowAndSplitOnce) {
+  using P = TypeParam;
+  for (const int seqlen : {1, 64, 100, 640, 1000})
+    for (const int heads : {1, 3, 8})
+      for (const unsigned ctas : {1u, 2u, 6u, 24u, 132u})
+        for (const unsigned cluster : {1u, 2u}) {
+          if (ctas % cluster != 0 || (cluster == 2 && !P::kHasMask)) continue;
+          Params p = {};
+          p.batch = 2, p.heads_q = heads, p.heads_kv = 1, p.seqlen_q = p.seqlen_kv = seqlen;
+          p.num_splits = 3;
+          p.packed = {heads, min(heads, 4), (heads + 3) / 4, 64 / min(heads, 4), 0};
+          expect_each_once<P>(p, ctas, cluster);
+        }
+}
+
+/// A grid with more slots than tiles computes them in one wave, whole.
+TEST(ForwardSchedule, DoesNotSplitASingleWave) {
+  using P = Scheduled<NoMask, 192>;
+  Params p = {};
+  p.batch = 1, p.heads_q = p.heads_kv = 4, p.seqlen_q = p.seqlen_kv = 192 * 8;
+  run_grid<P>(p, 40, 1, [](const TileCoord& coord) { EXPECT_EQ(coord.warpgroups.end, 3); });
+}
+
+/// In the tail wave a Q tile is split by warpgroups, so that no slot gets more than the others' share.
+TEST(ForwardSchedule, SplitsTheTailWaveAmongIdleCtas) {
+  using P = Scheduled<NoMask, 192>;
+  Params p = {};
+  p.batch = 1, p.heads_q = p.heads_kv = 1, p.seqlen_q = p.seqlen_kv = 192 * 11;
+  int whole = 0, split = 0;
+  run_grid<P>(p, 8, 1, [&](const TileCoord& coord) {
+    (coord.warpgroups.end - coord.warpgroups.begin == 3 ? whole : split)++;
+  });
+  EXPECT_EQ(whole, 8);
+  EXPECT_EQ(split, 3 * 2) << "three tiles on eight CTAs are two splits each";
+}
+
+/// A work tile says of which warpgroups the first step may be over half a KV tile: no row of those attends to
+/// a key behind it.
+TEST(ForwardSchedule, PartialFirstStepsMissNoKey) {
+  using P = Scheduled<Causal, 128>;
+  static_assert(kPartialFirstStep<P>);
+  bool some = false;
+  for (const int seqlen_q : {64, 100, 128, 300})
+    for (int seqlen_kv = 1; seqlen_kv < 400; seqlen_kv += 13) {
+      Params p = {};
+      p.batch = 1, p.heads_q = p.heads_kv = 1, p.seqlen_q = seqlen_q, p.seqlen_kv = seqlen_kv;
+      for (unsigned q_tile = 0; q_tile < q_tiles_per_head<P>(p); ++q_tile) {
+        const WorkTile<P> work(p, {0, q_tile, {0, 2}, 0});
+        if (work.count() == 0) continue;
+        const int end = work.kv_begin(work.count() - 1) + kPartialKvTile<P>;
+        const auto head = work.sequence.head(p, 0);
+        for (int wg = 0; wg < 2; ++wg) {
+          if ((work.partial >> wg & 1) == 0) continue;
+          some = true;
+          const int begin = work.q_begin + wg * kWarpgroupRows;
+          for (int q = begin; q < min(begin + kWarpgroupRows, seqlen_q); ++q)
+            for (int kv = end; kv < seqlen_kv; ++kv) ASSERT_FALSE(Causal::attends(head, q, kv));
+        }
+      }
+    }
+  EXPECT_TRUE(some);
+}
+
+}  // namespace
+}  // namespace flashjit::sm90

@@ -1,4 +1,6 @@
 """flash-attn's functions, by flashjit: against attention written out, as flash-attn's documentation defines it."""
+import importlib.metadata
+import importlib.util
 import inspect
 import math
 import sys
@@ -172,12 +174,14 @@ def test_padding_goes_and_comes_back():
     mask = torch.tensor([[1, 1, 0, 0, 0], [1, 1, 1, 1, 1], [0, 0, 1, 1, 1]], device=DEVICE)
     rows, indices, cu_seqlens, longest, used = fa.unpad_input(x, mask)
     assert rows.shape == (10, 4) and cu_seqlens.tolist() == [0, 2, 7, 10] and longest == 5 and used.tolist() == [2, 5, 3]
-    assert torch.equal(fa.pad_input(rows, indices, 3, 5), x * mask[:, :, None])
+    for numbers in (indices, indices.int()):  # transformers has int32 at each token that it generates
+        assert torch.equal(fa.pad_input(rows, numbers, 3, 5), x * mask[:, :, None])
 
 
 def test_other_libraries_import_it_by_name():
     names = ("flash_attn", "flash_attn.flash_attn_interface", "flash_attn.bert_padding", "flash_attn_interface")
     before = {name: sys.modules.pop(name, None) for name in names}
+    finders = list(sys.meta_path)
     try:
         fa.install()
         fa.install()  # again does nothing
@@ -195,7 +199,14 @@ def test_other_libraries_import_it_by_name():
             flash_attn_interface.flash_attn_func(q, k, v, q_descale=torch.ones(2, 2, device=DEVICE))
         with pytest.raises(ImportError, match="flash_attn_triton"):
             from flash_attn import flash_attn_triton  # noqa: F401
+        with pytest.raises(flashjit.Unsupported, match="scheduler_metadata"):
+            flash_attn_interface.flash_attn_with_kvcache(q, k, v, scheduler_metadata=torch.ones(1))
+        close(flash_attn_interface.flash_attn_with_kvcache(q, k, v, causal=True), reference(q, k, v, causal=True)[0])
+        assert importlib.metadata.version("flash_attn") == fa.__version__
+        installed = importlib.metadata.packages_distributions()
+        assert installed["flash_attn"] == ["flash-attn"] and installed["flash_attn_interface"] == ["flash-attn-3"]
     finally:
+        sys.meta_path[:] = finders
         for name, module in before.items():
             sys.modules.pop(name, None)
             if module is not None:
@@ -203,5 +214,4 @@ def test_other_libraries_import_it_by_name():
 
 
 def importlib_finds(name):
-    import importlib.util
     return importlib.util.find_spec(name) is not None

@@ -1,8 +1,13 @@
 """flashjit in Hugging Face transformers: small random models, on the CPU or the GPU, against transformers' own."""
+import pathlib
+import subprocess
+import sys
+
 import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+import child  # noqa: E402
 import flashjit  # noqa: E402
 import flashjit.torch  # noqa: E402
 from flashjit import _plans  # noqa: E402
@@ -104,3 +109,11 @@ def test_generation():
     ids = torch.randint(0, 99, (1, 7), device=DEVICE)
     a, b = (model.generate(ids, max_new_tokens=5, do_sample=False, pad_token_id=0) for model in (ours, own))
     assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
+def test_its_own_flash_attention_2(programs, name):
+    """Whole, padded and packed batches, windows and soft-caps, gradients, and tokens generated."""
+    script = pathlib.Path(__file__).parent / "transformers_flash.py"
+    done = subprocess.run([sys.executable, script, name], capture_output=True, text=True, timeout=300, env=child.environment())
+    assert done.returncode == 0 and "the same" in done.stdout, done.stdout + done.stderr

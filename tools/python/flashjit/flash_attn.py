@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import functools
 import importlib.machinery
+import importlib.metadata
 import sys
 import types
+from collections.abc import Iterable
 from typing import Any, Union
 
 import torch
@@ -220,7 +222,7 @@ def index_first_axis(x: Tensor, indices: Tensor) -> Tensor:
 
 def index_put_first_axis(values: Tensor, indices: Tensor, first_axis_dim: int) -> Tensor:
     """[first_axis_dim, ...] with these rows, and zeros elsewhere."""
-    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices, values)
+    return values.new_zeros(first_axis_dim, *values.shape[1:]).index_copy(0, indices.long(), values)
 
 
 def unpad_input(hidden_states: Tensor, attention_mask: Tensor, unused_mask: Union[Tensor, None] = None) -> Any:
@@ -271,17 +273,39 @@ def _fa3_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_s
     return found[:2] if return_attn_probs else found
 
 
+def _fa3_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tensor, None] = None, v: Union[Tensor, None] = None,
+                      qv: Union[Tensor, None] = None, rotary_cos: Union[Tensor, None] = None,
+                      rotary_sin: Union[Tensor, None] = None, cache_seqlens: Union[int, Tensor, None] = None,
+                      cache_batch_idx: Union[Tensor, None] = None, cache_leftpad: Union[Tensor, None] = None,
+                      page_table: Union[Tensor, None] = None, cu_seqlens_q: Union[Tensor, None] = None,
+                      cu_seqlens_k_new: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None,
+                      rotary_seqlens: Union[Tensor, None] = None, q_descale: Union[Tensor, None] = None,
+                      k_descale: Union[Tensor, None] = None, v_descale: Union[Tensor, None] = None,
+                      softmax_scale: Union[float, None] = None, causal: bool = False, window_size: Window = EVERYTHING,
+                      attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
+                      scheduler_metadata: Union[Tensor, None] = None, num_splits: int = 0, pack_gqa: Union[bool, None] = None,
+                      sm_margin: int = 0, return_softmax_lse: bool = False) -> Any:
+    """flash_attn_with_kvcache() as FlashAttention-3 has it."""
+    _missing(qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
+             rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+             attention_chunk=attention_chunk or None, scheduler_metadata=scheduler_metadata)
+    return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
+                                   page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
+                                   return_softmax_lse)
+
+
 # --- By the names that libraries import ------------------------------------------------------------------------------
 
 
 def install() -> None:
     """Makes `import flash_attn`, `flash_attn.flash_attn_interface`, `flash_attn.bert_padding` and FlashAttention-3's
-    `flash_attn_interface` give these functions, in this process. Raises flashjit.InvalidArgument where one of them was
-    imported already from another package."""
+    `flash_attn_interface` give these functions, in this process, in which the packages flash-attn and flash-attn-3 count as
+    installed: transformers' attn_implementation="flash_attention_2" then runs on flashjit. Raises flashjit.InvalidArgument where
+    one of the modules was imported already from another package."""
     here = sys.modules[__name__]
     functions = {name: getattr(here, name) for name in __all__ if name != "install"}
     padding = {function.__name__: function for function in (index_first_axis, index_put_first_axis, unpad_input, pad_input)}
-    fa3 = {"flash_attn_func": _fa3_func, "flash_attn_varlen_func": _fa3_varlen_func}
+    fa3 = {"flash_attn_func": _fa3_func, "flash_attn_varlen_func": _fa3_varlen_func, "flash_attn_with_kvcache": _fa3_with_kvcache}
     contents = {"flash_attn": functions, "flash_attn.flash_attn_interface": functions, "flash_attn.bert_padding": padding,
                 "flash_attn_interface": fa3}
     for name in contents:
@@ -291,19 +315,55 @@ def install() -> None:
     for name, functions in contents.items():
         module = types.ModuleType(name, f"{__name__}, by the name of the package whose functions these are.")
         module.__spec__ = importlib.machinery.ModuleSpec(name, None, is_package=name == "flash_attn")
-        module.__dict__.update(functions, __version__=__version__, _is_flashjit=True, __getattr__=_absent(name))
+        module.__dict__.update(functions, __version__=__version__, _is_flashjit=True, __getattr__=_absent(name, functions))
         if name == "flash_attn":
             module.__path__ = []
         sys.modules[name] = module
         package, _, short = name.rpartition(".")
         if package:
             setattr(sys.modules[package], short, module)
+    if not any(isinstance(finder, _Packages) for finder in sys.meta_path):
+        sys.meta_path.append(_Packages())
+    _look_again("transformers.utils.import_utils")
 
 
-def _absent(module: str) -> Any:
+def _absent(module: str, functions: Iterable[str]) -> Any:
     def get(name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        raise AttributeError(f"{module}.{name} is not among what flashjit.flash_attn has: {', '.join(__all__)}")
+        raise AttributeError(f"{module}.{name} is not among what flashjit.flash_attn has: {', '.join(functions)}")
 
     return get
+
+
+class _Package(importlib.metadata.Distribution):
+    """What is known of a package without its files."""
+
+    def __init__(self, name: str, module: str, version: str) -> None:
+        self.texts = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "top_level.txt": module}
+
+    def read_text(self, filename: str) -> Union[str, None]:
+        return self.texts.get(filename)
+
+    def locate_file(self, path: Any) -> Any:
+        raise FileNotFoundError(f"{path}: flashjit.flash_attn is in the place of this package, and has no files")
+
+
+class _Packages(importlib.metadata.DistributionFinder):
+    """By this, libraries that ask whether flash-attn is installed, and which version, find it."""
+
+    packages = (_Package("flash-attn", "flash_attn", __version__), _Package("flash-attn-3", "flash_attn_interface", "3.0.0"))
+
+    def find_distributions(self, context: Any = importlib.metadata.DistributionFinder.Context()) -> Any:
+        plain = lambda name: name.lower().replace("_", "-")
+        return [package for package in self.packages if context.name is None or plain(context.name) == plain(package.name)]
+
+    def find_spec(self, *_: Any) -> None:
+        return None
+
+
+def _look_again(module: str) -> None:
+    """Forgets what a library has found of the packages, if it has looked already."""
+    for name, value in vars(sys.modules.get(module, types)).items():
+        if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(value, "cache_clear"):
+            value.cache_clear()

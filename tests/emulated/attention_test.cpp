@@ -1,7 +1,9 @@
 // Kernels of every family, run by the emulator, against the fp64 reference.
 #include <gtest/gtest.h>
 
-#include <array>
+#include <memory>
+#include <ostream>
+#include <string>
 #include <vector>
 
 #include "tests/support/attention_case.hpp"
@@ -9,28 +11,75 @@
 namespace flashjit::test {
 namespace {
 
-/// A spec, which is compiled once a family, and the shapes that it is run with.
+constexpr const char* kCausalAlibi =
+    "score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal";
+
+/// A spec and the shapes that it is run with, in these families and configurations.
 struct Problems {
-  const char* variant;
-  const char* spec;
+  const char* name;
+  std::string spec;
   std::vector<AttentionShape> shapes;
   Layout layout = Layout::bhsd;
+  std::vector<Family> families = {Family::simt, Family::sm80, Family::sm90};
+  const char* forward = "";  ///< empty: the planner's choice
+  const char* backward = "";
 };
 
 const std::vector<Problems>& problems() {
+  using enum Family;
   static const std::vector<Problems> all = {
       {"dense", "bf16:d64", {{2, 4, 2, 170, 190}, {16, 2, 1, 1, 65}, {9, 4, 4, 65, 1}}, Layout::padded},
-      {"causal", "fp16:d64:causal:det", {{1, 2, 1, 150, 230}, {2, 2, 2, 129, 129}}, Layout::bshd},
+      {"causal", "fp16:d64:causal:det", {{1, 2, 1, 100, 400}, {2, 2, 2, 129, 129}}, Layout::bshd},
       {"varlen", "bf16:d64:causal:varlen:dropout", {{3, 4, 2, 130, 150}}},
       {"window",
        "bf16:d64:score{5.0 * tanh(score / 5.0)}:mask{q >= kv && q - kv < 70}:kvlen:sinks",
        {{3, 2, 1, 200, 210}}},
-      {"split", "fp16:d64:sinks", {{1, 4, 1, 1, 600}, {1, 2, 1, 70, 500}}},
       {"documents",
        "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
        ":mask{doc: int32 1d; doc[q] == doc[kv]}",
        {{1, 2, 2, 140, 200}}},
       {"blocks", "bf16:d64:map64x64:causal", {{1, 4, 2, 300, 330}}},
+      // What each family does in ways of its own.
+      {"split",
+       "fp16:d64:sinks",
+       {{1, 4, 1, 1, 600}, {1, 2, 1, 70, 500}},
+       Layout::bhsd,
+       {sm80},
+       "sm80:br64:bc64:w4:s2:split"},
+      {"pairs",
+       "bf16:d128:" + std::string(kCausalAlibi),
+       {{2, 4, 2, 130, 300}},
+       Layout::bhsd,
+       {sm80},
+       "",
+       "sm80:br32:bc128:w8:s2:d_split2"},
+      {"split", "fp16:d64:sinks", {{1, 2, 1, 70, 500}}, Layout::bhsd, {sm90}, "sm90:br64:bc64:w4:s2:split"},
+      {"pack",
+       "bf16:d128:causal:kvlen",
+       {{2, 8, 2, 5, 400}},
+       Layout::bhsd,
+       {sm90},
+       "sm90:br64:bc64:w4:s2:split:pack_gqa"},
+      {"two_tiles",
+       "bf16:d64:map64x128:varlen",
+       {{2, 4, 2, 333, 300}},
+       Layout::bhsd,
+       {sm90},
+       "sm90:br128:bc64:w16:s3"},
+      {"bias",
+       "fp16:d64:score{bias: fp16 4d grad; score + bias[b, h, q, kv]}",
+       {{1, 2, 2, 150, 200}},
+       Layout::bhsd,
+       {sm90}},
+      {"cluster",
+       "bf16:d128:causal:dropout",
+       {{2, 4, 2, 200, 450}},
+       Layout::bhsd,
+       {sm90},
+       "",
+       "sm90:br64:bc256:w8:s2"},
+      {"wide", "fp16:d256:causal", {{1, 4, 2, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc64:w8"},
+      {"wide_cluster", "bf16:d256", {{2, 2, 1, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc128:w8:s2"},
   };
   return all;
 }
@@ -41,7 +90,7 @@ AttentionCase case_of(const Problems& problem, const AttentionShape& shape, Fami
                      .family = family,
                      .layout = problem.layout,
                      .map_heads = shape.heads_q,
-                     .variant = problem.variant,
+                     .variant = problem.name,
                      .seed = seed};
   if (test.spec.dropout) test.dropout_p = 0.2;
   test.built_lists = test.spec.has_block_map();
@@ -49,22 +98,31 @@ AttentionCase case_of(const Problems& problem, const AttentionShape& shape, Fami
   return test;
 }
 
-const std::vector<AttentionCase>& cases() {
-  static const std::vector<AttentionCase> all = [] {
-    std::vector<AttentionCase> result;
-    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
-      for (const Problems& problem : problems())
-        for (const AttentionShape& shape : problem.shapes)
-          result.push_back(case_of(problem, shape, family, static_cast<unsigned>(result.size())));
-    return result;
-  }();
-  return all;
+struct EmulatedCase {
+  AttentionCase attention;
+  const Problems* problem;
+};
+void PrintTo(const EmulatedCase& test, std::ostream* out) { PrintTo(test.attention, out); }
+
+std::vector<EmulatedCase> cases() {
+  std::vector<EmulatedCase> result;
+  for (const Problems& problem : problems())
+    for (const Family family : problem.families)
+      for (const AttentionShape& shape : problem.shapes)
+        result.push_back({case_of(problem, shape, family, static_cast<unsigned>(result.size())), &problem});
+  return result;
 }
 
-class Emulated : public SupportedCase {
+/// The kernels are compiled once for all shapes.
+class Emulated : public GpuTestWith<EmulatedCase> {
  protected:
   static void SetUpTestSuite() { runtime_ = std::make_unique<TemporaryRuntime>(); }
   static void TearDownTestSuite() { runtime_.reset(); }
+
+  static TileConfig config(const char* given, Pass pass) {
+    const AttentionCase& test = GetParam().attention;
+    return *given ? parse_config(given) : heuristic(test.family, test.spec, test.shape, pass);
+  }
   static Runtime& runtime() { return runtime_->get(); }
 
  private:
@@ -72,17 +130,15 @@ class Emulated : public SupportedCase {
 };
 
 TEST_P(Emulated, MatchesTheReference) {
-  const AttentionCase& test = GetParam();
+  const auto& [test, problem] = GetParam();
   SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
-  TileConfig forward = heuristic(test.family, test.spec, test.shape, Pass::forward);
-  if (test.variant == "split") forward.split = test.family != Family::simt;
   AttentionRun run(test);
-  run.check_forward(runtime(), forward);
-  run.check_backward(runtime(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+  run.check_forward(runtime(), config(problem->forward, Pass::forward));
+  run.check_backward(runtime(), config(problem->backward, Pass::backward));
 }
 
 INSTANTIATE_TEST_SUITE_P(Attention, Emulated, testing::ValuesIn(cases()),
-                         [](const auto& test) { return name_of(test.param); });
+                         [](const auto& test) { return name_of(test.param.attention); });
 
 }  // namespace
 }  // namespace flashjit::test

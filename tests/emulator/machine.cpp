@@ -1,18 +1,20 @@
 #include "tests/emulator/machine.hpp"
 
 #include <fmt/format.h>
+#include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/time.h>
 #include <ucontext.h>
 
 #include <algorithm>
 #include <bit>
 #include <cstdlib>
 #include <cstring>
-#include <map>
 #include <mutex>
 #include <random>
+#include <ranges>
 #include <stdexcept>
 #include <utility>
 
@@ -68,6 +70,9 @@ class Machine {
   std::string run(const Launch& launch) {
     const std::lock_guard lock(mutex_);
     launch_ = &launch;
+    launcher_ = ::pthread_self();
+    alarms_ = 0;
+    takes_too_long_ = 0;
     std::string error;
     const FaultHandler handler;
     try {
@@ -124,25 +129,45 @@ class Machine {
     Action action;
   };
 
-  /// Makes a fault of a kernel the launch's failure.
+  /// Makes a fault of a kernel the launch's failure, and a thread that runs for seconds without a pause.
   class FaultHandler {
    public:
     FaultHandler() {
       static char stack[1 << 16];
       const stack_t own{stack, 0, sizeof stack};
       ::sigaltstack(&own, &stack_before_);
-      struct sigaction action {};
-      action.sa_sigaction = [](int, siginfo_t* info, void*) { machine().fault(info->si_addr); };
-      action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER;
-      ::sigaction(SIGSEGV, &action, &before_);
+      handle(SIGSEGV, &fault_before_, [](int signal, siginfo_t* info, void*) {
+        if (!machine().runs_here())
+          ::signal(signal, SIG_DFL);  // it comes again, and ends the process
+        else
+          machine().fail(fmt::format("a fault at address {} in {}", info->si_addr, machine().place()));
+      });
+      handle(SIGPROF, &alarm_before_, [](int, siginfo_t*, void*) { machine().check_progress(); });
+      set_timer(kSecondsOfAlarm);
     }
     ~FaultHandler() {
-      ::sigaction(SIGSEGV, &before_, nullptr);
+      set_timer(0);
+      ::sigaction(SIGPROF, &alarm_before_, nullptr);
+      ::sigaction(SIGSEGV, &fault_before_, nullptr);
       ::sigaltstack(&stack_before_, nullptr);
     }
 
    private:
-    struct sigaction before_ {};
+    static constexpr int kSecondsOfAlarm = 5;  // of the process's time
+
+    static void handle(int signal, struct sigaction* before, void (*handler)(int, siginfo_t*, void*)) {
+      struct sigaction action {};
+      action.sa_sigaction = handler;
+      action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER | SA_RESTART;
+      ::sigaction(signal, &action, before);
+    }
+    static void set_timer(int seconds) {
+      const itimerval timer{{seconds, 0}, {seconds, 0}};
+      ::setitimer(ITIMER_PROF, &timer, nullptr);
+    }
+
+    struct sigaction fault_before_ {
+    }, alarm_before_{};
     stack_t stack_before_{};
   };
 
@@ -153,13 +178,19 @@ class Machine {
   }
 
  private:
-  [[noreturn]] void fault(const void* address) {
-    fail(fmt::format("a fault at address {} in {}", address, place()));
+  /// Whether this is the thread that launched.
+  bool runs_here() const { return ::pthread_equal(launcher_, ::pthread_self()) != 0; }
+  void check_progress() {
+    if (!runs_here()) return;
+    const std::uint64_t before = std::exchange(pauses_at_alarm_, pauses_);
+    if (++alarms_ > kMostAlarms) takes_too_long_ = 1;
+    if (running_ && pauses_ == before) fail("an endless loop in " + place());
   }
 
   /// Runs a fiber until it leaves, or an action, which may fail.
   template <class Run>
   void guarded(Run run) {
+    ++pauses_;
     const int jump = _setjmp(scheduler_);
     if (jump == kBegin) run();
     running_ = nullptr;
@@ -203,6 +234,8 @@ class Machine {
         next += cluster;
       }
       if (clusters_.empty()) return;
+      if (takes_too_long_)
+        throw std::runtime_error("the launch takes more than half a minute; now: " + report());
       if (!in_flight_.empty() && (ready_.empty() || random_below(8) == 0)) {
         finish_a_copy();
       } else if (ready_.empty()) {
@@ -265,30 +298,36 @@ class Machine {
     --copy.to->in_flight;
   }
 
-  /// Who waits for what: threads of a block that wait for the same together.
+  /// Who waits for what: those together that wait for the same at the same place, the most first.
   std::string report() const {
     struct Waiting {
-      unsigned first, last, count;
+      std::string what;
+      int threads;
+      uint3 block, thread;  ///< one of them
     };
-    std::map<std::pair<unsigned, std::string>, Waiting> all;
+    std::vector<Waiting> all;
+    const auto add = [&](const Block& block, const Fiber& fiber) {
+      const Wait& wait = fiber.waits_for;
+      std::string what = fmt::format(fmt::runtime(wait.format), wait.a, wait.b, wait.c, wait.d);
+      if (const Statement* last = fiber.statement)
+        what += fmt::format(", at or after {}:{}", last->file, last->line);
+      const auto same = std::ranges::find(all, what, &Waiting::what);
+      if (same == all.end())
+        all.push_back({what, 1, block.index, fiber.index});
+      else
+        ++same->threads;
+    };
     for (const auto& cluster : clusters_)
       for (const auto& block : cluster->blocks)
         for (const Warp& warp : block->warps)
-          for (const Fiber& fiber : warp.lanes) {
-            if (!(warp.live >> fiber.lane & 1)) continue;
-            const Wait& wait = fiber.waits_for;
-            std::string what = fmt::format(fmt::runtime(wait.format), wait.a, wait.b, wait.c, wait.d);
-            if (fiber.statement)
-              what += fmt::format(", at or after {}:{}", fiber.statement->file, fiber.statement->line);
-            const auto [found, is_new] =
-                all.try_emplace({block->index.x, what}, Waiting{fiber.index.x, fiber.index.x, 0});
-            found->second.last = fiber.index.x;
-            ++found->second.count;
-          }
+          for (const Fiber& fiber : warp.lanes)
+            if (warp.live >> fiber.lane & 1) add(*block, fiber);
+    std::ranges::sort(all, std::greater(), &Waiting::threads);
+    constexpr std::size_t kMostLines = 16;
     std::string text;
-    for (const auto& [key, waiting] : all)
-      text += fmt::format("\n  block {}: {} of threads {} to {} wait for {}", key.first, waiting.count,
-                          waiting.first, waiting.last, key.second);
+    for (const Waiting& waiting : all | std::views::take(kMostLines))
+      text += fmt::format("\n  {} threads, such as {} of block {}, wait for {}", waiting.threads,
+                          waiting.thread.x, waiting.block.x, waiting.what);
     return text;
   }
 
@@ -300,6 +339,7 @@ class Machine {
   static constexpr unsigned kMostSpins = 100'000;
   std::mutex mutex_;
   const Launch* launch_ = nullptr;
+  pthread_t launcher_{};
   std::mt19937_64 random_{seed()};
   Stacks stacks_;
   std::vector<char*> ended_;  ///< stacks of threads that have ended
@@ -307,6 +347,10 @@ class Machine {
   std::vector<Warp*> ready_;
   std::vector<Copy> in_flight_;
   Fiber* running_ = nullptr;
+  static constexpr int kMostAlarms = 6;
+  int alarms_ = 0;
+  volatile sig_atomic_t takes_too_long_ = 0;
+  std::uint64_t pauses_ = 0, pauses_at_alarm_ = 0;  ///< how often threads gave way
   bool spun_ = false;
   int lowest_priority_ = 0;
   std::string error_;
@@ -345,6 +389,17 @@ void complete(Groups& groups, std::size_t pending) {
   }
 }
 
+void Products::commit() {
+  groups.push_back(std::exchange(open, {}));
+  ++committed;
+}
+void Products::complete(std::uint64_t number) {
+  for (; completed < number; ++completed) {
+    for (const Action& product : groups.front()) product();
+    groups.pop_front();
+  }
+}
+
 void Warp::gather(const void* instruction, unsigned wanted, void* mine, Together act) {
   const Fiber& fiber = current();
   auto found = std::ranges::find_if(gatherings_, [&](const Gathering& one) {
@@ -353,8 +408,7 @@ void Warp::gather(const void* instruction, unsigned wanted, void* mine, Together
   if (found == gatherings_.end()) found = gatherings_.insert(found, {instruction, wanted, 0, {}, act});
   found->arrived |= 1u << fiber.lane;
   found->brought[fiber.lane] = mine;
-  if (!release_if_complete(found - gatherings_.begin()))
-    park({"lanes {:08x} of its warp", wanted & live & ~found->arrived});
+  if (!release_if_complete(found - gatherings_.begin())) park({"other lanes of its warp"});
 }
 bool Warp::release_if_complete(std::size_t index) {
   const Gathering gathering = gatherings_[index];

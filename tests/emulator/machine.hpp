@@ -4,6 +4,7 @@
 
 #include <array>
 #include <cstdint>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <string>
@@ -36,6 +37,17 @@ using Groups = std::vector<std::vector<Action>>;  ///< the oldest first; the las
 
 /// Does what all but the `pending` newest committed groups have left to do.
 void complete(Groups& groups, std::size_t pending);
+
+/// A warp's products by wgmma, in groups.
+struct Products {
+  std::vector<Action> open;  ///< before their commit
+  std::deque<std::vector<Action>> groups;
+  std::uint64_t committed = 0, completed = 0;  ///< groups
+
+  void commit();
+  /// Computes all groups up to this number.
+  void complete(std::uint64_t number);
+};
 
 /// What a thread waits for, as the report of a deadlock formats it.
 struct Wait {
@@ -70,7 +82,7 @@ struct Warp {
   int priority = 0;
   unsigned elected = 0;  ///< the lane that elect.sync chooses
   std::vector<Fiber> lanes;
-  Groups products{1};  ///< wgmma
+  Products products;  ///< its part of wgmma's
 
   /// Parks until all of `lanes` are here; the last to come acts for all.
   void gather(const void* instruction, unsigned lanes, void* mine, Together act);
@@ -145,7 +157,8 @@ struct Block {
   int live = 0;       ///< threads
   int in_flight = 0;  ///< copies to this shared memory
   std::array<Barrier, 16> barriers;
-  std::vector<Waiter> waiters;  ///< for mbarriers
+  std::vector<Waiter> waiters;               ///< for mbarriers
+  std::vector<Fiber*> waiting_for_products;  ///< that other warps of their warpgroups commit
   std::vector<Warp> warps;
 };
 

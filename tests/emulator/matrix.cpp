@@ -5,6 +5,7 @@
 #include <bit>
 #include <cstring>
 #include <optional>
+#include <utility>
 
 #include "support/small_float.hpp"
 #include "tests/emulator/ptx.hpp"
@@ -231,15 +232,30 @@ void start_product(Warp& warp, const Brought& brought, unsigned) {
     for (int lane = 0; lane < kLanes; ++lane)
       places[lane] = static_cast<float*>(lane_of(brought, lane).frame->variable(accumulator));
   }
-  warp.products.back().emplace_back(std::move(product));
+  warp.products.open.emplace_back(std::move(product));
 }
 
-void close_products(Warp& warp, const Brought&, unsigned) {
-  warp.products.emplace_back();
-  if (random_below(2) == 0) complete(warp.products, 0);
+void commit_products(Warp& warp, const Brought&, unsigned) {
+  warp.products.commit();
+  if (random_below(2) == 0) warp.products.complete(warp.products.committed);
+  for (Fiber* fiber : std::exchange(warp.block->waiting_for_products, {})) wake(*fiber);
 }
-void wait_for_products(Warp& warp, const Brought& brought, unsigned) {
-  complete(warp.products, lane_of(brought, 0).get(0));
+
+/// A product is the whole warpgroup's: when one warp has waited for it, no other reads its operands any more.
+void wait_for_products(const Instruction& of, Frame& frame) {
+  constexpr unsigned kWarps = 4;
+  const Fiber& fiber = current();
+  Block& block = *fiber.warp->block;
+  const std::uint64_t committed = fiber.warp->products.committed, pending = frame.get(of.arguments[0]);
+  const std::uint64_t number = committed > pending ? committed - pending : 0;
+  const unsigned first = fiber.index.x / kLanes / kWarps * kWarps;
+  for (unsigned w = first; w < first + kWarps; ++w) {
+    while (block.warps[w].products.committed < number) {
+      block.waiting_for_products.push_back(&current());
+      park({"products of wgmma that warp {} has not committed", w});
+    }
+    block.warps[w].products.complete(number);
+  }
 }
 
 }  // namespace
@@ -252,8 +268,8 @@ Execute find_matrix_execution(const std::string& opcode) {
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))
     return together<multiply_in_registers>;
   if (is("wgmma.mma_async.sync.aligned.m64n")) return together<start_product>;
-  if (is("wgmma.commit_group.")) return together<close_products>;
-  if (is("wgmma.wait_group.")) return together<wait_for_products>;
+  if (is("wgmma.commit_group.")) return together<commit_products>;
+  if (is("wgmma.wait_group.")) return wait_for_products;
   if (is("wgmma.fence.")) return [](const Instruction&, Frame&) {};
   return nullptr;
 }

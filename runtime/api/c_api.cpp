@@ -11,6 +11,7 @@
 #include "api/versioned_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "plan/spec_options.hpp"
 #include "templates/common/params.cuh"
 
 struct flashjit_runtime {
@@ -302,6 +303,13 @@ const char* flashjit_status_name(flashjit_status status) noexcept {
     default:
       return "unknown";
   }
+}
+
+int32_t flashjit_spec_option(size_t index, const char** option, const char** argument) noexcept {
+  if (index >= flashjit::plan::kSpecOptions.size()) return 0;
+  *option = flashjit::plan::kSpecOptions[index].text.data();  // texts of the program, which end with 0
+  *argument = flashjit::plan::kSpecOptions[index].argument.data();
+  return 1;
 }
 
 const char* flashjit_last_error_message(void) noexcept { return last_error().message.c_str(); }

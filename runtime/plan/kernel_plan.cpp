@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <iterator>
 
+#include "plan/config_switches.hpp"
 #include "plan/spec_options.hpp"
 #include "plan/tiles.hpp"
 
@@ -31,13 +32,13 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kBr", config.br},
                                      {"kBc", config.bc},
                                      {"kWarps", config.warps},
-                                     {"kStages", config.stages},
-                                     {"kQInRegisters", config.q_in_registers},
-                                     {"kDSplit", config.d_split},
-                                     {"kMinBlocks", config.min_blocks},
-                                     {"kSplit", config.split},
-                                     {"kPackGqa", config.pack_gqa},
                                      {"kCheckWaits", spec.checks.check_waits}};
+  for (const ConfigSwitch& one : kConfigSwitches) {
+    if (one.on)
+      all.push_back({one.constant, config.*one.on});
+    else
+      all.push_back({one.constant, config.*one.number});
+  }
   for (const SpecOption& option : kSpecOptions) all.push_back({option.constant, spec.*option.on});
   std::ranges::move(expr::constants_of(spec.programs), std::back_inserter(all));
   return all;

@@ -16,6 +16,7 @@
 #include "expr/float_scalars.hpp"
 #include "flashjit/error.hpp"
 #include "plan/analysed_spec.hpp"
+#include "plan/config_switches.hpp"
 #include "plan/spec_options.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
@@ -42,7 +43,8 @@ void require_count(std::string_view field, std::int64_t value, std::int64_t max)
 /// Reads a text of fields separated by ':', front to back. Errors quote the field and the whole text.
 class FieldReader {
  public:
-  FieldReader(std::string_view what, std::string_view text, std::string_view allowed)
+  /// `allowed` says what may be there.
+  FieldReader(std::string_view what, std::string_view text, std::string (*allowed)())
       : what_(what), text_(text), allowed_(allowed), fields_(fields_of(text)) {}
 
   bool done() const { return next_ == fields_.size(); }
@@ -50,7 +52,7 @@ class FieldReader {
 
   /// The next field, which must be there.
   std::string_view take(std::string_view meaning) {
-    if (done()) refuse("the {} {} ends before {}; {}", what_, quoted(text_), meaning, allowed_);
+    if (done()) refuse("the {} {} ends before {}; {}", what_, quoted(text_), meaning, allowed_());
     return fields_[next_++];
   }
 
@@ -104,25 +106,25 @@ class FieldReader {
     once(field, name);
     if (!field.ends_with('}'))
       refuse("the {} {} has the field {}, whose '{{' has no '}}' at its end; {}", what_, quoted(text_),
-             quoted(field), allowed_);
+             quoted(field), allowed_());
     return field.substr(name.size() + 1, field.size() - name.size() - 2);
   }
 
   /// Notes an option that may stand once, in whatever spelling.
   void once(std::string_view field, std::string_view name) {
     if (std::find(seen_.begin(), seen_.end(), name) != seen_.end()) {
-      refuse("the {} {} says twice what {} says; {}", what_, quoted(text_), quoted(field), allowed_);
+      refuse("the {} {} says twice what {} says; {}", what_, quoted(text_), quoted(field), allowed_());
     }
     seen_.push_back(name);
   }
 
   [[noreturn]] void misplaced(std::string_view field, std::string_view expected) const {
     refuse("the {} {} has {} where {} and a number should stand; {}", what_, quoted(text_), quoted(field),
-           quoted(expected), allowed_);
+           quoted(expected), allowed_());
   }
 
   [[noreturn]] void unknown(std::string_view field) const {
-    refuse("the {} {} has the unknown field {}; {}", what_, quoted(text_), quoted(field), allowed_);
+    refuse("the {} {} has the unknown field {}; {}", what_, quoted(text_), quoted(field), allowed_());
   }
 
   /// Validates the value that the whole text describes.
@@ -160,21 +162,32 @@ class FieldReader {
     return parse_int(text, fmt::format("the number after {}", quoted(prefix)), min, max);
   }
 
-  std::string_view what_, text_, allowed_;
+  std::string_view what_, text_;
+  std::string (*allowed_)();
   std::vector<std::string_view> fields_;
   std::vector<std::string_view> seen_;
   std::size_t next_ = 0;
 };
 
-constexpr std::string_view kSpecAllowed =
-    "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, score{<program>}, a "
-    "mask "
-    "(causal or causal_top_left or mask{<program>}), dropout, kvlen, map<queries>x<keys>, det, varlen, sinks";
-constexpr std::string_view kShapeAllowed =
-    "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as b2:hq32:hkv8:sq4096:skv4096";
-constexpr std::string_view kConfigAllowed =
-    "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once, s<stages>, "
-    "q_in_registers, d_split<1|2>, min_blocks<blocks>, split, pack_gqa";
+// What a text may have, for messages.
+
+std::string spec_allowed() {
+  std::string allowed =
+      "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, score{<program>}, a "
+      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>";
+  for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
+  return allowed;
+}
+std::string shape_allowed() {
+  return "write b<batch>:hq<query heads>:hkv<KV heads>:sq<queries>:skv<keys>, such as "
+         "b2:hq32:hkv8:sq4096:skv4096";
+}
+std::string config_allowed() {
+  std::string allowed = "write <family>:br<rows>:bc<rows>:w<warps> and then, each at most once";
+  for (const plan::ConfigSwitch& one : plan::kConfigSwitches)
+    allowed += one.on ? fmt::format(", {}", one.text) : fmt::format(", {}<1 to {}>", one.text, one.max);
+  return allowed;
+}
 
 void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spec) {
   for (const plan::SpecOption& option : plan::kSpecOptions)
@@ -197,21 +210,18 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
 }
 
 void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
-  if (reader.flag(field, "q_in_registers")) {
-    config.q_in_registers = true;
-  } else if (reader.flag(field, "split")) {
-    config.split = true;
-  } else if (reader.flag(field, "pack_gqa")) {
-    config.pack_gqa = true;
-  } else if (const auto stages = reader.number(field, "s", 1, 16)) {
-    config.stages = *stages;
-  } else if (const auto d_split = reader.number(field, "d_split", 1, 2)) {
-    config.d_split = *d_split;
-  } else if (const auto min_blocks = reader.number(field, "min_blocks", 1, 32)) {
-    config.min_blocks = *min_blocks;
-  } else {
-    reader.unknown(field);
+  for (const plan::ConfigSwitch& one : plan::kConfigSwitches) {
+    if (one.on && reader.flag(field, one.text)) {
+      config.*one.on = true;
+      return;
+    }
+    if (!one.number) continue;
+    if (const auto number = reader.number(field, one.text, 1, one.max)) {
+      config.*one.number = *number;
+      return;
+    }
   }
+  reader.unknown(field);
 }
 
 }  // namespace
@@ -282,17 +292,16 @@ std::string to_string(const TileConfig& config) {
   const TileConfig defaults;
   std::string out =
       fmt::format("{}:br{}:bc{}:w{}", to_string(config.family), config.br, config.bc, config.warps);
-  if (config.stages != defaults.stages) out += fmt::format(":s{}", config.stages);
-  if (config.q_in_registers) out += ":q_in_registers";
-  if (config.d_split != defaults.d_split) out += fmt::format(":d_split{}", config.d_split);
-  if (config.min_blocks != defaults.min_blocks) out += fmt::format(":min_blocks{}", config.min_blocks);
-  if (config.split) out += ":split";
-  if (config.pack_gqa) out += ":pack_gqa";
+  for (const plan::ConfigSwitch& one : plan::kConfigSwitches) {
+    if (one.value(config) == one.value(defaults)) continue;
+    out += fmt::format(":{}", one.text);
+    if (one.number) out += fmt::format("{}", config.*one.number);
+  }
   return out;
 }
 
 AttentionSpec parse_spec(std::string_view text) {
-  FieldReader reader("spec", text, kSpecAllowed);
+  FieldReader reader("spec", text, spec_allowed);
   AttentionSpec spec;
   if (reader.peek() == "fwd" || reader.peek() == "bwd") spec.pass = parse_pass(reader.take("the pass"));
 
@@ -312,7 +321,7 @@ AttentionSpec parse_spec(std::string_view text) {
 }
 
 AttentionShape parse_shape(std::string_view text) {
-  FieldReader reader("shape", text, kShapeAllowed);
+  FieldReader reader("shape", text, shape_allowed);
   AttentionShape shape;
   shape.batch = reader.take_number("b", 0, kMaxInt);
   shape.heads_q = reader.take_number("hq", 0, kMaxInt);
@@ -325,7 +334,7 @@ AttentionShape parse_shape(std::string_view text) {
 }
 
 TileConfig parse_config(std::string_view text) {
-  FieldReader reader("tile configuration", text, kConfigAllowed);
+  FieldReader reader("tile configuration", text, config_allowed);
   TileConfig config;
   const std::string_view family = reader.take("the kernel family");
   config.family = reader.in_field(family, [&] { return parse_family(family); });

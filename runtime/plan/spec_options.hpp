@@ -12,15 +12,16 @@ struct SpecOption {
   std::string_view text;      ///< in a spec: "kvlen"
   std::string_view constant;  ///< of the Problem: "kKvLengths"
   bool AttentionSpec::*on;
+  std::string_view argument = "";  ///< of a call in Python, which turns it on: "kv_lengths"
 };
 
 /// In the order of a spec's text, where a block map stands before `det`.
 inline constexpr std::array kSpecOptions{
-    SpecOption{"dropout", "kDropout", &AttentionSpec::dropout},
-    SpecOption{"kvlen", "kKvLengths", &AttentionSpec::kv_lengths},
-    SpecOption{"det", "kDeterministic", &AttentionSpec::deterministic},
-    SpecOption{"varlen", "kVarlen", &AttentionSpec::varlen},
-    SpecOption{"sinks", "kSinks", &AttentionSpec::sinks},
+    SpecOption{"dropout", "kDropout", &AttentionSpec::dropout, "dropout_p"},
+    SpecOption{"kvlen", "kKvLengths", &AttentionSpec::kv_lengths, "kv_lengths"},
+    SpecOption{"det", "kDeterministic", &AttentionSpec::deterministic, "deterministic"},
+    SpecOption{"varlen", "kVarlen", &AttentionSpec::varlen, "cu_seqlens_q"},
+    SpecOption{"sinks", "kSinks", &AttentionSpec::sinks, "sinks"},
 };
 
 }  // namespace flashjit::plan

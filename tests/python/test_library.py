@@ -1,5 +1,6 @@
 """The C ABI as Python sees it: struct layouts, errors, handles, the runtime's options."""
 import ctypes
+import inspect
 import json
 import os
 import pathlib
@@ -45,6 +46,16 @@ def test_element_types_are_the_header_s():
     header = (ROOT / "include/flashjit/flashjit.h").read_text()
     for name, number in _library.ELEMENT_TYPES.items():
         assert f"FLASHJIT_ELEMENT_{name.upper()} = {number}" in header
+
+
+def test_options_of_a_spec_are_the_library_s():
+    pytest.importorskip("torch")
+    arguments = inspect.signature(flashjit.attention).parameters
+    for option, argument in _library.spec_options():
+        assert argument in arguments, option
+        _library.spec_handle(f"bf16:d64{_library.options_of({argument: True}, _library.spec_options())}")
+    given = {"sinks": True, "dropout_p": True, "deterministic": False}
+    assert _library.options_of(given, _library.spec_options()) == ":dropout:sinks"
 
 
 def test_every_code_has_an_exception():

@@ -64,6 +64,18 @@ TEST_F(CAbi, VersionAndStatusNames) {
   EXPECT_STREQ(flashjit_status_name(-1), "unknown");
 }
 
+TEST_F(CAbi, OptionsOfASpecAreParsed) {
+  std::string text = "bf16:d64";
+  const char *option = nullptr, *argument = nullptr;
+  std::size_t count = 0;
+  for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {
+    const auto parsed = flashjit::parse_spec(text + ":" + option);
+    EXPECT_NE(parsed, flashjit::parse_spec(text)) << option;
+    EXPECT_STRNE(argument, "") << option;
+  }
+  EXPECT_GE(count, 5u);
+}
+
 TEST_F(CAbi, DefaultOptionsNeedNeitherDriverNorStruct) {
   flashjit_runtime* made = nullptr;
   ASSERT_EQ(flashjit_runtime_create(nullptr, &made), FLASHJIT_OK) << last_message();

@@ -8,6 +8,7 @@
 #include <regex>
 #include <set>
 #include <string>
+#include <vector>
 
 namespace flashjit {
 namespace {
@@ -20,13 +21,13 @@ std::string text_of(const fs::path& path) {
   return {std::istreambuf_iterator<char>(file), {}};
 }
 
-/// Source files of the library and its command, relative to the tree, in which `pattern` is found.
-Names files_naming(const std::string& pattern) {
+/// Files in some folders of the tree in which `pattern` is found.
+Names files_naming(const std::string& pattern, const std::vector<const char*>& folders,
+                   const Names& extensions) {
   const fs::path root = FLASHJIT_SOURCE_DIR;
-  const Names extensions = {".cpp", ".hpp", ".h", ".cuh"};
   const std::regex wanted(pattern);
   Names found;
-  for (const char* folder : {"include", "runtime", "templates", "autotune", "tools/command"})
+  for (const char* folder : folders)
     for (const auto& entry : fs::recursive_directory_iterator(root / folder))
       if (extensions.contains(entry.path().extension().string()) &&
           std::regex_search(text_of(entry.path()), wanted))
@@ -34,13 +35,26 @@ Names files_naming(const std::string& pattern) {
   return found;
 }
 
-/// The number in "`what` is named in N files" on the page.
-std::size_t number_on_the_page(const std::string& what) {
+/// In source files of the library and its command.
+Names files_naming(const std::string& pattern) {
+  return files_naming(pattern, {"include", "runtime", "templates", "autotune", "tools/command"},
+                      {".cpp", ".hpp", ".h", ".cuh"});
+}
+Names files_of_python_naming(const std::string& pattern) {
+  return files_naming(pattern, {"tools/python/flashjit"}, {".py"});
+}
+
+/// The numbers in "`what` is named in N files and in M of Python's" on the page.
+struct Numbers {
+  std::size_t files = 0, of_python = 0;
+};
+Numbers numbers_on_the_page(const std::string& what) {
   const std::string page = text_of(fs::path(FLASHJIT_SOURCE_DIR) / "runtime/README.md");
+  const std::regex wanted(
+      "`" + what + "` is\\s+named\\s+in\\s+([0-9]+)\\s+files(\\s+and\\s+in\\s+([0-9]+)\\s+of\\s+Python)?");
   std::smatch found;
-  if (!std::regex_search(page, found, std::regex("`" + what + "` is\\s+named\\s+in\\s+([0-9]+)\\s+files")))
-    return 0;
-  return std::stoul(found[1]);
+  if (!std::regex_search(page, found, wanted)) return {};
+  return {std::stoul(found[1]), found[3].matched ? std::stoul(found[3]) : 0};
 }
 
 std::string listed(const Names& names) {
@@ -49,10 +63,13 @@ std::string listed(const Names& names) {
   return text;
 }
 
-TEST(Seams, AnOptionOfASpecIsNamedInNoMoreFilesThanThePageSays) {
-  for (const std::string option : {"sinks", "deterministic"}) {
+TEST(Seams, OptionsAreNamedInNoMoreFilesThanThePageSays) {
+  for (const std::string option : {"sinks", "deterministic", "q_in_registers"}) {
+    const Numbers numbers = numbers_on_the_page(option);
     const Names files = files_naming("\\b" + option + "\\b");
-    EXPECT_LE(files.size(), number_on_the_page(option)) << option << listed(files);
+    EXPECT_LE(files.size(), numbers.files) << option << listed(files);
+    const Names of_python = files_of_python_naming("\\b" + option + "\\b");
+    EXPECT_LE(of_python.size(), numbers.of_python) << option << listed(of_python);
   }
 }
 

@@ -9,7 +9,7 @@ import os
 import pathlib
 import sys
 import weakref
-from typing import Any, Iterable, Sequence
+from typing import Any, Iterable, Mapping, Sequence
 
 from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
@@ -89,6 +89,7 @@ def word(structure: type[ctypes.Structure], member: str) -> int:
 _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_version": (ctypes.c_char_p, []),
     "flashjit_status_name": (ctypes.c_char_p, [ctypes.c_int32]),
+    "flashjit_spec_option": (ctypes.c_int32, [ctypes.c_size_t, _pointer, _pointer]),
     "flashjit_last_error_message": (ctypes.c_char_p, []),
     "flashjit_last_error_detail": (ctypes.c_char_p, []),
     "flashjit_runtime_create": (ctypes.c_int32, [_pointer, _pointer]),
@@ -185,6 +186,22 @@ class Handle:
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
         if getattr(self, "address", None) and not is_finalizing():  # at exit nobody knows what still runs
             self._destroy(self.address)
+
+
+@functools.cache
+def spec_options() -> tuple[tuple[str, str], ...]:
+    """The options of a spec that are on or off, each with the argument that turns it on, as ("kvlen", "kv_lengths"); in a
+    spec's order."""
+    option, argument = ctypes.c_char_p(), ctypes.c_char_p()
+    found = []
+    while library().flashjit_spec_option(len(found), ctypes.byref(option), ctypes.byref(argument)):
+        found.append(((option.value or b"").decode(), (argument.value or b"").decode()))
+    return tuple(found)
+
+
+def options_of(given: Mapping[str, bool], options: Iterable[tuple[str, str]]) -> str:
+    """Those that the arguments turn on, as a spec has them: ":dropout:kvlen"."""
+    return "".join([f":{option}" for option, argument in options if given.get(argument)])
 
 
 #: What all threads share. functools.cache alone lets two of them make a thing each: the first one counts.

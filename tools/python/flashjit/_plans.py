@@ -138,7 +138,6 @@ class Plan:
         self.generation = -1
         self.prepared_both = False
         self.workspace_forward = self.workspace_backward = 0
-        self.deterministic = problem.options.endswith(":det")
 
     def _make_captures(self, values: tuple[Any, ...]) -> None:
         self.captures = (Capture * len(values))()

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ._checks import check_mapping, check_number
+from ._library import options_of, spec_options
 from ._plans import ELEMENTS, KEEP_PLANS, NOTHING, SPEC_TYPES, Fixed, Problem, describe, refuse_nested
 from ._tracing import is_real
 from .errors import InvalidArgument, WrongType
@@ -88,8 +89,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                               "none of them.")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (program.form, causal, _kinds(program, wants_grad) if values else (), dropout_p > 0, block, kv_lengths is None,
-           varlen, sinks is None, deterministic)
+    key = (program.form, causal, _kinds(program, wants_grad) if values else (), block,
+           (dropout_p > 0, kv_lengths is not None, varlen, sinks is not None, deterministic))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
@@ -153,7 +154,7 @@ def causal_option(causal: Any) -> str:
 
 def _options(key: tuple[Any, ...]) -> str:
     """The options of a spec, from what attention() was asked for."""
-    form, causal, kinds, dropout, block, no_kv_lengths, fixed_length, no_sinks, deterministic = key
+    form, causal, kinds, block, given = key
     named = causal_option(causal)
     count = len(form.tensors)
     for name, kind in zip(form.tensors, kinds):
@@ -162,19 +163,15 @@ def _options(key: tuple[Any, ...]) -> str:
             raise InvalidArgument(f"the captured tensor {name} requires a gradient, but the program declares it without: "
                                   f"end its declaration with \"grad\", or give its detach().")
     text = form.options(named, kinds[:count], kinds[count:])
-    if dropout:
-        text += ":dropout"
-    if not no_kv_lengths:
-        text += ":kvlen"
     if block is not None:
         text += f":map{block[0]}x{block[1]}"
-    if fixed_length:
-        text += ":varlen"
-    if not no_sinks:
-        text += ":sinks"
-    if deterministic:
-        text += ":det"
-    return text
+    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "deterministic")
+    return text + options_of(dict(zip(names, given)), _spec_options())
+
+
+@torch.compiler.assume_constant_result
+def _spec_options() -> tuple[tuple[str, str], ...]:
+    return spec_options()
 
 
 _known_options: dict[Any, str] = {}

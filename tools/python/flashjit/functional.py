@@ -170,13 +170,10 @@ class _Call:
                       max_seqlen_kv if varlen else k.size[2])
         self._check_sizes()
         dims = f"{q.size[3]}" if q.size[3] == v.size[3] else f"{q.size[3]}x{v.size[3]}"
-        parts = [options.strip(":")] if options.strip(":") else []
+        given = {"dropout_p": dropout_p > 0, "cu_seqlens_q": varlen, **dict.fromkeys(self.fixed, True)}
         outside = _outside_braces(options).split(":")
-        for wanted, word in ((dropout_p > 0, "dropout"), ("kv_lengths" in self.views, "kvlen"), (varlen, "varlen"),
-                             ("sinks" in self.views, "sinks")):
-            if wanted and word not in outside:
-                parts.append(word)
-        self.spec = ":".join([q.type, f"d{dims}", *parts])
+        more = [option for option in _library.options_of(given, _library.spec_options()).split(":") if option not in outside]
+        self.spec = ":".join([q.type, f"d{dims}", *filter(None, [options.strip(":"), *more])])
 
     def _check_sizes(self) -> None:
         """Of what the C ABI has a pointer to and no sizes."""

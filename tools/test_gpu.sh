@@ -25,8 +25,9 @@ step() {  # NAME COMMAND...
   shift
   "$@" || failed+=("$*")
 }
-# Kernels compile on the CPU while others run, so several shards share the GPU. Each test's line is written at once,
-# so that of a run that is cut off the logs tell what has passed.
+# Kernels compile on the CPU while others run, so several shards share the GPU. Not by ctest, which a machine with a
+# GPU may lack and whose files have the paths of the machine that built; and each test's line is written at once, so
+# that the logs of a run that is cut off show what passed.
 shards() {  # COUNT NAME COMMAND...
   local count=$1 name=$2 i running=() status=0
   for ((i = 0; i < count; ++i)); do

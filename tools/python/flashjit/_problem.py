@@ -169,9 +169,12 @@ def _options(key: tuple[Any, ...]) -> str:
     return text + options_of(dict(zip(names, given)), _spec_options())
 
 
-@torch.compiler.assume_constant_result
 def _spec_options() -> tuple[tuple[str, str], ...]:
     return spec_options()
+
+
+# What torch.compiler.assume_constant_result() does, which imports the compiler.
+_spec_options._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 _known_options: dict[Any, str] = {}

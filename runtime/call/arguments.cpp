@@ -416,6 +416,24 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
   return with_captures(std::move(pointers), args.captures);
 }
 
+/// Q, K, V and O, and the sizes that tensors like them must have.
+template <class Args>
+Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args, Access out) {
+  check_varlen(spec, args);
+  const Expected sizes = expected_sizes(spec, stored_shape(args));
+  check_qkv_and_out(args, sizes, size_of(spec.dtype), out);
+  return sizes;
+}
+
+/// What both passes have beside their tensors.
+template <class Args>
+void check_shared(const AttentionSpec& spec, const Args& args) {
+  const AttentionShape shape = shape_of_any(spec, args);
+  check_pointer("lse", args.lse, alignof(float));
+  check_heads(shape);
+  check_common(spec, shape, args);
+}
+
 }  // namespace
 
 AttentionShape shape_of(const AttentionSpec& spec, const ForwardArgs& args) {
@@ -426,22 +444,14 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
-  check_varlen(spec, args);
-  const AttentionShape shape = shape_of(spec, args);
-  const Expected sizes = expected_sizes(spec, stored_shape(args));
-  const int element_size = size_of(spec.dtype);
-  check_qkv_and_out(args, sizes, element_size, Access::write);
-  check_pointer("lse", args.lse, alignof(float));
-  check_heads(shape);
-  check_common(spec, shape, args);
+  check_inputs_and_out(spec, args, Access::write);
+  check_shared(spec, args);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
-  check_varlen(spec, args);
+  const Expected sizes = check_inputs_and_out(spec, args, Access::read);
   const AttentionShape shape = shape_of(spec, args);
-  const Expected sizes = expected_sizes(spec, stored_shape(args));
   const int element_size = size_of(spec.dtype);
-  check_qkv_and_out(args, sizes, element_size, Access::read);
   check_tensor("dout", args.dout, sizes.out, element_size, Access::read);
   check_tensor("dq", args.dq, sizes.q, element_size, Access::write);
   check_tensor("dk", args.dk, sizes.k, element_size, Access::write);
@@ -450,10 +460,8 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");
   check_pointer("dsinks", args.dsinks, alignof(float));
-  check_pointer("lse", args.lse, alignof(float));
   check_pointer("dlse", args.dlse, alignof(float));
-  check_heads(shape);
-  check_common(spec, shape, args);
+  check_shared(spec, args);
 }
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args) {

@@ -165,7 +165,20 @@ std::vector<AttentionCase> strided_cases() {
   return cases;
 }
 
-/// BiasTiles of 16-bit tensors, which a kernel may copy as tiles: with rows that TMA can copy, rows
+/// Adds a variant of family sm90 at each head dimension, with key lengths, and packed with dropout.
+void add_lengths(std::vector<AttentionCase>& cases, const Variant& variant, const AttentionShape& shape,
+                 unsigned first_seed) {
+  for (const int dim : {32, 64, 96, 128, 192, 256}) {
+    const unsigned seed = first_seed + static_cast<unsigned>(cases.size());
+    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
+    cases.push_back(case_of(variant, spec, shape, Family::sm90, seed));
+    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
+    cases.push_back(case_of(variant, spec, shape, Family::sm90, seed + 1));
+    cases.back().dropout_p = 0.2;
+  }
+}
+
+/// Bias tiles of 16-bit tensors, which a kernel may copy as tiles: with rows that TMA can copy, rows
 /// that begin between words, keys and queries that go with other columns and rows than their own, and tensors
 /// that are too small.
 std::vector<AttentionCase> bias_tile_cases() {
@@ -212,19 +225,12 @@ std::vector<AttentionCase> bias_tile_cases() {
   for (const int dim : {32, 64, 128, 256})
     cases.push_back(case_of(by_head, {.dtype = DType::bf16, .head_dim = dim}, {2, 32, 8, 333, 200},
                             Family::sm90, 7900 + static_cast<unsigned>(dim)));
-  for (const int dim : {32, 64, 96, 128, 192, 256}) {
-    const unsigned seed = 8000 + static_cast<unsigned>(cases.size());
-    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
-    cases.push_back(case_of(bias_tile, spec, whole_rows, Family::sm90, seed));
-    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
-    cases.push_back(case_of(bias_tile, spec, whole_rows, Family::sm90, seed + 1));
-    cases.back().dropout_p = 0.2;
-  }
+  add_lengths(cases, bias_tile, whole_rows, 8000);
   return cases;
 }
 
-/// BiasTiles that want their gradient: in rows of whole 16 bytes and in others, shared by batches, with pairs
-/// that are clamped to one place, of a score with a slope, of 32 bits, and beside another gradient.
+/// Bias tiles with gradients: in rows of whole 16 bytes and in others, shared by batches, with pairs
+/// that are clamped to one element, of a score with a slope, of 32 bits, and beside another gradient.
 std::vector<AttentionCase> bias_tile_grad_cases() {
   using test::tensor;
   using test::wave;
@@ -265,14 +271,7 @@ std::vector<AttentionCase> bias_tile_grad_cases() {
       whole_rows, 9000);
   const std::vector<AttentionCase> odd = in_every_family({plain}, odd_rows, 9100);
   cases.insert(cases.end(), odd.begin(), odd.end());
-  for (const int dim : {32, 64, 96, 128, 192, 256}) {
-    const unsigned seed = 9200 + static_cast<unsigned>(cases.size());
-    AttentionSpec spec{.dtype = DType::bf16, .head_dim = dim, .kv_lengths = true};
-    cases.push_back(case_of(plain, spec, whole_rows, Family::sm90, seed));
-    spec.kv_lengths = false, spec.varlen = true, spec.dropout = true;
-    cases.push_back(case_of(plain, spec, whole_rows, Family::sm90, seed + 1));
-    cases.back().dropout_p = 0.2;
-  }
+  add_lengths(cases, plain, whole_rows, 9200);
   return cases;
 }
 

@@ -17,6 +17,11 @@ std::string canonical(std::string_view text) { return to_string(parse(text)); }
 
 void expect_canonical(const std::string& text) { EXPECT_EQ(canonical(text), text); }
 
+/// Texts, and what their canonical form is.
+void expect_becomes(std::initializer_list<std::pair<const char*, const char*>> cases) {
+  for (const auto& [text, wanted] : cases) EXPECT_EQ(canonical(text), wanted) << text;
+}
+
 /// The message of the refusal of a text; it must hold all the parts.
 void expect_refused(std::string_view text, const std::vector<std::string>& parts) {
   const std::string message = failure(ErrorCode::invalid_argument, [&] { parse(text); });
@@ -73,28 +78,28 @@ TEST(ExprText, CanonicalTextStays) {
 }
 
 TEST(ExprText, OtherSpellingsBecomeCanonical) {
-  EXPECT_EQ(canonical("score*2"), "score * to_float(2)");
-  EXPECT_EQ(canonical(" ( (q) )\n+\t1 "), "q + 1");
-  EXPECT_EQ(canonical("q < kv ? 1 : 2.5"), "select(q < kv, to_float(1), 2.5)");
-  EXPECT_EQ(canonical("q == 0 ? 1 : q == 1 ? 2 : 3"), "select(q == 0, 1, select(q == 1, 2, 3))");
-  EXPECT_EQ(canonical("n:int;a:float; a + n"), "a: float; n: int; a + to_float(n)");
+  expect_becomes({{"score*2", "score * to_float(2)"},
+                  {" ( (q) )\n+\t1 ", "q + 1"},
+                  {"q < kv ? 1 : 2.5", "select(q < kv, to_float(1), 2.5)"},
+                  {"q == 0 ? 1 : q == 1 ? 2 : 3", "select(q == 0, 1, select(q == 1, 2, 3))"},
+                  {"n:int;a:float; a + n", "a: float; n: int; a + to_float(n)"}});
 }
 
 TEST(ExprText, NumbersAreRead) {
-  EXPECT_EQ(canonical("1."), "1.0");
-  EXPECT_EQ(canonical(".5"), "0.5");
-  EXPECT_EQ(canonical("1e-3"), "0.001");
-  EXPECT_EQ(canonical("1E+2"), "100.0");
-  EXPECT_EQ(canonical("- 1"), "-1");
-  EXPECT_EQ(canonical("0.1000000014901161"), "0.1");
-  EXPECT_EQ(canonical("00012"), "12");
+  expect_becomes({{"1.", "1.0"},
+                  {".5", "0.5"},
+                  {"1e-3", "0.001"},
+                  {"1E+2", "100.0"},
+                  {"- 1", "-1"},
+                  {"0.1000000014901161", "0.1"},
+                  {"00012", "12"}});
 }
 
 TEST(ExprText, CausalMasksHaveNames) {
-  EXPECT_EQ(canonical("causal"), "causal");
-  EXPECT_EQ(canonical("causal_top_left"), "causal_top_left");
-  EXPECT_EQ(canonical("kv <= q + seqlen_kv - seqlen_q"), "causal");
-  EXPECT_EQ(canonical("kv<=(q)"), "causal_top_left");
+  expect_becomes({{"causal", "causal"},
+                  {"causal_top_left", "causal_top_left"},
+                  {"kv <= q + seqlen_kv - seqlen_q", "causal"},
+                  {"kv<=(q)", "causal_top_left"}});
   EXPECT_EQ(to_string(kv <= q), "causal_top_left");
   EXPECT_EQ(canonical("causal && q - kv < 9"), "kv <= q + seqlen_kv - seqlen_q && q - kv < 9");
   EXPECT_EQ(canonical("q >= kv"), "q >= kv");

@@ -114,6 +114,15 @@ typedef struct flashjit_block_map {
   int64_t size[4];
 } flashjit_block_map;
 
+/** Which pages of K and V have a sequence's keys: int32 [sequences, columns] on the device. Key n of sequence b
+ * is row n % rows of page data[b * stride + n / rows], where the spec says "pages<rows>". With "cache", whose
+ * slots hold all keys of a sequence, it has one column: the slot of each. Zero: slots are in order. */
+typedef struct flashjit_page_table {
+  const int32_t* data;
+  int64_t sequences, columns;
+  int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
+} flashjit_page_table;
+
 /** The element type of a captured tensor, if the caller states it. */
 typedef int32_t flashjit_element_type;
 enum {
@@ -152,14 +161,20 @@ enum { FLASHJIT_MAX_CAPTURES = 16 };
  *
  * cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
  * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows. The
- * results of the sequences concerned are then wrong, but nothing outside the tensors is read or written. */
+ * results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
+ *
+ * With "pages<rows>" in the spec, K and V are pools of pages [pages, heads_kv, rows, dim], and page_table says
+ * whose they are; with "cache" they are slots [slots, heads_kv, capacity, dim]. kv_lengths is how many keys
+ * each sequence has, max_seqlen_kv how many it may have (0: all that there is room for). "varlen" then says
+ * that Q alone is packed. Launches and workspace depend on these bounds alone: a captured CUDA graph stays
+ * right while lengths and tables change. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
   flashjit_tensor out;
   float* lse;                       /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
   const float* softmax_scale;       /**< on the host; null: 1 / sqrt(head_dim) */
-  const int32_t* kv_lengths;        /**< [batch] on the device, with "kvlen" in the spec */
+  const int32_t* kv_lengths;        /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */
   flashjit_block_map block_map;     /**< with "map..." in the spec */
   double dropout_p;                 /**< in [0, 1), with "dropout" in the spec */
   uint64_t seed, offset;            /**< of the dropout mask */
@@ -177,6 +192,7 @@ typedef struct flashjit_forward_args {
                                   replay. Null: those above */
   int32_t zero_unused_rows;  /**< with "varlen" in the spec: whether rows of `out` that belong to no sequence,
                                   from cu_seqlens_q[batch_size] on, become zeros; 0: they stay as they are */
+  flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With

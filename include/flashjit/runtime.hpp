@@ -57,13 +57,22 @@ struct TileLists {
 /// cu_seqlens is not checked, because that would wait for the device. If it is wrong (negative, descending,
 /// beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows.
 /// The results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
+///
+/// With spec.pages, K and V are pools of pages, k [pages, hkv, spec.pages, d], with any strides (NHD, HND, K
+/// and V in one tensor, layers in one tensor), and page_table says whose they are. With spec.cache alone they
+/// are slots, k [slots, hkv, capacity, d]: sequence b has slot b, or the one that page_table names. In both,
+/// kv_lengths [b] says how many keys a sequence has, max_seqlen_kv (0: all that table or slot have room for)
+/// how many it may have, and spec.varlen says that Q alone is packed. Launches and workspace depend on these
+/// bounds alone, so that a captured CUDA graph stays right while lengths and tables change. Page numbers and
+/// lengths are on the device and not checked: where they are wrong the sequence's results are, too, but
+/// nothing outside the tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
   TensorView out;
   float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
-  std::optional<float> softmax_scale = {};  ///< finite and > 0; default 1 / sqrt(head_dim)
-  const std::int32_t* kv_lengths =
-      nullptr;                  ///< [b] on the device, with spec.kv_lengths: keys from there on are padding
+  std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
+  const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on
+                                             ///< are padding; and with a cache: the keys of each sequence
   BlockMapView block_map = {};  ///< with spec.block_map
   double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
   std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
@@ -82,6 +91,7 @@ struct ForwardArgs {
   /// graph then has another dropout mask at each replay. Null: those above.
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< with spec.varlen: zeros in rows of `out` that belong to no sequence
+  PageTableView page_table = {};  ///< with spec.pages, and where slots of spec.cache are not in order
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's

@@ -25,7 +25,8 @@ struct BlockSize {
 /// O = dropout(softmax(mask(score(softmax_scale * Q K^T)))) V, row by row.
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
-/// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks".
+/// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks",
+/// "fwd:bf16:d128:causal:varlen:pages16".
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
   DType dtype = DType::bf16;
@@ -39,11 +40,21 @@ struct AttentionSpec {
   bool deterministic = false;  ///< backward only: the same bits on every run
   bool varlen = false;  ///< sequences of different lengths, packed one after the other; not with kv_lengths
   bool sinks = false;   ///< one more logit per query head in the softmax, without a value
+  /// K and V are a cache: sequence b has the first kv_lengths[b] of its slot's rows, and that is the
+  /// seqlen_kv which masks and programs see: `causal` lets a sequence's last query see its last key. With
+  /// varlen only Q is packed. Forward only; not with kv_lengths, which are padding: masks then see the padded
+  /// length.
+  bool cache = false;
+  /// Rows of a page, 1 to 256, where the cache's rows are in pages that a page table names; 0: in slots, one
+  /// for each sequence. Pages are a cache without `cache` being set.
+  int pages = 0;
 
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
+  /// Whether each batch entry has a number of keys of its own, which is given at the call.
+  bool has_lengths() const { return kv_lengths || cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, deterministic dropped if it has no effect,
-  /// int scalars that programs read as floats alone declared float.
+  /// int scalars that programs read as floats alone declared float, cache set beside pages.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

@@ -57,6 +57,16 @@ struct BlockMapView {
   std::array<std::int64_t, 4> size{};  ///< batch or 1, heads or 1, block rows, block columns
 };
 
+/// Which pages of K and V have a sequence's keys, with spec.pages: int32 [sequences, columns] in device
+/// memory. Key n of sequence b is row n % spec.pages of page data[b * stride + n / spec.pages]. What stands
+/// in a row behind the pages of its keys is not read. Without spec.pages, in a cache of slots, a table has
+/// one column: the slot of each sequence.
+struct PageTableView {
+  const std::int32_t* data = nullptr;
+  std::int64_t sequences = 0, columns = 0;
+  std::int64_t stride = 0;  ///< from one sequence to the next, in elements; 0: columns
+};
+
 /// A value for a name declared by the score or mask program: a tensor in device memory, or a scalar. The
 /// caller owns names and memory, which must outlive the call; nothing is copied.
 struct Capture {

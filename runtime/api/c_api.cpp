@@ -172,7 +172,7 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
   return flashjit::read_struct(
       "flashjit_forward_args", args,
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
-       offsetof(flashjit_forward_args, rng_state)});
+       offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
@@ -185,6 +185,8 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   flashjit::ForwardArgs args{
       .q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
   set_common(args, c, room);
+  const flashjit_page_table& table = c.page_table;
+  args.page_table = {table.data, table.sequences, table.columns, table.stride};
   return args;
 }
 

@@ -11,6 +11,7 @@
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "support/dtypes.hpp"
+#include "support/refuse.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit {
@@ -70,6 +71,37 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
   return gather(dtype_info(dtype).element, view.data, view.size, view.stride);
 }
 
+/// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros behind a sequence's keys.
+std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape& shape,
+                                 const ForwardArgs& args, const ConstTensorView& pool) {
+  const ElementType type = dtype_info(spec.dtype).element;
+  const PageTableView& table = args.page_table;
+  const std::int64_t page_rows = spec.pages ? spec.pages : pool.size[2], dim = pool.size[3];
+  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  std::vector<double> values(static_cast<std::size_t>(shape.batch * shape.heads_kv * shape.seqlen_kv * dim));
+  for (std::int64_t b = 0; b < shape.batch; ++b)
+    for (std::int64_t n = 0; n < std::min<std::int64_t>(args.kv_lengths[b], shape.seqlen_kv); ++n) {
+      const std::int64_t page = table.data ? table.data[b * stride + n / page_rows] : b;
+      if (page < 0 || page >= pool.size[0])
+        refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
+               page, n, b, pool.size[0]);
+      for (std::int64_t h = 0; h < shape.heads_kv; ++h)
+        for (std::int64_t i = 0; i < dim; ++i)
+          values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim + i] =
+              read_element(type, pool.data,
+                           page * pool.stride[0] + h * pool.stride[1] + n % page_rows * pool.stride[2] + i);
+    }
+  return values;
+}
+
+/// K or V as the reference takes them.
+template <class Args>
+std::vector<double> gather_kv(const AttentionSpec& spec, const Args& args, const ConstTensorView& tensor) {
+  if constexpr (requires { args.page_table; })
+    if (spec.normalized().cache) return gather_cache(spec, shape_of(spec, args), args, tensor);
+  return gather(spec.dtype, tensor);
+}
+
 /// The first `rows` of each head; the rest stays as it is.
 void scatter(DType dtype, const std::vector<double>& values, const TensorView& view, std::int64_t rows) {
   if (values.empty()) return;
@@ -114,14 +146,14 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   reference::Problem problem{.spec = spec,
                              .shape = shape_of(spec, args),
                              .q = gather(spec.dtype, args.q),
-                             .k = gather(spec.dtype, args.k),
-                             .v = gather(spec.dtype, args.v),
+                             .k = gather_kv(spec, args, args.k),
+                             .v = gather_kv(spec, args, args.v),
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset};
   const std::int64_t batch = problem.shape.batch;
-  if (spec.kv_lengths) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
+  if (spec.has_lengths()) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
   if (spec.has_block_map()) {
     const auto& [data, size] = args.block_map;
     problem.block_map.assign(data, data + size[0] * size[1] * size[2] * size[3]);
@@ -130,7 +162,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   }
   if (spec.varlen) {
     problem.cu_seqlens_q.assign(args.cu_seqlens_q, args.cu_seqlens_q + batch + 1);
-    problem.cu_seqlens_kv.assign(args.cu_seqlens_kv, args.cu_seqlens_kv + batch + 1);
+    if (args.cu_seqlens_kv) problem.cu_seqlens_kv.assign(args.cu_seqlens_kv, args.cu_seqlens_kv + batch + 1);
   }
   if (spec.sinks) problem.sinks.assign(args.sinks, args.sinks + problem.shape.heads_q);
   for (const Capture& capture : args.captures) {

@@ -135,10 +135,17 @@ void check_block_map(const AttentionSpec& spec, const AttentionShape& shape, con
   if (!map.data && !empty) refuse("block_map is null, but the spec has one: give device memory.");
 }
 
+/// Whether K and V are a cache's.
+bool is_cached(const AttentionSpec& spec) { return spec.cache || spec.pages != 0; }
+
 void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths) {
-  if (!spec.kv_lengths && lengths) refuse("kv_lengths is given, but the spec has none: set spec.kv_lengths.");
-  if (spec.kv_lengths && !lengths && shape.batch > 0)
-    refuse("kv_lengths is null, but the spec has them: give one length per batch entry in device memory.");
+  if (!spec.has_lengths() && lengths)
+    refuse(
+        "kv_lengths is given, but the spec has none: set spec.kv_lengths for keys that are padding, or "
+        "spec.cache or spec.pages for the keys of a cache.");
+  if (spec.has_lengths() && !lengths && shape.batch > 0)
+    refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
+           is_cached(spec) ? "a cache" : "them");
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
 }
 
@@ -174,8 +181,30 @@ void check_packed(const AttentionSpec& spec, const Packed& packed, std::int64_t 
            packed.tensor, rows);
 }
 
+/// Of a cache only the queries may be packed.
+template <class Args>
+void check_cached_sequences(const AttentionSpec& spec, const Args& args) {
+  if (args.cu_seqlens_kv)
+    refuse("cu_seqlens_kv is given, but the keys are a cache's: give kv_lengths instead.");
+  if (args.max_seqlen_kv < 0 || args.max_seqlen_kv > kMaxInt)
+    refuse(
+        "max_seqlen_kv is {}: give the most keys that a sequence may have, or 0 for all there is room for.",
+        args.max_seqlen_kv);
+  if (spec.varlen)
+    return check_packed(
+        spec, {"q", "cu_seqlens_q", "max_seqlen_q", args.q.size, args.cu_seqlens_q, args.max_seqlen_q},
+        args.batch_size);
+  if (args.cu_seqlens_q) refuse("cu_seqlens_q is given, but the spec has no varlen: set spec.varlen.");
+  if (args.batch_size != 0 || args.max_seqlen_q != 0)
+    refuse(
+        "batch_size {} and max_seqlen_q {} are given, but the spec has no varlen: set spec.varlen or leave "
+        "them 0.",
+        args.batch_size, args.max_seqlen_q);
+}
+
 template <class Args>
 void check_varlen(const AttentionSpec& spec, const Args& args) {
+  if (is_cached(spec)) return check_cached_sequences(spec, args);
   if (!spec.varlen) {
     if (args.cu_seqlens_q || args.cu_seqlens_kv)
       refuse("{} is given, but the spec has no varlen: set spec.varlen.",
@@ -194,6 +223,47 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
   check_packed(spec,
                {"k", "cu_seqlens_kv", "max_seqlen_kv", args.k.size, args.cu_seqlens_kv, args.max_seqlen_kv},
                args.batch_size);
+}
+
+/// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
+std::int64_t cache_capacity(const AttentionSpec& spec, const ForwardArgs& args) {
+  if (args.k.size[0] == 0) return 0;
+  return spec.pages != 0 ? args.page_table.columns * spec.pages : args.k.size[2];
+}
+
+void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args) {
+  const PageTableView& table = args.page_table;
+  if (!is_cached(spec)) {
+    if (table.data)
+      refuse("page_table is given, but the spec has no cache: set spec.pages to the rows of a page.");
+    return;
+  }
+  if (shape.batch == 0) return;
+  if (!table.data) {
+    if (spec.pages != 0)
+      refuse(
+          "page_table is null, but the spec has pages: give int32 [{}, pages of the longest] in device "
+          "memory.",
+          shape.batch);
+    if (args.k.size[0] < shape.batch)
+      refuse("k has {} slots for {} sequences: give as many, or a page_table that says which slot is whose.",
+             args.k.size[0], shape.batch);
+    return;
+  }
+  check_pointer("page_table", table.data, alignof(std::int32_t));
+  if (table.sequences != shape.batch)
+    refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
+           shape.batch);
+  if (table.columns < 0 || table.columns > kMaxInt || (spec.pages == 0 && table.columns != 1))
+    refuse("page_table has {} columns: {}.", table.columns,
+           spec.pages == 0 ? "give one, the slot of each sequence, or set spec.pages"
+                           : "give one for each page of the longest sequence");
+  if (table.stride < 0 || table.stride > kMaxInt)
+    refuse("page_table has stride {}: it must be from 0 to 2^31 - 1 elements.", table.stride);
+  if (shape.seqlen_kv > cache_capacity(spec, args))
+    refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
+           shape.seqlen_kv, spec.pages != 0 ? "a row of page_table" : "a slot of k",
+           cache_capacity(spec, args));
 }
 
 void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const float* sinks) {
@@ -252,11 +322,25 @@ void check_heads(const AttentionShape& shape) {
 template <class Args>
 AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
   AttentionShape shape = stored_shape(args);
-  if (!spec.varlen) return shape;
-  shape.batch = args.batch_size;
-  shape.seqlen_q = args.max_seqlen_q;
-  shape.seqlen_kv = args.max_seqlen_kv;
+  if (spec.varlen) {
+    shape.batch = args.batch_size;
+    shape.seqlen_q = args.max_seqlen_q;
+    shape.seqlen_kv = args.max_seqlen_kv;
+  }
+  if constexpr (requires { args.page_table; })
+    if (is_cached(spec))
+      shape.seqlen_kv = args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args);
   return shape;
+}
+
+/// Of a cache, k and v have as many pages or slots as k.
+template <class Args>
+Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
+  Expected sizes = expected_sizes(spec, stored_shape(args));
+  if (!is_cached(spec)) return sizes;
+  sizes.k[0] = sizes.v[0] = {args.k.size[0], "k"};
+  if (spec.pages != 0) sizes.k[2] = sizes.v[2] = {spec.pages, "spec.pages"};
+  return sizes;
 }
 
 /// A stride that no index uses is not handed on: callers may have left anything in it.
@@ -420,7 +504,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
 template <class Args>
 Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args, Access out) {
   check_varlen(spec, args);
-  const Expected sizes = expected_sizes(spec, stored_shape(args));
+  const Expected sizes = expected_sizes(spec, args);
   check_qkv_and_out(args, sizes, size_of(spec.dtype), out);
   return sizes;
 }
@@ -446,6 +530,7 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_inputs_and_out(spec, args, Access::write);
   check_shared(spec, args);
+  check_page_table(spec, shape_of(spec, args), args);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -511,7 +596,11 @@ ForwardArgs fold_gqa(ForwardArgs args) {
 }
 
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
-  return common_params(plan, args, Pass::forward);
+  Params params = common_params(plan, args, Pass::forward);
+  const PageTableView& table = args.page_table;
+  params.page_table = {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
+                       static_cast<int>(args.k.size[0])};
+  return params;
 }
 
 Params make_params(const plan::ExecutionPlan& plan, const ListArgs& args) {
@@ -532,7 +621,9 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
   return params;
 }
 
-std::vector<NamedPointer> pointers_of(const ForwardArgs& args) { return pointers_with(args, {}); }
+std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
+  return pointers_with(args, {{"page_table", args.page_table.data}});
+}
 
 std::vector<NamedPointer> pointers_of(const ListArgs& args) {
   return with_captures({{"the lists' memory", args.memory.data},

@@ -29,6 +29,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kTileLists", spec.has_tile_lists},
                                      {"kListsByBatch", by_batch},
                                      {"kListsByHead", by_head},
+                                     {"kPageRows", spec.pages},
                                      {"kBr", config.br},
                                      {"kBc", config.bc},
                                      {"kWarps", config.warps},

@@ -95,11 +95,11 @@ TileConfig with_split(const AnalysedSpec& spec, TileConfig c) {
   return c;
 }
 
-/// Whether registers are spared: no score, no packed sequences, one head dimension. On Hopper, as ptxas keeps
-/// more for other architectures.
+/// Whether registers are spared: no score, no packed sequences, no pages, one head dimension. On Hopper, as
+/// ptxas keeps more for other architectures.
 bool is_lean_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
   return device.compute_capability == 90 && spec.head_dim == spec.v_dim() && spec.score.empty() &&
-         !spec.varlen;
+         !spec.varlen && spec.pages == 0;
 }
 /// And nothing but lengths of keys, a causal mask or an order of additions asked for: the fewest registers.
 bool is_plain_on_hopper(const AnalysedSpec& spec, const DeviceInfo& device) {
@@ -133,7 +133,8 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
     return good_of({{config(128, 64, 4, stages)}, {config(64, 128, 4, 1), large}, {config(64, 64, 4, 1)}});
   }
   if (d <= 128) {
-    const bool lengths_spill = spec.varlen && (spec.has_block_map() || device.compute_capability == 90);
+    const bool lengths_spill =
+        (spec.varlen || spec.pages != 0) && (spec.has_block_map() || device.compute_capability == 90);
     return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device)},
                     {config(128, 48, 4, 1), large && !lengths_spill},
                     {config(128, 32, 4, 1)},

@@ -80,7 +80,7 @@ int kept_limit(const TileConfig& c) {
 /// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
 /// kernel knows, the device's own scheduler is fairer.
 bool shares_tiles_out(const AnalysedSpec& spec) {
-  return !spec.has_tile_lists && !spec.varlen && !spec.kv_lengths;
+  return !spec.has_tile_lists && !spec.varlen && !spec.has_lengths();
 }
 
 /// Whether blocks take one Q tile after the other, instead of one each.
@@ -92,7 +92,7 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
-  const bool plain = spec.mask.empty() && !spec.kv_lengths && !spec.varlen && !has_bias_tile(spec) &&
+  const bool plain = spec.mask.empty() && !spec.has_lengths() && !spec.varlen && !has_bias_tile(spec) &&
                      !spec.programs.column_term;
   return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
 }
@@ -110,6 +110,9 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
+  if (spec.pages % sm90::kSwizzledRows != 0)
+    return Support::no(
+        fmt::format("copies boxes of {} rows of a page, which has {}", sm90::kSwizzledRows, spec.pages));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
@@ -263,7 +266,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
     // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
-    const bool known = !spec.varlen && !spec.kv_lengths && !spec.has_block_map();
+    const bool known = !spec.varlen && !spec.has_lengths() && !spec.has_block_map();
     if (known && !spec.dropout && spec.score.empty() && (spec.mask.empty() || spec.is_causal))
       choices.insert(choices.begin(), forward_config(8, 80, 2));
   }
@@ -365,7 +368,7 @@ bool suits_two_blocks(const AnalysedSpec& spec, const AttentionShape& shape, con
 }
 bool suits_four_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   return shape.seqlen_kv > (is_narrow(spec) ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
-         !spec.kv_lengths && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
+         !spec.has_lengths() && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
          shape.batch * shape.heads_kv >= device.multiprocessors;
 }
 
@@ -450,7 +453,11 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kWarpgroupRows, c.bc, tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, {}};
+    boxes = {sm90::kWarpgroupRows,
+             sm90::kv_box_rows(spec.pages, c.bc),
+             tma_stores_o(spec, c) ? sm90::kWarpRows : 0,
+             c.pack_gqa,
+             {}};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);

@@ -25,6 +25,7 @@ namespace flashjit {
 namespace {
 
 constexpr int kMinHeadDim = 8, kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr int kMostPageRows = 256;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
 // Kernels count queries and keys in 32 bits, and their last tile reaches past the end.
@@ -174,7 +175,7 @@ class FieldReader {
 std::string spec_allowed() {
   std::string allowed =
       "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, score{<program>}, a "
-      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>";
+      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
 }
@@ -197,6 +198,9 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
     }
   if (const auto blocks = reader.pair(field, "map")) {
     spec.block_map = {(*blocks)[0], (*blocks)[1]};
+  } else if (const auto rows = reader.number(field, "pages", 1, kMostPageRows)) {
+    spec.pages = *rows;
+    spec.cache = true;
   } else if (field == "causal" || field == "causal_top_left") {
     reader.once(field, "mask");
     spec.mask = MaskProgram(field);
@@ -232,6 +236,7 @@ AttentionSpec AttentionSpec::normalized() const {
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = false;
   expr::declare_float_scalars(out.score, out.mask);
+  if (pages != 0) out.cache = true;
   return out;
 }
 
@@ -245,6 +250,23 @@ void AttentionSpec::validate() const {
     refuse(
         "varlen and kv_lengths are both set; with varlen a sequence's own length says how many keys it has, "
         "so leave kv_lengths out");
+  }
+  if (pages < 0 || pages > kMostPageRows)
+    refuse("pages is {}; it must be the rows of a page, from 1 to {}, or 0 for a cache without pages", pages,
+           kMostPageRows);
+  const bool cached = cache || pages != 0;
+  if (cached && kv_lengths) {
+    refuse(
+        "kv_lengths is set beside {}; a cache has lengths of its own, so leave kv_lengths out of the spec "
+        "and "
+        "give the lengths at the call",
+        pages ? "pages" : "cache");
+  }
+  if (cached && pass == Pass::backward) {
+    refuse(
+        "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
+        "slots, so leave it out",
+        pages ? "pages" : "cache");
   }
   if (block_map != BlockSize{}) {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
@@ -279,7 +301,11 @@ std::string to_string(const AttentionSpec& given) {
   for (const plan::SpecOption& option : plan::kSpecOptions) {
     if (option.on == &AttentionSpec::deterministic && spec.has_block_map())
       append(":map{}x{}", spec.block_map.q, spec.block_map.kv);
-    if (spec.*option.on) append(":{}", option.text);
+    if (option.on == &AttentionSpec::cache && spec.pages != 0) {
+      append(":pages{}", spec.pages);  // which says that it is a cache
+    } else if (spec.*option.on) {
+      append(":{}", option.text);
+    }
   }
   return out;
 }

@@ -22,6 +22,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"det", "kDeterministic", &AttentionSpec::deterministic, "deterministic"},
     SpecOption{"varlen", "kVarlen", &AttentionSpec::varlen, "cu_seqlens_q"},
     SpecOption{"sinks", "kSinks", &AttentionSpec::sinks, "sinks"},
+    SpecOption{"cache", "kCache", &AttentionSpec::cache, "cache"},
 };
 
 }  // namespace flashjit::plan

@@ -50,7 +50,7 @@ std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape&
 }
 
 ListsDiffer lists_differ(const AnalysedSpec& spec) {
-  return {.by_batch = spec.varlen || spec.kv_lengths || spec.programs.mask.uses_batch,
+  return {.by_batch = spec.varlen || spec.has_lengths() || spec.programs.mask.uses_batch,
           .by_head = spec.programs.mask.uses_head};
 }
 

@@ -169,12 +169,17 @@ struct Context {
   }
   Rows kv_rows(std::int64_t task) const {
     const std::int64_t b = batch_of(task), h = kv_head_of(task);
+    if (spec.cache)
+      return {(b * shape.heads_kv + h) * shape.seqlen_kv,
+              std::clamp<std::int64_t>(problem.kv_lengths[b], 0, shape.seqlen_kv)};
     if (!spec.varlen) return {(b * shape.heads_kv + h) * shape.seqlen_kv, shape.seqlen_kv};
     return packed(problem.cu_seqlens_kv, b, h, packed_kv, shape.seqlen_kv);
   }
   /// All rows of Q, and of K: [batch, heads, length], or [heads, packed rows].
-  std::int64_t q_count() const { return count_rows(shape.heads_q, packed_q, shape.seqlen_q); }
-  std::int64_t kv_count() const { return count_rows(shape.heads_kv, packed_kv, shape.seqlen_kv); }
+  std::int64_t q_count() const { return count_rows(spec.varlen, shape.heads_q, packed_q, shape.seqlen_q); }
+  std::int64_t kv_count() const { return count_rows(packs_kv(), shape.heads_kv, packed_kv, shape.seqlen_kv); }
+  /// Whether K and V are packed, as Q is with spec.varlen.
+  bool packs_kv() const { return spec.varlen && !spec.cache; }
 
   Point point(std::int64_t task, std::int64_t q, std::int64_t kv) const {
     return {batch_of(task), head_of(task), kv_head_of(task), q, kv, q_rows(task).count, kv_rows(task).count};
@@ -196,8 +201,9 @@ struct Context {
         packed_rows(offsets[b], offsets[b + 1], static_cast<int>(rows), static_cast<int>(longest));
     return {h * rows + first, count};
   }
-  std::int64_t count_rows(std::int64_t heads, std::int64_t packed_length, std::int64_t length) const {
-    return spec.varlen ? heads * packed_length : count({shape.batch, heads, length});
+  std::int64_t count_rows(bool packed, std::int64_t heads, std::int64_t packed_length,
+                          std::int64_t length) const {
+    return packed ? heads * packed_length : count({shape.batch, heads, length});
   }
 };
 
@@ -210,15 +216,17 @@ Context::Context(const Problem& given)
   shape.validate();
   if (spec.varlen) {
     check_size("cu_seqlens_q", given.cu_seqlens_q.size(), shape.batch + 1);
-    check_size("cu_seqlens_kv", given.cu_seqlens_kv.size(), shape.batch + 1);
     packed_q = rows_of_head(given.q, shape.heads_q, spec.head_dim);
+  }
+  if (packs_kv()) {
+    check_size("cu_seqlens_kv", given.cu_seqlens_kv.size(), shape.batch + 1);
     packed_kv = rows_of_head(given.k, shape.heads_kv, spec.head_dim);
   }
   check_size("q", given.q.size(), count({q_count(), spec.head_dim}));
   check_size("k", given.k.size(), count({kv_count(), spec.head_dim}));
   check_size("v", given.v.size(), count({kv_count(), spec.v_dim()}));
   if (spec.sinks) check_size("sinks", given.sinks.size(), shape.heads_q);
-  if (spec.kv_lengths) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
+  if (spec.has_lengths()) check_size("kv_lengths", given.kv_lengths.size(), shape.batch);
   if (spec.has_block_map()) {
     const bool broadcasts = (given.map_batch == 1 || given.map_batch == shape.batch) &&
                             (given.map_heads == 1 || given.map_heads == shape.heads_q);
@@ -419,7 +427,8 @@ void check_offsets(const Problem& problem) {
   if (!problem.spec.varlen) return;
   const Context context(problem);
   check_offsets("cu_seqlens_q", problem.cu_seqlens_q, context.packed_q, context.shape.seqlen_q);
-  check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);
+  if (context.packs_kv())
+    check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);
 }
 
 Forward forward(const Problem& problem, Precision precision) {

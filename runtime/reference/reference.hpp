@@ -11,13 +11,14 @@
 namespace flashjit::reference {
 
 /// Inputs in fp64, contiguous [batch, heads, length, dim]; values already rounded to the spec's element type.
-/// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs.
+/// With spec.varlen the tensors are packed, [heads, rows, dim]: see ForwardArgs. Of a cache Q alone is; its K
+/// and V are those of slots in order, with the shape's seqlen_kv as their capacity.
 struct Problem {
   AttentionSpec spec;
   AttentionShape shape;
   std::vector<double> q = {}, k = {}, v = {}, dout = {};  ///< dout: backward only
   std::optional<double> softmax_scale = {};               ///< default 1 / sqrt(head_dim)
-  std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.kv_lengths
+  std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.has_lengths()
   std::vector<std::uint8_t> block_map = {};  ///< [map_batch, map_heads, rows, columns] with spec.block_map
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;

@@ -5,6 +5,7 @@
 #include "flashjit/auxiliary/reference_params.cuh"
 #include "flashjit/common/dropout.cuh"
 #include "flashjit/common/element.cuh"
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/tile_class.cuh"
 
@@ -49,7 +50,7 @@ struct ReferenceRow {
   }
   /// A key's row of K or V.
   __device__ const Element* key(const TensorParam& tensor, int kv) const {
-    return sequence.template kv_pointer<Element>(tensor, kv_head(), kv);
+    return KvSource<P, Element>(p, tensor, sequence, kv_head()).row(kv);
   }
 };
 

@@ -1,26 +1,49 @@
-// Where key n is in memory: the one place to change when keys are found in another way, such as by a page
-// table.
+// Where key n is in memory: one key after the other, in the slot of a cache, or in pages that a table names.
 #pragma once
 
 #include "flashjit/common/visible.cuh"
 
 namespace flashjit {
 
-/// The keys of one head of one sequence, in K or in V. They follow each other at one stride, so that a tile
-/// of them is its first row and the stride. With pages a tile lies within one, and row() looks it up.
+/// The page that has a key of a sequence: its batch index in K and V. A slot is one page with all keys. The
+/// host cannot check a table: a number that no page has becomes the last page's.
+template <class P>
+__device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
+  int page = b;
+  if (P::kPageRows > 0 || p.page_table.pages != nullptr)
+    page = p.page_table.pages[static_cast<long long>(b) * p.page_table.stride +
+                              (P::kPageRows > 0 ? kv / P::kPageRows : 0)];
+  return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
+}
+
+/// The keys of one head of one sequence, in K or in V.
 template <class P, class Element = unsigned short>
 class KvSource {
  public:
-  __device__ KvSource(const TensorParam& tensor, const Sequence<P>& sequence, int h_kv)
-      : tensor_(tensor), first_(sequence.template kv_pointer<Element>(tensor, h_kv, 0)) {}
+  __device__ KvSource(const Params& p, const TensorParam& tensor, const Sequence<P>& sequence, int h_kv)
+      : p_(p),
+        tensor_(tensor),
+        b_(sequence.b),
+        first_(sequence.template kv_pointer<Element>(tensor, h_kv, 0)) {
+    if constexpr (P::kCache && P::kPageRows == 0) first_ += page_of_key<P>(p, b_, 0) * tensor.stride_b;
+  }
 
-  __device__ __forceinline__ Element* row(int kv) const { return first_ + kv * tensor_.stride_s; }
-  /// From one key of a tile to the next, in elements.
+  /// Key `kv`, which must exist where there are pages.
+  __device__ __forceinline__ Element* row(int kv) const {
+    if constexpr (P::kPageRows > 0)
+      return first_ + page_of_key<P>(p_, b_, kv) * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
+    return first_ + kv * tensor_.stride_s;
+  }
+  /// From one key of a tile to the next, in elements, where there are no pages.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }
+  /// An address that may be read.
+  __device__ __forceinline__ Element* some_row() const { return first_; }
 
  private:
+  const Params& p_;
   const TensorParam& tensor_;
-  Element* first_;  // of key 0
+  int b_;
+  Element* first_;  // of key 0; with pages, of the first key of page 0
 };
 
 }  // namespace flashjit

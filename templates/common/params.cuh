@@ -46,10 +46,17 @@ struct PackedHeadsParam {
   unsigned inverse;  ///< 2^16 / heads, rounded up: row * inverse / 2^16 is row / heads
 };
 
+/// Where a cache has the keys of its sequences. A slot is one page that holds all of a sequence's keys.
+struct PageTableParam {
+  const int* pages;  ///< [batch, columns]: a page's batch index in K and V; null: that of the sequence
+  int stride;        ///< from one sequence to the next
+  int count;         ///< pages of K and V
+};
+
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
-  const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths only
+  const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see
                           ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0
@@ -85,6 +92,7 @@ struct Params {
   int zero_unused_rows;       ///< varlen: whether rows that belong to no sequence become zeros
   const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
+  PageTableParam page_table;  ///< read with Problem::kCache only
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

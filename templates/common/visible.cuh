@@ -9,26 +9,35 @@
 namespace flashjit {
 
 /// One batch entry: where its rows lie in the tensors, and how many there are. Packed sequences (varlen) lie
-/// one after the other in batch 0.
+/// one after the other in batch 0. A cache (kCache) has K and V of each elsewhere: KvSource knows where.
 template <class Problem>
 struct Sequence {
   int b;
-  int q_first_ = 0, kv_first_ = 0, q_length_ = 0, kv_length_ = 0;  // read with varlen only
+  // Read with varlen only, and kv_length_ with a cache.
+  int q_first_ = 0, kv_first_ = 0, q_length_ = 0, kv_length_ = 0;
 
   __device__ Sequence() {}
   __device__ Sequence(const Params& p, int b_) : b(b_) {
     if constexpr (Problem::kVarlen) {
       const PackedRows q = packed_rows(p.cu_seqlens_q[b], p.cu_seqlens_q[b + 1], p.rows_q, p.seqlen_q);
-      const PackedRows kv = packed_rows(p.cu_seqlens_kv[b], p.cu_seqlens_kv[b + 1], p.rows_kv, p.seqlen_kv);
       q_first_ = q.first, q_length_ = q.count;
+    }
+    if constexpr (Problem::kCache) {
+      kv_length_ = clamped(p.kv_lengths[b], 0, p.seqlen_kv);
+    } else if constexpr (Problem::kVarlen) {
+      const PackedRows kv = packed_rows(p.cu_seqlens_kv[b], p.cu_seqlens_kv[b + 1], p.rows_kv, p.seqlen_kv);
       kv_first_ = kv.first, kv_length_ = kv.count;
     }
   }
   __device__ int batch() const { return Problem::kVarlen ? 0 : b; }  ///< its index in the tensors
+  /// The same in K and V, of which a cache has pages that belong to no sequence.
+  __device__ int kv_batch() const { return Problem::kCache ? 0 : batch(); }
   __device__ int q_row(int q) const { return Problem::kVarlen ? q_first_ + q : q; }
-  __device__ int kv_row(int kv) const { return Problem::kVarlen ? kv_first_ + kv : kv; }
+  __device__ int kv_row(int kv) const { return Problem::kVarlen && !Problem::kCache ? kv_first_ + kv : kv; }
   __device__ int seqlen_q(const Params& p) const { return Problem::kVarlen ? q_length_ : p.seqlen_q; }
-  __device__ int seqlen_kv(const Params& p) const { return Problem::kVarlen ? kv_length_ : p.seqlen_kv; }
+  __device__ int seqlen_kv(const Params& p) const {
+    return Problem::kVarlen || Problem::kCache ? kv_length_ : p.seqlen_kv;
+  }
   /// Number of keys that are no padding.
   __device__ int seqused_kv(const Params& p) const {
     if constexpr (Problem::kKvLengths) return clamped(p.kv_lengths[b], 0, seqlen_kv(p));
@@ -52,7 +61,7 @@ struct Sequence {
   }
   template <class Element = unsigned short>
   __device__ Element* kv_pointer(const TensorParam& tensor, int h, int kv) const {
-    return static_cast<Element*>(tensor.data) + batch() * tensor.stride_b + h * tensor.stride_h +
+    return static_cast<Element*>(tensor.data) + kv_batch() * tensor.stride_b + h * tensor.stride_h +
            kv_row(kv) * tensor.stride_s;
   }
 };
@@ -60,7 +69,7 @@ struct Sequence {
 /// Whether a tile may hold rows behind a sequence's last key that belong to something else, and so may be
 /// anything: zero times anything is not zero.
 template <class Problem>
-constexpr bool kForeignKeys = Problem::kKvLengths || Problem::kVarlen;
+constexpr bool kForeignKeys = Problem::kKvLengths || Problem::kVarlen || Problem::kCache;
 
 __device__ __forceinline__ Position position(int at) { return {at, static_cast<float>(at), 0.0f}; }
 /// `offset` is known when the kernel is compiled, and so is its float.

@@ -92,8 +92,8 @@ __device__ void backward_dkdv(const Params& p) {
   const Sequence<Problem> sequence(p, work.b);
   if (Problem::kVarlen && kv_first >= sequence.seqlen_kv(p)) return;
   const Range kv_range = tile_range(work.tile, Problem::kBc, sequence.seqused_kv(p));
-  const auto k = kv_matrix(sequence, p.k, work.h, kv_range.end);
-  const auto v = kv_matrix(sequence, p.v, work.h, kv_range.end);
+  const auto k = kv_matrix(p, sequence, p.k, work.h, kv_range.end);
+  const auto v = kv_matrix(p, sequence, p.v, work.h, kv_range.end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDim> dk = {};
@@ -120,8 +120,8 @@ __device__ void backward_dkdv(const Params& p) {
       multiply_add(dk, shared, q, first);
     }
   }
-  store_result(dk, kv_matrix(sequence, p.dk, work.h, sequence.seqlen_kv(p)), kv_first);
-  store_result(dv, kv_matrix(sequence, p.dv, work.h, sequence.seqlen_kv(p)), kv_first);
+  store_result(dk, kv_matrix(p, sequence, p.dk, work.h, sequence.seqlen_kv(p)), kv_first);
+  store_result(dv, kv_matrix(p, sequence, p.dv, work.h, sequence.seqlen_kv(p)), kv_first);
 }
 
 /// CTAs: batch * heads_q * ceil(seqlen_q / Br). Rows of the tile are queries, columns are keys.
@@ -137,8 +137,8 @@ __device__ void backward_dq(const Params& p) {
   const int kv_end = sequence.seqused_kv(p);
   const auto q = q_matrix(sequence, p.q, h, q_range.end);
   const auto dout = q_matrix(sequence, p.dout, h, q_range.end);
-  const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);
-  const auto v = kv_matrix(sequence, p.v, h_kv, kv_end);
+  const auto k = kv_matrix(p, sequence, p.k, h_kv, kv_end);
+  const auto v = kv_matrix(p, sequence, p.v, h_kv, kv_end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDim> dq = {};

@@ -73,10 +73,10 @@ __device__ bool find_additions(const Params& p, const TileAddition& work, const 
   const Pairs pairs = pairs_of_thread<Problem, T, true>(p, tile, head);
   typename T::Scores s, dp;
   multiply_transposed<T, Problem::kHeadDim>(s, shared, q_matrix(sequence, p.q, work.h, q_range.end),
-                                            q_range.begin, kv_matrix(sequence, p.k, h_kv, kv_range.end),
+                                            q_range.begin, kv_matrix(p, sequence, p.k, h_kv, kv_range.end),
                                             kv_range.begin);
   multiply_transposed<T, Problem::kHeadDimV>(dp, shared, q_matrix(sequence, p.dout, work.h, q_range.end),
-                                             q_range.begin, kv_matrix(sequence, p.v, h_kv, kv_range.end),
+                                             q_range.begin, kv_matrix(p, sequence, p.v, h_kv, kv_range.end),
                                              kv_range.begin);
   __syncthreads();  // the operands have been read
   const PairAdditions<T> additions(shared);

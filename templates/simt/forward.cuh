@@ -107,8 +107,8 @@ __device__ void forward(const Params& p) {
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
   const int kv_end = sequence.seqused_kv(p);
   const auto q = q_matrix(sequence, p.q, h, q_range.end);
-  const auto k = kv_matrix(sequence, p.k, h_kv, kv_end);
-  const auto v = kv_matrix(sequence, p.v, h_kv, kv_end);
+  const auto k = kv_matrix(p, sequence, p.k, h_kv, kv_end);
+  const auto v = kv_matrix(p, sequence, p.v, h_kv, kv_end);
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDimV> out = {};

@@ -58,11 +58,21 @@ __device__ __forceinline__ Shared shared_memory() {
 }
 
 /// The rows of one head of a tensor; rows from `end` on read as zero.
-template <class Element>
+template <class T>
 struct Matrix {
+  using Element = T;
   Element* data;
   long long stride;
   int end;
+  __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
+};
+/// The same of K or V.
+template <class Problem>
+struct KvMatrix {
+  using Element = typename Problem::Element;
+  KvSource<Problem, Element> source;
+  int end;
+  __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
 };
 
 template <class Problem>
@@ -71,29 +81,27 @@ __device__ __forceinline__ Matrix<typename Problem::Element> q_matrix(const Sequ
                                                                       int end) {
   return {sequence.template q_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
 }
-/// Of K and V, whose rows are where KvSource has them.
 template <class Problem>
-__device__ __forceinline__ Matrix<typename Problem::Element> kv_matrix(const Sequence<Problem>& sequence,
-                                                                       const TensorParam& tensor, int h,
-                                                                       int end) {
-  const KvSource<Problem, typename Problem::Element> source(tensor, sequence, h);
-  return {source.row(0), source.stride(), end};
+__device__ __forceinline__ KvMatrix<Problem> kv_matrix(const Params& p, const Sequence<Problem>& sequence,
+                                                       const TensorParam& tensor, int h, int end) {
+  return {{p, tensor, sequence, h}, end};
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
 /// from kDim on stay as they are: nobody reads them.
-template <int kThreads, int kRows, int kDim, class Element>
-__device__ __forceinline__ void load_chunk(float* shared, const Matrix<Element>& from, int first, int chunk) {
+template <int kThreads, int kRows, int kDim, class Rows>
+__device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int first, int chunk) {
+  using Element = typename Rows::Element;
   constexpr int kElements = 16 / sizeof(Element);
   constexpr int kPieces = kChunk / kElements;
   using Piece = Vector<Element, kElements>;
   const int column = static_cast<int>(threadIdx.x) % kPieces * kElements;
   if (chunk * kChunk + column >= kDim) return;
-  const Element* data = from.data + chunk * kChunk + column;
 #pragma unroll 2
   for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
     Piece value = {};
-    if (first + row < from.end) value = *reinterpret_cast<const Piece*>(data + (first + row) * from.stride);
+    if (first + row < from.end)
+      value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
     Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
 #pragma unroll
     for (int e = 0; e < kElements; e += 4) {
@@ -104,10 +112,10 @@ __device__ __forceinline__ void load_chunk(float* shared, const Matrix<Element>&
 }
 
 /// scores = A B^T, where A has the tile's rows and B its columns.
-template <class T, int kDim, class Element>
+template <class T, int kDim, class RowsOfA, class RowsOfB>
 __device__ __forceinline__ void multiply_transposed(typename T::Scores& scores, const Shared& shared,
-                                                    const Matrix<Element>& a, int first_row,
-                                                    const Matrix<Element>& b, int first_column) {
+                                                    const RowsOfA& a, int first_row, const RowsOfB& b,
+                                                    int first_column) {
   for (int i = 0; i < T::kM; ++i) {
     for (int j = 0; j < T::kN; ++j) scores[i][j] = 0.0f;
   }
@@ -183,9 +191,9 @@ __device__ __forceinline__ void multiply_add_chunk(float (&sums)[T::kM][kColumns
 }
 
 /// result += tile * B, where B has the tile's columns as rows.
-template <class T, int kDim, class Element>
-__device__ __forceinline__ void multiply_add(Result<T, kDim>& result, const Shared& shared,
-                                             const Matrix<Element>& b, int first_column) {
+template <class T, int kDim, class Rows>
+__device__ __forceinline__ void multiply_add(Result<T, kDim>& result, const Shared& shared, const Rows& b,
+                                             int first_column) {
 #pragma unroll
   for (int chunk = 0; chunk < chunks(kDim); ++chunk) {
     __syncthreads();
@@ -206,9 +214,9 @@ __device__ __forceinline__ void scale_row(Result<T, kDim>& result, int i, float 
 }
 
 /// Writes the rows from `first` on that lie before the matrix's end.
-template <class T, int kDim, class Element>
-__device__ __forceinline__ void store_result(const Result<T, kDim>& result, const Matrix<Element>& to,
-                                             int first) {
+template <class T, int kDim, class Rows>
+__device__ __forceinline__ void store_result(const Result<T, kDim>& result, const Rows& to, int first) {
+  using Element = typename Rows::Element;
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const int row = first + T::row(i);
@@ -219,7 +227,7 @@ __device__ __forceinline__ void store_result(const Result<T, kDim>& result, cons
       Vector<Element, kColumnsPerLane> value;
 #pragma unroll
       for (int c = 0; c < kColumnsPerLane; ++c) value.at[c] = from_float<Element>(result.at[chunk][i][c]);
-      *reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.data + row * to.stride + column) = value;
+      *reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.row(row) + column) = value;
     }
   }
 }

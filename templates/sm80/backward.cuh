@@ -47,7 +47,7 @@ __device__ void backward(const Params& p) {
   const bool has_p = !kPairs || warp < kRowWarps, has_ds = !kPairs || warp >= kRowWarps;
   const auto warp_row = [&](int mt) { return (row_warp * kMt + mt) * 16; };
 
-  const KvSource<P> k(p.k, sequence, h_kv), v(p.v, sequence, h_kv);
+  const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
   load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(), k.row(kv_begin), k.stride(), seqused_kv - kv_begin);
   load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(), v.row(kv_begin), v.stride(), seqused_kv - kv_begin);
 

@@ -48,16 +48,16 @@ __device__ void forward(const Params& p) {
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
-  const KvSource<P> k(p.k, sequence, h_kv), v(p.v, sequence, h_kv);
+  const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_tile<P::kBc, P::kHeadDim, kThreads>(smem.k(i), k.row(kv), k.stride(), seqused_kv - kv);
+    load_kv_tile<P, P::kHeadDim, kThreads>(smem.k(i), k, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_tile<P::kBc, P::kHeadDimV, kThreads>(smem.v(i), v.row(kv), v.stride(), seqused_kv - kv);
+    load_kv_tile<P, P::kHeadDimV, kThreads>(smem.v(i), v, kv, seqused_kv - kv);
   };
   load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
                                            seqlen_q - q_begin);

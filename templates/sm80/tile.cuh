@@ -2,6 +2,7 @@
 // back.
 #pragma once
 
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm80/layout.cuh"
 
@@ -36,6 +37,25 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
       const bool in = row < valid && column < kColumns;
       copy_async_16(tile + (row * pitch(kColumns) + column) * 2, in ? from + row * stride + column : from,
                     in);
+    }
+  }
+}
+
+/// The same of keys from `first` on, in K or V.
+template <class P, int kColumns, int kThreads>
+__device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& from, int first, int valid) {
+  if constexpr (P::kPageRows == 0) {
+    load_tile<P::kBc, kColumns, kThreads>(tile, from.row(first), from.stride(), valid);
+  } else {
+    constexpr int kChunks = round_up(kColumns, 16) / 8;
+#pragma unroll 1  // more rows at a time do not fit the registers
+    for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
+      const int index = begin + static_cast<int>(threadIdx.x), row = index / kChunks,
+                column = index % kChunks * 8;
+      if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) break;
+      const bool in = row < valid && column < kColumns;
+      copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
+                    in ? from.row(first + row) + column : from.some_row(), in);
     }
   }
 }

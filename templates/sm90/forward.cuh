@@ -240,7 +240,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     const int slot = warp % kQTilesPerCta<P>;
     const ForwardStorage<P> smem(slot, shared);
     if (warp / kQTilesPerCta<P> == 0) {
-      if (elected()) load_kv(p, smem, maps);
+      if (kPaged<P> || elected()) load_kv(p, smem, maps);
     } else if (warp / kQTilesPerCta<P> == 1) {
       if constexpr (kQTilesPerCta<P> == 2) {
         const bool loads = elected();

@@ -2,25 +2,23 @@
 // loads Q, a warp finds the score's column terms, and a warp writes the rows that meet no keys.
 #pragma once
 
-#include "flashjit/async/tma.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
+#include "flashjit/sm90/kv_tile.cuh"
 
 namespace flashjit::sm90 {
 
 /// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
 /// tile's, before V of this one. The bias tile comes with K, since the scores read it before P V. By one
-/// thread.
+/// thread; with pages by one warp.
 template <class P>
 __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>& smem,
                                         const TensorMaps& maps) {
-  using Storage = ForwardStorage<P>;
-  int v_row = 0, v_head = 0, v_batch = 0;  // of the tile whose K was loaded last
+  KvTilePlace<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
     barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-    barrier_expect(smem.v_full(n), Storage::kVBytes);
-    load_tile<P::kBc, P::kHeadDimV>(smem.v(n), maps.v, smem.v_full(n), v_row, v_head, v_batch);
+    copy_kv_tile<P, P::kHeadDimV>(smem.v(n), maps.v, smem.v_full(n), loaded);
   };
   int n = 0;
 #pragma unroll 1
@@ -28,25 +26,26 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
     barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
     const WorkTile<P>& work = smem.work(round);
     if (work.h < 0) break;
-    const int head = work.h / p.qhead_per_kvhead(), batch = work.sequence.batch();
+    const int h_kv = work.h / p.qhead_per_kvhead();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
-      const int row = work.sequence.kv_row(begin);
+      const KvTilePlace<P> tile(p, work.sequence, h_kv, begin);
       barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
       if constexpr (kProducerPostsEntries<P>)
-        smem.entry(n) = begin + P::kBc <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
-      barrier_expect(smem.k_full(n), Storage::kKBytes);
-      load_tile<P::kBc, P::kHeadDim>(smem.k(n), maps.k, smem.k_full(n), row, head, batch);
+        if (leads_kv_copies<P>())
+          smem.entry(n) = begin + P::kBc <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
+      copy_kv_tile<P, P::kHeadDim>(smem.k(n), maps.k, smem.k_full(n), tile);
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
-        expect_and_load_bias_tile<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
-                                                  P::bias_tile(p, work.sequence.head(p, work.h)),
-                                                  smem.bias_tile(n), work.q_begin, begin);
+        if (leads_kv_copies<P>())
+          expect_and_load_bias_tile<P::kBr, P::kBc>(p, maps, smem.terms_full(n), 0,
+                                                    P::bias_tile(p, work.sequence.head(p, work.h)),
+                                                    smem.bias_tile(n), work.q_begin, begin);
       }
       if (n > 0) load_v(n - 1);
-      v_row = row, v_head = head, v_batch = batch;
+      loaded = tile;
     }
   }
   if (n > 0) load_v(n - 1);

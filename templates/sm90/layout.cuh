@@ -45,6 +45,14 @@ constexpr unsigned tail_splits(unsigned warpgroups, unsigned over, unsigned slot
   return splits;
 }
 
+/// Rows of K and V that TMA copies at a time: a KV tile's, or as many as divide both a tile and a page.
+constexpr int kv_box_rows(int page_rows, int bc) {
+  int rows = bc;
+  while (page_rows > 0 && (page_rows % rows != 0 || bc % rows != 0)) --rows;
+  return rows;
+}
+constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
+
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
 /// stage of Q, and the scheduler looks for the fourth.

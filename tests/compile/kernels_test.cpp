@@ -302,6 +302,28 @@ TEST(KernelsThatPackHeads, CompileWithoutSpills) {
   }
 }
 
+// A thread of sm80 finds each row's page, beside all that it keeps.
+TEST(KernelsOfCaches, CompileWithoutSpills) {
+  constexpr std::array kRests = {
+      ":causal:varlen:pages16", ":cache",
+      ":causal:pages1",         ":mask{q - kv < 300}:varlen:pages24",
+      ":sinks:varlen:pages128", ":score{50.0 * tanh(score / 50.0)}:causal:pages64"};
+  std::size_t i = 0;
+  for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* dims : {"d64", "d96", "d128", "d192x128", "d256"}) {
+      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+        const AttentionSpec spec =
+            parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
+        for (const plan::FamilyTraits* family : {&plan::sm90_traits(), &plan::sm80_traits()})
+          if (family->supports(spec, device)) {
+            EXPECT_EQ(compile_and_check(spec, family->heuristic(spec, shape, device), device), "");
+          }
+      }
+    }
+  }
+}
+
 // What the heuristic takes so, of which a thread has few registers.
 TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

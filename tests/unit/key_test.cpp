@@ -82,6 +82,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"deterministic", [](auto& s) { s.spec.pass = Pass::backward, s.spec.deterministic = true; }},
       {"varlen", [](auto& s) { s.spec.varlen = true; }},
       {"sinks", [](auto& s) { s.spec.sinks = true; }},
+      {"cache", [](auto& s) { s.spec.cache = true; }},
+      {"pages", [](auto& s) { s.spec.pages = 16; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -95,7 +97,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, cache, pages] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header and function, which stand in the text, as does what hot means for a

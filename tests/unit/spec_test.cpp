@@ -55,6 +55,10 @@ class Random {
     spec.deterministic = coin();
     spec.varlen = !spec.kv_lengths && coin();
     spec.sinks = coin();
+    if (spec.pass == Pass::forward && !spec.kv_lengths && coin()) {
+      spec.cache = true;
+      spec.pages = coin() ? static_cast<int>(from_to(1, 256)) : 0;
+    }
     return spec;
   }
 

@@ -15,7 +15,7 @@ from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, plan_of, read
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
-from .errors import InvalidArgument
+from .errors import InvalidArgument, Unsupported
 from .programs import named_as_written
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -28,6 +28,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
               cu_seqlens_q: Union[Tensor, None] = None, cu_seqlens_kv: Union[Tensor, None] = None,
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
+              page_table: Union[Tensor, None] = None, cache: bool = False,
               deterministic: Union[bool, None] = None, return_lse: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
@@ -52,6 +53,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         they are refused.
     sinks: [heads_q]: one more logit per head in the softmax, without a value.
     kv_lengths: int32 [batch]: keys from there on are padding.
+    page_table: int32 [sequences, pages of the longest]: k and v are a cache's pages, k [pages, heads_kv, rows of a page,
+        head_dim] with any strides, and key n of sequence i is row n % rows of page page_table[i, n // rows]; or int32
+        [sequences]: they are slots, and this is each sequence's. kv_lengths, int32 [sequences], is how many keys each has;
+        what is behind them, in pages or table, is not read. causal lets a sequence's last query see its last key. With
+        cu_seqlens_q and max_seqlen_q the queries are packed; max_seqlen_kv is the most keys that a sequence may have, by
+        default all that a row of the table has room for. No gradients.
+    cache: k and v are a cache's slots in order, k [sequences, heads_kv, capacity, head_dim]; all else as with page_table.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
@@ -70,18 +78,23 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     wants_grad = torch.is_grad_enabled()
     fixed = NOTHING
     values: tuple[Any, ...] = ()
-    if (plain and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
+    cached = cache or page_table is not None
+    pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
+    if (plain and not cached and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
             and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
             is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
         if block_mask is not None:
-            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], max_seqlen_kv or k.shape[2],
+            keys = max_seqlen_kv or (page_table.shape[1] * pages if pages else k.shape[2])
+            block_mask, mask_mod = read_blocks(block_mask, mask_mod, max_seqlen_q or q.shape[2], keys,
                                                lists is not None and not compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                              wants_grad, compiling)
+                                              wants_grad, compiling, page_table, pages if cached else None)
+        if cached and wants_grad:
+            _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
     if fixed is not NOTHING:
@@ -111,6 +124,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
+
+
+def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> None:
+    if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or _any_grad(values):
+        raise Unsupported("a cache has no backward pass: call attention() under torch.no_grad(), or with K and V as tensors "
+                          "without page_table and cache.")
 
 
 def _is_watched() -> bool:
@@ -159,7 +178,7 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
-        """rest: where the call has more than Q, K, V, the five fixed tensors or None, and the captured tensors."""
+        """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
         lists = None if call.lists is None else call.lists.built[0]
         out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists)
         ctx.save_for_backward(q, k, v, out, lse, *rest)
@@ -186,13 +205,13 @@ def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None]
     if not rest:
         grads, _, _ = call.plan.backward(dout, dlse, q, k, v, out, lse, NOTHING, (), call.rng, lists)
         return (None, *grads)
-    five, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
-    fixed = Fixed(*five) if any(x is not None for x in five) else NOTHING
+    given, captures = rest[:len(NOTHING)], iter(rest[len(NOTHING):])
+    fixed = Fixed(*given) if any(x is not None for x in given) else NOTHING
     values = [next(captures) if x is None else x for x in call.values]
     grads, dsinks, dvalues = call.plan.backward(dout, dlse, q, k, v, out, lse, fixed, values, call.rng, lists)
     by_place = dict(zip(call.plan.grad_places, dvalues))
     of_captures = [by_place.get(i) for i, x in enumerate(call.values) if x is None]
-    return (None, *grads, None, None, None, None, dsinks, *of_captures)
+    return (None, *grads, *Fixed(sinks=dsinks), *of_captures)
 
 
 class _WithoutGradient(torch.autograd.Function):

@@ -44,6 +44,10 @@ class BlockMap(ctypes.Structure):
     _fields_ = [("data", _pointer), ("size", _i64 * 4)]
 
 
+class PageTable(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("sequences", _i64), ("columns", _i64), ("stride", _i64)]
+
+
 class Capture(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
                 ("type", ctypes.c_int32), ("size", _i64 * 4), ("stride", _i64 * 4), ("scalar", ctypes.c_double)]
@@ -60,7 +64,7 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer)] + _COMMON + _LAST
+                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable)]
 
 
 class BackwardArgs(ctypes.Structure):

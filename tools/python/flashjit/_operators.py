@@ -14,9 +14,12 @@ from ._lists import built_at
 from ._plans import NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, plan_of, readable
 from ._transforms import refuse_second, through_transforms
 
-_FIXED_SCHEMA = "Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
+_FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
+                 "Tensor? page_table, ")
 _PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
-                   "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv")
+                   "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
+                   "bool cached")
+_FIXED = len(NOTHING)
 torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
                      " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 torch.library.define("flashjit::attention_backward",
@@ -31,7 +34,7 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
-                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv)
+                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached)
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return through_transforms(q, k, v, arguments)
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
@@ -61,12 +64,12 @@ class _Unpacked(NamedTuple):
 
 def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpacked:
     """An operator's arguments, and their plan."""
-    five, rng, lists = arguments[:5], arguments[5], arguments[6:8]
-    captures, numbers, names, options, scale, dropout_p, max_q, max_kv = arguments[8:]
-    fixed = contiguous(Fixed(*five)) if any(x is not None for x in five) else NOTHING
+    given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED:_FIXED + 3], arguments[_FIXED + 3:]
+    captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached = rest
+    fixed = contiguous(Fixed(*given)) if any(x is not None for x in given) else NOTHING
     values = (*captures, *numbers)
     q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
-    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names)))
+    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached))
     if rng is None:
         rng = NO_RNG
     elif rng.data_ptr() % 16:
@@ -94,7 +97,7 @@ def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, ou
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     size = (*q.shape[:3], v.shape[3])
     out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=q.dtype, device=q.device)
-    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-2]
+    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-3]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q
     return out, torch.empty((batch, q.shape[1], rows), dtype=torch.float32, device=q.device)
@@ -105,7 +108,7 @@ def _fake_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: T
                    *arguments: Any) -> list[Tensor]:
     grads = [torch.empty_strided(t.shape, dense_strides(t.shape, t.stride()), dtype=t.dtype, device=t.device)
              for t in (q, k, v)]
-    sinks, captures, names, options = arguments[4], arguments[8], arguments[10], arguments[11]
+    sinks, (captures, _, names, options) = arguments[4], arguments[_FIXED + 3:_FIXED + 7]
     if sinks is not None:
         grads.append(torch.empty(sinks.shape, dtype=torch.float32, device=q.device))
     with_grad = names_with_grad(options)
@@ -115,26 +118,27 @@ def _fake_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, out: T
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     q, k, v, *arguments = inputs
-    fixed, rng, lists_backward, captures = arguments[:5], arguments[5], arguments[7], arguments[8]
+    fixed, (rng, _, lists_backward, captures) = arguments[:_FIXED], arguments[_FIXED:_FIXED + 4]
     ctx.save_for_backward(q, k, v, *output, *fixed, rng, lists_backward, *captures)
-    ctx.rest = arguments[9:]
+    ctx.rest = arguments[_FIXED + 4:]
     ctx.set_materialize_grads(False)
 
 
 def _operator_gradient(ctx: Any, dout: Any, dlse: Any) -> Any:
     q, k, v, out, lse, *tensors = ctx.saved_tensors
-    fixed, rng, lists_backward, captures = tensors[:5], tensors[5], tensors[6], list(tensors[7:])
+    fixed, (rng, lists_backward), captures = tensors[:_FIXED], tensors[_FIXED:_FIXED + 2], tensors[_FIXED + 2:]
     numbers, names, options, *_ = ctx.rest
     # PyTorch wants a list for a list without elements, and None for one of numbers or texts.
     rest: tuple[Any, ...] = (None if numbers else [], None if names else [], *[None] * (len(ctx.rest) - 2))
     if dout is None and dlse is None:
-        return (*[None] * 11, [None] * len(captures), *rest)
+        return (*[None] * (_FIXED + 6), [None] * len(captures), *rest)
     dq, dk, dv, *others = torch.ops.flashjit.attention_backward(dout, dlse, q, k, v, out, lse, *fixed, rng, None,
                                                                  lists_backward, captures, *ctx.rest)
     dsinks = others.pop(0) if fixed[4] is not None else None
     with_grad = names_with_grad(options)
     dcaptures = [others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)]
-    return dq, dk, dv, None, None, None, None, dsinks, None, None, None, dcaptures, *rest
+    of_fixed = Fixed(sinks=dsinks)  # the others have no gradients
+    return dq, dk, dv, *of_fixed, None, None, None, dcaptures, *rest
 
 
 torch.library.register_autograd("flashjit::attention_forward", _operator_gradient, setup_context=_setup_context)

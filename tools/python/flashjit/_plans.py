@@ -31,6 +31,7 @@ class Fixed(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
     sinks: Any = None
+    page_table: Any = None  # of a cache, in the forward pass
 
 
 NOTHING = Fixed()
@@ -45,6 +46,7 @@ class Problem(NamedTuple):
     max_seqlen_q: int
     max_seqlen_kv: int
     names: tuple[str, ...]  # of the captures' values
+    cached: bool = False  # K and V are a cache's pages or slots
 
 
 class Lent(NamedTuple):
@@ -70,8 +72,8 @@ _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES = _word(ForwardArgs, "q", "k", "v"
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
-_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *Fixed._fields))
-                    for structure in (ForwardArgs, BackwardArgs))
+_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *fixed))
+                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-1])))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -119,7 +121,11 @@ class Plan:
         varlen = fixed.cu_seqlens_q is not None
         batch = fixed.cu_seqlens_q.numel() - 1 if varlen else q.shape[0]
         seqlen_q = problem.max_seqlen_q if varlen else q.shape[2]
-        seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
+        if problem.cached:
+            batch = fixed.kv_lengths.numel()
+            seqlen_kv = problem.max_seqlen_kv or _capacity(k, fixed.page_table)
+        else:
+            seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
         self.out_size = (*q.shape[:3], v.shape[3])
         self.out_stride = dense_strides(self.out_size, q.stride())
@@ -171,7 +177,11 @@ class Plan:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
         tensors = {name: _tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = _tensor_struct(self.out_size, self.out_stride)
-        self.forward_words = _library.words_of(ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common))
+        table = fixed.page_table
+        of_table = {} if table is None else {"page_table": _library.PageTable(
+            None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))}
+        self.forward_words = _library.words_of(
+            ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **of_table))
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
             tensors[name] = _tensor_struct(size, stride)
         tensors["dout"] = tensors["out"]
@@ -386,10 +396,15 @@ def say_once(text: str) -> None:
 
 
 def contiguous(fixed: Fixed) -> Fixed:
-    """Of which the kernels know no strides."""
-    if all(x is None or x.is_contiguous() for x in fixed):
+    """Of which the kernels know no strides, but a page table's rows."""
+    if all(x is None or x.is_contiguous() or x is fixed.page_table and x.stride(-1) == 1 for x in fixed):
         return fixed
     return Fixed(*[x if x is None else x.contiguous() for x in fixed])
+
+
+def _capacity(k: Tensor, table: Union[Tensor, None]) -> int:
+    """How many keys a sequence of a cache may have."""
+    return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
 
 
 def names_with_grad(options: str) -> set[str]:
@@ -465,25 +480,28 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
             raise InvalidArgument(f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
                                   "scaled_dot_product_attention() takes that.")
         _check_memory(name, tensor)
-    if v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]:
+    if problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]):
+        raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
+                              "q, and v the pages or slots, heads and rows of k.")
+    if not problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3] or k.shape[0] != q.shape[0]):
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: batches must be equal, k "
                               "must have the head_dim of q, and v the heads and the length of k.")
     if k.shape[1] == 0 and q.shape[1] or k.shape[1] and q.shape[1] % k.shape[1]:
         raise InvalidArgument(f"q has {q.shape[1]} heads and k has {k.shape[1]}: the heads of q must be a multiple of "
                               "those of k.")
-    _check_fixed(q, fixed, problem)
+    _check_fixed(q, k, fixed, problem)
     for name, value in zip(problem.names, values):
         _check_capture(name, value, q)
 
 
-def _check_fixed(q: Tensor, fixed: Fixed, problem: Problem) -> None:
+def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
     batch = q.shape[0]
     if fixed.cu_seqlens_q is not None:
         batch = fixed.cu_seqlens_q.numel() - 1
         if q.shape[0] != 1:
             raise InvalidArgument(f"q is {list(q.shape)}: with cu_seqlens its batch is 1, and the sequences lie one behind "
                                   "the other, [1, heads, all rows, head_dim].")
-        if fixed.cu_seqlens_kv.shape != fixed.cu_seqlens_q.shape:
+        if not problem.cached and fixed.cu_seqlens_kv.shape != fixed.cu_seqlens_q.shape:
             raise InvalidArgument(f"cu_seqlens_q has {fixed.cu_seqlens_q.numel()} numbers and cu_seqlens_kv "
                                   f"{fixed.cu_seqlens_kv.numel()}: both need one more than there are sequences.")
     wanted = {"kv_lengths": (torch.int32, (batch,)), "cu_seqlens_q": (torch.int32, (batch + 1,)),
@@ -496,6 +514,13 @@ def _check_fixed(q: Tensor, fixed: Fixed, problem: Problem) -> None:
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} "
                                   f"{list(shape)}.")
         _check_memory(name, tensor)
+    table = fixed.page_table
+    if table is not None and table.dim() == 2 and k.shape[2] not in range(1, 257):
+        raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, from 1 to 256; "
+                              "where k has slots for whole sequences, give cache=True, or a page_table of one dimension.")
+    if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != batch):
+        raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{batch}, pages of the longest sequence], or "
+                              f"[{batch}] for the slot of each sequence.")
 
 
 def _check_capture(name: str, value: Any, q: Tensor) -> None:

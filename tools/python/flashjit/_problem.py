@@ -54,11 +54,12 @@ def plain_problem(causal: Union[bool, str], scale: Union[float, None], determini
 def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p: float, score_mod: Any, mask_mod: Any,
                  captures: Union[Mapping[str, Any], None], block_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
                  max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
-                 deterministic: Union[bool, None], wants_grad: bool,
-                 compiling: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
+                 deterministic: Union[bool, None], wants_grad: bool, compiling: bool = False, page_table: Any = None,
+                 pages: Union[int, None] = None) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
+    pages: the rows of a page where K and V are a cache, 0 where that has slots; None: they are no cache.
     """
     if not compiling:
         _check_kinds(causal, scale, dropout_p, captures)
@@ -81,21 +82,23 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                 raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
-        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks)
-    if varlen:
+        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks, page_table)
+    if pages is not None:
+        _check_cache(page_table, kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
+    elif varlen:
         _check_varlen(cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     elif max_seqlen_q is not None or max_seqlen_kv is not None:
         raise InvalidArgument("max_seqlen_q and max_seqlen_kv belong to cu_seqlens_q and cu_seqlens_kv: give those too, or "
                               "none of them.")
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    key = (program.form, causal, _kinds(program, wants_grad) if values else (), block,
-           (dropout_p > 0, kv_lengths is not None, varlen, sinks is not None, deterministic))
+    key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
+           (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
     problem = Problem(options, scale, dropout_p, max_seqlen_q or 0, max_seqlen_kv or 0,
-                      program.form.tensors + program.form.scalars)
+                      program.form.tensors + program.form.scalars, pages is not None)
     return fixed, values, problem
 
 
@@ -129,6 +132,23 @@ def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
 
 
+def _check_cache(page_table: Any, kv_lengths: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any,
+                 max_seqlen_kv: Any) -> None:
+    if page_table is not None and not isinstance(page_table, Tensor):
+        raise WrongType(f"page_table is a {type(page_table).__name__}: give a torch.Tensor.")
+    if kv_lengths is None:
+        raise InvalidArgument("kv_lengths is missing: with page_table or cache=True it says how many keys each sequence has.")
+    if cu_seqlens_kv is not None:
+        raise InvalidArgument("cu_seqlens_kv is given, but with page_table or cache=True kv_lengths says how many keys each "
+                              "sequence has: leave it out.")
+    if (cu_seqlens_q is None) != (max_seqlen_q is None):
+        raise InvalidArgument("cu_seqlens_q and max_seqlen_q come together: give both, or neither where every sequence has the "
+                              "same number of queries.")
+    for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+        if value is not None and (isinstance(value, Tensor) or not hasattr(value, "__index__")):
+            raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
+
+
 def _kinds(program: Program, wants_grad: bool) -> tuple[Any, ...]:
     """(type, rank, whether a gradient is wanted) of each captured tensor, then whether each scalar is a float."""
     kinds = []
@@ -154,7 +174,7 @@ def causal_option(causal: Any) -> str:
 
 def _options(key: tuple[Any, ...]) -> str:
     """The options of a spec, from what attention() was asked for."""
-    form, causal, kinds, block, given = key
+    form, causal, kinds, block, pages, given = key
     named = causal_option(causal)
     count = len(form.tensors)
     for name, kind in zip(form.tensors, kinds):
@@ -165,7 +185,9 @@ def _options(key: tuple[Any, ...]) -> str:
     text = form.options(named, kinds[:count], kinds[count:])
     if block is not None:
         text += f":map{block[0]}x{block[1]}"
-    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "deterministic")
+    if pages:
+        text += f":pages{pages}"
+    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic")
     return text + options_of(dict(zip(names, given)), _spec_options())
 
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from ._plans import names_with_grad
+from ._plans import NOTHING, Fixed, names_with_grad
 from .errors import Unsupported
 
-_OPTIONAL = 6  # of an operator's tensors: five fixed ones and the dropout's seed
+_OPTIONAL = len(NOTHING) + 1  # of an operator's tensors: the fixed ones and the dropout's seed
 
 
 class _Call:
@@ -32,7 +32,7 @@ class _Call:
 
 def through_transforms(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> tuple[Tensor, Tensor]:
     """attention_forward() of the operator's arguments."""
-    optional, lists, captures, rest = arguments[:_OPTIONAL], arguments[6:8], arguments[8], arguments[9:]
+    optional, (*lists, captures), rest = arguments[:_OPTIONAL], arguments[_OPTIONAL:_OPTIONAL + 3], arguments[_OPTIONAL + 3:]
     return _Forward.apply(_Call(lists, rest), q, k, v, *optional, *captures)
 
 
@@ -87,7 +87,7 @@ class _Forward(torch.autograd.Function):
         optional, captures = ctx.saved_tensors[5:5 + _OPTIONAL], ctx.saved_tensors[5 + _OPTIONAL:]
         dsinks = others.pop(0) if optional[4] is not None else None
         with_grad, names = names_with_grad(ctx.call.options), ctx.call.rest[1]
-        return (None, dq, dk, dv, None, None, None, None, dsinks, None,
+        return (None, dq, dk, dv, *Fixed(sinks=dsinks), None,
                 *[others.pop(0) if name in with_grad else None for name, _ in zip(names, captures)])
 
     @staticmethod

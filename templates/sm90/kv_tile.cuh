@@ -1,0 +1,62 @@
+// Where TMA finds a KV tile, and its copy to shared memory. A tile is one box a slice; with pages it is boxes
+// of rows of one page, which the lanes of a warp copy.
+#pragma once
+
+#include "flashjit/async/mbarrier.cuh"
+#include "flashjit/async/tma.cuh"
+#include "flashjit/common/kv_source.cuh"
+#include "flashjit/sm90/wgmma.cuh"
+
+namespace flashjit::sm90 {
+
+template <class P>
+constexpr bool kPaged = P::kPageRows > 0;
+template <class P>
+constexpr int kKvBoxRows = kv_box_rows(P::kPageRows, P::kBc);
+
+/// Whether the thread is the one that copies tiles, or the first of the warp that does.
+template <class P>
+__device__ __forceinline__ bool leads_kv_copies() {
+  return !kPaged<P> || threadIdx.x % 32 == 0;
+}
+
+/// The coordinates of a KV tile; with pages those of the lane's box.
+template <class P>
+struct KvTilePlace {
+  int row = 0, head = 0, batch = 0;
+
+  __device__ __forceinline__ KvTilePlace() {}
+  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int h_kv, int begin)
+      : head(h_kv) {
+    if constexpr (kPaged<P>) {
+      const int kv = begin + static_cast<int>(threadIdx.x) % 32 * kKvBoxRows<P>;
+      row = kv % P::kPageRows;
+      // Rows of a page that does not exist come as zeros.
+      batch = kv < sequence.seqused_kv(p) ? page_of_key<P>(p, sequence.b, kv) : p.page_table.count;
+    } else {
+      row = sequence.kv_row(begin);
+      batch = P::kCache ? page_of_key<P>(p, sequence.b, begin) : sequence.batch();
+    }
+  }
+};
+
+/// Starts the copy of a tile of K or V, which completes on `full`. By one thread; with pages by a warp.
+template <class P, int kColumns>
+__device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, unsigned full,
+                                             const KvTilePlace<P>& at) {
+  constexpr int kBytes = tile_bytes(P::kBc, kColumns);
+  if constexpr (!kPaged<P>) {
+    barrier_expect(full, kBytes);
+    load_tile<P::kBc, kColumns>(to, map, full, at.row, at.head, at.batch);
+  } else {
+    const int lane = static_cast<int>(threadIdx.x) % 32;
+    if (lane == 0) barrier_expect(full, kBytes);
+    __syncwarp();
+    if (lane < P::kBc / kKvBoxRows<P>)
+      for (int slice = 0; slice < slices(kColumns); ++slice)
+        load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
+                 at.row, at.head, at.batch);
+  }
+}
+
+}  // namespace flashjit::sm90

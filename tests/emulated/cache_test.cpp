@@ -1,0 +1,45 @@
+// Caches in slots and pages, read by kernels of every family that the emulator runs.
+#include "tests/support/cache_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+std::vector<CacheCase> cases() {
+  struct Kind {
+    const char* spec;
+    AttentionShape shape;
+    PoolLayout layout;
+  };
+  const std::vector<Kind> kinds = {
+      {"bf16:d64:causal:varlen:pages16", {4, 4, 2, 70, 200}, PoolLayout::nhd},
+      {"fp16:d128:causal:pages64", {3, 4, 1, 3, 300}, PoolLayout::interleaved},
+      {"bf16:d64x32:cache", {3, 2, 1, 20, 150}, PoolLayout::hnd},
+      {"bf16:d64:causal:pages3", {3, 4, 2, 1, 100}, PoolLayout::nhd},
+      {"fp16:d96:sinks:pages256", {3, 8, 2, 1, 400}, PoolLayout::hnd},
+  };
+  std::vector<CacheCase> all;
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Kind& kind : kinds) {
+      const auto seed = static_cast<unsigned>(all.size());
+      all.push_back({.spec = parse_spec(kind.spec),
+                     .shape = kind.shape,
+                     .family = family,
+                     .layout = kind.layout,
+                     .slot_table = seed % 2 == 1,
+                     .seed = seed});
+    }
+  return all;
+}
+
+class EmulatedCache : public GpuTestWith<CacheCase> {};
+
+TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
+  TemporaryRuntime runtime;
+  check_cache(runtime.get(), GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, EmulatedCache, testing::ValuesIn(cases()),
+                         [](const auto& info) { return name_of(info.param); });
+
+}  // namespace
+}  // namespace flashjit::test

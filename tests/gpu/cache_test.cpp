@@ -1,0 +1,51 @@
+// Caches: slots and pages of every size, layout and family against the reference, which has the keys in
+// order.
+#include "tests/support/cache_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+/// Pages of every size by turns with what combines with them.
+std::vector<CacheCase> cases() {
+  constexpr std::array kRests = {":causal:varlen",
+                                 "",
+                                 ":causal",
+                                 ":varlen:sinks",
+                                 ":mask{q - kv < 40}:varlen",
+                                 ":causal:score{20.0 * tanh(score / 20.0)}"};
+  constexpr std::array kDims = {"bf16:d128", "fp16:d64", "bf16:d64x32", "bf16:d256", "fp16:d96"};
+  const std::vector<AttentionShape> shapes = {
+      {4, 4, 2, 70, 200}, {3, 8, 2, 1, 300}, {5, 4, 1, 16, 517}, {3, 2, 2, 130, 129}};
+  std::vector<CacheCase> all;
+  unsigned seed = 0;
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const char* pages :
+         {":cache", ":pages1", ":pages3", ":pages8", ":pages16", ":pages64", ":pages128", ":pages256"})
+      for (int i = 0; i < 3; ++i, ++seed) {
+        const std::string text = fmt::format("fwd:{}{}{}", kDims[seed % kDims.size()],
+                                             kRests[(seed + seed / 6) % kRests.size()], pages);
+        CacheCase test{.spec = parse_spec(text),
+                       .shape = shapes[(seed + seed / 4) % shapes.size()],
+                       .family = family,
+                       .layout = static_cast<PoolLayout>(seed % 3),
+                       .slot_table = seed % 2 == 1,
+                       .seed = seed};
+        if (test.spec.v_dim() != test.spec.head_dim && test.layout == PoolLayout::interleaved)
+          test.layout = PoolLayout::hnd;
+        all.push_back(test);
+      }
+  return all;
+}
+
+class CacheTest : public GpuTestWith<CacheCase> {};
+
+TEST_P(CacheTest, IsReadAsTheKeysInOrder) {
+  TemporaryRuntime runtime;
+  check_cache(runtime.get(), GetParam());
+}
+
+INSTANTIATE_TEST_SUITE_P(All, CacheTest, testing::ValuesIn(cases()),
+                         [](const auto& info) { return name_of(info.param); });
+
+}  // namespace
+}  // namespace flashjit::test

@@ -1,0 +1,136 @@
+"""attention() on a cache in pages or slots: against each sequence by itself, on the GPU where there is one."""
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashjit  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+LENGTHS = [37, 0, 64, 5]
+HEADS, HEADS_KV, DIM = 4, 2, 64
+
+
+def exact(q, k, v, softcap=None):
+    """One sequence in float64: q [heads, queries, dim], the last query sees the last key."""
+    q, k, v = (x.double() for x in (q, k, v))
+    k, v = (x.repeat_interleave(q.shape[0] // x.shape[0], 0) for x in (k, v))
+    s = q.shape[2] ** -0.5 * q @ k.transpose(1, 2)
+    if softcap:
+        s = softcap * torch.tanh(s / softcap)
+    rows, keys = torch.arange(q.shape[1], device=q.device)[:, None], torch.arange(k.shape[1], device=q.device)
+    s = s.masked_fill(keys > rows + k.shape[1] - q.shape[1], -math.inf)
+    return s.softmax(-1).nan_to_num(0) @ v
+
+
+class Cache:
+    """Sequences of LENGTHS in pages of `rows`, in any order, with NaN in every row that is no key."""
+
+    def __init__(self, rows, layout="nhd"):
+        torch.manual_seed(rows)
+        self.keys = [torch.randn(HEADS_KV, n, DIM).to(DEVICE, DTYPE) for n in LENGTHS]
+        self.values = [torch.randn(HEADS_KV, n, DIM).to(DEVICE, DTYPE) for n in LENGTHS]
+        self.lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+        columns = -(-max(LENGTHS) // rows) + 1
+        pages = sum(-(-n // rows) for n in LENGTHS) + 3
+        if layout == "nhd":
+            pool = torch.full((2, pages, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE).transpose(2, 3)
+            self.k, self.v = pool
+        elif layout == "hnd":
+            self.k, self.v = torch.full((2, pages, HEADS_KV, rows, DIM), math.nan, dtype=DTYPE, device=DEVICE)
+        else:  # K and V side by side in each page
+            pool = torch.full((pages, 2, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE)
+            self.k, self.v = pool[:, 0].transpose(1, 2), pool[:, 1].transpose(1, 2)
+        self.table = torch.full((len(LENGTHS), columns + 2), 2**31 - 1, dtype=torch.int32, device=DEVICE)[:, :columns]
+        free = iter(torch.randperm(pages).tolist())
+        for i, n in enumerate(LENGTHS):
+            for column, begin in enumerate(range(0, n, rows)):
+                page, end = next(free), min(begin + rows, n)
+                self.table[i, column] = page
+                self.k[page, :, :end - begin] = self.keys[i][:, begin:end]
+                self.v[page, :, :end - begin] = self.values[i][:, begin:end]
+
+
+def expect_close(got, want):
+    limit = 1e-5 if got.dtype == torch.float32 else 2e-2
+    assert torch.isfinite(got).all()
+    assert (got.double() - want).abs().max() <= limit if got.numel() else True
+
+
+@pytest.mark.parametrize("layout", ["nhd", "hnd", "interleaved"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 64, 256])
+def test_pages(rows, layout):
+    cache = Cache(rows, layout)
+    q = torch.randn(len(LENGTHS), HEADS, 3, DIM).to(DEVICE, DTYPE)
+    out = flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths)
+    for i in range(len(LENGTHS)):
+        expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
+
+
+@pytest.mark.parametrize("rows", [16, 5])
+def test_packed_queries_of_unlike_lengths(rows):
+    cache = Cache(rows)
+    counts = [4, 2, 64, 0]
+    offsets = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32, device=DEVICE)
+    q = torch.randn(1, HEADS, sum(counts), DIM).to(DEVICE, DTYPE)
+    out, lse = flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table, kv_lengths=cache.lengths,
+                                  cu_seqlens_q=offsets, max_seqlen_q=64, max_seqlen_kv=70, return_lse=True,
+                                  score_mod=lambda s, b, h, i, j: 5.0 * torch.tanh(s / 5.0))
+    assert lse.shape == (len(LENGTHS), HEADS, 64)
+    for i, (begin, count) in enumerate(zip(offsets.tolist(), counts)):
+        expect_close(out[0, :, begin:begin + count],
+                     exact(q[0, :, begin:begin + count], cache.keys[i], cache.values[i], softcap=5.0))
+
+
+@pytest.mark.parametrize("ordered", [True, False])
+def test_slots(ordered):
+    cache = Cache(16)
+    k = torch.full((6, HEADS_KV, 80, DIM), math.nan, dtype=DTYPE, device=DEVICE)
+    v = k.clone()
+    slots = [0, 1, 2, 3] if ordered else [4, 0, 5, 2]
+    for slot, n, key, value in zip(slots, LENGTHS, cache.keys, cache.values):
+        k[slot, :, :n], v[slot, :, :n] = key, value
+    q = torch.randn(len(LENGTHS), HEADS, 2, DIM).to(DEVICE, DTYPE)
+    where = {"cache": True} if ordered else {"page_table": torch.tensor(slots, dtype=torch.int32, device=DEVICE)}
+    out = flashjit.attention(q, k, v, causal=True, kv_lengths=cache.lengths, **where)
+    for i in range(len(LENGTHS)):
+        expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
+
+
+def test_compiled():
+    cache = Cache(16)
+    q = torch.randn(len(LENGTHS), HEADS, 1, DIM).to(DEVICE, DTYPE)
+
+    @torch.compile(fullgraph=True)
+    def step(q, k, v, table, lengths):
+        return 2 * flashjit.attention(q, k, v, causal=True, page_table=table, kv_lengths=lengths)
+
+    with torch.no_grad():
+        out = step(q, cache.k, cache.v, cache.table, cache.lengths)
+    expect_close(out, 2 * flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table,
+                                             kv_lengths=cache.lengths).double())
+
+
+def test_what_makes_no_sense_is_refused():
+    cache = Cache(16)
+    q = torch.randn(len(LENGTHS), HEADS, 1, DIM).to(DEVICE, DTYPE)
+
+    def refused(error, words, q=q, k=cache.k, v=cache.v, **named):
+        arguments = {"page_table": cache.table, "kv_lengths": cache.lengths, **named}
+        with pytest.raises(error) as caught:
+            flashjit.attention(q, k, v, **arguments)
+        for word in words:
+            assert word in str(caught.value)
+
+    refused(flashjit.InvalidArgument, ["kv_lengths is missing"], kv_lengths=None)
+    refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table.long())
+    refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table[:3])
+    refused(flashjit.InvalidArgument, ["room for"], max_seqlen_kv=10_000)
+    refused(flashjit.InvalidArgument, ["v the pages or slots"], v=cache.v[:2])
+    refused(flashjit.InvalidArgument, ["cu_seqlens_kv"], cu_seqlens_kv=cache.lengths)
+    refused(flashjit.InvalidArgument, ["max_seqlen_q"], cu_seqlens_q=cache.lengths)
+    refused(flashjit.InvalidArgument, ["rows of a page", "1 to 256", "cache=True"],
+            k=torch.zeros(3, HEADS_KV, 300, DIM, dtype=DTYPE, device=DEVICE),
+            v=torch.zeros(3, HEADS_KV, 300, DIM, dtype=DTYPE, device=DEVICE))
+    refused(flashjit.Unsupported, ["no backward pass", "no_grad"], q=q.clone().requires_grad_())

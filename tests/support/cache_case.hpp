@@ -1,0 +1,151 @@
+// A cache in slots or pages, as an engine keeps it: pages in any order, NaN in every row that is no key, and
+// in a table, behind a sequence's pages, numbers of pages that do not exist.
+#pragma once
+
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cctype>
+#include <cstdint>
+#include <limits>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "flashjit/flashjit.hpp"
+#include "reference/inputs.hpp"
+#include "reference/reference.hpp"
+
+namespace flashjit::test {
+
+enum class PoolLayout : std::uint8_t {
+  hnd,         ///< K [pages, heads, rows, d]; V is a tensor of its own
+  nhd,         ///< K [pages, rows, heads, d]
+  interleaved  ///< K and V in one: [pages, 2, rows, heads, d], of equal head dimensions
+};
+
+struct CacheCase {
+  AttentionSpec spec;    ///< with pages or cache
+  AttentionShape shape;  ///< seqlen_kv: the most keys of a sequence
+  Family family = Family::simt;
+  PoolLayout layout = PoolLayout::nhd;
+  bool slot_table = false;  ///< of slots: they are in no order
+  unsigned seed = 0;
+};
+
+inline std::string name_of(const CacheCase& test) {
+  constexpr const char* kLayouts[] = {"hnd", "nhd", "interleaved"};
+  std::string name =
+      fmt::format("{}_{}_{}_{}{}_{}", to_string(test.spec), to_string(test.shape), to_string(test.family),
+                  kLayouts[static_cast<int>(test.layout)], test.slot_table ? "_table" : "", test.seed);
+  std::ranges::replace_if(
+      name, [](unsigned char c) { return !std::isalnum(c); }, '_');
+  return name;
+}
+
+/// One of the pools, as values, and how a view of it is made.
+struct Pool {
+  std::vector<double> values = {};
+  std::int64_t offset = 0;  ///< of its first element, where two share memory
+  std::array<std::int64_t, 4> size = {}, stride = {};
+
+  template <class Void>
+  BasicTensorView<Void> view(Void* data, DType dtype) const {
+    using Byte = std::conditional_t<std::is_const_v<Void>, const char, char>;
+    return {static_cast<Byte*>(data) + offset * size_of(dtype), size, stride};
+  }
+  double& at(std::int64_t page, std::int64_t head, std::int64_t row, std::int64_t i) {
+    return values[offset + page * stride[0] + head * stride[1] + row * stride[2] + i];
+  }
+};
+
+/// A case's numbers: a problem for the reference, whose keys are in order, and the cache that has the same.
+struct Cache {
+  reference::Problem problem;
+  Pool k = {}, v = {};  ///< with one memory, that of k, where the layout says so
+  std::vector<std::int32_t> table = {};
+  std::int64_t columns = 0, table_stride = 0;
+
+  PageTableView table_view(const std::int32_t* data) const {
+    if (table.empty()) return {};
+    return {data, problem.shape.batch, columns, table_stride};
+  }
+};
+
+namespace cache_detail {
+
+inline Pool make_pool(PoolLayout layout, std::int64_t pages, std::int64_t heads, std::int64_t rows,
+                      std::int64_t d) {
+  Pool pool{.size = {pages, heads, rows, d}};
+  if (layout == PoolLayout::hnd) pool.stride = {heads * rows * d, rows * d, d, 1};
+  if (layout == PoolLayout::nhd) pool.stride = {rows * heads * d, d, heads * d, 1};
+  if (layout == PoolLayout::interleaved) pool.stride = {2 * rows * heads * d, d, heads * d, 1};
+  const std::int64_t copies = layout == PoolLayout::interleaved ? 2 : 1;
+  pool.values.assign(copies * pages * heads * rows * d, std::numeric_limits<double>::quiet_NaN());
+  return pool;
+}
+
+}  // namespace cache_detail
+
+inline Cache make_cache(const CacheCase& test) {
+  const AttentionSpec spec = test.spec.normalized();
+  const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
+  std::mt19937 random(77 + test.seed);
+  Cache cache{.problem = {.spec = test.spec, .shape = test.shape}};
+  reference::Problem& problem = cache.problem;
+  if (spec.varlen) problem.cu_seqlens_q = reference::random_offsets(batch, seqlen_q, 1, test.seed);
+  const std::int64_t queries = spec.varlen ? problem.cu_seqlens_q.back() : batch * seqlen_q;
+  std::normal_distribution<double> normal;
+  const auto values = [&](std::int64_t count) {
+    std::vector<double> all(count);
+    for (double& value : all) value = reference::round_to(spec.dtype, normal(random));
+    return all;
+  };
+  problem.q = values(heads_q * queries * spec.head_dim);
+  problem.k = values(batch * heads_kv * seqlen_kv * spec.head_dim);
+  problem.v = values(batch * heads_kv * seqlen_kv * spec.v_dim());
+  if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
+  problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
+  // One sequence without keys, one with as many as there may be.
+  std::uniform_int_distribution<std::int32_t> length(1, static_cast<std::int32_t>(seqlen_kv));
+  for (std::int64_t b = 0; b < batch; ++b) problem.kv_lengths.push_back(length(random));
+  if (batch > 1) problem.kv_lengths[1] = 0;
+  if (batch > 2) problem.kv_lengths[2] = static_cast<std::int32_t>(seqlen_kv);
+
+  const std::int64_t rows = spec.pages ? spec.pages : seqlen_kv + 3;
+  const std::int64_t of_sequence = spec.pages ? (seqlen_kv + rows - 1) / rows : 1;
+  const std::int64_t pages = batch * of_sequence + 2;
+  cache.k = cache_detail::make_pool(test.layout, pages, heads_kv, rows, spec.head_dim);
+  cache.v = cache_detail::make_pool(test.layout, pages, heads_kv, rows, spec.v_dim());
+  const bool shared = test.layout == PoolLayout::interleaved;
+  if (shared) cache.v.offset = rows * heads_kv * spec.head_dim;
+  Pool& v_values = shared ? cache.k : cache.v;
+
+  std::vector<std::int32_t> order(pages);
+  std::iota(order.begin(), order.end(), 0);
+  const bool tabled = spec.pages != 0 || test.slot_table;
+  if (tabled) std::ranges::shuffle(order, random);
+  cache.columns = of_sequence + (spec.pages ? 1 : 0);
+  cache.table_stride = cache.columns + 2;
+  if (tabled) cache.table.assign(batch * cache.table_stride, std::numeric_limits<std::int32_t>::max());
+  for (std::int64_t b = 0; b < batch; ++b) {
+    for (std::int64_t n = 0; n < problem.kv_lengths[b]; ++n) {
+      const std::int32_t page = order[b * of_sequence + n / rows];
+      if (tabled) cache.table[b * cache.table_stride + n / rows] = page;
+      for (std::int64_t h = 0; h < heads_kv; ++h) {
+        const std::int64_t row = (b * heads_kv + h) * seqlen_kv + n;
+        for (std::int64_t i = 0; i < spec.head_dim; ++i)
+          cache.k.at(page, h, n % rows, i) = problem.k[row * spec.head_dim + i];
+        for (std::int64_t i = 0; i < spec.v_dim(); ++i)
+          v_values.values[cache.v.offset + page * cache.v.stride[0] + h * cache.v.stride[1] +
+                          n % rows * cache.v.stride[2] + i] = problem.v[row * spec.v_dim() + i];
+      }
+    }
+    // A slot without keys is a slot all the same.
+    if (tabled && spec.pages == 0) cache.table[b * cache.table_stride] = order[b];
+  }
+  return cache;
+}
+
+}  // namespace flashjit::test

@@ -1,0 +1,91 @@
+// A cache on the GPU: its tensors, its launches and its limits.
+#pragma once
+
+#include <optional>
+
+#include "tests/support/attention_case.hpp"
+#include "tests/support/cache_case.hpp"
+
+namespace flashjit::test {
+
+/// A case's cache on the GPU.
+class CacheRun {
+ public:
+  explicit CacheRun(const CacheCase& test)
+      : test_(test),
+        cache_(make_cache(test)),
+        exact_(reference::forward(cache_.problem)),
+        rounded_(reference::forward(cache_.problem, reference::Precision::rounded)),
+        q_(to_device(test.spec.dtype, cache_.problem.q)),
+        k_(to_device(test.spec.dtype, cache_.k.values)),
+        v_(to_device(test.spec.dtype, cache_.v.values)),
+        lengths_(to_device(cache_.problem.kv_lengths)),
+        cu_seqlens_q_(to_device(cache_.problem.cu_seqlens_q)),
+        sinks_(to_device(DType::fp32, cache_.problem.sinks)),
+        table_(to_device(cache_.table)),
+        captures_(gpu().driver(), test.spec, cache_.problem.captures),
+        out_(cache_.problem.q.size() / test.spec.head_dim * test.spec.v_dim() * size_of(test.spec.dtype)),
+        lse_(exact_.lse.size() * sizeof(float)) {}
+
+  /// Launches into poisoned outputs and compares O and LSE.
+  void check(Runtime& runtime, const std::optional<TileConfig>& config = {}) {
+    if (config) runtime.prepare(test_.spec, test_.shape, *config);
+    const GuardedMemory work(runtime.workspace_bytes(test_.spec, test_.shape));
+    runtime.forward(test_.spec, args(work), nullptr);
+    gpu().context->synchronize();
+    EXPECT_TRUE(out_.guards_intact() && lse_.guards_intact() && work.guards_intact());
+    const auto [error, limit] =
+        reference::judge(decode(test_.spec.dtype, out_.content()), exact_.out, rounded_.out, 2);
+    EXPECT_LE(error, limit) << "out";
+    EXPECT_LE(reference::max_abs_error(
+                  reference::existing_rows(cache_.problem, decode(DType::fp32, lse_.content())),
+                  reference::existing_rows(cache_.problem, exact_.lse)),
+              1e-3)
+        << "LSE";
+  }
+
+ private:
+  ForwardArgs args(const GuardedMemory& work) {
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
+    const DType dtype = test_.spec.dtype;
+    const bool varlen = test_.spec.varlen;
+    const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
+    const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
+    const void* v = test_.layout == PoolLayout::interleaved ? k_.data() : v_.data();
+    ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
+                     .k = cache_.k.view(static_cast<const void*>(k_.data()), dtype),
+                     .v = cache_.v.view(v, dtype),
+                     .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
+                     .lse = static_cast<float*>(lse_.data()),
+                     .kv_lengths = static_cast<const std::int32_t*>(lengths_.data()),
+                     .workspace = {work.data(), work.bytes()},
+                     .captures = captures_.view(),
+                     .max_seqlen_kv = seqlen_kv,
+                     .sinks = static_cast<const float*>(sinks_.data()),
+                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data()))};
+    if (varlen) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
+      args.batch_size = batch;
+      args.max_seqlen_q = seqlen_q;
+    }
+    return args;
+  }
+
+  CacheCase test_;
+  Cache cache_;
+  reference::Forward exact_, rounded_;
+  device::DeviceBuffer q_, k_, v_, lengths_, cu_seqlens_q_, sinks_, table_;
+  DeviceCaptures captures_;
+  GuardedMemory out_, lse_;
+};
+
+/// Skips where the family cannot do it.
+inline void check_cache(Runtime& runtime, const CacheCase& test) {
+  SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
+  const plan::FamilyTraits& family = plan::traits(test.family);
+  if (const Support able = family.supports(test.spec, gpu().info); !able)
+    GTEST_SKIP() << to_string(test.family) << ": " << able.reason;
+  CacheRun(test).check(runtime, family.heuristic(test.spec, test.shape, gpu().info));
+}
+
+}  // namespace flashjit::test

@@ -1,0 +1,202 @@
+// Caches of slots and pages without a GPU: what a call may be given, and what the CPU reference makes of it.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "api/reference_call.hpp"
+#include "call/arguments.hpp"
+#include "support/dtypes.hpp"
+#include "tests/support/cache_case.hpp"
+
+namespace flashjit::test {
+namespace {
+
+template <class T = void>
+T* address(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+/// Three sequences of up to 5 pages of 16 rows, of which a pool has 40.
+ForwardArgs paged_args() {
+  return {.q = ConstTensorView::bhsd(address(0x10000), 3, 4, 2, 64),
+          .k = ConstTensorView::bshd(address(0x20000), 40, 16, 2, 64),
+          .v = ConstTensorView::bshd(address(0x30000), 40, 16, 2, 64),
+          .out = TensorView::bhsd(address(0x40000), 3, 4, 2, 64),
+          .kv_lengths = address<std::int32_t>(0x50000),
+          .page_table = {address<std::int32_t>(0x60000), 3, 5}};
+}
+AttentionSpec paged_spec() { return parse_spec("bf16:d64:causal:pages16"); }
+
+template <class Change>
+std::string refusal(Change&& change) {
+  AttentionSpec spec = paged_spec();
+  ForwardArgs args = paged_args();
+  change(spec, args);
+  try {
+    spec.validate();
+    check_arguments(spec, args);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    return error.message();
+  }
+  return "accepted";
+}
+void expect_says(const std::string& said, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(said.find(part), said.npos) << said;
+}
+
+TEST(Cache, ShapeIsOfTheBoundsAlone) {
+  EXPECT_EQ(shape_of(paged_spec(), paged_args()), (AttentionShape{3, 4, 2, 2, 80}));
+  ForwardArgs args = paged_args();
+  args.max_seqlen_kv = 70;
+  EXPECT_EQ(shape_of(paged_spec(), args), (AttentionShape{3, 4, 2, 2, 70}));
+  const AttentionSpec slots = parse_spec("bf16:d64:cache");
+  EXPECT_EQ(shape_of(slots, args), (AttentionShape{3, 4, 2, 2, 70}));
+  args.max_seqlen_kv = 0;
+  EXPECT_EQ(shape_of(slots, args), (AttentionShape{3, 4, 2, 2, 16}));
+}
+
+TEST(Cache, SoundArgumentsPass) {
+  EXPECT_EQ(refusal([](auto&, auto&) {}), "accepted");
+  EXPECT_EQ(refusal([](auto& spec, auto& args) {
+              spec.varlen = true;
+              args.q = ConstTensorView::bhsd(address(0x10000), 1, 4, 50, 64);
+              args.out = TensorView::bhsd(address(0x40000), 1, 4, 50, 64);
+              args.cu_seqlens_q = address<std::int32_t>(0x70000);
+              args.batch_size = 3, args.max_seqlen_q = 40;
+            }),
+            "accepted");
+  const auto slots = [](auto& spec, auto& args) {
+    spec = parse_spec("bf16:d64:cache");
+    args.page_table = {};
+  };
+  EXPECT_EQ(refusal(slots), "accepted");
+  EXPECT_EQ(refusal([&](auto& spec, auto& args) {
+              slots(spec, args);
+              args.page_table = {address<std::int32_t>(0x60000), 3, 1};
+            }),
+            "accepted");
+}
+
+TEST(Cache, WrongArgumentsAreNamed) {
+  expect_says(refusal([](auto&, auto& args) { args.page_table = {}; }), {"page_table is null", "[3, "});
+  expect_says(refusal([](auto&, auto& args) { args.page_table.sequences = 2; }),
+              {"page_table has 2 rows", "3 sequences"});
+  expect_says(refusal([](auto&, auto& args) { args.page_table.columns = -1; }),
+              {"page_table has -1 columns"});
+  expect_says(refusal([](auto&, auto& args) { args.page_table.stride = -5; }), {"page_table has stride -5"});
+  expect_says(refusal([](auto&, auto& args) { args.page_table.data = address<std::int32_t>(0x60002); }),
+              {"page_table is at", "multiple of 4 bytes"});
+  expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = 81; }),
+              {"max_seqlen_kv is 81", "room for 80 keys"});
+  expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = -1; }), {"max_seqlen_kv is -1"});
+  expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }),
+              {"kv_lengths is null", "a cache"});
+  expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 8; }),
+              {"v has length 8", "spec.pages has 16"});
+  expect_says(refusal([](auto& spec, auto&) { spec.pages = 32; }), {"k has length 16", "spec.pages has 32"});
+  expect_says(refusal([](auto&, auto& args) { args.v.size[0] = 39; }), {"v has batch 39", "k has 40"});
+  expect_says(refusal([](auto&, auto& args) { args.k.stride[2] = 100; }), {"k has stride 100", "16 bytes"});
+  expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x70000); }),
+              {"cu_seqlens_kv is given", "kv_lengths"});
+  expect_says(refusal([](auto&, auto& args) { args.batch_size = 3; }), {"batch_size 3", "varlen"});
+  expect_says(refusal([](auto& spec, auto& args) {
+                spec = parse_spec("bf16:d64:cache");
+                args.page_table.columns = 2;
+              }),
+              {"page_table has 2 columns", "slot of each sequence"});
+  expect_says(refusal([](auto& spec, auto& args) {
+                spec = parse_spec("bf16:d64:cache");
+                args.page_table = {};
+                args.k.size[0] = args.v.size[0] = 2;
+              }),
+              {"k has 2 slots for 3 sequences", "page_table"});
+  expect_says(refusal([](auto& spec, auto& args) {
+                spec = parse_spec("bf16:d64");
+                args.kv_lengths = nullptr;
+                args.k.size[0] = args.v.size[0] = 3;
+              }),
+              {"page_table is given", "spec.pages"});
+}
+
+TEST(Cache, SpecsThatMakeNoSenseAreRefused) {
+  expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward; }), {"backward", "pages"});
+  expect_says(refusal([](auto& spec, auto&) { spec.kv_lengths = true; }), {"kv_lengths", "pages", "leave"});
+  expect_says(refusal([](auto& spec, auto&) { spec.pages = 257; }), {"pages is 257", "1 to 256"});
+}
+
+/// The reference called as users call it, on the cache; and on the keys in order.
+void expect_read_as_in_order(const CacheCase& test) {
+  SCOPED_TRACE(name_of(test));
+  const Cache cache = make_cache(test);
+  const reference::Forward expected = reference::forward(cache.problem);
+  const auto bytes = [&](const std::vector<double>& values) {
+    std::vector<std::byte> all(values.size() * size_of(test.spec.dtype));
+    for (std::size_t i = 0; i < values.size(); ++i)
+      dtype_info(test.spec.dtype).encode(values[i], &all[i * size_of(test.spec.dtype)]);
+    return all;
+  };
+  const auto q = bytes(cache.problem.q), k = bytes(cache.k.values), v = bytes(cache.v.values);
+  const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
+  const bool varlen = test.spec.varlen;
+  const std::int64_t b = varlen ? 1 : batch, rows = varlen ? cache.problem.cu_seqlens_q.back() : seqlen_q;
+  std::vector<float> out(expected.out.size());
+  std::vector<float> lse(expected.lse.size());
+  const void* of_v = test.layout == PoolLayout::interleaved ? k.data() : v.data();
+  ForwardArgs args{.q = ConstTensorView::bhsd(q.data(), b, heads_q, rows, test.spec.head_dim),
+                   .k = cache.k.view(static_cast<const void*>(k.data()), test.spec.dtype),
+                   .v = cache.v.view(of_v, test.spec.dtype),
+                   .out = TensorView::bhsd(out.data(), b, heads_q, rows, test.spec.v_dim()),
+                   .lse = lse.data(),
+                   .kv_lengths = cache.problem.kv_lengths.data(),
+                   .max_seqlen_kv = seqlen_kv,
+                   .page_table = cache.table_view(cache.table.data())};
+  if (varlen) {
+    args.cu_seqlens_q = cache.problem.cu_seqlens_q.data();
+    args.batch_size = batch, args.max_seqlen_q = seqlen_q;
+  }
+  reference_forward(test.spec, args);
+  for (std::size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(expected.out[i])) << i;
+}
+
+TEST(Cache, TheReferenceReadsSlotsAndPages) {
+  unsigned seed = 0;
+  for (const char* rest : {":cache", ":pages1", ":pages3", ":pages16", ":pages256"})
+    for (const PoolLayout layout : {PoolLayout::hnd, PoolLayout::nhd, PoolLayout::interleaved})
+      for (const char* queries : {":causal", ":causal:varlen"})
+        expect_read_as_in_order({.spec = parse_spec(fmt::format("fp32:d16{}{}", queries, rest)),
+                                 .shape = {4, 4, 2, 7, 50},
+                                 .layout = layout,
+                                 .slot_table = seed % 2 == 0,
+                                 .seed = seed++});
+}
+
+/// `causal` lets the last query see a sequence's own last key, as FlashAttention's call with a cache does.
+TEST(Cache, CausalEndsAtEachSequencesOwnLength) {
+  reference::Problem problem{.spec = parse_spec("fp32:d8:causal:cache"), .shape = {2, 1, 1, 3, 6}};
+  problem.q.assign(2 * 3 * 8, 0.0);
+  problem.k.assign(2 * 6 * 8, 0.0);
+  for (int b = 0; b < 2; ++b)
+    for (int n = 0; n < 6; ++n)
+      for (int i = 0; i < 8; ++i) problem.v.push_back(n);
+  problem.kv_lengths = {4, 2};
+  const reference::Forward result = reference::forward(problem);
+  // Of 4 keys the queries see 2, 3 and 4; of 2 keys none, 1 and 2.
+  const std::vector<double> means = {0.5, 1, 1.5, 0, 0, 0.5};
+  for (int row = 0; row < 6; ++row) EXPECT_DOUBLE_EQ(result.out[row * 8], means[row]) << row;
+  EXPECT_EQ(result.lse[3], -std::numeric_limits<double>::infinity());
+}
+
+TEST(Cache, TextsOfSpecs) {
+  EXPECT_EQ(to_string(parse_spec("bf16:d128:pages16:causal:varlen")), "fwd:bf16:d128:causal:varlen:pages16");
+  EXPECT_EQ(to_string(parse_spec("bf16:d128:cache")), "fwd:bf16:d128:cache");
+  EXPECT_EQ(to_string(AttentionSpec{.head_dim = 64, .pages = 8}), "fwd:bf16:d64:pages8");
+  EXPECT_THROW(parse_spec("bf16:d128:pages0"), Error);
+  EXPECT_THROW(parse_spec("bf16:d128:pages300"), Error);
+  EXPECT_THROW(parse_spec("bf16:d128:pages16:pages16"), Error);
+}
+
+}  // namespace
+}  // namespace flashjit::test

@@ -73,6 +73,14 @@ std::vector<char> random_pattern(DType dtype) {
   return bytes;
 }
 
+/// Rows of a page of K and V, and pages of a sequence: one, where there are no pages.
+std::int64_t page_rows(const Problem& p) {
+  return p.spec.pages != 0 ? p.spec.pages : std::max<std::int64_t>(p.shape.seqlen_kv, 1);
+}
+std::int64_t pages_of_sequence(const Problem& p) {
+  return (p.shape.seqlen_kv + page_rows(p) - 1) / page_rows(p);
+}
+
 /// The sizes of a problem's tensors, in bytes.
 struct Sizes {
   std::size_t q, k, v, o, lse;
@@ -83,8 +91,9 @@ struct Sizes {
       return static_cast<std::size_t>(shape.batch * heads * length) * dim * size_of(p.spec.dtype);
     };
     q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim);
-    k = bytes(shape.heads_kv, shape.seqlen_kv, p.spec.head_dim);
-    v = bytes(shape.heads_kv, shape.seqlen_kv, p.spec.v_dim());
+    const std::int64_t keys = pages_of_sequence(p) * page_rows(p);
+    k = bytes(shape.heads_kv, keys, p.spec.head_dim);
+    v = bytes(shape.heads_kv, keys, p.spec.v_dim());
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim());
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
@@ -106,7 +115,11 @@ class Inputs {
     const std::vector<char> pattern = random_pattern(problem_.spec.dtype);
     const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
     for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, backward));
-    if (problem_.spec.kv_lengths) {
+    if (problem_.spec.pages != 0)
+      page_table_ = device::upload(
+          driver_, reference::shuffled_pages(problem_.shape.batch * pages_of_sequence(problem_), kSeed),
+          stream_);
+    if (problem_.spec.has_lengths()) {
       kv_lengths_ =
           device::upload(driver_,
                          std::vector<std::int32_t>(static_cast<std::size_t>(problem_.shape.batch),
@@ -229,6 +242,12 @@ class Inputs {
     return rows(buffer, problem_.shape.heads_q, problem_.shape.seqlen_q, dim);
   }
   TensorView rows_of_kv(const DeviceBuffer& buffer, int dim) const {
+    const AttentionShape& shape = problem_.shape;
+    if (problem_.spec.pages != 0)
+      return TensorView::bshd(buffer.data(), shape.batch * pages_of_sequence(problem_), problem_.spec.pages,
+                              shape.heads_kv, dim);
+    if (problem_.spec.cache)
+      return TensorView::bhsd(buffer.data(), shape.batch, shape.heads_kv, shape.seqlen_kv, dim);
     return rows(buffer, problem_.shape.heads_kv, problem_.shape.seqlen_kv, dim);
   }
 
@@ -253,14 +272,21 @@ class Inputs {
     args.sinks = static_cast<const float*>(sinks_.data());
     if (spec.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
-      args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+      if (!spec.normalized().cache)
+        args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
       args.batch_size = problem_.shape.batch;
       args.max_seqlen_q = problem_.shape.seqlen_q;
       args.max_seqlen_kv = problem_.shape.seqlen_kv;
     }
     return args;
   }
-  ForwardArgs forward_args(const TensorSet& set) const { return common_args<ForwardArgs>(set); }
+  ForwardArgs forward_args(const TensorSet& set) const {
+    auto args = common_args<ForwardArgs>(set);
+    if (problem_.spec.pages != 0)
+      args.page_table = {static_cast<const std::int32_t*>(page_table_.data()), problem_.shape.batch,
+                         pages_of_sequence(problem_)};
+    return args;
+  }
   BackwardArgs backward_args(const TensorSet& set) const {
     auto args = common_args<BackwardArgs>(set);
     args.dout = rows_of_q(set.dout, problem_.spec.v_dim());
@@ -276,7 +302,8 @@ class Inputs {
   Sizes sizes_;
   CUstream stream_;
   std::vector<TensorSet> sets_;
-  DeviceBuffer kv_lengths_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_;
+  DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
+      dsinks_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

@@ -249,6 +249,14 @@ std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longes
   return offsets;
 }
 
+std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed) {
+  std::vector<std::int32_t> pages(static_cast<std::size_t>(count));
+  std::iota(pages.begin(), pages.end(), 0);
+  std::mt19937_64 random(seed);
+  std::ranges::shuffle(pages, random);
+  return pages;
+}
+
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal(1, 2);

@@ -29,6 +29,9 @@ std::vector<Captured> plausible_captures(const AttentionSpec& spec, const Attent
 std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longest, std::int64_t empty,
                                          std::uint64_t seed);
 
+/// The numbers 0 to count - 1 in any order: the pages of a table [batch, columns], row by row.
+std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed);
+
 /// A sink for each of `heads`, of the size of scores.
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed);
 

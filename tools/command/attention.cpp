@@ -106,15 +106,17 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   std::int64_t keys = shape.batch * shape.heads_kv * shape.seqlen_kv;
   if (spec.varlen) {
     problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, 1, random());
-    problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
     queries = shape.heads_q * problem.cu_seqlens_q.back();
+  }
+  if (spec.varlen && !spec.normalized().cache) {
+    problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
     keys = shape.heads_kv * problem.cu_seqlens_kv.back();
   }
   problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
   problem.v = normal_values(keys * spec.v_dim(), spec.dtype, random);
   if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
-  if (spec.kv_lengths) {
+  if (spec.has_lengths()) {
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
     for (std::int64_t b = 0; b < shape.batch; ++b) problem.kv_lengths.push_back(length(random));
   }
@@ -317,6 +319,9 @@ void read_packing(reference::Problem& problem, const InputFiles& files) {
 }  // namespace
 
 reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& files, Layout layout) {
+  if (spec.cache)
+    throw Error(ErrorCode::invalid_argument,
+                "the spec has a cache, but files have the keys in order: give \"kvlen\" or \"varlen\" instead");
   Tensor q = read_tensor(files.q, layout, spec.dtype);
   Tensor k = read_tensor(files.k, layout, spec.dtype);
   Tensor v = read_tensor(files.v, layout, spec.dtype);

@@ -62,7 +62,8 @@ void examine_driver(Examination& found) {
       if (able) found.devices.push_back(info);
     }
     if (count == 0)
-      found.add("device", Verdict::missing, "the driver finds no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES");
+      found.add("device", Verdict::missing,
+                "the driver finds no GPU; see nvidia-smi and CUDA_VISIBLE_DEVICES");
   } catch (const Error& error) {
     found.add(error.code() == ErrorCode::no_device ? "device" : "driver", Verdict::missing, error.message());
   }

@@ -1,9 +1,12 @@
 #include "gpu.hpp"
 
+#include <algorithm>
 #include <array>
 #include <cstring>
+#include <limits>
 
 #include "autotune/device_captures.hpp"
+#include "reference/inputs.hpp"
 #include "support/dtypes.hpp"
 #include "support/environment.hpp"
 
@@ -99,11 +102,26 @@ void set_common(Args& args, const reference::Problem& problem, const Extras& ext
   args.captures = extras.captures.view();
   if (problem.spec.varlen) {
     args.cu_seqlens_q = static_cast<const std::int32_t*>(extras.cu_seqlens_q.data());
-    args.cu_seqlens_kv = static_cast<const std::int32_t*>(extras.cu_seqlens_kv.data());
+    if (!problem.cu_seqlens_kv.empty())
+      args.cu_seqlens_kv = static_cast<const std::int32_t*>(extras.cu_seqlens_kv.data());
     args.batch_size = problem.shape.batch;
     args.max_seqlen_q = problem.shape.seqlen_q;
     args.max_seqlen_kv = problem.shape.seqlen_kv;
   }
+}
+
+/// K or V of the problem, whose keys are in order, as pages [pages, heads_kv, rows, dim] that `table` names.
+std::vector<double> in_pages(const reference::Problem& problem, const std::vector<double>& in_order,
+                             const std::vector<std::int32_t>& table, std::int64_t columns, std::int64_t dim) {
+  const auto [batch, heads_q, heads, seqlen_q, keys] = problem.shape;
+  const std::int64_t rows = problem.spec.pages;
+  std::vector<double> pool(table.size() * heads * rows * dim, std::numeric_limits<double>::quiet_NaN());
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t h = 0; h < heads; ++h)
+      for (std::int64_t n = 0; n < problem.kv_lengths[b]; ++n)
+        std::copy_n(&in_order[((b * heads + h) * keys + n) * dim], dim,
+                    &pool[((table[b * columns + n / rows] * heads + h) * rows + n % rows) * dim]);
+  return pool;
 }
 
 /// Milliseconds that the stream spends on what `work` puts there.
@@ -133,13 +151,22 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const bool packed = problem.spec.varlen;
   const std::int64_t b = packed ? 1 : batch;
   const std::int64_t sq = packed ? problem.cu_seqlens_q.back() : longest_q;
-  const std::int64_t skv = packed ? problem.cu_seqlens_kv.back() : longest_kv;
+  const bool cached = problem.spec.normalized().cache;
+  const std::int64_t skv = packed && !cached ? problem.cu_seqlens_kv.back() : longest_kv;
   const DType dtype = problem.spec.dtype;
   const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();
   const bool backward = problem.spec.pass == Pass::backward;
 
-  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q),
-      k(driver, dtype, {b, hkv, skv, d}, problem.k), v(driver, dtype, {b, hkv, skv, dv}, problem.v);
+  const std::int64_t rows = problem.spec.pages, columns = rows == 0 ? 0 : (longest_kv + rows - 1) / rows;
+  const std::vector<std::int32_t> table = reference::shuffled_pages(batch * columns, problem.seed);
+  const DeviceBuffer page_table = device::upload(driver, table);
+  const auto of_kv = [&](const std::vector<double>& in_order, std::int64_t dim) {
+    if (rows == 0) return DeviceTensor(driver, dtype, {cached ? batch : b, hkv, skv, dim}, in_order);
+    return DeviceTensor(driver, dtype, {batch * columns, hkv, rows, dim},
+                        in_pages(problem, in_order, table, columns, dim));
+  };
+  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q), k = of_kv(problem.k, d),
+                                                                  v = of_kv(problem.v, dv);
   const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {batch, hq, longest_q, 1});
   const Extras extras(driver, problem);
   const device::StreamOwner stream(driver);
@@ -151,6 +178,8 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   ForwardArgs args{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .lse = lse.floats()};
   args.workspace = workspace_of(forward_space);
   set_common(args, problem, extras);
+  if (rows != 0) args.page_table = {static_cast<const std::int32_t*>(page_table.data()), batch, columns};
+  if (cached) args.max_seqlen_kv = longest_kv;
   gpu.synchronize();  // the copies and fills are on another stream
   spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
   Results results{out.values(), lse.values(), {}, {}, {}};

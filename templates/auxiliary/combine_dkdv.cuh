@@ -1,5 +1,5 @@
-// After a backward pass whose CTAs shared the Q tiles of each KV tile: dK and dV, the sums of what the
-// splits of the queries gave to them.
+// After a backward pass whose CTAs shared the Q tiles of each KV tile: adds up the dK and dV of the splits of
+// the queries.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"

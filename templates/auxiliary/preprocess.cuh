@@ -1,6 +1,5 @@
 // Before the backward pass: D = rowsum(dO * O) - dLSE, LSE padded to whole tiles, the score's row terms,
-// zeros where dQ is added up (all, or those of the first heads) and in rows of no sequence, and the
-// semaphores.
+// zeros in the dQ accumulator (all of it, or the first heads) and in rows of no sequence, and the semaphores.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -20,11 +19,11 @@ __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<
   const long long at = head * p.seqlen_q_padded + row;
   const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
   const bool has_p = lse_gives_p(lse);
-  // dS = P (dP - D) + P dLSE. Without P dLSE does not count, and may be NaN.
+  // dS = P (dP - D) + P dLSE. Where P is zero dLSE has no effect, and may be NaN.
   const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
   p.d[at] = dot - dlse;
   p.lse_padded[at] = has_p ? lse : infinity();
-  // Also behind the last row: P of a score that is not a number would not be 0.
+  // Also behind the last row: else P of a NaN score would not be 0.
   if constexpr (P::kScoreRowTerm)
     if (p.row_terms != nullptr) p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
 }
@@ -38,8 +37,8 @@ __device__ __forceinline__ void clear_dq(const Params& p, long long head, int fi
     accumulator[i] = float4{0, 0, 0, 0};
 }
 
-/// All of common/semaphores.cuh, or the two counters of simt/capture_grads.cuh. Heads that clear_dq() has
-/// cleared have all their pieces clear.
+/// All of common/semaphores.cuh, or the two counters of simt/capture_grads.cuh. The heads that clear_dq()
+/// clears count as cleared.
 template <class P>
 __device__ __forceinline__ void reset_semaphores(const Params& p) {
   const long long of_dq =

@@ -1,5 +1,5 @@
-// Attention on the GPU as it is written in a textbook, for checking the real kernels at sizes where the CPU
-// would take too long. Nothing is tiled or fused: one CTA of 128 threads computes one query's row.
+// Textbook attention on the GPU, to check the real kernels at sizes where the CPU would take too long.
+// Nothing is tiled or fused: one CTA of 128 threads computes one query's row.
 #pragma once
 
 #include "flashjit/auxiliary/reference_params.cuh"
@@ -11,7 +11,7 @@
 
 namespace flashjit::auxiliary {
 
-/// One query's place, and shared memory for its row of Q, dO and O and for a slice of its row of P and dS.
+/// A query, and shared memory for its row of Q, dO and O and for a slice of its row of P and dS.
 template <class P>
 struct ReferenceRow {
   const Params& p;
@@ -37,10 +37,10 @@ struct ReferenceRow {
 
   __device__ int kv_head() const { return h / p.qhead_per_kvhead(); }
   __device__ bool exists() const { return q < sequence.seqlen_q(p); }
-  /// Keys that are no padding.
+  /// Keys without padding.
   __device__ int length() const { return sequence.seqused_kv(p); }
   __device__ typename P::Head head() const { return sequence.head(p, h); }
-  /// What programs are handed: Q K^T, from a score.
+  /// Q K^T from a score, as programs get it.
   __device__ float raw(double score) const { return static_cast<float>(score / p.softmax_scale); }
 
   using Element = typename P::Element;
@@ -90,7 +90,7 @@ __device__ double reference_score(const ReferenceRow<P>& r, int kv) {
   return s;
 }
 
-/// What joins the softmax beside the keys; -inf: nothing.
+/// The logit in the softmax besides the keys, a sink; -inf: none.
 template <class P>
 __device__ double reference_sink(const ReferenceRow<P>& r) {
   if constexpr (P::kSinks) return r.p.sinks[r.h];
@@ -202,7 +202,7 @@ __device__ void reference_pair(const ReferenceRow<P>& r, const Softmax& softmax,
   r.grads[threadIdx.x] = grad;
 }
 
-/// What a row adds to dK and dV, for one of the keys that are wanted.
+/// What a row adds to dK and dV of one of the requested keys.
 template <class P>
 __device__ void add_to_key(const ReferenceParams& params, const ReferenceRow<P>& r, int kv, double prob,
                            double grad) {

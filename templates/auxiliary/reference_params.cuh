@@ -1,4 +1,4 @@
-// What the reference kernels are handed. The GPU tests, which launch them, include it too.
+// Parameters of the reference kernels. The GPU tests, which launch them, include this file, too.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -15,14 +15,14 @@ constexpr int kReferenceThreads = 128;
 /// Results are contiguous, as doubles, and not packed: rows past a sequence's end are zero.
 struct ReferenceParams {
   Params base;
-  int q_begin, q_count;    ///< the queries to compute: what other queries get and add is left out
-  int kv_begin, kv_count;  ///< the keys whose dK and dV are wanted
+  int q_begin, q_count;    ///< the queries to compute; others are left out
+  int kv_begin, kv_count;  ///< the keys whose dK and dV are computed
   double* out;             ///< [batch, heads_q, q_count, head_dim_v]
   double* lse;             ///< [batch, heads_q, q_count]
   double* dq;              ///< [batch, heads_q, q_count, head_dim]
   double* dk;              ///< [batch, heads_kv, kv_count, head_dim]: added to
   double* dv;              ///< [batch, heads_kv, kv_count, head_dim_v]: added to
-  double* dsink_rows;      ///< [batch, heads_q, q_count]: what dsinks are the sums of
+  double* dsink_rows;      ///< [batch, heads_q, q_count]: dsinks are the sums of these
 };
 
 /// A tensor to fill with values of mean 0 and variance 1, a different one for each seed.

@@ -1,6 +1,6 @@
-// Lists of the tiles that a block map and a mask program leave, one list for each row of tiles, so that a
-// kernel visits only those tiles that attend. Rows are Q tiles in the forward pass and KV tiles in the
-// backward pass; columns are the other ones.
+// Lists of the tiles with attending pairs, by block map and mask program, one list for each row of tiles, so
+// that a kernel visits only those. Rows are Q tiles in the forward pass and KV tiles in the backward pass;
+// columns are the other ones.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -11,7 +11,8 @@ namespace flashjit::auxiliary {
 
 constexpr int kListThreads = 128;
 
-/// How many threads of the CTA before this one say yes, and how many in all. Every thread must call it.
+/// How many threads of the CTA before this one have a true value, and how many in all. Every thread must call
+/// it.
 struct Prefix {
   int before, total;
 };
@@ -32,7 +33,7 @@ __device__ __forceinline__ Prefix prefix_among_threads(bool yes) {
   return prefix;
 }
 
-/// One set of lists: a batch entry and a head, or all those that share its lists.
+/// One set of lists: a batch entry and a head, or all that share the lists.
 template <class P>
 struct ListSet {
   long long at;
@@ -94,7 +95,7 @@ struct Reads {
 };
 
 /// One warp for one tile of rows of one set of lists; grid: sets * (q_tiles + kv_tiles) / 4, rounded up. So
-/// each row is read once, and not again for each list that it is in.
+/// each row is read once instead of once for each list.
 template <class P>
 __device__ void term_bounds(const Params& p) {
   let_next_grid_start<P>();
@@ -109,7 +110,7 @@ __device__ void term_bounds(const Params& p) {
     Reads<P, false>::store(p, set, tile - q_tiles<P>(p));
 }
 
-/// Evaluates every pair of a tile by the whole warp, until both kinds have been seen.
+/// Evaluates the pairs of a tile by the whole warp, until one attends and one does not.
 template <class P>
 __device__ __noinline__ TileClass evaluate_tile(const Params& p, const typename P::Head& head, Range q,
                                                 Range kv) {
@@ -141,7 +142,7 @@ __device__ __forceinline__ TileClass evaluate_partial(const Params& p, const typ
   return kind;
 }
 
-/// Which rows of the Q tile meet a KV tile, as bits of an entry.
+/// The row bits of an entry: which rows of the Q tile meet a KV tile.
 template <class P>
 __device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>& set, Range q, Range kv) {
   int bits = 0;
@@ -154,11 +155,11 @@ __device__ __forceinline__ int rows_that_meet(const Params& p, const ListSet<P>&
   return bits;
 }
 
-/// Lists the tiles that any rows of the Q tile meet, with which rows do; returns how many tiles. A warpgroup
-/// that skips a tile should have another to compute meanwhile, so tiles that the first rows meet, but not
-/// all, alternate with those that only later rows meet. Tiles are visited from the last on: the list ends
-/// with one for the later rows, whose groups then begin while the others end the Q tile before; before it are
-/// those for all rows. Two stages leave no room to alternate.
+/// Lists the tiles that any rows of the Q tile meet, with their row bits; returns how many. A warpgroup that
+/// skips a tile should have another to compute meanwhile, so tiles that the first rows meet, but not all,
+/// alternate with those that only later rows meet. Tiles are visited from the last on: the list ends with one
+/// for the later rows, whose groups then begin while the others end the Q tile before; before it are those
+/// for all rows. Two stages leave no room to alternate.
 template <class P>
 __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& set, Range q, int columns,
                                             int* entries) {
@@ -196,8 +197,8 @@ __device__ __forceinline__ int list_by_rows(const Params& p, const ListSet<P>& s
   return in_all;
 }
 
-/// Before a forward pass whose CTAs take listed work: the first is next. One CTA, for calls that are
-/// given their lists; else tile_lists does it.
+/// Resets the counter of Q tiles before a forward pass with lists, by one CTA, for calls that are given their
+/// lists; else tile_lists does it.
 template <class P>
 __device__ void reset_work(const Params& p) {
   let_next_grid_start<P>();
@@ -250,9 +251,9 @@ __device__ void tile_lists(const Params& p) {
   }
 }
 
-/// From "which KV tiles list a Q tile" to the rank of each among them, the last first: the order in which
-/// they add to its dQ. One CTA for 32 columns of a set of lists, each warp for a part of the rows; grid:
-/// sets * columns / 32, rounded up.
+/// Finds the rank of each KV tile among those that list a Q tile, the last first: the order in which they add
+/// to its dQ. One CTA for 32 columns of a set of lists, each warp for a part of the rows; grid: sets *
+/// columns / 32, rounded up.
 template <class P>
 __device__ void list_ranks(const Params& p) {
   constexpr int kParts = kListThreads / 32;

@@ -1,5 +1,5 @@
-// Captured tensors: reads that never leave the tensor, and additions to their gradients. The conversions to
-// float are those of element.cuh, found by the element's namespace.
+// Captured tensors: reads that never leave the tensor, and additions to their gradients. Conversions to float
+// are in element.cuh, found by argument-dependent lookup.
 #pragma once
 
 #include "flashjit/common/int_math.cuh"
@@ -34,12 +34,12 @@ __device__ __forceinline__ float as_read(Half x) {
 
 __device__ __forceinline__ int clamped_index(int index, int size) { return max(min(index, size - 1), 0); }
 
-/// Where an index was computed; -1: at any.
+/// The position at which an index was computed; -1: any.
 struct ReadPosition {
   int b, h, q, kv;
 };
 
-/// A debug mode: prints each index that is clamped, if `exists`: if the pair that reads exists.
+/// A debug mode: prints each index that is clamped. `exists`: whether the pair that reads exists.
 template <class... Indices>
 __device__ __noinline__ void check_indices(bool exists, ReadPosition at, const char* name,
                                            const CaptureParam& tensor, Indices... indices) {
@@ -79,12 +79,12 @@ struct BiasTile {
   int size_q, size_kv, q_shift, kv_shift;
   int leading[2];  ///< the other indices, the last first; 0 where there is none, or the stride is
 
-  /// Whether the pairs of so many queries and keys have elements of their own.
+  /// Whether every pair of so many queries and keys has an element of its own.
   __device__ __forceinline__ bool holds(int queries, int keys) const {
     const auto within = [](int shift, int count, int size) { return shift >= 0 && shift <= size - count; };
     return within(q_shift, queries, size_q) && within(kv_shift, keys, size_kv);
   }
-  /// The elements of a query, and which of them is a key's.
+  /// The elements of a query, and the index of a key's among them.
   __device__ __forceinline__ const unsigned short* row(int q) const {
     return first + clamped_index(wrap_add(q, q_shift), size_q) * stride_q;
   }
@@ -124,7 +124,7 @@ __device__ __forceinline__ float* capture_grad(const CaptureParam& tensor, Indic
   return tensor.grad + at;
 }
 
-/// Where the pairs' gradients are, as BiasTile has their elements.
+/// Like BiasTile, for the gradients of the pairs' elements.
 struct BiasTileGrad {
   float* first;
   int size_q, size_kv, q_shift, kv_shift;

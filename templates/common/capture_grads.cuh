@@ -16,7 +16,7 @@ struct Addition {
   static constexpr AccumulationPattern kPattern = pattern;
 };
 
-/// ds times a derivative, which may be anything where no gradient comes.
+/// ds times a derivative, which may be NaN where ds is zero.
 __device__ __forceinline__ float chained(float ds, float derivative) {
   return ds == 0.0f ? 0.0f : ds * derivative;
 }
@@ -93,7 +93,7 @@ class CaptureSums {
       if (__all_sync(~0u, value == 0.0f)) return;
       const auto address = reinterpret_cast<unsigned long long>(at);
       const bool same = __all_sync(~0u, __shfl_sync(~0u, address, 0) == address);
-      unsigned taken = 0;  // bits of the lane's number: those without them have what the others had
+      unsigned taken = 0;  // bits of the lane's number; lanes without them have the others' sums
 #pragma unroll
       for (int bit = 1; bit < 32; bit *= 2) {
         if (!same && !__all_sync(~0u, __shfl_xor_sync(~0u, address, bit) == address)) continue;

@@ -7,10 +7,10 @@
 
 namespace flashjit {
 
-/// Seed and offset, in that order: the caller's, or what it left on the device.
+/// Seed and offset, in that order: from the parameters, or from memory on the device.
 __device__ __forceinline__ uint4 rng_state(const Params& p) {
   uint4 state{p.seed_lo, p.seed_hi, p.offset_lo, p.offset_hi};
-  // Not volatile: loads of the same are one.
+  // Not volatile, so that equal loads become one.
   asm("{\n"
       ".reg .pred given;\n"
       "setp.ne.u64 given, %4, 0;\n"
@@ -29,7 +29,7 @@ __device__ __forceinline__ Philox4 dropout_words(const Params& p, unsigned batch
 /// Whether dropout drops the pair.
 __device__ __forceinline__ bool pair_dropped(const Params& p, unsigned batch_head, int q, int kv) {
   const Philox4 random = dropout_words(p, batch_head, q, kv);
-  // Selects, since an index known only at run time would put the words into local memory.
+  // Selects instead of an index, which would put the words into local memory.
   const int index = dropout_word_index(q, kv);
   const unsigned low = index & 1 ? random.word[1] : random.word[0];
   const unsigned high = index & 1 ? random.word[3] : random.word[2];
@@ -44,7 +44,7 @@ __device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const unsigned drawn = draw_dropped(random.word[r], p.drop_share);
-    masks[r] = select_bytes(drawn, drawn, 0xbb99);  // each half all of its highest bit
+    masks[r] = select_bytes(drawn, drawn, 0xbb99);  // each half filled with its highest bit
   }
 }
 
@@ -60,7 +60,7 @@ __device__ __forceinline__ Philox4 draw_transposed(const Params& p, unsigned bat
   Philox4 drawn;
 #pragma unroll
   for (int r = 0; r < 4; r += 2) {
-    // Of words 2 (kv >= 8) and 2 (kv >= 8) + 1 what the other lane wants.
+    // What the other lane needs of words 2 (kv >= 8) and 2 (kv >= 8) + 1.
     const unsigned other = __shfl_xor_sync(kWholeWarp, select_bytes(own.word[r], own.word[r + 1], others), 4);
     drawn.word[r / 2] = draw_dropped(select_bytes(own.word[r], other, even_words), p.drop_share);
     drawn.word[r / 2 + 2] = draw_dropped(select_bytes(own.word[r + 1], other, odd_words), p.drop_share);

@@ -55,7 +55,7 @@ __device__ __forceinline__ unsigned pack<bf16>(float low, float high) {
 #endif
 }
 
-/// What pack() made one of.
+/// The inverse of pack().
 template <class Element>
 __device__ __forceinline__ float low_of(unsigned pair) {
   return to_float(Element{static_cast<unsigned short>(pair)});
@@ -65,7 +65,7 @@ __device__ __forceinline__ float high_of(unsigned pair) {
   return to_float(Element{static_cast<unsigned short>(pair >> 16)});
 }
 
-/// Zero in place of each negative element of a pack of 16-bit floats.
+/// Replaces the negative ones of two packed 16-bit floats by zero.
 __device__ __forceinline__ unsigned without_negatives(unsigned pair) {
   const unsigned negative = (pair >> 15 & 0x00010001u) * 0xffffu;
   return pair & ~negative;

@@ -1,5 +1,5 @@
 // The integers of the program language: 32 bits that wrap. Host and device include this file: the CPU
-// evaluates programs with the very arithmetic that kernels run.
+// evaluates programs with the same arithmetic as kernels.
 #pragma once
 
 namespace flashjit {
@@ -24,8 +24,8 @@ constexpr int wrap_divide(int a, int b) {
 /// The rest of wrap_divide, with the sign of `a`; a zero divisor gives 0.
 constexpr int wrap_modulo(int a, int b) { return b == 0 || b == -1 ? 0 : a % b; }
 
-/// The same of what is not negative by what is positive: without a sign a power of two is one shift, and of a
-/// tile's positions, which begin at multiples, a compiler sees which have the same quotient.
+/// The same for a dividend that is not negative and a positive divisor: without signs a power of two is one
+/// shift, and the compiler sees which of a tile's positions have the same quotient.
 constexpr int natural_divide(int a, int b) {
   return static_cast<int>(static_cast<unsigned>(a) / static_cast<unsigned>(b));
 }
@@ -48,7 +48,7 @@ struct Divisor {
   constexpr explicit Divisor(int by_) : by(by_) {
     const unsigned size = magnitude(by);
     if (size < 2) return;
-    while (shift < 30 && 2u << shift < size) ++shift;  // 2^(shift + 1) is the first that is no less than size
+    while (shift < 30 && 2u << shift < size) ++shift;  // 2^(shift + 1) is the first that is at least size
     multiplier = static_cast<unsigned>((1ull << (32 + shift)) / size + 1);
   }
   constexpr int quotient(int a) const {
@@ -68,15 +68,15 @@ struct Divisor {
   }
 };
 
-/// As a Divisor divides, but numbers that are not negative: of 31 bits the product is right for all divisors,
-/// and none is a case of its own (the same paper, section 4).
+/// Like Divisor, for numbers that are not negative: with 31 bits the product is right for all divisors,
+/// without special cases (the same paper, section 4).
 struct NaturalDivisor {
   unsigned multiplier = 0, size = 1;  ///< of twice the number; the divisor's magnitude, 1 where that is 0
   int shift = 0, sign = 0;            ///< sign 0: the quotient is 0
 
   constexpr NaturalDivisor() = default;
   constexpr explicit NaturalDivisor(int by) : size(by == 0 ? 1 : magnitude(by)), sign((by > 0) - (by < 0)) {
-    while (shift < 31 && 1u << shift < size) ++shift;  // 2^shift is the first that is no less than size
+    while (shift < 31 && 1u << shift < size) ++shift;  // 2^shift is the first that is at least size
     multiplier = static_cast<unsigned>(((1ull << (31 + shift)) + size - 1) / size);
   }
   constexpr int quotient(int a) const { return wrap_multiply(static_cast<int>(quotient_of_size(a)), sign); }
@@ -90,7 +90,7 @@ struct NaturalDivisor {
   }
 };
 
-/// All ints that wrap_modulo divides by one number without a rest: the same paper, section 9. A multiple
+/// Tests whether ints are multiples of a number, as wrap_modulo would: the same paper, section 9. A multiple
 /// times the inverse of the number's odd part is small, and has zeros where the number has.
 struct Multiples {
   unsigned inverse = 0, offset = 0, most = ~0u;
@@ -103,7 +103,7 @@ struct Multiples {
     for (; odd % 2 == 0; odd /= 2) ++zeros;
     inverse = odd;  // to 3 bits; each step doubles them
     for (int step = 0; step < 4; ++step) inverse *= 2 - odd * inverse;
-    offset = 0x7fffffffu / odd & (0u - (1u << zeros));  // makes what is negative positive
+    offset = 0x7fffffffu / odd & (0u - (1u << zeros));  // shifts negative numbers to positive ones
     most = odd == 1 ? ~0u >> zeros : offset >> zeros << 1;
   }
   constexpr bool contain(int a) const {

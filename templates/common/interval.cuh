@@ -1,5 +1,5 @@
-// What a program's integers and conditions may be over a tile of pairs. Host and device include this file:
-// the kernels' classes of tiles are those that the unit tests check on the host.
+// The values that a program's integers and conditions may have over a tile of pairs.
+// Host and device include this file, so that the unit tests check the kernels' classes of tiles.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -12,7 +12,7 @@
 
 namespace flashjit {
 
-/// All ints from low to high, both included. Results that may leave int32 are any int, since ints wrap.
+/// All ints from low to high, both included. A result that may overflow int32 is any int, since ints wrap.
 struct Interval {
   long long low, high;
 
@@ -20,7 +20,7 @@ struct Interval {
   constexpr bool single() const { return low == high; }
 };
 
-/// What a condition may be.
+/// The values that a condition may have.
 struct Truth {
   bool can_be_true, can_be_false;
 };
@@ -93,8 +93,8 @@ constexpr long long all_ones(long long value) {
   while (ones < value) ones = ones * 2 + 1;
   return ones;
 }
-/// Bit operations leave the bits above those of both operands equal to a sign: any of the numbers with as
-/// many bits, without a sign where neither operand can have one.
+/// Bit operations leave the bits above those of both operands equal to the sign. So the result is any number
+/// with as many bits, and not negative where neither operand can be.
 constexpr Interval same_bits(Interval a, Interval b) {
   const Interval both = join(a, b);
   const long long ones = all_ones(greater(both.high, -(both.low + 1)));
@@ -164,12 +164,12 @@ constexpr Interval affine(long long q_factor, Interval q, long long kv_factor, I
 constexpr Interval wrapped(Interval a) { return wrapped(a.low, a.high); }
 constexpr bool fits(Interval a) { return fits_int(a.low) && fits_int(a.high); }
 
-/// Of the difference of two sides that do not wrap.
+/// For the difference of two sides that do not wrap.
 constexpr Truth at_most_zero(Interval difference) { return {difference.low <= 0, difference.high > 0}; }
 constexpr Truth is_zero(Interval difference) {
   return {difference.contains(0), difference.low != 0 || difference.high != 0};
 }
-/// Sides that may wrap say nothing.
+/// If a side may wrap, the condition may be anything.
 constexpr Truth if_fits(Interval left, Interval right, Truth truth) {
   return fits(left) && fits(right) ? truth : any_truth();
 }
@@ -185,7 +185,7 @@ constexpr Interval interval_of(Range range) { return {range.begin, range.end - 1
 /// For bounds that hold for all values of an interval instead of some.
 constexpr Interval reversed(Interval a) { return {a.high, a.low}; }
 
-/// The positions of one kind that a condition leaves, narrowed by one condition after the other.
+/// A range of queries or keys, narrowed by one condition after another.
 struct Bounds {
   long long begin, end;  ///< at first 0 and a length
 

@@ -14,8 +14,8 @@ struct PackedRows {
   int first, count;
 };
 
-/// Between two neighbouring numbers of cu_seqlens. Nobody has checked these, since they are on the device:
-/// whatever they say, the rows are some of the tensor's `rows`, and no more than `longest`.
+/// The rows between two neighbouring numbers of cu_seqlens. These are unchecked, since they are on the
+/// device: whatever they are, the rows lie within the tensor's `rows`, and are no more than `longest`.
 constexpr PackedRows packed_rows(int begin, int end, int rows, int longest) {
   const int first = clamped(begin, 0, rows);
   return {first, min(clamped(end, first, rows) - first, longest)};

@@ -75,13 +75,13 @@ struct ExampleProblem {
   static constexpr int kMaskRowTerms = 0;        // listed only: how many mask_row_term() there are
   static constexpr int kMaskColumnTerms = 0;     // and mask_column_term()
   static constexpr int kCaptureGrads = 0;        // additions of add_capture_grads()
-  // Of these, the last are those with AccumulationPattern::by_difference, but for a very last one with
+  // Of these, the last are those with AccumulationPattern::by_difference, except that the very last may be
   // AccumulationPattern::own, for which there is bias_tile_grad().
   static constexpr int kDifferenceGrads = 0;
   static constexpr bool kBiasTileGrad = false;
 
-  /// What the programs need of one head of one batch entry, made once for a tile of work; the lengths are
-  /// those of the sequence.
+  /// What the programs need of one head of one batch entry, made once for a work tile; the lengths are the
+  /// sequence's.
   struct Head {
     int b, h, h_kv, seqlen_q, seqlen_kv;
   };
@@ -102,13 +102,13 @@ struct ExampleProblem {
   // a tile.
   // With kScoreLine the score is p.softmax_scale * dot + score_offset(p, head, q, kv), which grows by
   // score_slope(p, head) a key.
-  /// d score / d (p.softmax_scale * dot) at the same place.
+  /// d score / d (p.softmax_scale * dot) of the same pair.
   static __device__ __forceinline__ float score_grad(const Params&, const Head&, float /*dot*/,
                                                      Position /*q*/, Position /*kv*/) {
     return 1.0f;
   }
-  /// Calls add(Addition, float* at, float value) for what a pair with the gradient ds = d loss / d score
-  /// gives to the captures that want a gradient: once for each of kCaptureGrads additions.
+  /// Calls add(Addition, float* at, float value) for each of the kCaptureGrads additions of a pair to
+  /// gradients of captures, where ds = d loss / d score.
   template <class Add>
   static __device__ __forceinline__ void add_capture_grads(const Params&, const Head&, float /*ds*/,
                                                            float /*dot*/, Position /*q*/, Position /*kv*/,
@@ -121,9 +121,9 @@ struct ExampleProblem {
     return true;
   }
   /// The class of a tile, whose ranges are within the sequence and not empty. It may be partial where the
-  /// tile is empty or full, but not the other way round. A block of a cluster may have no keys: the answer
-  /// for none is not used. With kListed it gets the bounds of each mask_row_term() and mask_column_term()
-  /// over the ranges.
+  /// tile is empty or full, but not the other way round. A CTA of a cluster may have no keys; the answer is
+  /// then not used. With kListed it gets the bounds of each mask_row_term() and mask_column_term() over the
+  /// ranges.
   static __device__ __forceinline__ TileClass classify_tile(const Params&, const Head&, Range /*q*/,
                                                             Range /*kv*/, const Interval* /*row_terms*/,
                                                             const Interval* /*column_terms*/) {
@@ -131,7 +131,7 @@ struct ExampleProblem {
   }
   // With kMaskTerms there is mask_of_terms(p, head, row_terms, column_terms, q, kv), for a kernel that finds
   // each mask_row_term() and mask_column_term() once for a row or a column of a tile.
-  /// The mask's integers and conditions (0 and 1) that depend on one position alone, beside what Head has.
+  /// The mask's integers and conditions (0 and 1) that depend on one position alone, besides those in Head.
   static __device__ __forceinline__ int mask_row_term(const Params&, const Head&, int /*i*/, int /*q*/) {
     return 0;
   }

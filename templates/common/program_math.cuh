@@ -1,5 +1,5 @@
-// The functions of the program language in fp32: fast ones for 16-bit elements, whose rounding is larger than
-// their error, and exact ones for fp32.
+// The functions of the program language in fp32: fast ones for 16-bit elements, which round by more than
+// these err, and exact ones for fp32.
 #pragma once
 
 namespace flashjit {
@@ -39,13 +39,13 @@ struct Math {
   }
   static __device__ __forceinline__ float exp(float x) { return exp2(x * 1.4426950408889634f); }
   static __device__ __forceinline__ float log(float x) { return log2(x) * 0.6931471805599453f; }
-  /// Not by tanh, whose absolute error would be all that is left of small values.
+  /// Not by tanh, whose absolute error is larger than small values.
   static __device__ __forceinline__ float sigmoid(float x) { return divide(1.0f, 1.0f + exp(-x)); }
   static __device__ __forceinline__ float sin(float x) { return __sinf(within_a_turn(x)); }
   static __device__ __forceinline__ float cos(float x) { return __cosf(within_a_turn(x)); }
 
  private:
-  /// Less the nearest multiple of 2 pi, which two floats make up.
+  /// Subtracts the nearest multiple of 2 pi, as the sum of two floats.
   static __device__ __forceinline__ float within_a_turn(float x) {
     const float turns = rintf(x * 0.15915494309189535f);
     return __fmaf_rn(turns, 1.7484555e-7f, __fmaf_rn(turns, -6.2831855f, x));

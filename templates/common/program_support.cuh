@@ -1,4 +1,4 @@
-// What generated hooks are written in, beside the arithmetic of integers, intervals and functions.
+// What generated hooks use besides the arithmetic of integers, intervals and functions.
 #pragma once
 
 #include "flashjit/common/params.cuh"
@@ -12,7 +12,7 @@ __device__ __forceinline__ float scalar_float(const Params& p, int i) {
 
 /// Truncates and saturates; NaN gives 0.
 __device__ __forceinline__ int float_to_int(float x) { return __float2int_rz(x); }
-/// NaN gives 0 as well, where the instruction has another answer.
+/// NaN gives 0, too, unlike the instruction.
 __device__ __forceinline__ long long float_to_int64(float x) { return x == x ? __float2ll_rz(x) : 0; }
 
 }  // namespace flashjit

@@ -16,22 +16,23 @@ __device__ __forceinline__ float exp2_approx(float x) {
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
-/// Off by 2^-22 at most, or by that much of the result.
+/// The error is at most 2^-22, absolute or relative.
 __device__ __forceinline__ float log2_approx(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-/// Four bytes of two words: those that the digits of `bytes` name, the lower word's 0 to 3, the upper one's 4
-/// to 7; plus 8: all of the named byte's highest bit.
+/// Selects four bytes of two words by the digits of `bytes`: 0 to 3 of the lower word, 4 to 7 of the upper
+/// one; plus 8: eight copies of the byte's highest bit.
 __device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper, unsigned bytes) {
   unsigned word;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(lower), "r"(upper), "r"(bytes));
   return word;
 }
 
-/// A value that the compiler knows nothing of: it cannot take it apart, nor keep what follows from it.
+/// A value that the compiler knows nothing about, so that it neither splits it nor keeps what it derived from
+/// it.
 template <class T>
 __device__ __forceinline__ T opaque(T value) {
   asm("" : "+r"(value));
@@ -66,7 +67,7 @@ __device__ __forceinline__ void wait_for_prior_grid() {
   if constexpr (P::kArch >= 90) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-/// Stores of which the compiler need not know where `to` comes from.
+/// Stores to global memory, for pointers whose origin the compiler does not see.
 __device__ __forceinline__ void store_global(void* to, uint2 words) {
   asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(to), "r"(words.x), "r"(words.y) : "memory");
 }

@@ -1,5 +1,5 @@
-// Params::semaphores: the tile counters by which blocks take work, and the semaphores by which they wait for
-// each other. Work belongs to a CTA that runs, so that a wait always ends.
+// Params::semaphores: the tile counters from which CTAs take work, and the semaphores by which they wait for
+// each other. Work is taken by CTAs that run, so every wait ends.
 #pragma once
 
 #include "flashjit/common/tile_lists.cuh"
@@ -9,8 +9,8 @@ namespace flashjit {
 /// Forward, where tiles are listed: the next Q tile.
 __device__ __forceinline__ int* q_tile_counter(const Params& p) { return p.semaphores; }
 
-// Backward: the next KV tile; the next rows of dQ's accumulator to clear; the next KV tile to look at because
-// it may meet no rows; the next rows of dQ to convert.
+// Backward: the next KV tile; the next rows of dQ's accumulator to clear; the next KV tile to check for rows;
+// the next rows of dQ to convert.
 __device__ __forceinline__ int* kv_tile_counter(const Params& p) { return p.semaphores; }
 __device__ __forceinline__ int* clear_counter(const Params& p) { return p.semaphores + 1; }
 __device__ __forceinline__ int* empty_tile_counter(const Params& p) { return p.semaphores + 2; }
@@ -20,11 +20,11 @@ __device__ __forceinline__ int* convert_counter(const Params& p) { return p.sema
 __device__ __forceinline__ int* cleared_semaphore(const Params& p, int b, int h_kv) {
   return p.semaphores + kTileCounters + b * p.heads_kv + h_kv;
 }
-/// These, and how many parts of its KV tiles have added all that they add to dQ.
+/// The same, plus how many parts of its KV tiles have finished adding to dQ.
 __device__ __forceinline__ int* done_semaphore(const Params& p, int b, int h_kv) {
   return cleared_semaphore(p, p.batch, 0) + b * p.heads_kv + h_kv;
 }
-/// A piece is so many rows of the accumulator.
+/// Rows of a piece of the accumulator.
 constexpr int kClearRows = 128;
 __device__ __forceinline__ int pieces_to_clear(const Params& p) {
   return p.qhead_per_kvhead() * (p.seqlen_q_padded / kClearRows);

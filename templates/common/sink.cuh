@@ -5,9 +5,9 @@
 
 namespace flashjit {
 
-/// The row sum that O is divided by. P V adds up P rounded to the element type: so counts P of the row's
-/// largest key, too, which is exp2(rest), as its exponent is computed with one rounding. O of a row with one
-/// strong key is then that key's V, however large the scores are.
+/// The row sum that O is divided by. P V adds up P rounded to the element type, so the sum counts the rounded
+/// P of the row's largest key, too: exp2(rest), as its exponent is computed with one rounding. O of a row
+/// with one strong key is then that key's V, however large the scores are.
 template <class Element>
 __device__ __forceinline__ float sum_of_products(float sum, float rest) {
   const float largest = exp2_approx(rest);
@@ -17,7 +17,7 @@ __device__ __forceinline__ float sum_of_products(float sum, float rest) {
 /// The end of a row of O.
 struct RowEnd {
   float lse;
-  float factor;  ///< what O, already divided by its own sum, is multiplied with
+  float factor;  ///< factor for O, which is divided by its own sum already
 };
 
 /// From the LSE over the keys alone.

@@ -1,5 +1,5 @@
-// Split-KV: where tiles are too few for the device, CTAs share the KV tiles of a Q tile (Flash-Decoding),
-// or in the backward pass the Q tiles of a KV tile (split-Q). The entries combine and combine_dkdv join the
+// Split-KV: where tiles are too few for the device, CTAs share the KV tiles of a Q tile (Flash-Decoding), or
+// in the backward pass the Q tiles of a KV tile (split-Q). The entries combine and combine_dkdv add up the
 // results.
 #pragma once
 
@@ -8,7 +8,7 @@
 
 namespace flashjit {
 
-/// How many CTAs share what a tile meets.
+/// How many CTAs share the tiles that one meets.
 template <class P>
 __device__ __forceinline__ int num_splits(const Params& p) {
   return P::kSplit ? p.num_splits : 1;

@@ -5,8 +5,7 @@
 
 namespace flashjit {
 
-/// What the block map says of the cells that the tile touches. The ranges are within the tensors and not
-/// empty.
+/// The class of a tile by the block map alone. The ranges are within the tensors and not empty.
 template <class Problem>
 __device__ __forceinline__ TileClass classify_map(const Params& p, int b, int h, Range q, Range kv) {
   bool any = false, all = true;
@@ -21,8 +20,8 @@ __device__ __forceinline__ TileClass classify_map(const Params& p, int b, int h,
   return all ? TileClass::full : any ? TileClass::partial : TileClass::empty;
 }
 
-/// What block map and mask program together say of the tile. The ranges are within the sequence and not
-/// empty. Without the bounds of what the mask reads it can only say "partial" where the mask reads.
+/// The class of a tile by block map and mask program. The ranges are within the sequence and not empty.
+/// Without the bounds of the mask's terms it is "partial" wherever the mask reads tensors.
 template <class Problem>
 __device__ __forceinline__ TileClass tile_class(const Params& p, const typename Problem::Head& head, Range q,
                                                 Range kv, const Interval* q_reads = nullptr,

@@ -1,4 +1,4 @@
-// The grid of tiles, and the lists of those that a block map and a mask leave.
+// The grid of tiles, and lists of the tiles with attending pairs.
 #pragma once
 
 #include "flashjit/common/params.cuh"
@@ -20,7 +20,7 @@ __device__ __forceinline__ Range tile_range(int tile, int size, int length) {
 }
 
 /// Whether tiles are visited by lists, which the tile_lists entry makes, instead of in a contiguous range.
-/// Ordered additions need to know how many tiles come before: without a mask that is plain, else lists have
+/// Ordered additions need to know how many tiles come before: without a mask that is obvious, else lists have
 /// it.
 template <class P>
 constexpr bool kLists = P::kTileLists;

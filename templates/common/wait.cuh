@@ -3,7 +3,7 @@
 
 namespace flashjit {
 
-/// A longer wait is a hang. The longest other wait is for all CTAs' work on a head: seconds at a million
+/// A longer wait is a hang. The longest legitimate wait is for all CTAs' work on a head: seconds at a million
 /// tokens.
 constexpr unsigned long long kHangNanoseconds = 10'000'000'000;
 

@@ -1,19 +1,19 @@
 // Backward pass of family simt, after the preprocess entry: one kernel for dK and dV, whose CTAs own a tile
-// of K and V, and one for dQ, whose CTAs own a tile of Q. Both recompute P, no two CTAs add to one place,
-// and so the bits are the same on every run.
+// of K and V, and one for dQ, whose CTAs own a tile of Q. Both recompute P, and no two CTAs add to the same
+// element, so every run has the same bits.
 #pragma once
 
 #include "flashjit/simt/tile.cuh"
 
 namespace flashjit::simt {
 
-/// LSE and D of one query. LSE in natural units, as the forward pass left it: scores of 1e4 and more leave no
-/// bits for another rounding, and where one key has all the weight S - LSE is exactly zero.
+/// LSE and D of one query. LSE stays in natural units, as the forward pass wrote it: with scores of 1e4 and
+/// more another rounding would be visible, and where one key has all the weight S - LSE is exactly zero.
 struct RowStats {
   float lse, d;
 };
 
-/// Queries that have no P and queries that do not exist get LSE = inf, so that it is zero.
+/// Queries without P and queries that do not exist get LSE = inf, so that P is zero.
 template <class Problem>
 __device__ __forceinline__ RowStats row_stats(const Params& p, const Sequence<Problem>& sequence, int h,
                                               int q) {
@@ -27,8 +27,8 @@ struct PairGradient {
   float p, ds;
 };
 
-/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with. `add` is called with
-/// what the pair adds to gradients of captured tensors.
+/// `dot` is of Q and K, `dp` of dO and V; `dropout` is what dropout multiplies P with. `add` gets what the
+/// pair adds to gradients of captured tensors.
 template <class Problem, class Add>
 __device__ __forceinline__ PairGradient pair_gradient(const Params& p, const typename Problem::Head& head,
                                                       int q, int kv, float dot, float dp, RowStats row,

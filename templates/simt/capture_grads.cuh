@@ -1,6 +1,6 @@
 // Gradients of captured tensors with the same bits on every run, instead of the atomic additions of
-// backward_dq. Each CTA sums what a tile of pairs adds to each place, and adds it to memory when the tiles
-// before have been added: one tile after the other, which is slow.
+// backward_dq. Each CTA sums what a tile of pairs adds to each element, and adds the sums to memory after
+// those of the tiles before: one tile after the other, which is slow.
 #pragma once
 
 #include "flashjit/common/wait.cuh"
@@ -44,7 +44,7 @@ struct TileAddition {
   }
 };
 
-/// What each pair of the tile adds where, in shared memory; a null place: nothing.
+/// What each pair of the tile adds, and to which element, in shared memory; a null pointer: nothing.
 template <class T>
 struct PairAdditions {
   static constexpr int kPairs = T::kRows * T::kColumns;
@@ -99,8 +99,8 @@ __device__ bool find_additions(const Params& p, const TileAddition& work, const 
   return true;
 }
 
-/// The tile's sum for the place that a pair adds to, in the order of the pairs; a null place where an earlier
-/// pair has it.
+/// The tile's sum for the element that a pair adds to, in the order of the pairs; a null pointer where an
+/// earlier pair has it.
 template <class T>
 __device__ void sum_for_place(const PairAdditions<T>& additions, int pair, float*& at, float& sum) {
   at = additions.at[pair], sum = 0.0f;

@@ -69,7 +69,7 @@ __device__ __forceinline__ void softmax_tile(typename T::Scores& s, RowState<T>&
   }
 }
 
-/// P becomes what dropout leaves of it.
+/// Applies dropout to P.
 template <class T>
 __device__ __forceinline__ void drop_tile(typename T::Scores& s, const Pairs& pairs, float keep_scale) {
 #pragma unroll

@@ -1,5 +1,5 @@
 // How family simt cuts a problem into tiles and threads. Host and device include this file, so that the
-// planner prunes with the very numbers the kernels use.
+// planner prunes with the numbers that the kernels use.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -32,8 +32,7 @@ FLASHJIT_HOST_DEVICE constexpr int shared_bytes(int rows, int columns) {
   return (tile_offset(rows, columns) + rows * tile_stride(columns)) * 4;
 }
 
-/// More rows a thread than this, and its share of a head dimension of 256 leaves too few registers for the
-/// rest.
+/// With more rows a thread, its share of a head dimension of 256 leaves too few registers for the rest.
 constexpr int kMaxRowsPerThread = 4;
 
 /// Whether the threads of a CTA can share a tile of so many rows and columns: evenly, and without spilling.

@@ -1,6 +1,6 @@
 // The parts of family simt's kernels. All three have one structure: a tile of rows stays (Q, or K and V),
-// tiles of columns pass by, S = A B^T is multiplied chunk by chunk of the head dimension, and the tile that
-// comes of it, P or dS, is multiplied with a matrix of the columns into results that stay in registers.
+// tiles of columns pass by, S = A B^T is multiplied chunk by chunk of the head dimension, and the resulting
+// tile, P or dS, is multiplied with a matrix of the columns into results that stay in registers.
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
@@ -88,7 +88,7 @@ __device__ __forceinline__ KvMatrix<Problem> kv_matrix(const Params& p, const Se
 }
 
 /// Copies columns [chunk * kChunk, ...) of kRows rows from `first` on to shared memory, as floats. Columns
-/// from kDim on stay as they are: nobody reads them.
+/// from kDim on stay as they are, as they are never read.
 template <int kThreads, int kRows, int kDim, class Rows>
 __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int first, int chunk) {
   using Element = typename Rows::Element;
@@ -163,7 +163,7 @@ __device__ __forceinline__ void store_tile(const Shared& shared, const typename 
   __syncwarp();
 }
 
-/// sums += tile * (the chunk of B that lies in shared memory).
+/// sums += tile * (the chunk of B in shared memory).
 template <class T>
 __device__ __forceinline__ void multiply_add_chunk(float (&sums)[T::kM][kColumnsPerLane],
                                                    const Shared& shared) {

@@ -1,8 +1,8 @@
-// Backward pass with mma.sync (FlashAttention-2, algorithm 2): one CTA a KV tile, Q tiles streamed
-// through shared memory by cp.async. S and dP are computed transposed, so that P^T and dS^T feed dV and dK
-// from registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory.
-// With split2 two warps have the same rows: backward_pairs.cuh. Where KV tiles are few, CTAs share the Q
-// tiles of one (split-Q), and the combine_dkdv entry adds up what each gives.
+// Backward pass with mma.sync (FlashAttention-2, algorithm 2): one CTA a KV tile, Q tiles streamed through
+// shared memory by cp.async. S and dP are computed transposed, so that P^T and dS^T feed dV and dK from
+// registers; only dS goes through shared memory, for dQ, which is added up in fp32 in global memory. With
+// d_split2 two warps have the same rows: backward_pairs.cuh. Where KV tiles are few, CTAs share the Q tiles
+// of one (split-Q), and the combine_dkdv entry adds up their dK and dV.
 #pragma once
 
 #include "flashjit/common/kv_source.cuh"

@@ -1,4 +1,4 @@
-// The end of a KV tile: dK and dV on their way to global memory.
+// The epilogue of the backward pass: dK and dV to global memory.
 #pragma once
 
 #include "flashjit/common/tile_walk.cuh"
@@ -57,7 +57,7 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
     }
     return;
   }
-  __syncthreads();  // K and V are free: dK and dV take their place
+  __syncthreads();  // K and V are free: dK and dV overwrite them
 
 #pragma unroll
   for (int mt = 0; mt < Policy::kMt; ++mt) {

@@ -7,8 +7,8 @@
 
 namespace flashjit::sm80 {
 
-/// The index of this CTA's work tile. With ordered additions work tiles are numbered as CTAs start: a
-/// CTA that waits for its turn then waits for one that already runs. Uses the first word of shared memory.
+/// The index of this CTA's work tile. With ordered additions work tiles are numbered as CTAs start, so that a
+/// CTA only waits for CTAs that already run. Uses the first word of shared memory.
 template <class P>
 __device__ __forceinline__ unsigned next_work_tile(const Params& p, char* shared) {
   unsigned work = blockIdx.x;

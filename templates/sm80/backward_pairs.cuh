@@ -1,6 +1,6 @@
-// Two warps for the same KV rows (split2): one computes S, P and dV, the other dP, dS and dK, and P goes from
-// one to the other. Each has twice as many rows as if it had both jobs, so that Q and dO are read half as
-// often, and one computes products while the other computes exponentials.
+// Two warps for the same KV rows (d_split2): one computes S, P and dV, the other dP, dS and dK, and P goes
+// from one to the other. Each has twice as many rows as if it had both jobs, so that Q and dO are read half
+// as often, and one computes products while the other computes exponentials.
 #pragma once
 
 #include "flashjit/common/ptx.cuh"
@@ -9,7 +9,7 @@
 namespace flashjit::sm80 {
 
 /// Where a lane's four values of an m16n8 tile pass from the first warp of a pair to the same lane of the
-/// second. `which`: P, the slope or Q K^T, one after the other as far as they are wanted.
+/// second. `which`: P, the slope or Q K^T, one after the other, as far as they are needed.
 template <class P>
 __device__ __forceinline__ float4* exchanged(char* shared, int which, int mt, int nt, int row_warp,
                                              int lane) {
@@ -37,7 +37,7 @@ __device__ __forceinline__ void take_over(char* shared, int which, int mt, int n
   to[0] = of.x, to[1] = of.y, to[2] = of.z, to[3] = of.w;
 }
 
-/// The first warp of a pair gives P, and what the gradients want beside it, to the second.
+/// The first warp of a pair hands P, and what else the gradients need, to the second.
 template <class P>
 __device__ __forceinline__ void hand_over_p(char* shared, const BackwardScores<P>& s, const Slopes<P>& slope,
                                             const Dots<P>& dots, int row_warp, int lane) {

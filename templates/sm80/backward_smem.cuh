@@ -46,7 +46,7 @@ struct BackwardSmem {
     return reinterpret_cast<StagedTile*>(shared + kLayout.staged())[stage];
   }
 
-  /// dS, of which there are two buffers where dQ comes a step late.
+  /// dS: two buffers where dQ comes a step late.
   __device__ __forceinline__ unsigned ds(int buffer) const { return base + ds_offset(buffer); }
   __device__ __forceinline__ char* ds_pointer(int buffer) const { return shared + ds_offset(buffer); }
   /// Pairs of warps: what the first hands over to the second. Static, since ptxas orders the kernels of pairs

@@ -19,7 +19,7 @@ __device__ __forceinline__ void clear(BackwardScores<P>& s) {
       for (float& value : s[mt][nt]) value = 0.0f;
 }
 
-/// S = score(S); what the gradients want is kept: the score's slope, and Q K^T.
+/// S = score(S); keeps what the gradients need: the score's slope, and Q K^T.
 template <class P, class AtQ, class AtKv>
 __device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slope, Dots<P>& dots,
                                             const Params& p, const typename P::Head& head, const AtQ& at_q,

@@ -14,9 +14,11 @@
 
 namespace flashjit::sm80 {
 
+/// A CTA's work: a Q tile of a head, and one split of its keys.
 struct ForwardWorkTile {
   int split, q_tile, h, b;
 };
+/// Of a head the last Q tile comes first: under a causal mask it has the most keys.
 template <class P>
 __device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
   const int tile_count = q_tiles<P>(p), splits = num_splits<P>(p);
@@ -33,7 +35,6 @@ __device__ void forward(const Params& p) {
   extern __shared__ __align__(128) char shared[];
   const ForwardSmem<P> smem(shared);
 
-  // The work tile. Of a head the last Q tile comes first: under a causal mask it has the most keys.
   const auto [split, q_tile_index, h, b] = work_tile_of_cta<P>(p);
   const int h_kv = h / p.qhead_per_kvhead();
   const Sequence<P> sequence(p, b);

@@ -1,4 +1,4 @@
-// The end of a Q tile: LSE, O divided by the rows' sums, and their way to global memory.
+// The epilogue of the forward pass: LSE, and O divided by the row sums, to global memory.
 #pragma once
 
 #include "flashjit/common/sink.cuh"
@@ -14,7 +14,7 @@ __device__ __forceinline__ float quad_sum(float sum) {
   return sum;
 }
 
-/// What rounding took from the shift of a row's exponents.
+/// The rounding error of the shift of a row's exponents.
 __device__ __forceinline__ float shift_rest(float max, float scale_log2) {
   return fmaf(max, scale_log2, -__fmul_rn(max, scale_log2));
 }

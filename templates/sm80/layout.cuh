@@ -1,5 +1,5 @@
-// Shared memory of the sm80 family, written once. Host and device include this file: the host prunes with it,
-// the kernels address with it.
+// Shared memory of family sm80. Host and device include this file: the host prunes by it, the kernels find
+// addresses by it.
 #pragma once
 
 namespace flashjit::sm80 {

@@ -41,8 +41,8 @@
 
 namespace flashjit::sm90 {
 
-/// Waits for Q tile i and starts S, where nothing is to be cleared first. False: there is no such tile, and S
-/// is not used.
+/// Waits for Q tile i and starts S, where nothing is to be cleared first. False: there is no such tile; S is
+/// then not used.
 template <class P>
 __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                              unsigned long long q, typename BackwardFragments<P>::S& s) {

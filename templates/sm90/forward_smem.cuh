@@ -1,5 +1,5 @@
-// Shared memory of the forward pass: the parts that ForwardLayout lays out, by name, and the barriers of the
-// pipelines between producer and consumers. No two parts overlap.
+// Shared memory of the forward pass by name, as ForwardLayout lays it out, and the barriers of the pipelines
+// between producer and consumers. Nothing overlaps.
 #pragma once
 
 #include "flashjit/async/mbarrier.cuh"
@@ -87,8 +87,8 @@ struct ForwardStorage {
   }
   __device__ int warpgroup_barrier(int wg) const { return ping_pong(wg) + kWarpgroups; }
 
-  /// By one thread. A consumer warp arrives once, but a thread for itself on what threads wrote: racecheck
-  /// takes no lane's arrival for its warp's reads.
+  /// By one thread. A consumer warp arrives once on what TMA wrote; on what threads wrote each thread
+  /// arrives, since racecheck does not take a lane's arrival for its warp's reads.
   __device__ void init_barriers() const {
     for (int wg = 0; wg < kWarpgroups; ++wg) {
       for (int round = 0; round < kQStages; ++round) {

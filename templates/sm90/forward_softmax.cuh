@@ -132,7 +132,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const float scale = scale_operand<P>(p);
   // A score that is a line along the keys stays in units of dot products, without its value at this thread's
-  // first key: `unit` and `line` make it a score. Beside a scale below 1e-30 no slope could be told.
+  // first key: `unit` and `line` make it a score. With a scale below 1e-30 no slope could be recovered.
   [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
   [[maybe_unused]] float line[2], slope;
   if constexpr (P::kScoreLine) {

@@ -9,7 +9,8 @@
 
 namespace flashjit::sm90 {
 
-/// threadIdx.x, read anew: else what follows from it keeps registers through a loop that does not need it.
+/// threadIdx.x, read again, so that values derived from it hold no registers through a loop that does not
+/// need them.
 __device__ __forceinline__ int thread_now() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
@@ -30,14 +31,14 @@ __device__ __forceinline__ void as_left_operand(unsigned (&a)[kSteps][4], const 
     for (int r = 0; r < 4; ++r) a[step][r] = pack<Element>(c[step * 8 + r * 2], c[step * 8 + r * 2 + 1]);
 }
 
-/// score_scale_log2() as a constant: while the tensor cores work, reads of registers are what is scarce.
+/// score_scale_log2() as a constant: while the tensor cores work, register reads are scarce.
 template <class P>
 __device__ __forceinline__ float scale_operand(const Params& p) {
   return P::kHasScore ? kLog2E : p.softmax_scale_log2;
 }
 
-/// Where a chunk of eight columns of a row lies in a tile of kRows rows, when ordinary code writes it:
-/// swizzled as TMA would, so that wgmma can read it and no two rows of eight share a bank.
+/// The offset of a chunk of eight columns of a row in a tile of kRows rows, for ordinary code: swizzled as by
+/// TMA, so that wgmma can read it and no two rows of eight share a bank.
 template <int kRows>
 __device__ __forceinline__ int chunk_offset(int row, int chunk) {
   return chunk / 8 * kRows * kRowBytes + row * kRowBytes + ((chunk % 8) ^ (row % 8)) * 16;
@@ -61,8 +62,7 @@ template <class Element, int kRows, int kCount>
 __device__ __forceinline__ void stage_rows(const float (&c)[kCount], unsigned tile, int first_row) {
   constexpr int kChunks = kCount / 4;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  // Lane l says where row l % 8 of matrix l / 8 is to be. The swizzle lets a chunk change bits of the
-  // address.
+  // Lane l has the address of row l % 8 of matrix l / 8. The swizzle lets a chunk change bits of the address.
   const unsigned address = tile + chunk_offset<kRows>(first_row + lane % 16, lane / 16);
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; chunk += 2) {

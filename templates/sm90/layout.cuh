@@ -1,5 +1,5 @@
-// Shared memory of the sm90 family, written once. Host and device include this file: the host prunes with it
-// and builds the tensor maps, the kernels address with it.
+// Shared memory of family sm90. Host and device include this file: the host prunes by it and makes tensor
+// maps, the kernels find addresses by it.
 #pragma once
 
 namespace flashjit::sm90 {
@@ -128,8 +128,8 @@ constexpr int kKeptTileIndices = 8;
 
 constexpr int kZerosBytes = 16;  ///< a row of eight zeros, read where a tile has no row
 
-/// Columns that the backward pass computes with: whole slices, and an even number of them where two warp
-/// groups share them.
+/// Columns that the backward pass computes with: whole slices, and an even number of them where two
+/// warpgroups share them.
 constexpr int backward_columns(int columns) {
   return (slices(columns) > 2 ? 4 : slices(columns)) * kSliceColumns;
 }

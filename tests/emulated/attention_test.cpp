@@ -73,7 +73,7 @@ const std::vector<Problems>& problems() {
        {sm90}},
       {"cluster",
        "bf16:d128:causal:dropout",
-       {{2, 4, 2, 200, 450}},
+       {{1, 4, 2, 200, 450}},
        Layout::bhsd,
        {sm90},
        "",
@@ -133,8 +133,10 @@ TEST_P(Emulated, MatchesTheReference) {
   const auto& [test, problem] = GetParam();
   SCOPED_TRACE(to_string(test.spec) + " " + to_string(test.shape));
   AttentionRun run(test);
-  run.check_forward(runtime(), config(problem->forward, Pass::forward));
-  run.check_backward(runtime(), config(problem->backward, Pass::backward));
+  for (int order = 0; order < 2; ++order) {  // of all that may happen in any order
+    run.check_forward(runtime(), config(problem->forward, Pass::forward));
+    run.check_backward(runtime(), config(problem->backward, Pass::backward));
+  }
 }
 
 INSTANTIATE_TEST_SUITE_P(Attention, Emulated, testing::ValuesIn(cases()),

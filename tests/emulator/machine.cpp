@@ -71,6 +71,8 @@ class Machine {
     const std::lock_guard lock(mutex_);
     launch_ = &launch;
     launcher_ = ::pthread_self();
+    steadiness_ = 16u << 3 * random_below(4);
+    patience_ = 2u << 3 * random_below(4);
     alarms_ = 0;
     takes_too_long_ = 0;
     std::string error;
@@ -236,7 +238,8 @@ class Machine {
       if (clusters_.empty()) return;
       if (takes_too_long_)
         throw std::runtime_error("the launch takes more than half a minute; now: " + report());
-      if (!in_flight_.empty() && (ready_.empty() || random_below(8) == 0)) {
+      if (!in_flight_.empty() && (ready_.empty() || spun_ || random_below(patience_) == 0)) {
+        spun_ = false;
         finish_a_copy();
       } else if (ready_.empty()) {
         throw std::runtime_error("a deadlock: " + report());
@@ -255,7 +258,7 @@ class Machine {
     for (unsigned rank = 0; rank < count; ++rank) {
       cluster->blocks.push_back(std::make_unique<Block>(*cluster, rank, *launch_, first + rank));
       for (Warp& warp : cluster->blocks.back()->warps) {
-        warp.priority = random_priority();
+        draw_priority(warp);
         warp.elected = random_below(kLanes);
         for (Fiber& fiber : warp.lanes) begin(fiber);
       }
@@ -273,13 +276,22 @@ class Machine {
   }
 
   int random_priority() { return static_cast<int>(random_below(1u << 30)); }
-  /// That of the highest priority. Priorities change seldom, so that a warp may run far ahead of others.
+  /// Anew, of a warp or of its warpgroup.
+  void draw_priority(Warp& warp) {
+    std::vector<Warp>& all = warp.block->warps;
+    const auto number = static_cast<std::size_t>(&warp - all.data());
+    std::size_t first = number, end = number + 1;
+    if (random_below(2) == 0) first = number / 4 * 4, end = std::min(first + 4, all.size());
+    const int priority = random_priority();
+    for (std::size_t i = first; i < end; ++i) all[i].priority = priority;
+  }
+  /// That of the highest priority. A warp may so run far ahead of others.
   Warp& take_warp() {
     const auto first = std::ranges::max_element(ready_, {}, &Warp::priority);
     Warp& warp = **first;
     *first = ready_.back();
     ready_.pop_back();
-    if (random_below(16) == 0) warp.priority = random_priority();
+    if (random_below(steadiness_) == 0) draw_priority(warp);
     return warp;
   }
   void run_warp(Warp& warp) {
@@ -353,6 +365,8 @@ class Machine {
   std::uint64_t pauses_ = 0, pauses_at_alarm_ = 0;  ///< how often threads gave way
   bool spun_ = false;
   int lowest_priority_ = 0;
+  unsigned steadiness_ = 0;  ///< for how many turns a priority lasts
+  unsigned patience_ = 0;    ///< for how many turns a copy may wait
   std::string error_;
   jmp_buf scheduler_;
 };

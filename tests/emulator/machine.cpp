@@ -103,7 +103,7 @@ class Machine {
   }
   void spin() {
     spun_ = true;
-    running_->warp->priority = --lowest_priority_;
+    running_->warp->priority = random_below(4) == 0 ? random_priority() : --lowest_priority_;
     yield();
   }
   void yield() {

@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Installs a build into a temporary prefix, moves the prefix, and builds and runs programs against it: in C++ and C,
-# found by CMake and by pkg-config. Usage: run.sh BUILD_DIR
+# Installs a build into a temporary prefix, moves the prefix, and builds and runs programs against it: in C++, C and Rust,
+# found by CMake and by pkg-config; and builds some from flashjit's sources, by FetchContent. Usage: run.sh BUILD_DIR
 set -euo pipefail
 
-build=$1
+build=$(cd "$1" && pwd)
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 scratch=$(mktemp -d)
 trap 'rm -rf "$scratch"' EXIT
@@ -64,6 +64,13 @@ cmake -S "$here/../../tools/examples" -B "$scratch/examples" -G Ninja -DCMAKE_PR
 cmake --build "$scratch/examples" >/dev/null
 ctest --test-dir "$scratch/examples" --output-on-failure
 
+# flashjit's sources within another project, by FetchContent.
+REUSE=$build cmake -S "$here/fetch" -B "$scratch/fetch" -G Ninja -DFLASHJIT_SOURCE="$here/../.." -DFLASHJIT_CUDA_INCLUDE="$cuda" \
+  -DCMAKE_CXX_COMPILER_LAUNCHER="$here/reuse.sh" >/dev/null
+REUSE=$build cmake --build "$scratch/fetch" >/dev/null
+"$scratch/fetch/fetch_cpp" >/dev/null
+"$scratch/fetch/fetch_c" >/dev/null
+
 pc=$(find "$scratch/prefix" -name flashjit.pc)
 export PKG_CONFIG_PATH=${pc%/*}
 read -ra flags <<<"$(pkg-config --cflags --libs flashjit)"
@@ -75,6 +82,19 @@ LD_LIBRARY_PATH=$library_dir "$scratch/pc_c"
 read -ra flags <<<"$(pkg-config --static --cflags --libs flashjit)"
 g++ -std=c++20 "$here/use_cpp.cpp" "${flags[@]/-lflashjit/-l:libflashjit.a}" -o "$scratch/pc_static"
 "$scratch/pc_static"
+
+# The packages of other package managers: their versions, and the Rust crate, which pkg-config tells where the library is.
+version=$(LD_LIBRARY_PATH=$library_dir "$scratch/pc_c" | sed -n 's/^flashjit //p')
+packaging=$here/../../tools/packaging
+grep -qF "\"version\": \"$version\"" "$packaging/vcpkg/flashjit/vcpkg.json" || { echo "vcpkg.json is not of version $version" >&2 && exit 1; }
+grep -qFx "version = \"$version\"" "$packaging/rust/Cargo.toml" || { echo "Cargo.toml is not of version $version" >&2 && exit 1; }
+if command -v cargo >/dev/null; then
+  cp -r "$packaging/rust" "$scratch/rust"
+  cargo run --offline --quiet --manifest-path "$scratch/rust/Cargo.toml" --target-dir "$scratch/rust/target" --example attention |
+    grep -F "causal attention: the same"
+else
+  echo "no cargo here: the Rust crate is not tested"
+fi
 
 "$scratch/prefix/bin/flashjit" --help >/dev/null
 echo "installed, found and run from C++ and C, by CMake and by pkg-config"

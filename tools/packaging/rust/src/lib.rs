@@ -1,0 +1,163 @@
+//! The part of flashjit's C interface that a forward pass needs, as `flashjit/flashjit.h` declares it. Null and 0 mean what they
+//! mean there; `struct_size` is the size of the struct, by which newer libraries know what older callers have.
+
+#![no_std]
+#![allow(non_camel_case_types)]
+
+use core::ffi::{c_char, c_void};
+use core::mem::{size_of, zeroed};
+
+pub type flashjit_status = i32;
+pub const FLASHJIT_OK: flashjit_status = 0;
+pub const FLASHJIT_INVALID_ARGUMENT: flashjit_status = 1;
+pub const FLASHJIT_UNSUPPORTED: flashjit_status = 2;
+pub const FLASHJIT_NO_DRIVER: flashjit_status = 3;
+pub const FLASHJIT_NO_DEVICE: flashjit_status = 4;
+
+pub type flashjit_pass = i32;
+pub const FLASHJIT_FORWARD: flashjit_pass = 0;
+pub const FLASHJIT_BACKWARD: flashjit_pass = 1;
+
+#[repr(C)]
+pub struct flashjit_runtime {
+    _private: [u8; 0],
+}
+
+#[repr(C)]
+pub struct flashjit_spec {
+    _private: [u8; 0],
+}
+
+#[repr(C)]
+pub struct flashjit_options {
+    pub struct_size: usize,
+    pub cache_dir: *const c_char,
+    pub packs: *const *const c_char,
+    pub pack_count: usize,
+    pub jit: i32,
+    pub template_dir: *const c_char,
+    pub log: Option<unsafe extern "C" fn(user: *mut c_void, line: *const c_char)>,
+    pub log_user: *mut c_void,
+    pub nvrtc: *const c_char,
+    pub cache_limit: u64,
+    pub tune_in_background: i32,
+}
+
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_shape {
+    pub batch: i64,
+    pub heads_q: i64,
+    pub heads_kv: i64,
+    pub seqlen_q: i64,
+    pub seqlen_kv: i64,
+}
+
+/// \[batch, heads, length, head_dim\]; strides in elements.
+#[repr(C)]
+#[derive(Clone, Copy)]
+pub struct flashjit_tensor {
+    pub data: *mut c_void,
+    pub size: [i64; 4],
+    pub stride: [i64; 4],
+}
+
+#[repr(C)]
+pub struct flashjit_block_map {
+    pub data: *const u8,
+    pub size: [i64; 4],
+}
+
+#[repr(C)]
+pub struct flashjit_capture {
+    pub name: *const c_char,
+    pub data: *const c_void,
+    pub grad: *mut f32,
+    pub rank: i32,
+    pub element: i32,
+    pub size: [i64; 4],
+    pub stride: [i64; 4],
+    pub scalar: f64,
+}
+
+#[repr(C)]
+pub struct flashjit_forward_args {
+    pub struct_size: usize,
+    pub q: flashjit_tensor,
+    pub k: flashjit_tensor,
+    pub v: flashjit_tensor,
+    pub out: flashjit_tensor,
+    pub lse: *mut f32,
+    pub softmax_scale: *const f32,
+    pub kv_lengths: *const i32,
+    pub block_map: flashjit_block_map,
+    pub dropout_p: f64,
+    pub seed: u64,
+    pub offset: u64,
+    pub workspace: *mut c_void,
+    pub workspace_bytes: usize,
+    pub captures: *const flashjit_capture,
+    pub capture_count: usize,
+    pub cu_seqlens_q: *const i32,
+    pub cu_seqlens_kv: *const i32,
+    pub sinks: *const f32,
+    pub batch_size: i64,
+    pub max_seqlen_q: i64,
+    pub max_seqlen_kv: i64,
+    pub lists: *const c_void,
+    pub rng_state: *const u64,
+    pub zero_unused_rows: i32,
+}
+
+/// Structs of the interface begin as zeros, with their size.
+macro_rules! zeros_with_size {
+    ($($name:ident),*) => {$(
+        impl Default for $name {
+            fn default() -> Self {
+                // Numbers and pointers alone, for which zeros are values.
+                Self { struct_size: size_of::<Self>(), ..unsafe { zeroed() } }
+            }
+        }
+    )*};
+}
+zeros_with_size!(flashjit_options, flashjit_forward_args);
+
+extern "C" {
+    pub fn flashjit_version() -> *const c_char;
+    pub fn flashjit_status_name(status: flashjit_status) -> *const c_char;
+    pub fn flashjit_last_error_message() -> *const c_char;
+    pub fn flashjit_last_error_detail() -> *const c_char;
+
+    pub fn flashjit_runtime_create(options: *const flashjit_options, runtime: *mut *mut flashjit_runtime) -> flashjit_status;
+    pub fn flashjit_runtime_destroy(runtime: *mut flashjit_runtime);
+    pub fn flashjit_spec_create(text: *const c_char, spec: *mut *mut flashjit_spec) -> flashjit_status;
+    pub fn flashjit_spec_destroy(spec: *mut flashjit_spec);
+
+    pub fn flashjit_supports(
+        runtime: *mut flashjit_runtime,
+        pass: flashjit_pass,
+        spec: *const flashjit_spec,
+        shape: *const flashjit_shape,
+    ) -> flashjit_status;
+    pub fn flashjit_prepare(
+        runtime: *mut flashjit_runtime,
+        pass: flashjit_pass,
+        spec: *const flashjit_spec,
+        shape: *const flashjit_shape,
+        config: *const c_char,
+    ) -> flashjit_status;
+    pub fn flashjit_workspace_bytes(
+        runtime: *mut flashjit_runtime,
+        pass: flashjit_pass,
+        spec: *const flashjit_spec,
+        shape: *const flashjit_shape,
+        bytes: *mut usize,
+    ) -> flashjit_status;
+    pub fn flashjit_forward(
+        runtime: *mut flashjit_runtime,
+        spec: *const flashjit_spec,
+        args: *const flashjit_forward_args,
+        stream: *mut c_void,
+    ) -> flashjit_status;
+    pub fn flashjit_reference_forward(spec: *const flashjit_spec, args: *const flashjit_forward_args) -> flashjit_status;
+}

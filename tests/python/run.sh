@@ -25,7 +25,7 @@ install() {
     rm -rf "$environment"
     "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' || skip "Python 3.10 or newer is needed"
     "$python" -m venv "$environment" || skip "$python -m venv does not work here; install python3-venv"
-    "$environment/bin/pip" install -q --disable-pip-version-check setuptools wheel pytest numpy ||
+    "$environment/bin/pip" install -q --disable-pip-version-check setuptools wheel pytest numpy auditwheel ||
       skip "PyPI cannot be reached"
     echo "$python" >"$environment/ready"
   fi

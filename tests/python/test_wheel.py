@@ -6,9 +6,12 @@ import pathlib
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 
 import pytest
+
+from flashjit import _library
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 if not (importlib.util.find_spec("wheel") or importlib.util.find_spec("setuptools.command.bdist_wheel")):
@@ -41,8 +44,8 @@ class Outcome:
             return {name: wheel.read(name) for name in wheel.namelist()}
 
 
-def make_wheel(repository, cmake=CMAKE, **environment):
-    """pip wheel with a PATH that has this CMake, or none."""
+def make_wheel(repository, cmake=CMAKE, source=None, **environment):
+    """pip wheel of the repository's package, or of `source`, with a PATH that has this CMake, or none."""
     scratch = repository.parent
     tools, asked = scratch / "tools", scratch / "asked"
     tools.mkdir()
@@ -53,7 +56,7 @@ def make_wheel(repository, cmake=CMAKE, **environment):
         (tools / "cmake").chmod(0o755)
     given = {name: value for name, value in os.environ.items() if name not in ("FLASHJIT_NATIVE", "PYTHONPATH")}
     done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps",
-                           "--no-build-isolation", "-w", scratch / "wheels", repository / "tools/python"], text=True, timeout=300,
+                           "--no-build-isolation", "-w", scratch / "wheels", source or repository / "tools/python"], text=True, timeout=300,
                           capture_output=True, env={**given, "PATH": str(tools), "ASKED": str(asked), **environment})
     return Outcome(scratch / "wheels", done, asked.read_text().splitlines() if asked.exists() else [])
 
@@ -128,3 +131,72 @@ def test_native_files_that_are_missing_are_named(repository, tmp_path):
 def test_the_package_alone_without_the_repository(repository, tmp_path):
     (repository / "CMakeLists.txt").unlink()
     refused(make_wheel(repository), "not in flashjit's repository")
+
+
+def test_the_tag_is_what_auditwheel_says(repository, tmp_path):
+    """Of the library and the command under test."""
+    pytest.importorskip("auditwheel", reason="auditwheel")
+    library = _library.library_path()
+    command = next((path for path in (library.parent / "flashjit", library.parent / "tools" / "flashjit") if path.is_file()), None)
+    if command is None:
+        pytest.skip("the command is not built: build the target flashjit_command")
+    folder = tmp_path / "native"
+    folder.mkdir()
+    shutil.copy(library, folder / "libflashjit.so")
+    shutil.copy(command, folder / "flashjit")
+    made = make_wheel(repository, FLASHJIT_NATIVE=str(folder))
+    assert made.code == 0, made.said
+    done = subprocess.run([sys.executable, "-m", "auditwheel", "show", made.wheels[0]], capture_output=True, text=True, timeout=60)
+    tag = made.wheels[0].stem.split("-")[-1]
+    assert tag.startswith("manylinux_2_") and f'"{tag}"' in done.stdout.partition("references")[0], done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("symbols, tag", [
+    (b"GLIBC_2.2.5", "manylinux_2_17_x86_64"), (b"GLIBC_2.28\0GLIBCXX_3.4.21", "manylinux_2_28_x86_64"),
+    (b"GLIBC_2.34\0GLIBCXX_3.4.30", "manylinux_2_35_x86_64"), (b"GLIBC_2.36\0GLIBCXX_3.4.9", "manylinux_2_36_x86_64"),
+    (b"GLIBC_2.17\0GLIBCXX_3.4.99", "linux_x86_64"),
+])
+def test_a_tag_is_that_of_the_newest_symbol(repository, tmp_path, symbols, tag):
+    folder = pathlib.Path(native(tmp_path, "libflashjit.so", "flashjit"))
+    (folder / "flashjit").write_bytes(b"ELF\0" + symbols + b"\0")
+    made = make_wheel(repository, FLASHJIT_NATIVE=str(folder))
+    assert made.code == 0 and made.wheels[0].stem.split("-")[-1] == tag.replace("x86_64", os.uname().machine), made.said
+
+
+def source_distribution(repository, tmp_path):
+    for name in ("include", "runtime", "templates", "autotune", "tools", "LICENSE"):
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        if name != "tools":
+            copy(ROOT / name, repository / name)
+    for name in ("CMakeLists.txt", "setup.sh", "embed_files.cmake", "flashjit.map", "cmake", "command", "parts"):
+        copy = shutil.copytree if (ROOT / "tools" / name).is_dir() else shutil.copy
+        copy(ROOT / "tools" / name, repository / "tools" / name)
+    done = subprocess.run([sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(tmp_path)!r})"],
+                          cwd=repository / "tools/python", capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return next(tmp_path.glob("flashjit-*.tar.gz"))
+
+
+def test_a_source_distribution_has_all_that_a_wheel_is_built_of(repository, tmp_path):
+    """Built by CMake, but for the compiler's work, which is there already."""
+    build = pathlib.Path(os.environ.get("FLASHJIT_FAKES", ROOT / "build" / "tests")).parent
+    if not (build / "CMakeFiles" / "flashjit_support.dir").exists() or not shutil.which("cmake"):
+        pytest.skip("flashjit is not built here")
+    packed = source_distribution(repository, tmp_path)
+    with tarfile.open(packed) as tar:
+        assert not [name for name in tar.getnames() if "/build/" in name or name.endswith(".pyc")]
+    shutil.rmtree(repository)
+    done = subprocess.run([sys.executable, "-m", "pip", "wheel", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "-w",
+                           tmp_path / "wheels", packed], capture_output=True, text=True, timeout=600,
+                          env={**os.environ, "REUSE": str(build), "CMAKE_CXX_COMPILER_LAUNCHER": str(ROOT / "tests/install/reuse.sh")})
+    assert done.returncode == 0, done.stdout + done.stderr
+    with zipfile.ZipFile(*(tmp_path / "wheels").glob("*.whl")) as wheel:
+        wheel.extractall(tmp_path / "installed")
+    said = subprocess.run([sys.executable, "-c", "import flashjit; print(flashjit.__file__, flashjit.version())"], cwd=tmp_path,
+                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path / "installed"), "FLASHJIT_LIBRARY": ""})
+    assert str(tmp_path / "installed") in said.stdout, said.stdout + said.stderr
+
+
+def test_a_source_distribution_without_cmake(repository, tmp_path):
+    packed = source_distribution(repository, tmp_path)
+    refused(make_wheel(repository, cmake=None, source=packed), "there is no cmake", "repository/tools/setup.sh", "FLASHJIT_NATIVE")

@@ -1,5 +1,6 @@
 """Puts libflashjit.so and the flashjit command into the wheel: from FLASHJIT_NATIVE, a folder that holds both, or built
-by CMake from this repository. The wheel is for one platform and every Python."""
+by CMake from this repository, of which a source distribution has what that takes. The wheel is for every Python, and for the
+oldest Linux that has the symbols which its files need."""
 import os
 import pathlib
 import re
@@ -9,6 +10,7 @@ import tempfile
 
 from setuptools import Distribution, setup
 from setuptools.command.build_py import build_py
+from setuptools.command.sdist import sdist
 from setuptools.errors import BaseError
 
 try:
@@ -17,7 +19,10 @@ except ImportError:  # before setuptools 70
     from wheel.bdist_wheel import bdist_wheel
 
 HERE = pathlib.Path(__file__).resolve().parent
-ROOT = HERE.parent.parent
+PACKED = HERE / "repository"  # in a source distribution
+ROOT = PACKED if PACKED.exists() else HERE.parent.parent
+SOURCES = ("CMakeLists.txt", "LICENSE", "include", "runtime", "templates", "autotune", "tools/CMakeLists.txt", "tools/setup.sh",
+           "tools/embed_files.cmake", "tools/flashjit.map", "tools/cmake", "tools/command", "tools/parts")
 NATIVE = {"libflashjit.so": "flashjit", "flashjit": "flashjit_command"}  # file -> CMake target
 
 
@@ -46,8 +51,10 @@ def build_native(folder):
     """Builds with CMake in the repository's build folder where one is configured, else in `folder`."""
     build = ROOT / "build"
     if not (build / "CMakeCache.txt").exists():
+        fetched = build / "cuda" / "include"  # by tools/setup.sh
+        options = [f"-DFLASHJIT_CUDA_INCLUDE={fetched}"] if fetched.exists() else []
         build = folder
-        cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF")
+        cmake("-S", ROOT, "-B", build, "-DCMAKE_BUILD_TYPE=Release", "-DFLASHJIT_TESTS=OFF", *options)
     cmake("--build", build, "--parallel", "--target", *NATIVE.values())
     return [build / "libflashjit.so", build / "tools" / "flashjit"]
 
@@ -75,13 +82,39 @@ class BuildPackage(build_py):
                 shutil.copy(file, target / file.name)  # follows links: libflashjit.so is one
 
 
+# The first glibc x of manylinux_2_x whose libstdc++ has GLIBCXX_3.4.y, as PEP 600's policies in auditwheel say.
+LIBSTDCXX = {19: 17, 22: 24, 24: 27, 28: 31, 29: 34, 30: 35, 33: 39}
+
+
+def manylinux(files, platform):
+    """The tag of the oldest systems that have what these files need; `platform` where there are no such systems."""
+    needed = {"GLIBC_2": 17, "GLIBCXX_3.4": 0}
+    for file in files:
+        for version, minor in re.findall(rb"\0(GLIBC_2|GLIBCXX_3\.4)\.(\d+)(?:\.\d+)?(?=\0)", file.read_bytes()):
+            needed[version.decode()] = max(needed[version.decode()], int(minor))
+    runtimes = [glibc for libstdcxx, glibc in LIBSTDCXX.items() if libstdcxx >= needed["GLIBCXX_3.4"]]
+    if not platform.startswith("linux_") or not runtimes:
+        return platform
+    return f"manylinux_2_{max(needed['GLIBC_2'], runtimes[0])}_{platform.removeprefix('linux_')}"
+
+
 class PlatformWheel(bdist_wheel):
     def finalize_options(self):
         super().finalize_options()
         self.root_is_pure = False
 
     def get_tag(self):
-        return "py3", "none", super().get_tag()[2]
+        files = [file for name in NATIVE for file in pathlib.Path(self.bdist_dir).glob(f"flashjit/native/{name}")]
+        return "py3", "none", manylinux(files, super().get_tag()[2])
+
+
+class SourceDistribution(sdist):
+    def make_release_tree(self, base_dir, files):
+        super().make_release_tree(base_dir, files)
+        for name in SOURCES:
+            target = pathlib.Path(base_dir) / "repository" / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, target)
 
 
 class Binary(Distribution):
@@ -89,4 +122,5 @@ class Binary(Distribution):
         return True
 
 
-setup(version=version(), distclass=Binary, cmdclass={"build_py": BuildPackage, "bdist_wheel": PlatformWheel})
+setup(version=version(), distclass=Binary,
+      cmdclass={"build_py": BuildPackage, "bdist_wheel": PlatformWheel, "sdist": SourceDistribution})

@@ -9,12 +9,6 @@
 namespace flashjit_emulator {
 namespace {
 
-unsigned word(const Instruction& of, const Frame& frame, int argument) {
-  return static_cast<unsigned>(frame.get(of.arguments[argument]));
-}
-SharedPlace place(const Instruction& of, const Frame& frame, int argument) {
-  return shared_place(static_cast<unsigned>(frame.get(of.arguments[argument], 0)));
-}
 char* global(const Instruction& of, const Frame& frame, int argument) {
   return reinterpret_cast<char*>(frame.get(of.arguments[argument], 0));
 }

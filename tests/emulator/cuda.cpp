@@ -25,7 +25,7 @@ using flashjit::device::Driver;
 using flashjit::test::FakeDriver;
 namespace emulator = flashjit_emulator;
 
-constexpr std::size_t kPage = 4096;
+using emulator::kPage;
 
 /// Device memory. What is behind an allocation faults, and what is before its page.
 class Memory {
@@ -193,6 +193,10 @@ std::shared_ptr<const Driver> emulated_driver() {
   set_memory(*driver);
   driver->driver_get_version = [](int* version) {
     *version = 13000;
+    return CUDA_SUCCESS;
+  };
+  driver->get_error_name = [](CUresult result, const char** name) {
+    *name = result == CUDA_ERROR_LAUNCH_FAILED ? "CUDA_ERROR_LAUNCH_FAILED" : "CUDA_ERROR";
     return CUDA_SUCCESS;
   };
   driver->get_error_string = [](CUresult, const char** text) {

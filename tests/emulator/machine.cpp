@@ -1,11 +1,8 @@
 #include "tests/emulator/machine.hpp"
 
 #include <fmt/format.h>
-#include <pthread.h>
 #include <setjmp.h>
-#include <signal.h>
 #include <sys/mman.h>
-#include <sys/time.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -18,9 +15,9 @@
 #include <stdexcept>
 #include <utility>
 
-namespace flashjit_emulator {
+#include "tests/emulator/faults.hpp"
 
-constexpr std::size_t kPage = 4096;
+namespace flashjit_emulator {
 
 /// How a fiber is left and entered: makecontext() begins it, and _longjmp() goes on, as it asks nothing of
 /// the kernel.
@@ -67,16 +64,24 @@ class Stacks {
 
 class Machine {
  public:
+  static Machine& machine() {
+    static Machine instance;
+    return instance;
+  }
+
   std::string run(const Launch& launch) {
     const std::lock_guard lock(mutex_);
     launch_ = &launch;
-    launcher_ = ::pthread_self();
     steadiness_ = 16u << 3 * random_below(4);
     patience_ = 2u << 3 * random_below(4);
     alarms_ = 0;
     takes_too_long_ = 0;
     std::string error;
-    const FaultHandler handler;
+    const FaultHandler handler(
+        [](const void* address) {
+          machine().fail(fmt::format("a fault at address {} in {}", address, machine().what_runs()));
+        },
+        [] { machine().check_progress(); });
     try {
       run_blocks();
     } catch (const std::runtime_error& failure) {
@@ -115,8 +120,7 @@ class Machine {
     in_flight_.push_back({&to, std::move(copy)});
   }
   unsigned random_below(unsigned below) { return static_cast<unsigned>(random_() >> 32) % below; }
-  /// What runs.
-  std::string place() const {
+  std::string what_runs() const {
     if (!running_) return "an asynchronous copy";
     std::string text = fmt::format("block {}, thread {}", running_->warp->block->index.x, running_->index.x);
     if (const Statement* statement = running_->statement)
@@ -131,62 +135,11 @@ class Machine {
     Action action;
   };
 
-  /// Makes a fault of a kernel the launch's failure, and a thread that runs for seconds without a pause.
-  class FaultHandler {
-   public:
-    FaultHandler() {
-      static char stack[1 << 16];
-      const stack_t own{stack, 0, sizeof stack};
-      ::sigaltstack(&own, &stack_before_);
-      handle(SIGSEGV, &fault_before_, [](int signal, siginfo_t* info, void*) {
-        if (!machine().runs_here())
-          ::signal(signal, SIG_DFL);  // it comes again, and ends the process
-        else
-          machine().fail(fmt::format("a fault at address {} in {}", info->si_addr, machine().place()));
-      });
-      handle(SIGPROF, &alarm_before_, [](int, siginfo_t*, void*) { machine().check_progress(); });
-      set_timer(kSecondsOfAlarm);
-    }
-    ~FaultHandler() {
-      set_timer(0);
-      ::sigaction(SIGPROF, &alarm_before_, nullptr);
-      ::sigaction(SIGSEGV, &fault_before_, nullptr);
-      ::sigaltstack(&stack_before_, nullptr);
-    }
-
-   private:
-    static constexpr int kSecondsOfAlarm = 5;  // of the process's time
-
-    static void handle(int signal, struct sigaction* before, void (*handler)(int, siginfo_t*, void*)) {
-      struct sigaction action {};
-      action.sa_sigaction = handler;
-      action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_NODEFER | SA_RESTART;
-      ::sigaction(signal, &action, before);
-    }
-    static void set_timer(int seconds) {
-      const itimerval timer{{seconds, 0}, {seconds, 0}};
-      ::setitimer(ITIMER_PROF, &timer, nullptr);
-    }
-
-    struct sigaction fault_before_ {
-    }, alarm_before_{};
-    stack_t stack_before_{};
-  };
-
- public:
-  static Machine& machine() {
-    static Machine instance;
-    return instance;
-  }
-
- private:
-  /// Whether this is the thread that launched.
-  bool runs_here() const { return ::pthread_equal(launcher_, ::pthread_self()) != 0; }
+  /// Every few seconds.
   void check_progress() {
-    if (!runs_here()) return;
     const std::uint64_t before = std::exchange(pauses_at_alarm_, pauses_);
     if (++alarms_ > kMostAlarms) takes_too_long_ = 1;
-    if (running_ && pauses_ == before) fail("an endless loop in " + place());
+    if (running_ && pauses_ == before) fail("an endless loop in " + what_runs());
   }
 
   /// Runs a fiber until it leaves, or an action, which may fail.
@@ -207,14 +160,13 @@ class Machine {
     });
   }
   static void run_thread() {
-    Machine& own = machine();
-    own.launch_->entry->call(own.launch_->parameters);
-    own.end_thread();
+    machine().launch_->entry->call(machine().launch_->parameters);
+    machine().end_thread();
   }
   [[noreturn]] void end_thread() {
     Fiber& fiber = *running_;
     if (std::ranges::any_of(fiber.bulk_copies, [](const auto& group) { return !group.empty(); }))
-      fail(fmt::format("{} ended without waiting for its bulk copies", place()));
+      fail(fmt::format("{} ended without waiting for its bulk copies", what_runs()));
     ended_.push_back(static_cast<char*>(fiber.context->start.uc_stack.ss_sp));
     fiber.warp->lane_exits(fiber.lane);
     fiber.warp->block->thread_exits();
@@ -349,9 +301,9 @@ class Machine {
   }
 
   static constexpr unsigned kMostSpins = 100'000;
+  static constexpr int kMostAlarms = 6;
   std::mutex mutex_;
   const Launch* launch_ = nullptr;
-  pthread_t launcher_{};
   std::mt19937_64 random_{seed()};
   Stacks stacks_;
   std::vector<char*> ended_;  ///< stacks of threads that have ended
@@ -359,7 +311,6 @@ class Machine {
   std::vector<Warp*> ready_;
   std::vector<Copy> in_flight_;
   Fiber* running_ = nullptr;
-  static constexpr int kMostAlarms = 6;
   int alarms_ = 0;
   volatile sig_atomic_t takes_too_long_ = 0;
   std::uint64_t pauses_ = 0, pauses_at_alarm_ = 0;  ///< how often threads gave way
@@ -376,6 +327,7 @@ Machine& machine() { return Machine::machine(); }
 }  // namespace
 
 std::string launch(const Launch& launch) { return machine().run(launch); }
+std::string what_runs() { return machine().what_runs(); }
 void fail(const std::string& message) { machine().fail(message); }
 Fiber& current() { return machine().current(); }
 unsigned random_below(unsigned below) { return machine().random_below(below); }
@@ -394,311 +346,6 @@ void park(const Wait& waits_for) {
 void wake(Fiber& fiber) {
   fiber.waits_for = {};
   machine().make_ready(fiber);
-}
-
-void complete(Groups& groups, std::size_t pending) {
-  while (groups.size() > pending + 1) {
-    for (const Action& action : groups.front()) action();
-    groups.erase(groups.begin());
-  }
-}
-
-void Products::commit() {
-  groups.push_back(std::exchange(open, {}));
-  ++committed;
-}
-void Products::complete(std::uint64_t number) {
-  for (; completed < number; ++completed) {
-    for (const Action& product : groups.front()) product();
-    groups.pop_front();
-  }
-}
-
-void Warp::gather(const void* instruction, unsigned wanted, void* mine, Together act) {
-  const Fiber& fiber = current();
-  auto found = std::ranges::find_if(gatherings_, [&](const Gathering& one) {
-    return one.instruction == instruction && one.lanes == wanted;
-  });
-  if (found == gatherings_.end()) found = gatherings_.insert(found, {instruction, wanted, 0, {}, act});
-  found->arrived |= 1u << fiber.lane;
-  found->brought[fiber.lane] = mine;
-  if (!release_if_complete(found - gatherings_.begin())) park({"other lanes of its warp"});
-}
-bool Warp::release_if_complete(std::size_t index) {
-  const Gathering gathering = gatherings_[index];
-  if (gathering.arrived != (gathering.lanes & live)) return false;
-  gatherings_.erase(gatherings_.begin() + static_cast<std::ptrdiff_t>(index));
-  gathering.act(*this, gathering.brought, gathering.arrived);
-  for (Fiber& fiber : lanes)
-    if (gathering.arrived >> fiber.lane & 1 && &fiber != &current()) wake(fiber);
-  return true;
-}
-void Warp::lane_exits(int lane) {
-  live &= ~(1u << lane);
-  for (std::size_t i = 0; i < gatherings_.size();)
-    if (!release_if_complete(i)) ++i;
-}
-
-void Barrier::release_if_complete(int threads) {
-  if (arrived == 0 || arrived < threads) return;
-  last_holding = holding;
-  arrived = holding = 0;
-  ++phase;
-  for (Fiber* fiber : std::exchange(waiting, {})) wake(*fiber);
-}
-
-Block::Block(Cluster& cluster, unsigned rank, const Launch& launch, unsigned index)
-    : cluster(cluster),
-      rank(rank),
-      index{index, 0, 0},
-      size{launch.threads, 1, 1},
-      grid{launch.grid, 1, 1},
-      shared(launch.shared_bytes),
-      live(static_cast<int>(launch.threads)),
-      warps(launch.threads / kLanes) {
-  cluster.live += live;
-  for (std::size_t w = 0; w < warps.size(); ++w) {
-    Warp& warp = warps[w];
-    warp.block = this;
-    warp.live = kAllLanes;
-    warp.lanes.resize(kLanes);
-    for (int lane = 0; lane < kLanes; ++lane) {
-      Fiber& fiber = warp.lanes[lane];
-      fiber.warp = &warp;
-      fiber.lane = lane;
-      fiber.index.x = static_cast<unsigned>(w * kLanes) + static_cast<unsigned>(lane);
-    }
-  }
-}
-
-void Block::synchronise(int name, int threads, bool waits, bool holds) {
-  Barrier& barrier = barriers[name];
-  if (barrier.arrived > 0 && barrier.expected != threads)
-    fail(fmt::format("barrier {} of block {} is used with {} and {} threads at once", name, index.x,
-                     barrier.expected, threads));
-  barrier.expected = threads;
-  ++barrier.arrived;
-  barrier.holding += holds;
-  const std::uint64_t phase = barrier.phase;
-  barrier.release_if_complete(threads > 0 ? threads : live);
-  if (!waits || barrier.phase != phase) return;
-  barrier.waiting.push_back(&current());
-  park({"barrier {} of {} threads", static_cast<unsigned>(name),
-        static_cast<unsigned>(threads > 0 ? threads : live)});
-}
-
-void Block::thread_exits() {
-  --live;
-  --cluster.live;
-  if (barriers[0].expected == 0) barriers[0].release_if_complete(live);
-  cluster.barrier.release_if_complete(cluster.live);
-  if (live == 0 && in_flight > 0)
-    fail(fmt::format("block {} ended while {} copies to its shared memory were in flight", index.x,
-                     in_flight));
-}
-
-void arrive_at_cluster() {
-  Cluster& cluster = current().warp->block->cluster;
-  current().cluster_phase = cluster.barrier.phase;
-  ++cluster.barrier.arrived;
-  cluster.barrier.release_if_complete(cluster.live);
-}
-void wait_for_cluster() {
-  Barrier& barrier = current().warp->block->cluster.barrier;
-  if (barrier.phase != current().cluster_phase) return;
-  barrier.waiting.push_back(&current());
-  park({"the cluster's barrier"});
-}
-
-namespace {
-constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 5 * kPage, kDynamicAlignment = 1024;
-constexpr unsigned kRankShift = 24;
-
-constexpr unsigned rounded_up(unsigned bytes, unsigned unit) { return (bytes + unit - 1) / unit * unit; }
-}  // namespace
-
-SharedMemory::SharedMemory(unsigned dynamic_bytes)
-    : size_(rounded_up(kFirstDynamic + dynamic_bytes, kPage)),
-      dynamic_(size_ - rounded_up(dynamic_bytes, kDynamicAlignment)),
-      end_of_variables_(kFirstVariable) {
-  void* memory = ::mmap(nullptr, size_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-  if (memory == MAP_FAILED) throw std::runtime_error("no memory for a block");
-  base_ = static_cast<char*>(memory);
-  std::memset(base_ + kFirstVariable, 0xff, size_ - kFirstVariable);  // NaN of every type
-  ::mprotect(base_, kFirstVariable, PROT_NONE);
-  ::mprotect(base_ + size_, kPage, PROT_NONE);
-}
-SharedMemory::~SharedMemory() { ::munmap(base_, size_ + kPage); }
-
-void* SharedMemory::variable(const void* key, unsigned bytes, unsigned alignment) {
-  const auto found = std::ranges::find(variables_, key, &Variable::key);
-  if (found != variables_.end()) return base_ + found->offset;
-  const unsigned offset = rounded_up(end_of_variables_, alignment);
-  end_of_variables_ = offset + bytes;
-  if (end_of_variables_ > kFirstDynamic) fail("a block's variables are larger than the emulator expects");
-  variables_.push_back({key, offset});
-  return base_ + offset;
-}
-unsigned SharedMemory::offset(const void* pointer) const {
-  const auto offset = static_cast<const char*>(pointer) - base_;
-  if (offset < 0 || offset > size_) fail("__cvta_generic_to_shared of an address outside of shared memory");
-  return static_cast<unsigned>(offset);
-}
-char* SharedMemory::at(unsigned offset, unsigned bytes) const {
-  if (offset < kFirstVariable || offset + bytes > size_)
-    fail(fmt::format(
-        "shared memory was accessed at {:#x}, {} bytes; the dynamic part is {:#x} to {:#x}, in {}", offset,
-        bytes, dynamic_, size_, machine().place()));
-  return base_ + offset;
-}
-
-SharedPlace shared_place(unsigned address) {
-  Block* block = current().warp->block;
-  const unsigned rank = address >> kRankShift;
-  if (rank == 0) return {block, address};
-  block = block->cluster.blocks[rank - 1].get();
-  if (block->live == 0)
-    fail(fmt::format("shared memory of block {} was accessed, which has ended", block->index.x));
-  return {block, address & ((1u << kRankShift) - 1)};
-}
-unsigned map_to_rank(unsigned address, unsigned rank) {
-  if (rank >= current().warp->block->cluster.blocks.size()) fail(fmt::format("mapa to rank {}", rank));
-  return (rank + 1) << kRankShift | address;
-}
-
-namespace {
-
-/// As it is in memory.
-struct MBarrier {
-  std::uint64_t pending : 20, expected : 20, phase : 1;
-  std::int64_t bytes : 23;
-};
-static_assert(sizeof(MBarrier) == 8);
-constexpr std::uint64_t kMostArrivals = (1u << 20) - 1;
-
-void store(SharedPlace place, const MBarrier& barrier) { std::memcpy(place.bytes(8), &barrier, 8); }
-MBarrier load(SharedPlace place) {
-  if (place.offset % 8 != 0) fail(fmt::format("an mbarrier at {:#x}", place.offset));
-  MBarrier barrier;
-  std::memcpy(&barrier, place.bytes(8), 8);
-  if (barrier.expected == kMostArrivals)
-    fail(fmt::format("the mbarrier at {:#x} of block {} is used before it is initialised", place.offset,
-                     place.block->index.x));
-  return barrier;
-}
-
-void change(SharedPlace place, int arrivals, int bytes) {
-  MBarrier barrier = load(place);
-  if (barrier.pending < static_cast<unsigned>(arrivals))
-    fail(fmt::format("too many arrivals at the mbarrier at {:#x} of block {}", place.offset,
-                     place.block->index.x));
-  barrier.pending -= static_cast<unsigned>(arrivals);
-  barrier.bytes += bytes;
-  const bool complete = barrier.pending == 0 && barrier.bytes == 0;
-  if (complete) {
-    barrier.pending = barrier.expected;
-    barrier.phase ^= 1;
-  }
-  store(place, barrier);
-  if (!complete) return;
-  std::erase_if(place.block->waiters, [&](const Block::Waiter& waiter) {
-    if (waiter.barrier == place.offset) wake(*waiter.fiber);
-    return waiter.barrier == place.offset;
-  });
-}
-
-}  // namespace
-
-void barrier_init(SharedPlace barrier, unsigned arrivals) {
-  MBarrier fresh{};
-  fresh.pending = fresh.expected = arrivals;
-  store(barrier, fresh);
-}
-void barrier_arrive(SharedPlace barrier, int expected_bytes) { change(barrier, 1, expected_bytes); }
-void barrier_complete(SharedPlace barrier, int bytes) { change(barrier, 0, -bytes); }
-bool barrier_is_complete(SharedPlace barrier, unsigned parity) { return load(barrier).phase != parity; }
-void barrier_wait(SharedPlace barrier, unsigned parity) {
-  while (!barrier_is_complete(barrier, parity)) {
-    barrier.block->waiters.push_back({barrier.offset, &current()});
-    const MBarrier now = load(barrier);
-    park({"the mbarrier at {:#x}, parity {}, where {} arrivals and {} bytes were missing", barrier.offset,
-          parity, static_cast<unsigned>(now.pending), static_cast<unsigned>(now.bytes)});
-  }
-}
-
-const uint3& thread_index() { return current().index; }
-const uint3& block_index() { return current().warp->block->index; }
-const uint3& block_size() { return current().warp->block->size; }
-const uint3& grid_size() { return current().warp->block->grid; }
-void* static_shared(const void* key, unsigned bytes, unsigned alignment) {
-  return current().warp->block->shared.variable(key, bytes, alignment);
-}
-void* dynamic_shared() { return current().warp->block->shared.dynamic(); }
-unsigned shared_offset(const void* pointer) { return current().warp->block->shared.offset(pointer); }
-
-int synchronise_block(bool holds) {
-  Block& block = *current().warp->block;
-  block.synchronise(0, 0, true, holds);
-  return block.barriers[0].last_holding;
-}
-
-namespace {
-struct Value {
-  Exchange kind;
-  unsigned value;
-  int argument;
-  unsigned result;
-};
-
-unsigned exchanged(const Value& mine, int lane, const Brought& brought, unsigned lanes) {
-  const auto of = [&](int other) { return static_cast<const Value*>(brought[other])->value; };
-  const auto from = [&](int other) {
-    if (other < 0 || other >= kLanes) return mine.value;
-    if (!(lanes >> other & 1)) fail(fmt::format("a shuffle from lane {}, which takes no part", other));
-    return of(other);
-  };
-  unsigned result = mine.value;
-  switch (mine.kind) {
-    case Exchange::sync:
-      return 0;
-    case Exchange::shuffle:
-      return from(mine.argument & (kLanes - 1));
-    case Exchange::shuffle_up:
-      return from(lane - mine.argument);
-    case Exchange::shuffle_down:
-      return from(lane + mine.argument);
-    case Exchange::shuffle_xor:
-      return from(lane ^ mine.argument);
-    case Exchange::ballot:
-      result = 0;
-      for (int other = 0; other < kLanes; ++other)
-        if (lanes >> other & 1) result |= of(other) << other;
-      return result;
-    case Exchange::least:
-    case Exchange::greatest:
-      for (int other = 0; other < kLanes; ++other) {
-        if (!(lanes >> other & 1)) continue;
-        const auto a = static_cast<int>(result), b = static_cast<int>(of(other));
-        result = static_cast<unsigned>(mine.kind == Exchange::least ? std::min(a, b) : std::max(a, b));
-      }
-      return result;
-  }
-  return result;
-}
-}  // namespace
-
-unsigned exchange(Exchange kind, unsigned lanes, unsigned value, int argument) {
-  static const std::array<char, 8> instructions{};
-  Value mine{kind, value, argument, 0};
-  current().warp->gather(&instructions[static_cast<std::size_t>(kind)], lanes, &mine,
-                         [](Warp&, const Brought& brought, unsigned arrived) {
-                           for (int lane = 0; lane < kLanes; ++lane) {
-                             if (!(arrived >> lane & 1)) continue;
-                             Value& own = *static_cast<Value*>(brought[lane]);
-                             own.result = exchanged(own, lane, brought, arrived);
-                           }
-                         });
-  return mine.result;
 }
 
 }  // namespace flashjit_emulator

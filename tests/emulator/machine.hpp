@@ -14,6 +14,7 @@
 
 namespace flashjit_emulator {
 
+constexpr std::size_t kPage = 4096;
 constexpr int kLanes = 32;
 constexpr unsigned kAllLanes = ~0u;
 constexpr unsigned kMultiprocessors = 4;
@@ -163,6 +164,8 @@ struct Block {
 };
 
 Fiber& current();
+/// The thread that runs, and the last asm statement that it ran.
+std::string what_runs();
 void park(const Wait& waits_for);
 void wake(Fiber& fiber);
 /// Uniform in [0, below).

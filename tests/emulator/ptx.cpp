@@ -224,13 +224,6 @@ void elect(const Instruction& of, Frame& frame) {
   frame.set(of.arguments[1], static_cast<int>(warp.elected) == current().lane);
 }
 
-SharedPlace place(const Instruction& of, const Frame& frame, int argument) {
-  return shared_place(static_cast<unsigned>(frame.get(of.arguments[argument], 0)));
-}
-unsigned word(const Instruction& of, const Frame& frame, int argument) {
-  return static_cast<unsigned>(frame.get(of.arguments[argument]));
-}
-
 struct Known {
   std::string_view prefix;
   Execute execute;

@@ -50,6 +50,15 @@ struct Instruction {
   bool has(std::string_view modifier) const { return opcode.find(modifier) != opcode.npos; }
 };
 
+/// An instruction's argument of 32 bits.
+inline unsigned word(const Instruction& of, const Frame& frame, int argument) {
+  return static_cast<unsigned>(frame.get(of.arguments[argument]));
+}
+/// Of a memory operand whose address has 32 bits.
+inline SharedPlace place(const Instruction& of, const Frame& frame, int argument) {
+  return shared_place(static_cast<unsigned>(frame.get(of.arguments[argument], 0)));
+}
+
 /// How an instruction is executed; fails for one that the emulator does not know.
 Execute find_execution(const std::string& opcode);
 /// Among them those of matrices and of TMA; null: none of these.

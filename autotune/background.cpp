@@ -41,7 +41,7 @@ class Thread {
       const BackgroundJob job = std::move(jobs_.front());
       jobs_.pop_front();
       lock.unlock();
-      // A service goes on without: whatever is wrong here is told, and calls keep what they have.
+      // The service goes on without tuning: the error is reported, and calls keep their configurations.
       try {
         tune(job, stop);
       } catch (const std::exception& error) {

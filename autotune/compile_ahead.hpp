@@ -1,4 +1,4 @@
-// Work on a numbered list by several threads, ahead of the one who takes the results.
+// Work on a numbered list by several threads, ahead of the thread that takes the results.
 #pragma once
 
 #include <algorithm>

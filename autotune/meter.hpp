@@ -27,12 +27,13 @@ class Meter {
   virtual std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
                                         int repeats) = 0;
 
-  /// While on, nothing that was compiled before is used: a search takes what it takes who compiles the first
-  /// time. Off again, all of it may be. Called while nothing is prepared.
+  /// While on, nothing that was compiled before is used, so that a search takes as long as the first time.
+  /// Called while nothing is prepared.
   virtual void compile_anew(bool /*on*/) {}
 
-  /// What the GPU says of itself, best asked right after a measurement, while it is as warm and fast as then.
-  /// Unknown, unless the meter has a GPU that tells.
+  /// The GPU's clocks and temperature; call it right after a measurement, while they are those of the
+  /// measurement.
+  /// Unknown, unless the meter has a GPU that reports it.
   virtual device::GpuState state() { return {}; }
 };
 

@@ -17,12 +17,12 @@ namespace {
 using plan::ComputedBy;
 
 // Clocks and bytes of one multiprocessor. Fitted to the H100's figures in tools/bench/results and NOTES.md;
-// `flashjit tune --study` tells how well they order candidates.
+// `flashjit tune --study` shows how well they order candidates.
 constexpr double kSharedBytesPerClock = 128;
 constexpr double kL2BytesPerClock = 40;
 constexpr double kReducedBytesPerClock = 16;  // dQ's additions in global memory
 constexpr double kLanes = 128;                // plain instructions a clock
-constexpr double kForwardInstructions = 7;    // of a pair, beside products and exponential
+constexpr double kForwardInstructions = 7;    // of a pair, besides products and exponential
 constexpr double kBackwardInstructions = 18;
 constexpr double kGroupEfficiency = 0.88;   // of wgmma's peak, for what it waits for shared memory and power
 constexpr double kClocksPerTile = 150;      // barriers
@@ -33,7 +33,7 @@ constexpr double kJoinedRowMs = 2.2e-6;  // O of all parts of the keys, written 
 constexpr int kGroupWarps = 4;
 constexpr int kSchedulers = 4;                   // of a multiprocessor
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
-constexpr int kOtherRegisters = 70;              // of a thread, beside accumulators
+constexpr int kOtherRegisters = 70;              // of a thread, besides accumulators
 constexpr int kRegisterUnit = 8;                 // in which a thread has them
 constexpr double kManyWaves = 40;                // from here on the order of the blocks does not matter
 
@@ -81,7 +81,7 @@ double macs_per_clock(ComputedBy by, const Rates& rates) {
   return rates.group_macs * kGroupEfficiency;
 }
 
-/// Warps, or warpgroups, each of which reads the whole streamed tile.
+/// Warps, or warpgroups, that each read the whole streamed tile.
 int readers(const Candidate& of) {
   const int warps = of.config().warps;
   const int all = of.by == ComputedBy::warp_groups ? warps / kGroupWarps : warps;

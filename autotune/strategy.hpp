@@ -10,7 +10,7 @@ namespace flashjit::autotune {
 
 /// The logarithm of (time / prediction) is taken as a Gaussian process over the configurations: near ones err
 /// alike, those of one family err somewhat alike. A candidate is worth what it is expected to improve the
-/// best time by. A pure function of what it is told; ties go to the candidate that stands first.
+/// best time by. A pure function of its arguments; of equal candidates the first wins.
 class Strategy {
  public:
   /// Of each candidate its configuration and predicted time, which is above 0.

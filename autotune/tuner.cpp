@@ -35,7 +35,7 @@ constexpr double kHopeless = 1.5;
 constexpr double kMeasureMs = 12;
 constexpr int kFewestRepeats = 5;
 
-/// Within this factor of the best, a candidate is measured again beside the others.
+/// Within this factor of the best, a candidate is measured again together with the others.
 constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
 constexpr int kFinalRounds = 9;
@@ -357,7 +357,7 @@ class Search {
     return ms;
   }
 
-  /// Beside the best so far, whose time is the measure: a drift of the clocks meets both alike.
+  /// Together with the best so far, which is the reference: a drift of the clocks affects both alike.
   double measure(std::size_t i) {
     const TileConfig& config = order_[i];
     const double first = median_ms(std::span(&config, 1), 1).front();

@@ -20,7 +20,7 @@ inline constexpr double kNoise = 0.005;
 /// Launches of a candidate in one measurement, at most: short kernels have so many.
 inline constexpr int kMostRepeats = 60;
 
-/// What timings are valid for, beside the problem.
+/// What timings are valid for, besides the problem.
 struct Setting {
   DeviceInfo device;
   std::string driver, nvrtc, library;  ///< versions
@@ -41,7 +41,7 @@ struct TuneOptions {
   std::size_t max_candidates = 0;  ///< the most that are measured, where that is fewer; 0: no such limit
   double budget_seconds = 0;       ///< for one problem, from the start of tune(); 0: no limit
   bool force = false;              ///< measure again what a record already holds
-  /// Measured first, beside the heuristic's: what is best for a near shape, or on another device.
+  /// Measured first, with the heuristic's choice: what is best for a near shape, or on another device.
   std::vector<TileConfig> leads = {};
   std::optional<std::size_t> max_workspace = {};  ///< candidates that need more bytes are left out
   double map_density = kDefaultMapDensity;        ///< what the model assumes
@@ -69,7 +69,7 @@ struct TuneResult {
   std::size_t measured = 0;    ///< candidates measured in this run
   std::size_t candidates = 0;  ///< that there are
   double seconds = 0;          ///< that this run took
-  double drift = 0;            ///< the most that the best's time moved while others were measured beside it
+  double drift = 0;            ///< the largest change of the best's time while others were measured
   Conditions conditions = {};  ///< under which this run measured
 
   bool has_best() const;
@@ -99,7 +99,7 @@ TuneResult tune_into(const std::filesystem::path& records_folder, const Problem&
 std::optional<TileConfig> pick(const std::vector<plan::Timing>& timings, const TileConfig& heuristic,
                                double noise = kNoise);
 
-/// Whether the record's timings may stand beside new ones: of the same problem, device, driver, NVRTC and
+/// Whether the record's timings are comparable with new ones: of the same problem, device, driver, NVRTC and
 /// library.
 bool is_current(const plan::TuningRecord& record, const Problem& problem, const Setting& setting);
 

@@ -19,7 +19,7 @@ namespace flashjit {
 class FLASHJIT_API MaskProgram {
  public:
   MaskProgram() = default;
-  /// Throws Error(invalid_argument) if it is not a bool expression, reads score, wants a gradient, or
+  /// Throws Error(invalid_argument) if it is not a bool expression, reads score, declares a gradient, or
   /// declares more than 8 tensors or 8 scalars.
   explicit MaskProgram(std::string_view text);
   MaskProgram(const expr::Expr& mask);

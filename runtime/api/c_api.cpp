@@ -46,7 +46,7 @@ flashjit_status keep_error(ErrorCode code, const char* message, const char* deta
     last_error().message = message;
     last_error().detail = detail;
   } catch (...) {
-    last_error() = {};  // no memory for the message; the status still tells
+    last_error() = {};  // no memory for the message; there is still the status
   }
   return static_cast<flashjit_status>(code);
 }
@@ -136,7 +136,7 @@ std::span<const flashjit::Capture> captures(const CArgs& c, Captures& room) {
   return {room.data(), c.capture_count};
 }
 
-/// What both structs of arguments have beside their tensors.
+/// What both structs of arguments have besides their tensors.
 template <class Args, class CArgs>
 void set_common(Args& args, const CArgs& c, Captures& room) {
   args.softmax_scale = optional(c.softmax_scale);

@@ -60,7 +60,7 @@ bool make_own_folder(const fs::path& root, std::string_view name) {
   return link_on_the_way(root, name).empty() && make_private_folders(root / name).empty();
 }
 
-// Whether nobody holds a lock on the file or folder; while `action` runs, nobody can take it.
+// Whether the file or folder is not locked; while `action` runs, it cannot be.
 template <class Action>
 void when_free(const fs::path& path, Action action) {
   const int fd = ::open(path.c_str(), O_RDONLY | O_CLOEXEC | O_NOFOLLOW | O_NONBLOCK);
@@ -77,7 +77,7 @@ bool is_older(const fs::path& path, std::chrono::seconds age) {
   return !error && (changed > now || now - changed >= age);
 }
 
-// The folder of the records and those below it; a folder stands before what it holds.
+// The folder of the records and those below it; a folder comes before its contents.
 std::vector<fs::path> record_folders(const fs::path& root) {
   std::vector<fs::path> folders;
   if (is_real_folder(root / kTuningFolder)) folders.push_back(root / kTuningFolder);

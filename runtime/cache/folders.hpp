@@ -55,12 +55,12 @@ class TemporaryFolder {
   int fd_;
 };
 
-/// Removes what processes that died left of their work: temporary folders that nobody holds, and the
-/// temporary files of records and manifests, which are not locked, after an hour. Those that are younger than
-/// `age` stay. Returns the paths.
+/// Removes what dead processes left behind: temporary folders that are not locked, and the temporary files of
+/// records and manifests, which are not locked, after an hour. Those that are younger than `age` stay.
+/// Returns the paths.
 std::vector<std::filesystem::path> remove_leftovers(const std::filesystem::path& root,
                                                     std::chrono::seconds age = {});
-/// Removes the lock files that nobody holds.
+/// Removes the lock files that are not locked.
 void remove_free_locks(const std::filesystem::path& root);
 /// Removes an entry at once for every reader, by renaming it away first; file by file where that cannot be. A
 /// folder that holds more than an entry's files keeps the rest. Returns whether the entry is gone.

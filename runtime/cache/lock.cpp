@@ -20,7 +20,7 @@ constexpr auto kPollInterval = std::chrono::milliseconds(5);
 constexpr auto kSilence = std::chrono::seconds(2);
 
 // Lock files are removed by their last holder, and by clear(): a lock on a file that has no name any more
-// excludes nobody.
+// excludes no process.
 bool still_named(int fd, const std::filesystem::path& path) {
   struct stat opened {
   }, named{};
@@ -38,8 +38,9 @@ Store::Lock& Store::Lock::operator=(Lock&& other) noexcept {
 
 Store::Lock::~Lock() {
   if (fd_ < 0) return;
-  if (still_named(fd_, path_)) ::unlink(path_.c_str());  // who waits for it sees that, and makes another
-  ::flock(fd_, LOCK_UN);                                 // a child forked meanwhile holds the descriptor too
+  if (still_named(fd_, path_))
+    ::unlink(path_.c_str());  // processes that wait for it see that, and make another
+  ::flock(fd_, LOCK_UN);      // a child forked meanwhile holds the descriptor too
   ::close(fd_);
 }
 

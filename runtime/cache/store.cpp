@@ -25,7 +25,7 @@ namespace {
 namespace fs = std::filesystem;
 
 constexpr int kInstallAttempts = 8;
-// Where locks do not work, a temporary folder may be in use although nobody holds it.
+// Where locks do not work, a temporary folder may be in use although it is not locked.
 constexpr std::chrono::seconds kLeftoverAge = std::chrono::hours(1);
 // To count thousands of kernels takes as long as to compile a fraction of one: often enough is cheap.
 constexpr std::uintmax_t kCountsALimit = 64;
@@ -83,7 +83,7 @@ std::vector<std::string> keys_by_any_compiler(const fs::path& arch_folder, const
   return keys;
 }
 
-// Renames the finished folder to the entry's place. Whoever comes first wins; a damaged entry gives way.
+// Renames the finished folder to the entry's place. The first process wins; a damaged entry is replaced.
 void install(const fs::path& finished, const fs::path& entry, const fs::path& root,
              const KernelSource& source, const std::string& digest) {
   std::error_code error;

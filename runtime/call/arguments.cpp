@@ -26,7 +26,7 @@ bool aligned(const void* pointer, std::uintptr_t alignment) {
   return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
 }
 
-/// The size a dimension must have, and who says so: a tensor's name, or null for the spec.
+/// The size that a dimension must have, and where it comes from: a tensor's name, or null for the spec.
 struct Size {
   std::int64_t value;
   const char* owner;
@@ -157,7 +157,7 @@ void check_offsets(const char* name, const AttentionSpec& spec, const AttentionS
   check_pointer(name, cu_seqlens, alignof(std::int32_t));
 }
 
-/// The packed rows of Q or of K, and what is told about the sequences in them.
+/// The packed rows of Q or of K, and the arguments about the sequences in them.
 struct Packed {
   const char *tensor, *offsets, *longest;  ///< names
   const std::array<std::int64_t, 4>& size;
@@ -273,7 +273,7 @@ void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const f
   check_pointer("sinks", sinks, alignof(float));
 }
 
-/// What both passes have beside their tensors.
+/// What both passes have besides their tensors.
 template <class Args>
 void check_common(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
   if (args.softmax_scale && !(std::isfinite(*args.softmax_scale) && *args.softmax_scale > 0))
@@ -462,7 +462,7 @@ const void* memory_of(const View& view) {
   return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
 }
 
-/// Memory of the caller's; `subject` begins a sentence, `name` stands within one.
+/// Memory from the caller; `subject` begins a sentence, `name` is used within one.
 void check_lent(const char* subject, const char* name, const char* ask, const Workspace& memory,
                 std::size_t needed) {
   if (needed == 0) return;
@@ -480,7 +480,7 @@ std::vector<NamedPointer> with_captures(std::vector<NamedPointer> pointers,
   return pointers;
 }
 
-/// What both passes have, and what one has beside it, without nulls.
+/// The pointers of both passes and those of one, without nulls.
 template <class Args>
 std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<NamedPointer> more) {
   std::vector<NamedPointer> pointers{{"q", memory_of(args.q)},
@@ -509,7 +509,7 @@ Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args, Acces
   return sizes;
 }
 
-/// What both passes have beside their tensors.
+/// What both passes have besides their tensors.
 template <class Args>
 void check_shared(const AttentionSpec& spec, const Args& args) {
   const AttentionShape shape = shape_of_any(spec, args);

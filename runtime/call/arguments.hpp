@@ -1,4 +1,4 @@
-// From a call's arguments to what a kernel is handed, or to the reason why not. No driver, no allocation.
+// From a call's arguments to a kernel's parameters, or to an error with the reason. No driver, no allocation.
 #pragma once
 
 #include <string_view>

@@ -1,4 +1,4 @@
-// Tuning while a service runs. The runtime stands below the tuner and knows of it this much;
+// Tuning while a service runs. The runtime is below the tuner, and knows only this of it;
 // autotune/background.cpp is the other half.
 #pragma once
 

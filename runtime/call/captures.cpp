@@ -26,7 +26,7 @@ std::string list(std::span<const Declaration> declared) {
   return fmt::format("{}", fmt::join(texts, ", "));
 }
 
-/// `likely` is where the name stands when the captures come in the order of the declarations.
+/// `likely` is the index of the name if the captures are in the order of the declarations.
 const Capture* find(std::span<const Capture> given, std::string_view name, std::size_t likely) {
   if (likely < given.size() && given[likely].name == name) return &given[likely];
   const auto found = std::ranges::find(given, name, &Capture::name);

@@ -27,8 +27,8 @@ namespace flashjit {
 
 class Engine {
  public:
-  /// `driver` stands in for the one that settings name, which is opened when first needed; `make_tuner` for
-  /// the tuner of shapes in use.
+  /// `driver` replaces the one that settings name, which is opened when first needed; `make_tuner` for the
+  /// tuner of shapes in use.
   explicit Engine(Settings settings, std::shared_ptr<const device::Driver> driver = {},
                   MakeBackgroundTuner make_tuner = make_background_tuner);
 

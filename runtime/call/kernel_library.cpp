@@ -122,8 +122,8 @@ KernelLibrary::Ready KernelLibrary::make(const Request& request) {
 }
 
 KernelLibrary::Ready KernelLibrary::from_stores(const Request& request) {
-  // By any compiler: the digest tells the source, and to ask NVRTC for its version would take longer than all
-  // the rest.
+  // By any compiler: the digest identifies the source, and asking NVRTC for its version would take longer
+  // than all the rest.
   for (const cache::EmbeddedStore& pack : embedded_) {
     if (const auto kernel = pack.load(request.source, request.digest))
       if (Ready ready = try_load(request, *kernel, KernelOrigin::pack)) return ready;

@@ -112,8 +112,8 @@ void* open_library(const std::string& given) {
   throw Error(ErrorCode::no_compiler, fmt::format("NVRTC cannot be opened ({}); {}", causes, kInstallAdvice));
 }
 
-/// NVRTC opens its built-in functions by their bare file name, which the loader does not look for beside it,
-/// but finds when they are loaded already. Where they are not beside it, its own search has to do.
+/// NVRTC opens its built-in functions by their bare file name, which the loader does not look for next to it,
+/// but finds when they are loaded already. Where they are not next to it, its own search has to find them.
 void open_builtins(const std::string& library, int major, int minor) {
   const std::string name = fmt::format("libnvrtc-builtins.so.{}.{}", major, minor);
   ::dlopen((fs::path(library).parent_path() / name).c_str(), RTLD_NOW | RTLD_LOCAL);

@@ -16,8 +16,8 @@ class Compiler {
   /// places. Throws Error(no_compiler) that lists where it looked and what to install.
   static std::shared_ptr<const Compiler> open(const std::string& library = {});
 
-  /// "nvrtc13.0.88"-like: what the key holds of the compiler (major, minor, and the build where NVRTC tells
-  /// it).
+  /// "nvrtc13.0.88"-like: what the key holds of the compiler (major, minor, and the build where NVRTC reports
+  /// it it).
   const std::string& tag() const;
   const std::string& path() const;
   /// The architectures this NVRTC can compile for: {"sm_75", ...}.

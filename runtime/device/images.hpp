@@ -6,7 +6,7 @@
 
 namespace flashjit::device {
 
-/// The images of a CompiledKernel's cubin, in their order: as ELF files each of them tells its own size. What
+/// The images of a CompiledKernel's cubin, in their order: as ELF files each has its size in its header. What
 /// is none, damage for example, is left to the driver to refuse, and so is all that follows it: one image.
 std::vector<std::string_view> images(std::string_view cubin);
 

@@ -20,7 +20,7 @@ class CodeRefused : public Error {
 class LoadedImage {
  public:
   /// Throws CodeRefused when the driver refuses the image, Error(cuda) when it cannot load anything now, such
-  /// as for want of memory.
+  /// such as for lack of memory.
   LoadedImage(std::shared_ptr<const Driver> driver, const std::string& image);
   ~LoadedImage();
   LoadedImage(const LoadedImage&) = delete;

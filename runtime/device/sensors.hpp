@@ -18,10 +18,10 @@ struct GpuState {
   friend bool operator==(const GpuState&, const GpuState&) = default;
 };
 
-/// The sensors of one GPU. Never throws: whoever measures goes on without.
+/// The sensors of one GPU. Never throws: measurements go on without it.
 class Sensors {
  public:
-  /// The GPU by its PCI bus id, as cuDeviceGetPCIBusId tells it; `library` is libnvidia-ml.so.1 when empty.
+  /// The GPU by its PCI bus id, as cuDeviceGetPCIBusId returns it; `library` is libnvidia-ml.so.1 when empty.
   explicit Sensors(const std::string& pci_bus_id, const std::string& library = {});
   ~Sensors();
 

@@ -1,4 +1,4 @@
-// What kernels that copy tiles through TMA are told about their tensors.
+// The tensor maps of kernels that copy tiles by TMA.
 #pragma once
 
 #include <span>
@@ -16,7 +16,7 @@ using TensorMaps = TensorMapsOf<CUtensorMap>;
 static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) >= 64);
 
 /// The maps of one call's tensors, `o` being O of a forward pass and dO of a backward pass, by the name that
-/// its caller knows; a tensor without elements, or of which no rows are copied, leaves its map zeroed: no
+/// its caller knows; the map of a tensor without elements, or whose rows are not copied, stays zero: no
 /// kernel reads it. So does a bias tile of `captures` whose memory or strides TMA cannot load: kernels then
 /// read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
 TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,

@@ -100,7 +100,7 @@ bool reads_bias_tile(const Graph& graph, int place);
 int bias_tile_read(const Graph& graph, int root);
 
 /// Among what `root` is computed from: the only real that depends on the query alone, or on the key alone,
-/// beside what all pairs of a head share, and reads a tensor by it; the largest such. -1: there is none, or
+/// besides what all pairs of a head share, and reads a tensor by it; the largest such. -1: there is none, or
 /// several. A row of a tile shares the query's, a column the key's.
 struct PositionTerms {
   int row = -1, column = -1;

@@ -21,7 +21,7 @@ void require(std::string_view what, std::int32_t value, std::int32_t min) {
     refuse("{} is {}; it must be from {} to {}", what, value, min, kMaxDistance);
 }
 
-/// Where the query stands among the keys.
+/// The position of the query among the keys.
 Expr position() { return q + seqlen_kv - seqlen_q; }
 
 /// The smallest distance of each bucket behind those of single distances, with T5's own fp32 arithmetic.

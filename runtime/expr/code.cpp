@@ -165,7 +165,7 @@ std::string Code::affine_int(const Affine& form) {
   return text.empty() ? "0" : text;
 }
 
-/// Where the key stands alone, it is compared with a bound that a whole row shares.
+/// Where the key is alone on one side, it is compared with a bound that a whole row shares.
 std::string Code::comparison(int place) {
   const Comparison compared = *affine_comparison(graph_, place);
   const long long factor = compared.difference.kv;
@@ -235,7 +235,7 @@ std::string Code::quotient(int place) {
   return fmt::format("flashjit::Math<Element>::divide({}, {})", value(args[0]), value(args[1]));
 }
 
-/// score + X, score - X and X + score as one instruction beside X; empty: the result is none of them.
+/// score + X, score - X and X + score as one instruction besides X; empty: the result is none of them.
 std::string Code::scaled_sum(int place) {
   const Node& node = graph_.node(place);
   if (node.op != Op::add && node.op != Op::subtract) return {};

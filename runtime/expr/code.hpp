@@ -12,7 +12,7 @@
 
 namespace flashjit::expr {
 
-/// How a function tells of indices out of range, in the debug mode that does.
+/// How a function reports indices out of range, in the debug mode for that.
 struct ReadCheck {
   std::string_view exists = {};  ///< condition on which a read is wanted; empty: another function checks it
   std::string_view place = {};   ///< b, h, q and kv; -1: any
@@ -42,7 +42,7 @@ class HeadCode {
 
   /// The element that `read` reads at indices.
   std::string read_text(const Node& read, const std::vector<std::string>& indices) const;
-  /// A line that tells of indices out of range; empty where that is not asked for.
+  /// A line that reports indices out of range; empty outside of that mode.
   std::string check_text(const Node& read, const std::vector<std::string>& indices,
                          const ReadCheck& check) const;
 

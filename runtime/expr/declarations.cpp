@@ -57,7 +57,7 @@ std::vector<Declaration> declarations(const ScoreProgram& score, const MaskProgr
     if (found == out.end()) {
       out.push_back(std::move(d));
     } else if (found->type != d.type || found->rank != d.rank) {
-      // That the score wants a gradient is nothing to the mask.
+      // Whether the score declares a gradient does not matter to the mask.
       refuse("the score program declares '{}', but the mask program '{}'; one name is one thing in both",
              to_string(*found), to_string(d));
     }

@@ -12,7 +12,7 @@ namespace flashjit::expr {
 /// conversions to int are constant; select follows its condition, whose other arm may be infinite.
 NodePtr derivative(const NodePtr& root, const NodePtr& variable);
 
-/// The different reads of tensors that want a gradient.
+/// The distinct reads of tensors with a gradient.
 std::vector<NodePtr> reads_with_grad(const NodePtr& root);
 
 }  // namespace flashjit::expr

@@ -8,7 +8,7 @@
 namespace flashjit::expr {
 
 /// The static member functions that templates/common/problem.cuh says are generated. Every name of the
-/// templates is qualified, so that a Problem may stand anywhere; it must have an Element.
+/// templates is qualified, so that a Problem may be in any namespace; it must have an Element.
 std::string emit_functions(const Trees& programs, const EmitOptions& options = {});
 
 /// Those behind the constants of the programs' facts: all that a kernel of nothing but programs needs.

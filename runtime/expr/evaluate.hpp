@@ -10,7 +10,7 @@
 
 namespace flashjit::expr {
 
-/// What the names stand for.
+/// The values of names.
 struct Point {
   std::int32_t b = 0, h = 0, h_kv = 0, q = 0, kv = 0, seqlen_q = 0, seqlen_kv = 0;
   double score = 0;

@@ -58,7 +58,7 @@ struct ProgramFacts {
   bool row_term = false;              ///< the score reads a value of the query that a row shares; so of terms
   bool column_term = false;           ///< the same of the key
   bool score_uses_head = false;
-  bool score_reads_pairs = false;  ///< it reads a tensor by positions, beside its row and column terms
+  bool score_reads_pairs = false;  ///< it reads a tensor by positions, besides its row and column terms
 
   bool has_mask = false;  ///< some pairs may not attend
   MaskTraits mask;

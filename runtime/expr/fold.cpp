@@ -231,7 +231,7 @@ Folded compare_moved(Op op, const Expr& a, const Expr& b) {
   return {};
 }
 
-/// By their words, of which masks know what they are over a tile.
+/// By their 32-bit words, whose values over a tile masks can bound.
 Expr compare_words(Op op, const Expr& a, const Expr& b) {
   const Expr high_a = high_word(a), high_b = high_word(b), low_a = low_word(a), low_b = low_word(b);
   if (op == Op::equal || op == Op::not_equal) {

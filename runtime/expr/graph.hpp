@@ -14,7 +14,7 @@ namespace flashjit::expr {
 /// What a value depends on; bits.
 enum Uses : unsigned { kUsesScore = 1, kUsesBatch = 2, kUsesHead = 4, kUsesQ = 8, kUsesKv = 16 };
 
-/// Each operation stands behind its operands, and equal operations are there once.
+/// Each operation comes after its operands, and equal operations occur once.
 class Graph {
  public:
   struct Item {

@@ -20,7 +20,7 @@ constexpr std::string_view kSymbols[] = {"||", "&&", "==", "!=", "<=", ">=", "<<
                                          "[",  "]",  "?",  ":",  ";",  ",",  "|",  "^",  "&", "<",
                                          ">",  "+",  "-",  "*",  "/",  "%",  "!",  "~"};
 
-/// Length of the number at the text's beginning, with the letters that stand on it by mistake.
+/// Length of the number at the beginning of the text, with letters that follow it by mistake.
 std::size_t number_length(std::string_view text) {
   std::size_t length = 0;
   const auto at = [&](std::size_t i) { return i < text.size() ? text[i] : '\0'; };

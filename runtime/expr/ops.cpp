@@ -77,7 +77,7 @@ constexpr bool in_order() {
 }
 static_assert(in_order());
 
-// Words that mean something beside names and functions.
+// Words with a meaning of their own, besides names and functions.
 constexpr std::string_view kReserved[] = {"true",  "false", "int",    "float",          "bool",  "fp32",
                                           "fp16",  "bf16",  "int32",  "int64",          "int16", "int8",
                                           "uint8", "grad",  "causal", "causal_top_left"};

@@ -1,4 +1,4 @@
-// The switches of a tile configuration, beside its family, tile and warps: one row says all that is the same
+// The switches of a tile configuration, besides its family, tile and warps: one row says all that is the same
 // for each.
 #pragma once
 

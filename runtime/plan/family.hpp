@@ -1,4 +1,4 @@
-// What a kernel family tells the planner: what it can do, with which tiles, and which kernels it makes.
+// What the planner knows of a kernel family: what it supports, with which tiles, and which kernels it makes.
 #pragma once
 
 #include <span>
@@ -11,7 +11,7 @@
 
 namespace flashjit::plan {
 
-/// What a call needs beside its tensors; workspace.hpp turns it into offsets.
+/// What a call needs besides its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool row_terms = false;  ///< what the score reads of each query

@@ -44,8 +44,8 @@ enum class Step : std::uint8_t {
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
 };
 
-/// A captured tensor of which TMA copies tiles of its last two dimensions: rows at a time, its
-/// number among the captured tensors, its dimensions.
+/// A captured tensor whose last two dimensions TMA copies in tiles: rows at a time, its number among the
+/// captured tensors, its dimensions.
 struct BiasBox {
   int rows = 0, capture = 0, rank = 0;
 

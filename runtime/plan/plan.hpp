@@ -21,7 +21,7 @@ struct Problem {
 };
 /// What is computed: the problem with a normalized spec, or with the query heads that share K and V folded
 /// into queries of one head, which so reads K and V once. That is done to the forward pass of one query a
-/// head, as when tokens are generated, where nothing tells heads apart.
+/// head, as when tokens are generated, where all heads are treated alike.
 struct ComputedProblem : Problem {
   bool fold_gqa = false;
 };

@@ -44,7 +44,7 @@ TuningRecord parse_record(const std::string& json);
 /// "sm_90a/fwd-bf16-d128-causal__b2-hq32-hkv8-sq4096-skv4096.json". Throws Error(invalid_argument) on an arch
 /// that names no folder.
 std::filesystem::path record_path(const TuningRecord& record);
-/// Writes atomically: a temporary file beside it, fsync, rename. `folder` is a store's `v1/tuning`. Throws
+/// Writes atomically: a temporary file next to it, fsync, rename. `folder` is a store's `v1/tuning`. Throws
 /// Error(io), also where one of these folders is a link to somewhere else, or Error(invalid_argument) for a
 /// record that could not be read again.
 void write_record(const std::filesystem::path& folder, const TuningRecord& record);

@@ -121,8 +121,8 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 }
 
 // Good tiles, best first, by the wider head dimension; the last of each fits every device. Measured on
-// Hopper, also with one block a multiprocessor, as smaller devices have. What spills is left out, but for
-// some words beside programs that are quicker so all the same (softcap at d64).
+// Hopper, also with one block a multiprocessor, as smaller devices have. What spills is left out, but for a
+// few words with programs that are faster with it all the same (softcap at d64).
 
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
@@ -150,7 +150,7 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
                   {config(64, 32, 4, 1)}});
 }
 
-/// The largest spill beside gradients of captured tensors, which keep S and their places until dS is known,
+/// The largest spill with gradients of captured tensors, which keep S and their addresses until dS is known,
 /// and slopes as many values again.
 std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());

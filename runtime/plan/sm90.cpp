@@ -72,7 +72,7 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   return gradients + c.br;
 }
 
-/// How many of them fit, beside addresses and the rows' state.
+/// How many of them fit, besides addresses and the rows' state.
 int kept_limit(const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks) - 32;
 }
@@ -225,7 +225,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
-    // by pair, or for gradients beside what is read of positions.
+    // by pair, or for gradients besides what is read by position.
     const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
                        (spec.has_capture_grads && (mask_reads || spec.programs.row_term));
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
@@ -236,7 +236,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     choices = {forward_config(8, 128, 2), forward_config(4, 128, 2)};
     // A third warpgroup leaves each fewer registers, and masks of blocks fit smaller tiles, as windows do
     // where products take long. What a mask reads of keys alone, such as padding, is alike for all queries.
-    // Beside dropout there are registers for neither mask nor score, nor for more columns.
+    // With dropout there are no registers for masks, scores or more columns.
     const expr::MaskTraits& mask = spec.programs.mask;
     const bool by_key = mask.kv_reads > 0 && mask.q_reads == 0;
     const bool in_blocks = spec.has_block_map() || mask.q_reads > 0;
@@ -244,7 +244,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     const bool fits = spec.dropout ? d <= 64 && spec.mask.empty() && spec.score.empty() : d <= 64 || simple;
     if (!in_blocks && !bias_tile && fits)
       choices.insert(choices.begin(), forward_config(12, d <= 64 ? 128 : d <= 96 ? 96 : 80, d <= 64 ? 3 : 2));
-    // Small tiles hide each other's waits for what stands in lists, and for what a mask reads.
+    // Small tiles hide each other's waits for list entries and for what a mask reads.
     if (d <= 64 && in_blocks && !bias_tile)
       choices.insert(choices.begin(),
                      mask_reads ? forward_config(4, 64, 2, 3) : forward_config(4, 128, 2, 2));

@@ -57,7 +57,7 @@ class FieldReader {
     return fields_[next_++];
   }
 
-  /// Runs the parser of one field; its error then tells the field and the whole text too.
+  /// Runs the parser of one field; its error then quotes the field and the whole text, too.
   template <class Parse>
   auto in_field(std::string_view field, Parse parse) const {
     try {
@@ -74,14 +74,14 @@ class FieldReader {
     return in_field(field, [&] { return number_after(prefix, field.substr(prefix.size()), min, max); });
   }
 
-  /// Whether the field is the option `name`, which may stand once.
+  /// Whether the field is the option `name`, which may occur once.
   bool flag(std::string_view field, std::string_view name) {
     if (field != name) return false;
     once(field, name);
     return true;
   }
 
-  /// The number in an option such as "s2", which may stand once; nothing when the field is another option.
+  /// The number in an option such as "s2", which may occur once; nothing when the field is another option.
   std::optional<int> number(std::string_view field, std::string_view prefix, int min, int max) {
     if (!begins(field, prefix)) return {};
     once(field, prefix);
@@ -101,7 +101,7 @@ class FieldReader {
     return in_field(field, [&] { return std::array{number(parts.front()), number(parts.back())}; });
   }
 
-  /// The text in braces of a field such as "mask{kv <= q}", which may stand once.
+  /// The text in braces of a field such as "mask{kv <= q}", which may occur once.
   std::optional<std::string_view> program(std::string_view field, std::string_view name) {
     if (!field.starts_with(name) || !field.substr(name.size()).starts_with('{')) return {};
     once(field, name);
@@ -111,7 +111,7 @@ class FieldReader {
     return field.substr(name.size() + 1, field.size() - name.size() - 2);
   }
 
-  /// Notes an option that may stand once, in whatever spelling.
+  /// Notes an option that may occur once, in any spelling.
   void once(std::string_view field, std::string_view name) {
     if (std::find(seen_.begin(), seen_.end(), name) != seen_.end()) {
       refuse("the {} {} says twice what {} says; {}", what_, quoted(text_), quoted(field), allowed_());
@@ -139,7 +139,7 @@ class FieldReader {
   }
 
  private:
-  /// The pieces between the ':' that stand outside of braces.
+  /// The pieces between the ':' outside of braces.
   static std::vector<std::string_view> fields_of(std::string_view text) {
     std::vector<std::string_view> fields;
     for (std::size_t begin = 0, at = 0;; ++at) {
@@ -293,7 +293,7 @@ std::string to_string(const AttentionSpec& given) {
   };
   if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
   if (!spec.score.empty()) append(":score{{{}}}", spec.score.text());
-  if (plan::is_causal(spec.mask)) {  // these stand in a spec by their names
+  if (plan::is_causal(spec.mask)) {  // a spec has these by their names
     append(":{}", spec.mask.text());
   } else if (!spec.mask.empty()) {
     append(":mask{{{}}}", spec.mask.text());

@@ -15,7 +15,7 @@ struct SpecOption {
   std::string_view argument = "";  ///< of a call in Python, which turns it on: "kv_lengths"
 };
 
-/// In the order of a spec's text, where a block map stands before `det`.
+/// In the order of a spec's text, where a block map comes before `det`.
 inline constexpr std::array kSpecOptions{
     SpecOption{"dropout", "kDropout", &AttentionSpec::dropout, "dropout_p"},
     SpecOption{"kvlen", "kKvLengths", &AttentionSpec::kv_lengths, "kv_lengths"},

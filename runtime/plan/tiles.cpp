@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kPackedRows = 64;  // of Q: a warpgroup's
 
-/// Heads of which one Q tile has the rows, of the `shared` ones of a head of K and V: all of them, or as many
-/// as make equal sets, so that a warpgroup has a row of each.
+/// How many of the `shared` heads of a head of K and V have rows in one Q tile: all of them, or as many as
+/// make equal sets, so that a warpgroup has a row of each.
 int heads_of_set(int shared) {
   const auto sets = static_cast<int>(tiles(shared, kPackedRows));
   return sets > 0 ? static_cast<int>(tiles(shared, sets)) : 1;

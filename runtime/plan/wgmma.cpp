@@ -73,7 +73,7 @@ struct Multiplication {
   Offsets left_offsets, right_offsets;
 };
 
-/// The function: one asm statement of all steps, of which the first may begin the accumulators anew.
+/// The function: one asm statement for all steps; the first may overwrite the accumulators.
 std::string function(const std::string& name, const Multiplication& of) {
   const int steps = static_cast<int>(of.right_offsets.size());
   std::vector<std::string> inputs, left;

@@ -15,7 +15,7 @@ struct WorkspaceLayout {
   std::size_t list_count = 0, list_entries = 0, list_rank = 0, term_bounds = 0;
   std::size_t bytes = 0;
 
-  /// The lists stand last, so that a call that is given them needs a workspace without that end.
+  /// The lists come last, so that a call that is given its lists needs only what comes before.
   std::size_t bytes_without_lists() const { return list_count; }
   std::size_t list_bytes() const { return bytes - list_count; }
 

@@ -35,7 +35,7 @@ class Programs {
   Programs(const AttentionSpec& spec, const std::vector<Captured>& captures);
 
   bool has_score() const { return score_root_ >= 0; }
-  bool has_grads() const;  ///< some capture wants one
+  bool has_grads() const;  ///< some capture has one
 
   bool attends(const Point& point) const;
   /// What becomes of `s` = softmax_scale * (Q K^T) at a pair that attends.
@@ -44,7 +44,7 @@ class Programs {
   double score_grad(const Point& point, double s) const;
 
   CaptureGrads zero_grads() const;
-  /// Calls add(capture, element, d score / d element) for each read of a capture that wants a gradient.
+  /// Calls add(capture, element, d score / d element) for each read of a capture with a gradient.
   using AddGrad = std::function<void(std::size_t, std::int64_t, double)>;
   void add_grads(const Point& point, double s, const AddGrad& add) const;
 

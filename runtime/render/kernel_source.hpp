@@ -45,9 +45,9 @@ struct CompiledKernel {
   double compile_ms = 0;
 };
 
-/// Entries without a main loop that stand beside one with one are a second program, since two compile side by
-/// side sooner than one that has all. A program is the source's text with kProgramMacro defined as its
-/// number, from 1 on, which leaves the other's entries out; without the macro the text has them all.
+/// If some entries have a main loop, those without one are a second program, since two compile side by side
+/// sooner than one that has all. A program is the source's text with kProgramMacro defined as its number,
+/// from 1 on, which leaves the other's entries out; without the macro the text has them all.
 int program_count(const std::vector<plan::Entry>& entries);
 inline constexpr std::string_view kProgramMacro = "FLASHJIT_PROGRAM";
 

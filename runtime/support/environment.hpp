@@ -19,7 +19,7 @@ std::span<const EnvironmentVariable> environment_variables();
 
 struct Environment {
   std::string cache_dir;  ///< FLASHJIT_CACHE_DIR, else $XDG_CACHE_HOME/flashjit, else ~/.cache/flashjit; ""
-                          ///< when none can be told
+                          /// < when it is unknown
   std::uint64_t cache_limit;        ///< FLASHJIT_CACHE_LIMIT in bytes; the largest number: none
   std::vector<std::string> packs;   ///< FLASHJIT_PACKS, separated by ':'
   bool jit = true;                  ///< FLASHJIT_JIT: on or off
@@ -33,7 +33,7 @@ struct Environment {
   bool quiet = false;
 };
 
-/// Throws Error(invalid_argument) for a value that is not allowed. `get` stands in for getenv in tests.
+/// Throws Error(invalid_argument) for a value that is not allowed. `get` replaces getenv in tests.
 Environment read_environment();
 Environment read_environment(const std::function<const char*(const char*)>& get);
 

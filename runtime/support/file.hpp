@@ -18,7 +18,7 @@ inline constexpr std::uintmax_t kStoredFileLimit = 64u << 20;
 std::string read_file(const std::filesystem::path& path,
                       std::uintmax_t limit = std::numeric_limits<std::uintmax_t>::max());
 
-/// Who may read what is written: whom the umask allows, or this user alone.
+/// Who may read the file: as the umask allows, or this user only.
 enum class Audience : std::uint8_t { everyone, user };
 
 /// Replaces or creates `path` so that a reader, or a crash, sees the old bytes or the new ones and nothing

@@ -1,4 +1,4 @@
-// One maker a key: who asks while another makes waits for that one's result.
+// One maker a key: threads that ask meanwhile wait for its result.
 #pragma once
 
 #include <chrono>
@@ -18,8 +18,8 @@ class SingleFlight {
     bool made;  ///< by this call
   };
 
-  /// The value of `key`, else that of `make()`. What make() throws reaches everyone who waits for it and is
-  /// not kept: the next call tries again. make() must not ask for its own key.
+  /// The value of `key`, else that of `make()`. What make() throws reaches every waiting thread and is not
+  /// kept: the next call tries again. make() must not ask for its own key.
   template <class Make>
   Result get(const std::string& key, Make&& make) {
     std::promise<Value> promise;

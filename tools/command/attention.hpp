@@ -46,7 +46,7 @@ bool all_ok(const std::vector<Comparison>& comparisons);
 Json to_json(const Comparison& comparison);
 
 /// Normal Q, K, V and dO rounded to the spec's type; kv_lengths, block map, dropout, packed sequences, sinks
-/// and captures as the spec wants them.
+/// and captures as the spec declares them.
 reference::Problem random_problem(const AttentionSpec& spec, const AttentionShape& shape, std::uint64_t seed);
 
 /// Gives captured scalars the values of "name=value" texts. Throws Error(invalid_argument) for a text that is
@@ -56,7 +56,7 @@ void set_scalars(reference::Problem& problem, const std::vector<std::string>& te
 /// Memory order of the tensors in .npy files: [batch, heads, length, dim] or [batch, length, heads, dim].
 enum class Layout : std::uint8_t { bhsd, bshd };
 
-/// Where a problem's inputs lie; empty paths where the spec wants none.
+/// The files of a problem's inputs; empty paths where the spec has none.
 struct InputFiles {
   std::string q, k, v, dout, kv_lengths, block_map;
   std::string cu_seqlens_q = {}, cu_seqlens_kv = {}, sinks = {};

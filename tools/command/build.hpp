@@ -34,7 +34,7 @@ StoredKernel find_stored(const std::vector<std::filesystem::path>& folders, cons
 /// The tuning records that a runtime would choose from: those of the packs, then the cache's.
 plan::TuningRecords chosen_records();
 
-/// The shape that stands for a spec when none is given: 4096 tokens, 16 heads.
+/// The shape of a spec when none is given: 4096 tokens, 16 heads.
 AttentionShape default_shape();
 
 struct BuiltKernel {

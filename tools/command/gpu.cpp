@@ -71,7 +71,7 @@ DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const 
   return buffer;
 }
 
-/// What both passes are told beside their tensors, in device memory.
+/// The arguments of both passes besides their tensors, in device memory.
 struct Extras {
   DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks;
   DeviceCaptures captures;

@@ -87,7 +87,7 @@ std::string cache_folder(const TuneCommand& command) {
   return folder;
 }
 
-/// Told before minutes are spent, not after.
+/// Reported before minutes are spent, not after.
 void require_folder_of(const std::string& file, const char* option) {
   if (file.empty()) return;
   const std::filesystem::path folder = std::filesystem::absolute(file).parent_path();
@@ -152,7 +152,7 @@ std::vector<TileConfig> leads_for(const autotune::Problem& problem, const Device
   return match.record ? std::vector{match.record->best} : std::vector<TileConfig>{};
 }
 
-/// Tells of every candidate on stderr, and in the end how the GPU fared.
+/// Reports every candidate on stderr, and in the end the state of the GPU.
 class Reporter {
  public:
   Reporter(const autotune::Problem& problem, int device, Shared& shared)
@@ -292,7 +292,7 @@ void write_study(const std::string& file, const std::vector<autotune::StudyRow>&
   write_file_atomically(std::filesystem::path(file).replace_extension(".csv"), autotune::study_csv(rows));
 }
 
-/// Tunes and then measures everything; a page and, beside it, the rows as CSV, written anew after each
+/// Tunes and then measures everything; writes a page and the rows as CSV next to it, again after each
 /// problem.
 int study(const TuneCommand& command, const std::vector<autotune::Problem>& problems,
           const std::shared_ptr<const device::Driver>& driver, int ordinal) {
@@ -462,7 +462,7 @@ int tune(const TuneCommand& command, bool json) {
   require_folder_of(command.report, "--report");
   require_folder_of(command.study, "--study");
   require_folder_of(command.ship, "--ship");
-  options_of(command, 0);  // a wrong family is told before a GPU is looked for
+  options_of(command, 0);  // a wrong family is reported before a GPU is looked for
   const std::shared_ptr<const device::Driver> driver = chosen_driver();
   const std::vector<int> devices = ordinals(command.devices, *driver);
   if (!command.study.empty()) return study(command, problems, driver, devices.front());
@@ -472,7 +472,7 @@ int tune(const TuneCommand& command, bool json) {
   try {
     run.run(driver, devices);
   } catch (const Error&) {
-    if (!run.results().empty() && !json) print_table(run.results());  // what is done is recorded and told
+    if (!run.results().empty() && !json) print_table(run.results());  // what is done is recorded and printed
     throw;
   }
   const std::vector<Tuned> all = run.results();

@@ -29,7 +29,7 @@ struct Verification {
   bool ok() const { return failure.empty() && all_ok(comparisons); }
 };
 
-/// The configurations to verify a pass with; nothing stands for the one the runtime chooses.
+/// The configurations to verify a pass with; nothing means the one that the runtime chooses.
 std::vector<std::optional<TileConfig>> configs_of(const VerifyOptions& options, const AttentionSpec& spec,
                                                   const DeviceInfo& device) {
   if (!options.config.empty()) return {parse_config(options.config)};

@@ -49,7 +49,7 @@ bool is_unfinished(const fs::path& name) {
   return name.string().starts_with(kUnfinishedPrefix) && !name.has_extension();
 }
 
-/// The files below v1, relative to it and sorted; what is no plain file stands among them, too.
+/// The files below v1, relative to it and sorted; including what is not a plain file.
 std::vector<std::string> files_below(const fs::path& root) {
   std::vector<std::string> files;
   std::error_code error;

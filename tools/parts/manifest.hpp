@@ -1,5 +1,5 @@
 // The manifest of a pack: the SHA-256 digest of every file, a line each, in the form that `sha256sum -c`
-// reads. Who signs the manifest, or notes its own digest, has signed the pack.
+// reads. Signing the manifest, or its digest, signs the pack.
 #pragma once
 
 #include <filesystem>

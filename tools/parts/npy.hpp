@@ -34,7 +34,7 @@ Array read(const std::filesystem::path& path);
 /// bytes and shape disagree.
 void write(const std::filesystem::path& path, const Array& array);
 
-/// The file's content, as bytes in memory; `name` stands for the file in messages.
+/// The file's content, as bytes in memory; messages call it `name`.
 Array parse(const std::string& content, const std::string& name);
 std::string serialize(const Array& array);
 

@@ -22,7 +22,7 @@ struct Reported {
 std::string report_html(const std::vector<Reported>& records, const DeviceInfo& device,
                         double map_density = kDefaultMapDensity);
 
-/// What one cell of the map stands for.
+/// What one cell of the map shows.
 enum class CellKind : std::uint8_t {
   measured,   ///< ms is the fastest of the candidates with this tile
   predicted,  ///< ms is the model's: the search left these candidates out

@@ -30,7 +30,7 @@ double least_ms(const plan::TuningRecord& record) {
   return least;
 }
 
-/// Beside the best, as the tuner measures. What cannot be launched stays without a time.
+/// Together with the best, as the tuner measures. What cannot be launched has no time.
 void measure_gap(StudyRow& row, const TileConfig& config, Meter& meter) {
   const std::array both{row.exhaustive.best, config};
   const plan::Timing* best = timing_of(row.exhaustive, both[0]);

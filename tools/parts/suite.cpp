@@ -22,7 +22,7 @@ std::string_view leading_spec(std::string_view line) {
   return line;
 }
 
-/// What stands behind the spec, if anything.
+/// What follows the spec, if anything.
 std::optional<AttentionShape> parse_rest(const std::string& rest) {
   std::istringstream words(rest);
   std::string shape, extra;

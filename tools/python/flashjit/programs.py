@@ -9,7 +9,7 @@ They are called with stand-ins instead of numbers, at each call of attention(), 
 flashjit.trace() makes is made once. They mean what PyTorch means, see tools/docs/programs-python.md.
 
 On stand-ins work +, -, *, /, //, %, **, comparisons, &, |, ^, ~, <<, >>, abs, captured tensors indexed by them (negative
-indices count from the end, [:] and ... leave dimensions whole; a captured row can be summed), sizes of captured tensors,
+indices count from the end, [:] and ... leave dimensions whole; a captured row has sum(), any() and all()), sizes of captured tensors,
 and these functions of torch and torch.nn.functional, as methods, too: {functions}.
 """
 from __future__ import annotations

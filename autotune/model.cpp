@@ -29,7 +29,7 @@ constexpr double kClocksPerTile = 150;      // barriers
 constexpr double kWarpClocksPerTile = 200;  // the same and addresses, where each warp loads and computes
 constexpr double kClocksPerBlock = 5000;    // first loads, a softmax that nothing hides, last stores
 constexpr double kLaunchMs = 0.003;
-constexpr double kJoinedRowMs = 2.2e-6;  // O of all parts of the keys, written and read once more
+constexpr double kCombinedRowMs = 2.2e-6;  // O of all splits of the keys, written and read once more
 constexpr int kGroupWarps = 4;
 constexpr int kSchedulers = 4;                   // of a multiprocessor
 constexpr int kThreadsPerMultiprocessor = 1536;  // the least of the supported GPUs
@@ -241,7 +241,7 @@ Prediction Model::predict(const TileConfig& config) const {
   const plan::KernelPlan kernel = traits.kernel(spec_, config);
   const Candidate candidate{kernel, traits.computed_by};
   const TileClocks clocks = tile_clocks(candidate, rates_, program_operations_);
-  const auto parts = static_cast<double>(plan::num_splits(kernel, shape, device_));
+  const auto splits = static_cast<double>(plan::num_splits(kernel, shape, device_));
 
   Prediction out;
   double busiest = 0;
@@ -257,7 +257,7 @@ Prediction Model::predict(const TileConfig& config) const {
     if (!entry.hot) continue;
     // A grid too small to fill the device spreads out.
     const double multiprocessors = std::max(device_.multiprocessors, 1);
-    const double share = std::ceil(static_cast<double>(launch.blocks) * parts / multiprocessors);
+    const double share = std::ceil(static_cast<double>(launch.blocks) * splits / multiprocessors);
     const int resident = static_cast<int>(std::min<double>(
         resident_blocks(candidate, entry, device_) * kernel.schedule.q_tiles_per_cta, share));
     const double tile = overlapped(clocks, candidate, resident);
@@ -275,14 +275,14 @@ Prediction Model::predict(const TileConfig& config) const {
     std::vector<double> blocks;
     for (const std::int64_t tiles : visited) {
       out.tiles += static_cast<double>(tiles * shape.batch * shape.heads_q);
-      const double own_tiles = std::ceil(static_cast<double>(tiles) * group / parts);
+      const double own_tiles = std::ceil(static_cast<double>(tiles) * group / splits);
       blocks.push_back(resident * (own_tiles * tile + kClocksPerBlock));
     }
     const double slots = resident * multiprocessors;
-    const auto copies = static_cast<double>(shape.batch * heads) * parts;
+    const auto copies = static_cast<double>(shape.batch * heads) * splits;
     out.ms += makespan(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
     out.tile_clocks = std::max(out.tile_clocks, tile);
-    out.waves = std::max(out.waves, static_cast<double>(launch.blocks) * parts / slots);
+    out.waves = std::max(out.waves, static_cast<double>(launch.blocks) * splits / slots);
     out.blocks_resident = resident;
   }
   // The passes around the main loop: D, zeroing and conversion of dQ.
@@ -290,7 +290,7 @@ Prediction Model::predict(const TileConfig& config) const {
   if (config.split) {
     const std::int64_t rows =
         is_backward(spec) ? shape.heads_kv * shape.seqlen_kv : shape.heads_q * shape.seqlen_q;
-    out.ms += kJoinedRowMs * static_cast<double>(shape.batch * rows);
+    out.ms += kCombinedRowMs * static_cast<double>(shape.batch * rows);
   }
   out.ms = std::max(out.ms, work_.bytes / rates_.bytes_per_ms);
   return out;

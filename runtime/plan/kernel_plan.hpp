@@ -39,8 +39,8 @@ enum class Step : std::uint8_t {
   main,                   ///< the main loop: over Q tiles forward, over KV tiles backward
   main_of_dq,             ///< another of Q tiles, for dQ alone
   convert_dq,             ///< dQ from its fp32 accumulator
-  combine,                ///< O and LSE of all parts of the keys (split-KV)
-  combine_dkdv,           ///< dK and dV of all parts of the queries
+  combine,                ///< O and LSE of all splits of the keys (split-KV)
+  combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
 };
 

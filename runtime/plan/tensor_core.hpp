@@ -10,7 +10,7 @@ namespace flashjit::plan {
 Entry main_entry(Family family, const AnalysedSpec& spec, int threads, int shared_bytes);
 
 /// The main kernel among those that a call launches with it: row sums and gradients of sinks before a
-/// backward pass, lists of tiles where there are some, dQ's conversion or the combination of parts after it.
+/// backward pass, lists of tiles where there are some, dQ's conversion or the combine entry after it.
 KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config, const Entry& main,
                               const Schedule& schedule);
 

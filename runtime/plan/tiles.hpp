@@ -33,8 +33,8 @@ ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config
 /// tell.
 std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape, std::int64_t queries);
 
-/// In how many parts blocks share what each tile meets, keys forward and queries backward: as many as fill
-/// the device and are worth it, if the configuration has them share, else 1.
+/// Into how many splits the keys of a Q tile are divided, backward the queries of a KV tile: as many as fill
+/// the device and are worth it, if the configuration splits, else 1.
 std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,
                         const DeviceInfo& device);
 std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, const DeviceInfo& device);

@@ -2,8 +2,8 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/sm80/backward_policy.cuh"
+#include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
 
 namespace flashjit::sm80 {
@@ -39,29 +39,6 @@ __device__ __forceinline__ void apply_score(BackwardScores<P>& s, Slopes<P>& slo
           s[mt][nt][e] = P::score(p, head, dot, at_q(nt, e), at_kv(mt, e));
         }
   }
-}
-
-/// S = -inf where a pair does not attend. `in_map(mt, nt)`: whether the block map lets an m16n8 tile attend.
-template <class P, class AtQ, class AtKv, class InMap>
-__device__ __forceinline__ void apply_mask(BackwardScores<P>& s, const Params& p,
-                                           const typename P::Head& head, const AtQ& at_q, const AtKv& at_kv,
-                                           int q_begin, int seqused_kv, const InMap& in_map) {
-  using Policy = BackwardPolicy<P>;
-  TileMask<P, P::kBr, Policy::kMt * 2> mask;
-  const auto row_at = [&](int n) { return at_kv(n / 2, n % 2 * 2).at; };
-  mask.find(p, head, row_at, q_begin);
-#pragma unroll
-  for (int mt = 0; mt < Policy::kMt; ++mt)
-#pragma unroll
-    for (int nt = 0; nt < Policy::kNt; ++nt) {
-      const bool block = in_map(mt, nt);
-      const auto columns = mask.columns(nt * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        s[mt][nt][e] =
-            mask_score(s[mt][nt][e], block, at_kv(mt, e).at < seqused_kv,
-                       mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(nt, e), at_kv(mt, e)));
-    }
 }
 
 /// P = exp(S - LSE)

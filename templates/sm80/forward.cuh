@@ -108,7 +108,8 @@ __device__ void forward(const Params& p) {
     };
     apply_score<P>(s, p, head, at_q, at_kv);
     const bool unmasked = kv_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
-    if (!unmasked) apply_mask<P>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
+    if (!unmasked)
+      apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 
     RowValues<P> shift, rescale;
     const bool same_max = update_max<P>(row_max, row_sum, shift, rescale, s, scale_log2);

@@ -2,9 +2,9 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
-#include "flashjit/common/tile_mask.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
+#include "flashjit/sm80/mask.cuh"
 #include "flashjit/sm80/products.cuh"
 
 namespace flashjit::sm80 {
@@ -29,42 +29,6 @@ __device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p
   }
 }
 
-/// S = -inf where a pair does not attend. `map_row(mt)`: the first query of the warp's m16 tile.
-template <class P, class AtQ, class AtKv, class InMap>
-__device__ __forceinline__ void apply_mask(ForwardScores<P>& s, const Params& p, const typename P::Head& head,
-                                           const AtQ& at_q, const AtKv& at_kv, int kv_begin, int seqused_kv,
-                                           const InMap& in_map) {
-  using Policy = ForwardPolicy<P>;
-  TileMask<P, P::kBc, Policy::kMt * 2> mask;
-  const auto row_at = [&](int n) { return at_q(n / 2, n % 2 * 2).at; };
-  mask.find(p, head, row_at, kv_begin);
-#pragma unroll
-  for (int mt = 0; mt < Policy::kMt; ++mt) {
-    [[maybe_unused]] unsigned attend[2][(Policy::kNt + 15) / 16];
-    if constexpr (Policy::kKeyBits) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half)
-#pragma unroll
-        for (int nt = 0; nt < Policy::kNt; nt += 16)
-          attend[half][nt / 16] = own_keys<P>(p, head, at_q(mt, half * 2).at, at_kv(nt, 0).at, seqused_kv);
-    }
-#pragma unroll
-    for (int nt = 0; nt < Policy::kNt; ++nt) {
-      const bool block = in_map(mt, nt);
-      const auto columns = mask.columns(nt * 8);
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        float& score = s[mt][nt][e];
-        if constexpr (Policy::kKeyBits)
-          score = mask_score(score, block, true, attend[e / 2][nt / 16] >> (nt % 16 * 2 + e % 2) & 1u);
-        else
-          score =
-              mask_score(score, block, at_kv(nt, e).at < seqused_kv,
-                         mask.attends(p, head, mt * 2 + e / 2, columns, e % 2, at_q(mt, e), at_kv(nt, e)));
-      }
-    }
-  }
-}
 /// A value of each of a lane's rows: rows g and g + 8 of each m16 tile belong to the four lanes of a quad.
 template <class P>
 using RowValues = float[ForwardPolicy<P>::kMt][2];

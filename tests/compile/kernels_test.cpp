@@ -181,7 +181,7 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   }
 }
 
-// Also where TMA does not copy the bias tile, which the warps then do beside their accumulators.
+// Also where TMA does not copy the bias tile, which the warps then do while they hold their accumulators.
 TEST(KernelsThatReadBiasTiles, CompileWithoutSpills) {
   constexpr std::array kRests = {"", ":causal", ":causal:varlen", ":kvlen"};
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
@@ -302,7 +302,7 @@ TEST(KernelsThatPackHeads, CompileWithoutSpills) {
   }
 }
 
-// A thread of sm80 finds each row's page, beside all that it keeps.
+// A thread of sm80 finds each row's page, besides all that it keeps.
 TEST(KernelsOfCaches, CompileWithoutSpills) {
   constexpr std::array kRests = {
       ":causal:varlen:pages16", ":cache",
@@ -405,7 +405,7 @@ TEST(KernelsThatDividePositions, CompileWithoutSpills) {
   }
 }
 
-// What is read of one position is found beside the products; 48 to 64 bytes of backward passes of documents
+// Row and column terms are found during the products; 48 to 64 bytes of backward passes of documents
 // up to 128 columns spill and are still quicker so, so that they are not among these.
 TEST(KernelsWithMasksThatRead, CompileWithoutSpills) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a"), a100 = DeviceInfo::parse("sm_80");

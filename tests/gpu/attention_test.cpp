@@ -247,8 +247,8 @@ TEST_P(EveryConfiguration, GivesTheSameResult) { check_every_configuration(GetPa
 INSTANTIATE_TEST_SUITE_P(SearchSpace, EveryConfiguration, testing::ValuesIn(sweep_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
-/// Few queries of many keys, which blocks share.
-std::vector<AttentionCase> shared_key_cases() {
+/// Split-KV: few queries of many keys.
+std::vector<AttentionCase> split_kv_cases() {
   constexpr std::array kSpecs = {
       "bf16:d128",
       "fp16:d64:causal",
@@ -265,9 +265,9 @@ std::vector<AttentionCase> shared_key_cases() {
   return feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "shared");
 }
 
-class SharedKeys : public SupportedCase {};
+class SplitKv : public SupportedCase {};
 
-TEST_P(SharedKeys, AreJoined) {
+TEST_P(SplitKv, GivesTheSameResult) {
   const AttentionCase& test = GetParam();
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::forward);
   config.split = true;
@@ -277,12 +277,12 @@ TEST_P(SharedKeys, AreJoined) {
   run.check_forward_without_lse(runtime.get(), config);
 }
 
-INSTANTIATE_TEST_SUITE_P(Features, SharedKeys, testing::ValuesIn(shared_key_cases()),
+INSTANTIATE_TEST_SUITE_P(Features, SplitKv, testing::ValuesIn(split_kv_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
-/// Few KV tiles of many queries, which blocks share: in four parts and in two, of which some meet none. And
-/// keys without any queries.
-std::vector<AttentionCase> shared_query_cases() {
+/// Split-Q: few KV tiles of many queries, in four splits and in two, some of which meet none. And keys
+/// without any queries.
+std::vector<AttentionCase> split_q_cases() {
   constexpr std::array kSpecs = {
       "bf16:d128",
       "bf16:d128:causal",
@@ -304,9 +304,9 @@ std::vector<AttentionCase> shared_query_cases() {
       feature_cases(kSpecs, kShapes, std::array{Family::sm90, Family::sm80}, "queries"));
 }
 
-class SharedQueries : public SupportedCase {};
+class SplitQ : public SupportedCase {};
 
-TEST_P(SharedQueries, AreJoined) {
+TEST_P(SplitQ, GivesTheSameResult) {
   const AttentionCase& test = GetParam();
   TileConfig config = heuristic(test.family, test.spec, test.shape, Pass::backward);
   EXPECT_EQ(config.split, test.shape.seqlen_q > 0);
@@ -319,7 +319,7 @@ TEST_P(SharedQueries, AreJoined) {
   run.check_backward(runtime.get(), config);
 }
 
-INSTANTIATE_TEST_SUITE_P(Features, SharedQueries, testing::ValuesIn(shared_query_cases()),
+INSTANTIATE_TEST_SUITE_P(Features, SplitQ, testing::ValuesIn(split_q_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 /// Few queries of grouped heads: groups of 4, 3 and 1, and of 65, which are two sets.

@@ -22,7 +22,7 @@ class CheckWaits : public GpuTest {
         fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_CHECK_WAITS=on {} timeout -s KILL 60",
                     read_environment().libcuda, templates_));
   }
-  /// From now on kernels are made of templates in which `was`, which stands there once, is `is`.
+  /// From now on kernels are made of templates in which `was`, which occurs once, is `is`.
   void change_template(const std::string& name, const std::string& was, const std::string& is) {
     const fs::path copy = folder_.path() / "templates";
     fs::copy(FLASHJIT_SOURCE_DIR "/templates", copy, fs::copy_options::recursive);

@@ -308,7 +308,7 @@ class Problem {
                        : std::vector<std::int32_t>{};
   }
 
-  /// LSE of rows past a sequence's end, which nobody writes.
+  /// LSE of rows past a sequence's end, which is not written.
   void forget_missing_rows(std::vector<double>& lse_rows) const {
     if (!spec.varlen) return;
     for (std::int64_t b = 0; b < shape.batch; ++b)

@@ -141,7 +141,7 @@ class SoakProblem {
     run_.use(stream);
     run_.check_forward(runtime, config(Pass::forward));
     std::vector<double> out = run_.out();
-    // As bits, because NaN stands where a sequence has no rows.
+    // As bits, because rows of no sequence are NaN.
     if (first_.empty()) first_ = encode(DType::fp32, out);
     EXPECT_EQ(encode(DType::fp32, out) == first_, true) << name_of(test_) << ": other bits than at first";
   }

@@ -87,7 +87,7 @@ std::vector<AttentionCase> pair_cases() {
   return cases;
 }
 
-/// Packed sequences and sinks without programs but causal masks: what most callers of them want.
+/// Packed sequences and sinks without programs but causal masks: what most callers use.
 std::vector<AttentionCase> packed_cases() {
   const std::array<MaskProgram, 3> masks = {MaskProgram(), causal(), causal(CausalAlignment::top_left)};
   std::vector<AttentionCase> cases;
@@ -230,7 +230,7 @@ std::vector<AttentionCase> bias_tile_cases() {
 }
 
 /// Bias tiles with gradients: in rows of whole 16 bytes and in others, shared by batches, with pairs
-/// that are clamped to one element, of a score with a slope, of 32 bits, and beside another gradient.
+/// that are clamped to one element, of a score with a slope, of 32 bits, and together with another gradient.
 std::vector<AttentionCase> bias_tile_grad_cases() {
   using test::tensor;
   using test::wave;
@@ -276,7 +276,7 @@ std::vector<AttentionCase> bias_tile_grad_cases() {
 }
 
 /// Gradients that are sums over the pairs of one kv - q: of a table with a place for each, of places that
-/// many share, with a factor, of a score with a slope, and beside other gradients. And slopes of the
+/// many share, with a factor, of a score with a slope, and together with other gradients. And slopes of the
 /// difference.
 std::vector<AttentionCase> difference_grad_cases() {
   using test::tensor;
@@ -408,7 +408,7 @@ std::vector<AttentionCase> position_value_cases() {
 }
 
 /// Masks of what they read of one position: integers and conditions of several types, two of each side, of
-/// expressions that leave the tensor, beside scores that read of positions, too.
+/// expressions that leave the tensor, with scores that read by position, too.
 std::vector<AttentionCase> mask_read_cases() {
   using test::Captures;
   using test::tensor;

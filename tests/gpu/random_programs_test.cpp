@@ -52,7 +52,7 @@ expr::Expr random_mask(unsigned seed, const AttentionShape& shape, const std::ve
   return attending < kLooks / 100 ? !mask : mask;
 }
 
-/// The features beside the programs go round with the seed, so that each meets many programs.
+/// The features besides the programs rotate with the seed, so that each meets many programs.
 AttentionCase random_case(unsigned seed) {
   constexpr std::array kFamilies = {Family::sm90, Family::sm80, Family::simt};
   constexpr std::array kDTypes = {DType::bf16, DType::fp16};

@@ -54,14 +54,14 @@ sample=(
   'Features/Clusters.*/bf16_d128_varlen_sinks_b3_hq2_hkv1_sq70_skv1100_sm90_*'
   'Features/Clusters.*/fp16_d128_b3_hq2_hkv1_sq70_skv1100_sm90_*'
   # keys that blocks share
-  'Features/SharedKeys.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
-  'Features/SharedKeys.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
-  'Features/SharedKeys.*/bf16_d64_varlen_sinks_b2_hq4_hkv2_sq70_skv1100_sm80_*'
+  'Features/SplitKv.*/fp16_d192x128_map64x64_b2_hq4_hkv2_sq70_skv1100_sm90_*'
+  'Features/SplitKv.*/bf16_d64_varlen_sinks_b3_hq2_hkv1_sq1_skv777_sm90_*'
+  'Features/SplitKv.*/bf16_d64_varlen_sinks_b2_hq4_hkv2_sq70_skv1100_sm80_*'
   # queries that blocks share
-  'Features/SharedQueries.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm90_*'
-  'Features/SharedQueries.*/bf16_d256_b2_hq40_hkv2_sq210_skv333_sm90_*'
-  'Features/SharedQueries.*/bf16_d128_varlen_b2_hq40_hkv2_sq210_skv333_sm90_*'
-  'Features/SharedQueries.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm80_*'
+  'Features/SplitQ.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm90_*'
+  'Features/SplitQ.*/bf16_d256_b2_hq40_hkv2_sq210_skv333_sm90_*'
+  'Features/SplitQ.*/bf16_d128_varlen_b2_hq40_hkv2_sq210_skv333_sm90_*'
+  'Features/SplitQ.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm80_*'
   # heads that a tile has together
   'Features/PackedHeads.*/bf16_d64_varlen_sinks_b3_hq6_hkv2_sq70_skv777_sm90_*'
 )

@@ -1,5 +1,5 @@
-// Packed sequences whose cu_seqlens are wrong, which nobody checks: nothing outside of the tensors is read or
-// written, no wait hangs, and the next call is right.
+// Packed sequences whose cu_seqlens are wrong, which is not checked: nothing outside of the tensors is read
+// or written, no wait hangs, and the next call is right.
 #include <gtest/gtest.h>
 
 #include <cstdint>
@@ -88,7 +88,7 @@ class WrongOffsets : public GpuTestWith<WrongCase> {
     return {.spec = given.spec,
             .shape = {3, 2, 1, longest_q, longest_kv},
             .family = given.family,
-            .layout = Layout::bshd,  // the rows behind the last are nobody's
+            .layout = Layout::bshd,  // rows behind the last belong to no sequence
             .dropout_p = given.spec.dropout ? 0.2 : 0,
             .built_lists = given.built_lists};
   }

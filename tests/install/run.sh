@@ -83,7 +83,7 @@ read -ra flags <<<"$(pkg-config --static --cflags --libs flashjit)"
 g++ -std=c++20 "$here/use_cpp.cpp" "${flags[@]/-lflashjit/-l:libflashjit.a}" -o "$scratch/pc_static"
 "$scratch/pc_static"
 
-# The packages of other package managers: their versions, and the Rust crate, which pkg-config tells where the library is.
+# The packages of other package managers: their versions, and the Rust crate, which finds the library by pkg-config.
 version=$(LD_LIBRARY_PATH=$library_dir "$scratch/pc_c" | sed -n 's/^flashjit //p')
 packaging=$here/../../tools/packaging
 grep -qF "\"version\": \"$version\"" "$packaging/vcpkg/flashjit/vcpkg.json" || { echo "vcpkg.json is not of version $version" >&2 && exit 1; }

@@ -1,4 +1,4 @@
-// A program whose pack lies beside it.
+// A program whose pack is next to it.
 #include <cstdio>
 #include <filesystem>
 #include <flashjit/flashjit.hpp>

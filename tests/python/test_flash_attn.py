@@ -125,7 +125,7 @@ def test_a_cache_is_seen_to_each_sequence_s_length(options):
     options = with_slopes(options)
     q, k, v = (x.detach() for x in tensors(queries=3, keys=16))
     lengths = torch.tensor([5, 16], dtype=torch.int32, device=DEVICE)
-    k[0, 5:], v[0, 5:] = math.nan, math.nan  # what stands behind a length is never seen
+    k[0, 5:], v[0, 5:] = math.nan, math.nan  # keys behind a length are never read
     out, lse = fa.flash_attn_with_kvcache(q, k, v, cache_seqlens=lengths, return_softmax_lse=True, **options)
     want, want_lse = reference(q, torch.nan_to_num(k), torch.nan_to_num(v), lengths=lengths, **as_reference(options))
     close(out, want)

@@ -591,7 +591,7 @@ numpy.savez(sys.argv[2], *map(cupy.asnumpy, (out, *grads)), on_cpu=on_cpu, lse=c
 
 
 def test_cupy_where_pytorch_was_never_imported(cupy, tmp_path):
-    """In a process of its own, whose CUDA context is CuPy's. What NumPy's arrays give on the CPU is beside it."""
+    """In a process of its own, whose CUDA context is CuPy's. Compared with what NumPy's arrays give on the CPU."""
     q, k, v = leaves = tensors(dtype=torch.float16)
     dout = torch.randn_like(q)
     numpy = pytest.importorskip("numpy")
@@ -968,7 +968,7 @@ def test_a_deterministic_backward_pass_is_another_kernel():
 
 
 def test_tuning_in_the_background(tmp_path, monkeypatch):
-    """While calls go on: a record is kept, results stay right, and it ends when it is told to."""
+    """While calls go on: a record is kept, results stay right, and it ends on request."""
     tuning = flashjit.Runtime(cache_dir=tmp_path, tune_in_background=True)
     monkeypatch.setattr(flashjit._plans, "runtime", lambda: tuning)
     monkeypatch.setattr(flashjit._plans, "_plans", {})

@@ -271,7 +271,7 @@ def test_long_rows_are_summed(programs):
 
 
 def test_programs_that_are_too_deep_are_not_quoted():
-    """Whose text is nothing to who wrote a function."""
+    """A user who wrote a function does not care about its text."""
     q = torch.randn(1, 1, 4, 8)
 
     def deep(s, b, h, q, kv):

@@ -629,7 +629,7 @@ def test_compiled_code_does_not_depend_on_what_re_keeps(programs):
 
 
 class ImportsMore(types.ModuleType):
-    """A module of which every question imports another, as some do: then nobody can go through all modules."""
+    """A module of which every question imports another, as some do: then no code can go through all modules."""
 
     def __getattribute__(self, name):
         sys.modules[f"flashjit_test_{len(sys.modules)}"] = sys
@@ -1048,7 +1048,7 @@ flashjit.runtime()
                                       flashjit.TileLists, scaled_dot_product_attention, flashjit.torch.prepare,
                                       flashjit.torch.register_with_transformers], ids=lambda x: x.__name__)
 def test_public_functions_tell_types_and_arguments(function):
-    """To type checkers, for which py.typed stands, and to help()."""
+    """To type checkers, by py.typed, and to help()."""
     parameters = dict(inspect.signature(function).parameters)
     assert all(x.annotation is not x.empty for x in parameters.values())
     assert "return" in (function.__init__ if inspect.isclass(function) else function).__annotations__

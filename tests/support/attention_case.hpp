@@ -40,7 +40,7 @@ enum class Layout : std::uint8_t {
   bhsd,
   bshd,
   packed,  ///< Q, K, V, and dQ, dK, dV, in one tensor each
-  padded,  ///< rows with a gap between them, which nobody may read or write
+  padded,  ///< rows with a gap between them, which may be neither read nor written
 };
 
 struct AttentionCase {
@@ -56,7 +56,7 @@ struct AttentionCase {
   bool built_lists = false;                        ///< calls are given lists that were built before
   std::vector<reference::Captured> captures = {};  ///< empty: plausible ones for what the programs declare
   bool strided_captures = false;                   ///< transposed, and expanded where nothing changes
-  std::string variant = {};                        ///< stands for the programs in the test's name
+  std::string variant = {};                        ///< names the programs in the test's name
   unsigned seed = 0;
   bool dlse = false;             ///< LSE has a gradient, too
   bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
@@ -74,7 +74,7 @@ inline void vary(AttentionCase& test) {
 /// A name that GoogleTest allows: "bf16_d64_causal_b2_hq2_hkv1_sq64_skv65_sm80_bhsd_7".
 inline std::string name_of(const AttentionCase& test) {
   constexpr std::array kLayouts = {"bhsd", "bshd", "packed", "padded"};
-  AttentionSpec backward = test.spec;  // which tells whether it is deterministic
+  AttentionSpec backward = test.spec;  // which says whether it is deterministic
   backward.pass = Pass::backward;
   if (!test.variant.empty()) backward.score = {}, backward.mask = {};
   std::string name = fmt::format("{}_{}_{}_{}", to_string(backward).substr(4), to_string(test.shape),
@@ -393,7 +393,7 @@ class AttentionRun {
     if (test_.spec.deterministic) check_same_bits_again(runtime, config);
   }
 
-  /// Launches both passes, whatever they compute, and looks at the memory beside all that they are given.
+  /// Launches both passes, whatever they compute, and checks the memory around all that they are given.
   void check_memory_beside(Runtime& runtime, const TileConfig& forward, const TileConfig& backward) {
     launch_forward(runtime, forward, static_cast<float*>(lse_.data()));
     launch_backward(runtime, backward);
@@ -480,7 +480,7 @@ class AttentionRun {
     args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
   }
 
-  /// What both passes are told beside their tensors.
+  /// The arguments of both passes besides their tensors.
   template <class Args>
   void set_common(Args& args, const Lent& lent) const {
     set_mask_args(args);

@@ -27,7 +27,7 @@ inline SpecPtr make_spec(const char* text = "bf16:d64:causal") {
   EXPECT_EQ(flashjit_spec_create(text, &made), FLASHJIT_OK) << flashjit_last_error_message();
   return SpecPtr(made);
 }
-/// [1, 2, 128, 64], at an address that nobody reads.
+/// [1, 2, 128, 64], at an address that is not read.
 inline flashjit_tensor make_tensor(std::uintptr_t address) {
   return {reinterpret_cast<void*>(address), {1, 2, 128, 64}, {2 * 128 * 64, 128 * 64, 64, 1}};
 }

@@ -68,7 +68,7 @@ struct FakeDriver {
   double slower = 0;  ///< by this share of their time launches take longer after each event: a GPU that heats
   double heat = 0;    ///< the share so far
   std::map<CUdeviceptr, std::vector<std::uint8_t>> uploads;  ///< small ones, by where they went
-  CUdeviceptr next_address = 1ull << 40;                     ///< nobody looks behind it
+  CUdeviceptr next_address = 1ull << 40;                     ///< what is behind it is never read
   std::uintptr_t next_stream = 0x1000;                       ///< each made is another
 
   static FakeDriver& state() {
@@ -97,7 +97,7 @@ struct FakeDriver {
   /// Few large blocks are fast here, whatever a real GPU would say.
   static double launch_ms(unsigned blocks, unsigned threads) { return 0.01 + 1e-4 * blocks + 1e-5 * threads; }
 
-  /// Of -1, too, which stands for `device`; never null.
+  /// Of -1, too, which means `device`; never null.
   static CUcontext context_of(int device) { return reinterpret_cast<CUcontext>(kFirstContext + device); }
 
   static std::shared_ptr<const device::Driver> driver() {

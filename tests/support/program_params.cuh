@@ -1,4 +1,4 @@
-// What program_kernel.cuh is handed. Host and device include this file.
+// The parameters of program_kernel.cuh. Host and device include this file.
 #pragma once
 
 #if defined(__CUDACC__)

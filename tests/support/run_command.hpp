@@ -106,7 +106,7 @@ class CommandOnTerminal {
   void press_ctrl_c() {
     if (::write(terminal_, "\x03", 1) != 1) throw std::runtime_error("the terminal takes no input");
   }
-  /// Waits for the end. All that was shown stands in `out`.
+  /// Waits for the end. `out` has all output.
   CommandResult finish() {
     while (read_more()) continue;
     int status = 0;

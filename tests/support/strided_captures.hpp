@@ -31,7 +31,7 @@ struct Strided {
   }
 
  private:
-  static constexpr double kGap = 77;  // read by nobody
+  static constexpr double kGap = 77;  // never read
 
   static std::size_t step(const std::vector<std::int64_t>& size, std::size_t dimension) {
     std::size_t step = 1;

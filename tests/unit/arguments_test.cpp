@@ -677,7 +677,7 @@ TEST(Arguments, PointersLeaveOutNulls) {
   backward.cu_seqlens_q = backward.cu_seqlens_kv = address<const std::int32_t>(0x200);
   backward.dlse = address<float>(0x300);
   backward.rng_state = address<std::uint64_t>(0x400);
-  // Beside the nine: two tensors, one gradient, both offsets, sinks and their gradient, dLSE, the dropout
+  // Besides the nine: two tensors, one gradient, both offsets, sinks and their gradient, dLSE, the dropout
   // seed.
   EXPECT_EQ(pointers_of(backward).size(), 9u + 3 + 2 + 2 + 2);
 }

@@ -153,8 +153,8 @@ TEST_F(CommandCache, EveryKindOfDifferenceFromTheManifestIsFound) {
   write_file_atomically(cubin, bytes);
   EXPECT_EQ(verify().code, 0);
 
-  // What an entry's own digests cannot tell: one whole kernel in another one's place is told by its place,
-  // but a changed record is only told by the manifest.
+  // What an entry's own digests do not show: its folder shows a whole kernel in place of another,
+  // but only the manifest shows a changed record.
   for (const auto& file : fs::recursive_directory_iterator(record)) {
     if (!file.is_regular_file()) continue;
     std::string text = read_file(file.path());

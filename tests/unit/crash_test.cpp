@@ -133,7 +133,7 @@ const std::vector<Work>& works() {
        .writes = true,
        .damaged = true,
        .stores = true},
-      // Which one is pruned cannot be told where times cannot be read.
+      // Which one is pruned is unknown where times cannot be read.
       {.name = "store and prune",
        .prepare =
            [](const fs::path& folder) {
@@ -200,7 +200,7 @@ class Crash : public testing::Test {
   void SetUp() override { begin(); }
   void TearDown() override { fs::remove_all(top_); }
 
-  /// An empty store, and beside it what nobody may touch.
+  /// An empty store, and next to it what must not be touched.
   void begin() {
     fs::remove_all(top_);
     fs::create_directories(folder());

@@ -67,7 +67,7 @@ class TimedCalls {
 };
 
 TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
-  constexpr int kRepeats = 20;  // more launches than stand in the queue at once
+  constexpr int kRepeats = 20;  // more launches than the queue holds
   const std::size_t calls = kRepeats * configs_.size();
   DeviceMeter meter(gpu_, options());
   for (const TileConfig& config : configs_) meter.prepare(problem_, config);
@@ -151,7 +151,7 @@ TEST_F(DeviceMeterTest, AGpuThatSlowsDownShowsAsDriftAndHardlyMovesTheChoice) {
   const auto chosen = std::ranges::find(steady.record.timings, heating.record.best, &plan::Timing::config);
   ASSERT_NE(chosen, steady.record.timings.end());
   EXPECT_GT(chosen->ms, 0);
-  EXPECT_LE(chosen->ms, 1.02 * steady.best_ms()) << "each was measured beside the best";
+  EXPECT_LE(chosen->ms, 1.02 * steady.best_ms()) << "each was measured together with the best";
 }
 
 }  // namespace

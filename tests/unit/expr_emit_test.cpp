@@ -16,7 +16,7 @@ ProgramFacts facts(std::string_view score, std::string_view mask) {
   return facts_of(ScoreProgram(score), MaskProgram(mask));
 }
 
-/// What stands between the braces of a static member function.
+/// What is between the braces of a static member function.
 std::string body(const std::string& hooks, std::string_view name) {
   const std::size_t at = hooks.find(fmt::format(" {}(", name));
   if (at == std::string::npos) return {};

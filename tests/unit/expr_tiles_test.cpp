@@ -383,7 +383,7 @@ TEST(Tiles, CausalHoldsAtTheLongestLengths) {
   EXPECT_EQ(causal.classify(head(1, n), {0, 1}, {0, n}), TileClass::full);
 }
 
-/// What planning knows of a mask's bounds, beside what a kernel does.
+/// A mask's bounds as planning knows them, compared with a kernel's.
 void expect_key_bounds(const char* mask, bool all_known) {
   SCOPED_TRACE(mask);
   const HostTiles tiles(prepared_mask(parse(mask).pointer()), {});

@@ -1,4 +1,4 @@
-// Whole files: read, and replaced so that nobody sees a part.
+// Whole files: read, and replaced so that no reader sees a part.
 #include "support/file.hpp"
 
 #include <gtest/gtest.h>

@@ -86,7 +86,7 @@ TEST(Images, AreAllOfAnyBytes) {
 
 // --- loading ---
 
-/// A driver that tells an image's library by its content, in which it finds the entries.
+/// A driver that knows an image's library by its content, in which it finds the entries.
 std::shared_ptr<device::Driver> driver_that_looks() {
   auto driver = std::make_shared<device::Driver>(*test::FakeDriver::driver());
   driver->library_load_data = [](CUlibrary* library, const void* code, CUjit_option*, void**, unsigned,

@@ -100,7 +100,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, cache, pages] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
-  // Not in the key by themselves: header and function, which stand in the text, as does what hot means for a
+  // Not in the key by themselves: header and function, which are in the text, as is what hot means for a
   // compiler.
   const plan::Entry entry = {};
   [[maybe_unused]] const auto& [name, header, function, threads, min_blocks, cluster, shared_bytes, hot,
@@ -197,7 +197,7 @@ TEST_F(KeyOfTemplates, ChangesWithThoseThatTheKernelIncludesAlone) {
   EXPECT_NE(key(), changed);
 }
 
-// So they need not be in the key beside it.
+// So they need not be in the key as well.
 TEST(Key, HoldsTheTemplateAndTheFunctionOfAnEntryByTheText) {
   for (const char* config : {"simt:br32:bc32:w4", "sm80:br64:bc64:w4"}) {
     for (const char* spec : {"fwd:bf16:d64", "bwd:bf16:d64"}) {

@@ -1,5 +1,5 @@
 // Every #include in the tree, checked against the layers of the architecture: quoted includes point downwards
-// only, CUDA's headers are seen where they may be, the public headers and the templates stand alone.
+// only, CUDA's headers are seen where they may be, the public headers and the templates include nothing else.
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 

@@ -65,7 +65,7 @@ TEST(DropoutWords, APairIsDroppedWhereItsBitsAreInTheHighestShare) {
   for (const unsigned share : {0u, 1u, 0x0ccdu, 0x4000u, 0x7fffu}) {
     for (unsigned bits = 0; bits < 0x10000; ++bits) {
       const bool dropped = (bits & 0x7fff) >= 0x8000 - share;
-      for (const unsigned other : {0u, 0x7fffu, 0xffffu}) {  // never changes what is drawn beside it
+      for (const unsigned other : {0u, 0x7fffu, 0xffffu}) {  // never changes the other draws
         EXPECT_EQ(is_dropped(draw_dropped(bits | other << 16, share * 0x10001u), 0), dropped);
         EXPECT_EQ(is_dropped(draw_dropped(other | bits << 16, share * 0x10001u), 1), dropped);
       }

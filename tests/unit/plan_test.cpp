@@ -306,8 +306,8 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_GE(llama.workspace.dv_splits - llama.workspace.dk_splits, 8u * 4096 * 128 * 4);
   EXPECT_EQ(llama.workspace.o_splits, llama.workspace.lse_splits) << "no parts of the keys";
 
-  // Within a few percent of the best that was measured, on an H100. Nobody shares where joining would take
-  // longer than what is gained.
+  // Within a few percent of the best that was measured, on an H100. Nothing is split where combining would
+  // take longer than what is gained.
   const std::tuple<int, const char*, const char*> cases[] = {
       {11, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq2048:skv2048"},
       {8, "bwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"},

@@ -168,7 +168,7 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d64:map64x128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:score{slopes: fp32 1d; score + slopes[h]}", kLarge),
             "sm90:br128:bc128:w8:s2");
-  // What is read of queries stands in shared memory, but its gradients take registers.
+  // Row terms are in shared memory, but their gradients take registers.
   EXPECT_EQ(chosen("bwd:bf16:d64:score{f: fp32 2d; score + (f[h, q] - f[h, kv])}", kLarge),
             "sm90:br128:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64:score{f: fp32 2d grad; score + (f[h, q] - f[h, kv])}", kLarge),
@@ -193,7 +193,7 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
   EXPECT_EQ(chosen("bwd:bf16:d128:kvlen", "b64:hq16:hkv4:sq900:skv100"), "sm90:br64:bc256:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128:causal:varlen", short_rows), "sm90:br64:bc256:w8:s2");
   EXPECT_EQ(chosen("fwd:bf16:d128", short_rows), "sm90:br128:bc128:w8:s2");
-  // What such clusters cannot do, and what has no room beside the parts of dQ.
+  // What such clusters cannot do, and what has no room next to the partial dQ.
   for (const char* spec : {"bwd:bf16:d128:det", "bwd:bf16:d128:map128x128",
                            "bwd:bf16:d128:score{bias: bf16 2d; score + bias[q, kv]}"})
     EXPECT_EQ(chosen(spec, short_rows), "sm90:br64:bc128:w8:s2");

@@ -168,7 +168,7 @@ TEST_F(StoreTest, EveryFlippedOrMissingByteIsAMissOrHarmless) {
   }
 }
 
-// Nothing runs kernel.cu, but who reads it must not be misled.
+// Nothing runs kernel.cu, but its readers must not be misled.
 TEST_F(StoreTest, ADamagedSourceIsFoundAndRepaired) {
   Store store = open();
   keep(store, source());

@@ -437,7 +437,7 @@ TEST(Resume, FamiliesLeftOutKeepTheirTimings) {
 TEST(Tune, BudgetIsHonoured) {
   const auto list = all_candidates();
   FakeMeter meter;
-  // 1 + 5 launches the first, 1 + 5 and 5 of the best beside it each other one: 0.6 s, then 1.1 s.
+  // 1 + 5 launches of the first, 1 + 5 of each other one with 5 of the best: 0.6 s, then 1.1 s.
   meter.ms = [](const TileConfig&) { return 100.0; };
   TuneOptions options = exhaustive();
   options.now = [&] { return meter.clock; };

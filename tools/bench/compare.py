@@ -54,7 +54,7 @@ FEW = ((1, 32, 8, 1, 8192, 128), (1, 32, 8, 1, 131072, 128), (4, 32, 8, 1, 8192,
 SM80_TILES = {("fwd", 64): "sm80:br128:bc64:w4:s2", ("fwd", 128): "sm80:br128:bc64:w4",
               ("fwd", 256): "sm80:br64:bc64:w4", ("bwd", 64): "sm80:br32:bc128:w4:s2",
               ("bwd", 128): "sm80:br64:bc128:w8:s2:d_split2", ("bwd", 256): "sm80:br32:bc64:w8:s2:d_split2"}
-# Beside dropout d128 has fewer registers.
+# With dropout d128 has fewer registers.
 SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 128): "sm80:br32:bc128:w8:s2:d_split2"}
 # Where few KV tiles have many queries, which blocks share.
 SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":split"}
@@ -432,7 +432,7 @@ def masked_reference(q, k, v, dout, block_map):
 
 
 def sparse_point(runtime, report, dim, length, density, pattern, rounds):
-    """A block map beside the dense kernel, and beside that on as many tokens in sequences as long as a row of the map."""
+    """A block map compared with the dense kernel, and with it on as many tokens in sequences as long as a row of the map."""
     batch, heads = max(TOKENS // length, 1), min(HIDDEN, TOKENS * HIDDEN // length) // dim
     label = f"bf16 d{dim} {pattern} b{batch} h{heads} s{length}"
     q, k, v, dout = tensors(batch, heads, length, dim)
@@ -464,7 +464,7 @@ def sparse_point(runtime, report, dim, length, density, pattern, rounds):
 
 
 def summary(report):
-    """Geometric mean and worst of the speed beside the best peer of each point, by pass and head dimension."""
+    """Geometric mean and worst of the speed relative to the best peer of each point, by pass and head dimension."""
     groups = {}
     for row in report.rows:
         peers = [row[name] for name in ("cudnn_ms", "fa2_ms") if name in row]

@@ -1,4 +1,4 @@
-// What the C++ examples share: memory by hand, and a main() that tells what went wrong.
+// What the C++ examples share: memory by hand, and a main() that reports what went wrong.
 #pragma once
 
 #include <cstdio>

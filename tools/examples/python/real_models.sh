@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the three examples on real models and writes their tables and pictures into results/ beside this script. Needs a
+# Runs the three examples on real models and writes their tables and pictures into results/ next to this script. Needs a
 # GPU, PyTorch, NumPy and, for pictures, matplotlib; the flashjit wheel, or PYTHONPATH and FLASHJIT_LIBRARY for a build.
 # About five minutes.
 #   real_models.sh [MODEL]   MODEL: MiniLM as minilm.py takes it; default: from PyPI

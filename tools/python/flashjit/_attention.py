@@ -133,7 +133,7 @@ def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None
 
 
 def _is_watched() -> bool:
-    """Whether another than autograd wants to see the call: a mode or a transform."""
+    """Whether a mode or a transform, besides autograd, must see the call."""
     return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
                 or torch._C._functorch.peek_interpreter_stack() is not None)
 
@@ -215,7 +215,7 @@ def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None]
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Hands on tensors that require a gradient and have none: who asks for it is told so."""
+    """Passes on tensors that require a gradient and have none: asking for it raises an error."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Any) -> Any:

@@ -188,7 +188,7 @@ class Handle:
         self._destroy = getattr(library(), destroy)
 
     def __del__(self, is_finalizing: Any = sys.is_finalizing) -> None:
-        if getattr(self, "address", None) and not is_finalizing():  # at exit nobody knows what still runs
+        if getattr(self, "address", None) and not is_finalizing():  # at exit kernels may still run
             self._destroy(self.address)
 
 

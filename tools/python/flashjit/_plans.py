@@ -100,7 +100,7 @@ def _tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tenso
 
 class BuiltLists:
     """Tile lists of one pass: what they were built for, and the library's handle, none on the CPU. Their memory is the
-    owner's, so that it lives as long as who uses it."""
+    owner's, so that it lives as long as its user."""
 
     __slots__ = ("handle", "address", "bytes", "spec", "shape", "device", "text")
 

@@ -128,7 +128,7 @@ def declared_name(declaration: str) -> str:
     return declaration.partition(":")[0].strip()
 
 
-# Words that programs have beside the names that they declare.
+# Words that programs have besides the names that they declare.
 WORDS = frozenset("""score b h h_kv q kv seqlen_q seqlen_kv true false causal causal_top_left size select min max abs floor
     trunc round exp exp2 expm1 log log2 log1p pow sqrt rsqrt tanh sigmoid erf sin cos to_float to_int to_bool to_int64 low_word
     high_word""".split())

@@ -126,7 +126,7 @@ void wait_for_cluster() {
 
 namespace {
 constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 5 * kPage, kDynamicAlignment = 1024;
-constexpr unsigned kRankShift = 24;
+constexpr unsigned kRankShift = 24, kWord = 4;
 
 constexpr unsigned rounded_up(unsigned bytes, unsigned unit) { return (bytes + unit - 1) / unit * unit; }
 }  // namespace
@@ -134,7 +134,8 @@ constexpr unsigned rounded_up(unsigned bytes, unsigned unit) { return (bytes + u
 SharedMemory::SharedMemory(unsigned dynamic_bytes)
     : size_(rounded_up(kFirstDynamic + dynamic_bytes, kPage)),
       dynamic_(size_ - rounded_up(dynamic_bytes, kDynamicAlignment)),
-      end_of_variables_(kFirstVariable) {
+      end_of_variables_(kFirstVariable),
+      writers_(size_ / kWord) {
   void* memory = ::mmap(nullptr, size_ + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) throw std::runtime_error("no memory for a block");
   base_ = static_cast<char*>(memory);
@@ -164,6 +165,34 @@ char* SharedMemory::at(unsigned offset, unsigned bytes) const {
         "shared memory was accessed at {:#x}, {} bytes; the dynamic part is {:#x} to {:#x}, in {}", offset,
         bytes, dynamic_, size_, what_runs()));
   return base_ + offset;
+}
+
+void SharedMemory::note_write(unsigned offset, unsigned bytes, Fiber& by) {
+  const auto thread = static_cast<std::uint16_t>(by.index.x + 1);
+  for (unsigned word = offset / kWord; word <= (offset + bytes - 1) / kWord; ++word) {
+    if (writers_[word] != thread) by.written.push_back(word);
+    writers_[word] = thread;
+  }
+}
+void SharedMemory::fence(Fiber& by) {
+  for (const unsigned word : by.written)
+    if (writers_[word] == by.index.x + 1) writers_[word] = 0;
+  by.written.clear();
+}
+char* SharedMemory::read_async(unsigned offset, unsigned bytes) const {
+  char* from = at(offset, bytes);
+  for (unsigned word = offset / kWord; word <= (offset + bytes - 1) / kWord; ++word)
+    if (writers_[word] != 0)
+      fail(fmt::format(
+          "wgmma or the TMA unit reads shared memory at {:#x}, which thread {} has written without a "
+          "fence.proxy.async since, in {}",
+          word * kWord, writers_[word] - 1, what_runs()));
+  return from;
+}
+char* SharedMemory::write_async(unsigned offset, unsigned bytes) {
+  char* to = at(offset, bytes);
+  std::fill_n(&writers_[offset / kWord], (bytes + kWord - 1) / kWord, std::uint16_t{0});
+  return to;
 }
 
 SharedPlace shared_place(unsigned address) {

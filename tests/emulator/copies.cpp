@@ -53,7 +53,8 @@ void copy_line(const Instruction& of, Frame& frame) {
   check_multiple(of, from, 16);
   check_multiple(of, bytes, 16);
   start_copy(*to.block, [=] {
-    std::memcpy(to.bytes(bytes), from, bytes);
+    if (from_shared) shared_source.read_async(bytes);
+    std::memcpy(to.write_async(bytes), from, bytes);
     barrier_complete(barrier, static_cast<int>(bytes));
   });
 }
@@ -72,7 +73,7 @@ void store_async(const Instruction& of, Frame& frame) {
   const auto bytes = static_cast<unsigned>(4 * words.size());
   check_multiple(of, to.offset, bytes);
   start_copy(*to.block, [=] {
-    std::memcpy(to.bytes(bytes), words.data(), bytes);
+    std::memcpy(to.write_async(bytes), words.data(), bytes);
     barrier_complete(barrier, static_cast<int>(bytes));
   });
 }
@@ -87,7 +88,7 @@ void add_line(const Instruction& of, Frame& frame) {
   check_multiple(of, bytes, 16);
   from.bytes(bytes);
   current().bulk_copies.back().emplace_back([=] {
-    const auto* values = reinterpret_cast<const float*>(from.bytes(bytes));
+    const auto* values = reinterpret_cast<const float*>(from.read_async(bytes));
     for (unsigned i = 0; i < bytes / 4; ++i) to[i] += values[i];
   });
 }
@@ -109,15 +110,16 @@ class Box {
   unsigned bytes() const { return rows() * row_bytes(); }
   /// Elements outside of the tensor are zeros.
   void load() const {
-    for_each_element([](char* shared, char* global) {
-      std::memset(shared, 0, kElementBytes);
-      if (global) std::memcpy(shared, global, kElementBytes);
+    for_each_element([](SharedPlace shared, const char* global) {
+      char* to = shared.write_async(kElementBytes);
+      std::memset(to, 0, kElementBytes);
+      if (global) std::memcpy(to, global, kElementBytes);
     });
   }
   /// Elements outside of the tensor are dropped.
   void store() const {
-    for_each_element([](const char* shared, char* global) {
-      if (global) std::memcpy(global, shared, kElementBytes);
+    for_each_element([](SharedPlace shared, char* global) {
+      if (global) std::memcpy(global, shared.read_async(kElementBytes), kElementBytes);
     });
   }
 
@@ -145,7 +147,7 @@ class Box {
         const unsigned plain = in_.offset + row * row_bytes() + column * kElementBytes;
         const SharedPlace swizzled{in_.block, plain ^ (plain >> 7 & 7) << 4};
         const bool exists = inside && at >= 0 && at < map_.sizes[0];
-        use(swizzled.bytes(kElementBytes), exists ? start + at * kElementBytes : nullptr);
+        use(swizzled, exists ? start + at * kElementBytes : nullptr);
       }
     }
   }

@@ -68,6 +68,7 @@ struct Fiber {
   Wait waits_for;
   const Statement* statement = nullptr;  ///< the last that ran
   std::uint64_t cluster_phase = 0;       ///< in which it arrived at the cluster's barrier
+  std::vector<unsigned> written;         ///< words of shared memory, since its last fence.proxy.async
   Groups copies{1}, bulk_copies{1};      ///< cp.async; bulk copies out of shared memory
   struct Context;
   std::unique_ptr<Context> context;
@@ -123,6 +124,13 @@ class SharedMemory {
   void* variable(const void* key, unsigned bytes, unsigned alignment);
   unsigned offset(const void* pointer) const;
   char* at(unsigned offset, unsigned bytes) const;
+  bool has(const void* pointer) const { return pointer >= base_ && pointer < base_ + size_; }
+
+  // What threads write, wgmma and the TMA unit may read after the thread's fence.proxy.async.
+  void note_write(unsigned offset, unsigned bytes, Fiber& by);
+  void fence(Fiber& by);
+  char* read_async(unsigned offset, unsigned bytes) const;
+  char* write_async(unsigned offset, unsigned bytes);
 
  private:
   struct Variable {
@@ -132,6 +140,7 @@ class SharedMemory {
   char* base_;
   unsigned size_, dynamic_, end_of_variables_;
   std::vector<Variable> variables_;
+  std::vector<std::uint16_t> writers_;  ///< of each word: the thread that wrote it without a fence; 0: none
 };
 
 struct Cluster {
@@ -180,6 +189,8 @@ struct SharedPlace {
   unsigned offset;
 
   char* bytes(unsigned count) const { return block->shared.at(offset, count); }
+  char* read_async(unsigned count) const { return block->shared.read_async(offset, count); }
+  char* write_async(unsigned count) const { return block->shared.write_async(offset, count); }
 };
 SharedPlace shared_place(unsigned address);
 unsigned map_to_rank(unsigned address, unsigned rank);

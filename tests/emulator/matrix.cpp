@@ -75,11 +75,14 @@ void load_matrices(Warp&, const Brought& brought, unsigned) {
   }
 }
 
-void store_matrices(Warp&, const Brought& brought, unsigned) {
+void store_matrices(Warp& warp, const Brought& brought, unsigned) {
   for (int matrix = 0; matrix < 4; ++matrix) {
     for (int lane = 0; lane < kLanes; ++lane) {
       const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(1, matrix));
-      std::memcpy(matrix_row(brought, 0, matrix, lane / 4) + lane % 4 * 4, &pair, 4);
+      char* to = matrix_row(brought, 0, matrix, lane / 4) + lane % 4 * 4;
+      std::memcpy(to, &pair, 4);
+      SharedMemory& shared = warp.block->shared;
+      shared.note_write(shared.offset(to), 4, warp.lanes[lane]);
     }
   }
 }
@@ -166,7 +169,7 @@ struct Tile {
                            (column - slice * 64) * 2;
     const unsigned swizzled = plain ^ (plain >> 7 & 7) << 4;
     Element bits;
-    std::memcpy(&bits, block->shared.at(swizzled, 2), 2);
+    std::memcpy(&bits, block->shared.read_async(swizzled, 2), 2);
     return bits;
   }
 };

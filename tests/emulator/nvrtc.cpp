@@ -70,14 +70,17 @@ nvrtcResult compile(_nvrtcProgram& program, const std::string& options) {
   const fs::path folder = parent / ("flashjit-emulated-" + flashjit::unique_suffix());
   write(folder / "flashjit.cpp", flashjit_emulator::translate(program.source));
   for (const auto& [name, text] : program.headers) write(folder / name, flashjit_emulator::translate(text));
-  const fs::path library = folder / "kernel.so";
-  const std::string command = fmt::format(
-      "'{}' -std=c++20 -O1{} -w -fPIC -shared -fvisibility=hidden -fno-exceptions -fno-rtti "
-      "-fno-strict-aliasing -fno-math-errno "
-      "-ffp-contract=off -D__CUDACC__{} '-ffile-prefix-map={}/=' -include '{}' '-I{}' '{}' -o '{}'",
+  const std::string object = (folder / "kernel.o").string(), library = (folder / "kernel.so").string();
+  const std::string compile = fmt::format(
+      "'{}' -c -std=c++20 -O1{} -w -fPIC -fvisibility=hidden -fno-exceptions -fno-rtti -fno-strict-aliasing "
+      "-fno-math-errno -ffp-contract=off -fsanitize=thread -D__CUDACC__{} '-ffile-prefix-map={}/=' "
+      "-include '{}' '-I{}' '{}' -o '{}'",
       FLASHJIT_EMULATOR_COMPILER, kept ? " -g" : "", options, folder.string(),
-      FLASHJIT_EMULATOR_DEVICE_HEADER, folder.string(), (folder / "flashjit.cpp").string(), library.string());
-  const bool compiled = runs(command, program.log);
+      FLASHJIT_EMULATOR_DEVICE_HEADER, folder.string(), (folder / "flashjit.cpp").string(), object);
+  // The emulator takes the place of ThreadSanitizer's library.
+  const std::string link =
+      fmt::format("'{}' -shared '{}' -o '{}'", FLASHJIT_EMULATOR_COMPILER, object, library);
+  const bool compiled = runs(compile, program.log) && runs(link, program.log);
   if (compiled) program.library = read(library);
   if (!kept) fs::remove_all(folder);
   return compiled ? NVRTC_SUCCESS : NVRTC_ERROR_COMPILATION;

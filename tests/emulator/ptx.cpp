@@ -302,6 +302,8 @@ const Known kMemory[] = {
      }},
     {"red.relaxed.gpu.global.add.v4.f32", add_floats},
     {"trap", [](const Instruction&, Frame&) { fail("a kernel trapped"); }},
+    {"fence.proxy.async.shared::cta",
+     [](const Instruction&, Frame&) { current().warp->block->shared.fence(current()); }},
     {"fence.", do_nothing},
     {"griddepcontrol.", do_nothing},
     {"setmaxnreg.", do_nothing},

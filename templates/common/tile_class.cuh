@@ -10,9 +10,9 @@ template <class Problem>
 __device__ __forceinline__ TileClass classify_map(const Params& p, int b, int h, Range q, Range kv) {
   bool any = false, all = true;
   for (int row = q.begin / Problem::kBlockQ; row <= (q.end - 1) / Problem::kBlockQ; ++row) {
-    const unsigned char* cells = block_map_row<Problem>(p, b, h, row * Problem::kBlockQ);
+    const unsigned char* entries = block_map_row<Problem>(p, b, h, row * Problem::kBlockQ);
     for (int column = kv.begin / Problem::kBlockKv; column <= (kv.end - 1) / Problem::kBlockKv; ++column) {
-      const bool attends = cells[column] != 0;
+      const bool attends = entries[column] != 0;
       any |= attends;
       all &= attends;
     }

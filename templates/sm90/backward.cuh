@@ -69,16 +69,16 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    typename Fragments::Operand probability, ds;
+    typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     typename Fragments::Dq dq;
     // dQ += dS K, of the Q tile before. Before the first there is none, and the result is not used: a branch
     // would serialise the products.
     start_dq(smem, i - 1, wg, dq);
-    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     publish_to_async_proxy();  // dS, which has not been read yet: the products need not wait for it
     const bool first = smem.q_tile(i).first;
     wgmma_wait<2>();
@@ -124,18 +124,18 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    typename Fragments::Operand probability, ds;
+    typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
     barrier_arrive(smem.ds_full(i));
     smem.wait_ds(i);
     typename Fragments::Dq dq;
-    start_dq(smem, i, wg, dq);                          // dQ += dS K
-    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    start_dq(smem, i, wg, dq);                        // dQ += dS K
+    start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     const bool last = smem.q_tile(i).last;
     wgmma_wait<1>();
     pin(dq);
@@ -171,17 +171,17 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
   unsigned long long q = q_operand(smem, 0, wg);
 #pragma unroll 1
   for (; begin_q_tile(p, smem, i, wg, q, s); ++i) {  // S = Q K^T
-    typename Fragments::Operand probability, ds;
+    typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, probability, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
     barrier_arrive(smem.ds_full(i));
     smem.wait_ds(i);
     send_ds(smem, i, wg);
-    start_dv_dk(smem, i, wg, probability, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
+    start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
     wgmma_wait<1>();
     pin(dv);
     smem.release_dout(i);

@@ -127,7 +127,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
                                                  const BackwardSmem<P>& smem, unsigned i, int wg,
                                                  unsigned long long q_rows,
                                                  typename BackwardFragments<P>::S& s,
-                                                 typename BackwardFragments<P>::Operand& probability,
+                                                 typename BackwardFragments<P>::Operand& p_operand,
                                                  typename BackwardFragments<P>::Operand& ds,
                                                  PairSums<P>& sums) {
   using Element = typename P::Element;
@@ -230,11 +230,11 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
       }
 #pragma unroll
       for (int e = 0; e < 4; e += 2) {
-        probability[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
+        p_operand[n / 8][n % 8 / 2 + e / 2] = pack<Element>(s[n + e], s[n + e + 1]);
         ds[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
       }
       if (n % 8 == 0) continue;
-      if constexpr (Policy::kWide) store(smem.p(i), n / 8, probability[n / 8]);
+      if constexpr (Policy::kWide) store(smem.p(i), n / 8, p_operand[n / 8]);
       store(smem.ds(i), n / 8, ds[n / 8]);
     }
   };

@@ -1,4 +1,4 @@
-// Asynchronous copies: cp.async, bulk copies and the TMA unit's.
+// Asynchronous copies: cp.async, bulk copies and TMA.
 #include <fmt/format.h>
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// What cuTensorMapEncodeTiled of the emulated driver writes and the emulated TMA unit reads: 16-bit elements,
+// What cuTensorMapEncodeTiled of the emulated driver writes and the emulated TMA reads: 16-bit elements,
 // boxes whose rows are at most 128 bytes, swizzled by 128 bytes.
 #pragma once
 

@@ -188,3 +188,9 @@ def test_errors_beyond_a_limit_are_found(accuracy):
     assert accuracy.beyond(case, accuracy.ratios(errors)) == ["O", "dQ", "dK"]
     assert accuracy.limits(accuracy.Case("normal", "bfloat16", 256, 0), "O") == (1.05, 1.2)
     assert accuracy.limits(accuracy.Case("normal", "bfloat16", 256, 1), "O") == (1.02, 1.2)
+
+
+def test_doors_are_compared_with_the_same_attention(variants):
+    """What python_host.py --doors times: both calls of a row give the same."""
+    for name, (door, attention) in importlib.import_module("python_host").doors("cpu").items():
+        torch.testing.assert_close(door(), attention(), msg=lambda text: f"{name}: {text}")

@@ -114,7 +114,7 @@ def doors(device):
         "flex_attention": (lambda: flex_attention(q, k, v), lambda: attention(q, k, v)),
         "flex_attention, score_mod": (lambda: flex_attention(q, k, v, alibi), lambda: attention(q, k, v, score_mod=alibi)),
         "flex_attention, block_mask": (lambda: flex_attention(q, k, v, None, mask), lambda: attention(q, k, v, block_mask=mask)),
-        "transformers": (lambda: of_transformers(module, *views, None, scaling=0.125),
+        "transformers": (lambda: of_transformers(module, *views, None, scaling=0.125)[0],
                          lambda: attention(*views, causal=True, scale=0.125).transpose(1, 2).contiguous()),
         "diffusers": (lambda: of_diffusers(query=rows[0], key=rows[1], value=rows[2]), lambda: of_rows(*rows)),
     }

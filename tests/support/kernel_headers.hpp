@@ -3,9 +3,16 @@
 #pragma once
 
 #include "tests/emulator/device.hpp"
+
+// The host's compiler need not understand PTX, which nothing here runs: asm statements become empty.
+#define asm(...) static_cast<void>(0)
+#define volatile(...) ("")
 // After what they need.
 #include "flashjit/common/problem.cuh"
 #include "flashjit/common/tile_walk.cuh"
+#include "flashjit/sm90/forward_schedule.cuh"
+#undef asm
+#undef volatile
 
 namespace flashjit::test {
 

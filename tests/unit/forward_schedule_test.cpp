@@ -7,8 +7,6 @@
 #include <vector>
 
 #include "tests/support/kernel_headers.hpp"
-// After what it needs.
-#include "flashjit/sm90/forward_schedule.cuh"
 
 namespace flashjit_emulator {
 

@@ -79,11 +79,7 @@ __device__ void forward(const Params& p) {
   const auto add_pv = [&](int i, int k, float after) {
     multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, k, after);
   };
-  if constexpr (P::kQInRegisters) {
-    copy_async_wait<Policy::kPendingCopies>();
-    __syncthreads();
-    load_q_fragments<P>(q_fragments, load_q);
-  }
+  if constexpr (P::kQInRegisters) load_q_fragments<P>(q_fragments, load_q);
 
   // S and P of KV tile i, and a P V: its own, or, among the softmax, that of the tile before.
   const auto step = [&](int i, auto first) {
@@ -131,23 +127,7 @@ __device__ void forward(const Params& p) {
     }
   };
 
-  if constexpr (Policy::kLatePv) {
-    if (tiles.count > 0) step(0, Flag<true>{});
-    for (int i = 1; i < tiles.count; ++i) step(i, Flag<false>{});
-    if constexpr (P::kStages == 1) {
-      __syncthreads();
-      load_v(tiles.count - 1);
-      copy_async_commit();
-    }
-  } else {
-    for (int i = 0; i < tiles.count; ++i) step(i, Flag<false>{});
-  }
-  copy_async_wait<0>();
-  __syncthreads();  // every warp is done with Q before O takes its place
-  if (Policy::kLatePv && tiles.count > 0) {
-#pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) add_pv(tiles.count - 1, k, 0.0f);
-  }
+  run_steps<P>(tiles.count, step, load_v, add_pv);
 
   // O = O / rowsum(P), and LSE. (NOTES.md#functions-of-sm80)
 #pragma unroll

@@ -51,10 +51,37 @@ __device__ __forceinline__ void end_qk(int i, const LoadK& load_k) {
   }
 }
 
+/// Runs the steps of a work tile: `step(i, first)`. With kLatePv the last P V comes after them. Then all
+/// warps are done with Q, so that O may overwrite it.
+template <class P, class Step, class LoadV, class AddPv>
+__device__ __forceinline__ void run_steps(int count, const Step& step, const LoadV& load_v,
+                                          const AddPv& add_pv) {
+  constexpr bool kLatePv = ForwardPolicy<P>::kLatePv;
+  if constexpr (kLatePv) {
+    if (count > 0) step(0, Flag<true>{});
+    for (int i = 1; i < count; ++i) step(i, Flag<false>{});
+    if constexpr (P::kStages == 1) {
+      __syncthreads();
+      load_v(count - 1);
+      copy_async_commit();
+    }
+  } else {
+    for (int i = 0; i < count; ++i) step(i, Flag<false>{});
+  }
+  copy_async_wait<0>();
+  __syncthreads();
+  if (kLatePv && count > 0) {
+#pragma unroll
+    for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) add_pv(count - 1, k, 0.0f);
+  }
+}
+
 /// Q to registers, for all KV tiles.
 template <class P, class LoadQ>
 __device__ __forceinline__ void load_q_fragments(
     unsigned (&q)[ForwardPolicy<P>::kQSteps][ForwardPolicy<P>::kMt][4], const LoadQ& load_q) {
+  copy_async_wait<ForwardPolicy<P>::kPendingCopies>();
+  __syncthreads();
 #pragma unroll
   for (int k = 0; k < ForwardPolicy<P>::kQSteps; ++k)
 #pragma unroll

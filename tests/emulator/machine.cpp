@@ -11,7 +11,6 @@
 #include <cstring>
 #include <mutex>
 #include <random>
-#include <ranges>
 #include <stdexcept>
 #include <utility>
 
@@ -288,8 +287,9 @@ class Machine {
             if (warp.live >> fiber.lane & 1) add(*block, fiber);
     std::ranges::sort(all, std::greater(), &Waiting::threads);
     constexpr std::size_t kMostLines = 16;
+    if (all.size() > kMostLines) all.resize(kMostLines);
     std::string text;
-    for (const Waiting& waiting : all | std::views::take(kMostLines))
+    for (const Waiting& waiting : all)
       text += fmt::format("\n  {} threads, such as {} of block {}, wait for {}", waiting.threads,
                           waiting.thread.x, waiting.block.x, waiting.what);
     return text;

@@ -1,0 +1,76 @@
+// What the emulator is for: a kernel with a fault fails, and the message says why.
+#include <gtest/gtest.h>
+
+#include <filesystem>
+#include <fstream>
+#include <ostream>
+#include <string>
+
+#include "support/file.hpp"
+#include "tests/support/run_command.hpp"
+
+namespace flashjit::test {
+namespace {
+
+enum ExitCode { kDone = 0, kCheckFailed = 1, kFailure = 4 };
+
+/// One change of the templates: the first `text` of the file becomes `instead`.
+struct Fault {
+  const char* name;
+  const char* file;
+  std::string text, instead;
+  int capability;  ///< for which the command chooses the kernel's family
+  const char* problem;
+  ExitCode code;
+  const char* message;
+};
+void PrintTo(const Fault& fault, std::ostream* out) { *out << fault.name; }
+
+constexpr const char* kForward = "--spec fwd:bf16:d64 --shape b1:hq2:hkv1:sq200:skv300";
+constexpr const char* kBackward = "--spec bwd:bf16:d64 --shape b1:hq2:hkv1:sq300:skv200";
+
+const Fault kFaults[] = {
+    {"no_fault", "sm80/forward.cuh", "", "", 80, kForward, kDone, "within their limits"},
+    {"barrier_missing", "sm80/backward_epilogue.cuh", "__syncthreads();", "", 80, kBackward, kCheckFailed,
+     "NOT all within their limits"},
+    {"copies_not_awaited", "sm80/forward_loader.cuh", "copy_async_wait<ForwardPolicy<P>::kPendingCopies>();",
+     "", 80, kForward, kCheckFailed, "NOT all within their limits"},
+    {"products_not_awaited", "sm90/forward.cuh", "wgmma_wait<1>();", "", 90, kForward, kCheckFailed,
+     "NOT all within their limits"},
+    {"fence_missing", "sm90/forward_epilogue.cuh", "publish_to_async_proxy();", "", 90, kForward, kFailure,
+     "without a fence.proxy.async"},
+    {"stage_never_released", "sm90/backward_smem.cuh", "barrier_arrive(dout_empty(i % Policy::kDoutStages));",
+     "", 90, kBackward, kFailure, "a deadlock"},
+    {"outside_of_shared_memory", "sm90/backward_smem.cuh", "return base + kLayout.q() +",
+     "return base + (1 << 20) + kLayout.q() +", 90, kBackward, kFailure, "shared memory was accessed at"},
+    {"unknown_instruction", "common/ptx.cuh", "ex2.approx.ftz.f32", "ex2.approx.ftz.f64", 80, kForward,
+     kFailure, "does not know the PTX instruction ex2.approx.ftz.f64"},
+};
+
+class CommandFaults : public testing::TestWithParam<Fault> {};
+
+TEST_P(CommandFaults, AreFound) {
+  const Fault& fault = GetParam();
+  const TemporaryDirectory folder;
+  const std::filesystem::path templates = folder.path() / "templates", changed = templates / fault.file;
+  std::filesystem::copy(FLASHJIT_SOURCE_DIR "/templates", templates,
+                        std::filesystem::copy_options::recursive);
+  std::string text = read_file(changed);
+  const std::size_t at = text.find(fault.text);
+  ASSERT_NE(at, text.npos) << changed << " has no " << fault.text;
+  std::ofstream(changed) << text.replace(at, fault.text.size(), fault.instead);
+
+  const CommandResult result = run_command(
+      folder, std::string("verify --seed 1 ") + fault.problem,
+      fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_TEMPLATE_DIR='{}' "
+                  "FLASHJIT_EMULATOR_CAPABILITY={}",
+                  FLASHJIT_EMULATED_CUDA, FLASHJIT_EMULATED_NVRTC, templates.string(), fault.capability));
+  EXPECT_EQ(result.code, fault.code) << result.out << result.err;
+  EXPECT_NE((result.out + result.err).find(fault.message), std::string::npos) << result.out << result.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(Templates, CommandFaults, testing::ValuesIn(kFaults),
+                         [](const auto& test) { return std::string(test.param.name); });
+
+}  // namespace
+}  // namespace flashjit::test

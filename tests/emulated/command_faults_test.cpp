@@ -43,6 +43,9 @@ const Fault kFaults[] = {
      "", 90, kBackward, kFailure, "a deadlock"},
     {"outside_of_shared_memory", "sm90/backward_smem.cuh", "return base + kLayout.q() +",
      "return base + (1 << 20) + kLayout.q() +", 90, kBackward, kFailure, "shared memory was accessed at"},
+    {"outside_of_a_tensor", "simt/backward.cuh", "p.lse[sequence.lse_row(p, h) + q]",
+     "p.lse[sequence.lse_row(p, h) + q + 600]", 80, "--spec bwd:fp32:d64 --shape b1:hq2:hkv1:sq300:skv100",
+     kFailure, "a fault at address"},
     {"unknown_instruction", "common/ptx.cuh", "ex2.approx.ftz.f32", "ex2.approx.ftz.f64", 80, kForward,
      kFailure, "does not know the PTX instruction ex2.approx.ftz.f64"},
 };

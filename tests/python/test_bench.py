@@ -190,7 +190,7 @@ def test_errors_beyond_a_limit_are_found(accuracy):
     assert accuracy.limits(accuracy.Case("normal", "bfloat16", 256, 1), "O") == (1.02, 1.2)
 
 
-def test_doors_are_compared_with_the_same_attention(variants):
-    """What python_host.py --doors times: both calls of a row give the same."""
-    for name, (door, attention) in importlib.import_module("python_host").doors("cpu").items():
-        torch.testing.assert_close(door(), attention(), msg=lambda text: f"{name}: {text}")
+def test_drop_ins_are_compared_with_the_same_attention(variants):
+    """What python_host.py --drop-ins times: both calls of a row give the same."""
+    for name, (drop_in, attention) in importlib.import_module("python_host").drop_ins("cpu").items():
+        torch.testing.assert_close(drop_in(), attention(), msg=lambda text: f"{name}: {text}")

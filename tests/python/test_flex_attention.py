@@ -350,10 +350,10 @@ def test_kernel_options_change_nothing():
 
 
 def test_other_names_are_pytorch_s():
-    from flashjit import flex_attention as door
-    assert BlockMask is flex.BlockMask and door.create_mask is flex.create_mask and set(door.__all__) == set(flex.__all__)
+    from flashjit import flex_attention as module
+    assert BlockMask is flex.BlockMask and module.create_mask is flex.create_mask and set(module.__all__) == set(flex.__all__)
     with pytest.raises(AttributeError, match="no_such_name"):
-        door.no_such_name
+        module.no_such_name
 
 
 @pytest.mark.parametrize("given, error, text", [

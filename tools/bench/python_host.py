@@ -8,8 +8,8 @@ repeats a call; medians count. Two rows are parts of flashjit.attention(): its o
 allocation, and the launch with its arguments filled in. --without-gpu leaves the launch out, on CPU tensors: what remains is
 Python's share, for profiling. Goals: 15 us per call of flashjit.attention() without gradients, 0.2 s for the import beyond
 PyTorch's. Exit code: 1 if one is missed.
---doors compares what other libraries' users call with flashjit.attention() of the same tensors, and ends with 1 where a door
-costs more than 5 us.
+--drop-ins compares the functions that replace other libraries' with flashjit.attention() of the same tensors. Exit code: 1 if one
+costs more than 5 us beside it.
 --cpp adds the rows of host_costs.cpp, which needs no Python, to the same table.
 """
 import argparse
@@ -31,7 +31,7 @@ from flashjit import _plans
 
 from compare import commit_name
 
-GOAL_US, GOAL_IMPORT_S, GOAL_DOOR_US = 15, 0.2, 5
+GOAL_US, GOAL_IMPORT_S, GOAL_DROP_IN_US = 15, 0.2, 5
 BURST = 10  # calls of a row, one after the other
 IMPORT = "import time, torch; start = time.perf_counter(); import flashjit, flashjit.torch; print(time.perf_counter() - start)"
 
@@ -77,8 +77,8 @@ def calls(device):
     }
 
 
-def doors(device):
-    """(a door's call, the same by flashjit.attention() in the door's layout) by name."""
+def drop_ins(device):
+    """(a drop-in's call, the same by flashjit.attention() in its layout) by name."""
     from flashjit import flash_attn
     from flashjit._diffusers import attention_forward as of_diffusers
     from flashjit._transformers import attention_forward as of_transformers
@@ -120,15 +120,15 @@ def doors(device):
     }
 
 
-def print_doors(device, rounds, wait):
+def print_drop_ins(device, rounds, wait):
     """Whether each costs at most the goal."""
-    pairs = doors(device)
+    pairs = drop_ins(device)
     table = medians({(name, i): call for name, pair in pairs.items() for i, call in enumerate(pair)}, rounds, wait)
     costs = {name: (table[name, 0], table[name, 1]) for name in pairs}
-    print(f"{'':30} {'door':>9} {'attention':>9} {'more':>6}")
-    for name, (door, attention) in costs.items():
-        print(f"{name:30} {door:6.2f} us {attention:6.2f} us {door - attention:6.2f}")
-    return max(door - attention for door, attention in costs.values()) <= GOAL_DOOR_US
+    print(f"{'':30} {'drop-in':>9} {'attention':>9} {'more':>6}")
+    for name, (drop_in, attention) in costs.items():
+        print(f"{name:30} {drop_in:6.2f} us {attention:6.2f} us {drop_in - attention:6.2f}")
+    return max(drop_in - attention for drop_in, attention in costs.values()) <= GOAL_DROP_IN_US
 
 
 def medians(rows, rounds, wait):
@@ -188,7 +188,7 @@ def profile(call):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--without-gpu", action="store_true", help="leave the launch out, on CPU tensors")
-    parser.add_argument("--doors", action="store_true", help="what other libraries' functions cost more than flashjit.attention()")
+    parser.add_argument("--drop-ins", action="store_true", help="what other libraries' functions cost more than flashjit.attention()")
     parser.add_argument("--profile", metavar="ROW", help="profile this row instead")
     parser.add_argument("--rounds", type=int, default=1000)
     parser.add_argument("--cpp", metavar="CSV", help="what flashjit_host_bench wrote: more rows of the table")
@@ -201,9 +201,9 @@ def main():
     torch.manual_seed(0)
     if options.without_gpu:
         leave_the_launch_out()
-    if options.doors:
+    if options.drop_ins:
         device, wait = ("cpu", lambda: None) if options.without_gpu else ("cuda", torch.cuda.synchronize)
-        return 0 if print_doors(device, options.rounds, wait) else 1
+        return 0 if print_drop_ins(device, options.rounds, wait) else 1
     rows = calls("cpu" if options.without_gpu else "cuda")
     if options.without_gpu:  # PyTorch's would compute
         rows = {name: call for name, call in rows.items() if not name.startswith("torch")}

@@ -1,6 +1,7 @@
 #include "reference/reference.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <atomic>
@@ -208,10 +209,7 @@ struct Context {
 };
 
 Context::Context(const Problem& given)
-    : problem(given),
-      spec(given.spec.normalized()),
-      shape(given.shape),
-      programs(spec, given.captures) {
+    : problem(given), spec(given.spec.normalized()), shape(given.shape), programs(spec, given.captures) {
   spec.validate();
   shape.validate();
   if (spec.varlen) {

@@ -182,4 +182,16 @@ TEST_F(Layers, OnlyTheEnvironmentReadsTheEnvironment) {
   }
 }
 
+TEST_F(Layers, FmtJoinComesFromFmtRanges) {  // where fmt 11 and newer have it, which vcpkg and Conan bring
+  for (const fs::path& file : files({"runtime", "autotune", "tools"})) {
+    std::ifstream in(root_ / file);
+    const std::string text(std::istreambuf_iterator<char>(in), {});
+    if (text.find("fmt::join(") == std::string::npos) continue;
+    const std::vector<Include> includes = includes_of(root_ / file);
+    EXPECT_TRUE(
+        std::ranges::any_of(includes, [](const Include& include) { return include.name == "fmt/ranges.h"; }))
+        << file << " must include <fmt/ranges.h>";
+  }
+}
+
 }  // namespace

@@ -1,5 +1,6 @@
 // flashjit doctor: what flashjit finds on this machine, what is missing, and what to do about it.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 #include <unistd.h>
 
 #include <algorithm>

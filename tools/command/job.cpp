@@ -2,6 +2,7 @@
 // attention, both passes: on the GPU against the reference; without one on the CPU, with the same kernels
 // compiled into a pack.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <cmath>

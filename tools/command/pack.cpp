@@ -1,5 +1,6 @@
 // flashjit pack: specs x architectures -> a folder of cubins and the records that choose them. Needs no GPU.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <memory>

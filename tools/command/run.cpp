@@ -1,5 +1,6 @@
 // flashjit run: one attention on .npy files, on the GPU or by the CPU reference.
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <memory>
 

@@ -111,6 +111,19 @@ def test_generation():
     assert torch.equal(a, b)
 
 
+def test_whole_graphs_of_torch_compile(programs):
+    ours, own = (model.eval() for model in pair("llama"))
+    torch._dynamo.reset()
+    compiled = torch.compile(ours, backend="eager", fullgraph=True)
+    ids = torch.randint(0, 99, (2, 17), device=DEVICE)
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    with torch.no_grad():
+        for given in ({}, {"attention_mask": mask}):
+            a, b = (model(input_ids=ids, use_cache=False, **given).logits[mask.bool()] for model in (compiled, own))
+            torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-3)
+
+
 @pytest.mark.parametrize("name", ["llama", "mistral", "gemma2"])
 def test_its_own_flash_attention_2(programs, name):
     """Whole, padded and packed batches, windows and soft-caps, gradients, and tokens generated."""

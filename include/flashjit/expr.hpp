@@ -143,7 +143,7 @@ struct FLASHJIT_API NameConstant {
 inline constexpr NameConstant score{Name::score}, b{Name::b}, h{Name::h}, h_kv{Name::h_kv}, q{Name::q},
     kv{Name::kv}, seqlen_q{Name::seqlen_q}, seqlen_kv{Name::seqlen_kv};
 
-/// A captured tensor of 1 to 4 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
+/// A captured tensor of 1 to 6 dimensions: slopes[h], bias(b, h, q, kv). An index out of range is clamped
 /// into the tensor; RuntimeOptions::check_indices reports it. Integer types read as int, int64 as int64,
 /// bool as bool, float types as float.
 class FLASHJIT_API Tensor {

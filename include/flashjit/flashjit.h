@@ -114,9 +114,9 @@ typedef struct flashjit_block_map {
   int64_t size[4];
 } flashjit_block_map;
 
-/** Which pages of K and V have a sequence's keys: int32 [sequences, columns] on the device. Key n of sequence b
- * is row n % rows of page data[b * stride + n / rows], where the spec says "pages<rows>". With "cache", whose
- * slots hold all keys of a sequence, it has one column: the slot of each. Zero: slots are in order. */
+/** Which pages of K and V have a sequence's keys: int32 [sequences, columns] on the device. Key n of sequence
+ * b is row n % rows of page data[b * stride + n / rows], where the spec says "pages<rows>". With "cache",
+ * whose slots hold all keys of a sequence, it has one column: the slot of each. Zero: slots are in order. */
 typedef struct flashjit_page_table {
   const int32_t* data;
   int64_t sequences, columns;
@@ -138,21 +138,21 @@ enum {
   FLASHJIT_ELEMENT_BOOL = 9
 };
 
+/** The most captures of a call, 16 tensors and 8 scalars, and the most dimensions of one. */
+enum { FLASHJIT_MAX_CAPTURES = 24, FLASHJIT_MAX_CAPTURE_DIMS = 6 };
+
 /** A value for a name declared by the score or mask program: a scalar, or a tensor on the device. */
 typedef struct flashjit_capture {
   const char* name;
   const void* data; /**< of a tensor, aligned to its element; null for a scalar */
   float* grad;  /**< backward, if the program declares "grad": fp32 on the device, contiguous, the tensor's
                    sizes. The gradient is added to the memory: zero it first */
-  int32_t rank; /**< of a tensor, 1 to 4; 0: a scalar */
+  int32_t rank; /**< of a tensor, 1 to 6; 0: a scalar */
   flashjit_element_type type;
-  int64_t size[4];   /**< the first `rank` count; each at least 1 */
-  int64_t stride[4]; /**< in elements, 0 or more */
-  double scalar;     /**< an integer if declared int */
+  int64_t size[FLASHJIT_MAX_CAPTURE_DIMS];   /**< the first `rank` count; each at least 1 */
+  int64_t stride[FLASHJIT_MAX_CAPTURE_DIMS]; /**< in elements, 0 or more */
+  double scalar;                             /**< an integer if declared int */
 } flashjit_capture;
-
-/** The most captures of a call: 8 tensors and 8 scalars. */
-enum { FLASHJIT_MAX_CAPTURES = 16 };
 
 /** With "varlen" in the spec, sequences of different lengths are packed: q [1, heads, rows, dim] and so on.
  * Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
@@ -163,23 +163,23 @@ enum { FLASHJIT_MAX_CAPTURES = 16 };
  * beyond the last row, or a sequence longer than its maximum), kernels cut the sequence to existing rows. The
  * results of the sequences concerned are then wrong, but nothing outside the tensors is read or written.
  *
- * With "pages<rows>" in the spec, K and V are pools of pages [pages, heads_kv, rows, dim], and page_table says
- * whose they are; with "cache" they are slots [slots, heads_kv, capacity, dim]. kv_lengths is how many keys
- * each sequence has, max_seqlen_kv how many it may have (0: all that there is room for). "varlen" then says
- * that Q alone is packed. Launches and workspace depend on these bounds alone: a captured CUDA graph stays
- * right while lengths and tables change. */
+ * With "pages<rows>" in the spec, K and V are pools of pages [pages, heads_kv, rows, dim], and page_table
+ * says whose they are; with "cache" they are slots [slots, heads_kv, capacity, dim]. kv_lengths is how many
+ * keys each sequence has, max_seqlen_kv how many it may have (0: all that there is room for). "varlen" then
+ * says that Q alone is packed. Launches and workspace depend on these bounds alone: a captured CUDA graph
+ * stays right while lengths and tables change. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v; /**< read only */
   flashjit_tensor out;
-  float* lse;                       /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
-  const float* softmax_scale;       /**< on the host; null: 1 / sqrt(head_dim) */
-  const int32_t* kv_lengths;        /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */
-  flashjit_block_map block_map;     /**< with "map..." in the spec */
-  double dropout_p;                 /**< in [0, 1), with "dropout" in the spec */
-  uint64_t seed, offset;            /**< of the dropout mask */
-  void* workspace;                  /**< 256-byte aligned device memory */
-  size_t workspace_bytes;           /**< at least flashjit_workspace_bytes() */
+  float* lse;                   /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
+  const float* softmax_scale;   /**< on the host; null: 1 / sqrt(head_dim) */
+  const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */
+  flashjit_block_map block_map; /**< with "map..." in the spec */
+  double dropout_p;             /**< in [0, 1), with "dropout" in the spec */
+  uint64_t seed, offset;        /**< of the dropout mask */
+  void* workspace;              /**< 256-byte aligned device memory */
+  size_t workspace_bytes;       /**< at least flashjit_workspace_bytes() */
   const flashjit_capture* captures; /**< one for each name declared by the spec's programs, in any order */
   size_t capture_count;
   const int32_t* cu_seqlens_q;  /**< [batch_size + 1] on the device, with "varlen" in the spec */
@@ -193,6 +193,8 @@ typedef struct flashjit_forward_args {
   int32_t zero_unused_rows;  /**< with "varlen" in the spec: whether rows of `out` that belong to no sequence,
                                   from cu_seqlens_q[batch_size] on, become zeros; 0: they stay as they are */
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
+  float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends
+                       to, after the score program and without sinks; -inf: it attends to nothing */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With

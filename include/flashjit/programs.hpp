@@ -20,7 +20,7 @@ class FLASHJIT_API MaskProgram {
  public:
   MaskProgram() = default;
   /// Throws Error(invalid_argument) if it is not a bool expression, reads score, declares a gradient, or
-  /// declares more than 8 tensors or 8 scalars.
+  /// declares more than 16 tensors or 8 scalars.
   explicit MaskProgram(std::string_view text);
   MaskProgram(const expr::Expr& mask);
 
@@ -42,8 +42,8 @@ class FLASHJIT_API MaskProgram {
 class FLASHJIT_API ScoreProgram {
  public:
   ScoreProgram() = default;
-  /// Throws Error(invalid_argument) if it is not an expression, is bool, or declares more than 8 tensors or 8
-  /// scalars.
+  /// Throws Error(invalid_argument) if it is not an expression, is bool, or declares more than 16 tensors or
+  /// 8 scalars.
   explicit ScoreProgram(std::string_view text);
   ScoreProgram(const expr::Expr& score);
 

@@ -73,9 +73,9 @@ struct ForwardArgs {
   std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
   const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on
                                              ///< are padding; and with a cache: the keys of each sequence
-  BlockMapView block_map = {};  ///< with spec.block_map
-  double dropout_p = 0.0;       ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
-  std::uint64_t seed = 0;       ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
+  BlockMapView block_map = {};               ///< with spec.block_map
+  double dropout_p = 0.0;                    ///< in [0, 1), with spec.dropout; rounded to a multiple of 2^-15
+  std::uint64_t seed = 0;  ///< the dropout mask depends on (seed, offset, b, h, q, kv) alone
   std::uint64_t offset = 0;
   Workspace workspace = {};  ///< at least Runtime::workspace_bytes(spec, shape)
   std::span<const Capture> captures =
@@ -92,6 +92,10 @@ struct ForwardArgs {
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< with spec.varlen: zeros in rows of `out` that belong to no sequence
   PageTableView page_table = {};  ///< with spec.pages, and where slots of spec.cache are not in order
+  /// With spec.row_max, like lse: the largest score that a query attends to, after the score program and
+  /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
+  /// rows'.
+  float* row_max = nullptr;
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's

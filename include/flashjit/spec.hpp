@@ -38,8 +38,9 @@ struct AttentionSpec {
   bool kv_lengths = false;     ///< key padding: one length per batch entry is given at the call
   BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
-  bool varlen = false;  ///< sequences of different lengths, packed one after the other; not with kv_lengths
-  bool sinks = false;   ///< one more logit per query head in the softmax, without a value
+  bool varlen = false;   ///< sequences of different lengths, packed one after the other; not with kv_lengths
+  bool sinks = false;    ///< one more logit per query head in the softmax, without a value
+  bool row_max = false;  ///< forward only: the largest score of each row is a result, too
   /// K and V are a cache: sequence b has the first kv_lengths[b] of its slot's rows, and that is the
   /// seqlen_kv which masks and programs see: `causal` lets a sequence's last query see its last key. With
   /// varlen only Q is packed. Forward only; not with kv_lengths, which are padding: masks then see the padded
@@ -53,8 +54,8 @@ struct AttentionSpec {
   bool has_block_map() const { return block_map.q != 0; }
   /// Whether each batch entry has a number of keys of its own, which is given at the call.
   bool has_lengths() const { return kv_lengths || cache || pages != 0; }
-  /// The canonical form of equal problems: head_dim_v filled in, deterministic dropped if it has no effect,
-  /// int scalars that programs read as floats alone declared float, cache set beside pages.
+  /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
+  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

@@ -67,6 +67,9 @@ struct PageTableView {
   std::int64_t stride = 0;  ///< from one sequence to the next, in elements; 0: columns
 };
 
+/// The most dimensions of a captured tensor.
+inline constexpr int kMaxCaptureDims = 6;
+
 /// A value for a name declared by the score or mask program: a tensor in device memory, or a scalar. The
 /// caller owns names and memory, which must outlive the call; nothing is copied.
 struct Capture {
@@ -74,9 +77,10 @@ struct Capture {
   const void* data = nullptr;  ///< of a tensor, aligned to its element
   float* grad = nullptr;  ///< backward, if the program declares "grad": fp32, contiguous, the tensor's sizes.
                           ///< The gradient is ADDED to the memory: zero it first
-  int rank = 0;           ///< of a tensor, 1 to 4; 0: a scalar
-  std::array<std::int64_t, 4> size{};    ///< the first `rank` count; each at least 1
-  std::array<std::int64_t, 4> stride{};  ///< in elements; 0 repeats the tensor, negative ones are refused
+  int rank = 0;           ///< of a tensor, 1 to 6; 0: a scalar
+  std::array<std::int64_t, kMaxCaptureDims> size{};  ///< the first `rank` count; each at least 1
+  std::array<std::int64_t, kMaxCaptureDims>
+      stride{};                          ///< in elements; 0 repeats the tensor, negative ones are refused
   double scalar = 0;                     ///< an int must be given as an integer from -2^31 to 2^31 - 1
   std::optional<ElementType> type = {};  ///< element type of `data`, checked if given
 
@@ -84,11 +88,12 @@ struct Capture {
   static Capture tensor(std::string_view name, const void* data, std::initializer_list<std::int64_t> sizes,
                         float* grad = nullptr) {
     Capture made{.name = name, .data = data, .grad = grad, .rank = static_cast<int>(sizes.size())};
-    constexpr std::int64_t kTooFar = std::int64_t{1} << 62;  // is refused at the call, as are five dimensions
+    constexpr std::int64_t kTooFar = std::int64_t{1}
+                                     << 62;  // is refused at the call, as are seven dimensions
     std::int64_t stride = 1;
     for (int i = made.rank; i-- > 0;) {
       const std::int64_t size = sizes.begin()[i];
-      if (i < 4) made.size[i] = size, made.stride[i] = stride;
+      if (i < kMaxCaptureDims) made.size[i] = size, made.stride[i] = stride;
       if (size > 0) stride = stride > kTooFar / size ? kTooFar : stride * size;
     }
     return made;
@@ -98,7 +103,8 @@ struct Capture {
                          std::initializer_list<std::int64_t> strides, float* grad = nullptr) {
     Capture made = tensor(name, data, sizes, grad);
     made.stride = {};
-    for (std::size_t i = 0; i < strides.size() && i < 4; ++i) made.stride[i] = strides.begin()[i];
+    for (std::size_t i = 0; i < strides.size() && i < kMaxCaptureDims; ++i)
+      made.stride[i] = strides.begin()[i];
     return made;
   }
   static Capture number(std::string_view name, double value) { return {.name = name, .scalar = value}; }

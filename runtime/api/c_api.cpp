@@ -129,6 +129,11 @@ std::span<const flashjit::Capture> captures(const CArgs& c, Captures& room) {
                 fmt::format("capture_count is {}: programs declare at most {} tensors and {} scalars.",
                             c.capture_count, flashjit::kMaxCaptures, flashjit::kMaxScalars));
   if (c.capture_count > 0) required(c.captures, "captures", "give capture_count of them");
+  if (c.capture_count > 0 && c.struct_size < sizeof(CArgs))
+    throw Error(
+        ErrorCode::invalid_argument,
+        "captures come from a program built with an older flashjit.h, whose flashjit_capture had room for "
+        "fewer dimensions: build it with the one that belongs to this library.");
   for (std::size_t i = 0; i < c.capture_count; ++i) {
     required(c.captures[i].name, "the name of a capture", "give the name that the program declares");
     room[i] = capture(c.captures[i]);
@@ -187,6 +192,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   set_common(args, c, room);
   const flashjit_page_table& table = c.page_table;
   args.page_table = {table.data, table.sequences, table.columns, table.stride};
+  args.row_max = c.row_max;
   return args;
 }
 

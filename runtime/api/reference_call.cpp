@@ -1,8 +1,8 @@
 #include "api/reference_call.hpp"
 
 #include <algorithm>
-#include <array>
 #include <cstdint>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -48,19 +48,27 @@ void write_element(DType dtype, void* data, std::int64_t index, double value) {
 
 /// Calls visit(place, offset) for every element in C order: its place in a contiguous tensor and in memory.
 template <class Visit>
-void for_each_element(const std::array<std::int64_t, 4>& size, const std::array<std::int64_t, 4>& stride,
+void for_each_element(std::span<const std::int64_t> size, std::span<const std::int64_t> stride,
                       Visit&& visit) {
-  std::int64_t place = 0;
-  for (std::int64_t i = 0; i < size[0]; ++i)
-    for (std::int64_t j = 0; j < size[1]; ++j)
-      for (std::int64_t k = 0; k < size[2]; ++k)
-        for (std::int64_t l = 0; l < size[3]; ++l)
-          visit(place++, i * stride[0] + j * stride[1] + k * stride[2] + l * stride[3]);
+  std::int64_t count = 1;
+  for (const std::int64_t n : size) count *= n;
+  std::vector<std::int64_t> index(size.size());
+  for (std::int64_t place = 0, offset = 0; place < count; ++place) {
+    visit(place, offset);
+    for (std::size_t i = size.size(); i-- > 0;) {
+      offset += stride[i];
+      if (++index[i] < size[i]) break;
+      offset -= index[i] * stride[i];
+      index[i] = 0;
+    }
+  }
 }
 
-std::vector<double> gather(ElementType type, const void* data, const std::array<std::int64_t, 4>& size,
-                           const std::array<std::int64_t, 4>& stride) {
-  std::vector<double> values(static_cast<std::size_t>(size[0] * size[1] * size[2] * size[3]));
+std::vector<double> gather(ElementType type, const void* data, std::span<const std::int64_t> size,
+                           std::span<const std::int64_t> stride) {
+  std::int64_t count = 1;
+  for (const std::int64_t n : size) count *= n;
+  std::vector<double> values(static_cast<std::size_t>(count));
   for_each_element(size, stride, [&](std::int64_t place, std::int64_t offset) {
     values[place] = read_element(type, data, offset);
   });
@@ -122,10 +130,9 @@ reference::Captured captured(const Capture& capture, ElementType type) {
     result.values = {capture.scalar};
     return result;
   }
-  std::array<std::int64_t, 4> size{1, 1, 1, 1}, stride{};
-  std::copy_n(capture.size.begin(), capture.rank, size.begin());
-  std::copy_n(capture.stride.begin(), capture.rank, stride.begin());
-  result.size.assign(capture.size.begin(), capture.size.begin() + capture.rank);
+  const std::span size(capture.size.data(), static_cast<std::size_t>(capture.rank));
+  const std::span stride(capture.stride.data(), static_cast<std::size_t>(capture.rank));
+  result.size.assign(size.begin(), size.end());
   result.values = gather(type, capture.data, size, stride);
   if (type == ElementType::int64) {
     result.exact.resize(result.values.size());
@@ -174,12 +181,12 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
 }
 
 /// Rows past a packed sequence's end stay as they are.
-void write_lse(const reference::Problem& problem, const std::vector<double>& lse, float* to) {
+void write_rows(const reference::Problem& problem, const std::vector<double>& values, float* to) {
   const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
-  for (std::int64_t row = 0; row < static_cast<std::int64_t>(lse.size()); ++row) {
+  for (std::int64_t row = 0; row < static_cast<std::int64_t>(values.size()); ++row) {
     const std::int64_t b = row / (heads_q * seqlen_q), i = row % seqlen_q;
     const bool exists = !problem.spec.varlen || i < problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b];
-    if (exists) to[row] = static_cast<float>(lse[row]);
+    if (exists) to[row] = static_cast<float>(values[row]);
   }
 }
 
@@ -196,7 +203,8 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   const reference::Problem problem = problem_of(spec, args, Pass::forward);
   const reference::Forward result = reference::forward(problem);
   scatter(spec.dtype, result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
-  if (args.lse) write_lse(problem, result.lse, args.lse);
+  if (args.lse) write_rows(problem, result.lse, args.lse);
+  if (args.row_max) write_rows(problem, result.row_max, args.row_max);
 }
 
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {

@@ -266,6 +266,13 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
            cache_capacity(spec, args));
 }
 
+void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const float* row_max) {
+  if (!spec.row_max && row_max) refuse("row_max is given, but the spec has none: set spec.row_max.");
+  if (spec.row_max && !row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+    refuse("row_max is null, but the spec has it: give fp32 [batch, heads_q, seqlen_q] in device memory.");
+  check_pointer("row_max", row_max, alignof(float));
+}
+
 void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const float* sinks) {
   if (!spec.sinks && sinks) refuse("sinks is given, but the spec has none: set spec.sinks.");
   if (spec.sinks && !sinks && shape.heads_q > 0)
@@ -531,6 +538,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_inputs_and_out(spec, args, Access::write);
   check_shared(spec, args);
   check_page_table(spec, shape_of(spec, args), args);
+  check_row_max(spec, shape_of(spec, args), args.row_max);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -600,6 +608,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   const PageTableView& table = args.page_table;
   params.page_table = {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
                        static_cast<int>(args.k.size[0])};
+  params.row_max = args.row_max;
   return params;
 }
 
@@ -622,7 +631,7 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
-  return pointers_with(args, {{"page_table", args.page_table.data}});
+  return pointers_with(args, {{"page_table", args.page_table.data}, {"row_max", args.row_max}});
 }
 
 std::vector<NamedPointer> pointers_of(const ListArgs& args) {

@@ -6,6 +6,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <vector>
@@ -130,7 +131,9 @@ void check_tensor(const Declaration& d, const Capture& c, Pass pass) {
 }
 
 CaptureParam capture_param(const Capture& c, bool grad) {
-  CaptureParam param{.data = c.data, .grad = grad ? c.grad : nullptr, .stride = {}, .size = {1, 1, 1, 1}};
+  CaptureParam param{.data = c.data, .grad = grad ? c.grad : nullptr, .stride = {}, .size = {}};
+  static_assert(std::size(param.size) == kMaxCaptureDims && std::size(param.stride) == kMaxCaptureDims);
+  std::ranges::fill(param.size, 1);
   for (int i = 0; i < c.rank; ++i) {
     param.size[i] = static_cast<int>(c.size[i]);
     param.stride[i] = c.size[i] > 1 ? c.stride[i] : 0;

@@ -301,7 +301,7 @@ int bias_tile_read(const Graph& graph, int root) {
   needed[root] = true;
   for (int place = root; place >= 0; --place) {
     if (!needed[place]) continue;
-    if (reads_bias_tile(graph, place) && is_half(place)) return place;
+    if (reads_bias_tile(graph, place) && is_half(place) && graph[place].args.size() <= 4) return place;
     for (const int arg : graph[place].args) needed[arg] = true;
   }
   return -1;

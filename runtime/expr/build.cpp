@@ -8,6 +8,7 @@
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
 #include "flashjit/expr.hpp"
+#include "flashjit/tensor.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 
@@ -203,8 +204,9 @@ void check_size(const Node& tree) {
 Tensor::Tensor(std::string name, ElementType element, int rank)
     : declaration_{std::move(name), element, rank, false} {
   check_name(declaration_.name);
-  if (rank < 1 || rank > 4)
-    refuse("the tensor '{}' has {} dimensions; 1 to 4 are allowed", declaration_.name, rank);
+  if (rank < 1 || rank > kMaxCaptureDims)
+    refuse("the tensor '{}' has {} dimensions; 1 to {} are allowed", declaration_.name, rank,
+           kMaxCaptureDims);
 }
 
 Tensor Tensor::with_grad() const {

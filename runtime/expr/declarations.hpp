@@ -12,7 +12,7 @@ namespace flashjit::expr {
 /// As in the language: "slopes: fp32 1d", "bias: bf16 4d grad", "window: int".
 std::string to_string(const Declaration& declaration);
 
-constexpr int kMaxDeclaredTensors = 8, kMaxDeclaredScalars = 8;
+constexpr int kMaxDeclaredTensors = 16, kMaxDeclaredScalars = 8;
 
 /// The score's declarations, then those of the mask that it has not; a tensor's place among the tensors is
 /// its place in Params::captures, a scalar's among the scalars that in Params::scalars. Throws

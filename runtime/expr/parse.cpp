@@ -10,6 +10,7 @@
 #include "expr/lexer.hpp"
 #include "expr/ops.hpp"
 #include "flashjit/error.hpp"
+#include "flashjit/tensor.hpp"
 #include "support/text.hpp"
 
 namespace flashjit::expr {
@@ -125,8 +126,8 @@ class Parser {
     }
     declared.type = *found;
     const std::string_view rank = peek().text;
-    if (rank.size() != 2 || rank[0] < '1' || rank[0] > '4' || rank[1] != 'd')
-      expected("the number of dimensions, 1d to 4d,");
+    if (rank.size() != 2 || rank[0] < '1' || rank[0] > '0' + kMaxCaptureDims || rank[1] != 'd')
+      expected(fmt::format("the number of dimensions, 1d to {}d,", kMaxCaptureDims));
     declared.rank = take().text[0] - '0';
     if (peek().text != "grad") return;
     const Token grad = take();

@@ -6,6 +6,7 @@
 
 #include "expr/declarations.hpp"
 #include "expr/derive.hpp"
+#include "expr/far_scores.hpp"
 #include "expr/fold.hpp"
 #include "expr/nodes.hpp"
 
@@ -94,6 +95,7 @@ ProgramFacts ProgramAnalysis::facts() const {
           .has_score = !is_name(graph_.node(score_), Name::score),
           .has_slope = !is_real(graph_.node(score_grad_), 1),
           .score_is_line = line_.has_value(),
+          .far_scores = may_be_far(graph_, score_),
           .bias_tile = bias_read_ < 0 ? std::nullopt : std::optional(bias_tile()),
           .row_term = terms_.row >= 0,
           .column_term = terms_.column >= 0,
@@ -130,6 +132,7 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
           {"kScoreRowTerm", facts.row_term},
           {"kScoreColumnTerm", facts.column_term},
           {"kScoreLine", facts.score_is_line},
+          {"kFarScores", facts.far_scores},
           {"kMaskBounds", facts.mask_bounds},
           {"kListed", facts.mask.listed},
           {"kEvaluateTiles", facts.evaluates_tiles},

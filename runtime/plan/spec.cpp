@@ -235,6 +235,7 @@ AttentionSpec AttentionSpec::normalized() const {
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = false;
+  if (pass == Pass::backward) out.row_max = false;
   expr::declare_float_scalars(out.score, out.mask);
   if (pages != 0) out.cache = true;
   return out;

@@ -23,6 +23,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"varlen", "kVarlen", &AttentionSpec::varlen, "cu_seqlens_q"},
     SpecOption{"sinks", "kSinks", &AttentionSpec::sinks, "sinks"},
     SpecOption{"cache", "kCache", &AttentionSpec::cache, "cache"},
+    SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
 };
 
 }  // namespace flashjit::plan

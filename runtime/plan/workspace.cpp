@@ -67,7 +67,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward;
   out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
-  out.lse_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q});
+  out.lse_splits =
+      allocator.place(kv_splits, {spec.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

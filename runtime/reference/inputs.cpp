@@ -11,6 +11,7 @@
 
 #include "expr/declarations.hpp"
 #include "expr/graph.hpp"
+#include "flashjit/tensor.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit::reference {
@@ -99,7 +100,8 @@ std::vector<Reading> readings_of(const expr::Declaration& d, const expr::Graph& 
 /// tensor.
 std::vector<std::int64_t> sizes_of(const expr::Declaration& d, const std::vector<Reading>& readings,
                                    const AttentionShape& shape) {
-  const std::array all{shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_kv};
+  const std::array<std::int64_t, kMaxCaptureDims> all{
+      2, 3, shape.batch, shape.heads_q, shape.seqlen_q, shape.seqlen_kv};
   std::vector<std::int64_t> sizes(all.end() - d.rank, all.end());
   if (d.rank == 1) sizes[0] = *std::max_element(all.begin() + 1, all.end());
   for (int i = 0; i < d.rank; ++i) {

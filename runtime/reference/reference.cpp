@@ -296,7 +296,7 @@ struct HeadForward {
   Matrix p;        ///< after the softmax, before dropout
   Matrix dropped;  ///< what dropout multiplies P with
   Matrix out;
-  std::vector<double> lse;
+  std::vector<double> lse, row_max;
 };
 
 /// Replaces a row of scores by its softmax, in which `sink` is one more score, and returns its LSE. A row of
@@ -318,7 +318,7 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
                          std::int64_t task) {
   Matrix s = arithmetic.product(head.q, transpose(head.k));
   Matrix p(s.rows, s.columns), dropped(s.rows, s.columns);
-  std::vector<double> lse(s.rows);
+  std::vector<double> lse(s.rows), row_max(s.rows, -kInfinity);
   for (std::int64_t i = 0; i < s.rows; ++i) {
     for (std::int64_t j = 0; j < s.columns; ++j) {
       const Point at = context.point(task, i, j);
@@ -329,6 +329,8 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
                                                : s[i][j];
       dropped[i][j] = attends ? context.dropout_factor(task, i, j) : 0.0;
     }
+    row_max[i] = std::accumulate(p[i], p[i] + p.columns, -kInfinity,
+                                 [](double a, double b) { return std::max(a, b); });
     lse[i] = softmax(p[i], p.columns, context.sink(task));
   }
   arithmetic.round(p);
@@ -337,7 +339,7 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
   arithmetic.round(kept);
   Matrix out = arithmetic.product(kept, head.v);
   arithmetic.round(out);
-  return {std::move(s), std::move(p), std::move(dropped), std::move(out), std::move(lse)};
+  return {std::move(s), std::move(p), std::move(dropped), std::move(out), std::move(lse), std::move(row_max)};
 }
 
 /// One head's gradients; all but dq are its share of a sum over heads.
@@ -433,13 +435,15 @@ Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
   Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
+                 std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN),
                  std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN)};
   std::mutex out_mutex;  // sequences may share rows where cu_seqlens_q is wrong
   parallel_for(context.tasks(), [&](std::int64_t task) {
     const HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
     const std::lock_guard lock(out_mutex);
     put(head.out, result.out, context.q_rows(task));
-    std::copy(head.lse.begin(), head.lse.end(), result.lse.begin() + task * context.shape.seqlen_q);
+    std::ranges::copy(head.lse, result.lse.begin() + task * context.shape.seqlen_q);
+    std::ranges::copy(head.row_max, result.row_max.begin() + task * context.shape.seqlen_q);
   });
   return result;
 }

@@ -44,6 +44,7 @@ struct Forward {
   std::vector<double> out;  ///< [batch, heads_q, seqlen_q, head_dim_v]
   std::vector<double> lse;  ///< [batch, heads_q, seqlen_q]; -inf for rows that attend to nothing, NaN past a
                             ///< packed sequence's end
+  std::vector<double> row_max;  ///< like lse: the largest score, without sinks
 };
 struct Backward {
   std::vector<double> dq, dk, dv;

@@ -30,10 +30,16 @@ __device__ void combine(const Params& p) {
   for (int lanes = 16; lanes > 0; lanes /= 2)
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, lanes));
   const float shift = highest == -infinity() ? 0.0f : highest;
-  for (int split = lane; split < p.num_splits; split += 32) sum += expf(lse_at(split) - shift);
+  const bool far = P::kFarScores && highest != -infinity() && is_far(highest);
+  const auto weight_of = [&](float lse) {
+    if constexpr (P::kFarScores)
+      if (far) return far_sum(lse, highest);
+    return expf(lse - shift);
+  };
+  for (int split = lane; split < p.num_splits; split += 32) sum += weight_of(lse_at(split));
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
-  const float lse = sum > 0.0f ? shift + logf(sum) : -infinity();
+  const float lse = far ? far_highest(highest) : sum > 0.0f ? shift + logf(sum) : -infinity();
   const RowEnd end = with_sink<P>(p, h, lse);
   const float factor = sum > 0.0f ? end.factor / sum : 0.0f;
 
@@ -42,7 +48,7 @@ __device__ void combine(const Params& p) {
   for (int split = warp; split < p.num_splits; split += kWarps) {
     const float split_lse = lse_at(split);
     const bool has_o = split_lse != -infinity();  // else there is memory, but it was not written
-    const float weight = expf(split_lse - shift) * factor;
+    const float weight = weight_of(split_lse) * factor;
     const float4* from = reinterpret_cast<const float4*>(o_of_split<P>(p, split) + row * P::kHeadDimV);
 #pragma unroll
     for (int i = 0; i < kLaneChunks; ++i) {
@@ -68,6 +74,13 @@ __device__ void combine(const Params& p) {
                  uint2{pack<Element>(all.x, all.y), pack<Element>(all.z, all.w)});
   }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
+  if constexpr (P::kRowMax)
+    if (threadIdx.x == 0) {
+      float largest = -infinity();
+      for (int split = 0; split < p.num_splits; ++split)
+        largest = fmaxf(largest, row_max_of<P>(p, split)[row]);
+      p.row_max[row] = largest;
+    }
 }
 
 }  // namespace flashjit::auxiliary

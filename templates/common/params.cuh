@@ -22,7 +22,7 @@ struct TileListParam {
 /// Rows of dK and dV that a CTA of the combine_dkdv entry adds up, and the most splits that it can.
 constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
-constexpr int kMaxCaptures = 8, kMaxScalars = 8;
+constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 
 /// How many ints Params::semaphores has (common/semaphores.cuh): tile counters, semaphores for each KV head,
 /// and with ordered additions at most kDqSemaphores for each Q tile of a head.
@@ -32,8 +32,8 @@ constexpr int kTileCounters = 4, kHeadSemaphores = 2, kDqSemaphores = 4;
 struct CaptureParam {
   const void* data;
   float* grad;
-  long long stride[4];  ///< in elements
-  int size[4];
+  long long stride[6];  ///< in elements
+  int size[6];
 };
 
 /// The heads of Q that share one of K and V, where a forward kernel packs them: row r of a warpgroup is of
@@ -73,9 +73,7 @@ struct Params {
   float keep_scale;          ///< 1 / (1 - p)
   unsigned drop_share;       ///< 2^15 p in each half, see draw_dropped()
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
-  CaptureParam captures[kMaxCaptures];
-  unsigned scalars[kMaxScalars];  ///< bits of an int or a float
-  const int* cu_seqlens_q;        ///< varlen: [batch + 1]
+  const int* cu_seqlens_q;  ///< varlen: [batch + 1]
   const int* cu_seqlens_kv;
   const float* sinks;  ///< [heads_q]
   float* dsinks;
@@ -93,6 +91,9 @@ struct Params {
   const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
+  float* row_max;  ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
+  unsigned scalars[kMaxScalars];  ///< bits of an int or a float
+  CaptureParam captures[kMaxCaptures];
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

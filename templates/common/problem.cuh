@@ -25,6 +25,7 @@ struct ExampleProblem {
   static constexpr bool kCache = false;  // K and V are a cache's; with kVarlen only Q is packed
   static constexpr int kPageRows = 0;    // of its pages; 0: it has slots
   static constexpr bool kSinks = false;
+  static constexpr bool kRowMax = false;  // forward: the largest score of each row is a result
   static constexpr bool kBlockMap = false;
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map
@@ -59,6 +60,7 @@ struct ExampleProblem {
   static constexpr bool kScoreGrad = false;        // false: score_grad() is 1
   static constexpr bool kScoreLine = false;        // the score is a line along kv, see score_offset()
   static constexpr bool kBiasTile = false;         // there are bias_tile() and scores of its elements
+  static constexpr bool kFarScores = false;        // scores may be near the least float: exponent_factor()
   static constexpr bool kScoreRowTerm = false;     // there are score_row_term() and score_of_terms()
   static constexpr bool kScoreColumnTerm = false;  // there are score_column_term() and score_of_terms()
   // How many bounds the mask consists of: the keys of a query are then kv_bounds() of it alone. 0: the mask

@@ -27,9 +27,31 @@ template <class P>
 __device__ __forceinline__ float* lse_of(const Params& p, int split) {
   return P::kSplit ? p.lse_splits + first_row_of_split(p, split) : p.lse;
 }
+/// The same of the rows' largest scores, with kRowMax; those of splits stand behind their LSE.
+template <class P>
+__device__ __forceinline__ float* row_max_of(const Params& p, int split) {
+  return P::kSplit ? p.lse_splits + first_row_of_split(p, p.num_splits + split) : p.row_max;
+}
 template <class P>
 __device__ __forceinline__ float* o_of_split(const Params& p, int split) {
   return p.o_splits + first_row_of_split(p, split) * P::kHeadDimV;
+}
+/// LSE of a row in a split whose scores all lie next to the least float, see exponent_factor(): the highest,
+/// with the logarithm of the row's sum in the last 12 bits, as beside it LSE has no room for that.
+__device__ __forceinline__ float far_lse(float highest, float sum) {
+  const int log = min(static_cast<int>(log2f(sum) * 128.0f + 0.5f), 0xfff);
+  return __int_as_float((__float_as_int(highest) & ~0xfff) | log);
+}
+/// The highest, of which the last 12 bits are those of the least float, or none, as for bf16's.
+__device__ __forceinline__ float far_highest(float lse) {
+  const int bits = __float_as_int(lse) & ~0xfff;
+  return __int_as_float(bits == static_cast<int>(0xff7ff000u) ? bits | 0xfff : bits);
+}
+/// The sum; 0 where the highest is not that of `highest`, another such LSE.
+__device__ __forceinline__ float far_sum(float lse, float highest) {
+  const int bits = __float_as_int(lse);
+  return (bits ^ __float_as_int(highest)) >> 12 != 0 ? 0.0f
+                                                     : exp2f(static_cast<float>(bits & 0xfff) / 128.0f);
 }
 /// The row of dK and dV of a key in a split of the queries, among [num_splits, batch, heads_kv, seqlen_kv].
 __device__ __forceinline__ long long kv_row_of_split(const Params& p, int split, int b, int h_kv, int kv) {

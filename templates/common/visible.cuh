@@ -96,6 +96,18 @@ __device__ __forceinline__ float score_scale_log2(const Params& p) {
   return Problem::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
 }
 
+/// Whether a row's highest score is next to the least float, as additive masks put it, or -infinity.
+__device__ __forceinline__ bool is_far(float highest) { return highest < -2e38f; }
+
+/// What takes the scores of a row to exponents of a power of two: `factor`, unless all that the row has seen
+/// lie next to the least float, as additive masks put them. log2(e) times the highest would then be
+/// -infinity; among such scores any factor leaves the highest alone.
+template <class Problem>
+__device__ __forceinline__ float exponent_factor(float highest, float factor) {
+  if constexpr (Problem::kFarScores) return is_far(highest) ? 0.125f : factor;
+  return factor;
+}
+
 /// A pair's score, -infinity unless all three hold. Without branches among them, what a mask reads is read
 /// once a row and once a column of a tile.
 __device__ __forceinline__ float mask_score(float score, bool by_map, bool by_length, bool by_mask) {

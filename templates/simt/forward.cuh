@@ -79,10 +79,11 @@ __device__ __forceinline__ void drop_tile(typename T::Scores& s, const Pairs& pa
   }
 }
 
-/// Divides O by the row sums and writes LSE; rows that attend to nothing get O = 0 and LSE = -inf.
+/// Divides O by the row sums and writes LSE, and the rows' largest scores; rows that attend to nothing get O
+/// = 0 and LSE = -inf.
 template <class Problem, class T, int kDim>
 __device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>& rows, Result<T, kDim>& out,
-                                            float* lse, int first, int end) {
+                                            float* lse, float* row_max, int first, int end) {
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(rows.sum[i]);
@@ -91,6 +92,7 @@ __device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>&
     scale_row(out, i, nothing ? 0.0f : row_end.factor / sum);
     const int row = first + T::row(i);
     if (lse && T::lane() == 0 && row < end) lse[row] = row_end.lse;
+    if (Problem::kRowMax && T::lane() == 0 && row < end) row_max[row] = rows.max[i];
   }
 }
 
@@ -134,7 +136,8 @@ __device__ void forward(const Params& p) {
     multiply_add(out, shared, v, kv);
   }
 
-  finish_rows<Problem>(p, h, rows, out, p.lse ? p.lse + sequence.lse_row(p, h) : nullptr, q_range.begin,
+  finish_rows<Problem>(p, h, rows, out, p.lse ? p.lse + sequence.lse_row(p, h) : nullptr,
+                       Problem::kRowMax ? p.row_max + sequence.lse_row(p, h) : nullptr, q_range.begin,
                        q_range.end);
   store_result(out, q_matrix(sequence, p.o, h, q_range.end), q_range.begin);
 }

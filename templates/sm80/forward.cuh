@@ -113,7 +113,7 @@ __device__ void forward(const Params& p) {
 #pragma unroll
     for (int k = 0; k < kNt / 2; ++k) {
       if constexpr (Policy::kLatePv && !first.value) add_pv(i - 1, k, exponential);  // O += P V
-      exponential = exponentials<P>(s, row_sum, shift, scale_log2, k);               // P = exp2(S - m)
+      exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, k);      // P = exp2(S - m)
       if constexpr (Policy::kLatePv) pack_p<P>(p_fragments[k], s, k);
     }
     if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
@@ -141,7 +141,10 @@ __device__ void forward(const Params& p) {
       const RowEnd end = end_of_row<P>(p, h, lse);
       if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
         to[sequence.lse_row(p, h) + q] = end.lse;
-      const float of_products = sum_of_products<Element>(sum, shift_rest(row_max[mt][half], scale_log2));
+      if constexpr (P::kRowMax)
+        if (lane % 4 == 0 && q < seqlen_q)
+          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] = largest_score<P>(p, row_max[mt][half]);
+      const float of_products = sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
       scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor : 0.0f;
     }
     if constexpr (P::kSplit)

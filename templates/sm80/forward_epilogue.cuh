@@ -15,16 +15,26 @@ __device__ __forceinline__ float quad_sum(float sum) {
 }
 
 /// The rounding error of the shift of a row's exponents.
+template <class P>
 __device__ __forceinline__ float shift_rest(float max, float scale_log2) {
-  return fmaf(max, scale_log2, -__fmul_rn(max, scale_log2));
+  const float factor = exponent_factor<P>(max, scale_log2);
+  return fmaf(max, factor, -__fmul_rn(max, factor));
+}
+
+/// The score that a row's maximum is.
+template <class P>
+__device__ __forceinline__ float largest_score(const Params& p, float max) {
+  return P::kHasScore ? max : __fmul_rn(max, p.softmax_scale);
 }
 
 /// LSE of a row over the keys, from m and rowsum(P). The sum is relative to the rounded shift of the
 /// exponent; what rounding took is given back.
 template <class P>
 __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2) {
-  const float highest = P::kHasScore ? max : __fmul_rn(max, p.softmax_scale);
-  return sum > 0.0f ? highest + (log2f(sum) - shift_rest(max, scale_log2)) * kLn2 : -infinity();
+  const float highest = largest_score<P>(p, max);
+  if constexpr (P::kSplit && P::kFarScores)
+    if (sum > 0.0f && is_far(max)) return far_lse(max, sum);
+  return sum > 0.0f ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
 }
 
 /// An m16 tile of O from one split of the keys, in fp32.

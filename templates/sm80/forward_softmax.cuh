@@ -61,10 +61,11 @@ __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& 
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
       highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
       // A row that attends to nothing so far has no maximum to subtract.
-      shift[mt][half] = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale_log2);
+      const float factor = exponent_factor<P>(highest, scale_log2);
+      shift[mt][half] = highest == -infinity() ? 0.0f : __fmul_rn(highest, factor);
       rescale[mt][half] = row_max[mt][half] == -infinity()
                               ? 0.0f
-                              : exp2_approx(__fmul_rn(row_max[mt][half], scale_log2) - shift[mt][half]);
+                              : exp2_approx(__fmul_rn(row_max[mt][half], factor) - shift[mt][half]);
       same_max = same_max && row_max[mt][half] == highest;
       row_max[mt][half] = highest;
       row_sum[mt][half] *= rescale[mt][half];
@@ -75,7 +76,8 @@ __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& 
 /// P = exp2(S - m) of 16 keys; returns the last.
 template <class P>
 __device__ __forceinline__ float exponentials(ForwardScores<P>& s, RowValues<P>& row_sum,
-                                              const RowValues<P>& shift, float scale_log2, int k) {
+                                              const RowValues<P>& row_max, const RowValues<P>& shift,
+                                              float scale_log2, int k) {
   using Policy = ForwardPolicy<P>;
 #pragma unroll
   for (int nt = 2 * k; nt < 2 * k + 2; ++nt)
@@ -83,7 +85,8 @@ __device__ __forceinline__ float exponentials(ForwardScores<P>& s, RowValues<P>&
     for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], scale_log2, -shift[mt][e / 2]));
+        const float factor = exponent_factor<P>(row_max[mt][e / 2], scale_log2);
+        s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], factor, -shift[mt][e / 2]));
         row_sum[mt][e / 2] += s[mt][nt][e];
       }
   return s[Policy::kMt - 1][2 * k + 1][3];

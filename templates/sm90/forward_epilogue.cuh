@@ -18,37 +18,47 @@ __device__ __forceinline__ long long packed_row(const Params& p, const WorkTile<
   return work.sequence.lse_row(p, work.h + head) + q;
 }
 
+/// Writes a value of each of a thread's two rows to [batch, heads_q, seqlen_q]; null: nowhere.
+template <class P>
+__device__ __forceinline__ void store_of_rows(const Params& p, const WorkTile<P>& work, int wg, float* to,
+                                              const float (&value)[2]) {
+  if (to == nullptr || threadIdx.x % 4 != 0) return;
+  if constexpr (P::kPackGqa) {
+    for (int half = 0; half < 2; ++half)
+      if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = value[half];
+    return;
+  }
+  const int q = work.q_begin + wg * kWarpgroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
+  to += work.sequence.lse_row(p, work.h) + q;
+  if (count > 0) to[0] = value[0];
+  if (count > 8) to[8] = value[1];
+}
+
 /// Writes LSE = m + log(l) of the rows; `scale` is what O must be multiplied by, 1 / l.
 template <class P>
 __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
                                               const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
   const float to_log2 = scale_operand<P>(p);
-  float lse[2];
+  float lse[2], highest[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
     sum += __shfl_xor_sync(kWholeWarp, sum, 1);
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-    const float highest = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
-    const float rest = fmaf(rows.max[half], to_log2, -__fmul_rn(rows.max[half], to_log2));
-    lse[half] = sum > 0.0f ? highest + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    highest[half] = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
+    const float factor = exponent_factor<P>(rows.max[half], to_log2);
+    const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
+    lse[half] = sum > 0.0f ? highest[half] + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    if constexpr (P::kSplit && P::kFarScores)
+      if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], sum);
     const RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     lse[half] = end.lse;
     const float of_products = sum_of_products<typename P::Element>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
   }
-  float* to = lse_of<P>(p, work.split);
-  if (to == nullptr || threadIdx.x % 4 != 0) return;
-  if constexpr (P::kPackGqa) {
-    for (int half = 0; half < 2; ++half)
-      if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = lse[half];
-    return;
-  }
-  const int q = work.q_begin + wg * kWarpgroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
-  to += work.sequence.lse_row(p, work.h) + q;
-  if (count > 0) to[0] = lse[0];
-  if (count > 8) to[8] = lse[1];
+  store_of_rows<P>(p, work, wg, lse_of<P>(p, work.split), lse);
+  if constexpr (P::kRowMax) store_of_rows<P>(p, work, wg, row_max_of<P>(p, work.split), highest);
 }
 
 /// Multiplies the thread's two rows of O.

@@ -125,8 +125,8 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
   }
 }
 
-/// Writes O and LSE of the Q tiles without keys, which the other warps skip: LSE alone for a split of the
-/// keys. By the threads of one warp, or most of them.
+/// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
+/// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int thread, int threads) {
   constexpr int kChunks = P::kHeadDimV / 8;
@@ -146,6 +146,12 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int 
       for (int chunk = thread; chunk < count * kChunks; chunk += threads)
         *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) =
             uint4{0, 0, 0, 0};
+    }
+    if constexpr (P::kRowMax) {
+      for (int h = work.h; h < work.end(work.h); ++h) {
+        float* of_head = row_max_of<P>(p, work.split) + work.sequence.lse_row(p, h) + work.q_begin;
+        for (int row = thread; row < count; row += threads) of_head[row] = -infinity();
+      }
     }
     float* lse = lse_of<P>(p, work.split);
     if (lse == nullptr) continue;

@@ -144,6 +144,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   if (!full) mask_scores(p, work, rows, kv_begin, s);
   float offset[2], sum[2] = {0.0f, 0.0f};
   const float factor = P::kScoreLine ? unit * scale : scale;
+  [[maybe_unused]] float row_factor[2];  // with kFarScores
   // The row maximum: of this thread's columns, then of the four lanes that share the row.
   const auto find_max = [&](int half) {
     const float before = rows.max[half];
@@ -157,15 +158,19 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-    const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, scale);
-    rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, scale) - shift);
+    const float of_scores = exponent_factor<P>(highest, scale);
+    const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, of_scores);
+    rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, of_scores) - shift);
     rows.max[half] = highest;
     offset[half] = -shift;
-    if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], scale, -shift);
+    if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], of_scores, -shift);
+    // Beside a far line products count for nothing; but one that is -infinity must stay so.
+    if constexpr (P::kFarScores)
+      row_factor[half] = !P::kScoreLine ? of_scores : of_scores == scale ? factor : 1e-30f;
   };
   const auto exponentiate = [&](int n) {
     const int half = n / 2 % 2;
-    s[n] = exp2_approx(fmaf(s[n], factor, offset[half]));
+    s[n] = exp2_approx(fmaf(s[n], P::kFarScores ? row_factor[half] : factor, offset[half]));
     sum[half] += s[n];
   };
   const auto add_sum = [&](int half) { rows.sum[half] = rows.sum[half] * rescale[half] + sum[half]; };

@@ -28,11 +28,11 @@ struct Problems {
 const std::vector<Problems>& problems() {
   using enum Family;
   static const std::vector<Problems> all = {
-      {"dense", "bf16:d64", {{2, 4, 2, 170, 190}, {16, 2, 1, 1, 65}, {9, 4, 4, 65, 1}}, Layout::padded},
+      {"dense", "bf16:d64:row_max", {{2, 4, 2, 170, 190}, {16, 2, 1, 1, 65}, {9, 4, 4, 65, 1}}, Layout::padded},
       {"causal", "fp16:d64:causal:det", {{1, 2, 1, 100, 400}, {2, 2, 2, 129, 129}}, Layout::bshd},
-      {"varlen", "bf16:d64:causal:varlen:dropout", {{3, 4, 2, 130, 150}}},
+      {"varlen", "bf16:d64:causal:varlen:dropout:row_max", {{3, 4, 2, 130, 150}}},
       {"window",
-       "bf16:d64:score{5.0 * tanh(score / 5.0)}:mask{q >= kv && q - kv < 70}:kvlen:sinks",
+       "bf16:d64:score{5.0 * tanh(score / 5.0)}:mask{q >= kv && q - kv < 70}:kvlen:sinks:row_max",
        {{3, 2, 1, 200, 210}}},
       {"documents",
        "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
@@ -41,7 +41,7 @@ const std::vector<Problems>& problems() {
       {"blocks", "bf16:d64:map64x64:causal", {{1, 4, 2, 300, 330}}},
       // What each family does in ways of its own.
       {"split",
-       "fp16:d64:sinks",
+       "fp16:d64:sinks:row_max",
        {{1, 4, 1, 1, 600}, {1, 2, 1, 70, 500}},
        Layout::bhsd,
        {sm80},
@@ -55,7 +55,7 @@ const std::vector<Problems>& problems() {
        "sm80:br32:bc128:w8:s2:d_split2"},
       {"split", "fp16:d64:sinks", {{1, 2, 1, 70, 500}}, Layout::bhsd, {sm90}, "sm90:br64:bc64:w4:s2:split"},
       {"pack",
-       "bf16:d128:causal:kvlen",
+       "bf16:d128:causal:kvlen:row_max",
        {{2, 8, 2, 5, 400}},
        Layout::bhsd,
        {sm90},

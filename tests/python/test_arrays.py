@@ -296,3 +296,13 @@ def test_empty_arrays():
     out, lse = flashjit.forward(q, k, v)
     assert (out == 0).all() and (lse == -math.inf).all()
     assert flashjit.forward(*arrays(queries=0)[:3])[0].shape == (2, 4, 0, 8)
+
+
+def test_the_largest_score_of_each_query():
+    q, k, v = arrays()[:3]
+    row_max = np.empty((*q.shape[:2], q.shape[2]), np.float32)
+    flashjit.forward(q, k, v, row_max=row_max)
+    scores = q @ np.repeat(k, q.shape[1] // k.shape[1], 1).swapaxes(2, 3) / np.sqrt(q.shape[3])
+    np.testing.assert_allclose(row_max, scores.max(3), rtol=1e-5, atol=1e-5)
+    with pytest.raises(flashjit.InvalidArgument, match="row_max is fp32 .*must be fp32"):
+        flashjit.forward(q, k, v, row_max=row_max[..., :-1].copy())

@@ -193,6 +193,24 @@ def test_transforms_of_torch_func(transform):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("queries", [1, 200])
+def test_rows_of_finfo_min_in_a_program_attend_to_all_keys_alike(dtype, queries):
+    q, k, v = tensors(dtype=dtype, heads_kv=4, queries=queries)
+    least, padded = torch.finfo(dtype).min, torch.arange(queries, device=DEVICE) < 70
+    mask = (padded * torch.ones((), device=DEVICE))[:, None].expand(queries, 333).contiguous()
+    rows = padded * least
+    programs = (lambda s, b, h, i, j: torch.where(i < 70, least, s), lambda s, b, h, i, j: s + mask[i, j] * least,
+                lambda s, b, h, i, j: s + rows[i], lambda s, b, h, i, j: torch.where(i < 70, torch.finfo(torch.float32).min, s))
+    mean = v.double().mean(2, keepdim=True).expand(-1, -1, min(queries, 70), -1)
+    for program in programs:
+        out, lse = flashjit.attention(q, k, v, score_mod=program, return_lse=True)
+        torch.testing.assert_close(out[:, :, :70].double(), mean, atol=1e-2, rtol=1e-2)
+        assert (lse[:, :, :70] < -3e38).all() and lse.isfinite().all()
+        torch.testing.assert_close(out[:, :, 70:], flashjit.attention(q[:, :, 70:], k, v), atol=1e-2, rtol=1e-2)
+        assert all(x.isfinite().all() for x in torch.autograd.grad(out, (q, k, v), torch.randn_like(out)))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("dim", [64, 128])
 def test_rows_of_finfo_min_attend_to_all_keys_alike(dtype, dim):
     """As the additive masks of left padding have them: there PyTorch's eager code gives the mean of V."""
@@ -296,6 +314,17 @@ def test_scalars_need_no_new_kernel(programs):
               lambda dtype: reference(q, k, v, (i - j < window) & (i >= j), dtype=dtype), (q, k, v))
 
 
+@pytest.mark.parametrize("queries, keys", [(1, 4000), (5, 700), (200, 333)])
+def test_the_largest_score_of_each_query(queries, keys):
+    """With keys shared by CTAs, heads packed, and neither."""
+    q, k, v = tensors(batch=1, heads=8, queries=queries, keys=keys, dim=128)
+    out, row_max = flashjit.attention(q, k, v, causal=True, return_row_max=True)
+    scores = q.double() @ k.double().repeat_interleave(4, 1).transpose(2, 3) / math.sqrt(128)
+    want = scores.masked_fill(~causal(queries, keys), -math.inf).amax(3)
+    torch.testing.assert_close(row_max.double(), want, atol=1e-3, rtol=1e-4)
+    torch.testing.assert_close(out, flashjit.attention(q, k, v, causal=True), atol=1e-2, rtol=1e-2)
+
+
 def test_flex_attention_s_block_mask(programs):
     flex = pytest.importorskip("torch.nn.attention.flex_attention")
     q, k, v = tensors(queries=256, keys=256)
@@ -348,7 +377,7 @@ def test_dropout_in_compiled_code():
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, *[None] * 8, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 9, [], [], [], ":causal", None, 0.0, 0, 0, False)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 

@@ -235,12 +235,12 @@ def test_the_words_of_the_language_are_known(programs):
 
 def test_messages_have_the_names_of_the_function_s_variables():
     """Not those that the program has for them."""
-    q, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 1, 1, 1, 4)
+    q, ids = torch.randn(1, 1, 4, 8), torch.zeros(1, 1, 1, 1, 1, 1, 4)
     weights = torch.empty(4, device="meta")
     with pytest.raises(flashjit.InvalidArgument, match="the captured tensor weights on meta"):
         flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + weights[kv])
-    with pytest.raises(flashjit.InvalidArgument, match="the captured tensor ids has 5 dimensions"):
-        flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + ids[b, h, 0, 0, kv])
+    with pytest.raises(flashjit.InvalidArgument, match="the captured tensor ids has 7 dimensions"):
+        flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + ids[b, h, 0, 0, 0, 0, kv])
     with pytest.raises(flashjit.InvalidArgument, match=r"block is 1073741824: give multiples of 16"):
         flashjit.BlockMap(torch.ones(1, 1, dtype=torch.bool), 1 << 30)
 
@@ -289,19 +289,22 @@ def test_captures_are_checked():
         flashjit.trace("x: int; score + to_float(x)")
     with pytest.raises(flashjit.WrongType, match="score_mod is a int"):
         flashjit.trace(3)
-    tables = [torch.rand(3) for _ in range(9)]
-    with pytest.raises(flashjit.InvalidArgument, match="captures 9 tensors, more than 8"):
+    tables = [torch.rand(3) for _ in range(17)]
+    with pytest.raises(flashjit.InvalidArgument, match="captures 17 tensors, more than 16"):
         flashjit.trace(lambda s, b, h, q, kv: sum((t[q] for t in tables), s))
 
 
 # --- captured tensors ---
 
+six, sixteen = torch.randn(1, 2, 3, 4, 3, 5), [torch.randn((1,) * (i % 6) + (2,)) for i in range(16)]
 table, matrix, ids = torch.randn(7), torch.randn(4, 5), torch.tensor([3, 1, 3, 2, 1])
 READS = {
     "from the end": lambda s, b, h, q, kv: s + table[q - kv] + table[-1] + table[kv - 5] + matrix[-1, kv] + matrix[q][-1 - kv],
     "by a size": lambda s, b, h, q, kv: s + table[(q + 3 * kv) % len(table)] + table[table.shape[0] - 1 - q] * table.numel()
     + matrix[q, matrix.size(1) - 1 - kv] / matrix.size(0) + matrix.shape.numel(),
     "whole dimensions": lambda s, b, h, q, kv: s + matrix[:, kv][q] + matrix[..., kv][q] + matrix[q, ...][kv] + matrix[:][q, kv],
+    "six dimensions": lambda s, b, h, q, kv: s + six[0, b, h, q // 2, kv % 3, -1 - kv],
+    "sixteen tensors": lambda s, b, h, q, kv: sum((t[(0,) * (t.dim() - 1) + (kv % 2,)] for t in sixteen), s),
     "sums of rows": lambda s, b, h, q, kv: s + matrix[q].sum() + sum(matrix[i, kv] * s for i in range(matrix.shape[0]))
     + torch.sum(matrix[q] * matrix[b]) + matrix[q].dot(matrix[h]) + (matrix[q] @ torch.tanh(matrix[b])) + matrix[q].mean()
     + sum(x for x in matrix[q]),

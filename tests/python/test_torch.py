@@ -101,7 +101,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, None, None, None, [], [], [], ":sinks", None, 0.0, 0, 0)[0]
+            q, k, v, None, None, None, None, sinks, None, None, None, None, [], [], [], ":sinks", None, 0.0, 0, 0, False)[0]
     want = reference(**inputs)
     if through == "no_grad":
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_lse_has_gradients(through):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, None, None, None, [], [], [], ":causal:sinks", None, 0.0, 0, 0)
+            q, k, v, None, None, None, None, sinks, None, None, None, None, [], [], [], ":causal:sinks", None, 0.0, 0, 0, False)
     w, g = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
     keep = causal(9, 13)
     both = lambda out, lse: (out * g).sum() + (lse * w).sum()
@@ -422,6 +422,36 @@ def test_a_block_mask_that_is_rewritten_in_place_is_read_again(programs, write):
               lambda: reference(q, k, v, keep_of(other, 16, causal_mod, 32, 48)), (q, k, v))
 
 
+@pytest.mark.parametrize("with_grad", [False, True])
+def test_the_largest_score_of_each_query(programs, with_grad):
+    """As QK-clip wants it, without a gradient of its own, and without sinks."""
+    q, k, v = tensors(queries=40, keys=56)
+    scores = (q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(2, 3) * q.shape[3] ** -0.5 * 3).detach()
+    keep = causal(40, 56)
+    given = dict(score_mod=lambda s, b, h, i, j: s * 3, causal=True, sinks=torch.full((q.shape[1],), 100.0), return_row_max=True)
+    with torch.set_grad_enabled(with_grad):
+        out, lse, row_max = flashjit.attention(q, k, v, return_lse=True, **given)
+        alone, again = flashjit.attention(q, k, v, **given)
+    want = scores.masked_fill(~keep, -math.inf).amax(3)
+    torch.testing.assert_close(row_max, want, atol=1e-5, rtol=1e-5)
+    assert torch.equal(again, row_max) and torch.equal(alone, out) and not row_max.requires_grad
+    assert torch.equal(out, flashjit.attention(q, k, v, return_lse=True, **{**given, "return_row_max": False})[0])
+    if with_grad:
+        got = torch.autograd.grad(out.sum(), (q, k, v))
+        torch.testing.assert_close(got, torch.autograd.grad(alone.sum(), (q, k, v)))
+
+
+def test_the_largest_scores_of_packed_sequences():
+    q, k, v = (torch.randn(1, 2, 10, 16) for _ in range(3))
+    offsets = torch.tensor([0, 4, 10], dtype=torch.int32)
+    out, row_max = flashjit.attention(q, k, v, cu_seqlens_q=offsets, cu_seqlens_kv=offsets, max_seqlen_q=6, max_seqlen_kv=6,
+                                      return_row_max=True)
+    assert row_max.shape == (2, 2, 6) and (row_max[0, :, 4:] == -math.inf).all()
+    torch.testing.assert_close(row_max[1], (q[0, :, 4:] @ k[0, :, 4:].transpose(1, 2) / 4).amax(2), atol=1e-5, rtol=1e-5)
+    with pytest.raises(flashjit.Unsupported, match="return_row_max cannot be had in compiled code"):
+        torch.func.vmap(lambda q: flashjit.attention(q, k, v, return_row_max=True)[0])(q[None])
+
+
 def test_packed_sequences():
     q, k, v = tensors(batch=1)
     cu_q, cu_kv = torch.tensor([0, 2, 9], dtype=torch.int32), torch.tensor([0, 8, 13], dtype=torch.int32)
@@ -664,12 +694,12 @@ def test_compiled_code_refuses_lists_that_do_not_belong(programs):
 def test_the_operators_are_sound_with_lists(programs):
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
-    arguments = (q, k, v, *[None] * 6, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 7, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
-        torch.ops.flashjit.attention_forward(*arguments[:14], "", *arguments[15:])
+        torch.ops.flashjit.attention_forward(*arguments[:15], "", *arguments[16:])
     copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
-    out = torch.ops.flashjit.attention_forward(*arguments[:9], *copied, *arguments[11:])[0]
+    out = torch.ops.flashjit.attention_forward(*arguments[:10], *copied, *arguments[12:])[0]
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(
         torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)))
 
@@ -970,7 +1000,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, *[None] * 8, [], [], [], ":causal", None, 0.0, 0, 0)
+    arguments = (q, k, v, *[None] * 9, [], [], [], ":causal", None, 0.0, 0, 0, False)
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -987,7 +1017,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 8, [], [], [], "", None, 0.0, 0, 0)[0]
+    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 9, [], [], [], "", None, 0.0, 0, 0, False)[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()

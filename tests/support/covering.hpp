@@ -82,6 +82,7 @@ inline std::vector<AttentionSpec> covering_specs() {
       {"", ":map64x64", ":map16x256"},
       {"", ":det"},
       {"", ":sinks"},
+      {"", ":row_max"},
   });
 }
 
@@ -92,7 +93,7 @@ inline std::vector<AttentionSpec> covering_plain_specs() {
                          kHeadDims,
                          kMasks,
                          {"", ":dropout", ":kvlen", ":map128x128", ":det", ":kvlen:map32x32:det", ":varlen",
-                          ":sinks", ":varlen:sinks:det"}});
+                          ":sinks", ":varlen:sinks:det", ":varlen:row_max"}});
 }
 
 }  // namespace flashjit::test

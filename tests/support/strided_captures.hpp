@@ -17,7 +17,7 @@ namespace flashjit::test {
 /// which nothing changes: transposed and expanded.
 struct Strided {
   std::vector<double> memory = {};
-  std::array<std::int64_t, 4> stride = {};
+  std::array<std::int64_t, kMaxCaptureDims> stride = {};
 
   Strided(const std::vector<std::int64_t>& size, const std::vector<double>& values) {
     std::int64_t next = 2;

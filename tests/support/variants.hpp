@@ -42,6 +42,28 @@ inline reference::Captured scalar(std::string name, double value) { return {std:
 /// Something between -1 and 1 that repeats at no distance that matters.
 inline double wave(std::int64_t i) { return std::sin(0.7 * static_cast<double>(i * i % 1009) + 0.1); }
 
+/// As many as programs may read, of all ranks.
+inline Variant sixteen_tensors() {
+  Variant made{"sixteen_tensors", "", ""};
+  std::string declared, sum = "score";
+  for (int i = 0; i < 16; ++i) {
+    constexpr const char* kIndices[] = {"b",           "b, h",           "b, h, q",
+                                        "b, h, q, kv", "b, h, q, kv, 0", "b, h, q, kv, 0, 1"};
+    declared += "t" + std::to_string(i) + ": fp32 " + std::to_string(i % 6 + 1) + "d; ";
+    sum += " + 0.2 * t" + std::to_string(i) + "[" + kIndices[i % 6] + "]";
+  }
+  made.score = declared + sum;
+  made.captures = [](const AttentionShape& s) {
+    const std::vector<std::int64_t> sizes{s.batch, s.heads_q, s.seqlen_q, s.seqlen_kv, 1, 2};
+    Captures all;
+    for (int i = 0; i < 16; ++i)
+      all.push_back(tensor("t" + std::to_string(i), {sizes.begin(), sizes.begin() + i % 6 + 1},
+                           ElementType::fp32, [i](std::int64_t place) { return wave(place + 7 * i); }));
+    return all;
+  };
+  return made;
+}
+
 inline const std::vector<Variant>& variants() {
   using Shape = AttentionShape;
   const auto documents = [](const Shape& s, std::int64_t batch) {
@@ -111,6 +133,11 @@ inline const std::vector<Variant>& variants() {
        [](const Shape& s) {
          return Captures{tensor("gate", {s.heads_q, s.seqlen_kv}, ElementType::fp32, wave)};
        }},
+      {"six_dims", "t: fp16 6d grad; score + t[b, h, q / 8, q % 8, kv / 8, kv % 8]", "",
+       [](const Shape& s) {
+         return Captures{tensor("t", {s.batch, s.heads_q, 5, 8, 7, 8}, ElementType::fp16, wave)};
+       }},
+      sixteen_tensors(),
   };
   return all;
 }

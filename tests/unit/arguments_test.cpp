@@ -348,6 +348,12 @@ TEST(Arguments, TheGradientOfLseAndTheStateOfDropoutAreAligned) {
 }
 
 TEST(Arguments, Sinks) {
+  EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.row_max = true; }), "row_max is null", "fp32 [batch");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.row_max = address<float>(0x100); }),
+              "row_max is given", "spec.row_max");
+  EXPECT_SAYS(
+      forward_refusal([](auto& s, auto& args) { s.row_max = true, args.row_max = address<float>(0x102); }),
+      "row_max is at 0x102");
   EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.sinks = true; }), "sinks is null", "one float per head");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.sinks = address<float>(0x100); }),
               "sinks is given", "spec.sinks");
@@ -441,9 +447,9 @@ TEST(Captures, TensorsHaveTheDeclaredRankAndType) {
               }),
               "slopes is given with 2 dimensions", "'slopes: fp32 1d'", "give 1");
   EXPECT_SAYS(capture_refusal([](auto& c) {
-                c[1] = Capture::tensor("bias", address(0x100), {1, 1, 1, 1, 1}, address<float>(0x200));
+                c[1] = Capture::tensor("bias", address(0x100), {1, 1, 1, 1, 1, 1, 1}, address<float>(0x200));
               }),
-              "bias is given with 5 dimensions");
+              "bias is given with 7 dimensions");
   EXPECT_SAYS(capture_refusal([](auto& c) { c[2].rank = -1; }), "slopes is given with -1 dimensions");
   EXPECT_EQ(capture_refusal([](auto& c) { c[2].type = ElementType::fp32; }), "accepted");
   EXPECT_SAYS(capture_refusal([](auto& c) { c[2].type = ElementType::fp16; }), "slopes holds fp16",

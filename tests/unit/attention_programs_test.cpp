@@ -151,7 +151,7 @@ TEST(AttentionPrograms, DenseBias) {
                {bias});
   expect_in("the index score", refusal([] { programs::dense_bias(ElementType::fp32, {expr::score}); }));
   expect_in("the index q;", refusal([] { programs::dense_bias(ElementType::fp32, {expr::q, expr::q}); }));
-  expect_in("1 to 4", refusal([] { programs::dense_bias(ElementType::fp32, {}); }));
+  expect_in("1 to 6", refusal([] { programs::dense_bias(ElementType::fp32, {}); }));
 }
 
 /// The bucket as T5's code computes it; `relative` is the key's position less the query's.

@@ -323,6 +323,20 @@ TEST_F(CAbi, StructsOfProgramsThatKnewNoListsAreRead) {
   EXPECT_EQ(flashjit_backward(r.get(), s.get(), &backward, nullptr), FLASHJIT_NO_DRIVER) << last_message();
 }
 
+// Whose captured tensors had room for four dimensions.
+TEST_F(CAbi, CapturesOfProgramsThatKnewLessAreRefused) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec();
+  flashjit_capture capture{};
+  capture.name = "window";
+  auto forward = forward_args();
+  forward.captures = &capture;
+  forward.capture_count = 1;
+  forward.struct_size = offsetof(flashjit_forward_args, page_table);
+  EXPECT_EQ(flashjit_forward(r.get(), s.get(), &forward, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("an older flashjit.h");
+}
+
 TEST_F(CAbi, StructsOfProgramsThatKnewNoGradientOfLseAreRead) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
@@ -396,7 +410,7 @@ TEST_F(CAbi, CapturesAreChecked) {
   capture.type = 10;
   says("the type of the capture window is 10");
   args.capture_count = FLASHJIT_MAX_CAPTURES + 1;
-  says("capture_count is 17");
+  says("capture_count is 25");
 }
 
 TEST_F(CAbi, SinksAndPackedSequencesArePassedOn) {

@@ -210,6 +210,26 @@ TEST(Emit, IntsThatMayWrapAreConvertedOneByOne) {
   EXPECT_TRUE(says(body(text, "score"), "static_cast<float>(v0)"));
 }
 
+// Additive masks put finfo.min into scores; a kernel that need not care has log2(e) as a constant.
+TEST(Emit, ScoresThatMayBeNextToTheLeastFloatAreTold) {
+  const auto far = [](const std::string& score) {
+    return says(hooks("bias: bf16 2d; slopes: fp32 1d; half: fp16 2d; pad: bool 1d; least: float; " + score +
+                          " + 0.0 * (bias[q, kv] * to_float(q) + slopes[h] * to_float(q) + half[q, kv] + "
+                          "to_float(pad[q]) + least * to_float(q))",
+                      ""),
+                "kFarScores = true;");
+  };
+  for (const char* score :
+       {"score + bias[q, kv]", "score - 0.5 * bias[q, kv]", "select(pad[q], least, score)",
+        "select(pad[q], -3.4028235e38, score)", "score + to_float(pad[kv]) * -3.4028235e38",
+        "max(score, least)", "score + least * slopes[h]"})
+    EXPECT_TRUE(far(score)) << score;
+  for (const char* score :
+       {"score", "score + slopes[h] * to_float(kv - q)", "least * tanh(score / least)", "score + half[q, kv]",
+        "score * sigmoid(bias[q, kv])", "select(pad[q], -1e30, score)"})
+    EXPECT_FALSE(far(score)) << score;
+}
+
 TEST(Emit, LinesAlongKvAreToldFromOtherScores) {
   const auto slope = [](const std::string& score) {
     const std::string text = hooks("w: float; t: fp32 1d; " + score, "");

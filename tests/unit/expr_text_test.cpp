@@ -166,8 +166,8 @@ TEST(ExprText, SyntaxErrorsSayWhatIsExpected) {
   expect_refused("q < kv ? 1", {"':' of '?:'"});
   expect_refused("a: int b; a", {"'b' where ';', which ends a declaration,"});
   expect_refused("a: double; a", {"'a' is declared as 'double'", "int or float", "fp32 2d", "uint8, bool"});
-  expect_refused("a: fp32; a", {"the number of dimensions, 1d to 4d"});
-  expect_refused("a: fp32 5d; a[1]", {"'5d'", "1d to 4d"});
+  expect_refused("a: fp32; a", {"the number of dimensions, 1d to 6d"});
+  expect_refused("a: fp32 7d; a[1]", {"'7d'", "1d to 6d"});
   expect_refused("score @ 2", {"cannot hold '@'"});
   expect_refused("score = 2", {"cannot hold '='"});
   expect_refused("1.2.3", {"'1.2.3' is no number"});

@@ -84,6 +84,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"sinks", [](auto& s) { s.spec.sinks = true; }},
       {"cache", [](auto& s) { s.spec.cache = true; }},
       {"pages", [](auto& s) { s.spec.pages = 16; }},
+      {"row_max", [](auto& s) { s.spec.row_max = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -97,7 +98,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, cache, pages] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header and function, which are in the text, as is what hot means for a

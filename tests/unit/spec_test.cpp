@@ -59,6 +59,7 @@ class Random {
       spec.cache = true;
       spec.pages = coin() ? static_cast<int>(from_to(1, 256)) : 0;
     }
+    spec.row_max = coin();
     return spec;
   }
 

@@ -29,7 +29,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
               page_table: Union[Tensor, None] = None, cache: bool = False,
-              deterministic: Union[bool, None] = None, return_lse: bool = False,
+              deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
 
@@ -43,7 +43,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
         q_idx, kv_idx) -> whether the pair attends; or text, such as "score + slopes[h] * to_float(kv - q)"; or what
         flashjit.trace() made. Captured tensors that require gradients in score_mod get them.
-    captures: the values of the names in texts: tensors of 1 to 4 dimensions, and numbers.
+    captures: the values of the names in texts: tensors of 1 to 6 dimensions, and numbers.
     block_mask: BlockMap, or FlexAttention's BlockMask, whose mask_mod holds in its partial blocks, as there; one that is given
         as mask_mod too holds everywhere. Its tables are read on the device at each call; with lists they keep their values.
     cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1]: q is [1, heads_q, all rows, head_dim], and sequence i has the rows
@@ -63,6 +63,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
+    return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
+        head row_max.amax((0, 2)), as QK-clip wants it. It has no gradient. In compiled code and under transforms it is refused.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
@@ -80,7 +82,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
     pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
-    if (plain and not cached and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
+    if (plain and not cached and not return_row_max and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
             and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
             is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
@@ -92,7 +94,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
                                                lists is not None and not compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                              wants_grad, compiling, page_table, pages if cached else None)
+                                              wants_grad, compiling, page_table, pages if cached else None, return_row_max)
         if cached and wants_grad:
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
@@ -103,6 +105,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         refuse_tangents(q, k, v, *fixed, *values)
     try:
         if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
+            if return_row_max:
+                raise Unsupported("return_row_max cannot be had in compiled code, or under modes and transforms of torch: call "
+                                  "attention() outside of them.")
             out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
             return (out, lse) if return_lse else out
         rng = _draw(q) if dropout_p else NO_RNG
@@ -110,16 +115,20 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
             plan = plan_of(q, k, v, fixed, values, problem)
+        row_max = plan.new_rows() if return_row_max else None
         if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
                            or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
             if not plan.prepared_both:
                 plan.prepare_both()
-            call = _Call(plan, fixed, values, rng, lists, return_lse)
+            call = _Call(plan, fixed, values, rng, lists, return_lse, row_max)
             if fixed is NOTHING and not values:
-                return _record(call, q, k, v)
-            return _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
-        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0])
-        return (out, lse) if return_lse else out
+                result = _record(call, q, k, v)
+            else:
+                result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+        else:
+            out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max)
+            result = (out, lse) if return_lse else out
+        return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
     except InvalidArgument as error:
         if compiling:
             raise
@@ -165,10 +174,11 @@ def _draw(q: Tensor) -> Rng:
 class _Call:
     """What a call's backward pass needs besides the tensors that autograd keeps."""
 
-    __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse")
+    __slots__ = ("plan", "fixed", "values", "rng", "lists", "returns_lse", "row_max")
 
     def __init__(self, plan: Plan, fixed: Fixed, values: tuple[Any, ...], rng: Rng, lists: Union[TileLists, None],
-                 returns_lse: bool) -> None:
+                 returns_lse: bool, row_max: Union[Tensor, None]) -> None:
+        self.row_max = row_max
         self.plan, self.fixed, self.rng, self.lists, self.returns_lse = plan, fixed, rng, lists, returns_lse
         self.values = values  # once recorded, without its tensors
 
@@ -180,7 +190,8 @@ class _Attention(torch.autograd.Function):
     def forward(ctx: Any, call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:
         """rest: where the call has more than Q, K, V, the fixed tensors or None, and the captured tensors."""
         lists = None if call.lists is None else call.lists.built[0]
-        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists)
+        out, lse = call.plan.forward(q, k, v, call.fixed, call.values, call.rng, True, lists, call.row_max)
+        call.row_max = None  # which nothing needs any more
         ctx.save_for_backward(q, k, v, out, lse, *rest)
         ctx.set_materialize_grads(False)
         ctx.call = call

@@ -16,7 +16,7 @@ from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongTy
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
 FORWARD, BACKWARD = 0, 1
-MAX_CAPTURES = 16
+MAX_CAPTURES, MAX_CAPTURE_DIMS = 24, 6
 
 #: flashjit_element_type, by the name that programs use.
 ELEMENT_TYPES = {"fp32": 1, "fp16": 2, "bf16": 3, "int32": 4, "int64": 5, "int16": 6, "int8": 7, "uint8": 8, "bool": 9}
@@ -50,7 +50,7 @@ class PageTable(ctypes.Structure):
 
 class Capture(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
-                ("type", ctypes.c_int32), ("size", _i64 * 4), ("stride", _i64 * 4), ("scalar", ctypes.c_double)]
+                ("type", ctypes.c_int32), ("size", _i64 * MAX_CAPTURE_DIMS), ("stride", _i64 * MAX_CAPTURE_DIMS), ("scalar", ctypes.c_double)]
 
 
 _COMMON: list[Any] = [("softmax_scale", _pointer), ("kv_lengths", _pointer), ("block_map", BlockMap),
@@ -64,7 +64,7 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable)]
+                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer)]
 
 
 class BackwardArgs(ctypes.Structure):

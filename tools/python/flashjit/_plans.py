@@ -68,7 +68,7 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
     return tuple(_library.word(structure, member) for member in members)
 
 
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES = _word(ForwardArgs, "q", "k", "v", "out", "lse", "captures")
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX = _word(ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max")
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
@@ -293,9 +293,14 @@ class Plan:
         words[at.workspace], words[at.workspace + 1] = workspace.data_ptr(), needed
         return workspace
 
+    def new_rows(self) -> Tensor:
+        """Memory for LSE, or for the rows' largest scores."""
+        rows = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
+        return rows.fill_(-math.inf) if self.lse_partial else rows  # past a sequence's end
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng, want_lse: bool,
-                lists: Union[BuiltLists, None] = None) -> tuple[Tensor, Any]:
-        """O and LSE of tensors that are read where they lie: see readable()."""
+                lists: Union[BuiltLists, None] = None, row_max: Union[Tensor, None] = None) -> tuple[Tensor, Any]:
+        """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable()."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -304,10 +309,10 @@ class Plan:
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None
         if want_lse:
-            lse = torch.empty(self.lse_size, dtype=torch.float32, device=self.device)
-            if self.lse_partial:
-                lse.fill_(-math.inf)  # of rows past a sequence's end
+            lse = self.new_rows()
             words[_F_LSE] = lse.data_ptr()
+        if row_max is not None:
+            words[_F_ROW_MAX] = row_max.data_ptr()
         workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, rng, lists, False)  # lives until the launch
         if values:
             captures = self._fill_captures(values)
@@ -535,8 +540,8 @@ def _check_capture(name: str, value: Any, q: Tensor) -> None:
         raise InvalidArgument(f"q is on {q.device} and the captured tensor {name} on {value.device}: move it there.")
     if value.layout is not torch.strided:
         raise WrongType(f"the captured tensor {name} has the layout {value.layout}: convert it with .to_dense().")
-    if value.dim() > 4:
-        raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most 4 are possible.")
+    if value.dim() > _library.MAX_CAPTURE_DIMS:
+        raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most {_library.MAX_CAPTURE_DIMS} are possible.")
     if value.numel() == 0:
         raise InvalidArgument(f"captures[{name!r}] is {describe(value)}: it has no element to read; give at least one.")
     _check_memory(f"the captured tensor {name}", value)

@@ -133,8 +133,4 @@ def mask_programs(mask: Union[Tensor, None], leading: torch.Size, q: Tensor, k: 
         return None, read, {"attn_mask": mask}
     if mask.dtype not in ELEMENTS:
         mask = mask.float()
-    if mask.dtype != torch.float16 and not mask.requires_grad:
-        # The kernels' exponents are of base 2, where finfo.min becomes -inf: a row that has nothing else would be NaN. A power of
-        # two times log2(e) is not rounded, so that such scores are equal in the exponent, too.
-        read = f"select({read} < -3.4028235e38, {read}, max({read}, {-2.0**126}))"
     return f"score + {read}", None, {"attn_mask": mask}

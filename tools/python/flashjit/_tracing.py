@@ -14,8 +14,7 @@ from ._values import (FUNCTIONS, LOWEST, Shape, Size, UnknownAttribute, Value, a
                       tracers, without_function)
 from .errors import InvalidArgument, WrongType
 
-MAX_TENSORS = MAX_SCALARS = 8
-_MAX_DIMENSIONS = 4
+MAX_TENSORS, MAX_SCALARS, _MAX_DIMENSIONS = 16, 8, 6
 _MAX_ROW = 256  # what is unrolled at most
 
 _POSITION_MAX = 2**30 - 1  # so that the sum of two is an int; longer sequences fit into no GPU

@@ -23,8 +23,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
             scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
             captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
             cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
-            sinks: Any = None, workspace: Any = None, lists: Union["DeviceTileLists", None] = None,
-            stream: int = 0) -> tuple[Any, Any]:
+            sinks: Any = None, row_max: Any = None, workspace: Any = None,
+            lists: Union["DeviceTileLists", None] = None, stream: int = 0) -> tuple[Any, Any]:
     """O = softmax(scale * Q K^T) V, and the log of the softmax's row sums.
 
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
@@ -39,6 +39,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         end get zeros; rows of lse past a sequence's end stay as they are, or are -inf if lse is left out. On the GPU
         cu_seqlens is not checked: wrong values give wrong results for the sequences concerned, but nothing outside the
         tensors is read or written. sinks: float32 [heads_q].
+    row_max: like lse, to write the largest score of each query to, after a score program and without sinks; -inf where it
+        attends to nothing. The largest of a head's is what QK-clip asks for.
     seed, offset: of the dropout mask. workspace: device memory for this call; created like out.
     lists: the result of build_lists() for such calls; else built in this call, if needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. That stream waits
@@ -46,6 +48,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
 
     Returns (out, lse). Raises flashjit.Error.
     """
+    if row_max is not None and "row_max" not in _outside_braces(options).split(":"):
+        options += ":row_max"
     call = _Call({"q": q, "k": k, "v": v}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream)
@@ -55,6 +59,9 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q, -math.inf)
     args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                        **call.tensors("q", "k", "v", "out"), **call.common(scale, dropout_p, seed, offset))
+    if row_max is not None:
+        call.made(row_max, "row_max", (batch, heads_q, seqlen_q), "fp32", q)
+        args.row_max = call.views["row_max"].contiguous_pointer("row_max")
     call.launch("forward", args, workspace, lists, q)
     return out, lse
 
@@ -203,8 +210,9 @@ class _Call:
                 struct.scalar = value
                 continue
             seen = self.add(f"captures[{name!r}]", value)
-            if len(seen.size) > 4:
-                raise InvalidArgument(f"captures[{name!r}] has {len(seen.size)} dimensions: at most 4 are possible.")
+            if len(seen.size) > _library.MAX_CAPTURE_DIMS:
+                raise InvalidArgument(f"captures[{name!r}] has {len(seen.size)} dimensions: at most "
+                                      f"{_library.MAX_CAPTURE_DIMS} are possible.")
             sizes, strides = (seen.size, seen.stride) if seen.size else ((1,), (1,))
             struct.data, struct.rank, struct.type = seen.pointer, len(sizes), _library.ELEMENT_TYPES[seen.type]
             struct.size[:len(sizes)], struct.stride[:len(sizes)] = sizes, strides

@@ -69,14 +69,22 @@ pub struct flashjit_block_map {
 }
 
 #[repr(C)]
+pub struct flashjit_page_table {
+    pub data: *const i32,
+    pub sequences: i64,
+    pub columns: i64,
+    pub stride: i64,
+}
+
+#[repr(C)]
 pub struct flashjit_capture {
     pub name: *const c_char,
     pub data: *const c_void,
     pub grad: *mut f32,
     pub rank: i32,
     pub element: i32,
-    pub size: [i64; 4],
-    pub stride: [i64; 4],
+    pub size: [i64; 6],
+    pub stride: [i64; 6],
     pub scalar: f64,
 }
 
@@ -107,6 +115,8 @@ pub struct flashjit_forward_args {
     pub lists: *const c_void,
     pub rng_state: *const u64,
     pub zero_unused_rows: i32,
+    pub page_table: flashjit_page_table,
+    pub row_max: *mut f32,
 }
 
 /// Structs of the interface begin as zeros, with their size.

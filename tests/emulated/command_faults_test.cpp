@@ -39,6 +39,8 @@ const Fault kFaults[] = {
      "NOT all within their limits"},
     {"fence_missing", "sm90/forward_epilogue.cuh", "publish_to_async_proxy();", "", 90, kForward, kFailure,
      "without a fence.proxy.async"},
+    {"prior_grid_not_awaited", "sm90/backward.cuh", "wait_for_prior_grid<P>();", "", 90, kBackward, kFailure,
+     "before it has waited for the grid before"},
     {"stage_never_released", "sm90/backward_smem.cuh", "barrier_arrive(dout_empty(i % Policy::kDoutStages));",
      "", 90, kBackward, kFailure, "a deadlock"},
     {"outside_of_shared_memory", "sm90/backward_smem.cuh", "return base + kLayout.q() +",

@@ -9,9 +9,6 @@
 namespace flashjit_emulator {
 namespace {
 
-char* global(const Instruction& of, const Frame& frame, int argument) {
-  return reinterpret_cast<char*>(frame.get(of.arguments[argument], 0));
-}
 void check_multiple(const Instruction& of, std::uint64_t number, unsigned unit) {
   if (number % unit != 0)
     fail(fmt::format("{} with {:#x}, which is no multiple of {}", of.opcode, number, unit));
@@ -31,7 +28,7 @@ void copy_async(const Instruction& of, Frame& frame) {
   const unsigned bytes = word(of, frame, 2);
   const unsigned read = of.arguments.size() > 3 ? word(of, frame, 3) : bytes;
   const SharedPlace to = place(of, frame, 0);
-  const char* from = global(of, frame, 1);
+  const char* from = device_memory(of, frame, 1);
   check_multiple(of, to.offset, bytes);
   check_multiple(of, from, bytes);
   to.bytes(bytes);
@@ -48,7 +45,7 @@ void copy_line(const Instruction& of, Frame& frame) {
   const unsigned bytes = word(of, frame, 2);
   const bool from_shared = of.has(".shared::cta.");
   const SharedPlace shared_source = from_shared ? place(of, frame, 1) : SharedPlace{};
-  const char* from = from_shared ? shared_source.bytes(bytes) : global(of, frame, 1);
+  const char* from = from_shared ? shared_source.bytes(bytes) : device_memory(of, frame, 1);
   check_multiple(of, to.offset, 16);
   check_multiple(of, from, 16);
   check_multiple(of, bytes, 16);
@@ -80,7 +77,7 @@ void store_async(const Instruction& of, Frame& frame) {
 
 /// "cp.reduce.async.bulk ... add.f32 [to], [from], bytes" from shared memory.
 void add_line(const Instruction& of, Frame& frame) {
-  auto* to = reinterpret_cast<float*>(global(of, frame, 0));
+  auto* to = reinterpret_cast<float*>(device_memory(of, frame, 0));
   const SharedPlace from = place(of, frame, 1);
   const unsigned bytes = word(of, frame, 2);
   check_multiple(of, to, 16);
@@ -100,6 +97,7 @@ class Box {
   Box(const Instruction& of, const Frame& frame, int argument, SharedPlace in) : in_(in) {
     const Argument& tensor = of.arguments[argument];
     std::memcpy(&map_, reinterpret_cast<const void*>(frame.get(tensor, 0)), sizeof map_);
+    touch_device_memory(map_.data);
     if (map_.dimensions == 0 || map_.dimensions + 1u != tensor.parts.size())
       fail(fmt::format("{} with a map of {} dimensions", of.opcode, map_.dimensions));
     check_multiple(of, in.offset, 128);

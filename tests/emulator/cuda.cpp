@@ -53,6 +53,14 @@ class Memory {
     return CUDA_SUCCESS;
   }
 
+  bool has(const void* address) {
+    const std::lock_guard lock(mutex_);
+    const auto behind = mappings_.upper_bound(reinterpret_cast<CUdeviceptr>(address));
+    if (behind == mappings_.begin()) return false;
+    const Mapping& mapping = std::prev(behind)->second;
+    return static_cast<const char*>(address) < static_cast<const char*>(mapping.pages) + mapping.bytes;
+  }
+
  private:
   struct Mapping {
     void* pages;
@@ -142,8 +150,9 @@ CUresult get_function(CUfunction* function, CUkernel kernel) {
 CUresult launch(const CUlaunchConfig* config, CUfunction function, void** parameters, void**) {
   if (config->gridDimX == 0) return CUDA_ERROR_INVALID_VALUE;
   const auto* entry = reinterpret_cast<const emulator::Entry*>(function);
-  const std::string error =
-      emulator::launch({entry, config->gridDimX, config->blockDimX, config->sharedMemBytes, parameters});
+  const std::string error = emulator::launch(
+      {entry, config->gridDimX, config->blockDimX, config->sharedMemBytes, parameters,
+       FakeDriver::is_early(*config), [](const void* address) { return memory().has(address); }});
   if (error.empty()) return CUDA_SUCCESS;
   last_error() = error;
   return CUDA_ERROR_LAUNCH_FAILED;

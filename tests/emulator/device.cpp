@@ -91,16 +91,17 @@ unsigned exchange(Exchange kind, unsigned lanes, unsigned value, int argument) {
 FLASHJIT_ACCESS __tsan_init() {}
 FLASHJIT_ACCESS __tsan_func_entry(void*) {}
 FLASHJIT_ACCESS __tsan_func_exit() {}
-FLASHJIT_ACCESS __tsan_read_range(void*, unsigned long) {}
+FLASHJIT_ACCESS __tsan_read_range(void* at, unsigned long) { flashjit_emulator::touch_device_memory(at); }
 FLASHJIT_ACCESS __tsan_write_range(void* at, unsigned long bytes) {
+  flashjit_emulator::touch_device_memory(at);
   flashjit_emulator::Fiber& thread = flashjit_emulator::current();
   flashjit_emulator::SharedMemory& shared = thread.warp->block->shared;
   if (shared.has(at)) shared.note_write(shared.offset(at), static_cast<unsigned>(bytes), thread);
 }
-#define FLASHJIT_ACCESSES(bytes)                                                   \
-  FLASHJIT_ACCESS __tsan_read##bytes(void*) {}                                     \
-  FLASHJIT_ACCESS __tsan_unaligned_read##bytes(void*) {}                           \
-  FLASHJIT_ACCESS __tsan_write##bytes(void* at) { __tsan_write_range(at, bytes); } \
+#define FLASHJIT_ACCESSES(bytes)                                                           \
+  FLASHJIT_ACCESS __tsan_read##bytes(void* at) { __tsan_read_range(at, bytes); }           \
+  FLASHJIT_ACCESS __tsan_unaligned_read##bytes(void* at) { __tsan_read_range(at, bytes); } \
+  FLASHJIT_ACCESS __tsan_write##bytes(void* at) { __tsan_write_range(at, bytes); }         \
   FLASHJIT_ACCESS __tsan_unaligned_write##bytes(void* at) { __tsan_write_range(at, bytes); }
 FLASHJIT_ACCESSES(1)
 FLASHJIT_ACCESSES(2)

@@ -119,6 +119,10 @@ class Machine {
     in_flight_.push_back({&to, std::move(copy)});
   }
   unsigned random_below(unsigned below) { return static_cast<unsigned>(random_() >> 32) % below; }
+  void touch_device_memory(const void* address) {
+    if (launch_->early && !running_->waited_for_prior_grid && launch_->is_device_memory(address))
+      fail(what_runs() + " accesses memory before it has waited for the grid before (griddepcontrol.wait)");
+  }
   std::string what_runs() const {
     if (!running_) return "an asynchronous copy";
     std::string text = fmt::format("block {}, thread {}", running_->warp->block->index.x, running_->index.x);
@@ -328,6 +332,7 @@ Machine& machine() { return Machine::machine(); }
 
 std::string launch(const Launch& launch) { return machine().run(launch); }
 std::string what_runs() { return machine().what_runs(); }
+void touch_device_memory(const void* address) { machine().touch_device_memory(address); }
 void fail(const std::string& message) { machine().fail(message); }
 Fiber& current() { return machine().current(); }
 unsigned random_below(unsigned below) { return machine().random_below(below); }

@@ -24,6 +24,8 @@ struct Launch {
   const Entry* entry;
   unsigned grid, threads, shared_bytes;
   void** parameters;
+  bool early;  ///< may start before the grid before it has ended: must wait for that before it touches memory
+  bool (*is_device_memory)(const void* address);
 };
 /// Runs a grid to its end. Returns what went wrong; empty: nothing.
 std::string launch(const Launch& launch);
@@ -67,9 +69,10 @@ struct Fiber {
   uint3 index{};
   Wait waits_for;
   const Statement* statement = nullptr;  ///< the last that ran
-  std::uint64_t cluster_phase = 0;       ///< in which it arrived at the cluster's barrier
-  std::vector<unsigned> written;         ///< words of shared memory, since its last fence.proxy.async
-  Groups copies{1}, bulk_copies{1};      ///< cp.async; bulk copies out of shared memory
+  bool waited_for_prior_grid = false;
+  std::uint64_t cluster_phase = 0;   ///< in which it arrived at the cluster's barrier
+  std::vector<unsigned> written;     ///< words of shared memory, since its last fence.proxy.async
+  Groups copies{1}, bulk_copies{1};  ///< cp.async; bulk copies out of shared memory
   struct Context;
   std::unique_ptr<Context> context;
 };
@@ -175,6 +178,8 @@ struct Block {
 Fiber& current();
 /// The thread that runs, and the last asm statement that it ran.
 std::string what_runs();
+/// Fails where the grid before may still write there, or read.
+void touch_device_memory(const void* address);
 void park(const Wait& waits_for);
 void wake(Fiber& fiber);
 /// Uniform in [0, below).

@@ -161,18 +161,18 @@ void do_nothing(const Instruction&, Frame&) {}
 /// Global memory; the arguments' other parts are a vector or one value.
 template <class T>
 void load(const Instruction& of, Frame& frame) {
-  const auto* from = reinterpret_cast<const T*>(frame.get(of.arguments[1], 0));
+  const auto* from = reinterpret_cast<const T*>(device_memory(of, frame, 1));
   const Argument& to = of.arguments[0];
   if (to.kind != Argument::Kind::vector) return frame.set(to, *from);
   for (std::size_t i = 0; i < to.parts.size(); ++i) frame.set(to.parts[i], from[i]);
 }
 void store_words(const Instruction& of, Frame& frame) {
-  auto* to = reinterpret_cast<unsigned*>(frame.get(of.arguments[0], 0));
+  auto* to = reinterpret_cast<unsigned*>(device_memory(of, frame, 0));
   const Argument& from = of.arguments[1];
   for (std::size_t i = 0; i < from.parts.size(); ++i) to[i] = static_cast<unsigned>(frame.get(from, i));
 }
 void add_floats(const Instruction& of, Frame& frame) {
-  auto* to = reinterpret_cast<float*>(frame.get(of.arguments[0], 0));
+  auto* to = reinterpret_cast<float*>(device_memory(of, frame, 0));
   if (reinterpret_cast<std::uintptr_t>(to) % 16 != 0) fail("red.add.v4 to an address that is not aligned");
   reach_atomic();
   for (std::size_t i = 0; i < of.arguments[1].parts.size(); ++i)
@@ -305,7 +305,8 @@ const Known kMemory[] = {
     {"fence.proxy.async.shared::cta",
      [](const Instruction&, Frame&) { current().warp->block->shared.fence(current()); }},
     {"fence.", do_nothing},
-    {"griddepcontrol.", do_nothing},
+    {"griddepcontrol.wait", [](const Instruction&, Frame&) { current().waited_for_prior_grid = true; }},
+    {"griddepcontrol.launch_dependents", do_nothing},
     {"setmaxnreg.", do_nothing},
 };
 

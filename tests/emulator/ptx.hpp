@@ -59,6 +59,13 @@ inline SharedPlace place(const Instruction& of, const Frame& frame, int argument
   return shared_place(static_cast<unsigned>(frame.get(of.arguments[argument], 0)));
 }
 
+/// Device memory that a memory operand of 64 bits names.
+inline char* device_memory(const Instruction& of, const Frame& frame, int argument) {
+  char* memory = reinterpret_cast<char*>(frame.get(of.arguments[argument], 0));
+  touch_device_memory(memory);
+  return memory;
+}
+
 /// How an instruction is executed; fails for one that the emulator does not know.
 Execute find_execution(const std::string& opcode);
 /// Among them those of matrices and of TMA; null: none of these.

@@ -170,7 +170,9 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   };
   const auto exponentiate = [&](int n) {
     const int half = n / 2 % 2;
-    s[n] = exp2_approx(fmaf(s[n], P::kFarScores ? row_factor[half] : factor, offset[half]));
+    float by = factor;
+    if constexpr (P::kFarScores) by = row_factor[half];
+    s[n] = exp2_approx(fmaf(s[n], by, offset[half]));
     sum[half] += s[n];
   };
   const auto add_sum = [&](int half) { rows.sum[half] = rows.sum[half] * rescale[half] + sum[half]; };

@@ -28,7 +28,7 @@ struct BlockSize {
 /// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks",
 /// "fwd:bf16:d128:causal:varlen:pages16".
 struct AttentionSpec {
-  Pass pass = Pass::forward;  ///< set by Runtime::forward and Runtime::backward; callers may leave it
+  Pass pass = Pass::forward;  ///< set by the functions of Runtime; callers may leave it
   DType dtype = DType::bf16;
   int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 256
   int head_dim_v = 0;  ///< of V and O: the same range; 0 means head_dim
@@ -55,7 +55,8 @@ struct AttentionSpec {
   /// Whether each batch entry has a number of keys of its own, which is given at the call.
   bool has_lengths() const { return kv_lengths || cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
-  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages.
+  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages. Of
+  /// the passes append and merge it keeps what these read: element type, head dimensions and the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

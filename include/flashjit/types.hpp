@@ -14,8 +14,15 @@
 
 namespace flashjit {
 
-/// Which computation a kernel does: O from Q, K, V; or dQ, dK, dV from those and dO.
-enum class Pass : std::uint8_t { forward, backward };
+/// Which computation a kernel does.
+enum class Pass : std::uint8_t {
+  forward,   ///< O from Q, K, V
+  backward,  ///< dQ, dK, dV from those and dO
+  append,    ///< new rows of K and V into a cache, rotated, and those of Q
+  merge,     ///< O and LSE of partial states over disjoint keys
+};
+/// Whether the pass is attention's: what surrounds it has no masks, no scores and no tiles to choose.
+constexpr bool is_attention(Pass pass) { return pass == Pass::forward || pass == Pass::backward; }
 
 /// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation.
 enum class DType : std::uint8_t { fp16, bf16, fp32 };
@@ -30,7 +37,7 @@ enum class Family : std::uint8_t {
   simt,  ///< plain fused multiply-adds: sm_75 and newer, every type; supports every problem
 };
 
-FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd"
+FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge"
 FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32"
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"

@@ -1,13 +1,12 @@
 #include "call/arguments.hpp"
 
-#include <fmt/ranges.h>
-
 #include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numbers>
 
 #include "call/captures.hpp"
+#include "call/tensor_checks.hpp"
 #include "plan/tiles.hpp"
 #include "reference/reference.hpp"
 #include "support/refuse.hpp"
@@ -15,104 +14,9 @@
 namespace flashjit {
 namespace {
 
-constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
 constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
-constexpr std::uintptr_t kTensorAlignment = 16;
 constexpr std::uintptr_t kWorkspaceAlignment = 256;
 constexpr std::uintptr_t kRngStateAlignment = 16;
-constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
-
-bool aligned(const void* pointer, std::uintptr_t alignment) {
-  return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
-}
-
-/// The size that a dimension must have, and where it comes from: a tensor's name, or null for the spec.
-struct Size {
-  std::int64_t value;
-  const char* owner;
-};
-using Sizes = std::array<Size, 4>;
-
-enum class Access { read, write };
-
-[[noreturn, gnu::cold, gnu::noinline]] void refuse_size(const char* name, int dimension, std::int64_t given,
-                                                        Size expected) {
-  if (!expected.owner)
-    refuse("{} has head_dim {}, but the spec says {}: give a tensor of that size or change the spec.", name,
-           given, expected.value);
-  refuse("{} has {} {}, but {} has {}: they must be equal.", name, kDimensions[dimension], given,
-         expected.owner, expected.value);
-}
-
-/// Refuses negative and overflowing strides, and those that are no multiple of 16 bytes.
-void check_strides(const char* name, const ConstTensorView& tensor, int element_size) {
-  std::int64_t extent = 0;
-  for (int i = 0; i < 3; ++i) {
-    if (tensor.size[i] <= 1) continue;
-    const std::int64_t stride = tensor.stride[i];
-    if (stride < 0)
-      refuse("{} has stride {} in {}: strides must be 0 or more.", name, stride, kDimensions[i]);
-    std::int64_t span = 0;
-    if (__builtin_mul_overflow(tensor.size[i] - 1, stride, &span) || span > kMaxOffset - extent)
-      refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", name,
-             fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "));
-    extent += span;
-    if (stride % (static_cast<std::int64_t>(kTensorAlignment) / element_size) != 0)
-      refuse(
-          "{} has stride {} in {}: strides must be multiples of {} elements (16 bytes); pad the rows or copy "
-          "the "
-          "tensor.",
-          name, stride, kDimensions[i], static_cast<std::int64_t>(kTensorAlignment) / element_size);
-  }
-  if (tensor.size[3] > 1 && tensor.stride[3] != 1)
-    refuse(
-        "{} has stride {} in head_dim: the last dimension must be contiguous (stride 1); transpose or copy "
-        "the "
-        "tensor.",
-        name, tensor.stride[3]);
-}
-
-/// Refuses views in which two indices name one element, which kernels that write in parallel cannot honour.
-void check_distinct(const char* name, const ConstTensorView& tensor) {
-  std::array<int, 3> order = {2, 1, 0};
-  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
-  if (tensor.stride[order[1]] > tensor.stride[order[2]]) std::swap(order[1], order[2]);
-  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
-  std::int64_t covered =
-      tensor.size[3];  // elements from the first to behind the last of the dimensions before
-  for (const int i : order) {
-    if (tensor.size[i] <= 1) continue;
-    if (tensor.stride[i] < covered)
-      refuse(
-          "{} is written, but its elements overlap: stride {} in {} is less than the {} elements that lie "
-          "between; "
-          "give a tensor of its own.",
-          name, tensor.stride[i], kDimensions[i], covered);
-    covered += (tensor.size[i] - 1) * tensor.stride[i];
-  }
-}
-
-void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
-                  Access access) {
-  bool empty = false;
-  for (int i = 0; i < 4; ++i) {
-    if (tensor.size[i] < 0)
-      refuse("{} has {} {}: sizes must be 0 or more.", name, kDimensions[i], tensor.size[i]);
-    if (tensor.size[i] != sizes[i].value) refuse_size(name, i, tensor.size[i], sizes[i]);
-    empty |= tensor.size[i] == 0;
-  }
-  if (empty) return;
-  if (!tensor.data) refuse("{} is null, but it has elements: give device memory.", name);
-  if (!aligned(tensor.data, kTensorAlignment))
-    refuse("{} is at {}, which is no multiple of 16 bytes: align its memory.", name, tensor.data);
-  check_strides(name, tensor, element_size);
-  if (access == Access::write) check_distinct(name, tensor);
-}
-
-void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment) {
-  if (!aligned(pointer, alignment))
-    refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, pointer, alignment);
-}
 
 std::int64_t blocks_of(std::int64_t length, int block) { return length / block + (length % block != 0); }
 
@@ -133,28 +37,6 @@ void check_block_map(const AttentionSpec& spec, const AttentionShape& shape, con
            shape.batch, shape.heads_q, rows, columns);
   const bool empty = map.size[0] == 0 || map.size[1] == 0 || rows == 0 || columns == 0;
   if (!map.data && !empty) refuse("block_map is null, but the spec has one: give device memory.");
-}
-
-/// Whether K and V are a cache's.
-bool is_cached(const AttentionSpec& spec) { return spec.cache || spec.pages != 0; }
-
-void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths) {
-  if (!spec.has_lengths() && lengths)
-    refuse(
-        "kv_lengths is given, but the spec has none: set spec.kv_lengths for keys that are padding, or "
-        "spec.cache or spec.pages for the keys of a cache.");
-  if (spec.has_lengths() && !lengths && shape.batch > 0)
-    refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
-           is_cached(spec) ? "a cache" : "them");
-  check_pointer("kv_lengths", lengths, alignof(std::int32_t));
-}
-
-void check_offsets(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
-                   const std::int32_t* cu_seqlens) {
-  if (!spec.varlen && cu_seqlens) refuse("{} is given, but the spec has no varlen: set spec.varlen.", name);
-  if (spec.varlen && !cu_seqlens && shape.batch > 0)
-    refuse("{} is null, but the spec has varlen: give int32 [batch_size + 1] in device memory.", name);
-  check_pointer(name, cu_seqlens, alignof(std::int32_t));
 }
 
 /// The packed rows of Q or of K, and the arguments about the sequences in them.
@@ -225,47 +107,6 @@ void check_varlen(const AttentionSpec& spec, const Args& args) {
                args.batch_size);
 }
 
-/// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
-std::int64_t cache_capacity(const AttentionSpec& spec, const ForwardArgs& args) {
-  if (args.k.size[0] == 0) return 0;
-  return spec.pages != 0 ? args.page_table.columns * spec.pages : args.k.size[2];
-}
-
-void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args) {
-  const PageTableView& table = args.page_table;
-  if (!is_cached(spec)) {
-    if (table.data)
-      refuse("page_table is given, but the spec has no cache: set spec.pages to the rows of a page.");
-    return;
-  }
-  if (shape.batch == 0) return;
-  if (!table.data) {
-    if (spec.pages != 0)
-      refuse(
-          "page_table is null, but the spec has pages: give int32 [{}, pages of the longest] in device "
-          "memory.",
-          shape.batch);
-    if (args.k.size[0] < shape.batch)
-      refuse("k has {} slots for {} sequences: give as many, or a page_table that says which slot is whose.",
-             args.k.size[0], shape.batch);
-    return;
-  }
-  check_pointer("page_table", table.data, alignof(std::int32_t));
-  if (table.sequences != shape.batch)
-    refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
-           shape.batch);
-  if (table.columns < 0 || table.columns > kMaxInt || (spec.pages == 0 && table.columns != 1))
-    refuse("page_table has {} columns: {}.", table.columns,
-           spec.pages == 0 ? "give one, the slot of each sequence, or set spec.pages"
-                           : "give one for each page of the longest sequence");
-  if (table.stride < 0 || table.stride > kMaxInt)
-    refuse("page_table has stride {}: it must be from 0 to 2^31 - 1 elements.", table.stride);
-  if (shape.seqlen_kv > cache_capacity(spec, args))
-    refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
-           shape.seqlen_kv, spec.pages != 0 ? "a row of page_table" : "a slot of k",
-           cache_capacity(spec, args));
-}
-
 void check_row_max(const AttentionSpec& spec, const AttentionShape& shape, const float* row_max) {
   if (!spec.row_max && row_max) refuse("row_max is given, but the spec has none: set spec.row_max.");
   if (spec.row_max && !row_max && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
@@ -319,13 +160,6 @@ Expected expected_sizes(const AttentionSpec& spec, const AttentionShape& shape) 
           .out = {batch, heads_q, queries, dv}};
 }
 
-void check_heads(const AttentionShape& shape) {
-  const bool divides = shape.heads_kv == 0 ? shape.heads_q == 0 : shape.heads_q % shape.heads_kv == 0;
-  if (!divides)
-    refuse("q has {} heads and k has {}: the heads of q must be a multiple of those of k.", shape.heads_q,
-           shape.heads_kv);
-}
-
 template <class Args>
 AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
   AttentionShape shape = stored_shape(args);
@@ -336,7 +170,8 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
   }
   if constexpr (requires { args.page_table; })
     if (is_cached(spec))
-      shape.seqlen_kv = args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args);
+      shape.seqlen_kv =
+          args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args.k, args.page_table);
   return shape;
 }
 
@@ -348,12 +183,6 @@ Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   sizes.k[0] = sizes.v[0] = {args.k.size[0], "k"};
   if (spec.pages != 0) sizes.k[2] = sizes.v[2] = {spec.pages, "spec.pages"};
   return sizes;
-}
-
-/// A stride that no index uses is not handed on: callers may have left anything in it.
-TensorParam tensor_param(const ConstTensorView& tensor) {
-  const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
-  return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
 }
 
 void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint64_t seed,
@@ -463,12 +292,6 @@ void check_qkv_and_out(const Args& args, const Expected& sizes, int element_size
   check_tensor("out", args.out, sizes.out, element_size, out);
 }
 
-/// The view's memory; null where no element of it is ever touched.
-template <class View>
-const void* memory_of(const View& view) {
-  return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
-}
-
 /// Memory from the caller; `subject` begins a sentence, `name` is used within one.
 void check_lent(const char* subject, const char* name, const char* ask, const Workspace& memory,
                 std::size_t needed) {
@@ -537,7 +360,7 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_inputs_and_out(spec, args, Access::write);
   check_shared(spec, args);
-  check_page_table(spec, shape_of(spec, args), args);
+  check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
   check_row_max(spec, shape_of(spec, args), args.row_max);
 }
 

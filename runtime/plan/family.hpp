@@ -32,6 +32,9 @@ struct WorkspaceNeeds {
 inline constexpr const char* kUnorderedGrads =
     "adds gradients of captured tensors up in any order, the spec says det";
 
+/// Why they leave what is no attention to simt.
+inline constexpr const char* kNoProducts = "has kernels of matrix products alone";
+
 /// What computes a tile together, with which instructions.
 enum class ComputedBy : std::uint8_t {
   threads,      ///< fused multiply-adds of fp32, from shared memory

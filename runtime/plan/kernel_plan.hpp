@@ -19,11 +19,12 @@ struct Entry {
   std::string function;  ///< template over the Problem: "flashjit::sm80::forward"
   int threads = 0;
   int min_blocks = 1;
-  int cluster = 1;           ///< blocks that share their shared memory, or take neighbouring tiles
-  int shared_bytes = 0;      ///< dynamic shared memory
-  bool hot = false;          ///< holds the main loop: spills disqualify the configuration
-  bool tensor_maps = false;  ///< takes the tensor maps of Q, K and V as a second parameter
-  bool persistent = false;   ///< blocks take work until there is none: min_blocks a multiprocessor do
+  int cluster = 1;                ///< blocks that share their shared memory, or take neighbouring tiles
+  int shared_bytes = 0;           ///< dynamic shared memory
+  bool hot = false;               ///< holds the main loop: spills disqualify the configuration
+  bool tensor_maps = false;       ///< takes the tensor maps of Q, K and V as a second parameter
+  std::string params = "Params";  ///< the struct that it takes, of templates/common/params.cuh
+  bool persistent = false;        ///< blocks take work until there is none: min_blocks a multiprocessor do
 
   bool operator==(const Entry&) const = default;
 };
@@ -42,6 +43,8 @@ enum class Step : std::uint8_t {
   combine,                ///< O and LSE of all splits of the keys (split-KV)
   combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
+  append,                 ///< new rows of K, V and Q, rotated, into a cache
+  merge,                  ///< O and LSE of partial states
 };
 
 /// A captured tensor whose last two dimensions TMA copies in tiles: rows at a time, its number among the

@@ -78,6 +78,10 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kCombinedRows);
     case Step::ordered_capture_grads:
       return std::min(heads * q_tiles * kv_tiles, kMostOrderedBlocks);
+    case Step::append:
+      return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
+    case Step::merge:
+      return tiles(heads * shape.seqlen_q * (kernel.spec.v_dim() / kMergedDims), kAuxiliaryThreads);
   }
   return 0;
 }

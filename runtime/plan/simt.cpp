@@ -13,6 +13,9 @@ namespace flashjit::plan {
 namespace {
 
 constexpr int kOldestCapability = 75;
+/// Of what is no attention: one kernel of one size.
+constexpr TileConfig kWithoutTiles{
+    .family = Family::simt, .br = 16, .bc = 16, .warps = kAuxiliaryThreads / 32};
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
@@ -64,6 +67,9 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
 Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceInfo& device) {
   if (const Support able = supports(spec, device); !able) return able;
   if (const Support switches = check_switches(config); !switches) return switches;
+  if (!is_attention(spec.pass) && config != kWithoutTiles)
+    return Support::no(
+        fmt::format("{} has no tiles to choose; give {}", to_string(spec.pass), to_string(kWithoutTiles)));
   if (const Support tile = check_tile(spec, config); !tile) return tile;
   if (const int bytes = shared_bytes(spec, config); bytes > device.shared_per_block) {
     return Support::no(fmt::format("{} needs {} bytes of shared memory and {} has {}; give smaller tiles",
@@ -74,6 +80,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
 
 /// The largest tiles, unless they would leave multiprocessors idle or reach far beyond the lengths.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (!is_attention(spec.pass)) return kWithoutTiles;
   TileConfig config{.family = Family::simt, .br = 64, .bc = 64, .warps = 8};
   const bool few_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, 64) < device.multiprocessors;
   if (shape.seqlen_q <= 32 || few_blocks) config.br = 32;
@@ -102,8 +109,18 @@ Entry entry(const char* name, const char* header, const TileConfig& config, int 
   return made;
 }
 
+Entry entry_without_tiles(const char* name, const char* params) {
+  Entry made = auxiliary_entry(name);
+  made.hot = true;
+  made.params = params;
+  return made;
+}
+
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   KernelPlan kernel{.spec = spec, .config = config, .constants = problem_constants(spec, config)};
+  if (spec.pass == Pass::append) kernel.add(Step::append, entry_without_tiles("append", "AppendParams"));
+  if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
+  if (!is_attention(spec.pass)) return kernel;
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);

@@ -37,6 +37,7 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
   if (device.compute_capability < 80)
     return Support::no(

@@ -174,7 +174,8 @@ class FieldReader {
 
 std::string spec_allowed() {
   std::string allowed =
-      "write [fwd:|bwd:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, score{<program>}, a "
+      "write [fwd:|bwd:|append:|merge:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, "
+      "score{<program>}, a "
       "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
@@ -230,7 +231,21 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
 
 }  // namespace
 
+bool plan::names_pass(std::string_view spec_text) {
+  const std::string_view first = spec_text.substr(0, spec_text.find(':'));
+  return first == "fwd" || first == "bwd" || first == "append" || first == "merge";
+}
+
 AttentionSpec AttentionSpec::normalized() const {
+  if (pass == Pass::append)
+    return {.pass = pass,
+            .dtype = dtype,
+            .head_dim = head_dim,
+            .head_dim_v = v_dim(),
+            .varlen = varlen,
+            .cache = true,
+            .pages = pages};
+  if (pass == Pass::merge) return {.pass = pass, .dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()};
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
@@ -263,6 +278,9 @@ void AttentionSpec::validate() const {
         "give the lengths at the call",
         pages ? "pages" : "cache");
   }
+  if (!cached && pass == Pass::append)
+    refuse(
+        "the pass is append and the spec has no cache: set spec.pages to the rows of a page, or spec.cache");
   if (cached && pass == Pass::backward) {
     refuse(
         "the pass is backward and {} is set; the backward pass needs K and V as tensors without pages and "
@@ -330,7 +348,7 @@ std::string to_string(const TileConfig& config) {
 AttentionSpec parse_spec(std::string_view text) {
   FieldReader reader("spec", text, spec_allowed);
   AttentionSpec spec;
-  if (reader.peek() == "fwd" || reader.peek() == "bwd") spec.pass = parse_pass(reader.take("the pass"));
+  if (plan::names_pass(text)) spec.pass = parse_pass(reader.take("the pass"));
 
   const std::string_view dtype = reader.take("the element type");
   spec.dtype = reader.in_field(dtype, [&] { return parse_dtype(dtype); });

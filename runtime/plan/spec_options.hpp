@@ -26,4 +26,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
 };
 
+/// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.
+bool names_pass(std::string_view spec_text);
+
 }  // namespace flashjit::plan

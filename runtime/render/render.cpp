@@ -29,10 +29,10 @@ std::string entry_text(const plan::Entry& entry, int programs) {
       entry.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", entry.cluster) : "";
   const std::string text = fmt::format(
       "extern \"C\" __global__ void{} __launch_bounds__({}, {})\n"
-      "flashjit_{}(const __grid_constant__ flashjit::Params p{}) {{\n"
+      "flashjit_{}(const __grid_constant__ flashjit::{} p{}) {{\n"
       "  {}<flashjit::Problem>(p{});\n"
       "}}\n",
-      cluster, entry.threads, entry.min_blocks, entry.name, maps, entry.function,
+      cluster, entry.threads, entry.min_blocks, entry.name, entry.params, maps, entry.function,
       entry.tensor_maps ? ", maps" : "");
   if (programs == 1) return "\n" + text;
   const int other = entry.hot ? 2 : 1;

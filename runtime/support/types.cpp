@@ -17,7 +17,8 @@ namespace {
 template <class Value, std::size_t kCount>
 using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
-constexpr Names<Pass, 2> kPasses{{{Pass::forward, "fwd"}, {Pass::backward, "bwd"}}};
+constexpr Names<Pass, 4> kPasses{
+    {{Pass::forward, "fwd"}, {Pass::backward, "bwd"}, {Pass::append, "append"}, {Pass::merge, "merge"}}};
 /// The names of the table of types.
 Names<DType, 3> dtype_names() {
   Names<DType, 3> names;

@@ -224,4 +224,7 @@ inline float __fdividef(float a, float b) { return a / b; }
 inline float __fmaf_rn(float a, float b, float c) { return fmaf(a, b, c); }
 inline float __sinf(float x) { return sinf(x); }
 inline float __cosf(float x) { return cosf(x); }
+inline void sincospif(float x, float* sine, float* cosine) {
+  *sine = static_cast<float>(sin(M_PI * x)), *cosine = static_cast<float>(cos(M_PI * x));
+}
 inline float rsqrtf(float x) { return 1.0f / sqrtf(x); }

@@ -141,6 +141,7 @@ int bench(const BenchCommand& command, bool json) {
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
   std::vector<autotune::Problem> problems;
   for (const AttentionSpec& spec : parse_passes(command.spec)) {
+    require_attention(spec);
     for (const std::string& text : command.shapes) {
       const AttentionShape shape = parse_shape(text);
       shape.validate();

@@ -143,6 +143,14 @@ void Progress::at(std::size_t done, std::size_t total, std::string_view item) {
   std::fflush(stderr);
 }
 
+void require_attention(const AttentionSpec& spec) {
+  if (is_attention(spec.pass)) return;
+  throw Error(
+      ErrorCode::invalid_argument,
+      fmt::format("{} is no attention: pack and inspect take it; give a forward or backward spec here",
+                  to_string(spec)));
+}
+
 std::vector<Problem> read_suite(const std::filesystem::path& path) {
   std::ifstream file(path);  // not read_file(): it may be a pipe
   std::string text;

@@ -97,8 +97,10 @@ class Progress {
 
 /// A spec and, where the command needs or has one, a shape.
 using Problem = autotune::SuiteProblem;
-using autotune::names_pass;
 using autotune::parse_passes;
+/// Throws Error(invalid_argument) where the spec is of another pass than attention's two: what this command
+/// cannot run.
+void require_attention(const AttentionSpec& spec);
 
 /// parse_suite() of a file. Throws Error(io) too.
 std::vector<Problem> read_suite(const std::filesystem::path& path);

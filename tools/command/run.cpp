@@ -7,6 +7,7 @@
 #include "attention.hpp"
 #include "expr/declarations.hpp"
 #include "gpu.hpp"
+#include "plan/spec_options.hpp"
 #include "tools/parts/npy.hpp"
 
 namespace flashjit::command {
@@ -26,7 +27,8 @@ struct RunOptions {
 AttentionSpec spec_of(const RunOptions& options) {
   AttentionSpec spec = parse_spec(options.spec);
   const bool backward = !options.files.dout.empty();
-  if (names_pass(options.spec) && (spec.pass == Pass::backward) != backward)
+  require_attention(spec);
+  if (plan::names_pass(options.spec) && (spec.pass == Pass::backward) != backward)
     throw Error(
         ErrorCode::invalid_argument,
         fmt::format(

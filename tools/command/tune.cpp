@@ -57,8 +57,10 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
   }
   std::vector<autotune::Problem> problems;
   if (!listed) {
-    for (const Problem& line : read_suite(command.suite))
+    for (const Problem& line : read_suite(command.suite)) {
+      require_attention(line.spec);
       problems.push_back({line.spec, line.shape.value_or(default_shape())});
+    }
     return problems;
   }
   if (command.specs.empty() || command.shapes.empty()) {
@@ -68,6 +70,7 @@ std::vector<autotune::Problem> problems_of(const TuneCommand& command) {
   }
   for (const std::string& spec_text : command.specs) {
     for (const AttentionSpec& spec : parse_passes(spec_text)) {
+      require_attention(spec);
       for (const std::string& shape_text : command.shapes) {
         const AttentionShape shape = parse_shape(shape_text);
         shape.validate();

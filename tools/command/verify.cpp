@@ -1,6 +1,7 @@
 // flashjit verify: kernels of this GPU against the CPU reference, on fresh random inputs.
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <memory>
 #include <random>
 
@@ -100,6 +101,7 @@ int verify(const VerifyOptions& options, bool json) {
   if (options.all_configs && !options.config.empty())
     throw Error(ErrorCode::invalid_argument, "--config and --all-configs exclude each other; give one");
   const std::vector<AttentionSpec> specs = parse_passes(options.spec);
+  std::ranges::for_each(specs, require_attention);
   const AttentionShape shape = parse_shape(options.shape);
   shape.validate();
   const std::uint64_t seed = options.seed ? *options.seed : std::random_device()();

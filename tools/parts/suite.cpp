@@ -7,6 +7,7 @@
 #include <sstream>
 
 #include "flashjit/error.hpp"
+#include "plan/spec_options.hpp"
 
 namespace flashjit::autotune {
 namespace {
@@ -47,15 +48,10 @@ void add_line(std::string line, std::vector<SuiteProblem>& problems) {
 
 }  // namespace
 
-bool names_pass(std::string_view spec_text) {
-  const std::string_view first = spec_text.substr(0, spec_text.find(':'));
-  return first == "fwd" || first == "bwd";
-}
-
 std::vector<AttentionSpec> parse_passes(std::string_view spec_text) {
   AttentionSpec spec = parse_spec(spec_text);
   spec.validate();
-  if (names_pass(spec_text)) return {spec.normalized()};
+  if (plan::names_pass(spec_text)) return {spec.normalized()};
   AttentionSpec backward = spec;
   backward.pass = Pass::backward;
   spec.pass = Pass::forward;

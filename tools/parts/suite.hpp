@@ -18,8 +18,6 @@ struct SuiteProblem {
   bool operator==(const SuiteProblem&) const = default;
 };
 
-/// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.
-bool names_pass(std::string_view spec_text);
 /// The spec of each pass that the text asks for: the one it names, else forward and backward. Validated,
 /// normalized.
 std::vector<AttentionSpec> parse_passes(std::string_view spec_text);

@@ -1,0 +1,174 @@
+#include "call/tensor_checks.hpp"
+
+#include <fmt/ranges.h>
+
+#include <limits>
+#include <utility>
+
+#include "support/refuse.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr std::int64_t kMaxOffset = std::int64_t{1} << 62;  // elements
+constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr std::uintptr_t kTensorAlignment = 16;
+constexpr const char* kDimensions[] = {"batch", "heads", "length", "head_dim"};
+
+bool aligned(const void* pointer, std::uintptr_t alignment) {
+  return reinterpret_cast<std::uintptr_t>(pointer) % alignment == 0;
+}
+
+[[noreturn, gnu::cold, gnu::noinline]] void refuse_size(const char* name, int dimension, std::int64_t given,
+                                                        Size expected) {
+  if (!expected.owner)
+    refuse("{} has head_dim {}, but the spec says {}: give a tensor of that size or change the spec.", name,
+           given, expected.value);
+  refuse("{} has {} {}, but {} has {}: they must be equal.", name, kDimensions[dimension], given,
+         expected.owner, expected.value);
+}
+
+/// Refuses negative and overflowing strides, and those that are no multiple of 16 bytes.
+void check_strides(const char* name, const ConstTensorView& tensor, int element_size) {
+  std::int64_t extent = 0;
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.size[i] <= 1) continue;
+    const std::int64_t stride = tensor.stride[i];
+    if (stride < 0)
+      refuse("{} has stride {} in {}: strides must be 0 or more.", name, stride, kDimensions[i]);
+    std::int64_t span = 0;
+    if (__builtin_mul_overflow(tensor.size[i] - 1, stride, &span) || span > kMaxOffset - extent)
+      refuse("{} reaches beyond 2^62 elements: sizes [{}] with strides [{}].", name,
+             fmt::join(tensor.size, ", "), fmt::join(tensor.stride, ", "));
+    extent += span;
+    if (stride % (static_cast<std::int64_t>(kTensorAlignment) / element_size) != 0)
+      refuse(
+          "{} has stride {} in {}: strides must be multiples of {} elements (16 bytes); pad the rows or copy "
+          "the "
+          "tensor.",
+          name, stride, kDimensions[i], static_cast<std::int64_t>(kTensorAlignment) / element_size);
+  }
+  if (tensor.size[3] > 1 && tensor.stride[3] != 1)
+    refuse(
+        "{} has stride {} in head_dim: the last dimension must be contiguous (stride 1); transpose or copy "
+        "the "
+        "tensor.",
+        name, tensor.stride[3]);
+}
+
+/// Refuses views in which two indices name one element, which kernels that write in parallel cannot honour.
+void check_distinct(const char* name, const ConstTensorView& tensor) {
+  std::array<int, 3> order = {2, 1, 0};
+  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
+  if (tensor.stride[order[1]] > tensor.stride[order[2]]) std::swap(order[1], order[2]);
+  if (tensor.stride[order[0]] > tensor.stride[order[1]]) std::swap(order[0], order[1]);
+  std::int64_t covered =
+      tensor.size[3];  // elements from the first to behind the last of the dimensions before
+  for (const int i : order) {
+    if (tensor.size[i] <= 1) continue;
+    if (tensor.stride[i] < covered)
+      refuse(
+          "{} is written, but its elements overlap: stride {} in {} is less than the {} elements that lie "
+          "between; "
+          "give a tensor of its own.",
+          name, tensor.stride[i], kDimensions[i], covered);
+    covered += (tensor.size[i] - 1) * tensor.stride[i];
+  }
+}
+
+}  // namespace
+
+void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
+                  Access access) {
+  bool empty = false;
+  for (int i = 0; i < 4; ++i) {
+    if (tensor.size[i] < 0)
+      refuse("{} has {} {}: sizes must be 0 or more.", name, kDimensions[i], tensor.size[i]);
+    if (tensor.size[i] != sizes[i].value) refuse_size(name, i, tensor.size[i], sizes[i]);
+    empty |= tensor.size[i] == 0;
+  }
+  if (empty) return;
+  if (!tensor.data) refuse("{} is null, but it has elements: give device memory.", name);
+  if (!aligned(tensor.data, kTensorAlignment))
+    refuse("{} is at {}, which is no multiple of 16 bytes: align its memory.", name, tensor.data);
+  check_strides(name, tensor, element_size);
+  if (access == Access::write) check_distinct(name, tensor);
+}
+
+void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment) {
+  if (!aligned(pointer, alignment))
+    refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, pointer, alignment);
+}
+
+std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table) {
+  if (k.size[0] == 0) return 0;
+  return spec.pages != 0 ? table.columns * spec.pages : k.size[2];
+}
+
+void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const char* k_name,
+                      const ConstTensorView& k, const PageTableView& table) {
+  if (!is_cached(spec)) {
+    if (table.data)
+      refuse("page_table is given, but the spec has no cache: set spec.pages to the rows of a page.");
+    return;
+  }
+  if (shape.batch == 0) return;
+  if (shape.seqlen_kv > cache_capacity(spec, k, table))
+    refuse("max_seqlen_kv is {}, but {} has room for {} keys: make it wider or the maximum smaller.",
+           shape.seqlen_kv, spec.pages != 0 ? "a row of page_table" : fmt::format("a slot of {}", k_name),
+           cache_capacity(spec, k, table));
+  if (!table.data) {
+    if (spec.pages != 0)
+      refuse(
+          "page_table is null, but the spec has pages: give int32 [{}, pages of the longest] in device "
+          "memory.",
+          shape.batch);
+    if (k.size[0] < shape.batch)
+      refuse("{} has {} slots for {} sequences: give as many, or a page_table that says which slot is whose.",
+             k_name, k.size[0], shape.batch);
+    return;
+  }
+  check_pointer("page_table", table.data, alignof(std::int32_t));
+  if (table.sequences != shape.batch)
+    refuse("page_table has {} rows, but there are {} sequences: give a row for each.", table.sequences,
+           shape.batch);
+  if (table.columns < 0 || table.columns > kMaxInt || (spec.pages == 0 && table.columns != 1))
+    refuse("page_table has {} columns: {}.", table.columns,
+           spec.pages == 0 ? "give one, the slot of each sequence, or set spec.pages"
+                           : "give one for each page of the longest sequence");
+  if (table.stride < 0 || table.stride > kMaxInt)
+    refuse("page_table has stride {}: it must be from 0 to 2^31 - 1 elements.", table.stride);
+}
+
+void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths) {
+  if (!spec.has_lengths() && lengths)
+    refuse(
+        "kv_lengths is given, but the spec has none: set spec.kv_lengths for keys that are padding, or "
+        "spec.cache or spec.pages for the keys of a cache.");
+  if (spec.has_lengths() && !lengths && shape.batch > 0)
+    refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
+           is_cached(spec) ? "a cache" : "them");
+  check_pointer("kv_lengths", lengths, alignof(std::int32_t));
+}
+
+void check_offsets(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                   const std::int32_t* cu_seqlens) {
+  if (!spec.varlen && cu_seqlens) refuse("{} is given, but the spec has no varlen: set spec.varlen.", name);
+  if (spec.varlen && !cu_seqlens && shape.batch > 0)
+    refuse("{} is null, but the spec has varlen: give int32 [batch_size + 1] in device memory.", name);
+  check_pointer(name, cu_seqlens, alignof(std::int32_t));
+}
+
+void check_heads(const AttentionShape& shape) {
+  const bool divides = shape.heads_kv == 0 ? shape.heads_q == 0 : shape.heads_q % shape.heads_kv == 0;
+  if (!divides)
+    refuse("q has {} heads and k has {}: the heads of q must be a multiple of those of k.", shape.heads_q,
+           shape.heads_kv);
+}
+
+TensorParam tensor_param(const ConstTensorView& tensor) {
+  const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
+  return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
+}
+
+}  // namespace flashjit

@@ -1,0 +1,48 @@
+// Checks that all calls share: of tensors, caches and packed sequences.
+#pragma once
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+
+#include "flashjit/runtime.hpp"
+#include "templates/common/params.cuh"
+
+namespace flashjit {
+
+/// The size that a dimension must have, and where it comes from: a tensor's name, or null for the spec.
+struct Size {
+  std::int64_t value;
+  const char* owner;
+};
+using Sizes = std::array<Size, 4>;
+
+enum class Access { read, write };
+
+/// Whether the view has these sizes, and pointers and strides that kernels can read or write.
+void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
+                  Access access);
+void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment);
+
+/// Whether K and V are a cache's.
+inline bool is_cached(const AttentionSpec& spec) { return spec.cache || spec.pages != 0; }
+/// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
+std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table);
+/// `k_name` is what the caller knows the cache's K by.
+void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const char* k_name,
+                      const ConstTensorView& k, const PageTableView& table);
+void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* lengths);
+void check_offsets(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                   const std::int32_t* cu_seqlens);
+void check_heads(const AttentionShape& shape);
+
+/// A stride that no index uses is not handed on: callers may have left anything in it.
+TensorParam tensor_param(const ConstTensorView& tensor);
+
+/// The view's memory; null where no element of it is ever touched.
+template <class View>
+const void* memory_of(const View& view) {
+  return std::ranges::find(view.size, 0) == view.size.end() ? view.data : nullptr;
+}
+
+}  // namespace flashjit

@@ -1,0 +1,159 @@
+// New rows of K and V on their way into a cache, and of Q: rotated by their positions (RoPE).
+#pragma once
+
+#include "flashjit/common/chunk.cuh"
+
+namespace flashjit::auxiliary {
+
+/// Which key of which sequence a new row is; without a sequence b is negative.
+struct NewKey {
+  int b, key;
+};
+
+template <class P>
+__device__ __forceinline__ NewKey new_key(const AppendParams& p, int row) {
+  if constexpr (!P::kVarlen) {
+    const int b = row / p.rows;
+    return {b, max(p.kv_lengths[b], 0) - p.rows + row % p.rows};
+  } else {
+    __shared__ int2 found;
+    if (threadIdx.x == 0) found = int2{-1, -1};
+    __syncthreads();
+    for (int b = threadIdx.x; b < p.batch; b += blockDim.x) {
+      const int begin = p.cu_seqlens[b], end = p.cu_seqlens[b + 1], length = p.kv_lengths[b];
+      if (begin <= row && row < end) found = int2{b, max(length, 0) - (end - row)};
+    }
+    __syncthreads();
+    return {found.x, found.y};
+  }
+}
+
+/// The page that has a key's row, and which of its rows; without a place for it the page is negative.
+struct KeyPlace {
+  int page, row;
+};
+
+template <class P>
+__device__ __forceinline__ KeyPlace place_of_key(const AppendParams& p, NewKey at) {
+  if (at.b < 0 || at.key < 0 || at.key >= p.seqlen_kv) return {-1, 0};
+  constexpr bool kPaged = P::kPageRows > 0;
+  int page = at.b;
+  if (kPaged || p.page_table.pages != nullptr)
+    page =
+        p.page_table
+            .pages[static_cast<long long>(at.b) * p.page_table.stride + (kPaged ? at.key / P::kPageRows : 0)];
+  const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(p.page_table.count);
+  return {exists ? page : -1, kPaged ? at.key % P::kPageRows : at.key};
+}
+
+/// cos and sin of a pair's angle. Whole turns are dropped in fp64, which keeps the rest exact for positions
+/// of millions.
+template <class Element>
+__device__ __forceinline__ float2 rotation(const RopeParam& rope, int position, int pair) {
+  if (rope.cos == nullptr) {
+    double turns = position * rope.turns;
+#pragma unroll
+    for (int n = 0; n < kRopeFactors; ++n)
+      if (pair >> n & 1) turns *= rope.factors[n];
+    float2 result;
+    sincospif(2.0f * static_cast<float>(turns - rint(turns)), &result.y, &result.x);
+    return result;
+  }
+  const long long at = position * rope.stride + pair;
+  const auto read = [&]<class T>(T) {
+    return float2{to_float(static_cast<const T*>(rope.cos)[at]),
+                  to_float(static_cast<const T*>(rope.sin)[at])};
+  };
+  return rope.fp32_tables ? read(float{}) : read(Element{});
+}
+
+/// Two chunks of a row that a thread moves, negative where there is none: of rotated dimensions one of each
+/// half, so that it has both elements of its pairs, however these lie; of others likewise.
+struct ChunkPair {
+  int first, second;
+};
+
+__device__ __forceinline__ ChunkPair chunk_pair(int i, int chunks, int rotated) {
+  if (i < rotated) return {i, i + rotated};
+  const int begin = 2 * rotated, rest = chunks - begin, half = (rest + 1) / 2, other = i - rotated;
+  return {other < half ? begin + other : -1, other + half < rest ? begin + other + half : -1};
+}
+
+/// Rotates the pairs of two chunks: of neighbours in each, or of one element of each.
+template <bool kInterleaved, int kCount>
+__device__ __forceinline__ void rotate(float (&first)[kCount], float (&second)[kCount],
+                                       const float2 (&angles)[kCount]) {
+  const auto rotate_pair = [](float& x, float& y, float2 angle) {
+    const float before = x;
+    x = x * angle.x - y * angle.y;
+    y = before * angle.y + y * angle.x;
+  };
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    if constexpr (!kInterleaved)
+      rotate_pair(first[i], second[i], angles[i]);
+    else if (i < kCount / 2)
+      rotate_pair(first[2 * i], first[2 * i + 1], angles[i]);
+    else
+      rotate_pair(second[2 * i - kCount], second[2 * i - kCount + 1], angles[i]);
+  }
+}
+
+/// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. A row without a
+/// sequence, a place in the cache or an angle in the tables is left out.
+template <class P>
+__device__ void append(const AppendParams& p) {
+  using Element = typename P::Element;
+  constexpr int kThreads = 128, kElements = kChunk<Element>;
+  constexpr int kChunks = P::kHeadDim / kElements, kChunksV = P::kHeadDimV / kElements;
+  constexpr int kPairs = (max(kChunks, kChunksV) + 1) / 2, kHeadsAtOnce = kThreads / kPairs;
+  const RopeParam& rope = p.rope;
+  const int row = static_cast<int>(blockIdx.x);
+  const NewKey at = new_key<P>(p, row);
+  const KeyPlace place = place_of_key<P>(p, at);
+  if (place.page < 0) return;
+  __shared__ float2 all_angles[P::kHeadDim / 2];
+  if (rope.pairs > 0) {
+    const int position = rope.positions != nullptr ? rope.positions[row] : at.key;
+    if (rope.cos != nullptr && static_cast<unsigned>(position) >= static_cast<unsigned>(rope.table_rows))
+      return;
+    for (int pair = threadIdx.x; pair < rope.pairs; pair += kThreads)
+      all_angles[pair] = rotation<Element>(rope, position, pair);
+    __syncthreads();
+  }
+
+  const int mine = threadIdx.x % kPairs, rotated = rope.pairs / kElements;
+  float2 angles[kElements];
+  if (mine < rotated) {
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) {
+      const int neighbours =
+          i < kElements / 2 ? mine * kElements / 2 + i : (mine + rotated - 1) * kElements / 2 + i;
+      angles[i] = all_angles[rope.interleaved ? neighbours : mine * kElements + i];
+    }
+  }
+  if (threadIdx.x >= kHeadsAtOnce * kPairs) return;
+  const int b = P::kVarlen ? 0 : at.b, s = P::kVarlen ? row : row % p.rows;
+  for (int head = threadIdx.x / kPairs; head < 2 * p.heads_kv + p.heads_q; head += kHeadsAtOnce) {
+    const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
+    const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
+    const Element* from = row_of<Element>(is_k ? p.k : is_v ? p.v : p.q, b, h, s);
+    Element* to = is_k   ? row_of<Element>(p.k_cache, place.page, h, place.row)
+                  : is_v ? row_of<Element>(p.v_cache, place.page, h, place.row)
+                         : row_of<Element>(p.q_out, b, h, s);
+    const ChunkPair chunks = is_v ? chunk_pair(mine, kChunksV, 0) : chunk_pair(mine, kChunks, rotated);
+    uint4 first = {}, second = {};
+    if (chunks.first >= 0) first = reinterpret_cast<const uint4*>(from)[chunks.first];
+    if (chunks.second >= 0) second = reinterpret_cast<const uint4*>(from)[chunks.second];
+    if (!is_v && mine < rotated) {
+      float x[kElements], y[kElements];
+      unpack_chunk<Element>(first, x), unpack_chunk<Element>(second, y);
+      rope.interleaved ? rotate<true>(x, y, angles) : rotate<false>(x, y, angles);
+      first = pack_chunk<Element>(x), second = pack_chunk<Element>(y);
+    }
+    if (chunks.first >= 0) reinterpret_cast<uint4*>(to)[chunks.first] = first;
+    if (chunks.second >= 0) reinterpret_cast<uint4*>(to)[chunks.second] = second;
+  }
+}
+
+}  // namespace flashjit::auxiliary

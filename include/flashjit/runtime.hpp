@@ -126,6 +126,56 @@ struct BackwardArgs {
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
 };
 
+/// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,
+/// that of a table, or position * theta^(-2i / dims).
+struct RopeView {
+  const void *cos = nullptr, *sin = nullptr;  ///< on the device, [table_rows, dims / 2]; null: by theta
+  std::int64_t table_rows = 0;                ///< positions that the tables have
+  std::int64_t stride = 0;                    ///< from one position to the next, in elements; 0: dims / 2
+  DType type = DType::fp32;                   ///< of the tables: fp32, or the spec's
+  float theta = 0;                            ///< without tables; 0 and no tables: nothing is rotated
+  int dims = 0;                               ///< a multiple of 16; 0: all of head_dim
+  bool interleaved = false;                   ///< pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2)
+  const std::int32_t* positions = nullptr;    ///< one for each new row, on the device; null: its key's number
+};
+
+/// Arguments of append(): new rows of K and V, which are rotated and stored into a cache, and those of Q,
+/// which are rotated. New row i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the
+/// new rows already, as forward() then wants it. Sizes: k [b, hkv, n, d], v [b, hkv, n, dv], q and q_out [b,
+/// hq, n, d], the caches as k and v of ForwardArgs. With spec.varlen the rows of batch_size sequences are
+/// packed, k [1, hkv, rows, d] and so on, and sequence b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+///
+/// What the device alone knows is not checked. A row without a sequence, without a place in the cache (its
+/// key's number is negative or beyond max_seqlen_kv, or its page does not exist) or without a row in the
+/// tables is left out: nothing is written for it.
+struct AppendArgs {
+  ConstTensorView k, v;
+  TensorView k_cache, v_cache;
+  const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device: the keys of each, with the new ones
+  PageTableView page_table = {};             ///< as of ForwardArgs
+  ConstTensorView q = {};                    ///< null data: there is none
+  TensorView q_out = {};                     ///< may be q
+  RopeView rope = {};
+  const std::int32_t* cu_seqlens_q = nullptr;  ///< [batch_size + 1] on the device, with spec.varlen
+  std::int64_t batch_size = 0;                 ///< sequences, with spec.varlen
+  std::int64_t max_seqlen_kv = 0;              ///< the most keys of a sequence; 0: all there is room for
+};
+
+/// O and LSE of the same queries over some of their keys.
+struct PartialState {
+  ConstTensorView out;         ///< [b, h, s, dv]
+  const float* lse = nullptr;  ///< [b, h, s] contiguous
+};
+
+/// Arguments of merge(): O and LSE over all keys, from partial states whose keys are disjoint. A state with
+/// LSE of -inf gives nothing, whatever its O. Without any key O is 0 and LSE -inf.
+struct MergeArgs {
+  std::span<const PartialState> states;  ///< 1 to 8
+  TensorView out;                        ///< [b, h, s, dv]; may be one of the states', if of its type
+  float* lse = nullptr;                  ///< [b, h, s] contiguous; null: not wanted
+  std::optional<DType> states_type = {}, out_type = {};  ///< fp32, or by default the spec's
+};
+
 /// Whether to compile a kernel that is in no pack and not in the cache.
 enum class JitMode : std::uint8_t { on, off };
 
@@ -202,6 +252,12 @@ class FLASHJIT_API Runtime {
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+
+  /// Stores new rows of K and V into a cache, rotated, and rotates those of Q. The spec is forward()'s: of it
+  /// element type, head dimensions, varlen, cache and pages are read.
+  void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
+  /// Joins partial states. Of the spec, element type and head_dim_v are read.
+  void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
 
   /// Compiles and loads now on the current device, e.g. before a graph capture. spec.pass chooses the pass.
   /// With `config`, that configuration is used for this spec and shape from now on.

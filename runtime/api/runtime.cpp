@@ -23,6 +23,14 @@ void Runtime::backward(const AttentionSpec& spec, const BackwardArgs& args, Stre
   impl_->backward(spec, args, stream);
 }
 
+void Runtime::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
+  impl_->append(spec, args, stream);
+}
+
+void Runtime::merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream) {
+  impl_->merge(spec, args, stream);
+}
+
 KernelReport Runtime::prepare(const AttentionSpec& spec, const AttentionShape& shape,
                               const std::optional<TileConfig>& config) {
   return impl_->prepare(spec, shape, config);

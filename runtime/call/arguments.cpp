@@ -428,9 +428,7 @@ ForwardArgs fold_gqa(ForwardArgs args) {
 
 Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   Params params = common_params(plan, args, Pass::forward);
-  const PageTableView& table = args.page_table;
-  params.page_table = {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
-                       static_cast<int>(args.k.size[0])};
+  params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
   return params;
 }

@@ -8,6 +8,7 @@
 #include <iterator>
 #include <type_traits>
 
+#include "call/append_arguments.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
 #include "device/tensor_maps.hpp"
@@ -65,7 +66,7 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
 }
 
 /// Launches those of an operation's steps that `wanted` says yes to, in order.
-template <class Steps, class Wanted>
+template <class Steps, class Params, class Wanted>
 void launch_steps(const device::Driver& driver, const Steps& steps, Params params, device::TensorMaps maps,
                   Stream stream, Wanted wanted) {
   std::array<void*, 2> parameters{&params, &maps};
@@ -117,6 +118,26 @@ void Engine::backward(const AttentionSpec& spec, const BackwardArgs& args, Strea
   run(spec, Pass::backward, args, stream);
 }
 
+void Engine::append(const AttentionSpec& spec, const AppendArgs& args, Stream stream) {
+  run_plain(with_pass(spec, Pass::append), args, stream);
+}
+
+void Engine::merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream) {
+  run_plain(with_pass(spec, Pass::merge), args, stream);
+}
+
+template <class Args>
+void Engine::run_plain(const AttentionSpec& spec, const Args& args, Stream stream) {
+  check_arguments(spec, args);
+  const CUdevice device = device::current_device(*driver());
+  const OperationPtr operation =
+      operation_of(spec, spec.pass, shape_of(spec, args), {}, spec.pass, device, stream);
+  check_pointers_once(*operation, args, device);
+  if (operation->steps.empty()) return;
+  launch_steps(*driver(), operation->steps, make_params(spec, args), {}, stream,
+               [](const Operation::Step&) { return true; });
+}
+
 template <class Args>
 void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream) {
   check_arguments(spec, args);
@@ -127,10 +148,7 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   const plan::WorkspaceLayout& workspace = operation->plan.workspace;
   if (args.lists) check_lists(*args.lists, operation->name, args.block_map);
   check_workspace(args.workspace, args.lists ? workspace.bytes_without_lists() : workspace.bytes);
-  if (!operation->pointers_checked.load(std::memory_order_relaxed)) {
-    check_pointers(args, device);
-    operation->pointers_checked.store(true, std::memory_order_relaxed);
-  }
+  check_pointers_once(*operation, args, device);
   if (operation->steps.empty()) return;
   const auto skipped = args.lists ? plan::LaunchedWhen::lists_are_made : plan::LaunchedWhen::lists_are_given;
   const plan::ExecutionPlan& plan = operation->plan;
@@ -171,6 +189,13 @@ Engine::OperationPtr Engine::operation_of(const AttentionSpec& spec, Pass pass, 
   const AttentionSpec normalized = spec.normalized();
   check_captures(expr::declarations(normalized.score, normalized.mask), captures, captures_of);
   return add(with_pass(spec, pass), shape, device, {}, is_capturing(stream));
+}
+
+template <class Args>
+void Engine::check_pointers_once(const Operation& operation, const Args& args, CUdevice device) {
+  if (operation.pointers_checked.load(std::memory_order_relaxed)) return;
+  check_pointers(args, device);
+  operation.pointers_checked.store(true, std::memory_order_relaxed);
 }
 
 template <class Args>
@@ -254,7 +279,8 @@ Engine::OperationPtr Engine::add(const AttentionSpec& spec, const AttentionShape
   const std::optional<Chosen> chosen = config ? Chosen{*config, "given"} : remembered(spec, shape, device);
   OperationPtr operation = build(plan(spec, shape, info, chosen), info, device, capturing);
   keep(CallKeyView(spec, spec.pass, shape, device), operation, generation, config);
-  if (settings_.tune_in_background && operation->kernel) tune_in_background(operation->plan, device);
+  if (settings_.tune_in_background && operation->kernel && is_attention(spec.pass))
+    tune_in_background(operation->plan, device);
   return operation;
 }
 

@@ -34,6 +34,8 @@ class Engine {
 
   void forward(const AttentionSpec& spec, const ForwardArgs& args, Stream stream);
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
+  void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
+  void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);
@@ -66,6 +68,11 @@ class Engine {
 
   template <class Args>
   void run(const AttentionSpec& spec, Pass pass, const Args& args, Stream stream);
+  /// A pass without workspace, lists and captures.
+  template <class Args>
+  void run_plain(const AttentionSpec& spec, const Args& args, Stream stream);
+  template <class Args>
+  void check_pointers_once(const Operation& operation, const Args& args, CUdevice device);
   template <class Args>
   void check_pointers(const Args& args, CUdevice device);
 

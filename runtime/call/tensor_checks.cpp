@@ -171,4 +171,9 @@ TensorParam tensor_param(const ConstTensorView& tensor) {
   return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
 }
 
+PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {
+  return {table.data, static_cast<int>(table.stride ? table.stride : table.columns),
+          static_cast<int>(k.size[0])};
+}
+
 }  // namespace flashjit

@@ -38,6 +38,7 @@ void check_heads(const AttentionShape& shape);
 
 /// A stride that no index uses is not handed on: callers may have left anything in it.
 TensorParam tensor_param(const ConstTensorView& tensor);
+PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k);
 
 /// The view's memory; null where no element of it is ever touched.
 template <class View>

@@ -23,7 +23,7 @@ struct Entry {
   int shared_bytes = 0;           ///< dynamic shared memory
   bool hot = false;               ///< holds the main loop: spills disqualify the configuration
   bool tensor_maps = false;       ///< takes the tensor maps of Q, K and V as a second parameter
-  std::string params = "Params";  ///< the struct that it takes, of templates/common/params.cuh
+  std::string params = "Params";  ///< the struct that it takes
   bool persistent = false;        ///< blocks take work until there is none: min_blocks a multiprocessor do
 
   bool operator==(const Entry&) const = default;

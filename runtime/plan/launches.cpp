@@ -4,6 +4,7 @@
 
 #include "plan/tiles.hpp"
 #include "plan/workspace.hpp"
+#include "templates/auxiliary/append_params.cuh"
 #include "templates/common/params.cuh"
 
 namespace flashjit::plan {

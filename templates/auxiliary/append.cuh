@@ -1,6 +1,7 @@
 // New rows of K and V on their way into a cache, and of Q: rotated by their positions (RoPE).
 #pragma once
 
+#include "flashjit/auxiliary/append_params.cuh"
 #include "flashjit/common/chunk.cuh"
 
 namespace flashjit::auxiliary {

@@ -1,6 +1,7 @@
 // Partial states over disjoint keys: LSE = log(sum of exp(LSE_i)), O = sum of exp(LSE_i - LSE) O_i.
 #pragma once
 
+#include "flashjit/auxiliary/append_params.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/ptx.cuh"
 

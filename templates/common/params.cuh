@@ -99,46 +99,4 @@ struct Params {
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }
 };
 
-/// Head dimensions are at most 256, so that a rotation has at most 2^7 pairs.
-constexpr int kRopeFactors = 7;
-
-/// The rotation of a head's first dimensions, pair by pair.
-struct RopeParam {
-  const void *cos, *sin;  ///< [table_rows, pairs], of fp32 or the problem's type; null: from the turns below
-  long long stride;       ///< from one position of the tables to the next
-  int table_rows;
-  int fp32_tables;
-  int pairs;                     ///< 0: nothing is rotated
-  int interleaved;               ///< pairs of dimensions (2i, 2i + 1); else (i, i + pairs)
-  const int* positions;          ///< one for each new row; null: the number of its key
-  double turns;                  ///< of pair 0 for each position
-  double factors[kRopeFactors];  ///< turns of pair i + 2^n over those of pair i
-};
-
-/// What the append entry takes.
-struct AppendParams {
-  TensorParam k, v, q, q_out;  ///< the new rows: [batch, heads, rows, dim], or packed in batch 0
-  TensorParam k_cache, v_cache;
-  PageTableParam page_table;
-  const int* kv_lengths;  ///< [batch], with the new rows
-  const int* cu_seqlens;  ///< varlen: [batch + 1]
-  int batch, rows, heads_kv, heads_q;
-  int seqlen_kv;  ///< the most keys of a sequence
-  RopeParam rope;
-};
-
-/// The most states that the merge entry takes, and dimensions of O that a thread of it does.
-constexpr int kMaxPartialStates = 8, kMergedDims = 8;
-
-/// What the merge entry takes.
-struct MergeParams {
-  TensorParam o[kMaxPartialStates];
-  const float* lse[kMaxPartialStates];  ///< [batch, heads, seqlen], as is lse_out
-  TensorParam out;
-  float* lse_out;  ///< null: not wanted
-  int count;       ///< of states
-  int batch, heads, seqlen;
-  int fp32_parts, fp32_out;  ///< else they are of the problem's type
-};
-
 }  // namespace flashjit

@@ -91,6 +91,11 @@ TEST(Cache, WrongArgumentsAreNamed) {
               {"page_table is at", "multiple of 4 bytes"});
   expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = 81; }),
               {"max_seqlen_kv is 81", "room for 80 keys"});
+  expect_says(refusal([](auto& spec, auto& args) {
+                spec = parse_spec("bf16:d64:cache");
+                args.page_table = {}, args.max_seqlen_kv = 17;
+              }),
+              {"max_seqlen_kv is 17", "a slot of k", "room for 16 keys"});
   expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = -1; }), {"max_seqlen_kv is -1"});
   expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }),
               {"kv_lengths is null", "a cache"});

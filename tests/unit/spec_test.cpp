@@ -161,7 +161,7 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
     expect_refused([&] { parse_spec(text); }, parts);
   };
   refused("", {"the spec ''", "it must be one of: fp16, bf16, fp32"});
-  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:]"});
+  refused("fwd", {"'fwd' ends before the element type", "write [fwd:|bwd:|append:|merge:]"});
   refused("bf16", {"'bf16' ends before the head dimension"});
   refused("forward:bf16:d64", {"'forward:bf16:d64' has a wrong field 'forward'"});
   refused("fp8:d64", {"'fp8'", "fp16, bf16, fp32"});

@@ -13,7 +13,8 @@ namespace flashjit {
 namespace {
 
 TEST(Types, NamesGoBothWays) {
-  for (const Pass pass : {Pass::forward, Pass::backward}) EXPECT_EQ(parse_pass(to_string(pass)), pass);
+  for (const Pass pass : {Pass::forward, Pass::backward, Pass::append, Pass::merge})
+    EXPECT_EQ(parse_pass(to_string(pass)), pass);
   for (const DType type : {DType::fp16, DType::bf16, DType::fp32})
     EXPECT_EQ(parse_dtype(to_string(type)), type);
   for (const Family family : {Family::sm90, Family::sm80, Family::simt})
@@ -25,7 +26,7 @@ TEST(Types, NamesGoBothWays) {
 
 TEST(Types, UnknownNamesAreRefusedWithTheKnownOnes) {
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_pass("forward"); }),
-            "the pass is 'forward'; it must be one of: fwd, bwd");
+            "the pass is 'forward'; it must be one of: fwd, bwd, append, merge");
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_dtype("fp8"); }),
             "the element type is 'fp8'; it must be one of: fp16, bf16, fp32");
   EXPECT_EQ(failure(ErrorCode::invalid_argument, [] { parse_family(""); }),

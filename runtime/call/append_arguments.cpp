@@ -1,0 +1,294 @@
+#include "call/append_arguments.hpp"
+
+#include <fmt/format.h>
+
+#include <cmath>
+#include <limits>
+#include <numbers>
+#include <string>
+
+#include "call/tensor_checks.hpp"
+#include "support/refuse.hpp"
+
+namespace flashjit {
+namespace {
+
+constexpr std::int64_t kMaxInt = std::numeric_limits<int>::max();
+constexpr int kRopeStep = 16;
+
+bool rotates(const RopeView& rope) { return rope.cos || rope.sin || rope.theta != 0; }
+int rotated_dims(const AttentionSpec& spec, const RopeView& rope) {
+  return rope.dims ? rope.dims : spec.head_dim;
+}
+std::int64_t table_stride(const AttentionSpec& spec, const RopeView& rope) {
+  return rope.stride ? rope.stride : rotated_dims(spec, rope) / 2;
+}
+
+void check_tables(const AttentionSpec& spec, const RopeView& rope) {
+  if (rope.theta != 0)
+    refuse("rope.theta is {}, but rope.cos and rope.sin are given: give tables or theta.", rope.theta);
+  if (!rope.cos || !rope.sin)
+    refuse("rope.{} is null, but rope.{} is given: give both tables.", rope.cos ? "sin" : "cos",
+           rope.cos ? "cos" : "sin");
+  if (rope.type != DType::fp32 && rope.type != spec.dtype)
+    refuse("rope.type is {}: the tables are of fp32 or of the spec's type, {}.", to_string(rope.type),
+           to_string(spec.dtype));
+  check_pointer("rope.cos", rope.cos, static_cast<std::uintptr_t>(size_of(rope.type)));
+  check_pointer("rope.sin", rope.sin, static_cast<std::uintptr_t>(size_of(rope.type)));
+  if (rope.table_rows < 0 || rope.table_rows > kMaxInt)
+    refuse("rope.table_rows is {}: give the number of positions that the tables have, 0 to 2^31 - 1.",
+           rope.table_rows);
+  if (rope.stride < 0 || rope.stride > kMaxInt)
+    refuse("rope.stride is {}: it must be from 0 to 2^31 - 1 elements.", rope.stride);
+}
+
+void check_rope(const AttentionSpec& spec, const RopeView& rope) {
+  if (!rotates(rope)) {
+    if (rope.dims != 0 || rope.positions)
+      refuse("rope has neither tables nor theta: give rope.cos and rope.sin, or rope.theta.");
+    return;
+  }
+  const int dims = rotated_dims(spec, rope);
+  if (dims < kRopeStep || dims % kRopeStep != 0 || dims > spec.head_dim)
+    refuse("rope.dims is {}: it must be a multiple of {} up to head_dim, {}.", dims, kRopeStep,
+           spec.head_dim);
+  check_pointer("rope.positions", rope.positions, alignof(std::int32_t));
+  if (rope.cos || rope.sin) return check_tables(spec, rope);
+  if (!(std::isfinite(rope.theta) && rope.theta > 0))
+    refuse("rope.theta is {}: it must be finite and greater than 0.", rope.theta);
+}
+
+/// What a view's elements lie between: its first byte and the one behind the last.
+struct Extent {
+  std::uintptr_t begin, end;
+};
+Extent extent_of(const ConstTensorView& tensor, int element_size) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
+  std::int64_t last = tensor.size[3];
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.size[i] == 0) return {begin, begin};
+    if (tensor.size[i] > 1) last += (tensor.size[i] - 1) * tensor.stride[i];
+  }
+  return {begin, begin + static_cast<std::uintptr_t>(last * element_size)};
+}
+
+bool same_memory(const ConstTensorView& a, const ConstTensorView& b) {
+  const TensorParam x = tensor_param(a), y = tensor_param(b);
+  return x.data == y.data && x.stride_b == y.stride_b && x.stride_h == y.stride_h && x.stride_s == y.stride_s;
+}
+
+/// Where a tensor is written that another's rows are read from, they are the same or apart.
+void check_apart(const char* written_name, const ConstTensorView& written, int written_size,
+                 const std::string& read_name, const ConstTensorView& read, int read_size) {
+  const Extent a = extent_of(written, written_size), b = extent_of(read, read_size);
+  if (a.begin >= b.end || b.begin >= a.end) return;
+  if (written_size == read_size && same_memory(written, read)) return;
+  refuse("{} overlaps {}: give the very same tensor, or memory of its own.", written_name, read_name);
+}
+
+void check_new_rows(const AttentionSpec& spec, const AppendArgs& args) {
+  if (spec.varlen) {
+    if (args.k.size[0] != 1)
+      refuse("k has batch {}, but the spec has varlen: pack the sequences into [1, heads, rows, head_dim].",
+             args.k.size[0]);
+    if (args.batch_size < 0 || args.batch_size > kMaxInt)
+      refuse("batch_size is {}: give the number of sequences, 0 to 2^31 - 1.", args.batch_size);
+  } else if (args.batch_size != 0) {
+    refuse("batch_size {} is given, but the spec has no varlen: set spec.varlen or leave it 0.",
+           args.batch_size);
+  }
+  if (args.k.size[0] > 0 && args.k.size[2] > kMaxInt / args.k.size[0])
+    refuse("k has {} x {} new rows: at most 2^31 - 1 are possible.", args.k.size[0], args.k.size[2]);
+  check_offsets("cu_seqlens_q", spec, shape_of(spec, args), args.cu_seqlens_q);
+  if (args.max_seqlen_kv < 0 || args.max_seqlen_kv > kMaxInt)
+    refuse(
+        "max_seqlen_kv is {}: give the most keys that a sequence may have, or 0 for all there is room for.",
+        args.max_seqlen_kv);
+}
+
+void check_q(const AttentionSpec& spec, const AppendArgs& args) {
+  if (!args.q.data && args.q.size == std::array<std::int64_t, 4>{}) {
+    if (args.q_out.data) refuse("q_out is given without q: give both or neither.");
+    return;
+  }
+  const int element_size = size_of(spec.dtype);
+  const Sizes sizes = {Size{args.k.size[0], "k"}, Size{args.q.size[1], "q"}, Size{args.k.size[2], "k"},
+                       Size{spec.head_dim, nullptr}};
+  check_tensor("q", args.q, sizes, element_size, Access::read);
+  check_tensor("q_out", args.q_out, sizes, element_size, Access::write);
+  check_apart("q_out", args.q_out, element_size, "q", args.q, element_size);
+}
+
+RopeParam rope_param(const AttentionSpec& spec, const RopeView& rope) {
+  RopeParam param{};
+  if (!rotates(rope)) return param;
+  const int dims = rotated_dims(spec, rope);
+  param.pairs = dims / 2;
+  param.interleaved = rope.interleaved;
+  param.positions = rope.positions;
+  param.cos = rope.cos;
+  param.sin = rope.sin;
+  param.stride = table_stride(spec, rope);
+  param.table_rows = static_cast<int>(rope.table_rows);
+  param.fp32_tables = rope.type == DType::fp32;
+  param.turns = 1 / (2 * std::numbers::pi);
+  double factor = rope.cos ? 0 : std::pow(static_cast<double>(rope.theta), -2.0 / dims);
+  for (double& kept : param.factors) kept = factor, factor *= factor;
+  return param;
+}
+
+DType states_type(const AttentionSpec& spec, const MergeArgs& args) {
+  return args.states_type.value_or(spec.dtype);
+}
+DType out_type(const AttentionSpec& spec, const MergeArgs& args) {
+  return args.out_type.value_or(spec.dtype);
+}
+
+void check_type(const char* name, const AttentionSpec& spec, DType type) {
+  if (type == DType::fp32 || type == spec.dtype) return;
+  refuse("{} is {}: it must be fp32 or the spec's type, {}.", name, to_string(type), to_string(spec.dtype));
+}
+
+std::vector<NamedPointer> without_nulls(std::vector<NamedPointer> pointers) {
+  std::erase_if(pointers, [](const NamedPointer& named) { return named.pointer == nullptr; });
+  return pointers;
+}
+
+constexpr const char* kStateNames[kMaxPartialStates] = {"states[0].out", "states[1].out", "states[2].out",
+                                                        "states[3].out", "states[4].out", "states[5].out",
+                                                        "states[6].out", "states[7].out"};
+constexpr const char* kLseNames[kMaxPartialStates] = {"states[0].lse", "states[1].lse", "states[2].lse",
+                                                      "states[3].lse", "states[4].lse", "states[5].lse",
+                                                      "states[6].lse", "states[7].lse"};
+
+}  // namespace
+
+AttentionShape shape_of(const AttentionSpec& spec, const AppendArgs& args) {
+  return {.batch = spec.varlen ? args.batch_size : args.k.size[0],
+          .heads_q = args.q.size[1],
+          .heads_kv = args.k.size[1],
+          .seqlen_q = args.k.size[2],
+          .seqlen_kv =
+              args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args.k_cache, args.page_table)};
+}
+
+AttentionShape shape_of(const AttentionSpec& /*spec*/, const MergeArgs& args) {
+  const auto& size = args.out.size;
+  return {.batch = size[0], .heads_q = size[1], .heads_kv = size[1], .seqlen_q = size[2], .seqlen_kv = 0};
+}
+
+void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
+  if (!is_cached(spec))
+    refuse("The spec has no cache to append to: set spec.pages to the rows of a page, or spec.cache.");
+  check_new_rows(spec, args);
+  const int element_size = size_of(spec.dtype);
+  const Size batch{args.k.size[0], "k"}, heads{args.k.size[1], "k"}, rows{args.k.size[2], "k"};
+  const Size d{spec.head_dim, nullptr}, dv{spec.v_dim(), nullptr};
+  check_tensor("k", args.k, {batch, heads, rows, d}, element_size, Access::read);
+  check_tensor("v", args.v, {batch, heads, rows, dv}, element_size, Access::read);
+  const Size pages{args.k_cache.size[0], "k_cache"};
+  const Size page_rows =
+      spec.pages != 0 ? Size{spec.pages, "spec.pages"} : Size{args.k_cache.size[2], "k_cache"};
+  check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, element_size, Access::write);
+  check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, element_size, Access::write);
+  check_q(spec, args);
+  const AttentionShape shape = shape_of(spec, args);
+  check_heads(shape);
+  check_kv_lengths(spec, shape, args.kv_lengths);
+  check_page_table(spec, shape, "k_cache", args.k_cache, args.page_table);
+  check_rope(spec, args.rope);
+}
+
+void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
+  if (args.states.empty() || args.states.size() > kMaxPartialStates)
+    refuse("There are {} states: give 1 to {}, or merge the result with the rest.", args.states.size(),
+           kMaxPartialStates);
+  check_type("states_type", spec, states_type(spec, args));
+  check_type("out_type", spec, out_type(spec, args));
+  const int out_size = size_of(out_type(spec, args)), state_size = size_of(states_type(spec, args));
+  const auto& size = args.out.size;
+  const Sizes sizes = {Size{size[0], "out"}, Size{size[1], "out"}, Size{size[2], "out"},
+                       Size{spec.v_dim(), nullptr}};
+  check_tensor("out", args.out, sizes, out_size, Access::write);
+  check_pointer("lse", args.lse, alignof(float));
+  const std::int64_t heads = size[0] > 0 && size[1] > kMaxInt / size[0] ? kMaxInt : size[0] * size[1];
+  if (heads > 0 && size[2] > kMaxInt / heads)
+    refuse("out has {} x {} x {} rows: at most 2^31 - 1 are possible.", size[0], size[1], size[2]);
+  for (std::size_t i = 0; i < args.states.size(); ++i) {
+    const PartialState& state = args.states[i];
+    check_tensor(kStateNames[i], state.out, sizes, state_size, Access::read);
+    if (!state.lse && heads * size[2] > 0) refuse("{} is null: a state needs its LSE.", kLseNames[i]);
+    check_pointer(kLseNames[i], state.lse, alignof(float));
+    check_apart("out", args.out, out_size, kStateNames[i], state.out, state_size);
+    const auto lse = [&](const float* data) {
+      return Extent{
+          reinterpret_cast<std::uintptr_t>(data),
+          reinterpret_cast<std::uintptr_t>(data) + 4 * static_cast<std::uintptr_t>(heads * size[2])};
+    };
+    if (const Extent a = lse(args.lse), b = lse(state.lse); args.lse && a.begin < b.end && b.begin < a.end)
+      refuse("lse overlaps {}, which is read meanwhile: give memory of its own.", kLseNames[i]);
+  }
+}
+
+AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
+  const AttentionShape shape = shape_of(spec, args);
+  const PageTableView& table = args.page_table;
+  return {.k = tensor_param(args.k),
+          .v = tensor_param(args.v),
+          .q = tensor_param(args.q),
+          .q_out = tensor_param(args.q_out),
+          .k_cache = tensor_param(args.k_cache),
+          .v_cache = tensor_param(args.v_cache),
+          .page_table = page_table_param(table, args.k_cache),
+          .kv_lengths = args.kv_lengths,
+          .cu_seqlens = args.cu_seqlens_q,
+          .batch = static_cast<int>(shape.batch),
+          .rows = static_cast<int>(shape.seqlen_q),
+          .heads_kv = static_cast<int>(shape.heads_kv),
+          .heads_q = static_cast<int>(shape.heads_q),
+          .seqlen_kv = static_cast<int>(shape.seqlen_kv),
+          .rope = rope_param(spec, args.rope)};
+}
+
+MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
+  MergeParams params{};
+  params.out = tensor_param(args.out);
+  params.lse_out = args.lse;
+  params.count = static_cast<int>(args.states.size());
+  params.batch = static_cast<int>(args.out.size[0]);
+  params.heads = static_cast<int>(args.out.size[1]);
+  params.seqlen = static_cast<int>(args.out.size[2]);
+  params.fp32_parts = states_type(spec, args) == DType::fp32;
+  params.fp32_out = out_type(spec, args) == DType::fp32;
+  for (std::size_t i = 0; i < args.states.size(); ++i) {
+    params.o[i] = tensor_param(args.states[i].out);
+    params.lse[i] = args.states[i].lse;
+  }
+  return params;
+}
+
+std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
+  return without_nulls({{"k", memory_of(args.k)},
+                        {"v", memory_of(args.v)},
+                        {"k_cache", memory_of(args.k_cache)},
+                        {"v_cache", memory_of(args.v_cache)},
+                        {"kv_lengths", args.kv_lengths},
+                        {"page_table", args.page_table.data},
+                        {"q", memory_of(args.q)},
+                        {"q_out", memory_of(args.q_out)},
+                        {"rope.cos", args.rope.cos},
+                        {"rope.sin", args.rope.sin},
+                        {"rope.positions", args.rope.positions},
+                        {"cu_seqlens_q", args.cu_seqlens_q}});
+}
+
+std::vector<NamedPointer> pointers_of(const MergeArgs& args) {
+  std::vector<NamedPointer> pointers = {{"out", memory_of(args.out)}, {"lse", args.lse}};
+  for (std::size_t i = 0; i < args.states.size(); ++i) {
+    pointers.push_back({kStateNames[i], memory_of(args.states[i].out)});
+    pointers.push_back({kLseNames[i], args.states[i].lse});
+  }
+  return without_nulls(std::move(pointers));
+}
+
+}  // namespace flashjit

@@ -1,0 +1,304 @@
+// append() and merge() on a device against fp64, with everything that they must not write poisoned.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+
+#include "tests/support/attention_case.hpp"
+#include "tests/support/cache_case.hpp"
+
+namespace flashjit::test {
+
+enum class Rope : std::uint8_t { none, halves, interleaved, typed_tables, theta };
+
+struct AppendCase {
+  CacheCase cache;  ///< its seqlen_q: new rows of a sequence, with varlen the most
+  Rope rope = Rope::halves;
+  int dims = 0;            ///< of the rotation; 0: head_dim
+  bool positions = false;  ///< given, up to 2^20
+  bool q_in_place = false;
+};
+
+inline std::string name_of(const AppendCase& test) {
+  constexpr const char* kRopes[] = {"none", "halves", "interleaved", "typed_tables", "theta"};
+  return fmt::format("{}_{}{}{}{}", name_of(test.cache), kRopes[static_cast<int>(test.rope)], test.dims,
+                     test.positions ? "_positions" : "", test.q_in_place ? "_in_place" : "");
+}
+
+/// A tensor of rows [batch, heads, rows, dim] in the memory order [batch, rows, heads, dim].
+struct Rows {
+  std::int64_t batch, heads, rows, dim;
+  std::vector<double> values = {};
+
+  double* row(std::int64_t b, std::int64_t h, std::int64_t s) {
+    return &values[((b * rows + s) * heads + h) * dim];
+  }
+  template <class Void>
+  BasicTensorView<Void> view(Void* data) const {
+    return BasicTensorView<Void>::bshd(data, batch, rows, heads, dim);
+  }
+};
+
+class AppendRun {
+ public:
+  explicit AppendRun(const AppendCase& test)
+      : test_(test), spec_(test.cache.spec.normalized()), cache_(make_cache(test.cache)) {
+    const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.cache.shape;
+    const reference::Problem& problem = cache_.problem;
+    constexpr std::int64_t kUnusedRows = 2;
+    const std::int64_t rows = spec_.varlen ? problem.cu_seqlens_q.back() + kUnusedRows : seqlen_q;
+    const std::int64_t b = spec_.varlen ? 1 : batch;
+    k_ = make_rows(b, heads_kv, rows, spec_.head_dim);
+    v_ = make_rows(b, heads_kv, rows, spec_.v_dim());
+    q_ = make_rows(b, heads_q, rows, spec_.head_dim);
+    make_rotation(b * rows);
+    expected_q_ = q_;
+    if (!test_.q_in_place) std::ranges::fill(expected_q_.values, kPoison);
+    poison_new_keys();
+  }
+
+  void check(Runtime& runtime) {
+    const DType dtype = spec_.dtype;
+    device::DeviceBuffer k = to_device(dtype, k_.values), v = to_device(dtype, v_.values),
+                         q = to_device(dtype, q_.values), q_out = poisoned(q_.values.size() * size_of(dtype)),
+                         k_cache = to_device(dtype, cache_.k.values),
+                         v_cache = to_device(dtype, cache_.v.values),
+                         lengths = to_device(cache_.problem.kv_lengths), table = to_device(cache_.table),
+                         offsets = to_device(cache_.problem.cu_seqlens_q), positions = to_device(positions_),
+                         cos = to_device(table_type(), cos_), sin = to_device(table_type(), sin_);
+    const bool shared = test_.cache.layout == PoolLayout::interleaved, tables = !cos_.empty();
+    device::DeviceBuffer& rotated_q = test_.q_in_place ? q : q_out;
+    AppendArgs args{
+        .k = k_.view(static_cast<const void*>(k.data())),
+        .v = v_.view(static_cast<const void*>(v.data())),
+        .k_cache = cache_.k.view(k_cache.data(), dtype),
+        .v_cache = cache_.v.view(shared ? k_cache.data() : v_cache.data(), dtype),
+        .kv_lengths = static_cast<const std::int32_t*>(lengths.data()),
+        .page_table = cache_.table_view(static_cast<const std::int32_t*>(table.data())),
+        .q = q_.view(static_cast<const void*>(q.data())),
+        .q_out = q_.view(rotated_q.data()),
+        .rope = {.cos = tables ? cos.data() : nullptr,
+                 .sin = tables ? sin.data() : nullptr,
+                 .table_rows = table_rows_,
+                 .type = table_type(),
+                 .theta = test_.rope == Rope::theta ? kTheta : 0.0f,
+                 .dims = test_.dims,
+                 .interleaved = test_.rope == Rope::interleaved,
+                 .positions =
+                     positions_.empty() ? nullptr : static_cast<const std::int32_t*>(positions.data())},
+        .max_seqlen_kv = test_.cache.shape.seqlen_kv};
+    if (spec_.varlen) {
+      args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets.data());
+      args.batch_size = test_.cache.shape.batch;
+    }
+    runtime.append(test_.cache.spec, args, nullptr);
+    gpu().context->synchronize();
+    compare("k_cache", expected_k_, cache_.k.values, from_device(dtype, k_cache));
+    if (!shared) compare("v_cache", expected_v_, cache_.v.values, from_device(dtype, v_cache));
+    compare("q_out", expected_q_.values, {}, from_device(dtype, rotated_q));
+  }
+
+ private:
+  static constexpr double kPoison = std::numeric_limits<double>::quiet_NaN();
+  static constexpr float kTheta = 10000.0f;
+
+  DType table_type() const { return test_.rope == Rope::typed_tables ? spec_.dtype : DType::fp32; }
+  int dims() const { return test_.dims ? test_.dims : spec_.head_dim; }
+
+  Rows make_rows(std::int64_t b, std::int64_t h, std::int64_t s, std::int64_t d) {
+    Rows made{b, h, s, d};
+    std::mt19937 random(5 + test_.cache.seed);
+    std::normal_distribution<double> normal;
+    made.values.resize(static_cast<std::size_t>(b * h * s * d));
+    for (double& value : made.values) value = reference::round_to(spec_.dtype, normal(random));
+    return made;
+  }
+
+  void make_rotation(std::int64_t rows) {
+    if (test_.rope == Rope::none) return;
+    const bool far = test_.positions && test_.rope == Rope::theta;
+    if (test_.positions)
+      for (std::int64_t i = 0; i < rows; ++i)
+        positions_.push_back(static_cast<std::int32_t>(far ? (1 << 20) - 17 * i : (37 * i + 5) % 50));
+    if (test_.rope == Rope::theta) return;
+    table_rows_ = std::max<std::int64_t>(test_.cache.shape.seqlen_kv, 50);
+    for (std::int64_t position = 0; position < table_rows_; ++position)
+      for (int pair = 0; pair < dims() / 2; ++pair) {
+        const double angle = static_cast<double>(position) * std::pow(kTheta, -2.0 * pair / dims());
+        cos_.push_back(reference::round_to(table_type(), std::cos(angle)));
+        sin_.push_back(reference::round_to(table_type(), std::sin(angle)));
+      }
+  }
+
+  std::vector<double> rotated(const double* row, std::int64_t position) const {
+    std::vector<double> out(row, row + spec_.head_dim);
+    if (test_.rope == Rope::none) return out;
+    const int pairs = dims() / 2;
+    for (int pair = 0; pair < pairs; ++pair) {
+      const double angle =
+          static_cast<double>(position) * std::pow(static_cast<double>(kTheta), -1.0 * pair / pairs);
+      const bool tables = !cos_.empty();
+      const double c = tables ? cos_[position * pairs + pair] : std::cos(angle);
+      const double s = tables ? sin_[position * pairs + pair] : std::sin(angle);
+      const int x = test_.rope == Rope::interleaved ? 2 * pair : pair;
+      const int y = test_.rope == Rope::interleaved ? x + 1 : pair + pairs;
+      out[x] = row[x] * c - row[y] * s;
+      out[y] = row[x] * s + row[y] * c;
+    }
+    return out;
+  }
+
+  /// Takes the new keys out of the cache, and notes what is to come there and in Q.
+  void poison_new_keys() {
+    const std::int64_t batch = test_.cache.shape.batch, page_rows = cache_.k.size[2];
+    const bool shared = test_.cache.layout == PoolLayout::interleaved;
+    Pool& v_pool = shared ? cache_.k : cache_.v;
+    expected_k_ = cache_.k.values, expected_v_ = cache_.v.values;
+    std::vector<double>& expected_v = shared ? expected_k_ : expected_v_;
+    for (std::int64_t b = 0; b < batch; ++b) {
+      const std::int64_t first = spec_.varlen ? cache_.problem.cu_seqlens_q[b] : 0;
+      const std::int64_t count = spec_.varlen ? cache_.problem.cu_seqlens_q[b + 1] - first : k_.rows;
+      for (std::int64_t i = 0; i < count; ++i) {
+        const std::int64_t key = cache_.problem.kv_lengths[b] - count + i;
+        if (key < 0) continue;
+        const std::int64_t at = spec_.varlen ? 0 : b, s = first + i;
+        const std::int64_t position = positions_.empty() ? key : positions_[at * k_.rows + s];
+        const std::int64_t page =
+            cache_.table.empty() ? b : cache_.table[b * cache_.table_stride + key / page_rows];
+        const auto place = [&](const Pool& pool, std::int64_t h) {
+          return pool.offset + page * pool.stride[0] + h * pool.stride[1] + key % page_rows * pool.stride[2];
+        };
+        for (std::int64_t h = 0; h < k_.heads; ++h) {
+          std::ranges::copy(rotated(k_.row(at, h, s), position), &expected_k_[place(cache_.k, h)]);
+          std::copy_n(v_.row(at, h, s), v_.dim, &expected_v[place(cache_.v, h)]);
+          std::fill_n(&cache_.k.values[place(cache_.k, h)], k_.dim, kPoison);
+          std::fill_n(&v_pool.values[place(cache_.v, h)], v_.dim, kPoison);
+        }
+        for (std::int64_t h = 0; h < q_.heads; ++h)
+          std::ranges::copy(rotated(q_.row(at, h, s), position), expected_q_.row(at, h, s));
+      }
+    }
+  }
+
+  /// Half a unit in the last place, and what fp32 makes of the angle.
+  void compare(const char* name, const std::vector<double>& expected, const std::vector<double>& before,
+               const std::vector<double>& got) const {
+    const double half = spec_.dtype == DType::bf16 ? 0x1p-8 : spec_.dtype == DType::fp16 ? 0x1p-11 : 0;
+    ASSERT_EQ(got.size(), expected.size());
+    std::size_t written = 0;
+    for (std::size_t i = 0; i < got.size(); ++i) {
+      if (std::isnan(expected[i])) {
+        ASSERT_TRUE(std::isnan(got[i])) << name << " is written at " << i;
+      } else {
+        ASSERT_NEAR(got[i], expected[i], half * std::abs(expected[i]) + 1e-5) << name << " at " << i;
+      }
+      written += !before.empty() && std::isnan(before[i]) && !std::isnan(got[i]);
+    }
+    if (!before.empty()) {
+      EXPECT_GT(written, 0u) << name;
+    }
+  }
+
+  AppendCase test_;
+  AttentionSpec spec_;
+  Cache cache_;  ///< before the call
+  Rows k_{}, v_{}, q_{}, expected_q_{};
+  std::vector<double> expected_k_, expected_v_, cos_, sin_;
+  std::vector<std::int32_t> positions_;
+  std::int64_t table_rows_ = 0;
+};
+
+/// Every layout by turns with every rotation.
+inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> specs,
+                                            const std::vector<AttentionShape>& shapes) {
+  std::vector<AppendCase> all;
+  unsigned seed = 0;
+  for (const Rope rope : {Rope::none, Rope::halves, Rope::interleaved, Rope::typed_tables, Rope::theta})
+    for (const char* text : specs) {
+      AppendCase test{.cache = {.spec = parse_spec(text),
+                                .shape = shapes[(seed + seed / shapes.size()) % shapes.size()],
+                                .layout = static_cast<PoolLayout>((seed + seed / 3) % 3),
+                                .slot_table = seed % 2 == 1,
+                                .seed = seed},
+                      .rope = rope,
+                      .positions = rope != Rope::none && seed % 2 == 0,
+                      .q_in_place = seed % 3 == 0};
+      const AttentionSpec& spec = test.cache.spec;
+      if (rope != Rope::none) test.dims = seed % 2 ? 16 : spec.head_dim / 16 * 16;
+      if (spec.v_dim() != spec.head_dim && test.cache.layout == PoolLayout::interleaved)
+        test.cache.layout = PoolLayout::hnd;
+      all.push_back(test);
+      ++seed;
+    }
+  return all;
+}
+
+/// States of some of the rows, merged on the device and in fp64.
+inline void check_merge(Runtime& runtime, const char* spec_text, int count, std::optional<DType> states_type,
+                        std::optional<DType> out_type, bool in_place) {
+  const AttentionSpec spec = parse_spec(spec_text);
+  const DType from = states_type.value_or(spec.dtype), to = out_type.value_or(spec.dtype);
+  constexpr std::int64_t kBatch = 3, kHeads = 2, kRows = 5;
+  const std::int64_t rows = kBatch * kHeads * kRows, dim = spec.v_dim();
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  std::mt19937 random(count);
+  std::normal_distribution<double> normal;
+  std::vector<std::vector<double>> o(count), lse(count);
+  // LSE is [batch, heads, rows], O in memory [batch, rows, heads, dim].
+  const auto place_of = [&](std::int64_t row) {
+    const std::int64_t s = row % kRows, h = row / kRows % kHeads, b = row / kRows / kHeads;
+    return ((b * kRows + s) * kHeads + h) * dim;
+  };
+  for (int i = 0; i < count; ++i) {
+    o[i].resize(rows * dim);
+    for (std::int64_t row = 0; row < rows; ++row) {
+      // Row 0 has no keys at all; a state without keys of a row may have anything as its O.
+      const bool none = row == 0 || (row + i) % 4 == 0;
+      lse[i].push_back(none ? -kInfinity
+                            : static_cast<float>(row == 1 ? 3e4 + normal(random) : 3 * normal(random)));
+      for (std::int64_t d = 0; d < dim; ++d)
+        o[i][place_of(row) + d] =
+            none ? std::numeric_limits<double>::quiet_NaN() : reference::round_to(from, normal(random));
+    }
+  }
+  std::vector<device::DeviceBuffer> o_memory, lse_memory;
+  std::vector<PartialState> states;
+  for (int i = 0; i < count; ++i) {
+    o_memory.push_back(to_device(from, o[i]));
+    lse_memory.push_back(to_device(DType::fp32, lse[i]));
+  }
+  for (int i = 0; i < count; ++i)
+    states.push_back({ConstTensorView::bshd(o_memory[i].data(), kBatch, kRows, kHeads, dim),
+                      static_cast<const float*>(lse_memory[i].data())});
+  device::DeviceBuffer out = poisoned(rows * dim * size_of(to)), lse_out = poisoned(rows * 4);
+  device::DeviceBuffer& target = in_place ? o_memory[0] : out;
+  runtime.merge(spec,
+                {.states = states,
+                 .out = TensorView::bshd(target.data(), kBatch, kRows, kHeads, dim),
+                 .lse = static_cast<float*>(lse_out.data()),
+                 .states_type = states_type,
+                 .out_type = out_type},
+                nullptr);
+  gpu().context->synchronize();
+  const std::vector<double> got = from_device(to, target), got_lse = from_device(DType::fp32, lse_out);
+  const double half = to == DType::bf16 ? 0x1p-8 : to == DType::fp16 ? 0x1p-11 : 0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t place = place_of(row);
+    double highest = -kInfinity, sum = 0;
+    for (int i = 0; i < count; ++i) highest = std::max(highest, lse[i][row]);
+    for (int i = 0; i < count && highest > -kInfinity; ++i) sum += std::exp(lse[i][row] - highest);
+    if (sum == 0) {
+      EXPECT_EQ(got_lse[row], -kInfinity) << row;
+    } else {
+      EXPECT_NEAR(got_lse[row], highest + std::log(sum), 1e-6 + 1e-7 * std::abs(highest)) << row;
+    }
+    for (std::int64_t d = 0; d < dim; ++d) {
+      double expected = 0;
+      for (int i = 0; i < count; ++i)
+        if (lse[i][row] > -kInfinity) expected += std::exp(lse[i][row] - highest) / sum * o[i][place + d];
+      ASSERT_NEAR(got[place + d], expected, half * std::abs(expected) + 3e-6) << row << " " << d;
+    }
+  }
+}
+
+}  // namespace flashjit::test

@@ -1,0 +1,174 @@
+// append() and merge() without a GPU: what a call may be given, and what is planned of it.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "call/append_arguments.hpp"
+#include "plan/plan.hpp"
+#include "tests/support/expectations.hpp"
+
+namespace flashjit::test {
+namespace {
+
+template <class T = void>
+T* address(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+AttentionSpec paged_spec() { return parse_spec("append:bf16:d64:varlen:pages16"); }
+
+/// 50 new rows of three sequences, of up to 5 pages of 16 rows, of which a pool has 40.
+AppendArgs append_args() {
+  return {.k = ConstTensorView::bshd(address(0x10000), 1, 50, 2, 64),
+          .v = ConstTensorView::bshd(address(0x20000), 1, 50, 2, 64),
+          .k_cache = TensorView::bshd(address(0x100000), 40, 16, 2, 64),
+          .v_cache = TensorView::bshd(address(0x200000), 40, 16, 2, 64),
+          .kv_lengths = address<std::int32_t>(0x50000),
+          .page_table = {address<std::int32_t>(0x60000), 3, 5},
+          .q = ConstTensorView::bshd(address(0x300000), 1, 50, 4, 64),
+          .q_out = TensorView::bshd(address(0x300000), 1, 50, 4, 64),
+          .rope = {.theta = 10000.0f},
+          .cu_seqlens_q = address<std::int32_t>(0x70000),
+          .batch_size = 3};
+}
+
+template <class Change>
+std::string refusal(Change&& change) {
+  AttentionSpec spec = paged_spec();
+  AppendArgs args = append_args();
+  change(spec, args);
+  try {
+    check_arguments(spec, args);
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    return error.message();
+  }
+  return "accepted";
+}
+void expect_says(const std::string& said, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(said.find(part), said.npos) << said;
+}
+
+TEST(Append, ShapeIsOfRowsAndBounds) {
+  EXPECT_EQ(shape_of(paged_spec(), append_args()), (AttentionShape{3, 4, 2, 50, 80}));
+  AppendArgs args = append_args();
+  args.max_seqlen_kv = 70, args.q = {}, args.q_out = {};
+  EXPECT_EQ(shape_of(paged_spec(), args), (AttentionShape{3, 0, 2, 50, 70}));
+}
+
+TEST(Append, SoundArgumentsPass) {
+  EXPECT_EQ(refusal([](auto&, auto&) {}), "accepted");
+  EXPECT_EQ(refusal([](auto&, auto& args) { args.q = {}, args.q_out = {}, args.rope = {}; }), "accepted");
+  EXPECT_EQ(refusal([](auto&, auto& args) { args.q_out.data = address(0x400000); }), "accepted");
+  EXPECT_EQ(refusal([](auto&, auto& args) {
+              args.rope = {.cos = address(0x80000), .sin = address(0x90000), .table_rows = 9, .dims = 32};
+            }),
+            "accepted");
+  EXPECT_EQ(refusal([](auto& spec, auto& args) {
+              spec = parse_spec("bf16:d64:causal:cache");
+              args.cu_seqlens_q = nullptr, args.batch_size = 0;
+              args.k = args.v = ConstTensorView::bshd(address(0x10000), 3, 2, 2, 64);
+              args.q = {}, args.q_out = {}, args.page_table = {};
+            }),
+            "accepted");
+}
+
+TEST(Append, WrongArgumentsAreNamed) {
+  expect_says(refusal([](auto& spec, auto&) { spec = parse_spec("bf16:d64:varlen"); }),
+              {"no cache", "spec.pages"});
+  expect_says(refusal([](auto&, auto& args) { args.k.size[0] = 2; }), {"k has batch 2", "varlen"});
+  expect_says(refusal([](auto& spec, auto&) { spec.varlen = false; }), {"batch_size 3", "no varlen"});
+  expect_says(refusal([](auto&, auto& args) { args.batch_size = -1; }), {"batch_size is -1"});
+  expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_q = nullptr; }), {"cu_seqlens_q is null"});
+  expect_says(refusal([](auto&, auto& args) { args.kv_lengths = nullptr; }), {"kv_lengths is null"});
+  expect_says(refusal([](auto&, auto& args) { args.v.size[2] = 49; }), {"v has length 49", "k has 50"});
+  expect_says(refusal([](auto&, auto& args) { args.k_cache.size[2] = 8; }),
+              {"k_cache has length 8", "spec.pages has 16"});
+  expect_says(refusal([](auto&, auto& args) { args.v_cache.size[0] = 39; }),
+              {"v_cache has batch 39", "k_cache has 40"});
+  expect_says(refusal([](auto&, auto& args) { args.k_cache.stride[0] = 0; }),
+              {"k_cache is written", "overlap"});
+  expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = 81; }),
+              {"max_seqlen_kv is 81", "room for 80 keys"});
+  expect_says(refusal([](auto&, auto& args) { args.page_table = {}; }), {"page_table is null"});
+  expect_says(refusal([](auto&, auto& args) { args.q = {}; }), {"q_out is given without q"});
+  expect_says(refusal([](auto&, auto& args) { args.q_out = {}; }), {"q_out has"});
+  expect_says(refusal([](auto&, auto& args) { args.q_out.data = address(0x300010); }),
+              {"q_out overlaps q", "the very same"});
+  expect_says(refusal([](auto&, auto& args) { args.rope.dims = 24; }), {"rope.dims is 24", "16"});
+  expect_says(refusal([](auto&, auto& args) { args.rope.dims = 80; }), {"rope.dims is 80", "64"});
+  expect_says(refusal([](auto&, auto& args) { args.rope.theta = -1; }), {"rope.theta is -1"});
+  expect_says(refusal([](auto&, auto& args) { args.rope.cos = address(0x80000); }), {"rope.theta is 10000"});
+  expect_says(refusal([](auto&, auto& args) { args.rope = {.cos = address(0x80000)}; }),
+              {"rope.sin is null"});
+  expect_says(refusal([](auto&, auto& args) { args.rope = {.dims = 32}; }), {"neither tables nor theta"});
+  expect_says(refusal([](auto&, auto& args) {
+                args.rope = {.cos = address(8), .sin = address(16), .type = DType::fp16};
+              }),
+              {"rope.type is fp16", "bf16"});
+}
+
+std::string merge_refusal(const MergeArgs& args) {
+  try {
+    check_arguments(parse_spec("bf16:d64"), args);
+  } catch (const Error& error) {
+    return error.message();
+  }
+  return "accepted";
+}
+
+TEST(Merge, ArgumentsAreChecked) {
+  const PartialState state{ConstTensorView::bshd(address(0x10000), 2, 5, 3, 64), address<float>(0x90000)};
+  std::vector<PartialState> states(2, state);
+  MergeArgs args{.states = states,
+                 .out = TensorView::bshd(address(0x20000), 2, 5, 3, 64),
+                 .lse = address<float>(0xa0000)};
+  EXPECT_EQ(merge_refusal(args), "accepted");
+  args.out.data = address(0x10000);
+  EXPECT_EQ(merge_refusal(args), "accepted");
+  args.out_type = DType::fp32;
+  expect_says(merge_refusal(args), {"out overlaps states[0].out"});
+  args.out_type = DType::fp16;
+  expect_says(merge_refusal(args), {"out_type is fp16", "bf16"});
+  args.out_type = {}, args.lse = address<float>(0x90004);
+  expect_says(merge_refusal(args), {"lse overlaps states[0].lse"});
+  args.lse = nullptr, states[1].lse = nullptr;
+  expect_says(merge_refusal(args), {"states[1].lse is null"});
+  states[1] = state, states[1].out.size[2] = 4;
+  expect_says(merge_refusal(args), {"states[1].out has length 4", "out has 5"});
+  states.assign(9, state), args.states = states;
+  expect_says(merge_refusal(args), {"9 states", "1 to 8"});
+  args.states = {};
+  expect_says(merge_refusal(args), {"0 states"});
+}
+
+TEST(Append, SpecsKeepWhatThePassReads) {
+  EXPECT_EQ(to_string(parse_spec("append:bf16:d128:causal:sinks:varlen:pages16")),
+            "append:bf16:d128:varlen:pages16");
+  EXPECT_EQ(to_string(parse_spec("merge:fp16:d64x32:causal:pages16")), "merge:fp16:d32");
+  EXPECT_THROW(parse_spec("append:bf16:d128"), Error);
+}
+
+/// No family of matrix products takes it, and nothing is to be chosen.
+TEST(Append, IsPlannedAsOneKernel) {
+  for (const char* arch : {"sm_75", "sm_90a"}) {
+    const plan::ExecutionPlan plan =
+        plan::make_plan(paged_spec(), {3, 4, 2, 50, 80}, DeviceInfo::parse(arch), {});
+    ASSERT_EQ(plan.launches.size(), 1u);
+    EXPECT_EQ(plan.entries[0].name, "append");
+    EXPECT_EQ(plan.launches[0].blocks, 50);
+    EXPECT_EQ(plan.workspace.bytes, 0u);
+    EXPECT_EQ(plan::traits(plan.config.family).search_space(plan.spec, DeviceInfo::parse(arch)).size(), 1u);
+  }
+  const plan::ExecutionPlan slots =
+      plan::make_plan(parse_spec("append:fp32:d64:cache"), {3, 4, 2, 5, 80}, DeviceInfo::parse("sm_80"), {});
+  EXPECT_EQ(slots.launches[0].blocks, 15);
+  const plan::ExecutionPlan merged =
+      plan::make_plan(parse_spec("merge:bf16:d128"), {2, 4, 4, 50, 0}, DeviceInfo::parse("sm_90a"), {});
+  EXPECT_EQ(merged.launches[0].blocks, 2 * 4 * 50 * 16 / 128);
+}
+
+}  // namespace
+}  // namespace flashjit::test

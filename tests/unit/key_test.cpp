@@ -101,8 +101,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
-  // Not in the key by themselves: header, function and params, which are in the text, as is what hot means for a
-  // compiler.
+  // Not in the key by themselves: header, function and params, which are in the text, as is what hot means
+  // for a compiler.
   const plan::Entry entry = {};
   [[maybe_unused]] const auto& [name, header, function, threads, min_blocks, cluster, shared_bytes, hot,
                                 tensor_maps, params, persistent] = entry;

@@ -35,12 +35,14 @@ enum class Step : std::uint8_t {
   sink_grads,             ///< gradients of sinks
   term_bounds,            ///< bounds of what a mask reads over each tile
   tile_lists,             ///< lists of tiles
+  share_work,             ///< the work of a cache's sequences, of which CTAs take equal shares (stream-K)
   list_ranks,             ///< the order of additions to dQ among them
   reset_work,             ///< the counter of listed tiles, where lists are given
   main,                   ///< the main loop: over Q tiles forward, over KV tiles backward
   main_of_dq,             ///< another of Q tiles, for dQ alone
   convert_dq,             ///< dQ from its fp32 accumulator
   combine,                ///< O and LSE of all splits of the keys (split-KV)
+  combine_parts,          ///< O and LSE of the work tiles that shares cut (stream-K)
   combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
   append,                 ///< new rows of K, V and Q, rotated, into a cache
@@ -73,6 +75,7 @@ struct Schedule {
                                ///< convert dQ themselves, too
   bool early_launch = false;   ///< kernels wait by themselves for the launch before
   bool row_terms = false;      ///< rows' terms of the score are found beforehand, once
+  bool stream_k = false;       ///< CTAs take equal shares of all KV tiles of all work tiles
   bool sums_dq = false;        ///< a cluster has one KV tile, whose dQ it sums up
 
   bool operator==(const Schedule&) const = default;

@@ -27,13 +27,15 @@ LaunchedWhen launched_when(Step step) {
 }
 
 /// Whether what a step does follows another launch, for which it waits by itself where kernels can.
-bool follows_another(Step step, const AnalysedSpec& spec) {
+bool follows_another(Step step, const KernelPlan& kernel) {
+  const AnalysedSpec& spec = kernel.spec;
   switch (step) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return spec.pass == Pass::backward || spec.has_tile_lists;
+      return spec.pass == Pass::backward || spec.has_tile_lists || kernel.schedule.stream_k;
     case Step::combine:
+    case Step::combine_parts:
     case Step::combine_dkdv:
       return true;
     default:
@@ -68,7 +70,10 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::list_ranks:
       return sets * tiles(q_tiles, 32);
     case Step::reset_work:
+    case Step::share_work:
       return 1;
+    case Step::combine_parts:  // of one share
+      return kernel.config.br / (kAuxiliaryThreads / 32);
     case Step::main:
       return main_blocks(kernel, shape);
     case Step::main_of_dq:
@@ -92,7 +97,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
 std::vector<Launch> launches_of(const KernelPlan& kernel, const AttentionShape& shape) {
   std::vector<Launch> all;
   for (const Step step : kernel.steps) {
-    const bool early = kernel.schedule.early_launch && follows_another(step, kernel.spec);
+    const bool early = kernel.schedule.early_launch && follows_another(step, kernel);
     all.push_back({all.size(), blocks_of(step, kernel, shape), launched_when(step), early});
   }
   return all;

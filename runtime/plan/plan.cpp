@@ -163,7 +163,7 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
   require_launchable(plan);
   for (Launch& launch : plan.launches) {
     const Entry& entry = plan.entries[launch.entry];
-    if (entry.hot) launch.blocks *= splits;
+    if (entry.hot || plan.steps[launch.entry] == Step::combine_parts) launch.blocks *= splits;
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }

@@ -50,6 +50,13 @@ bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
   return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kWarpgroupRows;
 }
 
+/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows. Parts
+/// keep neither the largest score nor scores near the least float.
+bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && spec.cache && c.split && !spec.has_tile_lists && !spec.row_max &&
+         !spec.programs.far_scores;
+}
+
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return forward_layout(spec, c).bytes();
   return sm90_backward_layout(spec, c).bytes();
@@ -321,6 +328,9 @@ double cost_of_combine(const AttentionShape& shape, std::int64_t splits) {
   return 45000 + of_row * static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
 }
 
+/// The same for the parts of shares, which are few.
+constexpr double kCostOfCombineParts = 60000;
+
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
 /// under a causal mask the longest tile.
 double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
@@ -338,6 +348,9 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
     all += met;
     longest = std::max(longest, met);
   }
+  if (is_stream_k(spec, c))
+    return all * static_cast<double>(heads) / static_cast<double>(slots) * cost_of_tile(spec, c) +
+           kCostOfCombineParts;
   if (c.split) {
     const std::int64_t splits = num_splits(spec, shape, c, device);
     const auto rounds = static_cast<double>(tiles(rows * heads * splits, slots));
@@ -409,7 +422,12 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     return found == choices.rend() ? choices.front() : *found;
   }
   if (is_forward(spec)) {
-    for (const TileConfig& alone : preferences(spec)) {
+    const std::vector<TileConfig> alone_choices = preferences(spec);
+    // Sequences of a cache may be of any lengths, which only equal shares even out.
+    constexpr std::int64_t kFewQueries = 512;
+    if (is_stream_k(spec, with_split(choices.front(), false)) && shape.seqlen_q <= kFewQueries)
+      choices.clear();
+    for (const TileConfig& alone : alone_choices) {
       const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
       if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
       if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
@@ -475,6 +493,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .dynamic_tiles = backward || spec.has_tile_lists,
           .early_launch = true,  // with an instruction that all devices of sm90 have
           .row_terms = backward && spec.programs.row_term,
+          .stream_k = is_stream_k(spec, c),
           .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq()};
 }
 
@@ -483,13 +502,14 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
-  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec);
+  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec) || is_stream_k(spec, c);
   KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
   kernel.tensor_boxes = tensor_boxes(spec, c);
   kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
   if (is_forward(spec)) {
     kernel.constants.push_back({"kQTilesPerCta", q_tiles_per_cta(spec, c)});
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
+    kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
   }
   return kernel;

@@ -33,11 +33,16 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   if (has_ranks(spec)) kernel.add(Step::list_ranks, auxiliary_entry("list_ranks", "tile_lists"));
   if (!backward && schedule.dynamic_tiles)
     kernel.add(Step::reset_work, auxiliary_entry("reset_work", "tile_lists"));
+  if (schedule.stream_k)
+    kernel.add(Step::share_work, family_entry(config.family, "share_work", "share_work", kAuxiliaryThreads));
   kernel.add(Step::main, main);
   if (backward && !schedule.dynamic_tiles)
     kernel.add(Step::convert_dq, family_entry(config.family, "convert_dq", "convert_dq", kAuxiliaryThreads));
   if (config.split && backward)
     kernel.add(Step::combine_dkdv, auxiliary_entry("combine_dkdv"));
+  else if (schedule.stream_k)
+    kernel.add(Step::combine_parts,
+               family_entry(config.family, "combine_parts", "combine_parts", kAuxiliaryThreads));
   else if (config.split)
     kernel.add(Step::combine, auxiliary_entry("combine"));
   return kernel;
@@ -61,7 +66,8 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,
           .term_bounds = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
-          .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0};
+          .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
+          .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0};
 }
 
 }  // namespace flashjit::plan

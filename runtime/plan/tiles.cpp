@@ -135,6 +135,7 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
   const TileConfig& config = kernel.config;
   if (!config.split) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
+  if (kernel.schedule.stream_k) return slots;
   if (spec.pass == Pass::backward) return q_splits(spec, shape, config, slots);
   const std::vector<Launch> launches = launches_of(kernel, shape);
   return kv_splits(shape, config, main_launch(kernel, launches).blocks, slots);

@@ -65,10 +65,17 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
-  const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward;
+  const bool parts = needs.num_splits > 0 && needs.part_rows > 0;
+  const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward && !parts;
   out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
   out.lse_splits =
       allocator.place(kv_splits, {spec.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
+  if (parts) {
+    out.o_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows, spec.v_dim()});
+    out.lse_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows});
+  }
+  constexpr std::int64_t kWorkWords = sizeof(SequenceWork) / kWordBytes;
+  out.work = allocator.place(parts, {shape.batch + 1, kWorkWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

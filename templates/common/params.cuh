@@ -53,6 +53,12 @@ struct PageTableParam {
   int count;         ///< pages of K and V
 };
 
+/// Stream-K: the work of one sequence, which the share_work entry of sm90 finds.
+struct SequenceWork {
+  long long begin;   ///< KV tiles of the work tiles of all sequences before
+  int first, count;  ///< the KV tiles that each of its work tiles may meet
+};
+
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
@@ -91,6 +97,8 @@ struct Params {
   const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
+  SequenceWork* work;  ///< stream-K: [batch + 1]; o_splits and lse_splits are then [2 num_splits, Br], of the
+                       ///< parts of work tiles, and num_splits is the number of shares
   float* row_max;  ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];

@@ -37,6 +37,12 @@ struct KvTiles {
     }
   }
   __device__ void keep_split(const Params& p, int split) { keep_split_of<P>(p, split, list, first, count); }
+  /// Keeps those of a contiguous range that are in another.
+  __device__ void keep(Range tiles) {
+    const int end = min(first + count, tiles.end);
+    first = max(first, tiles.begin);
+    count = max(end - first, 0);
+  }
   /// As a list has it.
   __device__ int entry(int i) const {
     if constexpr (kLists<P>) return list[i];

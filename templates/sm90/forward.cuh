@@ -227,7 +227,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   }
   __syncthreads();
   zero_unused_rows_of_output<P>(p);
-  if constexpr (kLists<P>) wait_for_prior_grid<P>();
+  if constexpr (kLists<P> || P::kStreamK) wait_for_prior_grid<P>();
 
   constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;

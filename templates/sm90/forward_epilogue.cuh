@@ -6,6 +6,7 @@
 #include "flashjit/common/split.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/sm90/forward_softmax.cuh"
+#include "flashjit/sm90/stream_k.cuh"
 
 namespace flashjit::sm90 {
 
@@ -34,6 +35,41 @@ __device__ __forceinline__ void store_of_rows(const Params& p, const WorkTile<P>
   if (count > 8) to[8] = value[1];
 }
 
+/// Stream-K: LSE of a thread's two rows, of a part or of a whole work tile.
+template <class P>
+__device__ __forceinline__ void store_lse_of_part(const Params& p, const WorkTile<P>& work, int wg,
+                                                  const float (&lse)[2]) {
+  if (threadIdx.x % 4 != 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = own_row() + half * 8;
+    if (work.split != kWhole) {
+      p.lse_splits[row_of_part<P>(work.split, wg, row)] = lse[half];
+    } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0 && p.lse != nullptr) {
+      p.lse[work.sequence.lse_row(p, place.h) + place.q] = lse[half];
+    }
+  }
+}
+/// And O.
+template <class P, int kCount>
+__device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<P>& work, int wg,
+                                                const float (&o)[kCount]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = own_row() + half * 8;
+    if (work.split != kWhole) {
+      store_row<P::kHeadDimV / 8>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)), half, o);
+    } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0) {
+      unsigned short* to =
+          work.sequence.q_pointer(p.o, place.h, place.q) + static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+      for (int chunk = 0; chunk < P::kHeadDimV / 8; ++chunk)
+        *reinterpret_cast<unsigned*>(to + chunk * 8) =
+            pack<typename P::Element>(o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]);
+    }
+  }
+}
+
 /// Writes LSE = m + log(l) of the rows; `scale` is what O must be multiplied by, 1 / l.
 template <class P>
 __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
@@ -52,13 +88,20 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     lse[half] = sum > 0.0f ? highest[half] + (log2_approx(sum) - rest) * kLn2 : -infinity();
     if constexpr (P::kSplit && P::kFarScores)
       if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], sum);
-    const RowEnd end = end_of_row<P>(p, work.h, lse[half]);
+    RowEnd end = end_of_row<P>(p, work.h, lse[half]);
+    if constexpr (P::kStreamK && P::kSinks)
+      if (work.split == kWhole)
+        end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse[half]);
     lse[half] = end.lse;
     const float of_products = sum_of_products<typename P::Element>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
   }
-  store_of_rows<P>(p, work, wg, lse_of<P>(p, work.split), lse);
-  if constexpr (P::kRowMax) store_of_rows<P>(p, work, wg, row_max_of<P>(p, work.split), highest);
+  if constexpr (P::kStreamK) {
+    store_lse_of_part(p, work, wg, lse);
+  } else {
+    store_of_rows<P>(p, work, wg, lse_of<P>(p, work.split), lse);
+    if constexpr (P::kRowMax) store_of_rows<P>(p, work, wg, row_max_of<P>(p, work.split), highest);
+  }
 }
 
 /// Multiplies the thread's two rows of O.
@@ -90,7 +133,9 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
                                         const float (&o)[kCount]) {
   using Element = typename P::Element;
   const int q_begin = work.q_begin + wg * kWarpgroupRows;
-  if constexpr (P::kPackGqa) {
+  if constexpr (P::kStreamK) {
+    store_o_of_part(p, work, wg, o);
+  } else if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)
       if (const long long row = packed_row(p, work, wg, half); row >= 0)
         store_split<P>(p, work.split, row, half, o);

@@ -6,6 +6,7 @@
 #include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 #include "flashjit/sm90/kv_tile.cuh"
+#include "flashjit/sm90/stream_k.cuh"
 
 namespace flashjit::sm90 {
 
@@ -71,12 +72,12 @@ template <class P>
 __device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
                                                     const TensorMaps& maps) {
   using Storage = ForwardStorage<P>;
-  const TileScheduler<P> scheduler(p);
+  auto scheduler = make_scheduler<P>(p);
 #pragma unroll 1
   for (int round = 0, wave = 0;; ++wave) {
     WorkTile<P>& work = smem.work(round);
     TileCoord coord;
-    const bool more = scheduler.find(scheduler.next(p, smem.slot, wave), coord);
+    const bool more = scheduler.next(p, smem.slot, wave, coord);
     work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(smem.work_full(round));
@@ -129,6 +130,7 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
 /// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int thread, int threads) {
+  if constexpr (P::kStreamK) return write_empty_parts<P>(p, thread, threads);
   constexpr int kChunks = P::kHeadDimV / 8;
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;

@@ -44,12 +44,16 @@ __device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
   return P::kPackGqa ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
+/// Stream-K: in the place of a split, the whole work tile.
+constexpr int kWhole = -1;
+
 /// What the scheduler hands out: a Q tile, some of its warpgroups, and one split of its keys.
 struct TileCoord {
   unsigned batch_head;  ///< among batch entries and their scheduled heads
   unsigned q_tile;
   Range warpgroups;
-  int split;
+  int split;       ///< stream-K: a part's number, or kWhole
+  Range kv_tiles;  ///< stream-K: of the part
 };
 
 /// Hands out the Q tiles, one a wave to each slot of the grid; where KV tiles are listed, and Q tiles
@@ -83,6 +87,10 @@ struct TileScheduler {
   __device__ unsigned next(const Params& p, int slot, unsigned wave) const {
     if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
     return order.index(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
+  }
+  /// A slot's next work tile; false behind the last.
+  __device__ bool next(const Params& p, int slot, unsigned wave, TileCoord& found) const {
+    return find(next(p, slot, wave), found);
   }
   /// The tile of an index; false behind the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
@@ -128,7 +136,7 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
   int q_begin = 0;
   int warpgroups = 0;    ///< that have rows
   unsigned partial = 0;  ///< bit n: the first step of warpgroup n is over a partial KV tile
-  int split = 0;         ///< the split of the keys
+  int split = 0;         ///< the split of the keys, see TileCoord
   KvTiles<P> kv_tiles;   ///< visited from the last to the first
 
   __device__ WorkTile() {}
@@ -150,7 +158,10 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
     if (q_range.begin >= q_range.end) return;
     const auto head = sequence.head(p, h);
     kv_tiles = KvTiles<P>(p, head, q_tile, q_range, sequence.seqused_kv(p));
-    if constexpr (P::kSplit) kv_tiles.keep_split(p, split);
+    if constexpr (P::kStreamK)
+      kv_tiles.keep(coord.kv_tiles);
+    else if constexpr (P::kSplit)
+      kv_tiles.keep_split(p, split);
     if constexpr (kPartialFirstStep<P>) {
       const int end = kv_begin(count() - 1) + kPartialKvTile<P>;
 #pragma unroll

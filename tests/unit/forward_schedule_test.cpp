@@ -2,11 +2,16 @@
 // code on the host: every row and split is computed once, whatever the grid.
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <cstdlib>
 #include <map>
+#include <set>
 #include <tuple>
 #include <vector>
 
 #include "tests/support/kernel_headers.hpp"
+// After what it needs.
+#include "flashjit/sm90/stream_k.cuh"
 
 namespace flashjit_emulator {
 
@@ -29,7 +34,7 @@ using test::Window;
 template <class Mask, int br, int slots = 1, bool split = false, bool pack_gqa = false>
 struct Scheduled : TileProblem<Mask, br, 64, false, split> {
   static constexpr int kQTilesPerCta = slots;
-  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa;
+  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false;
   static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64);
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
 };
@@ -132,7 +137,7 @@ TEST(ForwardSchedule, PartialFirstStepsMissNoKey) {
       Params p = {};
       p.batch = 1, p.heads_q = p.heads_kv = 1, p.seqlen_q = seqlen_q, p.seqlen_kv = seqlen_kv;
       for (unsigned q_tile = 0; q_tile < q_tiles_per_head<P>(p); ++q_tile) {
-        const WorkTile<P> work(p, {0, q_tile, {0, 2}, 0});
+        const WorkTile<P> work(p, {0, q_tile, {0, 2}, 0, {}});
         if (work.count() == 0) continue;
         const int end = work.kv_begin(work.count() - 1) + kPartialKvTile<P>;
         const auto head = work.sequence.head(p, 0);
@@ -146,6 +151,86 @@ TEST(ForwardSchedule, PartialFirstStepsMissNoKey) {
       }
     }
   EXPECT_TRUE(some);
+}
+
+// --- stream-K --------------------------------------------------------------------------------------------
+
+template <class Mask, int br, bool pack_gqa>
+struct SharedOut : Scheduled<Mask, br, 1, true, pack_gqa> {
+  static constexpr bool kStreamK = true, kCache = true, kVarlen = true;
+};
+
+/// Sequences of a cache: queries and keys of each.
+struct Lengths {
+  std::vector<int> queries, keys;
+};
+
+/// Every KV tile of every work tile is in one share, shares differ by a tile, and parts have numbers of their
+/// own, from which combine_parts finds them again.
+template <class P>
+void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv) {
+  const int batch = static_cast<int>(lengths.keys.size());
+  std::vector<int> offsets{0};
+  for (const int queries : lengths.queries) offsets.push_back(offsets.back() + queries);
+  Params p = {};
+  p.batch = batch, p.heads_q = heads_q, p.heads_kv = heads_kv;
+  p.seqlen_q = *std::ranges::max_element(lengths.queries);
+  p.seqlen_kv = *std::ranges::max_element(lengths.keys);
+  p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
+  p.num_splits = shares;
+  if (P::kPackGqa) {
+    const int shared = heads_q / heads_kv;
+    p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
+  }
+  std::vector<SequenceWork> work(batch + 1);
+  long long sum = 0;
+  for (int b = 0; b <= batch; ++b) {
+    work[b].begin = sum;
+    if (b == batch) break;
+    const Sequence<P> sequence(p, b);
+    const Range tiles = kv_tiles_of<P>(p, sequence);
+    work[b].first = tiles.begin, work[b].count = tiles.end - tiles.begin;
+    sum += static_cast<long long>(work[b].count) * q_tiles_of<P>(p, sequence) * scheduled_heads<P>(p);
+  }
+  p.work = work.data();
+
+  std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
+  std::set<int> parts;
+  const long long fewest = Shares(p).begin(1);
+  for (int share = 0; share < shares; ++share) {
+    long long size = 0;
+    StreamKScheduler<P> scheduler(p, share);
+    for (TileCoord coord; scheduler.next(p, coord);) {
+      ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
+      size += coord.kv_tiles.end - coord.kv_tiles.begin;
+      for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
+        ++visits[{coord.batch_head, coord.q_tile, tile}];
+      if (coord.split != kWhole) {
+        ASSERT_EQ(coord.split / 2, share);
+        ASSERT_TRUE(parts.insert(coord.split).second);
+      }
+    }
+    if (share < Shares(p).count) {
+      ASSERT_LE(std::abs(size - fewest), 1) << share;
+    } else {
+      ASSERT_EQ(size, 0);
+    }
+  }
+  ASSERT_EQ(static_cast<long long>(visits.size()), sum);
+  for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
+}
+
+TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
+  const Lengths one_long{{1, 1, 1, 1}, {20000, 70, 64, 1}};
+  const Lengths unlike{{3, 0, 130, 1, 64}, {500, 900, 200, 0, 1300}};
+  const Lengths tiny{{1}, {10}};
+  for (const Lengths& lengths : {one_long, unlike, tiny})
+    for (const int shares : {1, 7, 132}) {
+      expect_equal_shares<SharedOut<NoMask, 64, false>>(lengths, shares, 8, 2);
+      expect_equal_shares<SharedOut<Causal, 128, false>>(lengths, shares, 4, 4);
+      expect_equal_shares<SharedOut<Causal, 64, true>>(lengths, shares, 8, 2);
+      expect_equal_shares<SharedOut<Window<300>, 64, true>>(lengths, shares, 4, 1);
+    }
 }
 
 }  // namespace

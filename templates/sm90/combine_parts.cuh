@@ -1,0 +1,74 @@
+// After the forward pass by stream-K: O and LSE of the work tiles that shares cut, each from its parts, by
+// the formula of combine.cuh.
+#pragma once
+
+#include "flashjit/sm90/stream_k.cuh"
+
+namespace flashjit::sm90 {
+
+/// Joins the parts of the work tile that begins in a share and does not end in it. A warp for each row; grid:
+/// shares * Br / 4.
+template <class P>
+__device__ void combine_parts(const Params& p) {
+  constexpr int kRows = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
+  using Element = typename P::Element;
+  wait_for_prior_grid<P>();
+  const int share = static_cast<int>(blockIdx.x) / (P::kBr / kRows);
+  const int row =
+      static_cast<int>(blockIdx.x) % (P::kBr / kRows) * kRows + static_cast<int>(threadIdx.x) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+
+  // The last part of the share, and the end of its work tile.
+  StreamKScheduler<P> scheduler(p, share);
+  if (scheduler.at >= scheduler.end) return;
+  const long long last_tile = scheduler.end - 1;
+  scheduler.seek(p, last_tile);
+  const SequenceWork work = p.work[scheduler.b];
+  const long long index = (last_tile - work.begin) / work.count;
+  const long long begin = work.begin + index * work.count, end = begin + work.count;
+  if (begin < scheduler.at || end <= scheduler.end) return;
+  scheduler.at = begin;
+  TileCoord coord;
+  scheduler.next(p, coord);
+  const WorkTile<P> tile(p, coord);
+  const RowPlace place = row_place(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
+  if (place.q < 0) return;
+
+  const auto row_in = [&](int other) {
+    return row_of_part<P>(2 * other + (scheduler.shares.begin(other + 1) < end), 0, row);
+  };
+  int behind = share + 1;  // the shares that have a part are [share, behind)
+  while (scheduler.shares.begin(behind) < end) ++behind;
+  float highest = -infinity(), sum = 0.0f;
+  for (int other = share; other < behind; ++other) highest = fmaxf(highest, p.lse_splits[row_in(other)]);
+  const float shift = highest == -infinity() ? 0.0f : highest;
+  float4 o[kLaneChunks] = {};
+  for (int other = share; other < behind; ++other) {
+    const long long from = row_in(other);
+    const float lse = p.lse_splits[from];
+    if (lse == -infinity()) continue;  // there is memory, but it was not written
+    const float weight = expf(lse - shift);
+    sum += weight;
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i) {
+      const int chunk = lane + i * 32;
+      if (chunk >= kChunks) break;
+      const float4 x = reinterpret_cast<const float4*>(o_of_part<P>(p, from))[chunk];
+      o[i] = {fmaf(weight, x.x, o[i].x), fmaf(weight, x.y, o[i].y), fmaf(weight, x.z, o[i].z),
+              fmaf(weight, x.w, o[i].w)};
+    }
+  }
+  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? shift + logf(sum) : -infinity());
+  const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i) {
+    const int chunk = lane + i * 32;
+    if (chunk >= kChunks) break;
+    store_global(tile.sequence.q_pointer(p.o, place.h, place.q) + chunk * 4,
+                 uint2{pack<Element>(o[i].x * factor, o[i].y * factor),
+                       pack<Element>(o[i].z * factor, o[i].w * factor)});
+  }
+  if (p.lse != nullptr && lane == 0) p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
+}
+
+}  // namespace flashjit::sm90

@@ -210,6 +210,9 @@ void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
 void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
   reference::Problem problem = problem_of(spec, args, Pass::backward);
   problem.dout = gather(spec.dtype, args.dout);
+  problem.out = gather(spec.dtype, args.out);
+  problem.lse.assign(args.lse,
+                     args.lse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
   if (args.dlse)
     problem.dlse.assign(args.dlse,
                         args.dlse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);

@@ -372,9 +372,26 @@ void through_score_program(const Context& context, const Arithmetic& arithmetic,
   }
 }
 
+/// Where the problem has LSE and O of more keys than its own, those are the softmax's. LSE in fp32 that is
+/// the same but for its rounding changes nothing.
+void take_results_of_all_keys(const Context& context, std::int64_t task, HeadForward& fwd) {
+  const Problem& problem = context.problem;
+  if (problem.lse.empty()) return;
+  const Matrix out = slice(problem.out, context.q_rows(task), fwd.out.columns);
+  for (std::int64_t i = 0; i < fwd.p.rows; ++i) {
+    const double lse = problem.lse[task * context.shape.seqlen_q + i];
+    if (!(lse > fwd.lse[i] + 1e-3 + 1e-6 * std::abs(lse))) continue;
+    const double share = std::exp(fwd.lse[i] - lse);
+    for (std::int64_t j = 0; j < fwd.p.columns; ++j) fwd.p[i][j] *= share;
+    for (std::int64_t j = 0; j < out.columns; ++j) fwd.out[i][j] = out[i][j];
+    fwd.lse[i] = lse;
+  }
+}
+
 HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic, const Head& head,
                            const Matrix& dout, std::int64_t task) {
-  const HeadForward fwd = forward_head(context, arithmetic, head, task);
+  HeadForward fwd = forward_head(context, arithmetic, head, task);
+  take_results_of_all_keys(context, task, fwd);
   Matrix kept = fwd.p;
   for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= fwd.dropped.values[i];
   arithmetic.round(kept);
@@ -455,6 +472,10 @@ Backward backward(const Problem& problem, Precision precision) {
   check_size("dout", problem.dout.size(), count({context.q_count(), dim_v}));
   if (!problem.dlse.empty())
     check_size("dlse", problem.dlse.size(), context.tasks() * context.shape.seqlen_q);
+  if (!problem.lse.empty()) {
+    check_size("lse", problem.lse.size(), context.tasks() * context.shape.seqlen_q);
+    check_size("out", problem.out.size(), count({context.q_count(), dim_v}));
+  }
   Backward result{.dq = std::vector<double>(problem.q.size()), .dk = {}, .dv = {}};
   result.captures = result.capture_squares = result.capture_counts = context.programs.zero_grads();
   if (context.spec.sinks) {

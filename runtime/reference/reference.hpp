@@ -28,6 +28,9 @@ struct Problem {
                                                  ///< are read as kernels do, see check_offsets()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
   std::vector<Captured> captures = {};           ///< one for each name that the spec's programs declare
+  /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
+  /// more keys than these; empty: those of these keys.
+  std::vector<double> out = {}, lse = {};
   std::vector<double> dlse =
       {};  ///< backward: [batch, heads_q, seqlen_q], or empty where LSE has no gradient
 };

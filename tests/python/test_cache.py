@@ -134,3 +134,14 @@ def test_what_makes_no_sense_is_refused():
             k=torch.zeros(3, HEADS_KV, 300, DIM, dtype=DTYPE, device=DEVICE),
             v=torch.zeros(3, HEADS_KV, 300, DIM, dtype=DTYPE, device=DEVICE))
     refused(flashjit.Unsupported, ["no backward pass", "no_grad"], q=q.clone().requires_grad_())
+
+
+def test_causal_with_padding_is_refused_where_it_has_two_meanings():
+    q, k = torch.randn(2, 2, 16, 64).to(DEVICE, DTYPE), torch.randn(2, 2, 24, 64).to(DEVICE, DTYPE)
+    lengths = torch.tensor([10, 24], dtype=torch.int32, device=DEVICE)
+    with pytest.raises(flashjit.InvalidArgument, match="two meanings.*cache=True"):
+        flashjit.attention(q, k, k, causal=True, kv_lengths=lengths)
+    out = flashjit.attention(q, k, k, causal=True, kv_lengths=lengths, cache=True)
+    assert (out[0, :, :6] == 0).all()  # of 16 queries over 10 keys the first six see nothing
+    for allowed in (q[:, :, :1], torch.randn(2, 2, 24, 64).to(DEVICE, DTYPE)):
+        flashjit.attention(allowed, k, k, causal=True, kv_lengths=lengths)

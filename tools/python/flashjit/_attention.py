@@ -37,7 +37,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv. Any strides work without a copy
         where the last is 1, the others are multiples of 16 bytes and memory begins at one; else a copy is made.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
-        cu_seqlens of each sequence; with kv_lengths the last key is the tensor's still, be it padding or not.
+        cu_seqlens and with a cache of each sequence. With kv_lengths alone, padding, only where q and k are as long, or there
+        is one query: else it has two meanings, and is refused.
     scale: default 1 / sqrt(head_dim).
     dropout_p: probability to drop a pair; seeded by PyTorch's generator.
     score_mod, mask_mod: functions as FlexAttention has them, score_mod(score, b, h, q_idx, kv_idx) and mask_mod(b, h,
@@ -95,6 +96,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max)
+        if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
+            raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
+                                  "cache=True too where the last query is to see a sequence's own last key, or "
+                                  "causal=\"top_left\", or a mask_mod, where k is padded.")
         if cached and wants_grad:
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:

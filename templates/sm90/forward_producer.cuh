@@ -28,11 +28,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
     const WorkTile<P>& work = smem.work(round);
     if (work.h < 0) break;
     const int h_kv = work.h / p.qhead_per_kvhead();
+    int slot = work.sequence.batch();
+    if constexpr (P::kCache && !kPaged<P>) slot = page_of_key<P>(p, work.sequence.b, 0);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
-      const KvTilePlace<P> tile(p, work.sequence, h_kv, begin);
+      const KvTilePlace<P> tile(p, work.sequence, slot, h_kv, begin);
       barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
       if constexpr (kProducerPostsEntries<P>)
         if (leads_kv_copies<P>())

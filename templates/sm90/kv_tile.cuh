@@ -26,8 +26,10 @@ struct KvTilePlace {
   int row = 0, head = 0, batch = 0;
 
   __device__ __forceinline__ KvTilePlace() {}
-  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int h_kv, int begin)
-      : head(h_kv) {
+  /// `slot`: the batch index of K and V, where there are no pages.
+  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int slot, int h_kv,
+                                         int begin)
+      : head(h_kv), batch(slot) {
     if constexpr (kPaged<P>) {
       const int kv = begin + static_cast<int>(threadIdx.x) % 32 * kKvBoxRows<P>;
       row = kv % P::kPageRows;
@@ -35,7 +37,6 @@ struct KvTilePlace {
       batch = kv < sequence.seqused_kv(p) ? page_of_key<P>(p, sequence.b, kv) : p.page_table.count;
     } else {
       row = sequence.kv_row(begin);
-      batch = P::kCache ? page_of_key<P>(p, sequence.b, begin) : sequence.batch();
     }
   }
 };

@@ -55,8 +55,8 @@ struct AttentionSpec {
   /// Whether each batch entry has a number of keys of its own, which is given at the call.
   bool has_lengths() const { return kv_lengths || cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
-  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages. Of
-  /// the passes append and merge it keeps what these read: element type, head dimensions and the cache.
+  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages.
+  /// Of the passes append and merge it keeps what these read: element type, head dimensions and the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

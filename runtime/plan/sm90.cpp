@@ -50,8 +50,8 @@ bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
   return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kWarpgroupRows;
 }
 
-/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows. Parts
-/// keep neither the largest score nor scores near the least float.
+/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows.
+/// Parts keep neither the largest score nor scores near the least float.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && spec.cache && c.split && !spec.has_tile_lists && !spec.row_max &&
          !spec.programs.far_scores;

@@ -99,7 +99,7 @@ struct Params {
   PageTableParam page_table;  ///< read with Problem::kCache only
   SequenceWork* work;  ///< stream-K: [batch + 1]; o_splits and lse_splits are then [2 num_splits, Br], of the
                        ///< parts of work tiles, and num_splits is the number of shares
-  float* row_max;  ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
+  float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
 

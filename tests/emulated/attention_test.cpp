@@ -28,7 +28,10 @@ struct Problems {
 const std::vector<Problems>& problems() {
   using enum Family;
   static const std::vector<Problems> all = {
-      {"dense", "bf16:d64:row_max", {{2, 4, 2, 170, 190}, {16, 2, 1, 1, 65}, {9, 4, 4, 65, 1}}, Layout::padded},
+      {"dense",
+       "bf16:d64:row_max",
+       {{2, 4, 2, 170, 190}, {16, 2, 1, 1, 65}, {9, 4, 4, 65, 1}},
+       Layout::padded},
       {"causal", "fp16:d64:causal:det", {{1, 2, 1, 100, 400}, {2, 2, 2, 129, 129}}, Layout::bshd},
       {"varlen", "bf16:d64:causal:varlen:dropout:row_max", {{3, 4, 2, 130, 150}}},
       {"window",

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <limits>
 #include <numeric>
+#include <ostream>
 #include <random>
 #include <string>
 #include <vector>
@@ -43,6 +44,9 @@ inline std::string name_of(const CacheCase& test) {
       name, [](unsigned char c) { return !std::isalnum(c); }, '_');
   return name;
 }
+
+/// What GoogleTest prints of a case.
+inline void PrintTo(const CacheCase& test, std::ostream* out) { *out << name_of(test); }
 
 /// One of the pools, as values, and how a view of it is made.
 struct Pool {

@@ -563,7 +563,8 @@ TEST_F(Service, TheLibraryCanBeUnloadedAndLeavesNothingBehind) {
   test::fake_cuda().reset();
   const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
   const std::string file = fs::path(FLASHJIT_LIBRARY).filename().string();
-  // malloc and the loader fill pools of their own in the first rounds: 9 KB in 30 of them, 2 KB in the 370 after.
+  // malloc and the loader fill pools of their own in the first rounds: 9 KB in 30 of them, 2 KB in the 370
+  // after.
   for (int i = 0; i < 40; ++i) use_and_unload(cache().string());
   EXPECT_FALSE(is_mapped(file));
   const std::size_t before = ::mallinfo2().uordblks;

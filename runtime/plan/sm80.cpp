@@ -136,15 +136,18 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
   if (d <= 128) {
     const bool lengths_spill =
         (spec.varlen || spec.pages != 0) && (spec.has_block_map() || device.compute_capability == 90);
-    return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device)},
+    // A mask beside lengths spills there by some words.
+    const bool masks_lengths = spec.has_lengths() && !spec.mask.empty();
+    return good_of({{config(128, 64, 4, 1), d == 128 && is_plain_on_hopper(spec, device) && !masks_lengths},
                     {config(128, 48, 4, 1), large && !lengths_spill},
                     {config(128, 32, 4, 1)},
                     {config(64, 64, 4, 1)},
                     {config(64, 32, 4, 1)}});
   }
+  const bool packed_map_spills = spec.varlen && spec.has_block_map() && device.compute_capability == 90;
   return good_of({{config(128, 128, 8, 1), d <= 192 && spec.v_dim() <= 128},
                   {config(128, 80, 8, 2), d <= 160},
-                  {config(128, 48, 8, 2, true), d <= 192},
+                  {config(128, 48, 8, 2, true), d <= 192 && !packed_map_spills},
                   {config(64, 64, 4, 1), roomy},
                   {config(128, 64, 8, 1)},
                   {config(64, 64, 4, 1)},

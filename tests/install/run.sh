@@ -88,7 +88,7 @@ version=$(LD_LIBRARY_PATH=$library_dir "$scratch/pc_c" | sed -n 's/^flashjit //p
 packaging=$here/../../tools/packaging
 grep -qF "\"version\": \"$version\"" "$packaging/vcpkg/flashjit/vcpkg.json" || { echo "vcpkg.json is not of version $version" >&2 && exit 1; }
 grep -qFx "version = \"$version\"" "$packaging/rust/Cargo.toml" || { echo "Cargo.toml is not of version $version" >&2 && exit 1; }
-if command -v cargo >/dev/null; then
+if cargo --version >/dev/null 2>&1; then
   cp -r "$packaging/rust" "$scratch/rust"
   cargo run --offline --quiet --manifest-path "$scratch/rust/Cargo.toml" --target-dir "$scratch/rust/target" --example attention |
     grep -F "causal attention: the same"

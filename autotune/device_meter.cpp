@@ -272,8 +272,7 @@ class Inputs {
     args.sinks = static_cast<const float*>(sinks_.data());
     if (spec.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
-      if (!spec.normalized().cache)
-        args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
+      if (!spec.has_cache()) args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
       args.batch_size = problem_.shape.batch;
       args.max_seqlen_q = problem_.shape.seqlen_q;
       args.max_seqlen_kv = problem_.shape.seqlen_kv;

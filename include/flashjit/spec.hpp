@@ -53,7 +53,9 @@ struct AttentionSpec {
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
   /// Whether each batch entry has a number of keys of its own, which is given at the call.
-  bool has_lengths() const { return kv_lengths || cache || pages != 0; }
+  bool has_lengths() const { return kv_lengths || has_cache(); }
+  /// Whether K and V are a cache's, in slots or in pages.
+  bool has_cache() const { return cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
   /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages.
   /// Of the passes append and merge it keeps what these read: element type, head dimensions and the cache.

@@ -106,7 +106,7 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
 template <class Args>
 std::vector<double> gather_kv(const AttentionSpec& spec, const Args& args, const ConstTensorView& tensor) {
   if constexpr (requires { args.page_table; })
-    if (spec.normalized().cache) return gather_cache(spec, shape_of(spec, args), args, tensor);
+    if (spec.has_cache()) return gather_cache(spec, shape_of(spec, args), args, tensor);
   return gather(spec.dtype, tensor);
 }
 

@@ -178,7 +178,7 @@ AttentionShape shape_of(const AttentionSpec& /*spec*/, const MergeArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
-  if (!is_cached(spec))
+  if (!spec.has_cache())
     refuse("The spec has no cache to append to: set spec.pages to the rows of a page, or spec.cache.");
   check_new_rows(spec, args);
   const int element_size = size_of(spec.dtype);

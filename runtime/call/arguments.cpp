@@ -86,7 +86,7 @@ void check_cached_sequences(const AttentionSpec& spec, const Args& args) {
 
 template <class Args>
 void check_varlen(const AttentionSpec& spec, const Args& args) {
-  if (is_cached(spec)) return check_cached_sequences(spec, args);
+  if (spec.has_cache()) return check_cached_sequences(spec, args);
   if (!spec.varlen) {
     if (args.cu_seqlens_q || args.cu_seqlens_kv)
       refuse("{} is given, but the spec has no varlen: set spec.varlen.",
@@ -169,7 +169,7 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
     shape.seqlen_kv = args.max_seqlen_kv;
   }
   if constexpr (requires { args.page_table; })
-    if (is_cached(spec))
+    if (spec.has_cache())
       shape.seqlen_kv =
           args.max_seqlen_kv ? args.max_seqlen_kv : cache_capacity(spec, args.k, args.page_table);
   return shape;
@@ -179,7 +179,7 @@ AttentionShape shape_of_any(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 Expected expected_sizes(const AttentionSpec& spec, const Args& args) {
   Expected sizes = expected_sizes(spec, stored_shape(args));
-  if (!is_cached(spec)) return sizes;
+  if (!spec.has_cache()) return sizes;
   sizes.k[0] = sizes.v[0] = {args.k.size[0], "k"};
   if (spec.pages != 0) sizes.k[2] = sizes.v[2] = {spec.pages, "spec.pages"};
   return sizes;

@@ -107,7 +107,7 @@ std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k,
 
 void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, const char* k_name,
                       const ConstTensorView& k, const PageTableView& table) {
-  if (!is_cached(spec)) {
+  if (!spec.has_cache()) {
     if (table.data)
       refuse("page_table is given, but the spec has no cache: set spec.pages to the rows of a page.");
     return;
@@ -147,7 +147,7 @@ void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, co
         "spec.cache or spec.pages for the keys of a cache.");
   if (spec.has_lengths() && !lengths && shape.batch > 0)
     refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
-           is_cached(spec) ? "a cache" : "them");
+           spec.has_cache() ? "a cache" : "them");
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
 }
 

@@ -24,8 +24,6 @@ void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& 
                   Access access);
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment);
 
-/// Whether K and V are a cache's.
-inline bool is_cached(const AttentionSpec& spec) { return spec.cache || spec.pages != 0; }
 /// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table);
 /// `k_name` is what the caller knows the cache's K by.

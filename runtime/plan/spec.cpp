@@ -270,7 +270,7 @@ void AttentionSpec::validate() const {
   if (pages < 0 || pages > kMostPageRows)
     refuse("pages is {}; it must be the rows of a page, from 1 to {}, or 0 for a cache without pages", pages,
            kMostPageRows);
-  const bool cached = cache || pages != 0;
+  const bool cached = has_cache();
   if (cached && kv_lengths) {
     refuse(
         "kv_lengths is set beside {}; a cache has lengths of its own, so leave kv_lengths out of the spec "

@@ -108,7 +108,7 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
     problem.cu_seqlens_q = reference::random_offsets(shape.batch, shape.seqlen_q, 1, random());
     queries = shape.heads_q * problem.cu_seqlens_q.back();
   }
-  if (spec.varlen && !spec.normalized().cache) {
+  if (spec.varlen && !spec.has_cache()) {
     problem.cu_seqlens_kv = reference::random_offsets(shape.batch, shape.seqlen_kv, 2, random());
     keys = shape.heads_kv * problem.cu_seqlens_kv.back();
   }

@@ -151,7 +151,7 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const bool packed = problem.spec.varlen;
   const std::int64_t b = packed ? 1 : batch;
   const std::int64_t sq = packed ? problem.cu_seqlens_q.back() : longest_q;
-  const bool cached = problem.spec.normalized().cache;
+  const bool cached = problem.spec.has_cache();
   const std::int64_t skv = packed && !cached ? problem.cu_seqlens_kv.back() : longest_kv;
   const DType dtype = problem.spec.dtype;
   const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();

@@ -224,6 +224,15 @@ class _Travel:
         return self.arriving
 
 
+def _results(ctx: Any, state: _State, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
+    """O, rounded, and LSE, which the backward pass finds in ctx."""
+    out = state.out.to(q.dtype)
+    ctx.save_for_backward(q, k, v, out, state.lse)
+    ctx.job = job
+    ctx.set_materialize_grads(False)
+    return out, state.lse
+
+
 class _Ring(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, job: _Job) -> tuple[Tensor, Tensor]:
@@ -233,11 +242,7 @@ class _Ring(torch.autograd.Function):
             travel = _Travel(block, job) if step + 1 < job.ranks else None
             _compute(state, q, *block, job.pieces((job.rank - step) % job.ranks, q.shape[2]))
             block = travel.wait() if travel else block
-        out = state.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, state.lse)
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        return out, state.lse
+        return _results(ctx, state, q, k, v, job)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -262,11 +267,7 @@ class _AllGather(torch.autograd.Function):
         state = _State(q, v.shape[3])
         for owner, block in enumerate(zip(_gathered(k, job), _gathered(v, job))):
             _compute(state, q, *block, job.pieces(owner, q.shape[2]))
-        out = state.out.to(q.dtype)
-        ctx.save_for_backward(q, k, v, out, state.lse)
-        ctx.job = job
-        ctx.set_materialize_grads(False)
-        return out, state.lse
+        return _results(ctx, state, q, k, v, job)
 
     @staticmethod
     @torch.autograd.function.once_differentiable

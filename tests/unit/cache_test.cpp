@@ -9,14 +9,10 @@
 #include "call/arguments.hpp"
 #include "support/dtypes.hpp"
 #include "tests/support/cache_case.hpp"
+#include "tests/support/refused_call.hpp"
 
 namespace flashjit::test {
 namespace {
-
-template <class T = void>
-T* address(std::uintptr_t value) {
-  return reinterpret_cast<T*>(value);
-}
 
 /// Three sequences of up to 5 pages of 16 rows, of which a pool has 40.
 ForwardArgs paged_args() {
@@ -34,17 +30,10 @@ std::string refusal(Change&& change) {
   AttentionSpec spec = paged_spec();
   ForwardArgs args = paged_args();
   change(spec, args);
-  try {
+  return refusal_of([&] {
     spec.validate();
     check_arguments(spec, args);
-  } catch (const Error& error) {
-    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
-    return error.message();
-  }
-  return "accepted";
-}
-void expect_says(const std::string& said, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(said.find(part), said.npos) << said;
+  });
 }
 
 TEST(Cache, ShapeIsOfTheBoundsAlone) {

@@ -1,0 +1,36 @@
+// Calls whose arguments are wrong in one thing, and what they are told.
+#pragma once
+
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <initializer_list>
+#include <string>
+
+#include "flashjit/error.hpp"
+
+namespace flashjit::test {
+
+/// An address that nothing reads: the checks look at pointers, not at memory.
+template <class T = void>
+T* address(std::uintptr_t value) {
+  return reinterpret_cast<T*>(value);
+}
+
+/// The message that the check refuses with, or "accepted".
+template <class Check>
+std::string refusal_of(Check&& check) {
+  try {
+    check();
+  } catch (const Error& error) {
+    EXPECT_EQ(error.code(), ErrorCode::invalid_argument);
+    return error.message();
+  }
+  return "accepted";
+}
+
+inline void expect_says(const std::string& said, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(said.find(part), said.npos) << said;
+}
+
+}  // namespace flashjit::test

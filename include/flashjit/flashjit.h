@@ -45,9 +45,9 @@ enum {
   FLASHJIT_INTERNAL = 10         /**< a bug in flashjit, or the host ran out of memory */
 };
 
-/** FLASHJIT_FORWARD or FLASHJIT_BACKWARD. */
+/** The function that a kernel is for. */
 typedef int32_t flashjit_pass;
-enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1 };
+enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1, FLASHJIT_APPEND = 2, FLASHJIT_MERGE = 3 };
 
 /** Whether to compile a kernel that is in no pack and not in the cache. */
 typedef int32_t flashjit_jit;
@@ -224,6 +224,59 @@ typedef struct flashjit_backward_args {
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
 } flashjit_backward_args;
 
+/** Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,
+ * that of a table, or position * theta^(-2i / dims). Zero: nothing is rotated. */
+typedef struct flashjit_rope {
+  const void *cos, *sin;      /**< on the device, [table_rows, dims / 2]; null: by theta */
+  int64_t table_rows;         /**< positions that the tables have */
+  int64_t stride;             /**< from one position to the next, in elements; 0: dims / 2 */
+  flashjit_element_type type; /**< of the tables: FLASHJIT_ELEMENT_FP32 (also by default), or the spec's */
+  float theta;                /**< without tables */
+  int32_t dims;               /**< a multiple of 16; 0: all of head_dim */
+  int32_t interleaved;        /**< not 0: pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2) */
+  const int32_t* positions;   /**< one for each new row, on the device; null: the number of its key */
+} flashjit_rope;
+
+/** New rows of K and V, which are rotated and stored into a cache, and those of Q, which are rotated. New row
+ * i of the n of sequence b is key kv_lengths[b] - n + i: kv_lengths counts the new rows already. Sizes: k
+ * [batch, heads_kv, n, dim], v likewise, q and q_out [batch, heads_q, n, dim], the caches as k and v of
+ * flashjit_forward_args. With "varlen" in the spec the rows of batch_size sequences are packed, and sequence
+ * b has rows cu_seqlens_q[b] to cu_seqlens_q[b + 1].
+ *
+ * A row without a sequence, without a place in the cache (its key's number is negative or beyond
+ * max_seqlen_kv, or its page does not exist) or without a row in the tables is left out: nothing is written
+ * for it. */
+typedef struct flashjit_append_args {
+  size_t struct_size;
+  flashjit_tensor k, v; /**< read only */
+  flashjit_tensor k_cache, v_cache;
+  const int32_t* kv_lengths;      /**< [batch] on the device: the keys of each, with the new ones */
+  flashjit_page_table page_table; /**< as of flashjit_forward_args */
+  flashjit_tensor q;              /**< read only; zero: there is none */
+  flashjit_tensor q_out;          /**< may be q */
+  flashjit_rope rope;
+  const int32_t* cu_seqlens_q; /**< [batch_size + 1] on the device, with "varlen" in the spec */
+  int64_t batch_size;          /**< sequences, with "varlen" in the spec */
+  int64_t max_seqlen_kv;       /**< the most keys of a sequence; 0: all there is room for */
+} flashjit_append_args;
+
+/** O and LSE of the same queries over some of their keys. */
+typedef struct flashjit_partial_state {
+  flashjit_tensor out; /**< [batch, heads, rows, dim of V], read only */
+  const float* lse;    /**< [batch, heads, rows] contiguous */
+} flashjit_partial_state;
+
+/** O and LSE over all keys, from partial states whose keys are disjoint. A state with an LSE of -inf gives
+ * nothing, whatever its O. Without any key O is 0 and LSE -inf. */
+typedef struct flashjit_merge_args {
+  size_t struct_size;
+  const flashjit_partial_state* states; /**< state_count of them, on the host: 1 to 8 */
+  size_t state_count;
+  flashjit_tensor out; /**< like those of the states; may be one of them, if of its type */
+  float* lse;          /**< null: not wanted */
+  flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
+} flashjit_merge_args;
+
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
 typedef struct flashjit_list_args {
   size_t struct_size;
@@ -282,6 +335,16 @@ FLASHJIT_C_API flashjit_status flashjit_backward(flashjit_runtime* runtime, cons
                                                  const flashjit_backward_args* args,
                                                  struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
+/** Stores new rows of K and V into a cache, rotated, and rotates those of Q, in one launch. The spec is that
+ * of flashjit_forward(): of it element type, head dimensions, "varlen", "cache" and "pages" are read. */
+FLASHJIT_C_API flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                               const flashjit_append_args* args,
+                                               struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+/** Joins partial states. Of the spec, element type and the dimension of V are read. */
+FLASHJIT_C_API flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                              const flashjit_merge_args* args,
+                                              struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
  */
@@ -329,6 +392,11 @@ flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_arg
 /** The same for the gradients. */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
+/** The same of flashjit_append() and flashjit_merge(). */
+FLASHJIT_C_API flashjit_status flashjit_reference_append(const flashjit_spec* spec,
+                                                         const flashjit_append_args* args) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
+                                                        const flashjit_merge_args* args) FLASHJIT_NOEXCEPT;
 
 #ifdef __cplusplus
 }

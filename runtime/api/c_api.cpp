@@ -12,6 +12,8 @@
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
 #include "plan/spec_options.hpp"
+#include "support/dtypes.hpp"
+#include "templates/auxiliary/append_params.cuh"
 #include "templates/common/params.cuh"
 
 struct flashjit_runtime {
@@ -19,7 +21,7 @@ struct flashjit_runtime {
 };
 
 struct flashjit_spec {
-  flashjit::AttentionSpec forward, backward;
+  std::array<flashjit::AttentionSpec, 4> of_pass;  ///< by flashjit_pass
 };
 
 struct flashjit_tile_lists {
@@ -80,10 +82,11 @@ const flashjit_spec& get(const flashjit_spec* spec) {
 }
 
 const flashjit::AttentionSpec& get(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass == FLASHJIT_FORWARD) return get(spec).forward;
-  if (pass == FLASHJIT_BACKWARD) return get(spec).backward;
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_MERGE) return get(spec).of_pass[pass];
   throw Error(ErrorCode::invalid_argument,
-              fmt::format("pass is {}: give FLASHJIT_FORWARD (0) or FLASHJIT_BACKWARD (1).", pass));
+              fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2) "
+                          "or FLASHJIT_MERGE (3).",
+                          pass));
 }
 
 flashjit::AttentionShape get(const flashjit_shape* shape) {
@@ -94,6 +97,10 @@ flashjit::AttentionShape get(const flashjit_shape* shape) {
 
 flashjit::TensorView view(const flashjit_tensor& tensor) {
   return {tensor.data, std::to_array(tensor.size), std::to_array(tensor.stride)};
+}
+
+flashjit::PageTableView view(const flashjit_page_table& table) {
+  return {table.data, table.sequences, table.columns, table.stride};
 }
 
 std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
@@ -190,8 +197,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   flashjit::ForwardArgs args{
       .q = view(c.q), .k = view(c.k), .v = view(c.v), .out = view(c.out), .lse = c.lse};
   set_common(args, c, room);
-  const flashjit_page_table& table = c.page_table;
-  args.page_table = {table.data, table.sequences, table.columns, table.stride};
+  args.page_table = view(c.page_table);
   args.row_max = c.row_max;
   return args;
 }
@@ -210,6 +216,59 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& 
   args.dsinks = c.dsinks;
   args.dlse = c.dlse;
   return args;
+}
+
+/// The type of a call's tensors; nothing where the caller leaves it untold.
+std::optional<flashjit::DType> dtype(const char* name, flashjit_element_type type) {
+  if (type == FLASHJIT_ELEMENT_UNTOLD) return {};
+  for (const flashjit::DTypeInfo& info : flashjit::dtypes())
+    if (type == 1 + static_cast<int>(info.element)) return info.dtype;
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("{} is {}: give FLASHJIT_ELEMENT_FP32 (1), FLASHJIT_ELEMENT_FP16 (2), "
+                          "FLASHJIT_ELEMENT_BF16 (3), or FLASHJIT_ELEMENT_UNTOLD (0) for the default.",
+                          name, type));
+}
+
+flashjit::AppendArgs append_args(const flashjit_append_args* given) {
+  const auto c = flashjit::read_struct("flashjit_append_args", given);
+  return {.k = view(c.k),
+          .v = view(c.v),
+          .k_cache = view(c.k_cache),
+          .v_cache = view(c.v_cache),
+          .kv_lengths = c.kv_lengths,
+          .page_table = view(c.page_table),
+          .q = view(c.q),
+          .q_out = view(c.q_out),
+          .rope = {.cos = c.rope.cos,
+                   .sin = c.rope.sin,
+                   .table_rows = c.rope.table_rows,
+                   .stride = c.rope.stride,
+                   .type = dtype("rope.type", c.rope.type).value_or(flashjit::DType::fp32),
+                   .theta = c.rope.theta,
+                   .dims = c.rope.dims,
+                   .interleaved = c.rope.interleaved != 0,
+                   .positions = c.rope.positions},
+          .cu_seqlens_q = c.cu_seqlens_q,
+          .batch_size = c.batch_size,
+          .max_seqlen_kv = c.max_seqlen_kv};
+}
+
+/// Room for the states of a call, whose span the arguments hold.
+using States = std::array<flashjit::PartialState, flashjit::kMaxPartialStates>;
+
+flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
+  const auto c = flashjit::read_struct("flashjit_merge_args", given);
+  if (c.state_count == 0 || c.state_count > room.size())
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("state_count is {}: give 1 to {}, or merge the result with the rest.",
+                            c.state_count, room.size()));
+  required(c.states, "states", "give state_count of them");
+  for (std::size_t i = 0; i < c.state_count; ++i) room[i] = {view(c.states[i].out), c.states[i].lse};
+  return {.states = {room.data(), c.state_count},
+          .out = view(c.out),
+          .lse = c.lse,
+          .states_type = dtype("states_type", c.states_type),
+          .out_type = dtype("out_type", c.out_type)};
 }
 
 std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
@@ -345,10 +404,11 @@ flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noe
     flashjit::AttentionSpec parsed =
         flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""));
     parsed.validate();
-    flashjit::AttentionSpec backward = parsed;
-    parsed.pass = flashjit::Pass::forward;
-    backward.pass = flashjit::Pass::backward;
-    created = new flashjit_spec{std::move(parsed), std::move(backward)};
+    created = new flashjit_spec;
+    for (int pass = FLASHJIT_FORWARD; pass <= FLASHJIT_MERGE; ++pass) {
+      created->of_pass[pass] = parsed;
+      created->of_pass[pass].pass = static_cast<flashjit::Pass>(pass);
+    }
   });
 }
 
@@ -358,7 +418,7 @@ flashjit_status flashjit_forward(flashjit_runtime* runtime, const flashjit_spec*
                                  const flashjit_forward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).forward(get(spec).forward, forward_args(read(args), room), stream);
+    get(runtime).forward(get(spec, FLASHJIT_FORWARD), forward_args(read(args), room), stream);
   });
 }
 
@@ -366,7 +426,20 @@ flashjit_status flashjit_backward(flashjit_runtime* runtime, const flashjit_spec
                                   const flashjit_backward_args* args, CUstream_st* stream) noexcept {
   return guarded([&] {
     Captures room;
-    get(runtime).backward(get(spec).backward, backward_args(read(args), room), stream);
+    get(runtime).backward(get(spec, FLASHJIT_BACKWARD), backward_args(read(args), room), stream);
+  });
+}
+
+flashjit_status flashjit_append(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                const flashjit_append_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] { get(runtime).append(get(spec, FLASHJIT_APPEND), append_args(args), stream); });
+}
+
+flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* spec,
+                               const flashjit_merge_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] {
+    States room;
+    get(runtime).merge(get(spec, FLASHJIT_MERGE), merge_args(args, room), stream);
   });
 }
 
@@ -380,7 +453,7 @@ flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, 
 
 flashjit_status flashjit_prepare_both(flashjit_runtime* runtime, const flashjit_spec* spec,
                                       const flashjit_shape* shape) noexcept {
-  return guarded([&] { get(runtime).prepare_both(get(spec).forward, get(shape)); });
+  return guarded([&] { get(runtime).prepare_both(get(spec, FLASHJIT_FORWARD), get(shape)); });
 }
 
 flashjit_status flashjit_workspace_bytes(flashjit_runtime* runtime, flashjit_pass pass,
@@ -427,7 +500,7 @@ flashjit_status flashjit_reference_forward(const flashjit_spec* spec,
                                            const flashjit_forward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_forward(get(spec).forward, forward_args(read(args), room));
+    flashjit::reference_forward(get(spec, FLASHJIT_FORWARD), forward_args(read(args), room));
   });
 }
 
@@ -435,7 +508,20 @@ flashjit_status flashjit_reference_backward(const flashjit_spec* spec,
                                             const flashjit_backward_args* args) noexcept {
   return guarded([&] {
     Captures room;
-    flashjit::reference_backward(get(spec).backward, backward_args(read(args), room));
+    flashjit::reference_backward(get(spec, FLASHJIT_BACKWARD), backward_args(read(args), room));
+  });
+}
+
+flashjit_status flashjit_reference_append(const flashjit_spec* spec,
+                                          const flashjit_append_args* args) noexcept {
+  return guarded([&] { flashjit::reference_append(get(spec, FLASHJIT_APPEND), append_args(args)); });
+}
+
+flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
+                                         const flashjit_merge_args* args) noexcept {
+  return guarded([&] {
+    States room;
+    flashjit::reference_merge(get(spec, FLASHJIT_MERGE), merge_args(args, room));
   });
 }
 

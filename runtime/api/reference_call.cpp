@@ -6,45 +6,16 @@
 #include <string>
 #include <vector>
 
+#include "api/host_elements.hpp"
 #include "call/arguments.hpp"
 #include "call/captures.hpp"
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "support/dtypes.hpp"
 #include "support/refuse.hpp"
-#include "support/small_float.hpp"
 
 namespace flashjit {
 namespace {
-
-double read_element(ElementType type, const void* data, std::int64_t index) {
-  const auto as = [&]<class T>(T) { return static_cast<double>(static_cast<const T*>(data)[index]); };
-  switch (type) {
-    case ElementType::fp32:
-      return as(float{});
-    case ElementType::fp16:
-      return Fp16::decode(static_cast<const std::uint16_t*>(data)[index]);
-    case ElementType::bf16:
-      return Bf16::decode(static_cast<const std::uint16_t*>(data)[index]);
-    case ElementType::int32:
-      return as(std::int32_t{});
-    case ElementType::int64:
-      return as(std::int64_t{});
-    case ElementType::int16:
-      return as(std::int16_t{});
-    case ElementType::int8:
-      return as(std::int8_t{});
-    case ElementType::uint8:
-      return as(std::uint8_t{});
-    case ElementType::boolean:
-      return as(std::uint8_t{}) != 0;
-  }
-  throw Error(ErrorCode::internal, "an ElementType that cannot be read");
-}
-
-void write_element(DType dtype, void* data, std::int64_t index, double value) {
-  dtype_info(dtype).encode(value, static_cast<std::byte*>(data) + index * size_of(dtype));
-}
 
 /// Calls visit(place, offset) for every element in C order: its place in a contiguous tensor and in memory.
 template <class Visit>

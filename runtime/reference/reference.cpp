@@ -129,22 +129,6 @@ std::int64_t rows_of_head(const std::vector<double>& tensor, std::int64_t heads,
   return row == 0 ? 0 : std::ssize(tensor) / row;
 }
 
-void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
-                   std::int64_t longest) {
-  if (offsets.front() != 0) refuse("{} begins with {}; it must begin with 0", name, offsets[0]);
-  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
-    const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
-    if (length < 0 || length > longest) {
-      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name, b, length,
-             longest);
-    }
-  }
-  if (offsets.back() > rows) {
-    refuse("{} ends with {}, but the packed tensors have {} rows; it must end there or before", name,
-           offsets.back(), rows);
-  }
-}
-
 /// A checked problem with everything that is derived from it.
 struct Context {
   const Problem& problem;
@@ -439,6 +423,22 @@ std::vector<double> sum_groups(const Context& context, const Arithmetic& arithme
 }
 
 }  // namespace
+
+void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
+                   std::int64_t longest) {
+  if (offsets.front() != 0) refuse("{} begins with {}; it must begin with 0", name, offsets[0]);
+  for (std::size_t b = 0; b + 1 < offsets.size(); ++b) {
+    const std::int64_t length = std::int64_t{offsets[b + 1]} - offsets[b];
+    if (length < 0 || length > longest) {
+      refuse("{} gives sequence {} the length {}; allowed are 0 to {}, the shape's length", name, b, length,
+             longest);
+    }
+  }
+  if (offsets.back() > rows) {
+    refuse("{} ends with {}, but the packed tensors have {} rows; it must end there or before", name,
+           offsets.back(), rows);
+  }
+}
 
 void check_offsets(const Problem& problem) {
   if (!problem.spec.varlen) return;

@@ -68,6 +68,9 @@ Backward backward(const Problem& problem, Precision precision = Precision::exact
 /// rows, or less, and no sequence is longer than the shape says: for those who have them on the host and can
 /// tell.
 void check_offsets(const Problem& problem);
+/// The same of one cu_seqlens, whose sequences have at most `longest` of `rows` rows.
+void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
+                   std::int64_t longest);
 
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
 std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);

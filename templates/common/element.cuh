@@ -40,9 +40,13 @@ template <class Element>
 __device__ __forceinline__ unsigned pack(float low, float high);
 template <>
 __device__ __forceinline__ unsigned pack<fp16>(float low, float high) {
+#if __CUDA_ARCH__ >= 800
   unsigned y;
   asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(y) : "f"(high), "f"(low));
   return y;
+#else
+  return from_float<fp16>(low).bits | static_cast<unsigned>(from_float<fp16>(high).bits) << 16;
+#endif
 }
 template <>
 __device__ __forceinline__ unsigned pack<bf16>(float low, float high) {

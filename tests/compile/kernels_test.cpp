@@ -324,6 +324,21 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsAroundAttention, CompileWithoutSpills) {
+  for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* text :
+         {"append:bf16:d128:varlen:pages16", "append:fp16:d64x32:pages3", "append:fp32:d256:cache",
+          "append:bf16:d8:varlen:cache", "merge:bf16:d128", "merge:fp16:d40", "merge:fp32:d256"}) {
+      const AttentionSpec spec = parse_spec(text).normalized();
+      for (const plan::FamilyTraits& family : plan::families())
+        if (family.supports(spec, device)) {
+          EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape_of(0), device), device), "");
+        }
+    }
+  }
+}
+
 // What the heuristic takes so, of which a thread has few registers.
 TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

@@ -168,8 +168,8 @@ TEST_F(CAbi, ArgumentsAreCheckedBeforeTheDriverIsOpened) {
 TEST_F(CAbi, EnumsAreChecked) {
   const RuntimePtr r = runtime();
   const SpecPtr s = spec();
-  EXPECT_EQ(flashjit_supports(r.get(), 2, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
-  EXPECT_MESSAGE("pass is 2");
+  EXPECT_EQ(flashjit_supports(r.get(), 4, s.get(), &kShape), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("pass is 4");
   flashjit_options options{};
   options.struct_size = sizeof options;
   options.jit = 7;
@@ -226,6 +226,101 @@ TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
   forward.v.size[2] = 3;
   EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("v has length 3");
+}
+
+/// Two new rows of one sequence of five keys, in pages of two rows that lie in the other order.
+TEST_F(CAbi, NewRowsAreAppendedByTheReference) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d16:pages2");
+  alignas(16) float k[32], v[32], q[32], k_cache[96], v_cache[96];
+  for (int i = 0; i < 32; ++i) k[i] = q[i] = static_cast<float>(i % 16 == 0), v[i] = static_cast<float>(i);
+  std::fill_n(k_cache, 96, 7.0f), std::fill_n(v_cache, 96, 7.0f);
+  const std::int32_t lengths[] = {5}, table[] = {2, 1, 0};
+  flashjit_append_args args{};
+  args.struct_size = sizeof args;
+  args.k = {k, {1, 1, 2, 16}, {32, 32, 16, 1}}, args.v = {v, {1, 1, 2, 16}, {32, 32, 16, 1}};
+  args.k_cache = {k_cache, {3, 1, 2, 16}, {32, 32, 16, 1}};
+  args.v_cache = {v_cache, {3, 1, 2, 16}, {32, 32, 16, 1}};
+  args.kv_lengths = lengths;
+  args.page_table = {table, 1, 3, 0};
+  args.q = args.q_out = {q, {1, 1, 2, 16}, {32, 32, 16, 1}};
+  args.rope.theta = 100;
+  args.rope.interleaved = 1;
+  ASSERT_EQ(flashjit_reference_append(s.get(), &args), FLASHJIT_OK) << last_message();
+  // Keys 3 and 4: the second row of page 1, and the first of page 0. Pair 0 turns by the position.
+  EXPECT_FLOAT_EQ(k_cache[48], std::cos(3.0f));
+  EXPECT_FLOAT_EQ(k_cache[49], std::sin(3.0f));
+  EXPECT_FLOAT_EQ(k_cache[0], std::cos(4.0f));
+  EXPECT_FLOAT_EQ(q[17], std::sin(4.0f));
+  EXPECT_EQ(v_cache[48], 0.0f);
+  EXPECT_EQ(v_cache[15], 31.0f);
+  EXPECT_EQ(k_cache[47], 7.0f);
+  EXPECT_EQ(v_cache[16], 7.0f);
+
+  args.rope.type = FLASHJIT_ELEMENT_INT8;
+  EXPECT_EQ(flashjit_reference_append(s.get(), &args), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("rope.type is 7");
+  args.struct_size = 8;
+  EXPECT_EQ(flashjit_reference_append(s.get(), &args), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("flashjit_append_args.struct_size is 8");
+}
+
+TEST_F(CAbi, StatesAreMergedByTheReference) {
+  const SpecPtr s = flashjit::test::make_spec("bf16:d8");
+  alignas(16) float first[8] = {1, 2}, second[8] = {3, 6}, nothing[8];
+  std::fill_n(nothing, 8, std::nanf(""));
+  const float lse[] = {0}, lse_of_three_times[] = {std::log(3.0f)}, none[] = {-INFINITY};
+  const auto view = [](void* data) { return flashjit_tensor{data, {1, 1, 1, 8}, {8, 8, 8, 1}}; };
+  const flashjit_partial_state states[] = {
+      {view(first), lse}, {view(nothing), none}, {view(second), lse_of_three_times}};
+  alignas(16) float out[8];
+  float joined = 0;
+  flashjit_merge_args args{};
+  args.struct_size = sizeof args;
+  args.states = states;
+  args.state_count = 3;
+  args.out = view(out);
+  args.lse = &joined;
+  args.states_type = args.out_type = FLASHJIT_ELEMENT_FP32;
+  ASSERT_EQ(flashjit_reference_merge(s.get(), &args), FLASHJIT_OK) << last_message();
+  EXPECT_FLOAT_EQ(out[0], 2.5f);
+  EXPECT_FLOAT_EQ(out[1], 5.0f);
+  EXPECT_FLOAT_EQ(joined, std::log(4.0f));
+
+  const auto says = [&](const char* part) {
+    EXPECT_EQ(flashjit_reference_merge(s.get(), &args), FLASHJIT_INVALID_ARGUMENT);
+    EXPECT_MESSAGE(part);
+  };
+  args.out_type = FLASHJIT_ELEMENT_FP16;
+  says("out_type is fp16");
+  args.out_type = FLASHJIT_ELEMENT_INT32;
+  says("out_type is 4");
+  args.state_count = 9;
+  says("state_count is 9");
+  args.state_count = 1, args.states = nullptr;
+  says("states is null");
+}
+
+TEST_F(CAbi, AppendAndMergeNeedADriver) {
+  const RuntimePtr r = runtime();
+  const SpecPtr s = spec("bf16:d64:causal:cache");
+  std::int32_t* lengths = reinterpret_cast<std::int32_t*>(0x90000);
+  flashjit_append_args append{};
+  append.struct_size = sizeof append;
+  append.k = append.v = tensor(0x10000);
+  append.k_cache = tensor(0x20000), append.v_cache = tensor(0x30000);
+  append.kv_lengths = lengths;
+  EXPECT_EQ(flashjit_append(r.get(), s.get(), &append, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+  EXPECT_EQ(flashjit_append(r.get(), s.get(), nullptr, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("flashjit_append_args is null");
+  const flashjit_partial_state state{tensor(0x10000), reinterpret_cast<float*>(0x50000)};
+  flashjit_merge_args merge{};
+  merge.struct_size = sizeof merge;
+  merge.states = &state;
+  merge.state_count = 1;
+  merge.out = tensor(0x20000);
+  EXPECT_EQ(flashjit_merge(r.get(), s.get(), &merge, nullptr), FLASHJIT_NO_DRIVER) << last_message();
+  EXPECT_EQ(flashjit_merge(nullptr, s.get(), &merge, nullptr), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_EQ(flashjit_prepare(r.get(), FLASHJIT_APPEND, s.get(), &kShape, nullptr), FLASHJIT_NO_DRIVER);
 }
 
 TEST_F(CAbi, TheReferenceTakesTheGradientOfLse) {

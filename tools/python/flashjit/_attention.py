@@ -11,7 +11,7 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, plan_of, readable
+from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
@@ -109,7 +109,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
     try:
-        if not plain or _is_watched() or _is_negated(q, k, v, sinks, values):
+        if not plain or is_watched() or _is_negated(q, k, v, sinks, values):
             if return_row_max:
                 raise Unsupported("return_row_max cannot be had in compiled code, or under modes and transforms of torch: call "
                                   "attention() outside of them.")
@@ -144,12 +144,6 @@ def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None
     if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or _any_grad(values):
         raise Unsupported("a cache has no backward pass: call attention() under torch.no_grad(), or with K and V as tensors "
                           "without page_table and cache.")
-
-
-def _is_watched() -> bool:
-    """Whether a mode or a transform, besides autograd, must see the call."""
-    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
-                or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
 def _is_negated(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> bool:
@@ -240,5 +234,5 @@ class _WithoutGradient(torch.autograd.Function):
     backward = staticmethod(refuse_second)
 
 
-# Function.apply without its search for functorch's wrappers, which _is_watched() has ruled out.
+# Function.apply without its search for functorch's wrappers, which is_watched() has ruled out.
 _record = super(torch.autograd.Function, _Attention).apply

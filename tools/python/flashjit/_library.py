@@ -15,7 +15,7 @@ from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
-FORWARD, BACKWARD = 0, 1
+FORWARD, BACKWARD, APPEND, MERGE = range(4)
 MAX_CAPTURES, MAX_CAPTURE_DIMS = 24, 6
 
 #: flashjit_element_type, by the name that programs use.
@@ -79,6 +79,26 @@ class ListArgs(ctypes.Structure):
                 ("capture_count", ctypes.c_size_t), ("cu_seqlens_q", _pointer), ("cu_seqlens_kv", _pointer)]
 
 
+class Rope(ctypes.Structure):
+    _fields_ = [("cos", _pointer), ("sin", _pointer), ("table_rows", _i64), ("stride", _i64), ("type", ctypes.c_int32),
+                ("theta", ctypes.c_float), ("dims", ctypes.c_int32), ("interleaved", ctypes.c_int32), ("positions", _pointer)]
+
+
+class AppendArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("k", Tensor), ("v", Tensor), ("k_cache", Tensor), ("v_cache", Tensor),
+                ("kv_lengths", _pointer), ("page_table", PageTable), ("q", Tensor), ("q_out", Tensor), ("rope", Rope),
+                ("cu_seqlens_q", _pointer), ("batch_size", _i64), ("max_seqlen_kv", _i64)]
+
+
+class PartialState(ctypes.Structure):
+    _fields_ = [("out", Tensor), ("lse", _pointer)]
+
+
+class MergeArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("states", _pointer), ("state_count", ctypes.c_size_t), ("out", Tensor),
+                ("lse", _pointer), ("states_type", ctypes.c_int32), ("out_type", ctypes.c_int32)]
+
+
 def words_of(structure: ctypes.Structure) -> "array.array[int]":
     """A copy of the structure as 64-bit words: a call copies these and sets its pointers, which is much quicker than to set
     members of members."""
@@ -103,6 +123,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_spec_destroy": (None, [_pointer]),
     "flashjit_forward": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_append": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_merge": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
     "flashjit_prepare_both": (ctypes.c_int32, [_pointer] * 3),
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
@@ -112,6 +134,8 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_supports": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer]),
     "flashjit_reference_forward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_append": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_merge": (ctypes.c_int32, [_pointer] * 2),
 }
 
 
@@ -273,10 +297,10 @@ class Runtime:
     def prepare(self, spec: str, shape: Sequence[int], *, backward: bool = False, config: str | None = None) -> None:
         """Compiles and loads now on the current device, e.g. before a CUDA graph capture.
 
-        spec: such as "bf16:d128:causal". shape: (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).
+        spec: such as "bf16:d128:causal", or "append:bf16:d128:pages16". shape: (batch, heads_q, heads_kv, seqlen_q, seqlen_kv).
         config: tiles for this spec and shape from now on, such as "sm80:br128:bc64:w4:s2".
         """
-        check(library().flashjit_prepare(self.address, int(backward), spec_handle(spec).address,
+        check(library().flashjit_prepare(self.address, _pass_of(spec, backward), spec_handle(spec).address,
                                          ctypes.byref(shape_struct(shape)), config.encode() if config else None))
         self.generation += 1
 
@@ -307,6 +331,11 @@ class Runtime:
             return library().flashjit_last_error_message().decode(errors="replace")
         check(status)
         return None
+
+
+def _pass_of(spec: str, backward: bool) -> int:
+    """flashjit_pass: what the text names, where it is not attention."""
+    return {"append": APPEND, "merge": MERGE}.get(spec.partition(":")[0], BACKWARD if backward else FORWARD)
 
 
 def _stop_tuning(runtime: Handle, process: int) -> None:

@@ -7,7 +7,7 @@ import ctypes
 import functools
 import logging
 import math
-from typing import Any, NamedTuple, Sequence, Union
+from typing import Any, Mapping, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -94,7 +94,7 @@ def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides)
 
 
-def _tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
+def tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
     return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
 
 
@@ -123,7 +123,7 @@ class Plan:
         seqlen_q = problem.max_seqlen_q if varlen else q.shape[2]
         if problem.cached:
             batch = fixed.kv_lengths.numel()
-            seqlen_kv = problem.max_seqlen_kv or _capacity(k, fixed.page_table)
+            seqlen_kv = problem.max_seqlen_kv or cache_capacity(k, fixed.page_table)
         else:
             seqlen_kv = problem.max_seqlen_kv if varlen else k.shape[2]
         self.shape = (batch, q.shape[1], k.shape[1], seqlen_q, seqlen_kv)
@@ -175,15 +175,15 @@ class Plan:
             common["softmax_scale"] = ctypes.addressof(self._scale)
         if fixed.block_map is not None:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
-        tensors = {name: _tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
-        tensors["out"] = _tensor_struct(self.out_size, self.out_stride)
+        tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
+        tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table
         of_table = {} if table is None else {"page_table": _library.PageTable(
             None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))}
         self.forward_words = _library.words_of(
             ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **of_table))
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
-            tensors[name] = _tensor_struct(size, stride)
+            tensors[name] = tensor_struct(size, stride)
         tensors["dout"] = tensors["out"]
         self.backward_words = _library.words_of(BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), **tensors, **common))
 
@@ -216,26 +216,6 @@ class Plan:
             for i in self.scalar_places:
                 doubles[i * _C_SIZE + _C_SCALAR] = float(values[i])
         return words
-
-    def _launch(self, function: str, words: "array.array[int]") -> None:
-        args, _ = words.buffer_info()
-        if self.index < 0:
-            status = getattr(library(), f"flashjit_reference_{function}")(self.spec.address, args)
-        else:
-            launch = _launchers[function]
-            shared = runtime().address
-            stream = torch._C._cuda_getCurrentRawStream(self.index)
-            if torch._C._cuda_getDevice() == self.index:
-                status = launch(shared, self.spec.address, args, stream)
-            else:
-                with torch.cuda.device(self.index):
-                    status = launch(shared, self.spec.address, args, stream)
-            if status == 4:  # a thread that has not used CUDA has no context yet, such as autograd's
-                with torch.cuda.device(self.index):
-                    bind_context(self.device)
-                    status = launch(shared, self.spec.address, args, stream)
-        if status:
-            _library.raise_error(status)
 
     def described(self, backward: bool) -> str:
         names = ("batch", "heads_q", "heads_kv", "seqlen_q", "seqlen_kv")
@@ -317,7 +297,7 @@ class Plan:
         if values:
             captures = self._fill_captures(values)
             words[_F_CAPTURES] = ctypes.addressof(captures)
-        self._launch("forward", words)
+        launch("forward", self.spec, words, self.index)
         return out, lse
 
     def backward(self, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor, out: Tensor,
@@ -356,9 +336,15 @@ class Plan:
                 captures[i * _C_SIZE + _C_GRAD] = grad.data_ptr()
                 dvalues.append(grad)
             words[_B_CAPTURES] = ctypes.addressof(captures)
-        self._launch("backward", words)
+        launch("backward", self.spec, words, self.index)
         dvalues = [grad.to(values[i].dtype) for grad, i in zip(dvalues, self.grad_places)]
         return grads, dsinks, dvalues
+
+
+def is_watched() -> bool:
+    """Whether a mode or a transform, besides autograd, must see the call."""
+    return bool(torch._C._len_torch_dispatch_stack() or torch._C._len_torch_function_stack()
+                or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
 class _Launchers(dict):
@@ -368,6 +354,31 @@ class _Launchers(dict):
 
 
 _launchers = _Launchers()
+
+
+def launch(function: str, spec: Handle, words: "array.array[int]", index: int) -> None:
+    """Calls the library's function with the struct that the words are: on a GPU's current stream, or where index is negative on
+    the CPU."""
+    args, _ = words.buffer_info()
+    if index < 0:
+        status = getattr(library(), f"flashjit_reference_{function}")(spec.address, args)
+    else:
+        call = _launchers[function]
+        shared = runtime().address
+        stream = torch._C._cuda_getCurrentRawStream(index)
+        if torch._C._cuda_getDevice() == index:
+            status = call(shared, spec.address, args, stream)
+        else:
+            with torch.cuda.device(index):
+                status = call(shared, spec.address, args, stream)
+        if status == 4:  # a thread that has not used CUDA has no context yet, such as autograd's
+            with torch.cuda.device(index):
+                bind_context(torch.device("cuda", index))
+                status = call(shared, spec.address, args, stream)
+    if status:
+        _library.raise_error(status)
+
+
 _plans: dict[Any, Plan] = {}
 
 
@@ -407,7 +418,7 @@ def contiguous(fixed: Fixed) -> Fixed:
     return Fixed(*[x if x is None else x.contiguous() for x in fixed])
 
 
-def _capacity(k: Tensor, table: Union[Tensor, None]) -> int:
+def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
     """How many keys a sequence of a cache may have."""
     return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
 
@@ -426,7 +437,7 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ..
         refuse_nested(q, k, v)
         raise
     if fixed is not NOTHING or values:
-        key = (*key, *[_signature(value) for value in (*fixed, *values)])
+        key = (*key, *[signature(value) for value in (*fixed, *values)])
     plan = _plans.get(key)
     if plan is None:
         plan = Plan(q, k, v, fixed, values, problem)
@@ -443,7 +454,7 @@ def refuse_nested(*tensors: Tensor) -> None:
                             "cu_seqlens_kv, or pad it.")
 
 
-def _signature(value: Any) -> Any:
+def signature(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.shape, value.stride(), value.dtype, value.get_device()
     return None
@@ -463,12 +474,18 @@ def _spec_of(text: str, q: Tensor, v: Tensor) -> Handle:
 # --- checks, where a plan is made ----------------------------------------------------------------------------------
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
-    for name, tensor in (("k", k), ("v", v), *zip(Fixed._fields, fixed)):
-        if tensor is not None and tensor.device != q.device:
-            raise InvalidArgument(f"q is on {q.device} and {name} on {tensor.device}: move them to one device, such as "
-                                  f"{name}.to(q.device).")
-    for name, tensor in (("q", q), ("k", k), ("v", v)):
+def check_device(first: Tensor, first_name: str, others: Mapping[str, Any]) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise InvalidArgument(f"{first_name} is on {first.device} and {name} on {tensor.device}: move them to one device, such as "
+                                  f"{name}.to({first_name}.device).")
+
+
+def check_alike(tensors: Mapping[str, Tensor]) -> None:
+    """Of tensors with four dimensions: whether kernels compute with them, and all are of the first one's type and device."""
+    first_name, first = next(iter(tensors.items()))
+    check_device(first, first_name, tensors)
+    for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise InvalidArgument(f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, "
                                   "head_dim].")
@@ -476,15 +493,20 @@ def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
         if tensor.dtype not in SPEC_TYPES:
             raise WrongType(f"{name} is {describe(tensor)}: flashjit computes in float16, bfloat16 and float32; convert it.")
-        if tensor.dtype != q.dtype:
-            raise InvalidArgument(f"q is {describe(q)} and {name} is {describe(tensor)}: they must have one type; "
-                                  f"convert one, such as {name}.to(q.dtype).")
+        if tensor.dtype != first.dtype:
+            raise InvalidArgument(f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
+                                  f"convert one, such as {name}.to({first_name}.dtype).")
         if tensor.device.type not in ("cuda", "cpu"):
             raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device.")
         if tensor.shape[3] == 0:
             raise InvalidArgument(f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
                                   "scaled_dot_product_attention() takes that.")
-        _check_memory(name, tensor)
+        check_memory(name, tensor)
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
+    check_alike({"q": q, "k": k, "v": v})
+    check_device(q, "q", fixed._asdict())
     if problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]):
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "
                               "q, and v the pages or slots, heads and rows of k.")
@@ -518,7 +540,7 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
         if tensor.dtype != dtype or tuple(tensor.shape) != shape:
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} "
                                   f"{list(shape)}.")
-        _check_memory(name, tensor)
+        check_memory(name, tensor)
     table = fixed.page_table
     if table is not None and table.dim() == 2 and k.shape[2] not in range(1, 257):
         raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, from 1 to 256; "
@@ -544,9 +566,9 @@ def _check_capture(name: str, value: Any, q: Tensor) -> None:
         raise InvalidArgument(f"captures[{name!r}] has {value.dim()} dimensions: at most {_library.MAX_CAPTURE_DIMS} are possible.")
     if value.numel() == 0:
         raise InvalidArgument(f"captures[{name!r}] is {describe(value)}: it has no element to read; give at least one.")
-    _check_memory(f"the captured tensor {name}", value)
+    check_memory(f"the captured tensor {name}", value)
 
 
-def _check_memory(name: str, tensor: Tensor) -> None:
+def check_memory(name: str, tensor: Tensor) -> None:
     if tensor.numel() and tensor.data_ptr() == 0:
         raise InvalidArgument(f"{name} has no memory any more (its storage was freed): give a tensor that is alive.")

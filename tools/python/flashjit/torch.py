@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from ._attention import attention
+from ._cache import append, merge
 from ._library import runtime
 from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
 from ._sdpa import scaled_dot_product_attention
 
-__all__ = ["attention", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
+__all__ = ["append", "attention", "merge", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
            "register_with_transformers", "use_in_diffusers"]
 
 

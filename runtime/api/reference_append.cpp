@@ -1,0 +1,170 @@
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "api/host_elements.hpp"
+#include "api/reference_call.hpp"
+#include "call/append_arguments.hpp"
+#include "reference/reference.hpp"
+
+namespace flashjit {
+namespace {
+
+/// The first of a row's elements, all of which are contiguous.
+template <class Void>
+std::int64_t offset_of(const BasicTensorView<Void>& tensor, std::int64_t b, std::int64_t h, std::int64_t s) {
+  return b * tensor.stride[0] + h * tensor.stride[1] + s * tensor.stride[2];
+}
+
+std::vector<double> read_row(DType dtype, const ConstTensorView& tensor, std::int64_t offset) {
+  std::vector<double> row(static_cast<std::size_t>(tensor.size[3]));
+  for (std::size_t i = 0; i < row.size(); ++i)
+    row[i] = read_element(dtype_info(dtype).element, tensor.data, offset + static_cast<std::int64_t>(i));
+  return row;
+}
+
+void write_row(DType dtype, const TensorView& tensor, std::int64_t offset, const std::vector<double>& row) {
+  for (std::size_t i = 0; i < row.size(); ++i)
+    write_element(dtype, tensor.data, offset + static_cast<std::int64_t>(i), row[i]);
+}
+
+/// A new row: where it lies, and which key of which sequence it is.
+struct NewRow {
+  std::int64_t b, s;  ///< in the tensors
+  std::int64_t sequence, key;
+};
+
+std::vector<NewRow> new_rows(const AttentionSpec& spec, const AppendArgs& args) {
+  const AttentionShape shape = shape_of(spec, args);
+  std::vector<std::int32_t> offsets;
+  if (spec.varlen) {
+    offsets.assign(args.cu_seqlens_q, args.cu_seqlens_q + shape.batch + 1);
+    reference::check_offsets("cu_seqlens_q", offsets, shape.seqlen_q, shape.seqlen_q);
+  }
+  std::vector<NewRow> rows;
+  for (std::int64_t b = 0; b < shape.batch; ++b) {
+    const std::int64_t begin = spec.varlen ? offsets[b] : 0,
+                       end = spec.varlen ? offsets[b + 1] : shape.seqlen_q;
+    const std::int64_t length = std::max(args.kv_lengths[b], 0);
+    for (std::int64_t s = begin; s < end; ++s)
+      rows.push_back({spec.varlen ? 0 : b, s, b, length - (end - s)});
+  }
+  return rows;
+}
+
+/// The page that has a key's row, or the slot; negative where there is no place for it.
+std::int64_t page_of(const AttentionSpec& spec, const AppendArgs& args, const NewRow& row) {
+  if (row.key < 0 || row.key >= shape_of(spec, args).seqlen_kv) return -1;
+  const PageTableView& table = args.page_table;
+  if (!table.data) return row.sequence;
+  const std::int64_t stride = table.stride ? table.stride : table.columns;
+  const std::int64_t page = table.data[row.sequence * stride + (spec.pages ? row.key / spec.pages : 0)];
+  return page < args.k_cache.size[0] ? page : -1;
+}
+
+class Rotation {
+ public:
+  Rotation(const AttentionSpec& spec, const RopeView& rope)
+      : rope_(rope),
+        type_(dtype_info(rope.type).element),
+        pairs_(rope.cos || rope.theta != 0 ? (rope.dims ? rope.dims : spec.head_dim) / 2 : 0) {}
+
+  bool has(std::int64_t position) const {
+    return pairs_ == 0 || !rope_.cos || (position >= 0 && position < rope_.table_rows);
+  }
+
+  void turn(std::vector<double>& row, std::int64_t position) const {
+    for (std::int64_t pair = 0; pair < pairs_; ++pair) {
+      const auto [c, s] = angle(position, pair);
+      double& x = row[rope_.interleaved ? 2 * pair : pair];
+      double& y = row[rope_.interleaved ? 2 * pair + 1 : pair + pairs_];
+      const double before = x;
+      x = x * c - y * s;
+      y = before * s + y * c;
+    }
+  }
+
+ private:
+  std::array<double, 2> angle(std::int64_t position, std::int64_t pair) const {
+    if (rope_.cos) {
+      const std::int64_t at = position * (rope_.stride ? rope_.stride : pairs_) + pair;
+      return {read_element(type_, rope_.cos, at), read_element(type_, rope_.sin, at)};
+    }
+    const double turned = static_cast<double>(position) *
+                          std::pow(rope_.theta, -static_cast<double>(pair) / static_cast<double>(pairs_));
+    return {std::cos(turned), std::sin(turned)};
+  }
+
+  const RopeView& rope_;
+  ElementType type_;
+  std::int64_t pairs_;
+};
+
+/// The weight of each state of a row, and the LSE of all.
+struct Weights {
+  std::array<double, kMaxPartialStates> of{};
+  double lse = -std::numeric_limits<double>::infinity();
+};
+
+Weights weights_of(const MergeArgs& args, std::int64_t row) {
+  Weights weights;
+  for (const PartialState& state : args.states) weights.lse = std::max<double>(weights.lse, state.lse[row]);
+  if (std::isinf(weights.lse) && weights.lse < 0) return weights;
+  const double highest = weights.lse;
+  double sum = 0;
+  for (const PartialState& state : args.states) sum += std::exp(state.lse[row] - highest);
+  weights.lse = highest + std::log(sum);
+  for (std::size_t i = 0; i < args.states.size(); ++i)
+    weights.of[i] = std::exp(args.states[i].lse[row] - weights.lse);
+  return weights;
+}
+
+}  // namespace
+
+void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
+  check_arguments(spec, args);
+  const AttentionShape shape = shape_of(spec, args);
+  const std::int64_t page_rows = spec.pages ? spec.pages : args.k_cache.size[2];
+  const Rotation rotation(spec, args.rope);
+  for (const NewRow& row : new_rows(spec, args)) {
+    const std::int64_t page = page_of(spec, args, row);
+    const std::int64_t position =
+        args.rope.positions ? args.rope.positions[row.b * shape.seqlen_q + row.s] : row.key;
+    if (page < 0 || !rotation.has(position)) continue;
+    const auto move = [&](const ConstTensorView& from, const TensorView& to, std::int64_t h,
+                          std::int64_t offset, bool rotated) {
+      std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
+      if (rotated) rotation.turn(values, position);
+      write_row(spec.dtype, to, offset, values);
+    };
+    for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
+      move(args.k, args.k_cache, h, offset_of(args.k_cache, page, h, row.key % page_rows), true);
+      move(args.v, args.v_cache, h, offset_of(args.v_cache, page, h, row.key % page_rows), false);
+    }
+    for (std::int64_t h = 0; h < shape.heads_q; ++h)
+      move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);
+  }
+}
+
+void reference_merge(const AttentionSpec& spec, const MergeArgs& args) {
+  check_arguments(spec, args);
+  const auto [batch, heads, rows, dim] = args.out.size;
+  const DType from = args.states_type.value_or(spec.dtype), to = args.out_type.value_or(spec.dtype);
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
+    const std::int64_t s = row % rows, h = row / rows % heads, b = row / rows / heads;
+    const Weights weights = weights_of(args, row);
+    std::vector<double> out(static_cast<std::size_t>(dim));
+    for (std::size_t i = 0; i < args.states.size(); ++i) {
+      const auto& [state, lse] = args.states[i];
+      if (lse[row] == -std::numeric_limits<float>::infinity()) continue;  // its O may be anything
+      const std::vector<double> values = read_row(from, state, offset_of(state, b, h, s));
+      for (std::size_t d = 0; d < out.size(); ++d) out[d] += weights.of[i] * values[d];
+    }
+    write_row(to, args.out, offset_of(args.out, b, h, s), out);
+    if (args.lse) args.lse[row] = static_cast<float>(weights.lse);
+  }
+}
+
+}  // namespace flashjit

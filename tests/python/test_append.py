@@ -1,0 +1,271 @@
+"""append() and merge() against plain PyTorch, on the GPU where there is one."""
+import math
+
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashjit  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+HEADS, HEADS_KV, DIM, DIM_V = 4, 2, 64, 32
+LENGTHS = [37, 3, 64, 0]  # with the new rows
+COUNTS = [4, 3, 20, 0]  # of new rows, where they are packed
+ROPES = ["none", "halves", "interleaved", "partial", "theta", "typed", "positions"]
+
+
+def tables(dims, dtype=torch.float32):
+    angles = torch.arange(100.0, dtype=torch.float64)[:, None] * 10000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+    return angles.cos().to(DEVICE, dtype), angles.sin().to(DEVICE, dtype)
+
+
+def arguments_of(rope, rows):
+    if rope == "none":
+        return {}
+    if rope == "theta":
+        return {"theta": 10000.0, "rope_dims": DIM}
+    dims = 32 if rope == "partial" else DIM
+    cos, sin = tables(dims, DTYPE if rope == "typed" else torch.float32)
+    made = {"cos": cos, "sin": sin, "interleaved": rope == "interleaved"}
+    if rope == "positions":
+        made["positions"] = (7 * torch.arange(rows) % 90).to(DEVICE, torch.int32)
+    return made
+
+
+def turned(x, positions, rope):
+    """x: [heads, rows, dim] in float64."""
+    if rope == "none":
+        return x
+    dims = 32 if rope == "partial" else DIM
+    cos, sin = tables(dims, DTYPE if rope == "typed" else torch.float64)
+    cos, sin = cos.double()[positions], sin.double()[positions]
+    left, right = (x[..., :dims:2], x[..., 1:dims:2]) if rope == "interleaved" else (x[..., :dims // 2], x[..., dims // 2:dims])
+    pair = left * cos - right * sin, left * sin + right * cos
+    new = torch.stack(pair, -1).flatten(-2) if rope == "interleaved" else torch.cat(pair, -1)
+    return torch.cat((new, x[..., dims:]), -1)
+
+
+def expect_close(got, want):
+    assert torch.equal(got.isnan(), want.isnan())
+    limit = (2 ** -8 if DTYPE == torch.bfloat16 else 2 ** -23) * want.abs().nan_to_num() + 1e-5
+    assert ((got.double() - want).abs().nan_to_num() <= limit).all()
+
+
+def new_cache(pages):
+    """K and V full of NaN, the table, and where key n of sequence i lies."""
+    rows = 16 if pages == "pages" else 80
+    k = torch.full((24, rows, HEADS_KV, DIM), math.nan, dtype=DTYPE, device=DEVICE).transpose(1, 2)
+    v = torch.full((24, HEADS_KV, rows, DIM_V), math.nan, dtype=DTYPE, device=DEVICE)
+    if pages == "ordered":
+        return k, v, None, lambda i, n: (i, n)
+    order = torch.randperm(24)[:4 * (5 if pages == "pages" else 1)].to(DEVICE, torch.int32)
+    if pages == "slots":
+        return k, v, order, lambda i, n: (int(order[i]), n)
+    table = order.view(4, 5)
+    return k, v, table, lambda i, n: (int(table[i, n // 16]), n % 16)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("pages", ["pages", "slots", "ordered"])
+@pytest.mark.parametrize("rope", ROPES)
+def test_new_rows_are_rotated_and_stored(rope, pages, packed):
+    torch.manual_seed(1)
+    counts = COUNTS if packed else [3] * 4
+    begins = [sum(counts[:i]) for i in range(5)]
+    size = (1, sum(counts) + 2) if packed else (4, 3)  # two rows belong to no sequence
+    k, v, q = (torch.randn(size[0], heads, size[1], dim).to(DEVICE, DTYPE)
+               for heads, dim in ((HEADS_KV, DIM), (HEADS_KV, DIM_V), (HEADS, DIM)))
+    k_cache, v_cache, table, place = new_cache(pages)
+    want_k, want_v = k_cache.double(), v_cache.double()
+    want_q = torch.full(q.shape, math.nan, dtype=torch.float64, device=DEVICE)
+    q_out = torch.full_like(q, math.nan)
+    rope_arguments = arguments_of(rope, size[0] * size[1])
+    for i, length in enumerate(LENGTHS):
+        for row in range(counts[i]):
+            key = length - counts[i] + row
+            if key < 0:
+                continue
+            b, s = (0, begins[i] + row) if packed else (i, row)
+            at = int(rope_arguments["positions"][b * size[1] + s]) if rope == "positions" else key
+            page, slot = place(i, key)
+            want_k[page, :, slot] = turned(k[b, :, s:s + 1].double(), [at], rope)[:, 0]
+            want_v[page, :, slot] = v[b, :, s].double()
+            want_q[b, :, s] = turned(q[b, :, s:s + 1].double(), [at], rope)[:, 0]
+    packing = {"cu_seqlens_q": torch.tensor(begins, dtype=torch.int32, device=DEVICE)} if packed else {}
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32, device=DEVICE)
+    got = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, q_out=q_out, **rope_arguments, **packing)
+    assert got is q_out
+    expect_close(k_cache, want_k)
+    expect_close(v_cache, want_v)
+    expect_close(q_out, want_q)
+
+
+def test_attention_sees_what_was_appended():
+    torch.manual_seed(2)
+    k_cache, v_cache, table, _ = new_cache("pages")
+    lengths = torch.zeros(4, dtype=torch.int32, device=DEVICE)
+    keys, values = torch.randn(4, HEADS_KV, 5, DIM).to(DEVICE, DTYPE), torch.randn(4, HEADS_KV, 5, DIM_V).to(DEVICE, DTYPE)
+    for n in range(5):
+        lengths += 1
+        q = torch.randn(4, HEADS, 1, DIM).to(DEVICE, DTYPE)
+        turned_q = flashjit.append(keys[:, :, n:n + 1], values[:, :, n:n + 1], k_cache, v_cache, kv_lengths=lengths,
+                                   page_table=table, q=q, theta=500.0)
+        out = flashjit.attention(turned_q, k_cache, v_cache, page_table=table, kv_lengths=lengths, causal=True)
+    k_turned = flashjit.append(keys, values, *new_cache("ordered")[:2], kv_lengths=lengths, q=keys, theta=500.0)
+    want = flashjit.attention(turned_q, k_turned, values)
+    assert (out.double() - want.double()).abs().max() <= (1e-2 if DTYPE == torch.bfloat16 else 1e-5)
+
+
+def test_q_may_be_rotated_in_place_and_left_out():
+    k_cache, v_cache, table, _ = new_cache("pages")
+    lengths = torch.tensor([9, 8, 7, 6], dtype=torch.int32, device=DEVICE)
+    k, v, q = (torch.randn(4, 2, 3, dim).to(DEVICE, DTYPE) for dim in (DIM, DIM_V, DIM))
+    new = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
+    assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, q_out=q, theta=100.0) is q
+    assert torch.equal(new, q)
+    assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table) is None
+
+
+def test_compiled():
+    k_cache, v_cache, table, _ = new_cache("pages")
+    lengths = torch.tensor([3, 3, 3, 3], dtype=torch.int32, device=DEVICE)
+    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
+
+    @torch.compile(fullgraph=True)
+    def step(q, k, v, k_cache, v_cache):
+        q = flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
+        return flashjit.attention(q, k_cache, v_cache, causal=True, page_table=table, kv_lengths=lengths, return_lse=True)
+
+    with torch.no_grad():
+        got = step(q, k, v, k_cache, v_cache)
+        other_k, other_v = torch.full_like(k_cache, math.nan), torch.full_like(v_cache, math.nan)
+        turned_q = flashjit.append(k, v, other_k, other_v, kv_lengths=lengths, page_table=table, q=q, theta=100.0)
+        want = flashjit.attention(turned_q, other_k, other_v, causal=True, page_table=table, kv_lengths=lengths, return_lse=True)
+    assert not other_k.isnan().all() and all(torch.equal(x, y) for x, y in zip(got, want))
+    assert torch.equal(k_cache.nan_to_num(), other_k.nan_to_num())
+    assert torch.equal(v_cache.nan_to_num(), other_v.nan_to_num())
+
+
+def test_appends_that_make_no_sense_are_refused():
+    k_cache, v_cache, table, _ = new_cache("pages")
+    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
+    lengths = torch.tensor([9, 8, 7, 6], dtype=torch.int32, device=DEVICE)
+    cos, sin = tables(DIM)
+
+    def refused(error, *words, **changed):
+        arguments = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "kv_lengths": lengths, "page_table": table, **changed}
+        with pytest.raises(error) as caught:
+            flashjit.append(*[arguments.pop(name) for name in ("k", "v", "k_cache", "v_cache")], **arguments)
+        for word in words:
+            assert word in str(caught.value)
+
+    bad = flashjit.InvalidArgument
+    refused(flashjit.WrongType, "kv_lengths is a list", kv_lengths=[1, 2, 3, 4])
+    refused(flashjit.WrongType, "k_cache is a NoneType", k_cache=None)
+    refused(flashjit.WrongType, "theta is a str", theta="10000")
+    refused(flashjit.WrongType, "max_seqlen_kv is a float", max_seqlen_kv=2.5)
+    refused(bad, "kv_lengths is int64 [4]", "int32 [4]", kv_lengths=lengths.long())
+    refused(bad, "page_table is int32 [3, 5]", "[4, pages", page_table=table[:3])
+    refused(bad, "k_cache is float", "one type", k_cache=k_cache.half())
+    refused(bad, "v has heads 1", "k has 2", v=v[:, :1])
+    refused(bad, "v_cache has length 8", v_cache=v_cache[:, :, :8])
+    refused(bad, "v_cache has batch 7", "24", v_cache=v_cache[:7])
+    refused(bad, "overlap", k_cache=k_cache[:1].expand(24, -1, -1, -1))
+    refused(bad, "third size is the rows of a page", k_cache=torch.empty(2, 2, 300, DIM, device=DEVICE, dtype=DTYPE))
+    refused(bad, "q_out is given without q", q_out=q)
+    refused(bad, "q_out overlaps q", q=q[:, :, :2], q_out=q[:, :, 1:], k=k[:, :, :2], v=v[:, :, :2])
+    refused(bad, "sin is given alone", sin=sin)
+    refused(bad, "sin is float32 [100, 16]", "both alike", cos=cos, sin=sin[:, :16])
+    refused(bad, "rope.theta is 5", "tables or theta", cos=cos, sin=sin, theta=5.0)
+    refused(bad, "rope.dims is 24", "multiple of 16", theta=5.0, rope_dims=24)
+    refused(bad, "neither tables nor theta", rope_dims=16)
+    refused(bad, "positions is int64", "12 new rows", positions=torch.arange(12, device=DEVICE), theta=5.0)
+    refused(bad, "max_seqlen_kv is 100", "room for 80", max_seqlen_kv=100)
+    refused(bad, "with cu_seqlens_q its batch is 1", cu_seqlens_q=torch.zeros(5, dtype=torch.int32, device=DEVICE))
+    refused(flashjit.Unsupported, "no gradients", k=k.clone().requires_grad_())
+    if DEVICE == "cpu":
+        refused(bad, "cu_seqlens_q ends with 4", k=k[:1], v=v[:1],
+                cu_seqlens_q=torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+
+
+# --- merge ---------------------------------------------------------------------------------------------------------
+
+
+def parts_of(count, dtype=DTYPE):
+    torch.manual_seed(count)
+    states = []
+    for i in range(count):
+        out = torch.randn(2, 5, 3, DIM_V, dtype=torch.float64).transpose(1, 2).to(DEVICE, dtype)
+        lse = 3 * torch.randn(2, 3, 5).to(DEVICE)
+        lse[0, i % 3] = -math.inf  # no keys: O may be anything
+        out[0, i % 3] = math.nan
+        lse[1, 0, 0], out[1, 0, 0] = -math.inf, math.nan  # no keys at all
+        states.append((out, lse))
+    return states
+
+
+def joined(states):
+    lses = torch.stack([lse.double() for _, lse in states])
+    lse = lses.logsumexp(0)
+    weights = (lses - lse).exp().nan_to_num(0)
+    return sum(torch.where(w > 0, w, 0)[..., None] * out.double().nan_to_num(0) for w, (out, _) in zip(weights, states)), lse
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+@pytest.mark.parametrize("types", [(DTYPE, None), (torch.float32, DTYPE), (DTYPE, torch.float32)])
+def test_states_are_joined(count, types):
+    states = parts_of(count, types[0])
+    out, lse = flashjit.merge(states, dtype=types[1])
+    want, want_lse = joined(states)
+    assert out.dtype == (types[1] or types[0]) and out.shape == want.shape
+    assert torch.allclose(lse.double(), want_lse, atol=1e-5)
+    assert torch.allclose(out.double(), want, atol=1e-5, rtol=2 ** -7 if out.dtype == torch.bfloat16 else 1e-6)
+
+
+def test_gradients_of_merge_are_those_of_attention_over_all_keys():
+    torch.manual_seed(3)
+    q, k, v = (torch.randn(1, 2, n, 16, device=DEVICE, requires_grad=True) for n in (4, 9, 9))
+    dout, dlse = torch.randn(1, 2, 4, 16, device=DEVICE), torch.randn(1, 2, 4, device=DEVICE)
+    parts = [flashjit.attention(q, k[:, :, a:b], v[:, :, a:b], return_lse=True) for a, b in ((0, 2), (2, 8), (8, 9))]
+    got = torch.autograd.grad(flashjit.merge(parts), (q, k, v), (dout, dlse))
+    want = torch.autograd.grad(flashjit.attention(q, k, v, return_lse=True), (q, k, v), (dout, dlse))
+    for x, y in zip(got, want):
+        assert torch.allclose(x, y, atol=1e-4 if DEVICE == "cpu" else 2e-2)
+
+
+def test_gradients_pass_by_states_without_keys():
+    states = [(out.requires_grad_(), lse.requires_grad_()) for out, lse in parts_of(3, torch.float32)]
+    out, lse = flashjit.merge(states)
+    out.sum().backward(retain_graph=True)
+    for part, part_lse in states:
+        assert torch.isfinite(part.grad).all() and torch.isfinite(part_lse.grad).all()
+        assert (part.grad[part_lse.isneginf()] == 0).all()
+    finite = lse[~lse.isneginf()]
+    grads = torch.autograd.grad(finite.sum(), [lse for _, lse in states])
+    assert torch.allclose(sum(grads), (~lse.isneginf()).float(), atol=1e-5)
+
+
+def test_merge_compiled():
+    states = [(out.nan_to_num(0), lse) for out, lse in parts_of(3)]
+    got = torch.compile(lambda pairs: flashjit.merge(pairs), fullgraph=True)(states)
+    for x, y in zip(got, flashjit.merge(states)):
+        assert torch.equal(x, y)
+
+
+def test_merges_that_make_no_sense_are_refused():
+    states = parts_of(2)
+
+    def refused(error, *words, given=states, **named):
+        with pytest.raises(error) as caught:
+            flashjit.merge(given, **named)
+        for word in words:
+            assert word in str(caught.value)
+
+    out, lse = states[0]
+    bad = flashjit.InvalidArgument
+    refused(bad, "0 pairs", "1 to 8", given=[])
+    refused(bad, "9 pairs", "merge the result with the rest", given=[states[0]] * 9)
+    refused(flashjit.WrongType, "states[0] is a Tensor", "pairs (O, LSE)", given=[out, out])
+    refused(bad, "states[1][0] is", "[2, 3, 4, 32]", given=[states[0], (out[:, :, :4], lse[:, :, :4])])
+    refused(bad, "states[0][1] is float64", "float32 [2, 3, 5]", given=[(out, lse.double())])
+    refused(bad, "out_type is fp16", dtype=torch.float16, given=parts_of(1, torch.bfloat16))

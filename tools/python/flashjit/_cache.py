@@ -1,0 +1,305 @@
+"""append() and merge(): what goes into a cache, and what comes of calls over parts of the keys."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, NamedTuple, Sequence, Union
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._checks import check_number, check_whole
+from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
+from ._plans import (ELEMENTS, KEEP_PLANS, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
+                     is_watched, launch, readable, signature, tensor_struct)
+from .errors import InvalidArgument, Unsupported, WrongType
+
+
+class _Given(NamedTuple):
+    """append()'s tensors besides new rows and caches."""
+
+    kv_lengths: Tensor
+    page_table: Union[Tensor, None]
+    cos: Union[Tensor, None]
+    sin: Union[Tensor, None]
+    positions: Union[Tensor, None]
+    cu_seqlens_q: Union[Tensor, None]
+
+
+class _Rotation(NamedTuple):
+    theta: float
+    dims: int
+    interleaved: bool
+
+
+def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths: Tensor, page_table: Union[Tensor, None] = None,
+           q: Union[Tensor, None] = None, q_out: Union[Tensor, None] = None, cos: Union[Tensor, None] = None,
+           sin: Union[Tensor, None] = None, theta: Union[float, None] = None, rope_dims: Union[int, None] = None,
+           interleaved: bool = False, positions: Union[Tensor, None] = None, cu_seqlens_q: Union[Tensor, None] = None,
+           max_seqlen_kv: Union[int, None] = None) -> Union[Tensor, None]:
+    """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates those of Q, in one launch. Returns the rotated Q.
+
+    k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
+        int32 [sequences + 1], they are packed, [1, heads_kv, all rows, head_dim].
+    k_cache, v_cache: attention()'s k and v, which are written: pages with a page_table of two dimensions, else slots.
+    kv_lengths: int32 [sequences]: how many keys each sequence has, WITH the new ones, as attention() wants it next.
+    page_table: as of attention(): int32 [sequences, pages of the longest], or the slot of each; None: slots in order.
+    q: like k, with heads_q heads. q_out: where the rotated rows go, which may be q; None: a new tensor.
+    cos, sin: float32 or of k's type, [positions, rope_dims / 2]; or theta, with which pair i of position n turns by
+        n * theta ** (-2 i / rope_dims). None of them: rows are copied.
+    rope_dims: how many dimensions of a head turn, a multiple of 16; None: all.
+    interleaved: pairs are dimensions (2 i, 2 i + 1); else (i, i + rope_dims / 2).
+    positions: int32, one for each new row, like a dimension of k's batch and rows; None: the number of its key.
+    max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
+
+    Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
+    them, in q_out neither. Before a CUDA graph is captured, call it once. No gradients. Raises flashjit.Error.
+    """
+    tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
+    given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q)
+    _check_kinds(tensors, given)
+    if theta is not None:
+        check_number("theta", theta)
+    for name, value in (("rope_dims", rope_dims), ("max_seqlen_kv", max_seqlen_kv)):
+        if value is not None:
+            check_whole(name, value)
+    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
+        raise Unsupported("append() has no gradients: call it under torch.no_grad(), or give tensors that require none.")
+    if q is not None and q_out is None:
+        q_out = torch.empty_strided(q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device)
+    run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
+    run(k, v, k_cache, v_cache, q, q_out, *given, float(theta or 0), rope_dims or 0, bool(interleaved), max_seqlen_kv or 0)
+    return q_out
+
+
+torch.library.define("flashjit::append",
+                     "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor kv_lengths, "
+                     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, float theta, "
+                     "int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.register_fake("flashjit::append")(lambda *_: None)
+
+
+def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None], q_out: Union[Tensor, None],
+            *rest: Any) -> None:
+    given, rotation, max_seqlen_kv = _readable_tables(_Given(*rest[:6])), _Rotation(*rest[6:9]), rest[9]
+    k, v = readable(k, "k"), readable(v, "v")
+    if q is not None and q is not q_out:
+        q = readable(q, "q")
+    tensors = (k, v, k_cache, v_cache, q, q_out)
+    key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv)
+    call = _calls.get(key)
+    if call is None:
+        call = _AppendCall(tensors, given, rotation, max_seqlen_kv)
+        if len(_calls) >= KEEP_PLANS:
+            _calls.clear()
+        _calls[key] = call
+    call.launch(tensors, given)
+
+
+torch.library.impl("flashjit::append", ("cuda", "cpu"))(_append)
+
+
+class _AppendCall:
+    """Checked sizes and the filled struct of calls that look alike."""
+
+    def __init__(self, tensors: Sequence[Any], given: _Given, rotation: _Rotation, max_seqlen_kv: int) -> None:
+        named = dict(zip(("k", "v", "k_cache", "v_cache", "q", "q_out"), tensors))
+        _check(named, given)
+        k, v = named["k"], named["v"]
+        table = given.page_table
+        dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
+        options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
+            f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache")
+        self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
+        self.index = k.get_device()
+        args = AppendArgs(struct_size=ctypes.sizeof(AppendArgs), max_seqlen_kv=max_seqlen_kv, rope=_rope(given, rotation),
+                          **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None})
+        if table is not None:
+            args.page_table = _library.PageTable(None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))
+        if given.cu_seqlens_q is not None:
+            args.batch_size = given.cu_seqlens_q.numel() - 1
+        self.words = _library.words_of(args)
+
+    def launch(self, tensors: Sequence[Any], given: _Given) -> None:
+        words = self.words[:]
+        for place, tensor in zip(_PLACES, (*tensors, *given)):
+            if tensor is not None:
+                words[place] = tensor.data_ptr()
+        launch("append", self.spec, words, self.index)
+
+
+_ROPE = _library.word(AppendArgs, "rope")
+_PLACES = (*[_library.word(AppendArgs, name) for name in ("k", "v", "k_cache", "v_cache", "q", "q_out", "kv_lengths", "page_table")],
+           *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")], _library.word(AppendArgs, "cu_seqlens_q"))
+_calls: dict[Any, _AppendCall] = {}
+
+
+def _rope(given: _Given, rotation: _Rotation) -> Rope:
+    rope = Rope(theta=rotation.theta, dims=rotation.dims, interleaved=rotation.interleaved)
+    if given.cos is not None:
+        rope.table_rows, pairs = given.cos.shape
+        rope.stride, rope.type = given.cos.stride(0), _library.ELEMENT_TYPES[ELEMENTS[given.cos.dtype]]
+        if not rotation.dims:
+            rope.dims = 2 * pairs
+    return rope
+
+
+def _readable_tables(given: _Given) -> _Given:
+    """The kernel knows one stride of rows for both tables, and one of a page table's rows."""
+    cos, sin, table = given.cos, given.sin, given.page_table
+    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
+        cos, sin = cos.contiguous(), sin.contiguous()
+    if table is not None and table.stride(-1) != 1:
+        table = table.contiguous()
+    return _Given(given.kv_lengths.contiguous(), table, cos, sin, None if given.positions is None else given.positions.contiguous(),
+                  None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous())
+
+
+def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
+    for name, value in (*tensors.items(), *zip(_Given._fields, given)):
+        if value is None and name not in ("k", "v", "k_cache", "v_cache", "kv_lengths"):
+            continue
+        if not isinstance(value, Tensor):
+            raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
+    if tensors["q"] is None and tensors["q_out"] is not None:
+        raise InvalidArgument("q_out is given without q: give both or neither.")
+    if (given.cos is None) != (given.sin is None):
+        raise InvalidArgument(f"{'cos' if given.sin is None else 'sin'} is given alone: give both tables, or theta.")
+
+
+def _check(tensors: dict[str, Any], given: _Given) -> None:
+    """What the library does not see, or knows by other names."""
+    k, v, k_cache = tensors["k"], tensors["v"], tensors["k_cache"]
+    check_alike({name: x for name, x in tensors.items() if x is not None})
+    check_device(k, "k", given._asdict())
+    sequences = k.shape[0]
+    if given.cu_seqlens_q is not None:
+        sequences = given.cu_seqlens_q.numel() - 1
+        if k.shape[0] != 1:
+            raise InvalidArgument(f"k is {list(k.shape)}: with cu_seqlens_q its batch is 1, and the sequences lie one behind the "
+                                  "other, [1, heads_kv, all rows, head_dim].")
+    table = given.page_table
+    if table is not None and (table.dtype != torch.int32 or table.dim() not in (1, 2) or table.shape[0] != sequences):
+        raise InvalidArgument(f"page_table is {describe(table)}: it must be int32 [{sequences}, pages of the longest sequence], or "
+                              f"[{sequences}] for the slot of each sequence.")
+    if table is not None and table.dim() == 2 and k_cache.shape[2] not in range(1, 257):
+        raise InvalidArgument(f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, from 1 to "
+                              "256; where it has slots for whole sequences, give a page_table of one dimension, or none.")
+    wanted = {"kv_lengths": sequences, "cu_seqlens_q": sequences + 1}
+    for name, size in wanted.items():
+        tensor = getattr(given, name)
+        if tensor is not None and (tensor.dtype != torch.int32 or tuple(tensor.shape) != (size,)):
+            raise InvalidArgument(f"{name} is {describe(tensor)}: it must be int32 [{size}].")
+    rows = k.shape[0] * k.shape[2]
+    if given.positions is not None and (given.positions.dtype != torch.int32 or given.positions.numel() != rows):
+        raise InvalidArgument(f"positions is {describe(given.positions)}: it must be int32 with one number for each of the {rows} "
+                              "new rows.")
+    for name, angles in (("cos", given.cos), ("sin", given.sin)):
+        if angles is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, k.dtype)
+                                   or angles.shape != given.cos.shape or angles.dtype != given.cos.dtype):
+            raise InvalidArgument(f"{name} is {describe(angles)}: cos and sin must be float32 or {str(k.dtype).removeprefix('torch.')} "
+                                  "[positions, rope_dims / 2], both alike.")
+
+
+# --- merge ---------------------------------------------------------------------------------------------------------
+
+
+def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, None] = None) -> tuple[Tensor, Tensor]:
+    """(O, LSE) over all keys, from what attention(..., return_lse=True) gave over disjoint parts of them. With gradients.
+
+    states: 1 to 8 pairs (O, LSE) of the same queries: O [batch, heads, rows, dim], LSE float32 [batch, heads, rows]. One with an
+        LSE of -inf gives nothing, whatever its O.
+    dtype: of the result; None: that of the states. Where they differ one of them is float32.
+
+    Without any key O is 0 and LSE -inf. Raises flashjit.Error.
+    """
+    pairs = _check_states(states)
+    outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
+    if (torch.compiler.is_compiling() or is_watched()
+            or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses))):
+        return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
+    return _merge(outs, lses, dtype)
+
+
+torch.library.define("flashjit::merge", "(Tensor[] outs, Tensor[] lses, ScalarType? dtype) -> (Tensor, Tensor)",
+                     tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _new_state(like: Tensor, dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
+    return (torch.empty_strided(like.shape, dense_strides(like.shape, like.stride()), dtype=dtype or like.dtype, device=like.device),
+            torch.empty(like.shape[:3], dtype=torch.float32, device=like.device))
+
+
+@torch.library.register_fake("flashjit::merge")
+def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
+    return _new_state(outs[0], dtype)
+
+
+def _merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
+    for i, pair in enumerate(zip(outs, lses)):
+        for x in pair:
+            check_memory(f"states[{i}]", x)
+    outs, lses = [readable(out, "a state's O") for out in outs], [lse.contiguous() for lse in lses]
+    out, lse = _new_state(outs[0], dtype)
+    of_states, of_out = outs[0].dtype, out.dtype
+    states = (PartialState * len(outs))(*[PartialState(_struct_of(x), y.data_ptr()) for x, y in zip(outs, lses)])
+    args = MergeArgs(struct_size=ctypes.sizeof(MergeArgs), states=ctypes.addressof(states), state_count=len(outs),
+                     out=_struct_of(out), lse=lse.data_ptr(), states_type=_library.ELEMENT_TYPES[ELEMENTS[of_states]],
+                     out_type=_library.ELEMENT_TYPES[ELEMENTS[of_out]])
+    spec = spec_handle(f"{SPEC_TYPES[of_out if of_states == torch.float32 else of_states]}:d{out.shape[3]}")
+    launch("merge", spec, _library.words_of(args), out.get_device())
+    return out, lse
+
+
+torch.library.impl("flashjit::merge", ("cuda", "cpu"))(_merge)
+
+
+def _struct_of(tensor: Tensor) -> _library.Tensor:
+    struct = tensor_struct(tensor.shape, tensor.stride())
+    struct.data = tensor.data_ptr()
+    return struct
+
+
+def _save_states(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.save_for_backward(*inputs[0], *inputs[1], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _merge_gradient(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> tuple[Any, Any, None]:
+    """With weights w_i = exp(LSE_i - LSE): dO_i = w_i dO, dLSE_i = w_i (dO O_i - the sum of w_j dO O_j + dLSE)."""
+    *tensors, lse = ctx.saved_tensors
+    outs, lses = tensors[:len(tensors) // 2], tensors[len(tensors) // 2:]
+    weights = [torch.where(x.isneginf(), 0.0, (x - lse).exp()) for x in lses]
+    wide = None if dout is None else dout.float()
+    if wide is None:
+        products = [torch.zeros_like(lse)] * len(outs)
+    else:
+        products = [torch.where(w > 0, (wide * x.float()).sum(-1), 0.0) for w, x in zip(weights, outs)]
+    shared = sum(w * product for w, product in zip(weights, products))
+    shared = shared if dlse is None else shared - dlse
+    douts = [None if wide is None else (w[..., None] * wide).to(x.dtype) for w, x in zip(weights, outs)]
+    return douts, [w * (product - shared) for w, product in zip(weights, products)], None
+
+
+torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_context=_save_states)
+
+
+def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
+    pairs = list(states)
+    if not 1 <= len(pairs) <= 8:
+        raise InvalidArgument(f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest.")
+    for i, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or not all(isinstance(x, Tensor) for x in pair):
+            raise WrongType(f"states[{i}] is a {type(pair).__name__}: give pairs (O, LSE) of tensors, as attention(..., "
+                            "return_lse=True) returns.")
+        out, lse = pair
+        first = pairs[0][0]
+        if out.dim() != 4 or out.dtype not in SPEC_TYPES or out.shape != first.shape or out.dtype != first.dtype:
+            raise InvalidArgument(f"states[{i}][0] is {describe(out)}: each O must be float16, bfloat16 or float32 [batch, heads, "
+                                  f"rows, dim], all like states[0][0], which is {describe(first)}.")
+        if lse.dtype != torch.float32 or lse.shape != out.shape[:3]:
+            raise InvalidArgument(f"states[{i}][1] is {describe(lse)}: each LSE must be float32 {list(out.shape[:3])}.")
+        for x in pair:
+            if x.device != first.device:
+                raise InvalidArgument(f"states[0][0] is on {first.device} and states[{i}] on {x.device}: move them to one device.")
+    return pairs

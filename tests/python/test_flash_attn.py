@@ -21,7 +21,7 @@ def tensors(batch=2, queries=7, keys=11, heads=4, heads_kv=2, dim=16, dtype=torc
     return [torch.randn(size, dtype=dtype, device=DEVICE).requires_grad_() for size in sizes]
 
 
-def reference(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, lengths=None):
+def reference(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0, slopes=None, lengths=None, leftpad=None):
     """O [b, sq, hq, d] and LSE [b, hq, sq] in fp64."""
     q, k, v = (x.double().transpose(1, 2) for x in (q, k, v))
     group = q.shape[1] // k.shape[1]
@@ -41,6 +41,8 @@ def reference(q, k, v, *, scale=None, causal=False, window=(-1, -1), softcap=0.0
         keep = keep & (key <= at + (0 if causal else right))
     if left >= 0:
         keep = keep & (key >= at - left)
+    if leftpad is not None:
+        keep = keep & (key >= leftpad[:, None, None])
     s = s.masked_fill(~keep[:, None], -math.inf)
     return (torch.nan_to_num(torch.softmax(s, 3)) @ v).transpose(1, 2), torch.logsumexp(s, 3)
 
@@ -132,41 +134,142 @@ def test_a_cache_is_seen_to_each_sequence_s_length(options):
     close(lse, want_lse)
 
 
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-def test_new_keys_are_rotated_and_appended(interleaved, causal):
-    q, k_cache, v_cache = (x.detach() for x in tensors(queries=3, keys=16))
-    _, k, v = (x.detach() for x in tensors(queries=3, keys=3))
+class Placed:
+    """A cache [2, 16, 2, 32] of sequences, and the same in pages of 4 rows or in slots, in another order."""
+
+    def __init__(self, place):
+        torch.manual_seed(3)
+        self.k, self.v = torch.randn(2, 2, 16, 2, 32, device=DEVICE)
+        self.given = {}
+        order = torch.tensor([5, 2, 9, 4, 0, 7, 1, 8] if place == "block_table" else [3, 1], dtype=torch.int32, device=DEVICE)
+        self.where, rows = order.long(), 4 if place == "block_table" else 16
+        self.k_cache, self.v_cache = torch.full((2, 10, rows, 2, 32), math.nan, device=DEVICE)
+        if place == "order":
+            self.k_cache, self.v_cache = self.k.clone(), self.v.clone()
+            self.where = slice(None)
+        else:
+            self.given[place] = order.view(2, 4) if place == "block_table" else order
+        self.k_cache[self.where], self.v_cache[self.where] = (x.reshape(-1, rows, 2, 32) for x in (self.k, self.v))
+
+    def written(self):
+        return [x[self.where].reshape(2, 16, 2, 32) for x in (self.k_cache, self.v_cache)]
+
+
+PLACES = ["order", "block_table", "cache_batch_idx"]
+
+
+def turned(x, i, at, interleaved, columns=16):
+    """[rows, heads, dim] of sequence i, rotated one row at a time, as complex numbers."""
+    angle = torch.arange(20, device=DEVICE)[:, None] * torch.linspace(1.0, 0.1, columns // 2, device=DEVICE)
+    x = x[i].clone()
+    for row in range(x.shape[0]):
+        turn = torch.polar(torch.ones(columns // 2, device=DEVICE), angle[at[row]])
+        pairs = (x[row, :, :columns].unflatten(-1, (-1, 2)) if interleaved else
+                 x[row, :, :columns].unflatten(-1, (2, -1)).transpose(-1, -2))
+        new = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
+        x[row, :, :columns] = new.flatten(-2) if interleaved else new.transpose(-1, -2).flatten(-2)
+    return x
+
+
+def rotary(columns=16):
+    angle = torch.arange(20, device=DEVICE)[:, None] * torch.linspace(1.0, 0.1, columns // 2, device=DEVICE)
+    return {"rotary_cos": angle.cos(), "rotary_sin": angle.sin()}
+
+
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("queries", [1, 2, 3])
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"causal": True, "rotary_interleaved": False},
+                                     {"window_size": (4, 1), "softcap": 2.0}, {"causal": True, "cache_leftpad": True}], ids=str)
+def test_new_keys_are_rotated_and_appended(options, queries, place):
+    cache, new = Placed(place), 3
     lengths = torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
-    angle = torch.arange(16, device=DEVICE)[:, None] * torch.tensor([1.0, 0.3, 0.1], device=DEVICE)  # 6 of 16 columns
-
-    def rotated(x, i, first, moving=True):
-        """One row at a time, as complex numbers."""
-        x = x[i].clone()
-        for row in range(x.shape[0]):
-            turn = torch.polar(torch.ones(3, device=DEVICE), angle[first + (row if moving else 0)])
-            pairs = (x[row, :, :6].unflatten(-1, (3, 2)) if interleaved else
-                     x[row, :, :6].unflatten(-1, (2, 3)).transpose(-1, -2))
-            turned = torch.view_as_real(torch.view_as_complex(pairs.contiguous()) * turn)
-            x[row, :, :6] = turned.flatten(-2) if interleaved else turned.transpose(-1, -2).flatten(-2)
-        return x
-
-    want_k, want_v = k_cache.clone(), v_cache.clone()
+    q, k, v = (torch.randn(2, n, heads, 32, device=DEVICE) for n, heads in ((queries, 4), (new, 2), (new, 2)))
+    options, interleaved = dict(options), options.get("rotary_interleaved", True)
+    pad = torch.tensor([2, 0], dtype=torch.int32, device=DEVICE) if options.pop("cache_leftpad", False) else None
+    out = fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, cache_leftpad=pad,
+                                     **options, **cache.given)
+    options.pop("rotary_interleaved", None)
+    want_q, want_k, want_v = [], cache.k.clone(), cache.v.clone()
     for i, n in enumerate(lengths.tolist()):
-        want_k[i, n:n + 3], want_v[i, n:n + 3] = rotated(k, i, n), v[i]
-    want_q = torch.stack([rotated(q, i, n, causal) for i, n in enumerate(lengths.tolist())])
-    out = fa.flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos=angle.cos(), rotary_sin=angle.sin(), causal=causal,
-                                     cache_seqlens=lengths, rotary_interleaved=interleaved)
-    close(k_cache, want_k)
-    close(v_cache, want_v)
-    close(out, reference(want_q, want_k, want_v, causal=causal, lengths=lengths + 3)[0])
+        first = n - (0 if pad is None else int(pad[i]))
+        want_k[i, n:n + new] = turned(k, i, range(first, first + new), interleaved)
+        want_v[i, n:n + new] = v[i]
+        want_q.append(turned(q, i, range(first, first + queries) if options else [first] * queries, interleaved))
+    for got, want in zip(cache.written(), (want_k, want_v)):
+        close(got, want)
+    close(out, reference(torch.stack(want_q), want_k, want_v, lengths=lengths + new, leftpad=pad, **as_reference(options))[0])
 
 
-@pytest.mark.parametrize("name", ["block_table", "cache_batch_idx", "cache_leftpad"])
-def test_what_is_missing_is_named(name):
-    q, k, v = (x.detach() for x in tensors())
-    with pytest.raises(flashjit.Unsupported, match=name):
-        fa.flash_attn_with_kvcache(q, k, v, **{name: torch.zeros(2, dtype=torch.int32, device=DEVICE)})
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_caches_in_pages_and_slots(options, place):
+    cache, options = Placed(place), with_slopes(options)
+    q = torch.randn(2, 3, 4, 32, device=DEVICE)
+    lengths = torch.tensor([6, 16], dtype=torch.int32, device=DEVICE)
+    out, lse = fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=lengths, return_softmax_lse=True,
+                                          num_splits=1, **options, **cache.given)
+    want, want_lse = reference(q, cache.k, cache.v, lengths=lengths, **as_reference(options))
+    close(out, want)
+    close(lse, want_lse)
+    whole = fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, **options, **cache.given)
+    close(whole, reference(q, cache.k, cache.v, **as_reference(options))[0])
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": True}, {"window_size": (3, 0), "softcap": 1.5}], ids=str)
+def test_packed_queries_of_pages(options):
+    cache, counts, lengths = Placed("block_table"), [2, 5], [6, 16]
+    q = torch.randn(7, 4, 32, device=DEVICE)
+    cu_q, cu_k = (torch.tensor([0, n[0], sum(n)], dtype=torch.int32, device=DEVICE) for n in (counts, lengths))
+    out, lse, _ = fa.flash_attn_varlen_func(q, cache.k_cache, cache.v_cache, cu_q, cu_k, 5, 16, return_attn_probs=True,
+                                            **options, **cache.given)
+    same, same_lse = fa._fa3_with_kvcache(q, cache.k_cache, cache.v_cache, cache_seqlens=cu_k.diff(), cu_seqlens_q=cu_q, max_seqlen_q=5,
+                                          page_table=cache.given["block_table"], return_softmax_lse=True, **options)
+    assert torch.equal(out, same) and torch.equal(lse, same_lse)
+    for i, rows in enumerate((slice(0, 2), slice(2, 7))):
+        want, want_lse = reference(q[None, rows], cache.k[i:i + 1], cache.v[i:i + 1], **as_reference(options),
+                                   lengths=torch.tensor(lengths[i:i + 1], device=DEVICE))
+        close(out[rows], want[0])
+        close(lse[:, rows], want_lse[0])
+
+
+def test_packed_new_keys_are_rotated_and_appended():
+    cache, counts, lengths = Placed("block_table"), [2, 5], torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
+    q, k, v = (torch.randn(7, heads, 32, device=DEVICE) for heads in (4, 2, 2))
+    offsets = torch.tensor([0, 2, 7], dtype=torch.int32, device=DEVICE)
+    out = fa._fa3_with_kvcache(q, cache.k_cache, cache.v_cache, k, v, **rotary(), cache_seqlens=lengths, causal=True, max_seqlen_q=5,
+                               page_table=cache.given["block_table"], cu_seqlens_q=offsets, cu_seqlens_k_new=offsets)
+    want_k, want_v = cache.k.clone(), cache.v.clone()
+    for i, (n, count, rows) in enumerate(zip(lengths.tolist(), counts, (slice(0, 2), slice(2, 7)))):
+        at = range(n, n + count)
+        want_k[i, n:n + count], want_v[i, n:n + count] = turned(k[None, rows], 0, at, True), v[rows]
+        want = reference(turned(q[None, rows], 0, at, True)[None], want_k[i:i + 1], want_v[i:i + 1], causal=True,
+                         lengths=lengths[i:i + 1] + count)[0]
+        close(out[rows], want[0])
+    for got, want in zip(cache.written(), (want_k, want_v)):
+        close(got, want)
+
+
+def test_caches_that_make_no_sense_are_refused():
+    cache = Placed("block_table")
+    q, k = torch.randn(2, 1, 4, 32, device=DEVICE), torch.randn(2, 1, 2, 32, device=DEVICE)
+    lengths = torch.tensor([4, 9], dtype=torch.int32, device=DEVICE)
+
+    def refused(error, words, *rest, **changed):
+        with pytest.raises(error, match=words):
+            fa.flash_attn_with_kvcache(q, cache.k_cache, cache.v_cache, *rest, **{**cache.given, **changed})
+
+    bad = flashjit.InvalidArgument
+    refused(bad, "k is given without cache_seqlens", k, k)
+    refused(bad, "k is given without v", k, cache_seqlens=lengths)
+    refused(bad, "rotary_cos is given without k", cache_seqlens=lengths, **rotary())
+    refused(bad, "rotary_cos is given alone", k, k, cache_seqlens=lengths, rotary_cos=rotary()["rotary_cos"])
+    refused(bad, "rope.dims is 6", k, k, cache_seqlens=lengths, **rotary(6))
+    with pytest.raises(bad, match="rotary_cos has 20 positions and the cache 30 rows"):
+        fa.flash_attn_with_kvcache(q, torch.zeros(2, 30, 2, 32, device=DEVICE), torch.zeros(2, 30, 2, 32, device=DEVICE), k, k,
+                                   cache_seqlens=lengths, **rotary())
+    refused(bad, "both given", cache_batch_idx=lengths)
+    refused(bad, "block_table is int32 .2.", block_table=lengths)
+    refused(bad, "block_table is int64", block_table=cache.given["block_table"].long())
 
 
 def test_padding_goes_and_comes_back():

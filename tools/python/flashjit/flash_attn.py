@@ -15,13 +15,15 @@ import importlib.metadata
 import sys
 import types
 from collections.abc import Iterable
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._attention import attention
+from ._cache import append
+from ._plans import describe
 from ._sdpa import supported
 from .errors import InvalidArgument, Unsupported
 
@@ -67,12 +69,20 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
     """Attention of sequences packed one behind the other: q [all rows, hq, d], k and v [all rows, hkv, d], where sequence
     i has the rows cu_seqlens_q[i] to cu_seqlens_q[i + 1], int32 [sequences + 1]; so K and V.
 
+    block_table: int32 [sequences, pages of the longest]: k and v are pages [pages, rows of a page, hkv, d], of which the sequences
+        have as many rows as cu_seqlens_k says. Without gradients.
     return_attn_probs: also LSE [hq, all rows], and None.
     """
-    _missing(block_table=block_table)
-    out, lse = _attend(_with_batch(q), _with_batch(k), _with_batch(v), dropout_p, softmax_scale, causal, window_size, softcap,
-                       alibi_slopes, deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
-                       max_seqlen_q=int(max_seqlen_q), max_seqlen_kv=int(max_seqlen_k))
+    if block_table is not None:
+        if dropout_p:
+            raise Unsupported("dropout_p is given with block_table: a cache is for generation; leave it out.")
+        out, lse = _attend_cache(_with_batch(q), k.transpose(1, 2), v.transpose(1, 2), None, cu_seqlens_k.diff(),
+                                 _Place(block_table, None), softmax_scale, causal, window_size, softcap, alibi_slopes, return_attn_probs, cu_seqlens_q,
+                                 int(max_seqlen_q))
+    else:
+        out, lse = _attend(_with_batch(q), _with_batch(k), _with_batch(v), dropout_p, softmax_scale, causal, window_size, softcap,
+                           alibi_slopes, deterministic, return_attn_probs, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_k,
+                           max_seqlen_q=int(max_seqlen_q), max_seqlen_kv=int(max_seqlen_k))
     out = out.squeeze(0).transpose(0, 1)
     return (out, _packed_lse(lse, cu_seqlens_q, q.shape[0]), None) if return_attn_probs else out
 
@@ -98,53 +108,135 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     """Attention of q [b, sq, hq, d] to the first cache_seqlens keys of k_cache and v_cache [b, rows, hkv, d], without
     gradients. The last query is at the last key that is there.
 
+    block_table: int32 [b, pages of the longest]: k_cache and v_cache are pages [pages, rows of a page, hkv, d].
+    cache_batch_idx: int32 [b]: which of k_cache's sequences each is. cache_leftpad: int32 [b]: keys before it are padding, and
+        positions count from it; what stands there must be finite.
     k, v: [b, new, hkv, d], written into the cache, in place, from row cache_seqlens on, before attention sees them.
     rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on; without a
         causal mask or a window all queries are at cache_seqlens.
     """
-    _missing(cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad, block_table=block_table)
-    batch, rows = k_cache.shape[0], k_cache.shape[1]
-    if cache_seqlens is None:
-        if k is not None:
-            raise InvalidArgument("k is given without cache_seqlens: say from which row of the cache on it is to be written.")
-        cache_seqlens = rows
-    lengths = torch.as_tensor(cache_seqlens, dtype=torch.int32, device=q.device).expand(batch).contiguous()
-    with torch.no_grad():
-        if rotary_cos is not None:
-            if rotary_sin is None or k is None:
-                raise InvalidArgument("rotary_cos is given without " + ("rotary_sin" if rotary_sin is None else "k and v") +
-                                      ": as in flash-attn, rotation goes with both.")
-            moving = causal or tuple(window_size) != EVERYTHING
-            q = _rotate(q, rotary_cos, rotary_sin, lengths, rotary_interleaved, moving)
-            k = _rotate(k, rotary_cos, rotary_sin, lengths, rotary_interleaved, True)
-        if k is not None:
-            if v is None:
-                raise InvalidArgument("k is given without v: give both.")
-            at = lengths.long()[:, None] + torch.arange(k.shape[1], device=q.device)
-            which = torch.arange(batch, device=q.device)[:, None]
-            k_cache[which, at], v_cache[which, at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
-            lengths = lengths + k.shape[1]
-        out, lse = _attend(*(x.transpose(1, 2) for x in (q, k_cache, v_cache)), 0.0, softmax_scale, causal, window_size,
-                           softcap, alibi_slopes, False, return_softmax_lse, kv_lengths=lengths)
+    place = _Place(block_table, cache_batch_idx, cache_leftpad)
+    lengths = place.lengths(k_cache, cache_seqlens, q.shape[0], k is not None)
+    if k is None and rotary_cos is not None:
+        raise InvalidArgument("rotary_cos is given without k and v: as in flash-attn, rotation goes with both.")
+    new = None if k is None else _New(k, v, rotary_cos, rotary_sin, rotary_interleaved)
+    out, lse = _attend_cache(q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), new, lengths, place, softmax_scale,
+                             causal, window_size, softcap, alibi_slopes, return_softmax_lse)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
+
+
+# --- Caches ----------------------------------------------------------------------------------------------------------
+
+
+class _New(NamedTuple):
+    """New rows of a cache, [b, new, hkv, d], or with cu_seqlens [all rows, hkv, d], and their rotation."""
+
+    k: Tensor
+    v: Union[Tensor, None]
+    cos: Union[Tensor, None]
+    sin: Union[Tensor, None]
+    interleaved: bool
+    cu_seqlens: Union[Tensor, None] = None
+
+
+class _Place(NamedTuple):
+    """Where in a cache the sequences are."""
+
+    table: Union[Tensor, None]
+    slots: Union[Tensor, None]
+    leftpad: Union[Tensor, None] = None
+
+    def named(self) -> dict[str, Any]:
+        """As attention() has it."""
+        if self.table is not None and self.slots is not None:
+            raise InvalidArgument("block_table and cache_batch_idx are both given: a block_table's rows are in the order of q "
+                                  "already; select them, as in block_table[cache_batch_idx].")
+        for name, table, dims in (("block_table", self.table, 2), ("cache_batch_idx", self.slots, 1)):
+            if table is not None and (table.dim() != dims or table.dtype != torch.int32):
+                raise InvalidArgument(f"{name} is {describe(table)}: it must be int32 [batch{', pages of the longest' * (dims - 1)}].")
+        table = self.slots if self.table is None else self.table
+        return {"cache": True} if table is None else {"page_table": table}
+
+    def lengths(self, k_cache: Tensor, given: Union[int, Tensor, None], batch: int, has_new: bool) -> Tensor:
+        """How many keys each sequence has before new ones, int32 [batch]."""
+        self.named()  # which refuses wrong tables
+        if given is None:
+            if has_new:
+                raise InvalidArgument("k is given without cache_seqlens: say from which row of the cache on it is to be written.")
+            given = k_cache.shape[1] * (1 if self.table is None else self.table.shape[1])
+        return torch.as_tensor(given, dtype=torch.int32, device=k_cache.device).expand(batch)
+
+
+def _attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[_New, None], lengths: Tensor, place: _Place,
+                  scale: Union[float, None], causal: bool, window: Window, softcap: float, slopes: Union[Tensor, None],
+                  wants_lse: bool, cu_seqlens_q: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None) -> tuple[Tensor, Any]:
+    """O and LSE, or None, of q [b, h, s, d], or [1, h, all rows, d], and caches [b, h, rows, d]."""
+    where = place.named()
+    with torch.no_grad():
+        if new is not None:
+            q, lengths = _append(q, k_cache, v_cache, new, lengths, place, where, causal or tuple(window) != EVERYTHING, cu_seqlens_q)
+        packed = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
+        return _attend(q, k_cache, v_cache, 0.0, scale, causal, window, softcap, slopes, False, wants_lse, place.leftpad,
+                       kv_lengths=lengths, **where, **packed)
+
+
+def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Tensor, place: _Place, where: dict[str, Any],
+            moving: bool, cu_seqlens_q: Union[Tensor, None]) -> tuple[Tensor, Tensor]:
+    """Stores the new rows. Returns q, rotated, and the lengths with the new rows. moving: whether each query has a position."""
+    if new.v is None:
+        raise InvalidArgument("k is given without v: give both.")
+    packed = new.cu_seqlens is not None
+    k, v = (_with_batch(x) if packed else x.transpose(1, 2) for x in (new.k, new.v))
+    before = lengths if place.leftpad is None else lengths - place.leftpad
+    after = lengths + (new.cu_seqlens.diff() if packed else k.shape[2])
+    rope: dict[str, Any] = {"cu_seqlens_q": new.cu_seqlens} if packed else {}
+    if new.cos is not None or new.sin is not None:
+        rope.update(_rotation(new, k_cache, where))
+        if place.leftpad is not None:
+            if packed:
+                raise Unsupported("cache_leftpad is given with cu_seqlens_k_new and a rotation: flashjit.flash_attn does not have "
+                                  "that; leave one of them out.")
+            rope["positions"] = before[:, None] + torch.arange(k.shape[2], dtype=torch.int32, device=k.device)
+        together = packed == (cu_seqlens_q is not None) and q.shape[2] == k.shape[2] and (moving or q.shape[2] == 1)
+        if together and (not packed or new.cu_seqlens is cu_seqlens_q):  # each query is at a new key
+            rope["q"] = q
+        elif cu_seqlens_q is not None:
+            raise Unsupported("cu_seqlens_q is given with a rotation, and is not the same tensor as cu_seqlens_k_new: flashjit."
+                              "flash_attn rotates packed queries together with new keys; give one tensor for both, or rotate q.")
+        else:
+            q = _rotate(q, new.cos, new.sin, before, new.interleaved, moving)
+    table = where.get("page_table")
+    rotated = append(k, v, k_cache, v_cache, kv_lengths=after, page_table=table, **rope)
+    return (q if rotated is None else rotated), after
+
+
+def _rotation(new: _New, k_cache: Tensor, where: dict[str, Any]) -> dict[str, Any]:
+    if new.cos is None or new.sin is None:
+        raise InvalidArgument(f"rotary_{'sin' if new.cos is None else 'cos'} is given alone: give both tables.")
+    rows = k_cache.shape[2]
+    if "page_table" not in where and new.cos.shape[0] < rows:
+        raise InvalidArgument(f"rotary_cos has {new.cos.shape[0]} positions and the cache {rows} rows: give at least as many.")
+    cos, sin = (x if x.dtype == torch.float32 else x.to(k_cache.dtype) for x in (new.cos, new.sin))
+    return {"cos": cos, "sin": sin, "interleaved": new.interleaved}
 
 
 # --- What they have in common ----------------------------------------------------------------------------------------
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[float, None], causal: bool, window: Window,
-            softcap: float, slopes: Union[Tensor, None], deterministic: bool, wants_lse: bool, **more: Any) -> tuple[Tensor, Any]:
+            softcap: float, slopes: Union[Tensor, None], deterministic: bool, wants_lse: bool,
+            leftpad: Union[Tensor, None] = None, **more: Any) -> tuple[Tensor, Any]:
     """O and LSE, or None, of tensors [b, h, s, d], or of packed ones."""
     left, right = window
     left, right = None if left is None or left < 0 else int(left), None if right is None or right < 0 else int(right)
     if causal:
         right = 0
-    named = left is None and right == 0 and "kv_lengths" not in more  # flashjit's own causal mask
+    named = left is None and right == 0 and leftpad is None  # flashjit's own causal mask
     score = mask = captures = None
-    if softcap or slopes is not None or not (named or left is right is None):
+    if softcap or slopes is not None or leftpad is not None or not (named or left is right is None):
         score, mask = _programs(left is not None, right is not None and not named, bool(softcap),
-                                0 if slopes is None else slopes.dim(), "kv_lengths" in more)
+                                0 if slopes is None else slopes.dim(), leftpad is not None)
         captures = {}
         if left is not None:
             captures["left"] = left
@@ -154,8 +246,8 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[floa
             captures["softcap"] = float(softcap)
         if slopes is not None:
             captures["slopes"] = slopes.float()
-        if "kv_lengths" in more and (mask or slopes is not None):
-            captures["lengths"] = more["kv_lengths"]
+        if leftpad is not None:
+            captures["leftpad"] = leftpad
     dim_v = v.shape[3]
     if q.shape[3] % 8 or dim_v % 8 or scale is not None:
         q, k, v, scale = supported(q, k, v, scale)
@@ -166,22 +258,20 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[floa
 
 
 @functools.lru_cache(maxsize=None)
-def _programs(left: bool, right: bool, softcap: bool, slopes: int, lengths: bool) -> tuple[Union[str, None], Union[str, None]]:
+def _programs(left: bool, right: bool, softcap: bool, slopes: int, leftpad: bool) -> tuple[Union[str, None], Union[str, None]]:
     """Of the score and of the mask. slopes: their dimensions."""
-    # Where query 0 is among the keys: the last query is at the last key, of a cache at the last that is there.
-    first = f"{'lengths[b]' if lengths else 'seqlen_kv'} - seqlen_q"
+    at = "q + seqlen_kv - seqlen_q"  # the key that query q is at
     score = "softcap * tanh(score / softcap)" if softcap else "score"
     if slopes:
-        score += f" - slopes[{'h' if slopes == 1 else 'b, h'}] * to_float(abs(q + {first} - kv))"
-    conditions = [f"kv <= q + {first} + right"] * right + [f"kv >= q + {first} - left"] * left
+        score += f" - slopes[{'h' if slopes == 1 else 'b, h'}] * to_float(abs({at} - kv))"
+    conditions = [f"kv <= {at} + right"] * right + [f"kv >= {at} - left"] * left + ["kv >= leftpad[b]"] * leftpad
     return None if score == "score" else score, " && ".join(conditions) or None
 
 
 def _missing(**given: Any) -> None:
     for name, value in given.items():
         if value is not None and value is not False:
-            raise Unsupported(f"{name} is given: flashjit.flash_attn does not have it yet; leave it out, or give contiguous "
-                              "tensors in the order of the batch.")
+            raise Unsupported(f"{name} is given: flashjit.flash_attn does not have it yet; leave it out.")
 
 
 def _with_batch(x: Tensor) -> Tensor:
@@ -198,10 +288,10 @@ def _packed_lse(lse: Tensor, cu_seqlens: Tensor, rows: int) -> Tensor:
     return found.masked_fill(row >= cu_seqlens[-1], -torch.inf)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, first: Tensor, interleaved: bool, moving: bool) -> Tensor:
-    """x [b, s, h, d] with its first 2 * cos.shape[1] columns rotated, row i at position first + i, or all at first."""
-    at = first.long()[:, None] + (torch.arange(x.shape[1], device=x.device) if moving else 0)
-    cos, sin = (table[at][:, :, None].to(x.dtype) for table in (cos, sin))
+def _rotate(x: Tensor, cos: Any, sin: Any, first: Tensor, interleaved: bool, moving: bool) -> Tensor:
+    """x [b, h, s, d] with its first 2 * cos.shape[1] columns rotated, row i at position first + i, or all at first."""
+    at = first.long()[:, None] + (torch.arange(x.shape[2], device=x.device) if moving else 0)
+    cos, sin = (table[at][:, None].to(x.dtype) for table in (cos, sin))
     dim = 2 * cos.shape[-1]
     if interleaved:
         a, b = x[..., :dim:2], x[..., 1:dim:2]
@@ -285,13 +375,24 @@ def _fa3_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tens
                       attention_chunk: int = 0, softcap: float = 0.0, rotary_interleaved: bool = True,
                       scheduler_metadata: Union[Tensor, None] = None, num_splits: int = 0, pack_gqa: Union[bool, None] = None,
                       sm_margin: int = 0, return_softmax_lse: bool = False) -> Any:
-    """flash_attn_with_kvcache() as FlashAttention-3 has it."""
-    _missing(qv=qv, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k_new=cu_seqlens_k_new, max_seqlen_q=max_seqlen_q,
-             rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
+    """flash_attn_with_kvcache() as FlashAttention-3 has it. With cu_seqlens_q, q is [all rows, hq, d], with cu_seqlens_k_new so
+    are k and v."""
+    _missing(qv=qv, rotary_seqlens=rotary_seqlens, q_descale=q_descale, k_descale=k_descale, v_descale=v_descale,
              attention_chunk=attention_chunk or None, scheduler_metadata=scheduler_metadata)
-    return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx, cache_leftpad,
-                                   page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved, None, num_splits,
-                                   return_softmax_lse)
+    if cu_seqlens_q is None:
+        return flash_attn_with_kvcache(q, k_cache, v_cache, k, v, rotary_cos, rotary_sin, cache_seqlens, cache_batch_idx,
+                                       cache_leftpad, page_table, softmax_scale, causal, window_size, softcap, rotary_interleaved,
+                                       None, num_splits, return_softmax_lse)
+    if max_seqlen_q is None or (k is None) != (cu_seqlens_k_new is None):
+        raise InvalidArgument("cu_seqlens_q is given without " + ("max_seqlen_q" if max_seqlen_q is None else
+                              "k" if k is None else "cu_seqlens_k_new") + ": packed queries need it.")
+    place = _Place(page_table, cache_batch_idx, cache_leftpad)
+    lengths = place.lengths(k_cache, cache_seqlens, cu_seqlens_q.numel() - 1, k is not None)
+    new = None if k is None else _New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
+    out, lse = _attend_cache(_with_batch(q), k_cache.transpose(1, 2), v_cache.transpose(1, 2), new, lengths, place, softmax_scale,
+                             causal, window_size, softcap, None, return_softmax_lse, cu_seqlens_q, int(max_seqlen_q))
+    out = out.squeeze(0).transpose(0, 1)
+    return (out, _packed_lse(lse, cu_seqlens_q, q.shape[0])) if return_softmax_lse else out
 
 
 # --- By the names that libraries import ------------------------------------------------------------------------------

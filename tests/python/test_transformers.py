@@ -2,6 +2,7 @@
 import pathlib
 import subprocess
 import sys
+import types
 
 import pytest
 
@@ -10,7 +11,7 @@ transformers = pytest.importorskip("transformers")
 import child  # noqa: E402
 import flashjit  # noqa: E402
 import flashjit.torch  # noqa: E402
-from flashjit import _plans  # noqa: E402
+from flashjit import _plans, _transformers  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -130,3 +131,69 @@ def test_its_own_flash_attention_2(programs, name):
     script = pathlib.Path(__file__).parent / "transformers_flash.py"
     done = subprocess.run([sys.executable, script, name], capture_output=True, text=True, timeout=300, env=child.environment())
     assert done.returncode == 0 and "the same" in done.stdout, done.stdout + done.stderr
+
+
+SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+             initializer_range=0.3)
+SERVED = {"llama": lambda: transformers.LlamaConfig(**SIZES),
+          "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=6),
+          "gemma": lambda: transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=6, attn_logit_softcapping=0.7,
+                                                      query_pre_attn_scalar=1),
+          "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, head_dim=16, sliding_window=6, num_local_experts=4,
+                                                       num_experts_per_tok=2)}
+SERVES = hasattr(transformers, "ContinuousBatchingConfig")
+
+
+@pytest.mark.skipif(not SERVES, reason="this transformers has another continuous batching")
+@pytest.mark.parametrize("name, fast", [*[(name, False) for name in SERVED], ("llama", True)])
+def test_continuous_batching_gives_the_same_tokens_as_eager(name, fast, monkeypatch):
+    """Prompts in chunks of 24 tokens, pages of 8. fast: decode from pages, which transformers does on GPUs alone."""
+    from transformers.generation.continuous_batching import initialization
+    flashjit.torch.register_with_transformers()
+    calls, forward = [], _transformers._packed_forward
+    monkeypatch.setattr(_transformers, "_packed_forward",
+                        lambda *rest, **named: calls.append(named.get("block_table") is not None) or forward(*rest, **named))
+    if fast:
+        monkeypatch.setattr(initialization, "torch", types.SimpleNamespace(
+            **{**vars(torch), "cuda": types.SimpleNamespace(is_available=lambda: True)}))
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(SERVED[name](), attn_implementation="eager").to(DEVICE).eval()
+    for weight_name, weight in model.named_parameters():
+        if weight_name.endswith("sinks"):
+            torch.nn.init.normal_(weight)
+    prompts = [torch.randint(0, 99, (n,)).tolist() for n in (3, 17, 9, 30)]
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0}
+    want = [model.generate(torch.tensor([prompt], device=DEVICE), attention_mask=torch.ones(1, len(prompt), device=DEVICE),
+                           eos_token_id=None, **options)[0, len(prompt):].tolist() for prompt in prompts]
+    model.set_attn_implementation("jit_attention")
+    found = model.generate_batch(prompts, transformers.GenerationConfig(eos_token_id=-1, **options), progress_bar=False,
+                                 continuous_batching_config=transformers.ContinuousBatchingConfig(
+                                     page_size=8, num_blocks=64, max_batch_tokens=24))
+    assert model.config._attn_implementation == "jit_attention"
+    got = {tuple(result.prompt_ids): result.generated_tokens for result in found.values()}
+    assert [got[tuple(prompt)] for prompt in prompts] == want
+    assert len(calls) > 8 and any(calls) == (fast or DEVICE == "cuda" and name == "llama")
+
+
+def test_pages_are_attended_to_through_a_window():
+    """What transformers keeps in rings today: the forms of the mask and the score in pages, against packed keys."""
+    torch.manual_seed(0)
+    lengths, rows = [5, 12], 4
+    q, k, v = (torch.randn(1, heads, 2, 16, device=DEVICE) for heads in (4, 2, 2))
+    k_pages, v_pages = torch.full((2, 8, rows, 2, 16), float("nan"), device=DEVICE)
+    table = torch.tensor([[6, 1, -1], [3, 0, 5]], dtype=torch.int32, device=DEVICE)
+    keys, values = ([torch.randn(2, n, 16, device=DEVICE) for n in lengths] for _ in range(2))
+    for i, n in enumerate(lengths):
+        keys[i][:, -1], values[i][:, -1] = k[0, :, i], v[0, :, i]
+        for key in range(n - 1):
+            k_pages[table[i, key // rows], key % rows] = keys[i][:, key]
+            v_pages[table[i, key // rows], key % rows] = values[i][:, key]
+    offsets = torch.tensor([0, 1, 2], dtype=torch.int32, device=DEVICE)
+    cu_k = torch.tensor([0, 5, 17], dtype=torch.int32, device=DEVICE)
+    rest = {"cu_seq_lens_q": offsets, "cu_seq_lens_k": cu_k, "max_length_q": 1, "max_length_k": 12, "sliding_window": 4, "softcap": 0.5,
+            "is_causal": True, "s_aux": torch.randn(4, device=DEVICE)}
+    module = torch.nn.Module()
+    want, _ = _transformers.attention_forward(module, q, torch.cat(keys, 1)[None], torch.cat(values, 1)[None], None, **rest)
+    got, _ = _transformers.attention_forward(module, q, k, v, None, block_table=table, k_cache=k_pages, v_cache=v_pages, **rest)
+    assert got.shape == want.shape == (1, 2, 4, 16)
+    torch.testing.assert_close(got, want, atol=1e-5, rtol=1e-5)

@@ -134,11 +134,11 @@ def test_its_own_flash_attention_2(programs, name):
 
 
 SIZES = dict(hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
-             initializer_range=0.3)
+             initializer_range=0.5)
 SERVED = {"llama": lambda: transformers.LlamaConfig(**SIZES),
           "mistral": lambda: transformers.MistralConfig(**SIZES, sliding_window=6),
           "gemma": lambda: transformers.Gemma2Config(**SIZES, head_dim=16, sliding_window=6, attn_logit_softcapping=0.7,
-                                                      query_pre_attn_scalar=1),
+                                                      query_pre_attn_scalar=1, tie_word_embeddings=False),
           "gpt_oss": lambda: transformers.GptOssConfig(**SIZES, head_dim=16, sliding_window=6, num_local_experts=4,
                                                        num_experts_per_tok=2)}
 SERVES = hasattr(transformers, "ContinuousBatchingConfig")

@@ -7,6 +7,7 @@
 #include "flashjit/pack.hpp"
 #include "flashjit/patterns.hpp"
 #include "flashjit/programs.hpp"
+#include "flashjit/reference.hpp"
 #include "flashjit/runtime.hpp"
 #include "flashjit/spec.hpp"
 #include "flashjit/tensor.hpp"

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "api/reference_call.hpp"
+#include "flashjit/reference.hpp"
 #include "api/versioned_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"

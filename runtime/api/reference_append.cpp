@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "api/host_elements.hpp"
-#include "api/reference_call.hpp"
+#include "flashjit/reference.hpp"
 #include "call/append_arguments.hpp"
 #include "reference/reference.hpp"
 

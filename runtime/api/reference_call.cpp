@@ -1,4 +1,4 @@
-#include "api/reference_call.hpp"
+#include "flashjit/reference.hpp"
 
 #include <algorithm>
 #include <cstdint>

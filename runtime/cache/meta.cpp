@@ -32,6 +32,7 @@ Json entry_json(const plan::Entry& entry) {
           {"shared_bytes", entry.shared_bytes},
           {"hot", entry.hot},
           {"tensor_maps", entry.tensor_maps},
+          {"params", entry.params},
           {"persistent", entry.persistent}};
 }
 
@@ -65,6 +66,7 @@ plan::Entry parse_entry(const Json& json) {
           .shared_bytes = int_field(json, "shared_bytes"),
           .hot = json.at("hot").get<bool>(),
           .tensor_maps = json.at("tensor_maps").get<bool>(),
+          .params = json.value("params", plan::Entry{}.params),  // which older caches and packs leave out
           .persistent = json.at("persistent").get<bool>()};
 }
 

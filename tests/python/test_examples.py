@@ -33,6 +33,29 @@ def test_a_gpt_learns_the_same_with_both(tmp_path):
     assert all(abs(float(row["flashjit_loss"]) - float(row["pytorch_loss"])) < 1e-2 for row in rows)
 
 
+def test_serving_gives_the_tokens_of_a_padded_cache(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "tools/examples/python")
+    gpt = importlib.import_module("gpt")
+    torch.manual_seed(1)
+    model = gpt.GPT(2, 32, 2, 96, None)
+    for weight in model.parameters():
+        if weight.dim() > 1:
+            torch.nn.init.normal_(weight, std=0.5)  # each token then depends on all before it
+    torch.save({"sizes": (2, 32, 2, 96), "weights": model.state_dict()}, tmp_path / "gpt.pt")
+    small = ("--device", "cpu", "--prompts", 9, "--wants", 12, "--slots", 4, "--chunk", 20, "--page", 8, "--pages", 30)
+    done = run("tools/examples/python/serve.py", *small, "--model", tmp_path / "gpt.pt", "--csv", tmp_path / "serve.csv")
+    assert done.returncode == 0 and "100.0% of the tokens are the same" in done.stdout, done.stdout + done.stderr
+    rows = table(tmp_path / "serve.csv")
+    counts = {name: int([row for row in rows if row["engine"] == name][-1]["tokens"]) for name in ("flashjit", "pytorch")}
+    assert counts["flashjit"] == counts["pytorch"] > 9
+
+
+def test_serving_trains_a_model_where_there_is_none(tmp_path):
+    done = run("tools/examples/python/serve.py", "--device", "cpu", "--steps", 4, "--layers", 1, "--width", 16, "--heads", 2, "--length", 48,
+               "--batch", 2, "--prompts", 3, "--wants", 8, "--slots", 2, "--pages", 12, "--model", tmp_path / "gpt.pt")
+    assert done.returncode == 0 and "step     3" in done.stdout and (tmp_path / "gpt.pt").exists(), done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("causal", [(), ("--causal",)])
 def test_long_context_goes_on_where_a_backend_fails(tmp_path, causal):
     done = run("tools/examples/python/long_context.py", "--device", "cpu", "--first", 64, "--last", 128, "--hidden", 64,

@@ -5,7 +5,7 @@
 #include <string>
 #include <vector>
 
-#include "api/reference_call.hpp"
+#include "flashjit/reference.hpp"
 #include "call/arguments.hpp"
 #include "support/dtypes.hpp"
 #include "tests/support/cache_case.hpp"

@@ -192,6 +192,24 @@ TEST_F(StoreTest, ADamagedSourceIsFoundAndRepaired) {
   EXPECT_EQ(store.list()[0].damage, "");
 }
 
+TEST_F(StoreTest, AllThatAnEntryIsComesBack) {
+  Store store = open();
+  KernelSource s = source();
+  s.entries[0] = {.name = "append",
+                  .header = "h",
+                  .function = "f",
+                  .threads = 32,
+                  .min_blocks = 2,
+                  .cluster = 3,
+                  .shared_bytes = 4,
+                  .hot = true,
+                  .tensor_maps = true,
+                  .params = "AppendParams",
+                  .persistent = true};
+  keep(store, s);
+  EXPECT_TRUE(find(store, s)) << (lines_.empty() ? "" : lines_[0]);
+}
+
 TEST_F(StoreTest, AnotherFormatOfMetaIsAMissThatSaysSo) {
   Store store = open();
   keep(store, source());

@@ -63,15 +63,17 @@ class GPT(torch.nn.Module):
                 scale = 0.02 / math.sqrt(2 * layers) if name.endswith(("out.weight", "down.weight")) else 0.02
                 torch.nn.init.normal_(parameter, std=scale)
 
-    def forward(self, ids):
-        x = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+    def forward(self, ids, positions=None):
+        if positions is None:
+            positions = torch.arange(ids.shape[1], device=ids.device)
+        x = self.tokens(ids) + self.positions(positions)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
 def train(name, text, options, steps):
-    """(losses by step, tokens per second after the first steps)."""
+    """(losses by step, tokens per second after the first steps, the model)."""
     device = torch.device(options.device)
     torch.manual_seed(options.seed)
     model = GPT(options.layers, options.width, options.heads, options.length, ATTENTION[name]).to(device)
@@ -101,7 +103,7 @@ def train(name, text, options, steps):
     parameters = sum(p.numel() for p in model.parameters())
     rate = (steps - warm) * options.batch * options.length / seconds
     print(f"{name:9} {parameters / 1e6:.1f} million parameters, {rate:,.0f} tokens per second", flush=True)
-    return torch.stack(losses).tolist(), rate
+    return torch.stack(losses).tolist(), rate, model
 
 
 def steps_within(text, options):
@@ -180,7 +182,7 @@ def main():
     print(f"{len(text):,} bytes of text")
     losses, rates, steps = {}, {}, steps_within(text, options)
     for name in ATTENTION:
-        losses[name], rates[name] = train(name, text, options, steps)
+        losses[name], rates[name], _ = train(name, text, options, steps)
     apart = max(abs(a - b) for a, b in zip(*map(smooth, losses.values())))
     print(f"the smoothed curves are at most {apart:.4f} apart; speed {rates['flashjit'] / rates['pytorch']:.2f} of PyTorch's")
     if options.csv:

@@ -3,9 +3,11 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <iterator>
 #include <memory>
 
 #include "cache/folders.hpp"
+#include "model.hpp"
 #include "packing.hpp"
 #include "tools/parts/manifest.hpp"
 
@@ -13,7 +15,7 @@ namespace flashjit::command {
 namespace {
 
 struct PackOptions {
-  std::vector<std::string> specs, architectures, shapes;
+  std::vector<std::string> specs, models, architectures, shapes;
   std::string suite, out, config;
   int jobs = 0;
 };
@@ -29,8 +31,11 @@ std::vector<Problem> wanted_problems(const PackOptions& options) {
     for (const AttentionSpec& spec : parse_passes(text)) named.push_back({spec, {}});
   if (!options.suite.empty())
     for (const Problem& problem : read_suite(options.suite)) named.push_back(problem);
-  if (named.empty())
-    throw Error(ErrorCode::invalid_argument, "nothing to pack: give --spec bf16:d128:causal or --suite FILE");
+  if (named.empty() && options.models.empty())
+    throw Error(
+        ErrorCode::invalid_argument,
+        "nothing to pack: give --spec bf16:d128:causal, --suite FILE or --model '32/8 heads, d128, pages "
+        "of 16, bf16'");
   if (shapes.empty()) shapes.push_back(default_shape());
 
   std::vector<Problem> problems;
@@ -56,6 +61,8 @@ std::vector<PackItem> plan_items(const PackOptions& options) {
       warn("on compute capability 9.0 the runtime looks for sm_90a; pack that instead of sm_90");
     for (const Problem& problem : problems)
       items.push_back({device, plan::make_plan(problem.spec, *problem.shape, device, records, config)});
+    for (const std::string& model : options.models)
+      std::ranges::move(model_items(model, device, records), std::back_inserter(items));
   }
   return items;
 }
@@ -135,6 +142,12 @@ void add_pack(CLI::App& app, Context& context) {
   command
       ->add_option("--spec", options->specs,
                    "A spec, repeatable; both passes unless it begins with fwd: or bwd:")
+      ->allow_extra_args(false);
+  command
+      ->add_option(
+          "--model", options->models,
+          "What a model's attention is, repeatable: '32/8 heads, d128, pages of 16, bf16'; packs decode, "
+          "prefill, append and merge for all lengths")
       ->allow_extra_args(false);
   command->add_option("--suite", options->suite, "A file with \"spec [shape]\" a line; # begins a comment");
   command

@@ -25,14 +25,19 @@ struct CallKeyView {
       : numbers{flags(spec, pass),
                 two(spec.head_dim, spec.v_dim()),
                 two(spec.block_map.q, spec.block_map.kv),
+                two(spec.pages, device),
                 shape.batch,
                 shape.heads_q,
                 shape.heads_kv,
                 shape.seqlen_q,
-                shape.seqlen_kv,
-                device},
+                shape.seqlen_kv},
         score(spec.score.text()),
-        mask(spec.mask.text()) {}
+        mask(spec.mask.text()) {
+    // A field that is added to the spec does not compile here until it is in the key, too.
+    [[maybe_unused]] const auto& [own_pass, dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
+                                  kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache,
+                                  pages] = spec;
+  }
 
   bool operator==(const CallKeyView&) const = default;
 

@@ -67,12 +67,17 @@ def draw(device, pick):
         caller = "eager"
     if caller == "checkpointed and compiled" and (score or mask not in ("", "map")):  # no program can be traced in a checkpoint yet
         mask = score = ""
+    kv_lengths = not varlen and pick.random() < 0.2
+    lengths_q, lengths_kv = lengths(), lengths()
+    causal = pick.choice([False, True, "top_left"]) if mask != "flex" else False
+    if causal is True and kv_lengths and lengths_q[0] not in (1, lengths_kv[0]):  # is refused
+        causal = "top_left"
     # As kept() does. On a GPU compiled code draws a seed there, and vmap refuses to.
     draws_alike = caller != "vmap" and not (device == "cuda" and "compiled" in caller)
-    return Case(device, dtype, batch, pick.randint(1, 3), pick.randint(1, 3), lengths(), lengths(), dim,
+    return Case(device, dtype, batch, pick.randint(1, 3), pick.randint(1, 3), lengths_q, lengths_kv, dim,
                 dim if pick.random() < 0.7 else pick.choice(dims), varlen, pick.randint(0, 9) if varlen else 0, caller,
-                pick.choice(LAYOUTS), pick.choice([False, True, "top_left"]) if mask != "flex" else False, mask,
-                score, pick.random() < 0.3, not varlen and pick.random() < 0.2,
+                pick.choice(LAYOUTS), causal, mask,
+                score, pick.random() < 0.3, kv_lengths,
                 pick.choice([0.0, 0.0, 0.25]) if draws_alike else 0.0, pick.choice([None, None, 0.3]), pick.random() < 0.2,
                 pick.random() < 0.4)
 
@@ -262,7 +267,8 @@ def compare(name, got, exact, rounded, dtype, factor):
     if got.numel() == 0:
         return
     error, of_rounded = (got - exact).abs().max(), (rounded - exact).abs().max()
-    limit = factor * of_rounded + 4 * torch.finfo(dtype).eps * exact.abs().max() + 1e-5
+    # Gradients of captures are added up over all pairs, in an order that differs.
+    limit = factor * of_rounded + 8 * torch.finfo(dtype).eps * exact.abs().max() + 1e-5
     assert error <= limit, f"{name}: error {error:.3g}, limit {limit:.3g}"
 
 

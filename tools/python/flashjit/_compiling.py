@@ -52,22 +52,28 @@ _REFLECTED = {"__lt__": "__gt__", "__gt__": "__lt__", "__le__": "__ge__", "__ge_
 
 @functools.lru_cache(maxsize=None)
 def _compare_with_symbols() -> None:
-    """PyTorch 2.15's compiler does not ask an object that is compared with a symbol: it takes `==` for False, and ends at `<`. From
-    here on it asks stand-ins."""
+    """PyTorch's compiler does not ask an object that is compared with a symbol: 2.15 takes `==` for False, and ends at `<`; 2.11 fails,
+    at `~` of an object, too. From here on it asks stand-ins."""
     try:
-        from torch._dynamo.variables.builtin import _OPERATOR_TO_DUNDER, BuiltinVariable
-        from torch._dynamo.variables.object_protocol import generic_richcompare
+        from torch._dynamo.variables.builtin import BuiltinVariable
         answer = BuiltinVariable._comparison_with_symnode
         known = BuiltinVariable._binop_handlers.cache_clear, BuiltinVariable.call_function_handler_cache.clear
-    except (ImportError, AttributeError):  # older versions refuse such comparisons
+    except (ImportError, AttributeError):  # the compiler itself answers, or refuses
         return
+    try:
+        from torch._dynamo.variables.object_protocol import generic_richcompare as compare
+    except ImportError:
+        def compare(tx: Any, left: Any, right: Any, name: str) -> Any:
+            return left.call_method(tx, name, [right], {})
+
+        BuiltinVariable.call_invert = lambda self, tx, value: value.call_method(tx, "__invert__", [], {}) if _is_stand_in(value) else None
 
     def ask(self: Any, tx: Any, left: Any, right: Any) -> Any:
-        name = _OPERATOR_TO_DUNDER[self.fn]
+        name = f"__{self.fn.__name__}__"
         if _is_stand_in(left):
-            return generic_richcompare(tx, left, right, name)
+            return compare(tx, left, right, name)
         if _is_stand_in(right):
-            return generic_richcompare(tx, right, left, _REFLECTED[name])
+            return compare(tx, right, left, _REFLECTED[name])
         return answer(self, tx, left, right)
 
     BuiltinVariable._comparison_with_symnode = ask

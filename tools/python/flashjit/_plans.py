@@ -143,7 +143,8 @@ class Plan:
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
         self.generation = -1
         self.prepared_both = False
-        self.workspace_forward = self.workspace_backward = 0
+        self.workspace_forward = 0
+        self.workspace_backward: Union[int, None] = 0
 
     def _make_captures(self, values: tuple[Any, ...]) -> None:
         self.captures = (Capture * len(values))()
@@ -201,11 +202,14 @@ class Plan:
     def _refresh(self, shared: _library.Runtime) -> None:
         """Asks how much workspace the calls need: again after something was prepared, which may have changed it."""
         if self.index >= 0:
-            with torch.cuda.device(self.index):
-                bind_context(self.device)
-                self.workspace_forward = shared.workspace_bytes(self.spec_text, self.shape)
-                self.workspace_backward = shared.workspace_bytes(self.spec_text, self.shape, backward=True)
+            self.workspace_forward = self._workspace(shared, backward=False)
+            self.workspace_backward = None  # until a call needs it: a cache has no backward pass
         self.generation = shared.generation
+
+    def _workspace(self, shared: _library.Runtime, backward: bool) -> int:
+        with torch.cuda.device(self.index):
+            bind_context(self.device)
+            return shared.workspace_bytes(self.spec_text, self.shape, backward=backward)
 
     def _fill_captures(self, values: Sequence[Any]) -> Any:
         words = self.capture_words.from_buffer_copy(self.captures)
@@ -309,6 +313,8 @@ class Plan:
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
+        if self.workspace_backward is None:
+            self.workspace_backward = self._workspace(shared, backward=True)
         words = self.backward_words[:]
         words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         words[_B_LSE] = lse.data_ptr()

@@ -465,6 +465,9 @@ class _Packages(importlib.metadata.DistributionFinder):
 
 def _look_again(module: str) -> None:
     """Forgets what a library has found of the packages, if it has looked already."""
-    for name, value in vars(sys.modules.get(module, types)).items():
+    found = vars(sys.modules.get(module, types))
+    if "PACKAGE_DISTRIBUTION_MAPPING" in found:  # transformers 5.17 looks when it is imported
+        found["PACKAGE_DISTRIBUTION_MAPPING"] = importlib.metadata.packages_distributions()
+    for name, value in found.items():
         if ("flash_attn" in name or name == "_package_distribution_mapping") and hasattr(value, "cache_clear"):
             value.cache_clear()

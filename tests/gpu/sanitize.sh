@@ -1,11 +1,14 @@
 #!/usr/bin/env bash
 # Runs a sample of the GPU tests under compute-sanitizer, its four tools side by side:
-#   tests/gpu/sanitize.sh [BINARY]     build/tests/flashjit_gpu_tests by default
+#   tests/gpu/sanitize.sh [--names] [BINARY]     build/tests/flashjit_gpu_tests by default
+# --names only checks that the sample's tests exist, without a GPU.
 # Prints a line for each tool; the exit status is 0 only where all of them ran, passed and found nothing. What they
 # said lies in build-sanitizer, or in the folder that LOGS names. Kernels are compiled once before, or come from
 # FLASHJIT_PACKS.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+names_only=false
+[ "${1:-}" != --names ] || { names_only=true; shift; }
 binary=${1:-$root/build/tests/flashjit_gpu_tests}
 logs=${LOGS:-$root/build-sanitizer}
 
@@ -38,7 +41,7 @@ sample=(
   'PositionValues/Programs.*/bf16_d128_*_sm90_bhsd_key_bias_blocks_*'
   'PositionValues/Programs.*/bf16_d64_kvlen_*_sm90_bhsd_forget_gates_*'
   'Variants/Programs.*/fp32_d64_*_simt_bhsd_documents_*'
-  'Pairs/Programs.*/fp16_d64_dropout_varlen_b2_hq2_hkv2_sq65_skv64_sm90_bhsd_causal_alibi_grad_*'
+  'Variants/Programs.*/bf16_d128_*_sm90_bhsd_causal_alibi_grad_*'
   # packed sequences and sinks
   'Packed/Programs.*/bf16_d96x64_varlen_b3_hq4_hkv1_sq65_skv64_sm90_*'
   'Packed/Programs.*/bf16_d40_causal_det_sinks_b2_hq2_hkv2_sq65_skv64_sm90_*'
@@ -64,6 +67,14 @@ sample=(
   'Features/SplitQ.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm80_*'
   # heads that a tile has together
   'Features/PackedHeads.*/bf16_d64_varlen_sinks_b3_hq6_hkv2_sq70_skv777_sm90_*'
+  # caches, new keys and values, joined states
+  'All/CacheTest.*/fwd_bf16_d64x32_causal_varlen_pages16_b3_hq8_hkv2_sq1_skv300_sm90_*'
+  'All/CacheTest.*/fwd_fp16_d96_causal_pages64_b4_hq4_hkv2_sq70_skv200_sm90_*'
+  'All/CacheTest.*/fwd_fp16_d64_causal_varlen_pages3_b5_hq4_hkv1_sq16_skv517_sm80_*'
+  'All/CacheTest.*/fwd_bf16_d64x32_causal_pages3_b4_hq4_hkv2_sq70_skv200_simt_*'
+  'All/AppendTest.*/fwd_fp16_d64x32_pages3_b4_hq4_hkv2_sq7_skv50_simt_hnd_table_7_halves16*'
+  'All/AppendTest.*/fwd_bf16_d128_causal_varlen_pages16_b3_hq2_hkv2_sq1_skv40_simt_nhd_12_interleaved*'
+  'MergeTest.IsTheSoftmaxOverAllKeys'
 )
 
 # Backward passes of sm80 in which one warp of two gives P to the other: it arrives at a named barrier and goes on.
@@ -85,6 +96,7 @@ for name in "${sample[@]}" "${pairs[@]}"; do
   grep -q "^${name//\*/.*}$" <<<"$tests" ||
     { echo "there is no test '$name' any more; choose another" >&2; exit 2; }
 done
+! $names_only || exit 0
 command -v compute-sanitizer >/dev/null || { echo "compute-sanitizer is missing: it comes with CUDA" >&2; exit 3; }
 
 mkdir -p "$logs"

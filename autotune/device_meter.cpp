@@ -84,6 +84,7 @@ std::int64_t pages_of_sequence(const Problem& p) {
 /// The sizes of a problem's tensors, in bytes.
 struct Sizes {
   std::size_t q, k, v, o, lse;
+  std::size_t scales = 0;  ///< of K, and of V: floats
 
   explicit Sizes(const Problem& p) {
     const AttentionShape& shape = p.shape;
@@ -92,9 +93,12 @@ struct Sizes {
     };
     q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim);
     const std::int64_t keys = pages_of_sequence(p) * page_rows(p);
-    k = bytes(shape.heads_kv, keys, p.spec.head_dim);
-    v = bytes(shape.heads_kv, keys, p.spec.v_dim());
+    const auto of_kv = static_cast<std::size_t>(size_of(p.spec.dtype) / size_of(p.spec.kv_type()));
+    k = bytes(shape.heads_kv, keys, p.spec.head_dim) / of_kv;
+    v = bytes(shape.heads_kv, keys, p.spec.v_dim()) / of_kv;
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim());
+    if (p.spec.has_scales())
+      scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
   std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + lse; }
@@ -113,8 +117,9 @@ class Inputs {
       : driver_(context.driver()), problem_(problem), sizes_(problem), stream_(stream) {
     const bool backward = problem_.spec.pass == Pass::backward;
     const std::vector<char> pattern = random_pattern(problem_.spec.dtype);
+    const std::vector<char> kv_pattern = random_pattern(problem_.spec.kv_type());
     const std::size_t count = set_count(sizes_.set(backward), static_cast<std::size_t>(device.l2_bytes));
-    for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, backward));
+    for (std::size_t i = 0; i < count; ++i) sets_.push_back(make_set(pattern, kv_pattern, backward));
     if (problem_.spec.pages != 0)
       page_table_ = device::upload(
           driver_, reference::shuffled_pages(problem_.shape.batch * pages_of_sequence(problem_), kSeed),
@@ -138,6 +143,7 @@ class Inputs {
       dsinks_ = DeviceBuffer(driver_, sinks_.bytes(), stream_);
       dsinks_.fill(0);
     }
+    scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
     captures_ = DeviceCaptures(driver_, problem_.spec,
                                reference::plausible_captures(problem_.spec, problem_.shape, kSeed), stream_);
     if (backward) run_forward(device, options.runtime);
@@ -174,16 +180,21 @@ class Inputs {
     return std::clamp<std::size_t>(std::min(2 * l2_bytes / set_bytes + 1, usable / set_bytes), 1, kMostSets);
   }
 
-  TensorSet make_set(const std::vector<char>& pattern, bool backward) const {
+  TensorSet make_set(const std::vector<char>& pattern, const std::vector<char>& kv_pattern,
+                     bool backward) const {
     int tensor = 0;
-    const auto random = [&](std::size_t bytes) {
+    const auto random_of = [&](std::size_t bytes, const std::vector<char>& from, DType type) {
       DeviceBuffer buffer(driver_, bytes, stream_);
-      fill(buffer, pattern, tensor++);
+      fill(buffer, from, static_cast<std::size_t>(size_of(type)), tensor++);
       return buffer;
     };
+    const auto random = [&](std::size_t bytes) { return random_of(bytes, pattern, problem_.spec.dtype); };
+    const auto random_kv = [&](std::size_t bytes) {
+      return random_of(bytes, kv_pattern, problem_.spec.kv_type());
+    };
     TensorSet set{random(sizes_.q),
-                  random(sizes_.k),
-                  random(sizes_.v),
+                  random_kv(sizes_.k),
+                  random_kv(sizes_.v),
                   DeviceBuffer(driver_, sizes_.o),
                   DeviceBuffer(driver_, sizes_.lse),
                   {},
@@ -200,8 +211,7 @@ class Inputs {
   }
 
   /// Uploads the pattern once and lets the device repeat it.
-  void fill(DeviceBuffer& buffer, const std::vector<char>& pattern, int tensor) const {
-    const std::size_t element = size_of(problem_.spec.dtype);
+  void fill(DeviceBuffer& buffer, const std::vector<char>& pattern, std::size_t element, int tensor) const {
     const std::size_t period = std::min(buffer.bytes(), kPatternElements * element);
     buffer.upload(pattern.data() + tensor * kPatternStep * element, period);
     for (std::size_t done = period; done < buffer.bytes();) {
@@ -251,6 +261,15 @@ class Inputs {
     return rows(buffer, problem_.shape.heads_kv, problem_.shape.seqlen_kv, dim);
   }
 
+  /// One for all, or each row of K's.
+  ConstScaleView scale_view(const ConstTensorView& k) const {
+    const auto* data = static_cast<const float*>(scales_.data());
+    if (!problem_.spec.key_scales) return ConstScaleView::of_tensor(data);
+    const auto [batch, heads, rows, dim] = k.size;
+    if (problem_.spec.has_cache()) return ConstScaleView::of_keys(data, batch, heads, rows);
+    return {data, {batch, 1, heads, rows}, {heads * rows, 0, rows, 1}};
+  }
+
   /// What both passes take alike.
   template <class Args>
   Args common_args(const TensorSet& set) const {
@@ -284,6 +303,7 @@ class Inputs {
     if (problem_.spec.pages != 0)
       args.page_table = {static_cast<const std::int32_t*>(page_table_.data()), problem_.shape.batch,
                          pages_of_sequence(problem_)};
+    if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
     return args;
   }
   BackwardArgs backward_args(const TensorSet& set) const {
@@ -302,7 +322,7 @@ class Inputs {
   CUstream stream_;
   std::vector<TensorSet> sets_;
   DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
-      dsinks_;
+      dsinks_, scales_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

@@ -102,7 +102,8 @@ double shared_bytes(const Candidate& of) {
   const double element = of.by == ComputedBy::threads ? 4 : size_of(spec.dtype);
   if (!is_backward(spec)) {
     const double q = c.q_in_registers ? 0 : c.br * static_cast<double>(spec.head_dim);
-    return element * (readers(of) * c.bc * dims + q);
+    const double of_kv = of.by == ComputedBy::threads ? element : size_of(spec.kv_type());
+    return of_kv * readers(of) * c.bc * dims + element * q;
   }
   // K and V by the rows that own them; Q and dO twice by everyone; dS once more for dQ, with K.
   const double own = c.bc * dims, streamed = 2.0 * readers(of) * c.br * dims / c.d_split;
@@ -120,7 +121,7 @@ TileClocks tile_clocks(const Candidate& of, const Rates& rates, double program_o
   clocks.exponentials = pairs * c.d_split / rates.exponentials;
   clocks.arithmetic = pairs * c.d_split * (instructions + program_operations) / kLanes;
   clocks.shared = shared_bytes(of) / kSharedBytesPerClock;
-  clocks.l2 = streamed_rows * (spec.head_dim + spec.v_dim()) * size_of(spec.dtype) / kL2BytesPerClock;
+  clocks.l2 = streamed_rows * (spec.head_dim + spec.v_dim()) * size_of(spec.kv_type()) / kL2BytesPerClock;
   if (is_backward(spec) && of.by != ComputedBy::threads)
     clocks.reductions = 4.0 * c.br * spec.head_dim / kReducedBytesPerClock;
   clocks.overhead = of.by == ComputedBy::warp_groups ? kClocksPerTile : kWarpClocksPerTile;

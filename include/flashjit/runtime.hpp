@@ -96,6 +96,8 @@ struct ForwardArgs {
   /// without sinks; -inf where it attends to nothing. QK-clip's largest logit of a head is the largest of its
   /// rows'.
   float* row_max = nullptr;
+  /// With K and V of 8 bits (spec.kv_dtype): what their codes are multiplied with, finite and positive.
+  ConstScaleView k_scale = {}, v_scale = {};
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -26,7 +27,8 @@ struct BlockSize {
 /// With sinks, the softmax of a row has one more logit, its head's, without a value. LSE includes it, and a
 /// row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
 /// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks",
-/// "fwd:bf16:d128:causal:varlen:pages16".
+/// "fwd:bf16:d128:causal:varlen:pages16",
+/// "fwd:bf16:d128:kve4m3:causal:cache:key_scales".
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by the functions of Runtime; callers may leave it
   DType dtype = DType::bf16;
@@ -49,7 +51,16 @@ struct AttentionSpec {
   /// Rows of a page, 1 to 256, where the cache's rows are in pages that a page table names; 0: in slots, one
   /// for each sequence. Pages are a cache without `cache` being set.
   int pages = 0;
+  /// Of K and V: unless it is set, that of Q and O; else one of 8 bits: e4m3, e5m2, int8. K and V are then
+  /// codes times scales, which are given at the call. Forward only; head dimensions are multiples of 16.
+  std::optional<DType> kv_dtype = {};
+  /// With K and V of 8 bits: keys of a head may have unlike scales, which pages or keys have. Without, a
+  /// head of a sequence has one.
+  bool key_scales = false;
 
+  DType kv_type() const { return kv_dtype.value_or(dtype); }
+  /// Whether K and V are codes with scales.
+  bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }
   bool has_block_map() const { return block_map.q != 0; }
   /// Whether each batch entry has a number of keys of its own, which is given at the call.
@@ -57,8 +68,9 @@ struct AttentionSpec {
   /// Whether K and V are a cache's, in slots or in pages.
   bool has_cache() const { return cache || pages != 0; }
   /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
-  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages.
-  /// Of the passes append and merge it keeps what these read: element type, head dimensions and the cache.
+  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages,
+  /// kv_dtype dropped where it is dtype.
+  /// Of the passes append and merge it keeps what these read: element types, head dimensions and the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

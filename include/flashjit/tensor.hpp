@@ -67,6 +67,42 @@ struct PageTableView {
   std::int64_t stride = 0;  ///< from one sequence to the next, in elements; 0: columns
 };
 
+/// Scales of K or V where these are of 8 bits: fp32 [sequences, pages, KV heads, rows] in device memory. A
+/// key is its code times the scale of its sequence, page, head and row. A dimension of size 1 is shared by
+/// all.
+///
+/// Without spec.key_scales pages and rows have size 1. The pages of a cache in slots are the slots, and their
+/// rows its capacity; without a cache there is one page, whose rows are those of K: packed ones with
+/// spec.varlen.
+template <class Float>
+struct BasicScaleView {
+  Float* data = nullptr;
+  std::array<std::int64_t, 4> size{1, 1, 1, 1};  ///< sequences, pages, KV heads, rows
+  std::array<std::int64_t, 4> stride{};          ///< in elements, same order; not read where the size is 1
+
+  /// One for all keys.
+  static BasicScaleView of_tensor(Float* data) { return {data}; }
+  /// [sequences, heads], contiguous.
+  static BasicScaleView of_heads(Float* data, std::int64_t sequences, std::int64_t heads) {
+    return {data, {sequences, 1, heads, 1}, {heads, 0, 1, 0}};
+  }
+  /// [pages, heads], contiguous.
+  static BasicScaleView of_pages(Float* data, std::int64_t pages, std::int64_t heads) {
+    return {data, {1, pages, heads, 1}, {0, heads, 1, 0}};
+  }
+  /// [pages, heads, rows], contiguous: one for each key.
+  static BasicScaleView of_keys(Float* data, std::int64_t pages, std::int64_t heads, std::int64_t rows) {
+    return {data, {1, pages, heads, rows}, {0, heads * rows, rows, 1}};
+  }
+
+  operator BasicScaleView<const Float>() const requires(!std::is_const_v<Float>) {
+    return {data, size, stride};
+  }
+};
+
+using ScaleView = BasicScaleView<float>;
+using ConstScaleView = BasicScaleView<const float>;
+
 /// The most dimensions of a captured tensor.
 inline constexpr int kMaxCaptureDims = 6;
 

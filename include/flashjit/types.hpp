@@ -24,8 +24,16 @@ enum class Pass : std::uint8_t {
 /// Whether the pass is attention's: what surrounds it has no masks, no scores and no tiles to choose.
 constexpr bool is_attention(Pass pass) { return pass == Pass::forward || pass == Pass::backward; }
 
-/// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation.
-enum class DType : std::uint8_t { fp16, bf16, fp32 };
+/// Element type of Q, K, V, O and their gradients. LSE and D are always fp32; so is accumulation. Those of 8
+/// bits are codes: K and V are these times scales, which are tensors of their own.
+enum class DType : std::uint8_t {
+  fp16,
+  bf16,
+  fp32,
+  e4m3,  ///< 4 bits of exponent, 3 of mantissa: up to 448, no infinities
+  e5m2,  ///< up to 57344
+  int8,
+};
 
 /// Element type of a captured tensor. Programs read integers as int and booleans as bool.
 enum class ElementType : std::uint8_t { fp32, fp16, bf16, int32, int64, int16, int8, uint8, boolean };
@@ -38,7 +46,7 @@ enum class Family : std::uint8_t {
 };
 
 FLASHJIT_API std::string to_string(Pass pass);         // "fwd", "bwd", "append", "merge"
-FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32"
+FLASHJIT_API std::string to_string(DType dtype);       // "fp16", "bf16", "fp32", "e4m3", ...
 FLASHJIT_API std::string to_string(ElementType type);  // "fp32", ..., "uint8", "bool"
 FLASHJIT_API std::string to_string(Family family);     // "sm90", "sm80", "simt"
 
@@ -47,7 +55,10 @@ FLASHJIT_API DType parse_dtype(std::string_view text);
 FLASHJIT_API Family parse_family(std::string_view text);
 
 /// Bytes of one element.
-constexpr int size_of(DType dtype) { return dtype == DType::fp32 ? 4 : 2; }
+constexpr int size_of(DType dtype) {
+  constexpr int kBytes[] = {2, 2, 4, 1, 1, 1};
+  return kBytes[static_cast<int>(dtype)];
+}
 constexpr int size_of(ElementType type) {
   constexpr int kBytes[] = {4, 2, 2, 4, 8, 2, 1, 1, 1};
   return kBytes[static_cast<int>(type)];

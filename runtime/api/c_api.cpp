@@ -7,10 +7,10 @@
 #include <string>
 #include <string_view>
 
-#include "flashjit/reference.hpp"
 #include "api/versioned_struct.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
+#include "flashjit/reference.hpp"
 #include "plan/spec_options.hpp"
 #include "support/dtypes.hpp"
 #include "templates/auxiliary/append_params.cuh"
@@ -222,7 +222,7 @@ flashjit::BackwardArgs backward_args(const flashjit_backward_args& c, Captures& 
 std::optional<flashjit::DType> dtype(const char* name, flashjit_element_type type) {
   if (type == FLASHJIT_ELEMENT_UNTOLD) return {};
   for (const flashjit::DTypeInfo& info : flashjit::dtypes())
-    if (type == 1 + static_cast<int>(info.element)) return info.dtype;
+    if (info.element && type == 1 + static_cast<int>(*info.element)) return info.dtype;
   throw Error(ErrorCode::invalid_argument,
               fmt::format("{} is {}: give FLASHJIT_ELEMENT_FP32 (1), FLASHJIT_ELEMENT_FP16 (2), "
                           "FLASHJIT_ELEMENT_BF16 (3), or FLASHJIT_ELEMENT_UNTOLD (0) for the default.",

@@ -35,6 +35,9 @@ inline double read_element(ElementType type, const void* data, std::int64_t inde
   throw Error(ErrorCode::internal, "an ElementType that cannot be read");
 }
 
+inline double read_element(DType dtype, const void* data, std::int64_t index) {
+  return dtype_info(dtype).decode(static_cast<const std::byte*>(data) + index * size_of(dtype));
+}
 inline void write_element(DType dtype, void* data, std::int64_t index, double value) {
   dtype_info(dtype).encode(value, static_cast<std::byte*>(data) + index * size_of(dtype));
 }

@@ -5,8 +5,8 @@
 #include <vector>
 
 #include "api/host_elements.hpp"
-#include "flashjit/reference.hpp"
 #include "call/append_arguments.hpp"
+#include "flashjit/reference.hpp"
 #include "reference/reference.hpp"
 
 namespace flashjit {
@@ -21,7 +21,7 @@ std::int64_t offset_of(const BasicTensorView<Void>& tensor, std::int64_t b, std:
 std::vector<double> read_row(DType dtype, const ConstTensorView& tensor, std::int64_t offset) {
   std::vector<double> row(static_cast<std::size_t>(tensor.size[3]));
   for (std::size_t i = 0; i < row.size(); ++i)
-    row[i] = read_element(dtype_info(dtype).element, tensor.data, offset + static_cast<std::int64_t>(i));
+    row[i] = read_element(dtype, tensor.data, offset + static_cast<std::int64_t>(i));
   return row;
 }
 
@@ -68,7 +68,7 @@ class Rotation {
  public:
   Rotation(const AttentionSpec& spec, const RopeView& rope)
       : rope_(rope),
-        type_(dtype_info(rope.type).element),
+        type_(rope.type),
         pairs_(rope.cos || rope.theta != 0 ? (rope.dims ? rope.dims : spec.head_dim) / 2 : 0) {}
 
   bool has(std::int64_t position) const {
@@ -98,7 +98,7 @@ class Rotation {
   }
 
   const RopeView& rope_;
-  ElementType type_;
+  DType type_;
   std::int64_t pairs_;
 };
 

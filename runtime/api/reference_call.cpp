@@ -1,9 +1,11 @@
 #include "flashjit/reference.hpp"
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <span>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "api/host_elements.hpp"
@@ -35,25 +37,39 @@ void for_each_element(std::span<const std::int64_t> size, std::span<const std::i
   }
 }
 
-std::vector<double> gather(ElementType type, const void* data, std::span<const std::int64_t> size,
-                           std::span<const std::int64_t> stride) {
+/// `read(offset)` is an element.
+template <class Read>
+std::vector<double> gather(std::span<const std::int64_t> size, std::span<const std::int64_t> stride,
+                           const Read& read) {
   std::int64_t count = 1;
   for (const std::int64_t n : size) count *= n;
   std::vector<double> values(static_cast<std::size_t>(count));
-  for_each_element(size, stride, [&](std::int64_t place, std::int64_t offset) {
-    values[place] = read_element(type, data, offset);
-  });
+  for_each_element(size, stride,
+                   [&](std::int64_t place, std::int64_t offset) { values[place] = read(offset); });
   return values;
 }
 
 std::vector<double> gather(DType dtype, const ConstTensorView& view) {
-  return gather(dtype_info(dtype).element, view.data, view.size, view.stride);
+  return gather(view.size, view.stride,
+                [&](std::int64_t offset) { return read_element(dtype, view.data, offset); });
+}
+
+/// The scale of a key of K or V; 1 where these have none.
+double scale_of(const AttentionSpec& spec, const ConstScaleView& scales, std::int64_t b, std::int64_t page,
+                std::int64_t h, std::int64_t row) {
+  if (!spec.has_scales()) return 1;
+  const std::array<std::int64_t, 4> at = {b, page, h, row};
+  std::int64_t offset = 0;
+  for (std::size_t i = 0; i < at.size(); ++i)
+    if (scales.size[i] > 1) offset += at[i] * scales.stride[i];
+  return scales.data[offset];
 }
 
 /// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros behind a sequence's keys.
 std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape& shape,
-                                 const ForwardArgs& args, const ConstTensorView& pool) {
-  const ElementType type = dtype_info(spec.dtype).element;
+                                 const ForwardArgs& args, const ConstTensorView& pool,
+                                 const ConstScaleView& scales) {
+  const DType type = spec.kv_type();
   const PageTableView& table = args.page_table;
   const std::int64_t page_rows = spec.pages ? spec.pages : pool.size[2], dim = pool.size[3];
   const std::int64_t stride = table.stride ? table.stride : table.columns;
@@ -64,21 +80,39 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
       if (page < 0 || page >= pool.size[0])
         refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
                page, n, b, pool.size[0]);
-      for (std::int64_t h = 0; h < shape.heads_kv; ++h)
+      for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
+        const double scale = scale_of(spec, scales, b, page, h, n % page_rows);
         for (std::int64_t i = 0; i < dim; ++i)
           values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim + i] =
+              scale *
               read_element(type, pool.data,
                            page * pool.stride[0] + h * pool.stride[1] + n % page_rows * pool.stride[2] + i);
+      }
     }
   return values;
 }
 
+/// Multiplies the rows of K or V without a cache with their scales. Packed rows have their sequence's.
+void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstTensorView& tensor,
+                const ConstScaleView& scales, std::vector<double>& values) {
+  const auto [batch, heads, rows, dim] = tensor.size;
+  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
+    const std::int64_t row = i % rows;
+    std::int64_t b = i / rows / heads;
+    if (spec.varlen)
+      while (b + 1 < args.batch_size && args.cu_seqlens_kv[b + 1] <= row) ++b;
+    const double scale = scale_of(spec, scales, b, 0, i / rows % heads, row);
+    for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
+  }
+}
+
 /// K or V as the reference takes them.
-template <class Args>
-std::vector<double> gather_kv(const AttentionSpec& spec, const Args& args, const ConstTensorView& tensor) {
-  if constexpr (requires { args.page_table; })
-    if (spec.has_cache()) return gather_cache(spec, shape_of(spec, args), args, tensor);
-  return gather(spec.dtype, tensor);
+std::vector<double> gather_kv(const AttentionSpec& spec, const ForwardArgs& args,
+                              const ConstTensorView& tensor, const ConstScaleView& scales) {
+  if (spec.has_cache()) return gather_cache(spec, shape_of(spec, args), args, tensor, scales);
+  std::vector<double> values = gather(spec.kv_type(), tensor);
+  if (spec.has_scales()) scale_rows(spec, args, tensor, scales, values);
+  return values;
 }
 
 /// The first `rows` of each head; the rest stays as it is.
@@ -104,7 +138,8 @@ reference::Captured captured(const Capture& capture, ElementType type) {
   const std::span size(capture.size.data(), static_cast<std::size_t>(capture.rank));
   const std::span stride(capture.stride.data(), static_cast<std::size_t>(capture.rank));
   result.size.assign(size.begin(), size.end());
-  result.values = gather(type, capture.data, size, stride);
+  result.values =
+      gather(size, stride, [&](std::int64_t offset) { return read_element(type, capture.data, offset); });
   if (type == ElementType::int64) {
     result.exact.resize(result.values.size());
     for_each_element(size, stride, [&](std::int64_t place, std::int64_t offset) {
@@ -124,12 +159,17 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
   reference::Problem problem{.spec = spec,
                              .shape = shape_of(spec, args),
                              .q = gather(spec.dtype, args.q),
-                             .k = gather_kv(spec, args, args.k),
-                             .v = gather_kv(spec, args, args.v),
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset};
+  if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    problem.k = gather_kv(spec, args, args.k, args.k_scale);
+    problem.v = gather_kv(spec, args, args.v, args.v_scale);
+  } else {
+    problem.k = gather(spec.dtype, args.k);
+    problem.v = gather(spec.dtype, args.v);
+  }
   const std::int64_t batch = problem.shape.batch;
   if (spec.has_lengths()) problem.kv_lengths.assign(args.kv_lengths, args.kv_lengths + batch);
   if (spec.has_block_map()) {

@@ -286,10 +286,11 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
 
 /// The tensors of both passes; O is written by one and read by the other.
 template <class Args>
-void check_qkv_and_out(const Args& args, const Expected& sizes, int element_size, Access out) {
+void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes, Access out) {
+  const int element_size = size_of(spec.dtype), of_kv = size_of(spec.kv_type());
   check_tensor("q", args.q, sizes.q, element_size, Access::read);
-  check_tensor("k", args.k, sizes.k, element_size, Access::read);
-  check_tensor("v", args.v, sizes.v, element_size, Access::read);
+  check_tensor("k", args.k, sizes.k, of_kv, Access::read);
+  check_tensor("v", args.v, sizes.v, of_kv, Access::read);
   check_tensor("out", args.out, sizes.out, element_size, out);
 }
 
@@ -336,7 +337,7 @@ template <class Args>
 Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args, Access out) {
   check_varlen(spec, args);
   const Expected sizes = expected_sizes(spec, args);
-  check_qkv_and_out(args, sizes, size_of(spec.dtype), out);
+  check_qkv_and_out(spec, args, sizes, out);
   return sizes;
 }
 
@@ -363,6 +364,8 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_shared(spec, args);
   check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
   check_row_max(spec, shape_of(spec, args), args.row_max);
+  check_scales("k_scale", spec, shape_of(spec, args), args.k, args.k_scale);
+  check_scales("v_scale", spec, shape_of(spec, args), args.v, args.v_scale);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -431,6 +434,8 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   Params params = common_params(plan, args, Pass::forward);
   params.page_table = page_table_param(args.page_table, args.k);
   params.row_max = args.row_max;
+  params.k_scale = scale_param(args.k_scale);
+  params.v_scale = scale_param(args.v_scale);
   return params;
 }
 
@@ -453,7 +458,10 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
-  return pointers_with(args, {{"page_table", args.page_table.data}, {"row_max", args.row_max}});
+  return pointers_with(args, {{"page_table", args.page_table.data},
+                              {"row_max", args.row_max},
+                              {"k_scale", args.k_scale.data},
+                              {"v_scale", args.v_scale.data}});
 }
 
 std::vector<NamedPointer> pointers_of(const ListArgs& args) {

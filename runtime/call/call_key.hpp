@@ -36,14 +36,15 @@ struct CallKeyView {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [own_pass, dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
                                   kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache,
-                                  pages] = spec;
+                                  pages, kv_dtype, key_scales] = spec;
   }
 
   bool operator==(const CallKeyView&) const = default;
 
  private:
   static std::int64_t flags(const AttentionSpec& spec, Pass pass) {
-    std::int64_t flags = static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8;
+    std::int64_t flags = static_cast<std::int64_t>(pass) | static_cast<std::int64_t>(spec.dtype) << 8 |
+                         static_cast<std::int64_t>(spec.kv_type()) << 12;
     int bit = 16;
     for (const plan::SpecOption& option : plan::kSpecOptions) {
       const bool means_nothing = option.on == &AttentionSpec::deterministic && pass == Pass::forward;

@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <limits>
+#include <string>
 #include <utility>
 
 #include "support/refuse.hpp"
@@ -166,9 +167,44 @@ void check_heads(const AttentionShape& shape) {
            shape.heads_kv);
 }
 
+void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                  const ConstTensorView& k, const ConstScaleView& scales) {
+  constexpr const char* kScaleDimensions[] = {"sequences", "pages", "heads", "rows"};
+  const std::string type = to_string(spec.kv_type());
+  if (!spec.has_scales()) {
+    if (scales.data)
+      refuse("{} is given, but K and V are {}, which has no scales: set spec.kv_dtype or leave it out.", name,
+             type);
+    return;
+  }
+  const std::array<std::int64_t, 4> all = {shape.batch, spec.has_cache() ? k.size[0] : 1, shape.heads_kv,
+                                           k.size[2]};
+  if (std::ranges::find(all, 0) != all.end()) return;
+  if (!scales.data)
+    refuse("{} is null, but K and V are {}: give their scales in device memory, one float for all or more.",
+           name, type);
+  check_pointer(name, scales.data, alignof(float));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const std::int64_t size = scales.size[i];
+    if (size != 1 && size != all[i])
+      refuse("{} has {} {}: give one for all, or {}.", name, size, kScaleDimensions[i], all[i]);
+    if (size != 1 && (scales.stride[i] < 0 || scales.stride[i] > kMaxOffset / all[i]))
+      refuse("{} has stride {} in {}: strides must be 0 or more and within 2^62 elements.", name,
+             scales.stride[i], kScaleDimensions[i]);
+    if (size != 1 && i % 2 == 1 && !spec.key_scales)
+      refuse("{} has {} {}, but the spec has one scale for all keys of a head: set spec.key_scales.", name,
+             size, kScaleDimensions[i]);
+  }
+}
+
 TensorParam tensor_param(const ConstTensorView& tensor) {
   const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
   return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
+}
+
+ScaleParam scale_param(const ConstScaleView& scales) {
+  const auto stride = [&](int i) { return scales.size[i] > 1 ? scales.stride[i] : 0; };
+  return {const_cast<float*>(scales.data), stride(0), stride(1), stride(2), stride(3)};
 }
 
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {

@@ -34,8 +34,14 @@ void check_offsets(const char* name, const AttentionSpec& spec, const AttentionS
                    const std::int32_t* cu_seqlens);
 void check_heads(const AttentionShape& shape);
 
+/// The scales of K or V as the spec has them; `k` is what has the keys' rows: a tensor, packed rows, pages or
+/// slots.
+void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                  const ConstTensorView& k, const ConstScaleView& scales);
+
 /// A stride that no index uses is not handed on: callers may have left anything in it.
 TensorParam tensor_param(const ConstTensorView& tensor);
+ScaleParam scale_param(const ConstScaleView& scales);
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k);
 
 /// The view's memory; null where no element of it is ever touched.

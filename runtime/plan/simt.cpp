@@ -57,7 +57,10 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16, DType::fp32}, spec); !taken) return taken;
+  if (Support taken =
+          takes_dtype({DType::fp16, DType::bf16, DType::fp32}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
+      !taken)
+    return taken;
   if (device.compute_capability >= kOldestCapability) return Support::yes();
   return Support::no(fmt::format("{} has compute capability {}.{}; {} needs 7.5 or newer", device.name,
                                  device.compute_capability / 10, device.compute_capability % 10,

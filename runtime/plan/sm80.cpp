@@ -21,7 +21,9 @@ int exchanged_values(const AnalysedSpec& spec, const TileConfig& c) {
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
-    return sm80::ForwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages}.bytes();
+    return sm80::ForwardLayout{
+        c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, size_of(spec.kv_type()), spec.key_scales}
+        .bytes();
   return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c)}
       .bytes();
 }
@@ -38,7 +40,9 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
+      !taken)
+    return taken;
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
@@ -125,7 +129,29 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 // Hopper, also with one block a multiprocessor, as smaller devices have. What spills is left out, but for a
 // few words with programs that are faster with it all the same (softcap at d64).
 
+/// With K and V of 8 bits, whose conversion takes registers, and time for each warp that does it: warps of
+/// many rows.
+std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  return good_of({{config(128, 64, 4, 1), d <= 64 && !spec.key_scales && spec.mask.empty()},
+                  {config(128, 32, 4, 1), d <= 96 || (d <= 128 && !spec.key_scales)},
+                  {config(128, 64, 8, 1), d <= 128},
+                  {config(64, 64, 4, 1), d <= 192},
+                  {config(64, 32, 4, 1)}});
+}
+
+/// For queries that one warp has all of: blocks of one, some of which a multiprocessor has at a time. K and V
+/// are then converted once.
+constexpr int kRowsOfOneWarp = 16;
+TileConfig one_warp_tile(const AnalysedSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  TileConfig c = config(kRowsOfOneWarp, d <= 128 ? 64 : d > 192 && spec.dropout ? 16 : 32, 1, 2);
+  c.min_blocks = 4;
+  return c;
+}
+
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (spec.has_scales()) return forward_preferences_of_codes(spec);
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool large = device.compute_capability < 100;
   const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
@@ -222,6 +248,14 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     }
   if (!forward)
     for (const TileConfig& c : preferences(spec, device)) consider(with_split(spec, c));
+  if (spec.has_scales())
+    for (const int bc : {32, 64})
+      for (const int stages : {2, 3, 4})
+        for (const bool split : {false, true}) {
+          TileConfig c = one_warp_tile(spec);
+          c.bc = bc, c.stages = stages, c.split = split;
+          consider(c);
+        }
   return found;
 }
 
@@ -257,6 +291,12 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
 /// the most blocks. Where multiprocessors have none, blocks share what the tiles meet, if that is much: the
 /// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
+    TileConfig c = one_warp_tile(spec);
+    c.split = true;
+    c.split = gains_by_split(spec, shape, c, device);
+    if (admits(spec, c, device)) return c;
+  }
   TileConfig best;
   std::int64_t most = -1;
   const std::vector<TileConfig> choices = preferences(spec, device);

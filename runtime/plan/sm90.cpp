@@ -117,7 +117,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, spec); !taken) return taken;
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {}, spec); !taken) return taken;
   if (spec.pages % sm90::kSwizzledRows != 0)
     return Support::no(
         fmt::format("copies boxes of {} rows of a page, which has {}", sm90::kSwizzledRows, spec.pages));

@@ -18,6 +18,7 @@
 #include "plan/analysed_spec.hpp"
 #include "plan/config_switches.hpp"
 #include "plan/spec_options.hpp"
+#include "support/dtypes.hpp"
 #include "support/refuse.hpp"
 #include "support/text.hpp"
 
@@ -25,6 +26,7 @@ namespace flashjit {
 namespace {
 
 constexpr int kMinHeadDim = 8, kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr int kScaledDimStep = 16;  // with K and V of 8 bits, which are copied 16 bytes at a time
 constexpr int kMostPageRows = 256;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
 constexpr std::int64_t kMaxInt = std::numeric_limits<std::int32_t>::max();
@@ -87,6 +89,17 @@ class FieldReader {
     once(field, prefix);
     return in_field(
         field, [&] { return static_cast<int>(number_after(prefix, field.substr(prefix.size()), min, max)); });
+  }
+
+  /// The element type in an option such as "kve4m3", which may occur once; nothing when it is another.
+  std::optional<DType> type(std::string_view field, std::string_view prefix) {
+    if (!field.starts_with(prefix)) return {};
+    for (const DTypeInfo& info : dtypes()) {
+      if (field.substr(prefix.size()) != info.name) continue;
+      once(field, prefix);
+      return info.dtype;
+    }
+    return {};
   }
 
   /// The two numbers in a field such as "map128x64"; "map128" means "map128x128".
@@ -176,7 +189,8 @@ std::string spec_allowed() {
   std::string allowed =
       "write [fwd:|bwd:|append:|merge:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, "
       "score{<program>}, a "
-      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>";
+      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>, "
+      "kv<e4m3|e5m2|int8>";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
 }
@@ -202,6 +216,8 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
   } else if (const auto rows = reader.number(field, "pages", 1, kMostPageRows)) {
     spec.pages = *rows;
     spec.cache = true;
+  } else if (const auto type = reader.type(field, "kv")) {
+    spec.kv_dtype = *type;
   } else if (field == "causal" || field == "causal_top_left") {
     reader.once(field, "mask");
     spec.mask = MaskProgram(field);
@@ -212,6 +228,31 @@ void read_option(FieldReader& reader, std::string_view field, AttentionSpec& spe
   } else {
     reader.unknown(field);
   }
+}
+
+/// What K and V of 8 bits ask for, and what they alone can have.
+void check_scaled(const AttentionSpec& spec) {
+  if (spec.kv_dtype) parse_dtype(to_string(*spec.kv_dtype));
+  if (spec.kv_type() != spec.dtype && !spec.has_scales())
+    refuse("kv_dtype is {} and dtype is {}; K and V have the type of Q, or e4m3, e5m2 or int8",
+           to_string(spec.kv_type()), to_string(spec.dtype));
+  if (!spec.has_scales()) {
+    if (spec.key_scales)
+      refuse(
+          "key_scales is set, but K and V are {}, which has no scales; set kv_dtype to e4m3, e5m2 or int8, "
+          "or "
+          "leave it out",
+          to_string(spec.kv_type()));
+    return;
+  }
+  if (spec.pass == Pass::backward)
+    refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q",
+           to_string(spec.kv_type()));
+  for (const auto& [name, dim] :
+       {std::pair("head_dim", spec.head_dim), std::pair("head_dim_v", spec.v_dim())})
+    if (dim % kScaledDimStep != 0)
+      refuse("{} is {}, but K and V are {}; it must then be a multiple of {}: pad the heads with zeros", name,
+             dim, to_string(spec.kv_type()), kScaledDimStep);
 }
 
 void read_option(FieldReader& reader, std::string_view field, TileConfig& config) {
@@ -244,7 +285,9 @@ AttentionSpec AttentionSpec::normalized() const {
             .head_dim_v = v_dim(),
             .varlen = varlen,
             .cache = true,
-            .pages = pages};
+            .pages = pages,
+            .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
+            .key_scales = key_scales};
   if (pass == Pass::merge) return {.pass = pass, .dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()};
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
@@ -253,6 +296,7 @@ AttentionSpec AttentionSpec::normalized() const {
   if (pass == Pass::backward) out.row_max = false;
   expr::declare_float_scalars(out.score, out.mask);
   if (pages != 0) out.cache = true;
+  if (kv_dtype == dtype) out.kv_dtype.reset();
   return out;
 }
 
@@ -287,6 +331,7 @@ void AttentionSpec::validate() const {
         "slots, so leave it out",
         pages ? "pages" : "cache");
   }
+  check_scaled(*this);
   if (block_map != BlockSize{}) {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
     require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);
@@ -311,6 +356,7 @@ std::string to_string(const AttentionSpec& given) {
     fmt::format_to(std::back_inserter(out), format, std::forward<Args>(args)...);
   };
   if (spec.head_dim_v != spec.head_dim) append("x{}", spec.head_dim_v);
+  if (spec.kv_dtype) append(":kv{}", to_string(*spec.kv_dtype));
   if (!spec.score.empty()) append(":score{{{}}}", spec.score.text());
   if (plan::is_causal(spec.mask)) {  // a spec has these by their names
     append(":{}", spec.mask.text());

@@ -8,7 +8,9 @@
 
 namespace flashjit::plan {
 
-/// Whether the spec's element type is one of those that a family lists.
-Support takes_dtype(std::initializer_list<DType> listed, const AttentionSpec& spec);
+/// Whether the spec's element type is one of those that a family lists, and that of K and V the same or one
+/// of `of_kv`.
+Support takes_dtype(std::initializer_list<DType> listed, std::initializer_list<DType> of_kv,
+                    const AttentionSpec& spec);
 
 }  // namespace flashjit::plan

@@ -12,6 +12,7 @@
 #include "expr/declarations.hpp"
 #include "expr/graph.hpp"
 #include "flashjit/tensor.hpp"
+#include "support/dtypes.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit::reference {
@@ -257,6 +258,22 @@ std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed)
   std::mt19937_64 random(seed);
   std::ranges::shuffle(pages, random);
   return pages;
+}
+
+std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
+                             std::vector<double>& values) {
+  const DTypeInfo& info = dtype_info(type);
+  const std::int64_t row_count = std::ssize(values) / dim;
+  std::vector<double> scales(static_cast<std::size_t>(by_row ? row_count : heads));
+  const auto scale_of = [&](std::int64_t row) -> double& {
+    return scales[static_cast<std::size_t>(by_row ? row : row / rows % heads)];
+  };
+  for (std::int64_t i = 0; i < std::ssize(values); ++i)
+    scale_of(i / dim) = std::max(scale_of(i / dim), std::abs(values[i]));
+  for (double& scale : scales) scale = scale == 0 ? 1 : static_cast<float>(scale / info.largest);
+  for (std::int64_t i = 0; i < std::ssize(values); ++i)
+    values[i] = info.round(values[i] / scale_of(i / dim)) * scale_of(i / dim);
+  return scales;
 }
 
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed) {

@@ -27,7 +27,10 @@ struct Problem {
                             cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
                                                  ///< are read as kernels do, see check_offsets()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
-  std::vector<Captured> captures = {};           ///< one for each name that the spec's programs declare
+  /// What kernels are given beside codes where the spec has them: one for each head, or with spec.key_scales
+  /// for each row of k and v. These have codes times scales already.
+  std::vector<double> k_scale = {}, v_scale = {};
+  std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare
   /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
   /// more keys than these; empty: those of these keys.
   std::vector<double> out = {}, lse = {};

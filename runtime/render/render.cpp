@@ -76,10 +76,11 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
   for (const expr::Constant& constant : kernel.constants) constants += to_string(constant);
   const std::string functions = plan::traits(kernel.config.family).functions(spec, kernel.config);
   source.text = fmt::format(
-      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n{}\n{}{}{}}};\n\n"
+      "// {} {}\n{}\nnamespace flashjit {{\n\nstruct Problem {{\n  using Element = {};\n"
+      "  using KvElement = {};\n{}\n{}{}{}}};\n\n"
       "}}  // namespace flashjit\n",
       to_string(source.spec), to_string(source.config), includes(source.entries),
-      dtype_info(spec.dtype).cuda_name, constants,
+      dtype_info(spec.dtype).cuda_name, dtype_info(spec.kv_type()).cuda_name, constants,
       expr::emit_functions(expr::trees_of(spec.score, spec.mask),
                            {.check_indices = spec.checks.check_indices}),
       functions.empty() ? "" : "\n", functions);

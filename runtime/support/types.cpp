@@ -20,8 +20,8 @@ using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 constexpr Names<Pass, 4> kPasses{
     {{Pass::forward, "fwd"}, {Pass::backward, "bwd"}, {Pass::append, "append"}, {Pass::merge, "merge"}}};
 /// The names of the table of types.
-Names<DType, 3> dtype_names() {
-  Names<DType, 3> names;
+Names<DType, 6> dtype_names() {
+  Names<DType, 6> names;
   std::ranges::transform(dtypes(), names.begin(),
                          [](const DTypeInfo& info) { return std::pair(info.dtype, info.name); });
   return names;

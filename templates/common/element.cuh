@@ -35,6 +35,11 @@ __device__ __forceinline__ bf16 from_float<bf16>(float x) {
   return {static_cast<unsigned short>(x != x ? 0x7fffu : rounded)};
 }
 
+template <class Element>
+constexpr bool kIsFp16 = false;
+template <>
+constexpr bool kIsFp16<fp16> = true;
+
 /// Two elements in one register, `low` in the lower half.
 template <class Element>
 __device__ __forceinline__ unsigned pack(float low, float high);
@@ -67,6 +72,66 @@ __device__ __forceinline__ float low_of(unsigned pair) {
 template <class Element>
 __device__ __forceinline__ float high_of(unsigned pair) {
   return to_float(Element{static_cast<unsigned short>(pair >> 16)});
+}
+
+/// Selects four bytes of two words by the digits of `bytes`: 0 to 3 of the lower word, 4 to 7 of the upper
+/// one; plus 8: eight copies of the byte's highest bit.
+__device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper, unsigned bytes) {
+  unsigned word;
+  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(lower), "r"(upper), "r"(bytes));
+  return word;
+}
+
+/// Two codes of 8 bits, in the lower half of `codes`, as fp16, which has all of them exactly.
+template <class Code>
+__device__ __forceinline__ unsigned fp16_of_codes(unsigned codes);
+template <>
+__device__ __forceinline__ unsigned fp16_of_codes<e5m2>(unsigned codes) {
+  return select_bytes(codes, 0u, 0x1404);  // their upper bytes
+}
+template <>
+__device__ __forceinline__ unsigned fp16_of_codes<e4m3>(unsigned codes) {
+  unsigned y;
+#if __CUDA_ARCH__ >= 890
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(y) : "h"(static_cast<unsigned short>(codes)));
+#else
+  const unsigned high = select_bytes(codes, 0u, 0x1404), magnitude = high >> 1 & 0x3f803f80u;
+  // As bits of fp16 they are 2^-8 of what they mean.
+  asm("mul.f16x2 %0, %1, %2;" : "=r"(y) : "r"((high & 0x80008000u) | magnitude), "r"(0x5c005c00u));
+  const unsigned nan = (magnitude + 0x00800080u) & 0x40004000u;
+  y |= nan | (nan - (nan >> 5));
+#endif
+  return y;
+}
+template <>
+__device__ __forceinline__ unsigned fp16_of_codes<int8>(unsigned codes) {
+  unsigned y;  // 1024 + 128 + code, less 1152
+  asm("sub.f16x2 %0, %1, %2;"
+      : "=r"(y)
+      : "r"(select_bytes(codes ^ 0x8080u, 0x64646464u, 0x4140)), "r"(0x64806480u));
+  return y;
+}
+
+__device__ __forceinline__ float to_float(e4m3 x) { return low_of<fp16>(fp16_of_codes<e4m3>(x.bits)); }
+__device__ __forceinline__ float to_float(e5m2 x) { return low_of<fp16>(fp16_of_codes<e5m2>(x.bits)); }
+__device__ __forceinline__ float to_float(int8 x) {
+  return static_cast<float>(static_cast<signed char>(x.bits));
+}
+
+/// Two codes as elements.
+template <class Element, class Code>
+__device__ __forceinline__ unsigned pair_of_codes(unsigned codes) {
+  const unsigned pair = fp16_of_codes<Code>(codes);
+  if constexpr (kIsFp16<Element>)
+    return pair;
+  else
+    return pack<Element>(low_of<fp16>(pair), high_of<fp16>(pair));
+}
+/// The same times a scale each.
+template <class Element, class Code>
+__device__ __forceinline__ unsigned pair_of_codes(unsigned codes, float low_scale, float high_scale) {
+  const unsigned pair = fp16_of_codes<Code>(codes);
+  return pack<Element>(low_of<fp16>(pair) * low_scale, high_of<fp16>(pair) * high_scale);
 }
 
 /// Replaces the negative ones of two packed 16-bit floats by zero.

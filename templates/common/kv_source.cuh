@@ -16,8 +16,22 @@ __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
   return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
 }
 
+/// Whether K and V are codes with scales.
+template <class P>
+constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
+
+/// What K or V is read as, where its values do not matter.
+template <class P, bool kCodes = kScaledKv<P>>
+struct KvBits {
+  using Type = unsigned short;
+};
+template <class P>
+struct KvBits<P, true> {
+  using Type = unsigned char;
+};
+
 /// The keys of one head of one sequence, in K or in V.
-template <class P, class Element = unsigned short>
+template <class P, class Element = typename KvBits<P>::Type>
 class KvSource {
  public:
   __device__ KvSource(const Params& p, const TensorParam& tensor, const Sequence<P>& sequence, int h_kv)
@@ -44,6 +58,42 @@ class KvSource {
   const TensorParam& tensor_;
   int b_;
   Element* first_;  // of key 0; with pages, of the first key of page 0
+};
+
+/// What the codes of these keys are multiplied with.
+template <class P>
+class KvScales {
+ public:
+  __device__ KvScales(const Params& p, const ScaleParam& scales, const Sequence<P>& sequence, int h_kv)
+      : p_(p),
+        scales_(scales),
+        b_(sequence.b),
+        first_row_(sequence.kv_row(0)),
+        first_(scales.data + sequence.b * scales.stride_b + h_kv * scales.stride_h) {
+    if constexpr (P::kKeyScales && P::kCache && P::kPageRows == 0)
+      first_ += page_of_key<P>(p, b_, 0) * scales.stride_page;
+  }
+
+  /// Of all keys.
+  __device__ __forceinline__ float of_head() const {
+    static_assert(!P::kKeyScales, "keys have their own");
+    return *first_;
+  }
+  /// Where that of key `kv` is, which must exist where there are pages.
+  __device__ __forceinline__ const float* of_key(int kv) const {
+    if constexpr (!P::kKeyScales) return first_;
+    if constexpr (P::kPageRows > 0)
+      return first_ + page_of_key<P>(p_, b_, kv) * scales_.stride_page + kv % P::kPageRows * scales_.stride_s;
+    return first_ + (first_row_ + kv) * scales_.stride_s;
+  }
+  /// An address that may be read.
+  __device__ __forceinline__ const float* some() const { return first_; }
+
+ private:
+  const Params& p_;
+  const ScaleParam& scales_;
+  int b_, first_row_;
+  const float* first_;
 };
 
 }  // namespace flashjit

@@ -53,6 +53,13 @@ struct PageTableParam {
   int count;         ///< pages of K and V
 };
 
+/// Scales of K or V, whose strides are 0 where they are shared; those of pages and rows are read with
+/// Problem::kKeyScales only.
+struct ScaleParam {
+  float* data;
+  long long stride_b, stride_page, stride_h, stride_s;
+};
+
 /// Stream-K: the work of one sequence, which the share_work entry of sm90 finds.
 struct SequenceWork {
   long long begin;   ///< KV tiles of the work tiles of all sequences before
@@ -102,6 +109,7 @@ struct Params {
   float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
+  ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

@@ -15,6 +15,7 @@ namespace flashjit {
 /// The shape of a generated problem; an editor sees it, NVRTC never instantiates it.
 struct ExampleProblem {
   using Element = bf16;             // fp16, bf16 or float
+  using KvElement = bf16;           // of K and V: Element, or e4m3, e5m2 or int8, which have scales
   static constexpr int kArch = 80;  // compute capability compiled for
   static constexpr bool kBackward = false;
   static constexpr int kHeadDim = 128;
@@ -25,7 +26,8 @@ struct ExampleProblem {
   static constexpr bool kCache = false;  // K and V are a cache's; with kVarlen only Q is packed
   static constexpr int kPageRows = 0;    // of its pages; 0: it has slots
   static constexpr bool kSinks = false;
-  static constexpr bool kRowMax = false;  // forward: the largest score of each row is a result
+  static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
+  static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
   static constexpr bool kBlockMap = false;
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map

@@ -23,14 +23,6 @@ __device__ __forceinline__ float log2_approx(float x) {
   return y;
 }
 
-/// Selects four bytes of two words by the digits of `bytes`: 0 to 3 of the lower word, 4 to 7 of the upper
-/// one; plus 8: eight copies of the byte's highest bit.
-__device__ __forceinline__ unsigned select_bytes(unsigned lower, unsigned upper, unsigned bytes) {
-  unsigned word;
-  asm("prmt.b32 %0, %1, %2, %3;" : "=r"(word) : "r"(lower), "r"(upper), "r"(bytes));
-  return word;
-}
-
 /// A value that the compiler knows nothing about, so that it neither splits it nor keeps what it derived from
 /// it.
 template <class T>
@@ -80,6 +72,11 @@ __device__ __forceinline__ void store_global(void* to, uint4 words) {
 /// Copies 16 bytes from global to shared memory, or writes 16 zero bytes when `valid` is false.
 __device__ __forceinline__ void copy_async_16(unsigned to, const void* from, bool valid) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(valid ? 16 : 0)
+               : "memory");
+}
+/// The same of 4 bytes.
+__device__ __forceinline__ void copy_async_4(unsigned to, const void* from, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(valid ? 4 : 0)
                : "memory");
 }
 __device__ __forceinline__ void copy_async_4(unsigned to, const void* from) {

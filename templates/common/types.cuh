@@ -9,6 +9,16 @@ struct fp16 {
 struct bf16 {
   unsigned short bits;
 };
+/// K and V of 8 bits.
+struct e4m3 {
+  unsigned char bits;
+};
+struct e5m2 {
+  unsigned char bits;
+};
+struct int8 {
+  unsigned char bits;
+};
 
 /// How much of a tile attends.
 enum class TileClass : int { empty, partial, full };

@@ -92,8 +92,8 @@ __device__ __forceinline__ float p_of_pair(const Params& p, float s, float lse) 
 
 /// What takes a score to the exponent of a power of two: one of a program is in natural units already.
 template <class Problem>
-__device__ __forceinline__ float score_scale_log2(const Params& p) {
-  return Problem::kHasScore ? kLog2E : p.softmax_scale * kLog2E;
+__device__ __forceinline__ float score_scale_log2(const Params& p, float k_scale = 1.0f) {
+  return Problem::kHasScore ? kLog2E : p.softmax_scale * k_scale * kLog2E;
 }
 
 /// Whether a row's highest score is next to the least float, as additive masks put it, or -infinity.

@@ -109,8 +109,8 @@ __device__ void forward(const Params& p) {
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
   const int kv_end = sequence.seqused_kv(p);
   const auto q = q_matrix(sequence, p.q, h, q_range.end);
-  const auto k = kv_matrix(p, sequence, p.k, h_kv, kv_end);
-  const auto v = kv_matrix(p, sequence, p.v, h_kv, kv_end);
+  const ScaledKvMatrix<Problem> k{kv_matrix(p, sequence, p.k, h_kv, kv_end), {p, p.k_scale, sequence, h_kv}};
+  const ScaledKvMatrix<Problem> v{kv_matrix(p, sequence, p.v, h_kv, kv_end), {p, p.v_scale, sequence, h_kv}};
   const Shared shared = shared_memory<T>();
 
   Result<T, Problem::kHeadDimV> out = {};

@@ -61,18 +61,28 @@ __device__ __forceinline__ Shared shared_memory() {
 template <class T>
 struct Matrix {
   using Element = T;
+  static constexpr bool kScaled = false;
   Element* data;
   long long stride;
   int end;
   __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
 };
-/// The same of K or V.
+/// The same of K or V, or of their gradients.
 template <class Problem>
 struct KvMatrix {
-  using Element = typename Problem::Element;
+  using Element = typename Problem::KvElement;
+  static constexpr bool kScaled = false;
   KvSource<Problem, Element> source;
   int end;
   __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
+};
+/// K or V, whose elements may be codes.
+template <class Problem>
+struct ScaledKvMatrix : KvMatrix<Problem> {
+  static constexpr bool kScaled = kScaledKv<Problem>;
+  KvScales<Problem> scales;
+  /// What the elements of a row are multiplied with.
+  __device__ __forceinline__ float scale(int n) const { return *scales.of_key(n); }
 };
 
 template <class Problem>
@@ -107,6 +117,10 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
     for (int e = 0; e < kElements; e += 4) {
       to[e / 4] = {{to_float(value.at[e]), to_float(value.at[e + 1]), to_float(value.at[e + 2]),
                     to_float(value.at[e + 3])}};
+      if constexpr (Rows::kScaled) {
+        const float scale = first + row < from.end ? from.scale(first + row) : 0.0f;
+        for (float& x : to[e / 4].at) x *= scale;
+      }
     }
   }
 }

@@ -50,34 +50,41 @@ __device__ void forward(const Params& p) {
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
   const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
+  const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv), v_scales(p, p.v_scale, sequence, h_kv);
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_kv_tile<P, P::kHeadDim, kThreads>(smem.k(i), k, kv, seqused_kv - kv);
+    load_kv_tile<P, Policy::kKColumns, kThreads>(smem.k(i), k, kv, seqused_kv - kv);
+    if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
-    load_kv_tile<P, P::kHeadDimV, kThreads>(smem.v(i), v, kv, seqused_kv - kv);
+    load_kv_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, kv, seqused_kv - kv);
+    if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
-  load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, sequence.q_pointer(p.q, h, q_begin), p.q.stride_s,
-                                           seqlen_q - q_begin);
+  const unsigned short* q_rows = sequence.q_pointer(p.q, h, q_begin);
+  if constexpr (kScaledKv<P>)
+    load_paired_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
+  else
+    load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
   start_copies<P>(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
   const unsigned q_offset = matrix_offset<true>(pitch(P::kHeadDim));
-  const unsigned k_offset = matrix_offset<false>(pitch(P::kHeadDim));
-  const unsigned v_offset = matrix_offset<true>(pitch(P::kHeadDimV));
+  const unsigned k_offset = matrix_offset<false>(pitch(Policy::kKColumns));
+  const unsigned v_offset = matrix_offset<true>(pitch(Policy::kVColumns));
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
     load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
   };
-  const float scale_log2 = score_scale_log2<P>(p);
+  const HeadScales scales = head_scales(k_scales, v_scales);
+  const float scale_log2 = score_scale_log2<P>(p, scales.k);
   float o[kMt][Policy::kOt][4] = {};
   RowValues<P> row_max, row_sum;
   clear_rows<P>(row_max, row_sum);
   unsigned p_fragments[kNt / 2][kMt][4];
   const auto add_pv = [&](int i, int k, float after) {
-    multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, k, after);
+    multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, smem.v_scales(i), k, after);
   };
   if constexpr (P::kQInRegisters) load_q_fragments<P>(q_fragments, load_q);
 
@@ -87,6 +94,7 @@ __device__ void forward(const Params& p) {
     ForwardScores<P> s = {};
     const unsigned k_tile = smem.k(i) + k_offset;
     multiply_qk<P>(s, q_fragments, k_tile, load_q);  // S = Q K^T
+    if constexpr (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
     end_qk<P>(i, load_k);
 
     const int kv_begin = tiles.tile(i) * P::kBc;
@@ -102,7 +110,7 @@ __device__ void forward(const Params& p) {
         return in_block_map<P>(p, sequence.b, h, min(q_begin + warp_row(mt), seqlen_q - 1),
                                min(kv_begin + nt * 8, seqused_kv - 1));
     };
-    apply_score<P>(s, p, head, at_q, at_kv);
+    apply_score<P>(s, p, head, scales.k, at_q, at_kv);
     const bool unmasked = kv_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked)
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
@@ -128,8 +136,9 @@ __device__ void forward(const Params& p) {
   };
 
   run_steps<P>(tiles.count, step, load_v, add_pv);
+  if constexpr (kScaledKv<P>) in_order(o);
 
-  // O = O / rowsum(P), and LSE. (NOTES.md#functions-of-sm80)
+    // O = O / rowsum(P), and LSE. (NOTES.md#functions-of-sm80)
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
     float scale[2];
@@ -137,15 +146,17 @@ __device__ void forward(const Params& p) {
     for (int half = 0; half < 2; ++half) {
       const float sum = quad_sum(row_sum[mt][half]);
       const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
-      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2);
+      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2, scales.k);
       const RowEnd end = end_of_row<P>(p, h, lse);
       if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
         to[sequence.lse_row(p, h) + q] = end.lse;
       if constexpr (P::kRowMax)
         if (lane % 4 == 0 && q < seqlen_q)
-          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] = largest_score<P>(p, row_max[mt][half]);
+          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
+              largest_score<P>(p, row_max[mt][half], scales.k);
       const float of_products = sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
-      scale[half] = sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor : 0.0f;
+      scale[half] =
+          sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
     }
     if constexpr (P::kSplit)
       store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);

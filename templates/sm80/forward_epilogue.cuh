@@ -23,15 +23,16 @@ __device__ __forceinline__ float shift_rest(float max, float scale_log2) {
 
 /// The score that a row's maximum is.
 template <class P>
-__device__ __forceinline__ float largest_score(const Params& p, float max) {
-  return P::kHasScore ? max : __fmul_rn(max, p.softmax_scale);
+__device__ __forceinline__ float largest_score(const Params& p, float max, float k_scale) {
+  return P::kHasScore ? max : __fmul_rn(max, p.softmax_scale * k_scale);
 }
 
 /// LSE of a row over the keys, from m and rowsum(P). The sum is relative to the rounded shift of the
 /// exponent; what rounding took is given back.
 template <class P>
-__device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2) {
-  const float highest = largest_score<P>(p, max);
+__device__ __forceinline__ float row_lse(const Params& p, float max, float sum, float scale_log2,
+                                         float k_scale) {
+  const float highest = largest_score<P>(p, max, k_scale);
   if constexpr (P::kSplit && P::kFarScores)
     if (sum > 0.0f && is_far(max)) return far_lse(max, sum);
   return sum > 0.0f ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();

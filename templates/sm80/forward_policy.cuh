@@ -2,7 +2,7 @@
 // allow.
 #pragma once
 
-#include "flashjit/common/problem.cuh"
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/sm80/layout.cuh"
 
 namespace flashjit::sm80 {
@@ -15,8 +15,12 @@ struct ForwardPolicy {
   static constexpr int kOt = round_up(P::kHeadDimV, 16) / 8;  // n8 tiles of O
   static constexpr int kQSteps = round_up(P::kHeadDim, 16) / 16;
   static constexpr int kQkUnroll = P::kQInRegisters ? kQSteps : 8;  // steps of Q K^T at a time
-  static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
-  static constexpr ForwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages};
+  static constexpr int kKvBytes = kScaledKv<P> ? 1 : 2;
+  // Columns of a tile of K and V, which has two codes in each.
+  static constexpr int kKColumns = P::kHeadDim * kKvBytes / 2, kVColumns = P::kHeadDimV * kKvBytes / 2;
+  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,   P::kHeadDim,  P::kHeadDimV,
+                                         P::kStages, kKvBytes, P::kKeyScales};
+  static constexpr int kKBytes = kLayout.k_tile(), kVBytes = kLayout.v_tile();
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
   /// P V of a tile is computed among the softmax of the next one: if registers suffice, and not where small

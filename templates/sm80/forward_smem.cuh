@@ -24,7 +24,15 @@ struct ForwardSmem {
 
   __device__ __forceinline__ unsigned k(int i) const { return k_stages + i % P::kStages * Policy::kKBytes; }
   __device__ __forceinline__ unsigned v(int i) const { return v_stages + i % P::kStages * Policy::kVBytes; }
+  /// Of a tile's keys, with kKeyScales.
+  __device__ __forceinline__ float* k_scales(int i) const { return scales(kLayout.k_scales(), i); }
+  __device__ __forceinline__ float* v_scales(int i) const { return scales(kLayout.v_scales(), i); }
   __device__ __forceinline__ char* o() const { return shared + kLayout.q(); }
+
+ private:
+  __device__ __forceinline__ float* scales(int first, int i) const {
+    return reinterpret_cast<float*>(shared + first + i % P::kStages * kLayout.scales());
+  }
 };
 
 }  // namespace flashjit::sm80

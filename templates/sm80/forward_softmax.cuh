@@ -13,10 +13,34 @@ namespace flashjit::sm80 {
 template <class P>
 using ForwardScores = float[ForwardPolicy<P>::kMt][ForwardPolicy<P>::kNt][4];
 
-/// S = score(S). Without a program scores stay unscaled until the exponent.
+/// What all codes of a head's K and V are multiplied with; 1 where they are none, or keys have their own.
+struct HeadScales {
+  float k = 1.0f, v = 1.0f;
+};
+template <class P>
+__device__ __forceinline__ HeadScales head_scales(const KvScales<P>& k, const KvScales<P>& v) {
+  if constexpr (kScaledKv<P> && !P::kKeyScales) return {k.of_head(), v.of_head()};
+  return {};
+}
+
+/// Multiplies the columns of S with their keys' scales, with kKeyScales.
+template <class P>
+__device__ __forceinline__ void scale_keys(ForwardScores<P>& s, const float* scales) {
+  using Policy = ForwardPolicy<P>;
+#pragma unroll
+  for (int nt = 0; nt < Policy::kNt; ++nt) {
+    const float2 of_keys = *reinterpret_cast<const float2*>(scales + nt * 8 + threadIdx.x % 4 * 2);
+#pragma unroll
+    for (int mt = 0; mt < Policy::kMt; ++mt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[mt][nt][e] *= e % 2 ? of_keys.y : of_keys.x;
+  }
+}
+
+/// S = score(k_scale S). Without a program scores stay unscaled until the exponent.
 template <class P, class AtQ, class AtKv>
 __device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p,
-                                            const typename P::Head& head, const AtQ& at_q,
+                                            const typename P::Head& head, float k_scale, const AtQ& at_q,
                                             const AtKv& at_kv) {
   using Policy = ForwardPolicy<P>;
   if constexpr (P::kHasScore) {
@@ -25,7 +49,8 @@ __device__ __forceinline__ void apply_score(ForwardScores<P>& s, const Params& p
 #pragma unroll
       for (int nt = 0; nt < Policy::kNt; ++nt)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) s[mt][nt][e] = P::score(p, head, s[mt][nt][e], at_q(mt, e), at_kv(nt, e));
+        for (int e = 0; e < 4; ++e)
+          s[mt][nt][e] = P::score(p, head, s[mt][nt][e] * k_scale, at_q(mt, e), at_kv(nt, e));
   }
 }
 
@@ -131,25 +156,46 @@ template <class P, int kSteps, class LoadQ>
 __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
                                             const unsigned (&q)[kSteps][ForwardPolicy<P>::kMt][4],
                                             unsigned k_tile, const LoadQ& load_q) {
-  multiply_transposed<typename P::Element, P::kHeadDim, ForwardPolicy<P>::kQkUnroll>(
-      s, k_tile, [&](unsigned(&a)[4], int mt, int k) {
-        if constexpr (P::kQInRegisters) {
+  using Element = typename P::Element;
+  constexpr int kUnroll = ForwardPolicy<P>::kQkUnroll;
+  const auto load_a = [&](unsigned(&a)[4], int mt, int k) {
+    if constexpr (P::kQInRegisters) {
 #pragma unroll
-          for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
-        } else {
-          load_q(a, mt, k);
-        }
-      });
+      for (int r = 0; r < 4; ++r) a[r] = q[k][mt][r];
+    } else {
+      load_q(a, mt, k);
+    }
+  };
+  if constexpr (kScaledKv<P>)
+    multiply_transposed_codes<Element, typename P::KvElement, P::kHeadDim, kUnroll>(s, k_tile, load_a);
+  else
+    multiply_transposed<Element, P::kHeadDim, kUnroll>(s, k_tile, load_a);
 }
 
-/// O += P V for 16 of the keys. `after` is not negative: its sign in the address makes the products wait for
-/// it; otherwise ptxas starts them all at once and no exponential runs beside them.
+/// O += P V for 16 of the keys. `scales` are where those of the tile's keys are, with kKeyScales. `after` is
+/// not negative: its sign in the address makes the products wait for it; otherwise ptxas starts them all at
+/// once and no exponential runs beside them.
 template <class P, int kMt, int kOt>
 __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsigned (&p_fragments)[kMt][4],
-                                            unsigned v_tile, int k, float after) {
+                                            unsigned v_tile, const float* scales, int k, float after) {
+  using Element = typename P::Element;
+  using Code = typename P::KvElement;
   v_tile += __float_as_uint(after) >> 31;
-  multiply_step<typename P::Element, kOt / 2, false>(o, p_fragments,
-                                                     v_tile + k * 16 * pitch(P::kHeadDimV) * 2, 0);
+  v_tile += k * 16 * pitch(ForwardPolicy<P>::kVColumns) * 2;
+  if constexpr (!kScaledKv<P>) {
+    multiply_step<Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
+  } else if constexpr (P::kKeyScales) {
+    float2 of_keys[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      of_keys[i] = *reinterpret_cast<const float2*>(scales + k * 16 + i * 8 + threadIdx.x % 4 * 2);
+    multiply_step_codes<Element>(o, p_fragments, v_tile, [&](unsigned codes, int i) {
+      return pair_of_codes<Element, Code>(codes, of_keys[i].x, of_keys[i].y);
+    });
+  } else {
+    multiply_step_codes<Element>(o, p_fragments, v_tile,
+                                 [](unsigned codes, int) { return pair_of_codes<Element, Code>(codes); });
+  }
 }
 
 }  // namespace flashjit::sm80

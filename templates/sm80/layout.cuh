@@ -20,14 +20,23 @@ constexpr int forward_registers(int m_tiles, int bc, int head_dim, int head_dim_
   return m_tiles * (bc / 2 + round_up(head_dim_v, 16) / 2 + (keep_p ? bc / 4 : 0) +
                     (q_in_registers ? round_up(head_dim, 16) / 4 : 0));
 }
-/// Q (and at the end O), then `stages` tiles of K, then of V.
+/// Q (and at the end O), then `stages` tiles of K, then of V, and where keys have scales of their own theirs.
+/// A tile of codes is one of half as many columns of two.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
+  int kv_bytes;  ///< of an element of K and V
+  bool key_scales;
+
+  constexpr int k_tile() const { return tile_bytes(bc, head_dim * kv_bytes / 2); }
+  constexpr int v_tile() const { return tile_bytes(bc, head_dim_v * kv_bytes / 2); }
+  constexpr int scales() const { return key_scales ? bc * 4 : 0; }  ///< of a tile
 
   constexpr int q() const { return 0; }
   constexpr int k() const { return tile_bytes(br, larger(head_dim, head_dim_v)); }
-  constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int bytes() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int v() const { return k() + stages * k_tile(); }
+  constexpr int k_scales() const { return v() + stages * v_tile(); }
+  constexpr int v_scales() const { return k_scales() + stages * scales(); }
+  constexpr int bytes() const { return v_scales() + stages * scales(); }
 };
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,

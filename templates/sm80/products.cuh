@@ -48,6 +48,84 @@ __device__ __forceinline__ void multiply_step(float (&c)[kMt][kNt][4], const uns
   }
 }
 
+/// multiply_transposed() with codes in B. Four codes of a row that lie together are a lane's share of 16
+/// columns, and A's columns are in that order: see load_paired_tile().
+template <class Element, class Code, int kDim, int kUnroll, int kMt, int kNt, class LoadA>
+__device__ __forceinline__ void multiply_transposed_codes(float (&c)[kMt][kNt][4], unsigned b_tile,
+                                                          const LoadA& load_a) {
+  constexpr int kPitch = pitch(kDim / 2), kSteps = kDim / 16;
+#pragma unroll(kUnroll + 1) / 2
+  for (int k = 0; k < kSteps; k += 2) {
+    unsigned a[2][kMt][4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt)
+        if (k + half < kSteps) load_a(a[half][mt], mt, k + half);
+#pragma unroll
+    for (int nt = 0; nt < kNt; nt += 2) {
+      unsigned b[4];  // of rows 0 to 7 two steps, of rows 8 to 15
+      load_matrix_x4(b, b_tile + (nt * 8 * kPitch + k * 8) * 2);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i % 2;
+        if (k + half >= kSteps) continue;
+        const unsigned b0 = pair_of_codes<Element, Code>(b[i]), b1 = pair_of_codes<Element, Code>(b[i] >> 16);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][nt + i / 2], a[half][mt], b0, b1);
+      }
+    }
+  }
+}
+
+/// multiply_step() with codes in B, for all of C. Of 16 columns the even ones are those of one n8 tile and
+/// the odd ones those of the next: see in_order(). `pair_of(codes, i)` makes elements of two codes of a
+/// column, in rows 2c and 2c + 1 of the first (i = 0) or second eight.
+template <class Element, int kMt, int kNt, class PairOf>
+__device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], const unsigned (&a)[kMt][4],
+                                                    unsigned b_tile, const PairOf& pair_of) {
+#pragma unroll
+  for (int nt = 0; nt < kNt; nt += 4) {
+    unsigned b[4];  // of 16 columns both eights of rows, of the next 16
+    load_matrix_x4_transposed(b, b_tile + nt * 8);
+#pragma unroll
+    for (int odd = 0; odd < 4; ++odd) {
+      if (nt + odd >= kNt) continue;
+      unsigned pairs[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        pairs[i] = pair_of(select_bytes(b[odd / 2 * 2 + i], 0u, odd % 2 == 0 ? 0x20u : 0x31u), i);
+#pragma unroll
+      for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][nt + odd], a[mt], pairs[0], pairs[1]);
+    }
+  }
+}
+
+/// Brings the columns of multiply_step_codes() into the order of an accumulator. A lane has four that lie
+/// together, two of each row.
+template <int kMt, int kNt>
+__device__ __forceinline__ void in_order(float (&c)[kMt][kNt][4]) {
+  const int lane = threadIdx.x % 32, quad = lane / 4 * 4;
+  const bool second = lane % 2 != 0;
+#pragma unroll
+  for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < kNt; nt += 2)
+#pragma unroll
+      for (int row = 0; row < 4; row += 2) {
+        const float all[4] = {c[mt][nt][row], c[mt][nt + 1][row], c[mt][nt][row + 1], c[mt][nt + 1][row + 1]};
+#pragma unroll
+        for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int from = quad + tile * 2 + lane % 4 / 2;
+            const float first = __shfl_sync(kWholeWarp, all[e], from);
+            const float other = __shfl_sync(kWholeWarp, all[2 + e], from);
+            c[mt][nt + tile][row + e] = second ? other : first;
+          }
+      }
+}
+
 /// Packs an accumulator's columns [16k, 16k + 16) as the left operand of the next product.
 template <class Element, int kNt>
 __device__ __forceinline__ void as_left_operand(unsigned (&a)[4], const float (&c)[kNt][4], int k) {

@@ -41,11 +41,12 @@ __device__ __forceinline__ void load_tile(unsigned tile, const unsigned short* f
   }
 }
 
-/// The same of keys from `first` on, in K or V.
+/// The same of keys from `first` on, in K or V. Of codes two are in a column.
 template <class P, int kColumns, int kThreads>
 __device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& from, int first, int valid) {
   if constexpr (P::kPageRows == 0) {
-    load_tile<P::kBc, kColumns, kThreads>(tile, from.row(first), from.stride(), valid);
+    const auto* row = reinterpret_cast<const unsigned short*>(from.row(first));
+    load_tile<P::kBc, kColumns, kThreads>(tile, row, kScaledKv<P> ? from.stride() / 2 : from.stride(), valid);
   } else {
     constexpr int kChunks = round_up(kColumns, 16) / 8;
 #pragma unroll 1  // more rows at a time do not fit the registers
@@ -55,8 +56,33 @@ __device__ __forceinline__ void load_kv_tile(unsigned tile, const KvSource<P>& f
       if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) break;
       const bool in = row < valid && column < kColumns;
       copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
-                    in ? from.row(first + row) + column : from.some_row(), in);
+                    in ? from.row(first + row) + column * (kScaledKv<P> ? 2 : 1) : from.some_row(), in);
     }
+  }
+}
+
+/// Their scales; zeros from `valid` on.
+template <class P, int kThreads>
+__device__ __forceinline__ void load_scales(float* to, const KvScales<P>& from, int first, int valid) {
+#pragma unroll
+  for (int begin = 0; begin < P::kBc; begin += kThreads) {
+    const int row = begin + static_cast<int>(threadIdx.x);
+    if (P::kBc % kThreads != 0 && row >= P::kBc) break;
+    copy_async_4(shared_address(to + row), row < valid ? from.of_key(first + row) : from.some(), row < valid);
+  }
+}
+
+/// Q beside codes of K: among 16 columns each, the pairs in which a lane meets four codes that lie together:
+/// pairs 0, 2, 4, 6, then 1, 3, 5, 7.
+template <int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_paired_tile(unsigned tile, const unsigned short* from, long long stride,
+                                                 int valid) {
+  constexpr int kPairs = kColumns / 2;
+  for (int index = threadIdx.x; index < kRows * kPairs; index += kThreads) {
+    const int row = index / kPairs, pair = index % kPairs;
+    const int to = pair / 8 * 8 + pair % 2 * 4 + pair % 8 / 2;
+    copy_async_4(tile + row * pitch(kColumns) * 2 + to * 4,
+                 row < valid ? from + row * stride + pair * 2 : from, row < valid);
   }
 }
 

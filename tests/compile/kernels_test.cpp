@@ -339,6 +339,31 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
   }
 }
 
+// Codes are converted on their way to the tensor cores, which takes registers.
+TEST(KernelsOfCodes, CompileWithoutSpills) {
+  constexpr std::array kRests = {":kve4m3:causal:varlen:pages16",
+                                 ":kve4m3:causal:cache:key_scales",
+                                 ":kve5m2",
+                                 ":kvint8:mask{q - kv < 300}:varlen:pages24:key_scales",
+                                 ":kve4m3:sinks:varlen:dropout",
+                                 ":kve4m3:score{50.0 * tanh(score / 50.0)}:causal:pages64",
+                                 ":kvint8:causal:map64x64:kvlen"};
+  std::size_t i = 0;
+  for (const char* arch : {"sm_75", "sm_80", "sm_89", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* dims : {"bf16:d64", "fp16:d96", "bf16:d128", "fp16:d192x128", "bf16:d256"}) {
+      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+        const AttentionSpec spec =
+            parse_spec(fmt::format("fwd:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
+        for (const plan::FamilyTraits* family : {&plan::sm80_traits(), &plan::simt_traits()})
+          if (family->supports(spec, device)) {
+            EXPECT_EQ(compile_and_check(spec, family->heuristic(spec, shape, device), device), "");
+          }
+      }
+    }
+  }
+}
+
 // What the heuristic takes so, of which a thread has few registers.
 TEST(KernelsWithTwoTilesAtATime, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");

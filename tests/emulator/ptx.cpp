@@ -6,6 +6,7 @@
 #include <charconv>
 #include <cmath>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string_view>
@@ -16,6 +17,7 @@ namespace flashjit_emulator {
 namespace {
 
 using flashjit::Bf16;
+using flashjit::E4m3;
 using flashjit::Fp16;
 
 /// Reads the text of an asm statement.
@@ -197,6 +199,19 @@ std::uint64_t pair_of(const Instruction& of, const Frame& frame) {
          std::uint64_t{Format::encode(frame.get_float(of.arguments[1]))} << 16;
 }
 
+template <class Operation>
+void fp16_pairs(const Instruction& of, Frame& frame) {
+  const std::uint64_t a = frame.get(of.arguments[1]), b = frame.get(of.arguments[2]);
+  std::uint64_t pair = 0;
+  for (int shift = 0; shift < 32; shift += 16) {
+    const auto value = [&](std::uint64_t bits) {
+      return Fp16::decode(static_cast<std::uint16_t>(bits >> shift));
+    };
+    pair |= std::uint64_t{Fp16::encode(Operation{}(value(a), value(b)))} << shift;
+  }
+  frame.set(of.arguments[0], pair);
+}
+
 void compare(const Instruction& of, Frame& frame) {
   const auto wide = [&](int i) {
     const std::uint64_t bits = frame.get(of.arguments[i]);
@@ -259,6 +274,16 @@ const Known kArithmetic[] = {
      [](const Instruction& of, Frame& frame) { frame.set(of.arguments[0], pair_of<Fp16>(of, frame)); }},
     {"cvt.rn.bf16x2.f32",
      [](const Instruction& of, Frame& frame) { frame.set(of.arguments[0], pair_of<Bf16>(of, frame)); }},
+    {"cvt.rn.f16x2.e4m3x2",
+     [](const Instruction& of, Frame& frame) {
+       const std::uint64_t codes = frame.get(of.arguments[1]);
+       const auto half = [&](int i) {
+         return std::uint64_t{Fp16::encode(E4m3::decode(static_cast<std::uint8_t>(codes >> (8 * i))))};
+       };
+       frame.set(of.arguments[0], half(0) | half(1) << 16);
+     }},
+    {"mul.f16x2", fp16_pairs<std::multiplies<>>},
+    {"sub.f16x2", fp16_pairs<std::minus<>>},
     {"setp.", compare},
     {"selp.u32",
      [](const Instruction& of, Frame& frame) {

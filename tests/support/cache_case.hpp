@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <cctype>
+#include <cmath>
 #include <cstdint>
 #include <limits>
 #include <numeric>
@@ -17,6 +18,7 @@
 #include "flashjit/flashjit.hpp"
 #include "reference/inputs.hpp"
 #include "reference/reference.hpp"
+#include "tests/support/scales.hpp"
 
 namespace flashjit::test {
 
@@ -67,7 +69,9 @@ struct Pool {
 /// A case's numbers: a problem for the reference, whose keys are in order, and the cache that has the same.
 struct Cache {
   reference::Problem problem;
-  Pool k = {}, v = {};  ///< with one memory, that of k, where the layout says so
+  Pool k = {},
+       v = {};  ///< with one memory, that of k, where the layout says so; codes where there are scales
+  Scales k_scale = {}, v_scale = {};
   std::vector<std::int32_t> table = {};
   std::int64_t columns = 0, table_stride = 0;
 
@@ -107,8 +111,15 @@ inline Cache make_cache(const CacheCase& test) {
     return all;
   };
   problem.q = values(heads_q * queries * spec.head_dim);
-  problem.k = values(batch * heads_kv * seqlen_kv * spec.head_dim);
-  problem.v = values(batch * heads_kv * seqlen_kv * spec.v_dim());
+  const DType kv_type = spec.kv_type();
+  const auto kv_values = [&](int dim) {
+    if (!spec.has_scales()) return values(batch * heads_kv * seqlen_kv * dim);
+    std::vector<double> codes(batch * heads_kv * seqlen_kv * dim);
+    for (double& code : codes) code = random_code(kv_type, random);
+    return codes;
+  };
+  problem.k = kv_values(spec.head_dim);
+  problem.v = kv_values(spec.v_dim());
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
   problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   // One sequence without keys, one with as many as there may be.
@@ -125,6 +136,18 @@ inline Cache make_cache(const CacheCase& test) {
   const bool shared = test.layout == PoolLayout::interleaved;
   if (shared) cache.v.offset = rows * heads_kv * spec.head_dim;
   Pool& v_values = shared ? cache.k : cache.v;
+  if (spec.has_scales()) {
+    cache.k_scale = make_scales(spec.key_scales, test.seed, {batch, pages, heads_kv, rows});
+    cache.v_scale = make_scales(spec.key_scales, test.seed + test.seed / 2, {batch, pages, heads_kv, rows});
+  }
+  // The reference's keys are codes times scales.
+  const auto scale_row = [&](Scales& scales, std::int64_t b, std::int64_t page, std::int64_t h,
+                             std::int64_t row, double* values, int dim) {
+    if (!spec.has_scales()) return;
+    double& scale = scales.at(b, page, h, row);
+    if (std::isnan(scale)) scale = random_scale(kv_type, random);
+    for (int i = 0; i < dim; ++i) values[i] *= scale;
+  };
 
   std::vector<std::int32_t> order(pages);
   std::iota(order.begin(), order.end(), 0);
@@ -144,6 +167,8 @@ inline Cache make_cache(const CacheCase& test) {
         for (std::int64_t i = 0; i < spec.v_dim(); ++i)
           v_values.values[cache.v.offset + page * cache.v.stride[0] + h * cache.v.stride[1] +
                           n % rows * cache.v.stride[2] + i] = problem.v[row * spec.v_dim() + i];
+        scale_row(cache.k_scale, b, page, h, n % rows, &problem.k[row * spec.head_dim], spec.head_dim);
+        scale_row(cache.v_scale, b, page, h, n % rows, &problem.v[row * spec.v_dim()], spec.v_dim());
       }
     }
     // A slot without keys is a slot all the same.

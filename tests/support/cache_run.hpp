@@ -17,8 +17,10 @@ class CacheRun {
         exact_(reference::forward(cache_.problem)),
         rounded_(reference::forward(cache_.problem, reference::Precision::rounded)),
         q_(to_device(test.spec.dtype, cache_.problem.q)),
-        k_(to_device(test.spec.dtype, cache_.k.values)),
-        v_(to_device(test.spec.dtype, cache_.v.values)),
+        k_(to_device(test.spec.kv_type(), cache_.k.values)),
+        v_(to_device(test.spec.kv_type(), cache_.v.values)),
+        k_scale_(to_device(DType::fp32, cache_.k_scale.values)),
+        v_scale_(to_device(DType::fp32, cache_.v_scale.values)),
         lengths_(to_device(cache_.problem.kv_lengths)),
         cu_seqlens_q_(to_device(cache_.problem.cu_seqlens_q)),
         sinks_(to_device(DType::fp32, cache_.problem.sinks)),
@@ -47,7 +49,7 @@ class CacheRun {
  private:
   ForwardArgs args(const GuardedMemory& work) {
     const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;
-    const DType dtype = test_.spec.dtype;
+    const DType dtype = test_.spec.kv_type();
     const bool varlen = test_.spec.varlen;
     const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
     const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
@@ -62,7 +64,9 @@ class CacheRun {
                      .captures = captures_.view(),
                      .max_seqlen_kv = seqlen_kv,
                      .sinks = static_cast<const float*>(sinks_.data()),
-                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data()))};
+                     .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data())),
+                     .k_scale = cache_.k_scale.view(k_scale_.data()),
+                     .v_scale = cache_.v_scale.view(v_scale_.data())};
     if (varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
       args.batch_size = batch;
@@ -74,7 +78,7 @@ class CacheRun {
   CacheCase test_;
   Cache cache_;
   reference::Forward exact_, rounded_;
-  device::DeviceBuffer q_, k_, v_, lengths_, cu_seqlens_q_, sinks_, table_;
+  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, lengths_, cu_seqlens_q_, sinks_, table_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

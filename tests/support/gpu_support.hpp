@@ -13,8 +13,8 @@
 #include "device/device_info.hpp"
 #include "device/resources.hpp"
 #include "flashjit/flashjit.hpp"
+#include "support/dtypes.hpp"
 #include "support/environment.hpp"
-#include "support/small_float.hpp"
 
 namespace flashjit::test {
 
@@ -67,31 +67,15 @@ device::DeviceBuffer to_device(const std::vector<T>& values) {
 /// Values as the bytes of `dtype`, rounded to nearest even.
 inline std::vector<std::uint8_t> encode(DType dtype, const std::vector<double>& values) {
   std::vector<std::uint8_t> bytes(values.size() * size_of(dtype));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (dtype == DType::fp32) {
-      const float value = static_cast<float>(values[i]);
-      std::memcpy(&bytes[4 * i], &value, 4);
-    } else {
-      const std::uint16_t bits = dtype == DType::fp16 ? Fp16::encode(values[i]) : Bf16::encode(values[i]);
-      std::memcpy(&bytes[2 * i], &bits, 2);
-    }
-  }
+  for (std::size_t i = 0; i < values.size(); ++i)
+    dtype_info(dtype).encode(values[i], &bytes[i * size_of(dtype)]);
   return bytes;
 }
 
 inline std::vector<double> decode(DType dtype, const std::vector<std::uint8_t>& bytes) {
   std::vector<double> values(bytes.size() / size_of(dtype));
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    if (dtype == DType::fp32) {
-      float value;
-      std::memcpy(&value, &bytes[4 * i], 4);
-      values[i] = value;
-    } else {
-      std::uint16_t bits;
-      std::memcpy(&bits, &bytes[2 * i], 2);
-      values[i] = dtype == DType::fp16 ? Fp16::decode(bits) : Bf16::decode(bits);
-    }
-  }
+  for (std::size_t i = 0; i < values.size(); ++i)
+    values[i] = dtype_info(dtype).decode(&bytes[i * size_of(dtype)]);
   return values;
 }
 

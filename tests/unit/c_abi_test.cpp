@@ -65,7 +65,7 @@ TEST_F(CAbi, VersionAndStatusNames) {
 }
 
 TEST_F(CAbi, OptionsOfASpecAreParsed) {
-  std::string text = "bf16:d64";
+  std::string text = "bf16:d64:kve4m3";
   const char *option = nullptr, *argument = nullptr;
   std::size_t count = 0;
   for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {

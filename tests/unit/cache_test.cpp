@@ -115,6 +115,50 @@ TEST(Cache, WrongArgumentsAreNamed) {
               {"page_table is given", "spec.pages"});
 }
 
+/// Sizes of scales are [sequences, pages, heads, rows]: [3, 40, 2, 16], or 1.
+TEST(Cache, ScalesAreChecked) {
+  const auto with_scales = [](const char* spec_text, ConstScaleView k, ConstScaleView v) {
+    return refusal([&](auto& spec, auto& args) {
+      spec = parse_spec(spec_text);
+      args.k_scale = k, args.v_scale = v;
+    });
+  };
+  const auto* data = address<const float>(0x80000);
+  const auto one = ConstScaleView::of_tensor(data), heads = ConstScaleView::of_heads(data, 3, 2),
+             pages = ConstScaleView::of_pages(data, 40, 2), keys = ConstScaleView::of_keys(data, 40, 2, 16);
+  constexpr const char *kOfHeads = "bf16:d64:kve4m3:pages16", *kOfKeys = "bf16:d64:kve4m3:pages16:key_scales";
+  for (const ConstScaleView& k : {one, heads}) EXPECT_EQ(with_scales(kOfHeads, k, one), "accepted");
+  for (const ConstScaleView& k : {one, heads, pages, keys})
+    EXPECT_EQ(with_scales(kOfKeys, k, keys), "accepted");
+  expect_says(with_scales(kOfHeads, {}, one), {"k_scale is null", "e4m3", "device memory"});
+  expect_says(with_scales(kOfHeads, one, {}), {"v_scale is null"});
+  expect_says(with_scales("bf16:d64:pages16", one, one), {"k_scale is given", "bf16", "spec.kv_dtype"});
+  expect_says(with_scales(kOfHeads, pages, one), {"k_scale has 40 pages", "spec.key_scales"});
+  expect_says(with_scales(kOfHeads, one, keys), {"v_scale has 40 pages", "spec.key_scales"});
+  expect_says(with_scales(kOfHeads, ConstScaleView::of_heads(data, 2, 2), one),
+              {"k_scale has 2 sequences", "or 3"});
+  expect_says(with_scales(kOfKeys, one, ConstScaleView::of_keys(data, 40, 2, 8)),
+              {"v_scale has 8 rows", "or 16"});
+  expect_says(with_scales(kOfHeads, ConstScaleView::of_tensor(address<const float>(0x80002)), one),
+              {"k_scale is at 0x80002", "4 bytes"});
+  ConstScaleView backwards = heads;
+  backwards.stride[0] = -2;
+  expect_says(with_scales(kOfHeads, backwards, one), {"k_scale has stride -2 in sequences"});
+}
+
+/// Rows of 8 bits are 16 elements apart, or more.
+TEST(Cache, StridesOfCodesAreInBytes) {
+  const auto with_stride = [](std::int64_t stride) {
+    return refusal([&](auto& spec, auto& args) {
+      spec = parse_spec("bf16:d64:kve4m3:pages16");
+      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x80000));
+      args.k.stride[2] = stride;
+    });
+  };
+  EXPECT_EQ(with_stride(144), "accepted");
+  expect_says(with_stride(136), {"k has stride 136", "multiples of 16 elements (16 bytes)"});
+}
+
 TEST(Cache, SpecsThatMakeNoSenseAreRefused) {
   expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward; }), {"backward", "pages"});
   expect_says(refusal([](auto& spec, auto&) { spec.kv_lengths = true; }), {"kv_lengths", "pages", "leave"});
@@ -126,13 +170,16 @@ void expect_read_as_in_order(const CacheCase& test) {
   SCOPED_TRACE(name_of(test));
   const Cache cache = make_cache(test);
   const reference::Forward expected = reference::forward(cache.problem);
-  const auto bytes = [&](const std::vector<double>& values) {
-    std::vector<std::byte> all(values.size() * size_of(test.spec.dtype));
+  const auto bytes = [&](DType type, const std::vector<double>& values) {
+    std::vector<std::byte> all(values.size() * size_of(type));
     for (std::size_t i = 0; i < values.size(); ++i)
-      dtype_info(test.spec.dtype).encode(values[i], &all[i * size_of(test.spec.dtype)]);
+      dtype_info(type).encode(values[i], &all[i * size_of(type)]);
     return all;
   };
-  const auto q = bytes(cache.problem.q), k = bytes(cache.k.values), v = bytes(cache.v.values);
+  const DType kv_type = test.spec.kv_type();
+  const auto q = bytes(test.spec.dtype, cache.problem.q), k = bytes(kv_type, cache.k.values),
+             v = bytes(kv_type, cache.v.values), k_scale = bytes(DType::fp32, cache.k_scale.values),
+             v_scale = bytes(DType::fp32, cache.v_scale.values);
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   const bool varlen = test.spec.varlen;
   const std::int64_t b = varlen ? 1 : batch, rows = varlen ? cache.problem.cu_seqlens_q.back() : seqlen_q;
@@ -140,13 +187,15 @@ void expect_read_as_in_order(const CacheCase& test) {
   std::vector<float> lse(expected.lse.size());
   const void* of_v = test.layout == PoolLayout::interleaved ? k.data() : v.data();
   ForwardArgs args{.q = ConstTensorView::bhsd(q.data(), b, heads_q, rows, test.spec.head_dim),
-                   .k = cache.k.view(static_cast<const void*>(k.data()), test.spec.dtype),
-                   .v = cache.v.view(of_v, test.spec.dtype),
+                   .k = cache.k.view(static_cast<const void*>(k.data()), kv_type),
+                   .v = cache.v.view(of_v, kv_type),
                    .out = TensorView::bhsd(out.data(), b, heads_q, rows, test.spec.v_dim()),
                    .lse = lse.data(),
                    .kv_lengths = cache.problem.kv_lengths.data(),
                    .max_seqlen_kv = seqlen_kv,
-                   .page_table = cache.table_view(cache.table.data())};
+                   .page_table = cache.table_view(cache.table.data()),
+                   .k_scale = cache.k_scale.view(k_scale.data()),
+                   .v_scale = cache.v_scale.view(v_scale.data())};
   if (varlen) {
     args.cu_seqlens_q = cache.problem.cu_seqlens_q.data();
     args.batch_size = batch, args.max_seqlen_q = seqlen_q;
@@ -159,7 +208,7 @@ TEST(Cache, TheReferenceReadsSlotsAndPages) {
   unsigned seed = 0;
   for (const char* rest : {":cache", ":pages1", ":pages3", ":pages16", ":pages256"})
     for (const PoolLayout layout : {PoolLayout::hnd, PoolLayout::nhd, PoolLayout::interleaved})
-      for (const char* queries : {":causal", ":causal:varlen"})
+      for (const char* queries : {":causal", ":causal:varlen", ":kve4m3:varlen", ":kvint8:key_scales"})
         expect_read_as_in_order({.spec = parse_spec(fmt::format("fp32:d16{}{}", queries, rest)),
                                  .shape = {4, 4, 2, 7, 50},
                                  .layout = layout,

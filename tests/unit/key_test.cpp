@@ -85,6 +85,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"cache", [](auto& s) { s.spec.cache = true; }},
       {"pages", [](auto& s) { s.spec.pages = 16; }},
       {"row_max", [](auto& s) { s.spec.row_max = true; }},
+      {"kv_dtype", [](auto& s) { s.spec.kv_dtype = DType::e4m3; }},
+      {"key_scales", [](auto& s) { s.spec.kv_dtype = DType::int8, s.spec.key_scales = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -98,7 +100,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   };
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
-  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages] = spec;
+  [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
+                                key_scales] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

@@ -60,6 +60,10 @@ class Random {
       spec.pages = coin() ? static_cast<int>(from_to(1, 256)) : 0;
     }
     spec.row_max = coin();
+    if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
+      spec.kv_dtype = static_cast<DType>(from_to(3, 5));
+      spec.key_scales = coin();
+    }
     return spec;
   }
 
@@ -219,6 +223,29 @@ TEST(Spec, ValidateNamesTheField) {
   refused({.head_dim = 64, .block_map = {272, 64}}, {"block_map.q is 272"});
   refused({.pass = static_cast<Pass>(7), .head_dim = 64}, {"the pass is 'unknown(7)'"});
   refused({.dtype = static_cast<DType>(9), .head_dim = 64}, {"the element type is 'unknown(9)'"});
+  refused({.head_dim = 64, .kv_dtype = static_cast<DType>(9)}, {"the element type is 'unknown(9)'"});
+  refused({.head_dim = 64, .kv_dtype = DType::fp16},
+          {"kv_dtype is fp16 and dtype is bf16", "e4m3, e5m2 or int8"});
+  refused({.head_dim = 64, .key_scales = true}, {"key_scales is set", "bf16", "set kv_dtype"});
+  refused({.head_dim = 72, .kv_dtype = DType::e4m3}, {"head_dim is 72", "e4m3", "a multiple of 16", "pad"});
+  refused({.head_dim = 64, .head_dim_v = 40, .kv_dtype = DType::int8},
+          {"head_dim_v is 40", "a multiple of 16"});
+  refused({.pass = Pass::backward, .head_dim = 64, .kv_dtype = DType::e5m2},
+          {"backward", "e5m2", "the type of Q"});
+}
+
+TEST(Spec, TheTypeOfKAndVHasItsText) {
+  const AttentionSpec spec = parse_spec("bf16:d128:causal:kve4m3:cache:key_scales");
+  EXPECT_EQ(spec.kv_dtype, DType::e4m3);
+  EXPECT_TRUE(spec.has_scales() && spec.key_scales);
+  EXPECT_EQ(to_string(spec), "fwd:bf16:d128:kve4m3:causal:cache:key_scales");
+  EXPECT_EQ(to_string(parse_spec("fp16:d64:kvint8:kvlen")), "fwd:fp16:d64:kvint8:kvlen");
+  // That of Q is no other.
+  EXPECT_EQ(to_string(parse_spec("fp16:d64:kvfp16")), "fwd:fp16:d64");
+  EXPECT_FALSE(parse_spec("fp16:d64").has_scales());
+  EXPECT_EQ(parse_spec("fp16:d64").kv_type(), DType::fp16);
+  expect_refused([] { parse_spec("bf16:d64:kve4m3:kvint8"); }, {"says twice", "kvint8"});
+  expect_refused([] { parse_spec("bf16:d64:kvfp8"); }, {"unknown field 'kvfp8'", "kv<e4m3|e5m2|int8>"});
 }
 
 // --- shapes

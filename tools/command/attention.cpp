@@ -92,6 +92,21 @@ std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_
   return values;
 }
 
+/// K and V become codes times scales, where the spec has them.
+void quantise_kv(reference::Problem& problem) {
+  const AttentionSpec& spec = problem.spec;
+  if (!spec.has_scales()) return;
+  const std::int64_t heads = problem.shape.heads_kv;
+  const auto quantise = [&](std::vector<double>& values, std::int64_t dim) {
+    const std::int64_t rows = spec.varlen && !spec.has_cache()
+                                  ? std::ssize(values) / std::max<std::int64_t>(heads * dim, 1)
+                                  : problem.shape.seqlen_kv;
+    return reference::quantise(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
+  };
+  problem.k_scale = quantise(problem.k, spec.head_dim);
+  problem.v_scale = quantise(problem.v, spec.v_dim());
+}
+
 std::int64_t blocks_of(std::int64_t length, int block) { return (length + block - 1) / block; }
 
 }  // namespace
@@ -115,6 +130,7 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
   problem.v = normal_values(keys * spec.v_dim(), spec.dtype, random);
+  quantise_kv(problem);
   if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_lengths()) {
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
@@ -345,6 +361,7 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
   problem.q = std::move(q.values);
   problem.k = std::move(k.values);
   problem.v = std::move(v.values);
+  quantise_kv(problem);
 
   if (!files.dout.empty()) {
     Tensor dout = read_tensor(files.dout, layout, spec.dtype);

@@ -54,6 +54,13 @@ class DeviceTensor {
 
   TensorView view() const { return TensorView::bhsd(buffer_.data(), size_[0], size_[1], size_[2], size_[3]); }
   float* floats() const { return static_cast<float*>(buffer_.data()); }
+  /// Of scales: the first dimension is that of sequences, or of pages.
+  ConstScaleView scale_view(bool of_pages) const {
+    const auto [first, heads, rows, one] = size_;
+    const std::int64_t stride = heads * rows;
+    if (of_pages) return {floats(), {1, first, heads, rows}, {0, stride, rows, 1}};
+    return {floats(), {first, 1, heads, rows}, {stride, 0, rows, 1}};
+  }
   std::vector<double> values() const { return decode(dtype_, device::download<std::byte>(buffer_)); }
 
  private:
@@ -124,6 +131,17 @@ std::vector<double> in_pages(const reference::Problem& problem, const std::vecto
   return pool;
 }
 
+/// The codes of K or V, whose values are these times their scales.
+std::vector<double> codes_of(const reference::Problem& problem, const std::vector<double>& values,
+                             const std::vector<double>& scales, std::int64_t rows, std::int64_t dim) {
+  std::vector<double> codes = values;
+  if (scales.empty()) return codes;
+  const std::int64_t heads = problem.shape.heads_kv;
+  for (std::int64_t i = 0; i < std::ssize(codes); ++i)
+    codes[i] /= scales[problem.spec.key_scales ? i / dim : i / dim / rows % heads];
+  return codes;
+}
+
 /// Milliseconds that the stream spends on what `work` puts there.
 template <class Work>
 double timed(const DriverHandle& driver, const device::StreamOwner& stream, Work work) {
@@ -160,13 +178,22 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const std::int64_t rows = problem.spec.pages, columns = rows == 0 ? 0 : (longest_kv + rows - 1) / rows;
   const std::vector<std::int32_t> table = reference::shuffled_pages(batch * columns, problem.seed);
   const DeviceBuffer page_table = device::upload(driver, table);
-  const auto of_kv = [&](const std::vector<double>& in_order, std::int64_t dim) {
-    if (rows == 0) return DeviceTensor(driver, dtype, {cached ? batch : b, hkv, skv, dim}, in_order);
-    return DeviceTensor(driver, dtype, {batch * columns, hkv, rows, dim},
+  const auto in_cache = [&](DType type, const std::vector<double>& in_order, std::int64_t dim) {
+    if (rows == 0) return DeviceTensor(driver, type, {cached ? batch : b, hkv, skv, dim}, in_order);
+    return DeviceTensor(driver, type, {batch * columns, hkv, rows, dim},
                         in_pages(problem, in_order, table, columns, dim));
   };
-  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q), k = of_kv(problem.k, d),
-                                                                  v = of_kv(problem.v, dv);
+  const auto of_kv = [&](const std::vector<double>& values, const std::vector<double>& scales,
+                         std::int64_t dim) {
+    return in_cache(problem.spec.kv_type(), codes_of(problem, values, scales, skv, dim), dim);
+  };
+  const auto of_scales = [&](const std::vector<double>& scales) {
+    if (problem.spec.key_scales) return in_cache(DType::fp32, scales, 1);
+    return DeviceTensor(driver, DType::fp32, {1, std::ssize(scales), 1, 1}, scales);
+  };
+  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q), k = of_kv(problem.k, problem.k_scale, d),
+                                                                  v = of_kv(problem.v, problem.v_scale, dv);
+  const DeviceTensor k_scale = of_scales(problem.k_scale), v_scale = of_scales(problem.v_scale);
   const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {batch, hq, longest_q, 1});
   const Extras extras(driver, problem);
   const device::StreamOwner stream(driver);
@@ -180,6 +207,10 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   set_common(args, problem, extras);
   if (rows != 0) args.page_table = {static_cast<const std::int32_t*>(page_table.data()), batch, columns};
   if (cached) args.max_seqlen_kv = longest_kv;
+  if (problem.spec.has_scales()) {
+    args.k_scale = k_scale.scale_view(cached);
+    args.v_scale = v_scale.scale_view(cached);
+  }
   gpu.synchronize();  // the copies and fills are on another stream
   spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
   Results results{out.values(), lse.values(), {}, {}, {}};

@@ -1,0 +1,105 @@
+// Every code of 8 bits on its way through a kernel: as K, whose product with a unit is the score that LSE
+// tells, and as V of a row's only key, which is then O.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "tests/support/attention_case.hpp"
+
+namespace flashjit::test {
+
+/// 256 sequences of one key each: all elements of K or V have the sequence's number as their code.
+class CodesCheck {
+ public:
+  CodesCheck(const AttentionSpec& spec, Family family, double scale)
+      : spec_(spec), family_(family), scale_(scale) {
+    scales_.assign(spec.key_scales ? kCodes : 1, scale);
+  }
+
+  void check_v(Runtime& runtime) {
+    const Results got = run(runtime, std::vector<std::uint8_t>(kCodes * kDim), codes());
+    for (int code = 0; code < kCodes; ++code)
+      for (int i = 0; i < kDim; ++i)
+        expect_same(got.out[code * kDim + i], reference::round_to(spec_.dtype, value(code)), code);
+  }
+  void check_k(Runtime& runtime) {
+    const Results got = run(runtime, codes(), std::vector<std::uint8_t>(kCodes * kDim));
+    for (int code = 0; code < kCodes; ++code) {
+      const double wanted = value(code);
+      if (!(std::abs(wanted) < kLargestScore)) continue;
+      EXPECT_NEAR(got.lse[code], wanted, 1e-6 * (1 + std::abs(wanted)))
+          << to_string(spec_) << " code " << code;
+    }
+  }
+
+ private:
+  static constexpr int kCodes = 256, kDim = 16;
+  static constexpr double kLargestScore = 1e6;  // beyond, an exponent's rounding is too large for LSE
+  struct Results {
+    std::vector<double> out, lse;
+  };
+
+  static std::vector<std::uint8_t> codes() {
+    std::vector<std::uint8_t> all(kCodes * kDim);
+    for (std::size_t i = 0; i < all.size(); ++i) all[i] = static_cast<std::uint8_t>(i / kDim);
+    return all;
+  }
+  double value(int code) const {
+    const auto bits = static_cast<std::uint8_t>(code);
+    return dtype_info(spec_.kv_type()).decode(&bits) * scale_;
+  }
+  void expect_same(double got, double wanted, int code) const {
+    EXPECT_TRUE(got == wanted || (std::isnan(got) && std::isnan(wanted)))
+        << to_string(spec_) << " code " << code << ": " << got << ", not " << wanted;
+  }
+
+  /// Q is 1 in one dimension.
+  Results run(Runtime& runtime, const std::vector<std::uint8_t>& k_codes,
+              const std::vector<std::uint8_t>& v_codes) {
+    const AttentionShape shape{kCodes, 1, 1, 1, 1};
+    std::vector<double> q(kCodes * kDim);
+    for (std::size_t i = 0; i < kCodes; ++i) q[i * kDim + i % kDim] = 1;
+    const auto device_q = to_device(spec_.dtype, q), k = to_device(k_codes), v = to_device(v_codes),
+               scales = to_device(DType::fp32, scales_);
+    const GuardedMemory out(kCodes * kDim * size_of(spec_.dtype)), lse(kCodes * sizeof(float));
+    runtime.prepare(spec_, shape, plan::traits(family_).heuristic(spec_, shape, gpu().info));
+    const GuardedMemory work(runtime.workspace_bytes(spec_, shape));
+    const ConstScaleView view{
+        static_cast<const float*>(scales.data()), {std::ssize(scales_), 1, 1, 1}, {1, 0, 0, 0}};
+    const ForwardArgs args{.q = ConstTensorView::bhsd(device_q.data(), kCodes, 1, 1, kDim),
+                           .k = ConstTensorView::bhsd(k.data(), kCodes, 1, 1, kDim),
+                           .v = ConstTensorView::bhsd(v.data(), kCodes, 1, 1, kDim),
+                           .out = TensorView::bhsd(out.data(), kCodes, 1, 1, kDim),
+                           .lse = static_cast<float*>(lse.data()),
+                           .softmax_scale = 1.0f,
+                           .workspace = {work.data(), work.bytes()},
+                           .k_scale = view,
+                           .v_scale = view};
+    runtime.forward(spec_, args, nullptr);
+    gpu().context->synchronize();
+    return {decode(spec_.dtype, out.content()), decode(DType::fp32, lse.content())};
+  }
+
+  AttentionSpec spec_;
+  Family family_;
+  double scale_;
+  std::vector<double> scales_;
+};
+
+/// Scales are powers of two, so that nothing rounds but what must.
+inline void check_all_codes(Runtime& runtime, Family family) {
+  for (const char* spec : {"bf16:d16:kve4m3", "fp16:d16:kve4m3", "bf16:d16:kve5m2", "fp16:d16:kve5m2",
+                           "bf16:d16:kvint8", "fp16:d16:kvint8", "bf16:d16:kve4m3:key_scales",
+                           "fp16:d16:kve5m2:key_scales", "bf16:d16:kvint8:key_scales"})
+    for (const double scale : {1.0, 0x1p-20, 0x1p20}) {
+      const AttentionSpec parsed = parse_spec(spec);
+      if (!plan::traits(family).supports(parsed, gpu().info)) continue;
+      if (parsed.dtype == DType::fp16 && scale > 1) continue;  // whose O is infinite
+      CodesCheck check(parsed, family, scale);
+      check.check_v(runtime);
+      if (scale == 1.0) check.check_k(runtime);
+    }
+}
+
+}  // namespace flashjit::test

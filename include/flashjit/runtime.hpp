@@ -161,6 +161,10 @@ struct AppendArgs {
   const std::int32_t* cu_seqlens_q = nullptr;  ///< [batch_size + 1] on the device, with spec.varlen
   std::int64_t batch_size = 0;                 ///< sequences, with spec.varlen
   std::int64_t max_seqlen_kv = 0;              ///< the most keys of a sequence; 0: all there is room for
+  /// With caches of 8 bits (spec.kv_dtype), as of ForwardArgs. Those of heads are read: what is too large for
+  /// them becomes the largest code. With spec.key_scales each new key gets its own, which is written: they
+  /// have size 1 in sequences alone.
+  ScaleView k_scale = {}, v_scale = {};
 };
 
 /// O and LSE of the same queries over some of their keys.
@@ -255,8 +259,9 @@ class FLASHJIT_API Runtime {
   /// Launches the backward pass (FlashAttention-2, algorithm 2) on `stream`.
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
 
-  /// Stores new rows of K and V into a cache, rotated, and rotates those of Q. The spec is forward()'s: of it
-  /// element type, head dimensions, varlen, cache and pages are read.
+  /// Stores new rows of K and V into a cache, rotated, and in 8 bits where that has them; and rotates those
+  /// of Q. The spec is forward()'s: of it element types, head dimensions, varlen, cache, pages and key_scales
+  /// are read.
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   /// Joins partial states. Of the spec, element type and head_dim_v are read.
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);

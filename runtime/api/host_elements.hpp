@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "flashjit/error.hpp"
+#include "flashjit/tensor.hpp"
 #include "support/dtypes.hpp"
 #include "support/small_float.hpp"
 
@@ -38,6 +39,17 @@ inline double read_element(ElementType type, const void* data, std::int64_t inde
 inline double read_element(DType dtype, const void* data, std::int64_t index) {
   return dtype_info(dtype).decode(static_cast<const std::byte*>(data) + index * size_of(dtype));
 }
+/// Of a key's scale.
+template <class Float>
+std::int64_t offset_of_scale(const BasicScaleView<Float>& scales, std::int64_t b, std::int64_t page,
+                             std::int64_t h, std::int64_t row) {
+  const std::int64_t at[] = {b, page, h, row};
+  std::int64_t offset = 0;
+  for (std::size_t i = 0; i < scales.size.size(); ++i)
+    if (scales.size[i] > 1) offset += at[i] * scales.stride[i];
+  return offset;
+}
+
 inline void write_element(DType dtype, void* data, std::int64_t index, double value) {
   dtype_info(dtype).encode(value, static_cast<std::byte*>(data) + index * size_of(dtype));
 }

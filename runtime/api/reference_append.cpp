@@ -102,6 +102,13 @@ class Rotation {
   std::int64_t pairs_;
 };
 
+/// That the row's largest magnitude becomes the type's largest code.
+float scale_of_row(DType type, const std::vector<double>& row) {
+  double largest = 0;
+  for (const double value : row) largest = std::isnan(value) ? value : std::max(largest, std::abs(value));
+  return largest == 0 ? 1.0f : static_cast<float>(largest / dtype_info(type).largest);
+}
+
 /// The weight of each state of a row, and the LSE of all.
 struct Weights {
   std::array<double, kMaxPartialStates> of{};
@@ -139,9 +146,20 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
       if (rotated) rotation.turn(values, position);
       write_row(spec.dtype, to, offset, values);
     };
+    const auto store = [&](const ConstTensorView& from, const TensorView& cache, const ScaleView& scales,
+                           std::int64_t h, bool rotated) {
+      const std::int64_t slot = row.key % page_rows, offset = offset_of(cache, page, h, slot);
+      if (!spec.has_scales()) return move(from, cache, h, offset, rotated);
+      std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
+      if (rotated) rotation.turn(values, position);
+      float& scale = scales.data[offset_of_scale(scales, row.sequence, page, h, slot)];
+      if (spec.key_scales) scale = scale_of_row(spec.kv_type(), values);
+      for (double& value : values) value /= scale;
+      write_row(spec.kv_type(), cache, offset, values);
+    };
     for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-      move(args.k, args.k_cache, h, offset_of(args.k_cache, page, h, row.key % page_rows), true);
-      move(args.v, args.v_cache, h, offset_of(args.v_cache, page, h, row.key % page_rows), false);
+      store(args.k, args.k_cache, args.k_scale, h, true);
+      store(args.v, args.v_cache, args.v_scale, h, false);
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
       move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);

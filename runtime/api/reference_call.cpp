@@ -57,12 +57,7 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
 /// The scale of a key of K or V; 1 where these have none.
 double scale_of(const AttentionSpec& spec, const ConstScaleView& scales, std::int64_t b, std::int64_t page,
                 std::int64_t h, std::int64_t row) {
-  if (!spec.has_scales()) return 1;
-  const std::array<std::int64_t, 4> at = {b, page, h, row};
-  std::int64_t offset = 0;
-  for (std::size_t i = 0; i < at.size(); ++i)
-    if (scales.size[i] > 1) offset += at[i] * scales.stride[i];
-  return scales.data[offset];
+  return spec.has_scales() ? scales.data[offset_of_scale(scales, b, page, h, row)] : 1;
 }
 
 /// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros behind a sequence's keys.

@@ -119,6 +119,19 @@ void check_q(const AttentionSpec& spec, const AppendArgs& args) {
   check_apart("q_out", args.q_out, element_size, "q", args.q, element_size);
 }
 
+/// With spec.key_scales each new key's are written, which so must be its own.
+void check_new_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
+                      const ConstTensorView& cache, const ScaleView& scales) {
+  check_scales(name, spec, shape, cache, scales);
+  if (!spec.key_scales || !scales.data) return;
+  const auto [sequences, pages, heads, rows] = scales.size;
+  if (sequences != 1 || pages != cache.size[0] || heads != cache.size[1] || rows != cache.size[2])
+    refuse(
+        "{} is [{}, {}, {}, {}], but each new key gets a scale of its own: give [1, {}, {}, {}], or leave "
+        "spec.key_scales out and give scales of heads.",
+        name, sequences, pages, heads, rows, cache.size[0], cache.size[1], cache.size[2]);
+}
+
 RopeParam rope_param(const AttentionSpec& spec, const RopeView& rope) {
   RopeParam param{};
   if (!rotates(rope)) return param;
@@ -186,16 +199,19 @@ void check_arguments(const AttentionSpec& spec, const AppendArgs& args) {
   const Size d{spec.head_dim, nullptr}, dv{spec.v_dim(), nullptr};
   check_tensor("k", args.k, {batch, heads, rows, d}, element_size, Access::read);
   check_tensor("v", args.v, {batch, heads, rows, dv}, element_size, Access::read);
+  const int cached_size = size_of(spec.kv_type());
   const Size pages{args.k_cache.size[0], "k_cache"};
   const Size page_rows =
       spec.pages != 0 ? Size{spec.pages, "spec.pages"} : Size{args.k_cache.size[2], "k_cache"};
-  check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, element_size, Access::write);
-  check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, element_size, Access::write);
+  check_tensor("k_cache", args.k_cache, {pages, heads, page_rows, d}, cached_size, Access::write);
+  check_tensor("v_cache", args.v_cache, {pages, heads, page_rows, dv}, cached_size, Access::write);
   check_q(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   check_heads(shape);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_page_table(spec, shape, "k_cache", args.k_cache, args.page_table);
+  check_new_scales("k_scale", spec, shape, args.k_cache, args.k_scale);
+  check_new_scales("v_scale", spec, shape, args.v_cache, args.v_scale);
   check_rope(spec, args.rope);
 }
 
@@ -239,6 +255,8 @@ AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
           .q_out = tensor_param(args.q_out),
           .k_cache = tensor_param(args.k_cache),
           .v_cache = tensor_param(args.v_cache),
+          .k_scale = scale_param(args.k_scale),
+          .v_scale = scale_param(args.v_scale),
           .page_table = page_table_param(table, args.k_cache),
           .kv_lengths = args.kv_lengths,
           .cu_seqlens = args.cu_seqlens_q,
@@ -272,6 +290,8 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"v", memory_of(args.v)},
                         {"k_cache", memory_of(args.k_cache)},
                         {"v_cache", memory_of(args.v_cache)},
+                        {"k_scale", args.k_scale.data},
+                        {"v_scale", args.v_scale.data},
                         {"kv_lengths", args.kv_lengths},
                         {"page_table", args.page_table.data},
                         {"q", memory_of(args.q)},

@@ -1,8 +1,10 @@
-// New rows of K and V on their way into a cache, and of Q: rotated by their positions (RoPE).
+// New rows of K and V on their way into a cache, and of Q: rotated by their positions (RoPE). A cache of
+// codes gets K and V divided by their scales, which are given, or each key's own and written, too.
 #pragma once
 
 #include "flashjit/auxiliary/append_params.cuh"
 #include "flashjit/common/chunk.cuh"
+#include "flashjit/common/kv_source.cuh"
 
 namespace flashjit::auxiliary {
 
@@ -100,11 +102,45 @@ __device__ __forceinline__ void rotate(float (&first)[kCount], float (&second)[k
   }
 }
 
+/// Where the scale of a key is.
+__device__ __forceinline__ float* scale_at(const ScaleParam& scales, int b, KeyPlace place, int h) {
+  return scales.data + b * scales.stride_b + place.page * scales.stride_page + h * scales.stride_h +
+         place.row * scales.stride_s;
+}
+
+/// The largest magnitude of each head's row at a time, by all threads of the CTA; NaN where there is one.
+template <int kHeadsAtOnce, int kCount>
+__device__ __forceinline__ float largest_of_row(int slot, const float (&first)[kCount],
+                                                const float (&second)[kCount]) {
+  __shared__ int largest[kHeadsAtOnce];
+  __syncthreads();
+  if (threadIdx.x < kHeadsAtOnce) largest[threadIdx.x] = 0;
+  __syncthreads();
+  int own = 0;  // bits of floats that are not negative grow as these do
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    own = max(own, max(__float_as_int(fabsf(first[i])), __float_as_int(fabsf(second[i]))));
+  if (slot < kHeadsAtOnce) atomicMax(&largest[slot], own);
+  __syncthreads();
+  return slot < kHeadsAtOnce ? __int_as_float(largest[slot]) : 0.0f;
+}
+
+template <class Code, int kCount>
+__device__ __forceinline__ void store_codes(Code* to, const float (&x)[kCount], float scale) {
+  unsigned words[kCount / 4] = {};
+#pragma unroll
+  for (int i = 0; i < kCount; ++i)
+    words[i / 4] |= static_cast<unsigned>(from_float<Code>(x[i] / scale).bits) << (i % 4 * 8);
+#pragma unroll
+  for (int i = 0; i < kCount / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
+}
+
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. A row without a
 /// sequence, a place in the cache or an angle in the tables is left out.
 template <class P>
 __device__ void append(const AppendParams& p) {
   using Element = typename P::Element;
+  using Stored = typename P::KvElement;
   constexpr int kThreads = 128, kElements = kChunk<Element>;
   constexpr int kChunks = P::kHeadDim / kElements, kChunksV = P::kHeadDimV / kElements;
   constexpr int kPairs = (max(kChunks, kChunksV) + 1) / 2, kHeadsAtOnce = kThreads / kPairs;
@@ -133,27 +169,48 @@ __device__ void append(const AppendParams& p) {
       angles[i] = all_angles[rope.interleaved ? neighbours : mine * kElements + i];
     }
   }
-  if (threadIdx.x >= kHeadsAtOnce * kPairs) return;
+  // A thread beyond the last head waits with the others, where these wait.
+  const int slot = threadIdx.x / kPairs, heads = 2 * p.heads_kv + p.heads_q;
   const int b = P::kVarlen ? 0 : at.b, s = P::kVarlen ? row : row % p.rows;
-  for (int head = threadIdx.x / kPairs; head < 2 * p.heads_kv + p.heads_q; head += kHeadsAtOnce) {
+  for (int begin = 0; begin < heads; begin += kHeadsAtOnce) {
+    const int head = begin + slot;
+    const bool exists = slot < kHeadsAtOnce && head < heads;
+    if (!(kScaledKv<P> && P::kKeyScales) && !exists) continue;
     const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
     const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
     const Element* from = row_of<Element>(is_k ? p.k : is_v ? p.v : p.q, b, h, s);
+    const ChunkPair chunks = is_v ? chunk_pair(mine, kChunksV, 0) : chunk_pair(mine, kChunks, rotated);
+    const bool has_first = exists && chunks.first >= 0, has_second = exists && chunks.second >= 0;
+    uint4 first = {}, second = {};
+    if (has_first) first = reinterpret_cast<const uint4*>(from)[chunks.first];
+    if (has_second) second = reinterpret_cast<const uint4*>(from)[chunks.second];
+    const bool rotates = !is_v && mine < rotated;
+    float x[kElements], y[kElements];
+    if (kScaledKv<P> || rotates) {
+      unpack_chunk<Element>(first, x), unpack_chunk<Element>(second, y);
+      if (rotates) rope.interleaved ? rotate<true>(x, y, angles) : rotate<false>(x, y, angles);
+      first = pack_chunk<Element>(x), second = pack_chunk<Element>(y);
+    }
+    if constexpr (kScaledKv<P>) {
+      float largest = 0.0f;
+      if constexpr (P::kKeyScales) largest = largest_of_row<kHeadsAtOnce>(slot, x, y);
+      if (exists && (is_k || is_v)) {
+        float* scale = scale_at(is_k ? p.k_scale : p.v_scale, at.b, place, h);
+        const float divisor = !P::kKeyScales    ? *scale
+                              : largest == 0.0f ? 1.0f
+                                                : largest / kLargestCode<Stored>;
+        if (P::kKeyScales && mine == 0) *scale = divisor;
+        Stored* to = row_of<Stored>(is_k ? p.k_cache : p.v_cache, place.page, h, place.row);
+        if (has_first) store_codes(to + chunks.first * kElements, x, divisor);
+        if (has_second) store_codes(to + chunks.second * kElements, y, divisor);
+      }
+      if (!exists || is_k || is_v) continue;
+    }
     Element* to = is_k   ? row_of<Element>(p.k_cache, place.page, h, place.row)
                   : is_v ? row_of<Element>(p.v_cache, place.page, h, place.row)
                          : row_of<Element>(p.q_out, b, h, s);
-    const ChunkPair chunks = is_v ? chunk_pair(mine, kChunksV, 0) : chunk_pair(mine, kChunks, rotated);
-    uint4 first = {}, second = {};
-    if (chunks.first >= 0) first = reinterpret_cast<const uint4*>(from)[chunks.first];
-    if (chunks.second >= 0) second = reinterpret_cast<const uint4*>(from)[chunks.second];
-    if (!is_v && mine < rotated) {
-      float x[kElements], y[kElements];
-      unpack_chunk<Element>(first, x), unpack_chunk<Element>(second, y);
-      rope.interleaved ? rotate<true>(x, y, angles) : rotate<false>(x, y, angles);
-      first = pack_chunk<Element>(x), second = pack_chunk<Element>(y);
-    }
-    if (chunks.first >= 0) reinterpret_cast<uint4*>(to)[chunks.first] = first;
-    if (chunks.second >= 0) reinterpret_cast<uint4*>(to)[chunks.second] = second;
+    if (has_first) reinterpret_cast<uint4*>(to)[chunks.first] = first;
+    if (has_second) reinterpret_cast<uint4*>(to)[chunks.second] = second;
   }
 }
 

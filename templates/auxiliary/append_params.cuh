@@ -29,6 +29,8 @@ struct RopeParam {
 struct AppendParams {
   TensorParam k, v, q, q_out;  ///< the new rows: [batch, heads, rows, dim], or packed in batch 0
   TensorParam k_cache, v_cache;
+  ScaleParam k_scale,
+      v_scale;  ///< of codes in the cache; with Problem::kKeyScales each key's, which is written
   PageTableParam page_table;
   const int* kv_lengths;  ///< [batch], with the new rows
   const int* cu_seqlens;  ///< varlen: [batch + 1]

@@ -112,6 +112,22 @@ __device__ __forceinline__ unsigned fp16_of_codes<int8>(unsigned codes) {
   return y;
 }
 
+/// A code of one bit of sign, 7 - kMantissa of exponent and kMantissa of mantissa. The highest code is NaN.
+template <int kMantissa>
+__device__ __forceinline__ unsigned code_of_float(float x, float largest) {
+  constexpr int kLostBits = 23 - kMantissa, kLeastExponent = 2 - (1 << (6 - kMantissa));
+  const unsigned sign = __float_as_uint(x) >> 24 & 0x80u;
+  if (x != x) return sign | 0x7fu;
+  const float magnitude = fminf(fabsf(x), largest);
+  // Of the least exponent and below codes are equally far apart.
+  const unsigned bits = __float_as_uint(magnitude), least = 127 + kLeastExponent;
+  if (bits >> 23 < least)
+    return sign | static_cast<unsigned>(
+                      __float2int_rn(magnitude * __uint_as_float((254 - least + kMantissa) << 23)));
+  return sign | (((bits + (1u << (kLostBits - 1)) - 1 + (bits >> kLostBits & 1u)) >> kLostBits) -
+                 ((least - 1) << kMantissa));
+}
+
 __device__ __forceinline__ float to_float(e4m3 x) { return low_of<fp16>(fp16_of_codes<e4m3>(x.bits)); }
 __device__ __forceinline__ float to_float(e5m2 x) { return low_of<fp16>(fp16_of_codes<e5m2>(x.bits)); }
 __device__ __forceinline__ float to_float(int8 x) {
@@ -133,6 +149,28 @@ __device__ __forceinline__ unsigned pair_of_codes(unsigned codes, float low_scal
   const unsigned pair = fp16_of_codes<Code>(codes);
   return pack<Element>(low_of<fp16>(pair) * low_scale, high_of<fp16>(pair) * high_scale);
 }
+
+/// The nearest code, ties to even; what is too large becomes the largest.
+template <>
+__device__ __forceinline__ e4m3 from_float<e4m3>(float x) {
+  return {static_cast<unsigned char>(code_of_float<3>(x, 448.0f))};
+}
+template <>
+__device__ __forceinline__ e5m2 from_float<e5m2>(float x) {
+  return {static_cast<unsigned char>(code_of_float<2>(x, 57344.0f))};
+}
+template <>
+__device__ __forceinline__ int8 from_float<int8>(float x) {
+  return {static_cast<unsigned char>(clamped(__float2int_rn(x), -128, 127))};
+}
+
+/// The largest number of a type of codes, which scales are made for.
+template <class Code>
+constexpr float kLargestCode = 127.0f;
+template <>
+constexpr float kLargestCode<e4m3> = 448.0f;
+template <>
+constexpr float kLargestCode<e5m2> = 57344.0f;
 
 /// Replaces the negative ones of two packed 16-bit floats by zero.
 __device__ __forceinline__ unsigned without_negatives(unsigned pair) {

@@ -189,6 +189,12 @@ template <class T>
 inline T atomicAdd(T* at, T value) {
   return flashjit_emulator::fetch_add(at, value);
 }
+inline int atomicMax(int* at, int value) {
+  flashjit_emulator::reach_atomic();
+  const int before = *at;
+  if (value > before) *at = value;
+  return before;
+}
 inline int atomicExch(int* at, int value) { return flashjit_emulator::fetch_replace(at, value); }
 template <class T>
 inline T __ldg(const T* at) {
@@ -213,6 +219,7 @@ inline float __uint_as_float(unsigned x) { return flashjit_emulator::as<float>(x
 inline int __float_as_int(float x) { return flashjit_emulator::as<int>(x); }
 inline float __int_as_float(int x) { return flashjit_emulator::as<float>(x); }
 inline int __float2int_rz(float x) { return flashjit_emulator::to_integer<int>(x, 0); }
+inline int __float2int_rn(float x) { return flashjit_emulator::to_integer<int>(nearbyintf(x), 0); }
 inline long long __float2ll_rz(float x) {
   return flashjit_emulator::to_integer<long long>(x, static_cast<long long>(1ull << 63));
 }

@@ -34,6 +34,21 @@ std::vector<CacheCase> cases() {
           test.layout = PoolLayout::hnd;
         all.push_back(test);
       }
+  // Of 8 bits, by the families that take them.
+  constexpr std::array kCodes = {":kve4m3", ":kve4m3:key_scales", ":kve5m2", ":kvint8", ":kvint8:key_scales"};
+  for (const Family family : {Family::simt, Family::sm80})
+    for (const char* pages : {":cache", ":pages1", ":pages16", ":pages64", ":pages256"})
+      for (const char* codes : kCodes) {
+        const std::string text = fmt::format("fwd:{}{}{}{}", kDims[seed % kDims.size()], codes,
+                                             kRests[(seed + seed / 6) % kRests.size()], pages);
+        all.push_back({.spec = parse_spec(text),
+                       .shape = shapes[(seed + seed / 4) % shapes.size()],
+                       .family = family,
+                       .layout = static_cast<PoolLayout>(seed % 2),
+                       .slot_table = seed % 2 == 1,
+                       .seed = seed});
+        ++seed;
+      }
   return all;
 }
 

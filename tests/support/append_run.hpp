@@ -58,11 +58,13 @@ class AppendRun {
   }
 
   void check(Runtime& runtime) {
-    const DType dtype = spec_.dtype;
+    const DType dtype = spec_.dtype, cached = spec_.kv_type();
     device::DeviceBuffer k = to_device(dtype, k_.values), v = to_device(dtype, v_.values),
                          q = to_device(dtype, q_.values), q_out = poisoned(q_.values.size() * size_of(dtype)),
-                         k_cache = to_device(dtype, cache_.k.values),
-                         v_cache = to_device(dtype, cache_.v.values),
+                         k_cache = to_device(cached, cache_.k.values),
+                         v_cache = to_device(cached, cache_.v.values),
+                         k_scale = to_device(DType::fp32, cache_.k_scale.values),
+                         v_scale = to_device(DType::fp32, cache_.v_scale.values),
                          lengths = to_device(cache_.problem.kv_lengths), table = to_device(cache_.table),
                          offsets = to_device(cache_.problem.cu_seqlens_q), positions = to_device(positions_),
                          cos = to_device(table_type(), cos_), sin = to_device(table_type(), sin_);
@@ -71,8 +73,8 @@ class AppendRun {
     AppendArgs args{
         .k = k_.view(static_cast<const void*>(k.data())),
         .v = v_.view(static_cast<const void*>(v.data())),
-        .k_cache = cache_.k.view(k_cache.data(), dtype),
-        .v_cache = cache_.v.view(shared ? k_cache.data() : v_cache.data(), dtype),
+        .k_cache = cache_.k.view(k_cache.data(), cached),
+        .v_cache = cache_.v.view(shared ? k_cache.data() : v_cache.data(), cached),
         .kv_lengths = static_cast<const std::int32_t*>(lengths.data()),
         .page_table = cache_.table_view(static_cast<const std::int32_t*>(table.data())),
         .q = q_.view(static_cast<const void*>(q.data())),
@@ -86,21 +88,66 @@ class AppendRun {
                  .interleaved = test_.rope == Rope::interleaved,
                  .positions =
                      positions_.empty() ? nullptr : static_cast<const std::int32_t*>(positions.data())},
-        .max_seqlen_kv = test_.cache.shape.seqlen_kv};
+        .max_seqlen_kv = test_.cache.shape.seqlen_kv,
+        .k_scale = writable(cache_.k_scale, k_scale),
+        .v_scale = writable(cache_.v_scale, v_scale)};
     if (spec_.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(offsets.data());
       args.batch_size = test_.cache.shape.batch;
     }
     runtime.append(test_.cache.spec, args, nullptr);
     gpu().context->synchronize();
-    compare("k_cache", expected_k_, cache_.k.values, from_device(dtype, k_cache));
-    if (!shared) compare("v_cache", expected_v_, cache_.v.values, from_device(dtype, v_cache));
-    compare("q_out", expected_q_.values, {}, from_device(dtype, rotated_q));
+    std::vector<double> got_k = from_device(cached, k_cache), got_v = from_device(cached, v_cache);
+    if (spec_.has_scales()) {
+      Scales of_k = cache_.k_scale, of_v = cache_.v_scale;
+      of_k.values = from_device(DType::fp32, k_scale), of_v.values = from_device(DType::fp32, v_scale);
+      compare_scales("k_scale", cache_.k_scale, of_k);
+      compare_scales("v_scale", cache_.v_scale, of_v);
+      multiply(got_k, cache_.k, of_k);
+      multiply(shared ? got_k : got_v, cache_.v, of_v);
+    }
+    compare("k_cache", expected_k_, cache_.k.values, got_k, cached);
+    if (!shared) compare("v_cache", expected_v_, cache_.v.values, got_v, cached);
+    compare("q_out", expected_q_.values, {}, from_device(dtype, rotated_q), dtype);
   }
 
  private:
   static constexpr double kPoison = std::numeric_limits<double>::quiet_NaN();
   static constexpr float kTheta = 10000.0f;
+
+  static ScaleView writable(const Scales& scales, device::DeviceBuffer& memory) {
+    const ConstScaleView view = scales.view(memory.data());
+    return {static_cast<float*>(memory.data()), view.size, view.stride};
+  }
+
+  /// Whose page it is; -1: nobody's.
+  std::int64_t sequence_of(std::int64_t page) const {
+    for (std::int64_t b = 0; b < test_.cache.shape.batch; ++b) {
+      if (cache_.table.empty() && page == b) return b;
+      for (std::int64_t column = 0; column < cache_.columns && !cache_.table.empty(); ++column)
+        if (cache_.table[b * cache_.table_stride + column] == page) return b;
+    }
+    return -1;
+  }
+  /// From codes to what they mean.
+  void multiply(std::vector<double>& values, const Pool& pool, Scales scales) const {
+    for (std::int64_t page = 0; page < pool.size[0]; ++page) {
+      const std::int64_t b = std::max<std::int64_t>(sequence_of(page), 0);
+      for (std::int64_t h = 0; h < pool.size[1]; ++h)
+        for (std::int64_t row = 0; row < pool.size[2]; ++row)
+          for (std::int64_t i = 0; i < pool.size[3]; ++i)
+            values[pool.offset + page * pool.stride[0] + h * pool.stride[1] + row * pool.stride[2] + i] *=
+                scales.at(b, page, h, row);
+    }
+  }
+  /// Scales are as before but for the new keys', with key_scales.
+  void compare_scales(const char* name, const Scales& expected, const Scales& got) const {
+    for (std::size_t i = 0; i < got.values.size(); ++i)
+      if (std::isnan(expected.values[i]))
+        EXPECT_TRUE(std::isnan(got.values[i])) << name << " is written at " << i;
+      else
+        EXPECT_NEAR(got.values[i], expected.values[i], 1e-5 * expected.values[i]) << name << " at " << i;
+  }
 
   DType table_type() const { return test_.rope == Rope::typed_tables ? spec_.dtype : DType::fp32; }
   int dims() const { return test_.dims ? test_.dims : spec_.head_dim; }
@@ -155,6 +202,18 @@ class AppendRun {
     Pool& v_pool = shared ? cache_.k : cache_.v;
     expected_k_ = cache_.k.values, expected_v_ = cache_.v.values;
     std::vector<double>& expected_v = shared ? expected_k_ : expected_v_;
+    if (spec_.has_scales()) {
+      multiply(expected_k_, cache_.k, cache_.k_scale);
+      multiply(expected_v, cache_.v, cache_.v_scale);
+    }
+    // A new key's scale, or what is left of it by a scale that is given.
+    const auto quantised = [&](std::vector<double> row, double* scale) {
+      if (!spec_.has_scales()) return row;
+      const double largest = dtype_info(spec_.kv_type()).largest;
+      if (spec_.key_scales) *scale = largest_finite(row) / largest;
+      for (double& value : row) value = std::clamp(value, -largest * *scale, largest * *scale);
+      return row;
+    };
     for (std::int64_t b = 0; b < batch; ++b) {
       const std::int64_t first = spec_.varlen ? cache_.problem.cu_seqlens_q[b] : 0;
       const std::int64_t count = spec_.varlen ? cache_.problem.cu_seqlens_q[b + 1] - first : k_.rows;
@@ -169,8 +228,13 @@ class AppendRun {
           return pool.offset + page * pool.stride[0] + h * pool.stride[1] + key % page_rows * pool.stride[2];
         };
         for (std::int64_t h = 0; h < k_.heads; ++h) {
-          std::ranges::copy(rotated(k_.row(at, h, s), position), &expected_k_[place(cache_.k, h)]);
-          std::copy_n(v_.row(at, h, s), v_.dim, &expected_v[place(cache_.v, h)]);
+          const auto scale_of = [&](Scales& scales) {
+            return spec_.has_scales() ? &scales.at(b, page, h, key % page_rows) : nullptr;
+          };
+          std::ranges::copy(quantised(rotated(k_.row(at, h, s), position), scale_of(cache_.k_scale)),
+                            &expected_k_[place(cache_.k, h)]);
+          const std::vector<double> v_row(v_.row(at, h, s), v_.row(at, h, s) + v_.dim);
+          std::ranges::copy(quantised(v_row, scale_of(cache_.v_scale)), &expected_v[place(cache_.v, h)]);
           std::fill_n(&cache_.k.values[place(cache_.k, h)], k_.dim, kPoison);
           std::fill_n(&v_pool.values[place(cache_.v, h)], v_.dim, kPoison);
         }
@@ -182,19 +246,26 @@ class AppendRun {
 
   /// Half a unit in the last place, and what fp32 makes of the angle.
   void compare(const char* name, const std::vector<double>& expected, const std::vector<double>& before,
-               const std::vector<double>& got) const {
-    const double half = spec_.dtype == DType::bf16 ? 0x1p-8 : spec_.dtype == DType::fp16 ? 0x1p-11 : 0;
+               const std::vector<double>& got, DType type) const {
+    const bool codes = size_of(type) == 1, marked = type != DType::int8;  // which has no NaN
+    const double half = type == DType::int8 || type == DType::fp32 ? 0 : dtype_info(type).unit_roundoff;
+    double least = 1e-5;  // half the distance of codes next to zero
+    if (codes)
+      for (const Scales* scales : {&cache_.k_scale, &cache_.v_scale})
+        least = std::max(least, largest_finite(scales->values) * (type == DType::int8   ? 0.501
+                                                                  : type == DType::e4m3 ? 0x1p-10
+                                                                                        : 0x1p-17));
     ASSERT_EQ(got.size(), expected.size());
     std::size_t written = 0;
     for (std::size_t i = 0; i < got.size(); ++i) {
       if (std::isnan(expected[i])) {
-        ASSERT_TRUE(std::isnan(got[i])) << name << " is written at " << i;
+        ASSERT_TRUE(std::isnan(got[i]) || !marked) << name << " is written at " << i;
       } else {
-        ASSERT_NEAR(got[i], expected[i], half * std::abs(expected[i]) + 1e-5) << name << " at " << i;
+        ASSERT_NEAR(got[i], expected[i], 1.001 * half * std::abs(expected[i]) + least) << name << " at " << i;
       }
       written += !before.empty() && std::isnan(before[i]) && !std::isnan(got[i]);
     }
-    if (!before.empty()) {
+    if (!before.empty() && marked) {
       EXPECT_GT(written, 0u) << name;
     }
   }
@@ -219,6 +290,7 @@ inline std::vector<AppendCase> append_cases(std::initializer_list<const char*> s
                                 .shape = shapes[(seed + seed / shapes.size()) % shapes.size()],
                                 .layout = static_cast<PoolLayout>((seed + seed / 3) % 3),
                                 .slot_table = seed % 2 == 1,
+                                .own_scales = parse_spec(text).key_scales,
                                 .seed = seed},
                       .rope = rope,
                       .positions = rope != Rope::none && seed % 2 == 0,

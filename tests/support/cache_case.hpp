@@ -34,6 +34,7 @@ struct CacheCase {
   Family family = Family::simt;
   PoolLayout layout = PoolLayout::nhd;
   bool slot_table = false;  ///< of slots: they are in no order
+  bool own_scales = false;  ///< with key_scales: each key has its own
   unsigned seed = 0;
 };
 
@@ -137,8 +138,9 @@ inline Cache make_cache(const CacheCase& test) {
   if (shared) cache.v.offset = rows * heads_kv * spec.head_dim;
   Pool& v_values = shared ? cache.k : cache.v;
   if (spec.has_scales()) {
-    cache.k_scale = make_scales(spec.key_scales, test.seed, {batch, pages, heads_kv, rows});
-    cache.v_scale = make_scales(spec.key_scales, test.seed + test.seed / 2, {batch, pages, heads_kv, rows});
+    cache.k_scale = make_scales(spec.key_scales, test.seed, {batch, pages, heads_kv, rows}, test.own_scales);
+    cache.v_scale = make_scales(spec.key_scales, test.seed + test.seed / 2, {batch, pages, heads_kv, rows},
+                                test.own_scales);
   }
   // The reference's keys are codes times scales.
   const auto scale_row = [&](Scales& scales, std::int64_t b, std::int64_t page, std::int64_t h,

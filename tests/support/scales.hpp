@@ -32,14 +32,15 @@ struct Scales {
   }
 };
 
-/// Without scales of keys by turns one for all, for heads, and for heads of sequences; else for pages (or
-/// sequences, where there are none), for keys, and for both.
-inline Scales make_scales(bool key_scales, unsigned seed, const std::array<std::int64_t, 4>& all) {
+/// `of_each_key`: as append() gives them. Else, without scales of keys, by turns one for all, for heads, and
+/// for heads of sequences; else for pages (or sequences, where there are none), for keys, and for both.
+inline Scales make_scales(bool key_scales, unsigned seed, const std::array<std::int64_t, 4>& all,
+                          bool of_each_key = false) {
   const auto [sequences, pages, heads, rows] = all;
   const std::array<Scales, 6> forms = {Scales{{1, 1, 1, 1}},       {{1, 1, heads, 1}},
                                        {{sequences, 1, heads, 1}}, {{1, pages, heads, 1}},
                                        {{1, pages, heads, rows}},  {{sequences, 1, 1, rows}}};
-  Scales scales = forms[(key_scales ? 3 : 0) + seed % 3];
+  Scales scales = forms[of_each_key ? 4 : (key_scales ? 3 : 0) + seed % 3];
   std::size_t count = 1;
   for (const std::int64_t size : scales.size) count *= static_cast<std::size_t>(size);
   scales.values.assign(count, std::numeric_limits<double>::quiet_NaN());

@@ -6,7 +6,9 @@
 #include <vector>
 
 #include "call/append_arguments.hpp"
+#include "flashjit/reference.hpp"
 #include "plan/plan.hpp"
+#include "support/dtypes.hpp"
 #include "tests/support/expectations.hpp"
 #include "tests/support/refused_call.hpp"
 
@@ -104,6 +106,56 @@ std::string merge_refusal(const MergeArgs& args) {
     return error.message();
   }
   return "accepted";
+}
+
+TEST(Append, ScalesOfCodesAreChecked) {
+  const auto with_scales = [](const char* spec_text, ScaleView k, ScaleView v) {
+    return refusal([&](auto& spec, auto& args) {
+      spec = parse_spec(spec_text);
+      args.k_scale = k, args.v_scale = v;
+    });
+  };
+  auto* data = address<float>(0x500000);
+  const auto one = ScaleView::of_tensor(data), heads = ScaleView::of_heads(data, 3, 2),
+             pages = ScaleView::of_pages(data, 40, 2), keys = ScaleView::of_keys(data, 40, 2, 16);
+  constexpr const char *kOfHeads = "append:bf16:d64:kve4m3:varlen:pages16",
+                       *kOfKeys = "append:bf16:d64:kve4m3:varlen:pages16:key_scales";
+  EXPECT_EQ(with_scales(kOfHeads, one, heads), "accepted");
+  EXPECT_EQ(with_scales(kOfKeys, keys, keys), "accepted");
+  expect_says(with_scales(kOfHeads, one, {}), {"v_scale is null", "e4m3"});
+  expect_says(with_scales(kOfKeys, keys, pages),
+              {"v_scale is [1, 40, 2, 1]", "a scale of its own", "[1, 40, 2, 16]"});
+  expect_says(with_scales(kOfKeys, one, keys), {"k_scale is [1, 1, 1, 1]"});
+  expect_says(with_scales("append:bf16:d64:varlen:pages16", one, one), {"k_scale is given", "spec.kv_dtype"});
+}
+
+/// The reference called as users call it: a key's largest value becomes the largest code.
+TEST(Append, TheReferenceGivesEachKeyItsScale) {
+  constexpr int kDim = 16, kKeys = 2;
+  const AttentionSpec spec = parse_spec("append:fp32:d16:kve4m3:cache:key_scales");
+  std::vector<float> k(kKeys * kDim), v(kKeys * kDim, 0.0f);
+  for (int i = 0; i < kKeys * kDim; ++i)
+    k[i] = static_cast<float>(i % kDim == 3 ? -7 * (1 + i / kDim) : i % kDim == 5);
+  std::vector<std::uint8_t> k_cache(4 * kDim, 0xff), v_cache(4 * kDim, 0xff);
+  std::vector<float> k_scale(4, -1.0f), v_scale(4, -1.0f);
+  const std::int32_t length = 3;
+  reference_append(spec, {.k = ConstTensorView::bhsd(k.data(), 1, 1, kKeys, kDim),
+                          .v = ConstTensorView::bhsd(v.data(), 1, 1, kKeys, kDim),
+                          .k_cache = TensorView::bhsd(k_cache.data(), 1, 1, 4, kDim),
+                          .v_cache = TensorView::bhsd(v_cache.data(), 1, 1, 4, kDim),
+                          .kv_lengths = &length,
+                          .k_scale = ScaleView::of_keys(k_scale.data(), 1, 1, 4),
+                          .v_scale = ScaleView::of_keys(v_scale.data(), 1, 1, 4)});
+  EXPECT_EQ(k_scale, (std::vector<float>{-1, 7.0f / 448, 14.0f / 448, -1}));
+  EXPECT_EQ(v_scale, (std::vector<float>{-1, 1, 1, -1}));  // of zeros
+  const auto code = [&](int key, int i) { return dtype_info(DType::e4m3).decode(&k_cache[key * kDim + i]); };
+  EXPECT_EQ(code(1, 3), -448);
+  EXPECT_EQ(code(1, 5), 64);
+  EXPECT_EQ(code(2, 3), -448);
+  EXPECT_EQ(code(2, 5), 32);
+  EXPECT_EQ(v_cache[kDim], 0);
+  EXPECT_EQ(k_cache[0], 0xff);
+  EXPECT_EQ(v_cache[3 * kDim], 0xff);
 }
 
 TEST(Merge, ArgumentsAreChecked) {

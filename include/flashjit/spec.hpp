@@ -32,8 +32,8 @@ struct BlockSize {
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by the functions of Runtime; callers may leave it
   DType dtype = DType::bf16;
-  int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 256
-  int head_dim_v = 0;  ///< of V and O: the same range; 0 means head_dim
+  int head_dim = 0;    ///< of Q and K: a multiple of 8 from 8 to 576
+  int head_dim_v = 0;  ///< of V and O: a multiple of 8 from 8 to 512; 0 means head_dim
   ScoreProgram score = {};
   MaskProgram mask = {};
   bool dropout = false;        ///< whether a dropout probability is applied (its value is given at the call)
@@ -106,8 +106,10 @@ struct TileConfig {
                    ///< rows of Q; twice as many warps as Br needs make two Q tiles per CTA
   int stages = 1;  ///< pipeline stages of the operands that stream through shared memory
   bool q_in_registers = false;  ///< sm80 forward: keep Q's fragments in registers instead of re-reading them
-  int d_split = 1;              ///< sm80 backward: 2 gives two warps the same rows, one for dV, one for dK
-  int min_blocks = 1;           ///< thread blocks per multiprocessor: bounds the registers per thread
+  /// sm80: warps that have the same rows. In the backward pass up to d256 one of two is for dV, one for dK;
+  /// above, each has some of the columns of O, of dK and of dV.
+  int d_split = 1;
+  int min_blocks = 1;     ///< thread blocks per multiprocessor: bounds the registers per thread
   bool split = false;     ///< of sm90 and sm80: split-KV forward, split-Q backward. Blocks share the keys of
                           ///< a Q tile (the queries of a KV tile), with as many splits as fit the device;
                           ///< another kernel combines them

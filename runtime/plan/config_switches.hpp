@@ -23,7 +23,7 @@ struct ConfigSwitch {
 inline constexpr std::array kConfigSwitches{
     ConfigSwitch{.text = "s", .constant = "kStages", .number = &TileConfig::stages, .max = 16},
     ConfigSwitch{.text = "q_in_registers", .constant = "kQInRegisters", .on = &TileConfig::q_in_registers},
-    ConfigSwitch{.text = "d_split", .constant = "kDSplit", .number = &TileConfig::d_split, .max = 2},
+    ConfigSwitch{.text = "d_split", .constant = "kDSplit", .number = &TileConfig::d_split, .max = 8},
     ConfigSwitch{
         .text = "min_blocks", .constant = "kMinBlocks", .number = &TileConfig::min_blocks, .max = 32},
     ConfigSwitch{.text = "split", .constant = "kSplit", .on = &TileConfig::split},

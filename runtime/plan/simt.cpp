@@ -23,10 +23,12 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& config) {
   return std::max(by_queries, simt::shared_bytes(config.bc, config.br));
 }
 
-/// In the backward pass each side of the tile is the rows of one entry.
+/// In the backward pass each side of the tile is the rows of one entry: of dQ, and of dK and dV.
 bool shares_tile(const AnalysedSpec& spec, const TileConfig& config) {
-  return simt::shares_tile(config.br, config.bc, config.warps) &&
-         (spec.pass == Pass::forward || simt::shares_tile(config.bc, config.br, config.warps));
+  const int d = simt::chunks(spec.head_dim), dv = simt::chunks(spec.v_dim());
+  if (spec.pass == Pass::forward) return simt::shares_tile(config.br, config.bc, config.warps, dv);
+  return simt::shares_tile(config.br, config.bc, config.warps, d) &&
+         simt::shares_tile(config.bc, config.br, config.warps, d + dv);
 }
 
 bool is_one_of(int value, std::initializer_list<int> allowed) {
@@ -50,8 +52,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& config) {
   }
   if (!shares_tile(spec, config)) {
     return Support::no(
-        fmt::format("{} gives a thread more than {} rows of a tile, which spills; give 8 warps",
-                    to_string(config), simt::kMaxRowsPerThread));
+        fmt::format("{} gives a thread more than {} rows of a tile or {} values of a result, which spills; "
+                    "give 8 warps or fewer rows",
+                    to_string(config), simt::kMaxRowsPerThread, simt::kMaxResultsPerThread));
   }
   return Support::yes();
 }
@@ -88,7 +91,9 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   const bool few_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, 64) < device.multiprocessors;
   if (shape.seqlen_q <= 32 || few_blocks) config.br = 32;
   if (shape.seqlen_kv <= 32 || (few_blocks && spec.pass == Pass::backward)) config.bc = 32;
+  if (!shares_tile(spec, config)) config.br = config.bc = 32;
   if (config.br == 32 && config.bc == 32) config.warps = 4;
+  if (!shares_tile(spec, config)) config.warps = 8;
   return config;
 }
 

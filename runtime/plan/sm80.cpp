@@ -13,16 +13,24 @@
 namespace flashjit::plan {
 namespace {
 
+/// Whether one warp's registers do not hold its rows of O, or of dK and dV.
+bool is_wide(const AnalysedSpec& spec) {
+  return spec.pass == Pass::forward ? spec.v_dim() > sm80::kMostNarrowColumns
+                                    : sm80::is_wide(spec.head_dim, spec.v_dim());
+}
+
 /// fp32 values of every pair that one warp of two hands to the other: P, the score's slope, and the score for
 /// gradients of captured tensors.
 int exchanged_values(const AnalysedSpec& spec, const TileConfig& c) {
-  return c.d_split == 1 ? 0 : 1 + spec.programs.has_slope + (spec.programs.capture_grads > 0);
+  return c.d_split == 1 || is_wide(spec) ? 0
+                                         : 1 + spec.programs.has_slope + (spec.programs.capture_grads > 0);
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
     return sm80::ForwardLayout{
-        c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, size_of(spec.kv_type()), spec.key_scales}
+        c.br,     c.bc, spec.head_dim, spec.v_dim(), c.stages, size_of(spec.kv_type()), spec.key_scales,
+        c.d_split}
         .bytes();
   return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c)}
       .bytes();
@@ -30,9 +38,15 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
 
 /// fp32 accumulators and kept operands of one thread: what cannot be traded away by the compiler.
 int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
+  const int columns = 16 * sm80::units_of(spec.v_dim(), c.d_split);
   if (spec.pass == Pass::forward)
-    return sm80::forward_registers(c.br / (16 * c.warps), c.bc, spec.head_dim, spec.v_dim(), c.q_in_registers,
-                                   false);
+    return sm80::forward_registers(c.br * c.d_split / (16 * c.warps),
+                                   c.bc / sm80::score_parts(c.bc, c.d_split), spec.head_dim, columns,
+                                   c.q_in_registers, false);
+  if (is_wide(spec))
+    return c.bc * c.d_split / (16 * c.warps) *
+           (c.br / sm80::score_parts(c.br, c.d_split) +
+            (16 * sm80::units_of(spec.head_dim, c.d_split) + columns) / 2);
   const int d = sm80::round_up(spec.head_dim, 16), dv = sm80::round_up(spec.v_dim(), 16);
   const int mt = c.bc * c.d_split / (16 * c.warps);
   return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
@@ -43,11 +57,30 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
       !taken)
     return taken;
+  if (spec.has_scales() && sm80::is_wide(spec.head_dim, spec.v_dim()))
+    return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
+                                   sm80::kMostNarrowColumns, spec.head_dim, spec.v_dim()));
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
+}
+
+Support check_d_split(const AnalysedSpec& spec, const TileConfig& c) {
+  if (c.d_split == 1) return Support::yes();
+  if (c.warps % c.d_split != 0)
+    return Support::no(fmt::format("d_split divides the warps, {} does not divide {}", c.d_split, c.warps));
+  const bool forward = spec.pass == Pass::forward;
+  if (!is_wide(spec)) {
+    if (!forward && c.d_split == 2) return Support::yes();
+    return Support::no(fmt::format("up to {} columns d_split is 2 and for the backward pass, not {}",
+                                   sm80::kMostNarrowColumns, to_string(c)));
+  }
+  // Each computes S of whole n8 tiles, alone or in pairs.
+  const int shared = forward ? c.bc : c.br, tiles = shared / 8, parts = sm80::score_parts(shared, c.d_split);
+  if (tiles % parts == 0 && (tiles == parts || tiles / parts % 2 == 0)) return Support::yes();
+  return Support::no(fmt::format("{} warps cannot share {} columns of S", c.d_split, shared));
 }
 
 Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& device) {
@@ -61,8 +94,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.min_blocks < 1 || c.min_blocks > 8)
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
-  if (c.d_split != 1 && (forward || c.d_split != 2 || c.warps < 2))
-    return Support::no("split2 is for the backward pass with at least 2 warps");
+  if (Support split = check_d_split(spec, c); !split) return split;
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.
@@ -150,6 +182,21 @@ TileConfig one_warp_tile(const AnalysedSpec& spec) {
   return c;
 }
 
+// Above 256 columns the largest that fits a device comes first.
+std::vector<TileConfig> wide_forward_preferences(const AnalysedSpec& spec) {
+  if (!is_wide(spec)) return {config(64, 64, 4, 1), config(64, 32, 4, 1), config(32, 32, 2, 1)};
+  return {config(64, 64, 8, 1, false, 4), config(64, 32, 8, 1, false, 2), config(32, 32, 4, 1, false, 2),
+          config(32, 16, 4, 1, false, 2)};
+}
+std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
+  const bool spare = spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_block_map();
+  return good_of({{config(32, 64, 8, 1, false, 2), spare},
+                  {config(64, 32, 8, 1, false, 4)},
+                  {config(32, 32, 8, 1, false, 4)},
+                  {config(16, 32, 8, 1, false, 4)},
+                  {config(16, 16, 4, 1, false, 4)}});
+}
+
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.has_scales()) return forward_preferences_of_codes(spec);
   const int d = std::max(spec.head_dim, spec.v_dim());
@@ -170,6 +217,7 @@ std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const Devi
                     {config(64, 64, 4, 1)},
                     {config(64, 32, 4, 1)}});
   }
+  if (d > sm80::kMostNarrowColumns) return wide_forward_preferences(spec);
   const bool packed_map_spills = spec.varlen && spec.has_block_map() && device.compute_capability == 90;
   return good_of({{config(128, 128, 8, 1), d <= 192 && spec.v_dim() <= 128},
                   {config(128, 80, 8, 2), d <= 160},
@@ -212,6 +260,7 @@ std::vector<TileConfig> backward_preferences(const AnalysedSpec& spec, const Dev
                     {pairs(32, 64, 2)},
                     {config(32, 64, 4, 1)}});
   }
+  if (d > sm80::kMostNarrowColumns) return wide_backward_preferences(spec);
   return good_of({{pairs(64, 64, 2), d <= 192 || (d <= 240 && plain)},
                   {pairs(32, 64, 2)},
                   {pairs(32, 64, 1), !and_slopes},
@@ -222,12 +271,30 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec, const DeviceInfo& 
   return spec.pass == Pass::forward ? forward_preferences(spec, device) : backward_preferences(spec, device);
 }
 
+/// Above 256 columns.
+std::vector<TileConfig> wide_space() {
+  std::vector<TileConfig> space;
+  for (const int warps : {4, 8})
+    for (const int stages : {1, 2})
+      for (const int d_split : {1, 2, 4})
+        for (const int br : {16, 32, 64, 128})
+          for (const int bc : {16, 32, 64}) space.push_back(config(br, bc, warps, stages, false, d_split));
+  return space;
+}
+
 std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo& device) {
   const bool forward = spec.pass == Pass::forward;
   std::vector<TileConfig> found;
   const auto consider = [&](TileConfig c) {
     if (admits(spec, c, device)) found.push_back(c);
   };
+  if (std::max(spec.head_dim, spec.v_dim()) > sm80::kMostNarrowColumns) {
+    for (const TileConfig& c : wide_space()) {
+      consider(c);
+      if (forward && c.br <= 64) consider(with_split(spec, c));
+    }
+    return found;
+  }
   constexpr std::array kForwardRows{64, 128, 192};
   constexpr std::array kForwardColumns{32, 48, 64, 80, 96, 128};
   constexpr std::array kBackwardRows{16, 32, 64, 128};

@@ -16,6 +16,7 @@ namespace {
 constexpr int kGroupWarps = 4;  // of a warpgroup, which computes together
 constexpr int kProducerThreads = 128;
 constexpr int kMostBlocks = 3;  // on a multiprocessor
+constexpr int kMostColumns = 256;
 
 bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
@@ -118,6 +119,9 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {}, spec); !taken) return taken;
+  if (std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
+    return Support::no(fmt::format("head dimensions are up to {}, not {} and {}", kMostColumns, spec.head_dim,
+                                   spec.v_dim()));
   if (spec.pages % sm90::kSwizzledRows != 0)
     return Support::no(
         fmt::format("copies boxes of {} rows of a page, which has {}", sm90::kSwizzledRows, spec.pages));

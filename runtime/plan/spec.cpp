@@ -25,7 +25,7 @@
 namespace flashjit {
 namespace {
 
-constexpr int kMinHeadDim = 8, kMaxHeadDim = 256, kHeadDimStep = 8;
+constexpr int kMinHeadDim = 8, kMaxHeadDim = 576, kMaxHeadDimV = 512, kHeadDimStep = 8;
 constexpr int kScaledDimStep = 16;  // with K and V of 8 bits, which are copied 16 bytes at a time
 constexpr int kMostPageRows = 256;
 constexpr int kMinBlock = 16, kMaxBlock = 256, kBlockStep = 16;
@@ -304,7 +304,7 @@ void AttentionSpec::validate() const {
   parse_pass(to_string(pass));  // refuses numbers that a cast made an enumerator
   parse_dtype(to_string(dtype));
   require_multiple("head_dim", head_dim, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
-  if (head_dim_v != 0) require_multiple("head_dim_v", head_dim_v, kHeadDimStep, kMinHeadDim, kMaxHeadDim);
+  require_multiple("head_dim_v", v_dim(), kHeadDimStep, kMinHeadDim, kMaxHeadDimV);
   expr::declarations(score, mask);  // refuses what they disagree on
   if (varlen && kv_lengths) {
     refuse(

@@ -9,8 +9,8 @@
 
 namespace flashjit {
 
-/// Head dimensions are at most 256, so that a rotation has at most 2^7 pairs.
-constexpr int kRopeFactors = 7;
+/// Head dimensions are at most 576, so that a rotation has fewer than 2^9 pairs.
+constexpr int kRopeFactors = 9;
 
 /// The rotation of a head's first dimensions, pair by pair.
 struct RopeParam {

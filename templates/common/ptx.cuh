@@ -96,6 +96,13 @@ __device__ __forceinline__ void load_matrix_x4(unsigned (&to)[4], unsigned from)
                : "r"(from)
                : "memory");
 }
+/// Two of them; lanes 0 to 15 give addresses.
+__device__ __forceinline__ void load_matrix_x2(unsigned& first, unsigned& second, unsigned from) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];"
+               : "=r"(first), "=r"(second)
+               : "r"(from)
+               : "memory");
+}
 __device__ __forceinline__ void load_matrix_x4_transposed(unsigned (&to)[4], unsigned from) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(to[0]), "=r"(to[1]), "=r"(to[2]), "=r"(to[3])

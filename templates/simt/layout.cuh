@@ -32,12 +32,15 @@ FLASHJIT_HOST_DEVICE constexpr int shared_bytes(int rows, int columns) {
   return (tile_offset(rows, columns) + rows * tile_stride(columns)) * 4;
 }
 
-/// With more rows a thread, its share of a head dimension of 256 leaves too few registers for the rest.
-constexpr int kMaxRowsPerThread = 4;
+/// Rows of a tile, and values of its results, that a thread has: with more, too few registers are left.
+constexpr int kMaxRowsPerThread = 4, kMaxResultsPerThread = 144;
 
-/// Whether the threads of a CTA can share a tile of so many rows and columns: evenly, and without spilling.
-FLASHJIT_HOST_DEVICE constexpr bool shares_tile(int rows, int columns, int warps) {
-  return rows % groups(warps) == 0 && columns % kLanes == 0 && rows / groups(warps) <= kMaxRowsPerThread;
+/// Whether the threads of a CTA can share a tile of so many rows and columns, whose results have
+/// `result_chunks` chunks in all: evenly, and without spilling.
+FLASHJIT_HOST_DEVICE constexpr bool shares_tile(int rows, int columns, int warps, int result_chunks) {
+  const int own_rows = rows / groups(warps);
+  return rows % groups(warps) == 0 && columns % kLanes == 0 && own_rows <= kMaxRowsPerThread &&
+         own_rows * result_chunks * kColumnsPerLane <= kMaxResultsPerThread;
 }
 
 }  // namespace flashjit::simt

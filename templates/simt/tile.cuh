@@ -28,7 +28,7 @@ struct Tile {
   static constexpr int kGroups = groups(Problem::kWarps);
   static constexpr int kM = kRows / kGroups;
   static constexpr int kN = kColumns / kLanes;
-  static_assert(shares_tile(kRows, kColumns, Problem::kWarps), "the planner admits no such tile");
+  static_assert(shares_tile(kRows, kColumns, Problem::kWarps, 0), "the planner admits no such tile");
 
   using Scores = float[kM][kN];
 

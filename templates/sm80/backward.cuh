@@ -11,6 +11,7 @@
 #include "flashjit/sm80/backward_loader.cuh"
 #include "flashjit/sm80/backward_pairs.cuh"
 #include "flashjit/sm80/backward_softmax.cuh"
+#include "flashjit/sm80/backward_wide.cuh"
 
 namespace flashjit::sm80 {
 
@@ -24,6 +25,7 @@ __device__ __forceinline__ auto& either(A& first, B& second) {
 
 template <class P>
 __device__ void backward(const Params& p) {
+  if constexpr (is_wide(P::kHeadDim, P::kHeadDimV)) return backward_wide<P>(p);
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr bool kPairs = Policy::kPairs, kLateDq = Policy::kLateDq;

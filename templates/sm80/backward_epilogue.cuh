@@ -8,11 +8,12 @@
 namespace flashjit::sm80 {
 
 /// An m16 tile of dK or dV from one split of the queries, in fp32. `row`: the lane's first within the KV
-/// tile.
+/// tile; `first`: the first n8 tile of the `columns` that the warp has.
 template <int kChunks>
 __device__ __forceinline__ void store_gradient_split(float* splits, const Params& p, int split, int b,
                                                      int h_kv, int begin, int row, int valid,
-                                                     float (&c)[kChunks][4], int columns, float scale) {
+                                                     float (&c)[kChunks][4], int columns, float scale,
+                                                     int first) {
 #pragma unroll
   for (int n = 0; n < kChunks * 4; ++n) c[n / 4][n % 4] *= scale;
 #pragma unroll
@@ -20,15 +21,18 @@ __device__ __forceinline__ void store_gradient_split(float* splits, const Params
     const int at_row = row + half * 8;
     if (at_row >= valid) continue;
     const long long at = kv_row_of_split(p, split, b, h_kv, begin + at_row);
-    store_row<kChunks>(splits + at * columns, half, c[0], columns / 8);
+    store_row<kChunks>(splits + at * columns + first * 8, half, c[0], columns / 8 - first);
   }
 }
 
-/// An m16 tile of dK or dV goes to a tile in shared memory, from `row` on.
-template <class Element, int kPitch, int kTiles, int kNt>
-__device__ __forceinline__ void gather_rows(char* tile, int row, const float (&c)[kNt][4], float scale) {
+/// An m16 tile of dK or dV goes to a tile in shared memory, from `row` and n8 tile `first` on, of kTotal.
+template <class Element, int kPitch, int kTiles, int kTotal, int kNt>
+__device__ __forceinline__ void gather_rows(char* tile, int row, int first, const float (&c)[kNt][4],
+                                            float scale) {
 #pragma unroll
-  for (int n = 0; n < kTiles; ++n) store_fragment<Element, kPitch>(tile, row, n * 8, c[n], scale, scale);
+  for (int n = 0; n < kTiles; ++n)
+    if (kTiles == kTotal || first + n < kTotal)
+      store_fragment<Element, kPitch>(tile, row, (first + n) * 8, c[n], scale, scale);
 }
 
 /// dK, of the warps with `has_ds`, and dV, of those with `has_p`, of the work tile `number`.
@@ -40,6 +44,8 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   const float v_scale = P::kDropout ? p.keep_scale : 1.0f;
+  const int dk_first = column_part<P>() * 2 * Policy::kOwnDUnits,
+            dv_first = column_part<P>() * 2 * Policy::kOwnDvUnits;
   // Computed again, so that the main loop need not keep it in registers.
   const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };
   if constexpr (P::kSplit) {
@@ -50,10 +56,10 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
       const int row = warp_row(mt) + lane / 4;
       if (has_ds)
         store_gradient_split(p.dk_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dk[mt],
-                             P::kHeadDim, p.softmax_scale);
+                             P::kHeadDim, p.softmax_scale, dk_first);
       if (has_p)
         store_gradient_split(p.dv_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dv[mt],
-                             P::kHeadDimV, v_scale);
+                             P::kHeadDimV, v_scale, dv_first);
     }
     return;
   }
@@ -62,10 +68,11 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
 #pragma unroll
   for (int mt = 0; mt < Policy::kMt; ++mt) {
     if (has_ds)
-      gather_rows<Element, Policy::kQPitch, 2 * Policy::kDUnits>(smem.dk(), warp_row(mt), dk[mt],
-                                                                 p.softmax_scale);
+      gather_rows<Element, Policy::kQPitch, 2 * Policy::kOwnDUnits, 2 * Policy::kDUnits>(
+          smem.dk(), warp_row(mt), dk_first, dk[mt], p.softmax_scale);
     if (has_p)
-      gather_rows<Element, Policy::kVPitch, 2 * Policy::kDvUnits>(smem.dv(), warp_row(mt), dv[mt], v_scale);
+      gather_rows<Element, Policy::kVPitch, 2 * Policy::kOwnDvUnits, 2 * Policy::kDvUnits>(
+          smem.dv(), warp_row(mt), dv_first, dv[mt], v_scale);
   }
   __syncthreads();
   const KvWorkTile<P> done = work_again();

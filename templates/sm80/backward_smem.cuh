@@ -46,6 +46,9 @@ struct BackwardSmem {
     return reinterpret_cast<StagedTile*>(shared + kLayout.staged())[stage];
   }
 
+  /// P where it passes through shared memory.
+  __device__ __forceinline__ unsigned p() const { return base + kLayout.p(); }
+  __device__ __forceinline__ char* p_pointer() const { return shared + kLayout.p(); }
   /// dS: two buffers where dQ comes a step late.
   __device__ __forceinline__ unsigned ds(int buffer) const { return base + ds_offset(buffer); }
   __device__ __forceinline__ char* ds_pointer(int buffer) const { return shared + ds_offset(buffer); }

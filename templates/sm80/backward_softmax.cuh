@@ -68,8 +68,11 @@ __device__ __forceinline__ void mark_dropped(BackwardScores<P>& s, const Params&
       const Philox4 drawn = draw_transposed(p, batch_head, at_q(nt, 0).at, at_kv(mt, 0).at);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
+        if (Policy::kNt == 1 && i >= 4) break;  // half of what is drawn
+        const unsigned word =
+            Policy::kNt == 1 && (at_q(0, 0).at & 8) != 0 ? drawn.word[i / 2 + 2] : drawn.word[i / 2];
         float& value = s[mt][nt + i / 4][i % 4];
-        if (is_dropped(drawn.word[i / 2], i % 2)) value = -value;
+        if (is_dropped(word, i % 2)) value = -value;
       }
     }
 }

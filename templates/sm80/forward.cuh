@@ -11,6 +11,7 @@
 #include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/products.cuh"
+#include "flashjit/sm80/shared_rows.cuh"
 
 namespace flashjit::sm80 {
 
@@ -48,7 +49,7 @@ __device__ void forward(const Params& p) {
   if constexpr (P::kSplit) tiles.keep_split(p, split);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const auto warp_row = [&](int mt) { return mt * 16 * P::kWarps + warp * 16; };
+  const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
   const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
   const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv), v_scales(p, p.v_scale, sequence, h_kv);
   const auto load_k = [&](int i) {
@@ -72,7 +73,8 @@ __device__ void forward(const Params& p) {
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
   const unsigned q_offset = matrix_offset<true>(pitch(P::kHeadDim));
-  const unsigned k_offset = matrix_offset<false>(pitch(Policy::kKColumns));
+  const unsigned k_offset =
+      matrix_offset<false>(pitch(Policy::kKColumns)) + first_key<P>() * pitch(Policy::kKColumns) * 2;
   const unsigned v_offset = matrix_offset<true>(pitch(Policy::kVColumns));
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
     load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
@@ -82,7 +84,7 @@ __device__ void forward(const Params& p) {
   float o[kMt][Policy::kOt][4] = {};
   RowValues<P> row_max, row_sum;
   clear_rows<P>(row_max, row_sum);
-  unsigned p_fragments[kNt / 2][kMt][4];
+  unsigned p_fragments[(kNt + 1) / 2][kMt][4];
   const auto add_pv = [&](int i, int k, float after) {
     multiply_pv<P>(o, p_fragments[k], smem.v(i) + v_offset, smem.v_scales(i), k, after);
   };
@@ -97,10 +99,10 @@ __device__ void forward(const Params& p) {
     if constexpr (P::kKeyScales) scale_keys<P>(s, smem.k_scales(i));
     end_qk<P>(i, load_k);
 
-    const int kv_begin = tiles.tile(i) * P::kBc;
+    const int tile_begin = tiles.tile(i) * P::kBc, kv_begin = tile_begin + first_key<P>();
     const Position q_position = position(q_begin + warp_row(0) + lane / 4);
     const Position kv_position = position(kv_begin + lane % 4 * 2);
-    const auto at_q = [&](int mt, int e) { return q_position + (mt * 16 * P::kWarps + e / 2 * 8); };
+    const auto at_q = [&](int mt, int e) { return q_position + (mt * 16 * Policy::kRowWarps + e / 2 * 8); };
     const auto at_kv = [&](int nt, int e) { return kv_position + (nt * 8 + e % 2); };
     // The map's blocks are multiples of 16, so an m16n8 tile lies in one of them.
     const auto in_map = [&](int mt, int nt) {
@@ -111,21 +113,33 @@ __device__ void forward(const Params& p) {
                                min(kv_begin + nt * 8, seqused_kv - 1));
     };
     apply_score<P>(s, p, head, scales.k, at_q, at_kv);
-    const bool unmasked = kv_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
+    const bool unmasked = tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked)
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 
     RowValues<P> shift, rescale;
-    const bool same_max = update_max<P>(row_max, row_sum, shift, rescale, s, scale_log2);
+    [[maybe_unused]] RowValues<P> shared_max;
+    if constexpr (Policy::kSharesRows) share_max<P>(shared_max, row_max, s, smem, warp_row);
+    const bool same_max =
+        update_max<P>(row_max, row_sum, shift, rescale, scale_log2, [&](float before, int mt, int half) {
+          if constexpr (Policy::kSharesRows)
+            return shared_max[mt][half];
+          else
+            return max_of_row<P>(s, before, mt, half);
+        });
     float exponential = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kNt / 2; ++k) {
+    for (int k = 0; k < (kNt + 1) / 2; ++k) {
       if constexpr (Policy::kLatePv && !first.value) add_pv(i - 1, k, exponential);  // O += P V
-      exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, k);      // P = exp2(S - m)
+      exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, 2 * k);  // P = exp2(S - m)
       if constexpr (Policy::kLatePv) pack_p<P>(p_fragments[k], s, k);
     }
     if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
-    if constexpr (!Policy::kLatePv) {
+    if constexpr (Policy::kSharesRows) {
+      store_p<P>(s, smem, p, sequence.b * p.heads_q + h, warp_row, at_q, at_kv);
+      sync_rows<P>();
+      multiply_shared_p<P>(o, smem, smem.v(i) + v_offset, warp_row);  // O += P V
+    } else if constexpr (!Policy::kLatePv) {
 #pragma unroll
       for (int k = 0; k < kNt / 2; ++k) {
         pack_p<P>(p_fragments[k], s, k);
@@ -138,13 +152,14 @@ __device__ void forward(const Params& p) {
   run_steps<P>(tiles.count, step, load_v, add_pv);
   if constexpr (kScaledKv<P>) in_order(o);
 
-    // O = O / rowsum(P), and LSE. (NOTES.md#functions-of-sm80)
+  // O = O / rowsum(P), and LSE; warps that share rows write the same. (NOTES.md#functions-of-sm80)
+  if constexpr (Policy::kSharesRows) share_sum<P>(row_sum, smem, warp_row);
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
     float scale[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float sum = quad_sum(row_sum[mt][half]);
+      const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
       const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
       const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2, scales.k);
       const RowEnd end = end_of_row<P>(p, h, lse);
@@ -158,8 +173,13 @@ __device__ void forward(const Params& p) {
       scale[half] =
           sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
     }
-    if constexpr (P::kSplit)
+    if constexpr (P::kSplit && Policy::kSharesRows)
+      store_shared_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt],
+                              scale);
+    else if constexpr (P::kSplit)
       store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+    else if constexpr (Policy::kSharesRows)
+      store_shared_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
     else
       store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
   }

@@ -10,16 +10,22 @@ namespace flashjit::sm80 {
 template <class P>
 struct ForwardPolicy {
   static constexpr int kThreads = P::kWarps * 32;
-  static constexpr int kMt = P::kBr / (16 * P::kWarps);       // m16 tiles of queries a warp owns
-  static constexpr int kNt = P::kBc / 8;                      // n8 tiles of S
-  static constexpr int kOt = round_up(P::kHeadDimV, 16) / 8;  // n8 tiles of O
+  static constexpr bool kSharesRows = P::kDSplit > 1;                   // warps share rows: shared_rows.cuh
+  static constexpr int kRowWarps = P::kWarps / P::kDSplit;              // warps along the rows
+  static constexpr int kMt = P::kBr / (16 * kRowWarps);                 // m16 tiles of queries a warp owns
+  static constexpr int kParts = score_parts(P::kBc, P::kDSplit);        // warps with different keys
+  static constexpr int kNt = P::kBc / 8 / kParts;                       // n8 tiles of S
+  static constexpr int kOUnitsOfAll = round_up(P::kHeadDimV, 16) / 16;  // n16 units of O
+  static constexpr int kOUnits = units_of(P::kHeadDimV, P::kDSplit);    // of a warp
+  static constexpr bool kGuardO = kOUnits * P::kDSplit != kOUnitsOfAll;
+  static constexpr int kOt = 2 * kOUnits;  // n8 tiles of O
   static constexpr int kQSteps = round_up(P::kHeadDim, 16) / 16;
   static constexpr int kQkUnroll = P::kQInRegisters ? kQSteps : 8;  // steps of Q K^T at a time
   static constexpr int kKvBytes = kScaledKv<P> ? 1 : 2;
   // Columns of a tile of K and V, which has two codes in each.
   static constexpr int kKColumns = P::kHeadDim * kKvBytes / 2, kVColumns = P::kHeadDimV * kKvBytes / 2;
-  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,   P::kHeadDim,  P::kHeadDimV,
-                                         P::kStages, kKvBytes, P::kKeyScales};
+  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,   P::kHeadDim,   P::kHeadDimV,
+                                         P::kStages, kKvBytes, P::kKeyScales, P::kDSplit};
   static constexpr int kKBytes = kLayout.k_tile(), kVBytes = kLayout.v_tile();
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
@@ -28,11 +34,26 @@ struct ForwardPolicy {
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
   static constexpr bool kLatePv =
-      kLateRegisters <= 192 && !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+      !kSharesRows && kLateRegisters <= 192 && !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
   /// A word of bits holds which keys of a row attend. Beside a block map it takes too many registers.
   static constexpr bool kKeyBits = P::kMaskBounds > 0 && !P::kBlockMap;
   /// Copies that may still be under way when a step begins.
   static constexpr int kPendingCopies = P::kStages == 1 ? 0 : P::kStages - 2;
 };
+
+/// Which of the warps along the rows this one is, and which of those that share its rows.
+template <class P>
+__device__ __forceinline__ int row_warp(int warp) {
+  return ForwardPolicy<P>::kSharesRows ? warp % ForwardPolicy<P>::kRowWarps : warp;
+}
+template <class P>
+__device__ __forceinline__ int column_part() {
+  return ForwardPolicy<P>::kSharesRows ? static_cast<int>(threadIdx.x) / 32 / ForwardPolicy<P>::kRowWarps : 0;
+}
+/// The first of a KV tile's keys for which this warp computes S.
+template <class P>
+__device__ __forceinline__ int first_key() {
+  return column_part<P>() % ForwardPolicy<P>::kParts * ForwardPolicy<P>::kNt * 8;
+}
 
 }  // namespace flashjit::sm80

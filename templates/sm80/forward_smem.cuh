@@ -28,6 +28,11 @@ struct ForwardSmem {
   __device__ __forceinline__ float* k_scales(int i) const { return scales(kLayout.k_scales(), i); }
   __device__ __forceinline__ float* v_scales(int i) const { return scales(kLayout.v_scales(), i); }
   __device__ __forceinline__ char* o() const { return shared + kLayout.q(); }
+  // Warps that share rows: P, and a value of each row from each of them.
+  __device__ __forceinline__ char* p_tile() const { return shared + kLayout.p(); }
+  __device__ __forceinline__ float* row_values(int part) const {
+    return reinterpret_cast<float*>(shared + kLayout.row_values()) + part * P::kBr;
+  }
 
  private:
   __device__ __forceinline__ float* scales(int first, int i) const {

@@ -67,24 +67,29 @@ __device__ __forceinline__ void clear_rows(RowValues<P>& row_max, RowValues<P>& 
     for (int half = 0; half < 2; ++half) row_max[mt][half] = -infinity(), row_sum[mt][half] = 0.0f;
 }
 
-/// Online softmax, m = max(m, rowmax(S)): the exponent's `shift` is m, and what was summed before is brought
-/// to it by `rescale`. Returns whether no row's m has changed.
+/// max(start, rowmax(S)) of a lane's row.
 template <class P>
+__device__ __forceinline__ float max_of_row(const ForwardScores<P>& s, float start, int mt, int half) {
+  float highest = start;
+#pragma unroll
+  for (int nt = 0; nt < ForwardPolicy<P>::kNt; ++nt)
+    highest = fmaxf(highest, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
+  highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
+  return fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+}
+
+/// Online softmax, m = max(m, rowmax(S)): the exponent's `shift` is m, and what was summed before is brought
+/// to it by `rescale`. Returns whether no row's m has changed. `max_of(before, mt, half)` finds m.
+template <class P, class MaxOf>
 __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& row_sum, RowValues<P>& shift,
-                                           RowValues<P>& rescale, const ForwardScores<P>& s,
-                                           float scale_log2) {
+                                           RowValues<P>& rescale, float scale_log2, const MaxOf& max_of) {
   using Policy = ForwardPolicy<P>;
   bool same_max = true;
 #pragma unroll
   for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      float highest = row_max[mt][half];
-#pragma unroll
-      for (int nt = 0; nt < Policy::kNt; ++nt)
-        highest = fmaxf(highest, fmaxf(s[mt][nt][2 * half], s[mt][nt][2 * half + 1]));
-      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
-      highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
+      const float highest = max_of(row_max[mt][half], mt, half);
       // A row that attends to nothing so far has no maximum to subtract.
       const float factor = exponent_factor<P>(highest, scale_log2);
       shift[mt][half] = highest == -infinity() ? 0.0f : __fmul_rn(highest, factor);
@@ -98,14 +103,15 @@ __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& 
   return same_max;
 }
 
-/// P = exp2(S - m) of 16 keys; returns the last.
+/// P = exp2(S - m) of n8 tiles from `first` on, of 16 keys or of those that there are; returns the last.
 template <class P>
 __device__ __forceinline__ float exponentials(ForwardScores<P>& s, RowValues<P>& row_sum,
                                               const RowValues<P>& row_max, const RowValues<P>& shift,
-                                              float scale_log2, int k) {
+                                              float scale_log2, int first) {
   using Policy = ForwardPolicy<P>;
+  constexpr int kCount = Policy::kNt == 1 ? 1 : 2;
 #pragma unroll
-  for (int nt = 2 * k; nt < 2 * k + 2; ++nt)
+  for (int nt = first; nt < first + kCount; ++nt)
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
@@ -114,7 +120,7 @@ __device__ __forceinline__ float exponentials(ForwardScores<P>& s, RowValues<P>&
         s[mt][nt][e] = exp2_approx(fmaf(s[mt][nt][e], factor, -shift[mt][e / 2]));
         row_sum[mt][e / 2] += s[mt][nt][e];
       }
-  return s[Policy::kMt - 1][2 * k + 1][3];
+  return s[Policy::kMt - 1][first + kCount - 1][3];
 }
 
 /// O = exp2(m before - m) O

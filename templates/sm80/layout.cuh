@@ -13,6 +13,14 @@ constexpr int pitch(int columns) { return round_up(columns, 16) + 8; }
 constexpr int kStagedTileBytes = 16;  ///< common/tile_walk.cuh
 constexpr int tile_bytes(int rows, int columns) { return rows * pitch(columns) * 2; }
 
+/// n8 tiles of a matrix product's columns that one of `warps` warps computes where they share them: an equal
+/// part, or where there are fewer tiles than warps one tile each, which several then compute.
+constexpr int score_parts(int columns, int warps) {
+  return larger(1, columns / 8 < warps ? columns / 8 : warps);
+}
+/// n16 units of `columns` columns that one of `warps` warps has; the last may have fewer.
+constexpr int units_of(int columns, int warps) { return (round_up(columns, 16) / 16 + warps - 1) / warps; }
+
 /// Registers of a thread for its `m_tiles` times 16 rows in the forward pass: S and O, P as 16 bits if it is
 /// kept beside the next S, and Q if it stays there.
 constexpr int forward_registers(int m_tiles, int bc, int head_dim, int head_dim_v, bool q_in_registers,
@@ -21,11 +29,13 @@ constexpr int forward_registers(int m_tiles, int bc, int head_dim, int head_dim_
                     (q_in_registers ? round_up(head_dim, 16) / 4 : 0));
 }
 /// Q (and at the end O), then `stages` tiles of K, then of V, and where keys have scales of their own theirs.
-/// A tile of codes is one of half as many columns of two.
+/// With d_split also P, and of each warp that shares its rows a value of each of them. A tile of codes is one
+/// of half as many columns of two.
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   int kv_bytes;  ///< of an element of K and V
   bool key_scales;
+  int d_split;
 
   constexpr int k_tile() const { return tile_bytes(bc, head_dim * kv_bytes / 2); }
   constexpr int v_tile() const { return tile_bytes(bc, head_dim_v * kv_bytes / 2); }
@@ -36,11 +46,20 @@ struct ForwardLayout {
   constexpr int v() const { return k() + stages * k_tile(); }
   constexpr int k_scales() const { return v() + stages * v_tile(); }
   constexpr int v_scales() const { return k_scales() + stages * scales(); }
-  constexpr int bytes() const { return v_scales() + stages * scales(); }
+  constexpr int p() const { return v_scales() + stages * scales(); }
+  constexpr int row_values() const { return p() + (d_split > 1 ? tile_bytes(br, bc) : 0); }
+  constexpr int bytes() const { return row_values() + (d_split > 1 ? d_split * br * 4 : 0); }
 };
 
+/// Above so many columns the backward pass is another: warps that share rows share dK's and dV's columns.
+constexpr int kMostNarrowColumns = 256;
+constexpr bool is_wide(int head_dim, int head_dim_v) {
+  return larger(head_dim, head_dim_v) > kMostNarrowColumns;
+}
+
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// one or two of dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other.
+/// one or two of dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other; wide
+/// two tiles instead, of dS and of P.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages, exchanged;
 
@@ -49,7 +68,9 @@ struct BackwardLayout {
   constexpr int q() const { return v() + tile_bytes(bc, head_dim_v); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, head_dim); }
   constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
-  constexpr int lse() const { return ds() + (stages > 1 ? 2 : 1) * tile_bytes(bc, br); }
+  constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
+  constexpr int p() const { return ds() + tile_bytes(bc, br); }  // wide
+  constexpr int lse() const { return ds() + (stages > 1 || wide() ? 2 : 1) * tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int staged() const { return d() + stages * br * 4; }
   constexpr int exchange() const { return staged() + stages * kStagedTileBytes; }

@@ -19,6 +19,12 @@ __device__ __forceinline__ void multiply_transposed(float (&c)[kMt][kNt][4], uns
 #pragma unroll
     for (int nt = 0; nt < kNt; nt += 2) {
       unsigned b[4];
+      if constexpr (kNt == 1) {
+        load_matrix_x2(b[0], b[1], b_tile + k * 16 * 2);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) mma_16x8x16<Element>(c[mt][0], a[mt], b[0], b[1]);
+        continue;
+      }
       load_matrix_x4(b, b_tile + (nt * 8 * kPitch + k * 16) * 2);
 #pragma unroll
       for (int mt = 0; mt < kMt; ++mt) {

@@ -112,16 +112,24 @@ std::vector<Case> cases(const DeviceInfo& device) {
   return all;
 }
 
-class Kernels : public testing::TestWithParam<const char*> {};
+std::vector<Case> wide_cases(const DeviceInfo& device) {
+  std::vector<Case> all;
+  for (const plan::FamilyTraits& family : plan::families())
+    std::ranges::copy(cases_of(family, test::covering_wide_specs(), device), std::back_inserter(all));
+  return all;
+}
 
-TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
-  const std::vector<std::string> offered = compiler().architectures();
-  if (std::count(offered.begin(), offered.end(), GetParam()) == 0) {
-    GTEST_SKIP() << compiler().tag() << " does not compile for " << GetParam();
+/// By an architecture.
+class Kernels : public testing::TestWithParam<const char*> {
+ protected:
+  void SetUp() override {
+    const std::vector<std::string> offered = compiler().architectures();
+    if (std::count(offered.begin(), offered.end(), GetParam()) == 0)
+      GTEST_SKIP() << compiler().tag() << " does not compile for " << GetParam();
   }
-  const DeviceInfo device = DeviceInfo::parse(GetParam());
-  const std::vector<Case> all = cases(device);
+};
 
+void compile_and_check_all(const std::vector<Case>& all, const DeviceInfo& device) {
   std::atomic<std::size_t> next{0};
   std::mutex mutex;
   const auto work = [&] {
@@ -134,6 +142,15 @@ TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
   std::thread helper(work);
   work();
   helper.join();
+}
+
+TEST_P(Kernels, CompileWithoutSpillsWithinTheDevice) {
+  const DeviceInfo device = DeviceInfo::parse(GetParam());
+  compile_and_check_all(cases(device), device);
+}
+TEST_P(Kernels, CompileWithoutSpillsAbove256Columns) {
+  const DeviceInfo device = DeviceInfo::parse(GetParam());
+  compile_and_check_all(wide_cases(device), device);
 }
 
 INSTANTIATE_TEST_SUITE_P(Architectures, Kernels,
@@ -169,7 +186,7 @@ TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
                                  ":dropout:map64x64"};
   constexpr std::array kArchitectures = {"sm_80", "sm_90a", "sm_120"};
   std::size_t i = 0;
-  for (const char* dims : {"d64", "d128", "d256"}) {
+  for (const char* dims : {"d64", "d128", "d256", "d512"}) {
     for (const char* score : kScores) {
       const DeviceInfo device = DeviceInfo::parse(kArchitectures[i / 3 % 3]);
       const AttentionSpec spec =

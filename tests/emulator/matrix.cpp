@@ -62,7 +62,8 @@ char* matrix_row(const Brought& brought, int argument, int matrix, int row) {
 void load_matrices(Warp&, const Brought& brought, unsigned) {
   const Instruction& of = *lane_of(brought, 0).instruction;
   const bool transposed = of.has(".trans");
-  for (int matrix = 0; matrix < 4; ++matrix) {
+  const int matrices = of.has(".x2") ? 2 : 4;
+  for (int matrix = 0; matrix < matrices; ++matrix) {
     std::array<std::array<Element, 8>, 8> values;
     for (int row = 0; row < 8; ++row)
       std::memcpy(values[row].data(), matrix_row(brought, 1, matrix, row), 16);
@@ -265,7 +266,8 @@ void wait_for_products(const Instruction& of, Frame& frame) {
 
 Execute find_matrix_execution(const std::string& opcode) {
   const auto is = [&](std::string_view prefix) { return opcode.starts_with(prefix); };
-  if (is("ldmatrix.sync.aligned.m8n8.x4.")) return together<load_matrices>;
+  if (is("ldmatrix.sync.aligned.m8n8.x4.") || is("ldmatrix.sync.aligned.m8n8.x2.shared."))
+    return together<load_matrices>;
   if (is("stmatrix.sync.aligned.m8n8.x4.shared.b16")) return together<store_matrices>;
   if (is("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") ||
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))

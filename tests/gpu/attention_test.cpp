@@ -1,5 +1,6 @@
 // Dense attention, forward and backward, against the fp64 reference: every pair of features occurs in some
 // case. Shapes too large for the CPU are in large_test.cpp, against the naive GPU kernel.
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -160,6 +161,38 @@ std::vector<AttentionCase> in_layouts_by_turns(std::vector<AttentionCase> cases)
   return cases;
 }
 
+/// Above 256 columns: every dimension, and each feature.
+std::vector<AttentionCase> wide_cases() {
+  constexpr std::array<const char*, 10> kRests = {"",
+                                                  ":causal",
+                                                  ":dropout:causal",
+                                                  ":kvlen:det",
+                                                  ":varlen:sinks:causal",
+                                                  ":map64x64:dropout",
+                                                  ":map16x256:causal:det",
+                                                  ":score{50.0 * tanh(score / 50.0)}",
+                                                  ":score{bias: fp32 2d grad; score + bias[h, kv]}",
+                                                  ":mask{doc: int32 1d; doc[q] == doc[kv]}:row_max"};
+  constexpr std::array<AttentionShape, 2> kShapes = {{{2, 4, 2, 130, 200}, {1, 2, 1, 333, 333}}};
+  std::vector<std::string> texts;
+  for (int d = 264; d <= 576; d += 8)
+    texts.push_back(fmt::format("{}:d{}x{}{}", texts.size() % 2 ? "bf16" : "fp16", d, std::min(d, 512),
+                                kRests[texts.size() % kRests.size()]));
+  for (const char* dims : {"d512", "d320x256", "d576x512"})
+    for (const char* rest : kRests) texts.push_back(fmt::format("bf16:{}{}", dims, rest));
+  for (const char* dims : {"d8x512", "d576x8"}) texts.push_back(fmt::format("bf16:{}:causal", dims));
+  const std::vector<const char*> specs = [&] {
+    std::vector<const char*> pointers;
+    for (const std::string& text : texts) pointers.push_back(text.c_str());
+    return pointers;
+  }();
+  std::vector<AttentionCase> cases = feature_cases(specs, kShapes, std::array{Family::sm80}, "wide");
+  constexpr std::array kOfThreads = {"fp32:d512:causal", "fp32:d576x512:dropout:det", "bf16:d320x256:kvlen"};
+  std::ranges::copy(feature_cases(kOfThreads, kShapes, std::array{Family::simt}, "wide"),
+                    std::back_inserter(cases));
+  return in_layouts_by_turns(cases);
+}
+
 /// KV tiles for all multiprocessors: family sm80 takes its largest tiles, in which two warps share rows and
 /// dQ comes a tile later; the others of these tests have the smallest.
 std::vector<AttentionCase> large_tile_cases() {
@@ -193,6 +226,7 @@ class Attention : public CaseTest {
   static void SetUpTestSuite() {
     std::vector<AttentionCase> cases = large_tile_cases();
     std::ranges::copy(all_cases(), std::back_inserter(cases));
+    std::ranges::copy(wide_cases(), std::back_inserter(cases));
     prepare_selected(cases);
   }
 };
@@ -200,6 +234,9 @@ class Attention : public CaseTest {
 TEST_P(Attention, MatchesTheReference) { run_case(); }
 
 INSTANTIATE_TEST_SUITE_P(Pairs, Attention, testing::ValuesIn(all_cases()),
+                         [](const auto& test) { return name_of(test.param); });
+
+INSTANTIATE_TEST_SUITE_P(Wide, Attention, testing::ValuesIn(wide_cases()),
                          [](const auto& test) { return name_of(test.param); });
 
 INSTANTIATE_TEST_SUITE_P(LargeTiles, Attention, testing::ValuesIn(large_tile_cases()),

@@ -86,6 +86,16 @@ inline std::vector<AttentionSpec> covering_specs() {
   });
 }
 
+/// Above 256 columns, with fewer values of each feature.
+inline std::vector<AttentionSpec> covering_wide_specs() {
+  return specs_covering({{"fwd", "bwd"},
+                         {":bf16", ":fp32"},
+                         {":d512", ":d320x256", ":d576x512", ":d264"},
+                         {"", ":causal"},
+                         {"", ":dropout", ":kvlen", ":map16x256", ":varlen:sinks"},
+                         {"", ":det"}});
+}
+
 /// What a family can do that has no options: most of covering_specs() is beyond it.
 inline std::vector<AttentionSpec> covering_plain_specs() {
   return specs_covering({{"fwd", "bwd"},

@@ -794,10 +794,10 @@ TEST_F(EngineTest, SupportsSaysWhyNot) {
   const auto runtime = engine();
   EXPECT_TRUE(runtime->supports(kSpec, kShape));
   AttentionSpec wide = kSpec;
-  wide.head_dim = 512;
+  wide.head_dim = 584;
   const Support refused = runtime->supports(wide, kShape);
   EXPECT_FALSE(refused);
-  EXPECT_CONTAINS(refused.reason, "512");
+  EXPECT_CONTAINS(refused.reason, "584");
   EXPECT_FALSE(runtime->supports(kSpec, {1, 3, 2, 8, 8}));
 }
 

@@ -2,6 +2,7 @@
 #include "plan/plan.hpp"
 #include "plan/tiles.hpp"
 
+#include <fmt/format.h>
 #include <gtest/gtest.h>
 
 #include <functional>
@@ -217,11 +218,35 @@ TEST(Plan, ThePortableFamilyTakesWhatFits) {
            Case{"sm_90", "bwd:bf16:d240", large, "sm80:br64:bc64:w8:s2:d_split2"},
            Case{"sm_80", "bwd:bf16:d256", large, "sm80:br32:bc64:w8:s2:d_split2"},
            Case{"sm_86", "bwd:bf16:d256", large, "sm80:br16:bc64:w8:d_split2"},
+           Case{"sm_80", "fwd:bf16:d320x256", large, "sm80:br64:bc64:w4"},
+           Case{"sm_90", "fwd:bf16:d512", large, "sm80:br64:bc64:w8:d_split4"},
+           Case{"sm_80", "fwd:bf16:d576x512", large, "sm80:br64:bc32:w8:d_split2"},
+           Case{"sm_86", "fwd:bf16:d512", large, "sm80:br32:bc16:w4:d_split2"},
+           Case{"sm_90", "bwd:bf16:d512", large, "sm80:br64:bc32:w8:d_split4"},
+           Case{"sm_80", "bwd:bf16:d576x512", large, "sm80:br32:bc32:w8:d_split4"},
+           Case{"sm_86", "bwd:bf16:d512", large, "sm80:br16:bc16:w4:d_split4"},
        }) {
     const DeviceInfo device = DeviceInfo::parse(c.arch);
     EXPECT_EQ(to_string(make_plan(parse_spec(c.spec), c.shape, device, {}).config), c.config)
         << c.arch << ' ' << c.spec;
   }
+}
+
+/// Also within the 100 KB of shared memory that small GPUs have.
+TEST(Plan, EveryWideHeadDimensionHasTilesOnTensorCores) {
+  std::vector<std::string> dims;
+  for (int d = 264; d <= 576; d += 8)
+    dims.push_back(d <= 512 ? fmt::format("d{}", d) : fmt::format("d{}x512", d));
+  for (const char* more : {"d320x256", "d576x8", "d8x512", "d576x264"}) dims.emplace_back(more);
+  for (const char* arch : {"sm_80", "sm_86", "sm_90", "sm_120"})
+    for (const std::string& of : dims)
+      for (const char* pass : {"fwd", "bwd"}) {
+        const AttentionSpec spec = parse_spec(fmt::format("{}:bf16:{}", pass, of));
+        const DeviceInfo device = DeviceInfo::parse(arch);
+        const TileConfig config = make_plan(spec, kShape, device, {}).config;
+        EXPECT_EQ(config.family, Family::sm80) << arch << ' ' << to_string(spec);
+        EXPECT_TRUE(sm80_traits().admits(spec, config, device)) << arch << ' ' << to_string(spec);
+      }
 }
 
 TEST(Plan, TheSpecIsNormalized) {

@@ -176,10 +176,11 @@ TEST(Spec, ParseRefusesWithTheOffendingText) {
   refused("bf16:d64x32x16", {"unknown field 'd64x32x16'"});
   refused("bf16:d0", {"'d0'", "from 1 to"});
   refused("bf16:d99999999999999999999", {"'99999999999999999999'", "from 1 to"});
-  refused("bf16:d300", {"'bf16:d300' is out of range", "head_dim is 300", "a multiple of 8 from 8 to 256"});
+  refused("bf16:d600", {"'bf16:d600' is out of range", "head_dim is 600", "a multiple of 8 from 8 to 576"});
+  refused("bf16:d576", {"head_dim_v is 576", "a multiple of 8 from 8 to 512"});
   refused("bf16:d64:map8", {"'bf16:d64:map8' is out of range"});
-  refused("bf16:d12", {"'bf16:d12' is out of range", "head_dim is 12", "a multiple of 8 from 8 to 256"});
-  refused("bf16:d64x4", {"head_dim_v is 4", "a multiple of 8 from 8 to 256"});
+  refused("bf16:d12", {"'bf16:d12' is out of range", "head_dim is 12", "a multiple of 8 from 8 to 576"});
+  refused("bf16:d64x4", {"head_dim_v is 4", "a multiple of 8 from 8 to 512"});
   refused("bf16:d64:", {"unknown field ''"});
   refused("bf16:d64:casual", {"unknown field 'casual'", "causal or causal_top_left"});
   refused("bf16:d64:causal:causal_top_left", {"says twice what 'causal_top_left' says"});
@@ -210,8 +211,9 @@ TEST(Spec, ValidateNamesTheField) {
   const auto refused = [](const AttentionSpec& spec, const std::vector<std::string>& parts) {
     expect_refused([&] { spec.validate(); }, parts);
   };
-  refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 256"});
-  refused({.head_dim = 264}, {"head_dim is 264"});
+  refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 576"});
+  refused({.head_dim = 584}, {"head_dim is 584"});
+  refused({.head_dim = 520}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
   refused({.head_dim = -8}, {"head_dim is -8"});
   refused({.head_dim = 64, .head_dim_v = 20}, {"head_dim_v is 20"});
   refused({.head_dim = 64,
@@ -324,7 +326,7 @@ TEST(Config, ParseRefusesWithTheOffendingText) {
   refused("sm80:br0:bc64:w4", {"wrong field 'br0'", "from 1 to 1024"});
   refused("sm80:br64:bc64:w33", {"wrong field 'w33'", "from 1 to 32"});
   refused("sm80:br64:bc64:w4:s0", {"wrong field 's0'", "from 1 to 16"});
-  refused("sm80:br64:bc64:w4:d_split3", {"wrong field 'd_split3'", "from 1 to 2"});
+  refused("sm80:br64:bc64:w4:d_split9", {"wrong field 'd_split9'", "from 1 to 8"});
   refused("sm80:br64:bc64:w4:min_blocks99", {"wrong field 'min_blocks99'", "from 1 to 32"});
   refused("sm80:br64:bc64:w4:s2:s3", {"says twice what 's3' says"});
   refused("sm80:br64:bc64:w4:q_in_registers:q_in_registers", {"says twice what 'q_in_registers' says"});

@@ -53,9 +53,9 @@ std::vector<std::string> find_layers(const std::filesystem::path& folder) {
 
 int head_dim_of(const std::string& path) {
   const std::vector<std::int64_t> shape = npy::read(path).shape;
-  if (shape.size() == 4 && shape[3] > 0 && shape[3] <= 256) return static_cast<int>(shape[3]);
+  if (shape.size() == 4 && shape[3] > 0 && shape[3] <= 512) return static_cast<int>(shape[3]);
   throw Error(ErrorCode::invalid_argument,
-              fmt::format("'{}' has the sizes [{}]; wanted are [batch, heads, length, dim up to 256]", path,
+              fmt::format("'{}' has the sizes [{}]; wanted are [batch, heads, length, dim up to 512]", path,
                           fmt::join(shape, ", ")));
 }
 

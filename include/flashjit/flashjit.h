@@ -123,6 +123,16 @@ typedef struct flashjit_page_table {
   int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
 } flashjit_page_table;
 
+/** Scales of K or V where the spec says "kv<type>": fp32 [sequences, pages, KV heads, rows] on the device. A key
+ * is its code times the scale of its sequence, page, head and row; a dimension of size 1 is shared by all.
+ * Without "key_scales" pages and rows have size 1. The pages of a cache in slots are the slots, and their rows
+ * its capacity; without a cache there is one page, whose rows are those of K, packed ones with "varlen". */
+typedef struct flashjit_scales {
+  float* data;       /**< null: there are none */
+  int64_t size[4];   /**< sequences, pages, KV heads, rows */
+  int64_t stride[4]; /**< in elements; not read where the size is 1 */
+} flashjit_scales;
+
 /** The element type of a captured tensor, if the caller states it. */
 typedef int32_t flashjit_element_type;
 enum {
@@ -195,6 +205,7 @@ typedef struct flashjit_forward_args {
   flashjit_page_table page_table; /**< with "pages", and where slots of "cache" are not in order */
   float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends
                        to, after the score program and without sinks; -inf: it attends to nothing */
+  flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec; read only */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -258,6 +269,9 @@ typedef struct flashjit_append_args {
   const int32_t* cu_seqlens_q; /**< [batch_size + 1] on the device, with "varlen" in the spec */
   int64_t batch_size;          /**< sequences, with "varlen" in the spec */
   int64_t max_seqlen_kv;       /**< the most keys of a sequence; 0: all there is room for */
+  /** With "kv<type>" in the spec: those of heads are read, and what is too large for them becomes the largest
+   * code. With "key_scales" each new key gets its own, which is written: they have size 1 in sequences alone. */
+  flashjit_scales k_scale, v_scale;
 } flashjit_append_args;
 
 /** O and LSE of the same queries over some of their keys. */

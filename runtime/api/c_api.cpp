@@ -103,6 +103,11 @@ flashjit::PageTableView view(const flashjit_page_table& table) {
   return {table.data, table.sequences, table.columns, table.stride};
 }
 
+flashjit::ScaleView view(const flashjit_scales& scales) {
+  if (!scales.data) return {};
+  return {scales.data, std::to_array(scales.size), std::to_array(scales.stride)};
+}
+
 std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
 
 static_assert(FLASHJIT_MAX_CAPTURES == flashjit::kMaxCaptures + flashjit::kMaxScalars);
@@ -184,7 +189,8 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
   return flashjit::read_struct(
       "flashjit_forward_args", args,
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
-       offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table)});
+       offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
+       offsetof(flashjit_forward_args, k_scale)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
@@ -199,6 +205,8 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   set_common(args, c, room);
   args.page_table = view(c.page_table);
   args.row_max = c.row_max;
+  args.k_scale = view(c.k_scale);
+  args.v_scale = view(c.v_scale);
   return args;
 }
 
@@ -230,7 +238,7 @@ std::optional<flashjit::DType> dtype(const char* name, flashjit_element_type typ
 }
 
 flashjit::AppendArgs append_args(const flashjit_append_args* given) {
-  const auto c = flashjit::read_struct("flashjit_append_args", given);
+  const auto c = flashjit::read_struct("flashjit_append_args", given, {offsetof(flashjit_append_args, k_scale)});
   return {.k = view(c.k),
           .v = view(c.v),
           .k_cache = view(c.k_cache),
@@ -250,7 +258,9 @@ flashjit::AppendArgs append_args(const flashjit_append_args* given) {
                    .positions = c.rope.positions},
           .cu_seqlens_q = c.cu_seqlens_q,
           .batch_size = c.batch_size,
-          .max_seqlen_kv = c.max_seqlen_kv};
+          .max_seqlen_kv = c.max_seqlen_kv,
+          .k_scale = view(c.k_scale),
+          .v_scale = view(c.v_scale)};
 }
 
 /// Room for the states of a call, whose span the arguments hold.

@@ -24,7 +24,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"sinks", "kSinks", &AttentionSpec::sinks, "sinks"},
     SpecOption{"cache", "kCache", &AttentionSpec::cache, "cache"},
     SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
-    SpecOption{"key_scales", "kKeyScales", &AttentionSpec::key_scales, "key_scales"},
+    SpecOption{"key_scales", "kKeyScales", &AttentionSpec::key_scales, "k_scale"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

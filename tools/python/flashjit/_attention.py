@@ -11,8 +11,9 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
+from ._plans import KV_TYPES, NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
 from ._problem import autocast, check_types, plain_problem, read_problem
+from ._scales import with_scales
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
 from .errors import InvalidArgument, Unsupported
@@ -28,7 +29,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
               cu_seqlens_q: Union[Tensor, None] = None, cu_seqlens_kv: Union[Tensor, None] = None,
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
-              page_table: Union[Tensor, None] = None, cache: bool = False,
+              page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
+              v_scale: Union[Tensor, None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
@@ -61,6 +63,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         cu_seqlens_q and max_seqlen_q the queries are packed; max_seqlen_kv is the most keys that a sequence may have, by
         default all that a row of the table has room for. No gradients.
     cache: k and v are a cache's slots in order, k [sequences, heads_kv, capacity, head_dim]; all else as with page_table.
+    k_scale, v_scale: with k and v of float8_e4m3fn, float8_e5m2 or int8: float32, what these are multiplied with: one number,
+        [heads_kv], [sequences, heads_kv], or for keys or pages with scales of their own [pages, heads_kv, rows of a page], 1 in
+        the place of the rows where a page has one (slots of a cache, and without a cache sequences, stand for pages); any
+        strides. No gradients.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
@@ -83,7 +89,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
     pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
-    if (plain and not cached and not return_row_max and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
+    scaled = k_scale is not None or v_scale is not None or k.dtype in KV_TYPES
+    if (plain and not cached and not scaled and not return_row_max and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
             and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
             is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
@@ -100,7 +107,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
             raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
                                   "cache=True too where the last query is to see a sequence's own last key, or "
                                   "causal=\"top_left\", or a mask_mod, where k is padded.")
-        if cached and wants_grad:
+        if scaled:
+            fixed, problem = with_scales(fixed, problem, k, v, k_scale, v_scale)
+        if (cached or scaled) and wants_grad:
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
@@ -142,8 +151,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
 
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> None:
     if q.requires_grad or k.requires_grad or v.requires_grad or (sinks is not None and sinks.requires_grad) or _any_grad(values):
-        raise Unsupported("a cache has no backward pass: call attention() under torch.no_grad(), or with K and V as tensors "
-                          "without page_table and cache.")
+        raise Unsupported("a cache, and K and V of 8 bits, have no backward pass: call attention() under torch.no_grad(), or with K "
+                          "and V as tensors of the type of Q, without page_table and cache.")
 
 
 def _is_negated(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> bool:

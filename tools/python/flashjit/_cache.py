@@ -10,8 +10,9 @@ from torch import Tensor
 from . import _library
 from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
-from ._plans import (ELEMENTS, KEEP_PLANS, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
-                     is_watched, launch, readable, signature, tensor_struct)
+from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
+                     is_watched, launch, readable, scales_struct, signature, tensor_struct)
+from ._scales import in_four_dims, kv_options
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -24,6 +25,8 @@ class _Given(NamedTuple):
     sin: Union[Tensor, None]
     positions: Union[Tensor, None]
     cu_seqlens_q: Union[Tensor, None]
+    k_scale: Union[Tensor, None]  # of caches of 8 bits, in four dimensions
+    v_scale: Union[Tensor, None]
 
 
 class _Rotation(NamedTuple):
@@ -36,7 +39,8 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
            q: Union[Tensor, None] = None, q_out: Union[Tensor, None] = None, cos: Union[Tensor, None] = None,
            sin: Union[Tensor, None] = None, theta: Union[float, None] = None, rope_dims: Union[int, None] = None,
            interleaved: bool = False, positions: Union[Tensor, None] = None, cu_seqlens_q: Union[Tensor, None] = None,
-           max_seqlen_kv: Union[int, None] = None) -> Union[Tensor, None]:
+           max_seqlen_kv: Union[int, None] = None, k_scale: Union[Tensor, None] = None,
+           v_scale: Union[Tensor, None] = None) -> Union[Tensor, None]:
     """Stores new rows of K and V into a cache, K's rotated (RoPE), and rotates those of Q, in one launch. Returns the rotated Q.
 
     k, v: [sequences, heads_kv, n, head_dim]: new row i of sequence b becomes its key kv_lengths[b] - n + i. With cu_seqlens_q,
@@ -51,12 +55,16 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
     interleaved: pairs are dimensions (2 i, 2 i + 1); else (i, i + rope_dims / 2).
     positions: int32, one for each new row, like a dimension of k's batch and rows; None: the number of its key.
     max_seqlen_kv: the most keys that a sequence may have; None: all that there is room for.
+    k_scale, v_scale: with caches of float8_e4m3fn, float8_e5m2 or int8, as of attention(): K and V are divided by those of a
+        head, and what is then too large becomes the largest code; of [pages, heads_kv, rows] each new key's is written, such
+        that its largest element becomes the largest code.
 
     Rows without a sequence, without a place in the cache or without a row in the tables are left out: nothing is written for
     them, in q_out neither. Before a CUDA graph is captured, call it once. No gradients. Raises flashjit.Error.
     """
     tensors = {"k": k, "v": v, "k_cache": k_cache, "v_cache": v_cache, "q": q, "q_out": q_out}
-    given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q)
+    given = _Given(kv_lengths, page_table, cos, sin, positions, cu_seqlens_q, in_four_dims("k_scale", k_scale, True),
+                   in_four_dims("v_scale", v_scale, True))
     _check_kinds(tensors, given)
     if theta is not None:
         check_number("theta", theta)
@@ -74,14 +82,14 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
 
 torch.library.define("flashjit::append",
                      "(Tensor k, Tensor v, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor? q, Tensor(c!)? q_out, Tensor kv_lengths, "
-                     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, float theta, "
-                     "int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
+                     "Tensor? page_table, Tensor? cos, Tensor? sin, Tensor? positions, Tensor? cu_seqlens_q, "
+                     "Tensor(d!)? k_scale, Tensor(e!)? v_scale, float theta, int rope_dims, bool interleaved, SymInt max_seqlen_kv) -> ()", tags=(torch.Tag.pt2_compliant_tag,))
 torch.library.register_fake("flashjit::append")(lambda *_: None)
 
 
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None], q_out: Union[Tensor, None],
             *rest: Any) -> None:
-    given, rotation, max_seqlen_kv = _readable_tables(_Given(*rest[:6])), _Rotation(*rest[6:9]), rest[9]
+    given, rotation, max_seqlen_kv = _readable_tables(_Given(*rest[:8])), _Rotation(*rest[8:11]), rest[11]
     k, v = readable(k, "k"), readable(v, "v")
     if q is not None and q is not q_out:
         q = readable(q, "q")
@@ -110,9 +118,11 @@ class _AppendCall:
         dims = f"{k.shape[3]}" if k.shape[3] == v.shape[3] else f"{k.shape[3]}x{v.shape[3]}"
         options = f"{':varlen' if given.cu_seqlens_q is not None else ''}" + (
             f":pages{named['k_cache'].shape[2]}" if table is not None and table.dim() == 2 else ":cache")
+        options += kv_options(named["k_cache"], given.k_scale, given.v_scale)
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
         args = AppendArgs(struct_size=ctypes.sizeof(AppendArgs), max_seqlen_kv=max_seqlen_kv, rope=_rope(given, rotation),
+                          k_scale=scales_struct(given.k_scale), v_scale=scales_struct(given.v_scale),
                           **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None})
         if table is not None:
             args.page_table = _library.PageTable(None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))
@@ -130,7 +140,7 @@ class _AppendCall:
 
 _ROPE = _library.word(AppendArgs, "rope")
 _PLACES = (*[_library.word(AppendArgs, name) for name in ("k", "v", "k_cache", "v_cache", "q", "q_out", "kv_lengths", "page_table")],
-           *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")], _library.word(AppendArgs, "cu_seqlens_q"))
+           *[_ROPE + _library.word(Rope, name) for name in ("cos", "sin", "positions")], *[_library.word(AppendArgs, name) for name in ("cu_seqlens_q", "k_scale", "v_scale")])
 _calls: dict[Any, _AppendCall] = {}
 
 
@@ -152,7 +162,7 @@ def _readable_tables(given: _Given) -> _Given:
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     return _Given(given.kv_lengths.contiguous(), table, cos, sin, None if given.positions is None else given.positions.contiguous(),
-                  None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous())
+                  None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(), given.k_scale, given.v_scale)
 
 
 def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
@@ -170,7 +180,11 @@ def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
 def _check(tensors: dict[str, Any], given: _Given) -> None:
     """What the library does not see, or knows by other names."""
     k, v, k_cache = tensors["k"], tensors["v"], tensors["k_cache"]
-    check_alike({name: x for name, x in tensors.items() if x is not None})
+    caches = {name: tensors[name] for name in ("k_cache", "v_cache")} if k_cache.dtype in KV_TYPES else {}
+    check_alike({name: x for name, x in tensors.items() if x is not None and name not in caches})
+    if caches:
+        check_alike(caches, KV_TYPES)
+        check_device(k, "k", caches)
     check_device(k, "k", given._asdict())
     sequences = k.shape[0]
     if given.cu_seqlens_q is not None:

@@ -48,6 +48,10 @@ class PageTable(ctypes.Structure):
     _fields_ = [("data", _pointer), ("sequences", _i64), ("columns", _i64), ("stride", _i64)]
 
 
+class Scales(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
+
+
 class Capture(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
                 ("type", ctypes.c_int32), ("size", _i64 * MAX_CAPTURE_DIMS), ("stride", _i64 * MAX_CAPTURE_DIMS), ("scalar", ctypes.c_double)]
@@ -64,7 +68,8 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
-                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer)]
+                ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
+                                                        ("v_scale", Scales)]
 
 
 class BackwardArgs(ctypes.Structure):
@@ -87,7 +92,7 @@ class Rope(ctypes.Structure):
 class AppendArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("k", Tensor), ("v", Tensor), ("k_cache", Tensor), ("v_cache", Tensor),
                 ("kv_lengths", _pointer), ("page_table", PageTable), ("q", Tensor), ("q_out", Tensor), ("rope", Rope),
-                ("cu_seqlens_q", _pointer), ("batch_size", _i64), ("max_seqlen_kv", _i64)]
+                ("cu_seqlens_q", _pointer), ("batch_size", _i64), ("max_seqlen_kv", _i64), ("k_scale", Scales), ("v_scale", Scales)]
 
 
 class PartialState(ctypes.Structure):

@@ -18,6 +18,8 @@ from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
 
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
+#: Of K and V that have scales.
+KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}
 ELEMENTS = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16", torch.int32: "int32",
             torch.int64: "int64", torch.int16: "int16", torch.int8: "int8", torch.uint8: "uint8", torch.bool: "bool"}
 KEEP_PLANS = 4096
@@ -31,7 +33,10 @@ class Fixed(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
     sinks: Any = None
-    page_table: Any = None  # of a cache, in the forward pass
+    # Of the forward pass alone: a cache's, and in four dimensions those of K and V of 8 bits.
+    page_table: Any = None
+    k_scale: Any = None
+    v_scale: Any = None
 
 
 NOTHING = Fixed()
@@ -73,7 +78,7 @@ _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPT
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *fixed))
-                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-1])))
+                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-3])))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -96,6 +101,13 @@ def dense_strides(size: Sequence[int], like: Sequence[int]) -> tuple[int, ...]:
 
 def tensor_struct(size: Sequence[int], stride: Sequence[int]) -> _library.Tensor:
     return _library.Tensor(None, (ctypes.c_int64 * 4)(*size), (ctypes.c_int64 * 4)(*stride))
+
+
+def scales_struct(scale: Union[Tensor, None]) -> _library.Scales:
+    """Of scales [sequences, pages, heads, rows]."""
+    if scale is None:
+        return _library.Scales()
+    return _library.Scales(None, (ctypes.c_int64 * 4)(*scale.shape), (ctypes.c_int64 * 4)(*scale.stride()))
 
 
 class BuiltLists:
@@ -179,10 +191,11 @@ class Plan:
         tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table
-        of_table = {} if table is None else {"page_table": _library.PageTable(
+        forward_alone: dict[str, Any] = {} if table is None else {"page_table": _library.PageTable(
             None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))}
+        forward_alone |= {name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale")}
         self.forward_words = _library.words_of(
-            ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **of_table))
+            ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone))
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
             tensors[name] = tensor_struct(size, stride)
         tensors["dout"] = tensors["out"]
@@ -419,9 +432,10 @@ def say_once(text: str) -> None:
 
 def contiguous(fixed: Fixed) -> Fixed:
     """Of which the kernels know no strides, but a page table's rows."""
-    if all(x is None or x.is_contiguous() or x is fixed.page_table and x.stride(-1) == 1 for x in fixed):
+    *others, k_scale, v_scale = fixed  # whose strides they know
+    if all(x is None or x.is_contiguous() or x is fixed.page_table and x.stride(-1) == 1 for x in others):
         return fixed
-    return Fixed(*[x if x is None else x.contiguous() for x in fixed])
+    return Fixed(*[x if x is None else x.contiguous() for x in others], k_scale, v_scale)
 
 
 def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
@@ -487,8 +501,8 @@ def check_device(first: Tensor, first_name: str, others: Mapping[str, Any]) -> N
                                   f"{name}.to({first_name}.device).")
 
 
-def check_alike(tensors: Mapping[str, Tensor]) -> None:
-    """Of tensors with four dimensions: whether kernels compute with them, and all are of the first one's type and device."""
+def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] = SPEC_TYPES) -> None:
+    """Of tensors with four dimensions: whether kernels take them, and all are of the first one's type and device."""
     first_name, first = next(iter(tensors.items()))
     check_device(first, first_name, tensors)
     for name, tensor in tensors.items():
@@ -497,7 +511,7 @@ def check_alike(tensors: Mapping[str, Tensor]) -> None:
                                   "head_dim].")
         if tensor.layout is not torch.strided:
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
-        if tensor.dtype not in SPEC_TYPES:
+        if tensor.dtype not in types:
             raise WrongType(f"{name} is {describe(tensor)}: flashjit computes in float16, bfloat16 and float32; convert it.")
         if tensor.dtype != first.dtype:
             raise InvalidArgument(f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
@@ -511,7 +525,12 @@ def check_alike(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
-    check_alike({"q": q, "k": k, "v": v})
+    if k.dtype in KV_TYPES:
+        check_alike({"q": q})
+        check_alike({"k": k, "v": v}, KV_TYPES)
+        check_device(q, "q", {"k": k})
+    else:
+        check_alike({"q": q, "k": k, "v": v})
     check_device(q, "q", fixed._asdict())
     if problem.cached and (v.shape[:3] != k.shape[:3] or k.shape[3] != q.shape[3]):
         raise InvalidArgument(f"q is {list(q.shape)}, k is {list(k.shape)}, v is {list(v.shape)}: k must have the head_dim of "

@@ -1,0 +1,127 @@
+"""attention() and append() with K and V of 8 bits: against attention() over what they mean, on the GPU where there is one."""
+import pytest
+
+torch = pytest.importorskip("torch")
+import flashjit  # noqa: E402
+from flashjit.torch import append, attention  # noqa: E402
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if torch.cuda.is_available() else torch.float32
+TYPES = [torch.float8_e4m3fn, torch.float8_e5m2, torch.int8]
+BATCH, HEADS, HEADS_KV, QUERIES, KEYS, DIM = 3, 4, 2, 5, 40, 64
+
+
+def largest(dtype):
+    return 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+
+
+def codes_of(x, scale, dtype):
+    """x / scale in 8 bits, which saturate."""
+    x = (x / scale).clamp(-largest(dtype), largest(dtype))
+    return (x.round() if dtype == torch.int8 else x).to(dtype)
+
+
+def expect_close(got, want):
+    assert torch.isfinite(got).all()
+    assert (got.float() - want.float()).abs().max() <= (2e-2 if got.dtype == torch.bfloat16 else 1e-5)
+
+
+def tensors(dtype, *scale_size):
+    """Q, codes of K and V, their scales, and what they mean."""
+    torch.manual_seed(7)
+    q = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
+    codes, scales, means = [], [], []
+    for _ in "kv":
+        x = torch.randn(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE)
+        scale = (torch.rand(scale_size, device=DEVICE) + 0.5) * 4 / largest(dtype)
+        spread = scale.reshape({0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*scale_size, 1, 1), 3: (*scale_size, 1)}[len(scale_size)])
+        codes.append(codes_of(x, spread, dtype))
+        means.append((codes[-1].float() * spread).to(DTYPE))
+        scales.append(scale)
+    return q, codes, scales, means
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("size", [(), (HEADS_KV,), (BATCH, HEADS_KV), (BATCH, HEADS_KV, KEYS), (BATCH, 1, 1)])
+def test_keys_are_codes_times_scales(dtype, size):
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, *size)
+    got = attention(q, k, v, causal=True, k_scale=k_scale, v_scale=v_scale)
+    expect_close(got, attention(q, k_meant, v_meant, causal=True))
+
+
+def test_slots_and_pages():
+    dtype, rows = torch.float8_e4m3fn, 8
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, BATCH, HEADS_KV, KEYS)
+    lengths = torch.tensor([KEYS, 0, 13], dtype=torch.int32, device=DEVICE)
+    want = attention(q, k_meant, v_meant, causal=True, kv_lengths=lengths, cache=True)
+    expect_close(attention(q, k, v, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale), want)
+    table = torch.randperm(BATCH * KEYS // rows, device=DEVICE).to(torch.int32).reshape(BATCH, -1)
+
+    def in_pages(x):  # [batch, heads, keys, ..] -> [pages, heads, rows, ..]
+        pages = x.unflatten(2, (-1, rows)).transpose(1, 2).flatten(0, 1)
+        return torch.empty_like(pages).index_copy_(0, table.flatten().long(), pages)
+    as_bytes = [in_pages(x.view(torch.uint8)).view(dtype) for x in (k, v)]
+    scales = [in_pages(x) for x in (k_scale, v_scale)]
+    got = attention(q, *as_bytes, causal=True, kv_lengths=lengths, page_table=table, k_scale=scales[0], v_scale=scales[1])
+    expect_close(got, want)
+    strided = torch.stack(scales, 1)  # those of K and V side by side
+    got = attention(q, *as_bytes, causal=True, kv_lengths=lengths, page_table=table, k_scale=strided[:, 0], v_scale=strided[:, 1])
+    expect_close(got, want)
+
+
+def test_packed_sequences():
+    dtype = torch.float8_e4m3fn
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, HEADS_KV)
+    starts = [torch.tensor([0, 2, 2, n], dtype=torch.int32, device=DEVICE) for n in (QUERIES, KEYS)]
+    named = dict(cu_seqlens_q=starts[0], cu_seqlens_kv=starts[1], max_seqlen_q=QUERIES, max_seqlen_kv=KEYS, causal=True)
+    got = attention(q[:1], k[:1], v[:1], k_scale=k_scale, v_scale=v_scale, **named)
+    expect_close(got, attention(q[:1], k_meant[:1], v_meant[:1], **named))
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("by_key", [False, True])
+def test_append_fills_what_attention_reads(dtype, by_key):
+    torch.manual_seed(3)
+    k, v = (torch.randn(BATCH, HEADS_KV, 6, DIM).to(DEVICE, DTYPE) for _ in "kv")
+    q = torch.randn(BATCH, HEADS, 6, DIM).to(DEVICE, DTYPE)
+    cache = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE).to(dtype) for _ in "kv"]
+    scales = [torch.full((BATCH, HEADS_KV, KEYS) if by_key else (HEADS_KV,), 4 / largest(dtype), device=DEVICE) for _ in "kv"]
+    lengths = torch.full((BATCH,), 6, dtype=torch.int32, device=DEVICE)
+    rotated = append(k, v, *cache, kv_lengths=lengths, q=q, theta=1e4, k_scale=scales[0], v_scale=scales[1])
+    plain = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE, dtype=DTYPE) for _ in "kv"]
+    append(k, v, *plain, kv_lengths=lengths, theta=1e4)
+    step = {torch.float8_e4m3fn: 2**-4, torch.float8_e5m2: 2**-3, torch.int8: 0}[dtype]
+    for codes, scale, exact in zip(cache, scales, plain):
+        spread = scale[..., None] if by_key else scale[:, None, None]
+        meant, exact = codes.float() * spread, exact.float()
+        exact = exact if by_key else exact.clamp(-4.0, 4.0)
+        assert ((meant - exact).abs() <= 1.01 * step * exact.abs() + 0.6 * spread + 4e-2)[:, :, :6].all()
+        if by_key:
+            assert torch.allclose(scale[:, :, :6], exact[:, :, :6].abs().amax(-1) / largest(dtype), rtol=1e-2)
+            assert (scale[:, :, 6:] == 4 / largest(dtype)).all()
+    got = attention(rotated, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=scales[0], v_scale=scales[1])
+    want = attention(rotated, *plain, causal=True, kv_lengths=lengths, cache=True)
+    assert (got.float() - want.float()).abs().max() < 0.6
+
+
+def test_mistakes_are_named():
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, HEADS_KV)
+    for named, words in (({}, "k_scale is null"), ({"k_scale": k_scale}, "v_scale is null"),
+                         ({"k_scale": k_scale.double(), "v_scale": v_scale}, "k_scale is float64"),
+                         ({"k_scale": k_scale[:1].repeat(3), "v_scale": v_scale}, "k_scale has 3 heads")):
+        with pytest.raises(flashjit.InvalidArgument, match=words):
+            attention(q, k, v, **named)
+    with pytest.raises(flashjit.InvalidArgument, match="k_scale or v_scale is given"):
+        attention(q, k_meant, v_meant, k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(flashjit.InvalidArgument, match="must have one type"):
+        attention(q, k, v.view(torch.int8), k_scale=k_scale, v_scale=v_scale)
+    with pytest.raises(flashjit.WrongType, match="give a float32"):
+        attention(q, k, v, k_scale=1.0, v_scale=v_scale)
+    with pytest.raises(flashjit.Unsupported, match="8 bits"):
+        attention(q.requires_grad_(), k, v, k_scale=k_scale, v_scale=v_scale)
+
+
+def test_compiled():
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, BATCH, HEADS_KV)
+    run = torch.compile(lambda *x: attention(*x[:3], causal=True, k_scale=x[3], v_scale=x[4]), backend="aot_eager", fullgraph=True)
+    expect_close(run(q, k, v, k_scale, v_scale), attention(q, k_meant, v_meant, causal=True))

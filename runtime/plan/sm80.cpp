@@ -172,13 +172,13 @@ std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec) {
                   {config(64, 32, 4, 1)}});
 }
 
-/// For queries that one warp has all of: blocks of one, some of which a multiprocessor has at a time. K and V
-/// are then converted once.
+/// For queries that one warp has all of: blocks of one, as many of which hide each other's waits as fit. K
+/// and V are then converted once.
 constexpr int kRowsOfOneWarp = 16;
-TileConfig one_warp_tile(const AnalysedSpec& spec) {
-  const int d = std::max(spec.head_dim, spec.v_dim());
-  TileConfig c = config(kRowsOfOneWarp, d <= 128 ? 64 : d > 192 && spec.dropout ? 16 : 32, 1, 2);
-  c.min_blocks = 4;
+TileConfig one_warp_tile(const AnalysedSpec& spec, const DeviceInfo& device, int bc, int stages) {
+  constexpr int kReservedBytes = 1024, kMostBlocks = 8;  // of a block; of registers for as many
+  TileConfig c = config(kRowsOfOneWarp, bc, 1, stages);
+  c.min_blocks = std::clamp(device.shared_per_sm / (shared_bytes(spec, c) + kReservedBytes), 1, kMostBlocks);
   return c;
 }
 
@@ -319,8 +319,8 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
     for (const int bc : {32, 64})
       for (const int stages : {2, 3, 4})
         for (const bool split : {false, true}) {
-          TileConfig c = one_warp_tile(spec);
-          c.bc = bc, c.stages = stages, c.split = split;
+          TileConfig c = one_warp_tile(spec, device, bc, stages);
+          c.split = split;
           consider(c);
         }
   return found;
@@ -359,7 +359,8 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
 /// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
-    TileConfig c = one_warp_tile(spec);
+    const bool large = std::max(spec.head_dim, spec.v_dim()) > 192 && spec.dropout;  // which spill
+    TileConfig c = one_warp_tile(spec, device, large ? 16 : 32, 2);
     c.split = true;
     c.split = gains_by_split(spec, shape, c, device);
     if (admits(spec, c, device)) return c;

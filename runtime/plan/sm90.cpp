@@ -15,8 +15,8 @@ namespace {
 
 constexpr int kGroupWarps = 4;  // of a warpgroup, which computes together
 constexpr int kProducerThreads = 128;
-constexpr int kMostBlocks = 3;  // on a multiprocessor
-constexpr int kMostColumns = 256;
+constexpr int kMostBlocks = 3;     // on a multiprocessor
+constexpr int kMostColumns = 256;  // of a warpgroup's rows of O, and of the backward pass
 
 bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
@@ -24,7 +24,7 @@ bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.ha
 
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) ? c.warps / kGroupWarps * sm90::kWarpgroupRows / c.br : 1;
+  return is_forward(spec) ? c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows / c.br : 1;
 }
 
 sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c) {
@@ -36,13 +36,14 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           has_bias_tile(spec),
           spec.programs.column_term,
           spec.has_tile_lists,
-          q_tiles_per_cta(spec, c)};
+          q_tiles_per_cta(spec, c),
+          c.d_split};
 }
 
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && c.d_split == 1;
 }
 
 /// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
@@ -72,7 +73,8 @@ bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spe
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
-    return c.bc / 2 + (spec.v_dim() + 7) / 8 * 8 / 2 + c.bc / 4 + (has_bias_tile(spec) ? 8 : 0);
+    return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
+           (has_bias_tile(spec) ? 8 : 0);
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
   const int gradients = (layout.columns() + layout.columns_v()) / 2;
@@ -119,9 +121,12 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {}, spec); !taken) return taken;
-  if (std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
-    return Support::no(fmt::format("head dimensions are up to {}, not {} and {}", kMostColumns, spec.head_dim,
-                                   spec.v_dim()));
+  if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
+    return Support::no(
+        fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
+  if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
+    return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
+                                   kMostColumns, spec.head_dim, spec.v_dim()));
   if (spec.pages % sm90::kSwizzledRows != 0)
     return Support::no(
         fmt::format("copies boxes of {} rows of a page, which has {}", sm90::kSwizzledRows, spec.pages));
@@ -161,7 +166,14 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
       return Support::no(fmt::format("warps is 4, 8, 12 or 16, not {}", c.warps));
-    const int rows = c.warps / kGroupWarps * sm90::kWarpgroupRows;
+    if (c.d_split != (spec.v_dim() > kMostColumns ? 2 : 1) ||
+        (c.d_split == 2 && (c.warps != 8 || c.br != sm90::kWarpgroupRows)))
+      return Support::no(
+          fmt::format("up to {} columns of V d_split is 1, above two groups of warps share 64 rows, with 8 "
+                      "warps, Br 64 and "
+                      "d_split2, not {}",
+                      kMostColumns, to_string(c)));
+    const int rows = c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows;
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
@@ -183,9 +195,10 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         to_string(c)));
   }
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
-  if (c.q_in_registers || c.d_split != 1)
+  if (c.q_in_registers || (c.d_split != 1 && !is_forward(spec)))
     return Support::no(
-        fmt::format("q_in_registers and d_split are not for this family, {} has one", to_string(c)));
+        fmt::format("q_in_registers is not for this family, nor d_split for its backward pass, {} has one",
+                    to_string(c)));
   if (Support packed = check_pack_gqa(spec, c); !packed) return packed;
   if (const int most = is_forward(spec) ? kMostBlocks : 1; c.min_blocks < 1 || c.min_blocks > most)
     return Support::no(
@@ -228,6 +241,26 @@ TileConfig with_split(TileConfig c, bool pack_gqa) {
   return c;
 }
 
+/// Above 256 columns; the largest that fit.
+std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  std::vector<TileConfig> choices;
+  const auto consider = [&](TileConfig c) {
+    if (choices.empty() && admits(spec, c, hopper)) choices.push_back(c);
+  };
+  if (spec.v_dim() > kMostColumns) {
+    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {32, 2}, {64, 1}, {32, 1}}) {
+      TileConfig c = config(sm90::kWarpgroupRows, bc, 8, stages);
+      c.d_split = 2;
+      consider(c);
+    }
+  } else {
+    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {32, 2}, {32, 1}})
+      consider(forward_config(8, bc, stages));
+  }
+  return choices;
+}
+
 /// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A bias tile
 /// comes in slices of 64 keys.
 std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
@@ -242,6 +275,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
                        (spec.has_capture_grads && (mask_reads || spec.programs.row_term));
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
+  if (d > kMostColumns) return wide_preferences(spec);
   std::vector<TileConfig> choices;
   const bool bias_tile = has_bias_tile(spec);
   if (d <= 128) {
@@ -463,6 +497,14 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
   for (const int warps : {8, 12})
     for (const int bc : {64, 128})
       if (const TileConfig c = forward_config(warps, bc, 4); listed_rows(spec, c) < c.br) consider(c);
+  if (spec.v_dim() > kMostColumns)
+    for (const int bc : {32, 48, 64, 80})
+      for (const int stages : {1, 2}) {
+        TileConfig c = config(sm90::kWarpgroupRows, bc, 8, stages);
+        c.d_split = 2;
+        consider(c);
+        for (const bool packed : {false, true}) consider(with_split(c, packed));
+      }
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})

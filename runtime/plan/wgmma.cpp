@@ -131,8 +131,11 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim());
     return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, whole ? spec.head_dim : 16) +
-           function("multiply_output",
-                    {{dtype, spec.v_dim()}, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
+           function("multiply_output", {{dtype, sm90::own_columns(spec.v_dim(), config.d_split)},
+                                        Left::registers,
+                                        "1",
+                                        {},
+                                        along_rows(whole ? config.bc : 16)});
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV

@@ -111,7 +111,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   };
 
   int n = 0;
-  find_descriptors(smem, 0, k_tile, v_tile);
+  find_descriptors(smem, 0, wg, k_tile, v_tile);
   if (wg == Storage::kWarpgroups - 1) ping_pong_arrive(smem, wg);
   for (; next_work(); ++round) {
     if (kSplitTailWave<P> && wg >= smem.work(round).warpgroups) break;  // it has no rows of this one
@@ -133,7 +133,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
     wgmma_commit();
     ping_pong_arrive(smem, wg);
-    find_descriptors(smem, n + 1, k_tile, v_tile);
+    find_descriptors(smem, n + 1, wg, k_tile, v_tile);
     if (has_previous) finalize_rows(p, smem.work(round - 1), rows, wg, scale);  // LSE = m + log(l)
     rows.begin(p, smem.work(round), wg);
     look_at(n);
@@ -165,7 +165,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       adds = 0;
     } else {
 #pragma unroll
-      for (int value = 0; value < P::kHeadDimV / 2; ++value) o[value] = 0.0f;
+      for (int value = 0; value < kOwnColumns<P> / 2; ++value) o[value] = 0.0f;
     }
     for (++n; i > 0; ++n) {
       --i;
@@ -183,7 +183,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       start_o();  // O += P V of the KV tile before
       wgmma_commit();
       ping_pong_arrive(smem, wg);
-      find_descriptors(smem, n + 1, k_tile, v_tile);
+      find_descriptors(smem, n + 1, wg, k_tile, v_tile);
       look_at(n);
       draw_early();
       finish_bias(n);

@@ -14,7 +14,8 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ __forceinline__ long long packed_row(const Params& p, const WorkTile<P>& work, int wg, int half) {
   const int row = own_row() + half * 8, query = query_of_row<P>(p, row);
-  const int head = row - query * p.packed.heads, q = work.q_begin + wg * p.packed.queries + query;
+  const int head = row - query * p.packed.heads,
+            q = work.q_begin + row_group<P>(wg) * p.packed.queries + query;
   if (query >= p.packed.queries || head >= work.heads || q >= work.sequence.seqlen_q(p)) return -1;
   return work.sequence.lse_row(p, work.h + head) + q;
 }
@@ -29,7 +30,8 @@ __device__ __forceinline__ void store_of_rows(const Params& p, const WorkTile<P>
       if (const long long row = packed_row(p, work, wg, half); row >= 0) to[row] = value[half];
     return;
   }
-  const int q = work.q_begin + wg * kWarpgroupRows + own_row(), count = work.sequence.seqlen_q(p) - q;
+  const int q = work.q_begin + row_group<P>(wg) * kWarpgroupRows + own_row(),
+            count = work.sequence.seqlen_q(p) - q;
   to += work.sequence.lse_row(p, work.h) + q;
   if (count > 0) to[0] = value[0];
   if (count > 8) to[8] = value[1];
@@ -58,14 +60,16 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
   for (int half = 0; half < 2; ++half) {
     const int row = own_row() + half * 8;
     if (work.split != kWhole) {
-      store_row<P::kHeadDimV / 8>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)), half, o);
+      store_row<kCount / 4>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)) + first_column<P>(wg), half,
+                            o, own_chunks<P>(wg));
     } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0) {
-      unsigned short* to =
-          work.sequence.q_pointer(p.o, place.h, place.q) + static_cast<int>(threadIdx.x) % 4 * 2;
+      unsigned short* to = work.sequence.q_pointer(p.o, place.h, place.q) + first_column<P>(wg) +
+                           static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
-      for (int chunk = 0; chunk < P::kHeadDimV / 8; ++chunk)
-        *reinterpret_cast<unsigned*>(to + chunk * 8) =
-            pack<typename P::Element>(o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]);
+      for (int chunk = 0; chunk < kCount / 4; ++chunk)
+        if (chunk < own_chunks<P>(wg))
+          *reinterpret_cast<unsigned*>(to + chunk * 8) =
+              pack<typename P::Element>(o[chunk * 4 + half * 2], o[chunk * 4 + half * 2 + 1]);
     }
   }
 }
@@ -132,17 +136,20 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
                                         const ForwardStorage<P>& smem, const WorkTile<P>& work, int wg,
                                         const float (&o)[kCount]) {
   using Element = typename P::Element;
-  const int q_begin = work.q_begin + wg * kWarpgroupRows;
+  const int q_begin = work.q_begin + row_group<P>(wg) * kWarpgroupRows;
+  const auto store_columns = [&](long long row, int half) {
+    store_row<kCount / 4>(o_of_split<P>(p, work.split) + row * P::kHeadDimV + first_column<P>(wg), half, o,
+                          own_chunks<P>(wg));
+  };
   if constexpr (P::kStreamK) {
     store_o_of_part(p, work, wg, o);
   } else if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)
-      if (const long long row = packed_row(p, work, wg, half); row >= 0)
-        store_split<P>(p, work.split, row, half, o);
+      if (const long long row = packed_row(p, work, wg, half); row >= 0) store_columns(row, half);
   } else if constexpr (P::kSplit) {
     for (int half = 0; half < 2; ++half)
       if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
-        store_split<P>(p, work.split, work.sequence.lse_row(p, work.h) + q, half, o);
+        store_columns(work.sequence.lse_row(p, work.h) + q, half);
   } else if constexpr (kTmaStoresO<P>) {
     const int first_row = static_cast<int>(threadIdx.x) / 32 % 4 * kWarpRows;
     if (elected()) bulk_wait_read();  // of the work tile before
@@ -157,8 +164,8 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
     bulk_commit();
   } else {
     const int q = q_begin + own_row();
-    store_rows<Element>(o, P::kHeadDimV / 8, work.sequence.q_pointer(p.o, work.h, q), p.o.stride_s,
-                        work.sequence.seqlen_q(p) - q);
+    store_rows<Element>(o, own_chunks<P>(wg), work.sequence.q_pointer(p.o, work.h, q) + first_column<P>(wg),
+                        p.o.stride_s, work.sequence.seqlen_q(p) - q);
   }
 }
 

@@ -13,7 +13,7 @@ namespace flashjit::sm90 {
 template <class P>
 using SAccumulator = float[P::kBc / 2];
 template <class P>
-using OAccumulator = float[P::kHeadDimV / 2];
+using OAccumulator = float[kOwnColumns<P> / 2];
 template <class P>
 using POperand = unsigned[P::kBc / 16][4];
 
@@ -22,13 +22,14 @@ using POperand = unsigned[P::kBc / 16][4];
 /// wgmma's descriptors of K of tile n and of V of the tile before, found a step ahead, so that a warpgroup
 /// starts its products as soon as it passes the ping-pong barrier.
 template <class P>
-__device__ __forceinline__ void find_descriptors(const ForwardStorage<P>& smem, int n, unsigned long long& k,
-                                                 unsigned long long& v) {
+__device__ __forceinline__ void find_descriptors(const ForwardStorage<P>& smem, int n, int wg,
+                                                 unsigned long long& k, unsigned long long& v) {
   using Storage = ForwardStorage<P>;
   if constexpr (kVDescriptorFromK<P>)
     v = k + (tile_descriptor(smem.v(0), Storage::kSliceBytes) - tile_descriptor(smem.k(0), 0));
   else
-    v = tile_descriptor(smem.v(n - 1), Storage::kSliceBytes);
+    v = tile_descriptor(smem.v(n - 1) + first_column<P>(wg) / kSliceColumns * Storage::kSliceBytes,
+                        Storage::kSliceBytes);
   k = tile_descriptor(smem.k(n), 0);
 }
 /// S = Q K^T

@@ -83,7 +83,7 @@ constexpr bool kOneStatementPerProduct = has_whole_products(P::kHeadDimV);
 /// V's descriptor is found from K's, since V of a stage is as far from K in every stage. d128 +0.3 to +0.9%,
 /// d64 -3%. NOTES.md#ptxas-orders-equal-sources-differently
 template <class P>
-constexpr bool kVDescriptorFromK = P::kHeadDim > 64 &&
+constexpr bool kVDescriptorFromK = P::kHeadDim > 64 && P::kDSplit == 1 &&
                                    tile_bytes(P::kBc, P::kHeadDim) == tile_bytes(P::kBc, P::kHeadDimV) &&
                                    !kConsumersReadList<P>;
 
@@ -142,9 +142,30 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
 template <class P>
-constexpr ForwardLayout kForwardLayout{P::kBr,          P::kBc,       P::kHeadDim,         P::kHeadDimV,
-                                       P::kStages,      P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
-                                       kQTilesPerCta<P>};
+constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
+                                       P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
+                                       kQTilesPerCta<P>, P::kDSplit};
+
+/// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
+/// same rows (d_split). Each computes S and P of them, and O for some of the columns.
+template <class P>
+constexpr bool kSharesRows = (P::kDSplit > 1);
+template <class P>
+constexpr int kOwnColumns = own_columns(P::kHeadDimV, P::kDSplit);
+/// Which 64 rows of a Q tile a warpgroup has.
+template <class P>
+__device__ __forceinline__ int row_group(int wg) {
+  return kSharesRows<P> ? 0 : wg;
+}
+/// The first of a warpgroup's columns of O, and how many chunks of eight there are.
+template <class P>
+__device__ __forceinline__ int first_column(int wg) {
+  return kSharesRows<P> ? wg * kOwnColumns<P> : 0;
+}
+template <class P>
+__device__ __forceinline__ int own_chunks(int wg) {
+  return kSharesRows<P> ? min(kOwnColumns<P>, P::kHeadDimV - first_column<P>(wg)) / 8 : P::kHeadDimV / 8;
+}
 
 /// O leaves through shared memory and TMA, with half of the instructions of stores by threads, where O has
 /// room of its own. d128 512 +3.2%, 1k +1.1 to +2.9%; d64 +0.8%. Not for packed sequences, whose boxes would

@@ -84,7 +84,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
     if (more && work.count() == 0) continue;
     barrier_arrive(smem.work_full(round));
 #pragma unroll 1
-    for (int wg = 0; wg < Storage::kWarpgroups; ++wg) {
+    for (int wg = 0; wg < Storage::kRowGroups; ++wg) {
       barrier_wait<P>(smem.q_empty(wg, round), smem.q_phase(round) ^ 1);
       if constexpr (P::kPackGqa) {
         load_packed_q(p, smem, maps, wg, round, more);

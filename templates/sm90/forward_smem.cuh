@@ -15,9 +15,11 @@ template <class P>
 struct ForwardStorage {
   static constexpr ForwardLayout kLayout = kForwardLayout<P>;
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
-  static constexpr int kWarpgroups = kLayout.warpgroups(), kQStages = kLayout.q_stages();
+  static constexpr int kRowGroups = kLayout.warpgroups(), kWarpgroups = kRowGroups * P::kDSplit,
+                       kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kWarpgroupRows, P::kHeadDim);  // a warpgroup's
-  static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim), kVBytes = tile_bytes(P::kBc, P::kHeadDimV);
+  static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim),
+                       kVBytes = tile_bytes(P::kBc, kLayout.columns_v());
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static_assert(sizeof(WorkTile<P>) <= kWorkTileBytes);
   using Count = PipelineCount<P>;
@@ -34,7 +36,7 @@ struct ForwardStorage {
 
   // Tiles.
   __device__ unsigned q(int wg, Count round) const {
-    return base + kLayout.q() + (wg + round % kQStages * kWarpgroups) * kQBytes;
+    return base + kLayout.q() + (row_group<P>(wg) + round % kQStages * kRowGroups) * kQBytes;
   }
   __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
   __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
@@ -60,12 +62,12 @@ struct ForwardStorage {
 
   // mbarriers: of Q, each warpgroup's; of K and V, four a stage; of work tiles; of what the score reads.
   __device__ unsigned q_full(int wg, Count round) const {
-    return base + kLayout.barriers() + (wg + round % kQStages * kWarpgroups) * 16;
+    return base + kLayout.barriers() + (row_group<P>(wg) + round % kQStages * kRowGroups) * 16;
   }
   __device__ unsigned q_empty(int wg, Count round) const { return q_full(wg, round) + 8; }
   __device__ int q_phase(Count round) const { return round / kQStages & 1; }
   __device__ unsigned k_full(Count n) const {
-    return base + kLayout.barriers() + kQStages * kWarpgroups * 16 + n % P::kStages * 32;
+    return base + kLayout.barriers() + kQStages * kRowGroups * 16 + n % P::kStages * 32;
   }
   __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
   __device__ unsigned v_full(Count n) const { return k_full(n) + 16; }
@@ -90,10 +92,10 @@ struct ForwardStorage {
   /// By one thread. A consumer warp arrives once on what TMA wrote; on what threads wrote each thread
   /// arrives, since racecheck does not take a lane's arrival for its warp's reads.
   __device__ void init_barriers() const {
-    for (int wg = 0; wg < kWarpgroups; ++wg) {
+    for (int wg = 0; wg < kRowGroups; ++wg) {
       for (int round = 0; round < kQStages; ++round) {
         barrier_init(q_full(wg, round), 1);
-        barrier_init(q_empty(wg, round), 4);
+        barrier_init(q_empty(wg, round), 4 * P::kDSplit);
       }
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);

@@ -33,7 +33,7 @@ struct SoftmaxRows {
   int packed_query[2];     ///< PackGQA: the rows' queries, which else follow from `q`
 
   __device__ void begin(const Params& p, const WorkTile<P>& work, int wg) {
-    const int queries = queries_per_warpgroup<P>(p), q_begin = work.q_begin + wg * queries;
+    const int queries = queries_per_warpgroup<P>(p), q_begin = work.q_begin + row_group<P>(wg) * queries;
     q = {q_begin, min(q_begin + queries, work.sequence.seqlen_q(p))};
     if constexpr (P::kPackGqa)
       for (int half = 0; half < 2; ++half)

@@ -32,6 +32,12 @@ constexpr int consumer_registers(int consumers, int ctas) {
   return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
 }
 
+/// Columns of V that each of `groups` warpgroups with the same rows has, in whole slices; the last may have
+/// fewer.
+constexpr int own_columns(int head_dim_v, int groups) {
+  return groups == 1 ? head_dim_v : (slices(head_dim_v) + groups - 1) / groups * kSliceColumns;
+}
+
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
 /// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
 /// code differently, which is up to 3% slower.
@@ -71,14 +77,17 @@ struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_column_terms, lists;
   int q_tiles_per_cta;
+  int d_split;  ///< warpgroups with the same rows
 
-  constexpr int warpgroups() const { return br / kWarpgroupRows; }
+  constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
+  /// Of a tile of V, also those behind the last that a warpgroup reads.
+  constexpr int columns_v() const { return d_split * own_columns(head_dim_v, d_split); }
   /// Two where they fit: then the next Q tile is loaded before it is needed.
   constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int bias_tile() const { return v() + stages * tile_bytes(bc, head_dim_v); }
+  constexpr int bias_tile() const { return v() + stages * tile_bytes(bc, columns_v()); }
   constexpr int bias_tile_bytes() const { return reads_bias_tile ? tile_bytes(br, bc) : 0; }
   constexpr int o() const { return bias_tile() + stages * bias_tile_bytes(); }
   /// Where a tile of O fits, TMA can store it, and the consumers need not.
@@ -105,7 +114,7 @@ struct ForwardLayout {
   /// the score, and one for each work tile.
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
-           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, head_dim_v) + bias_tile_bytes() +
+           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, columns_v()) + bias_tile_bytes() +
                      column_terms_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() +
            (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;

@@ -103,7 +103,8 @@ struct RowPlace {
 };
 template <class P>
 __device__ __forceinline__ RowPlace row_place(const Params& p, const WorkTile<P>& work, int wg, int row) {
-  const int query = query_of_row<P>(p, row), q = work.q_begin + wg * queries_per_warpgroup<P>(p) + query;
+  const int query = query_of_row<P>(p, row),
+            q = work.q_begin + row_group<P>(wg) * queries_per_warpgroup<P>(p) + query;
   int h = work.h;
   bool exists = q < work.sequence.seqlen_q(p);
   if constexpr (P::kPackGqa) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ RowPlace row_place(const Params& p, const WorkTile<P>
 /// LSE and O of a row of a part, which are in no order that a tensor has.
 template <class P>
 __device__ __forceinline__ long long row_of_part(int part, int wg, int row) {
-  return static_cast<long long>(part) * P::kBr + wg * kWarpgroupRows + row;
+  return static_cast<long long>(part) * P::kBr + row_group<P>(wg) * kWarpgroupRows + row;
 }
 template <class P>
 __device__ __forceinline__ float* o_of_part(const Params& p, long long row) {

@@ -86,8 +86,12 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
             refusal_of_config("sm90:br64:bc128:w8:s2:min_blocks2", "bwd:bf16:d128"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w4:s2:split"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2:split", "bwd:bf16:d128"), "");
-  for (const char* option : {":q_in_registers", ":d_split2"})
-    expect_in("not for this family", refusal_of_config(std::string("sm90:br64:bc64:w4") + option));
+  expect_in("not for this family", refusal_of_config("sm90:br64:bc64:w4:q_in_registers"));
+  expect_in("d_split is 1", refusal_of_config("sm90:br64:bc64:w8:d_split2"));
+  expect_in("not for this family", refusal_of_config("sm90:br64:bc64:w8:d_split2", "bwd:bf16:d128"));
+  expect_in("share 64 rows", refusal_of_config("sm90:br128:bc64:w8:s2", "fwd:bf16:d264"));
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:d_split2", "fwd:bf16:d576x512"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br128:bc64:w8:s2", "fwd:bf16:d320x256"), "");
   expect_in("another family", refusal_of_config("sm80:br64:bc64:w4"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d128"), "");
   EXPECT_EQ(refusal_of_config("sm90:br128:bc128:w8:s2", "bwd:bf16:d64"), "");
@@ -310,7 +314,7 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false, false, false, 1}.bytes();
+  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false, false, false, 1, 1}.bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",

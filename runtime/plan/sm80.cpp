@@ -359,7 +359,8 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
 /// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
-    const bool large = std::max(spec.head_dim, spec.v_dim()) > 192 && spec.dropout;  // which spill
+    const bool large =
+        std::max(spec.head_dim, spec.v_dim()) > 192 && (spec.dropout || spec.key_scales);  // which spill
     TileConfig c = one_warp_tile(spec, device, large ? 16 : 32, 2);
     c.split = true;
     c.split = gains_by_split(spec, shape, c, device);

@@ -48,6 +48,11 @@ class KvSource {
       return first_ + page_of_key<P>(p_, b_, kv) * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
     return first_ + kv * tensor_.stride_s;
   }
+  /// The page of a key that exists, and its row there.
+  __device__ __forceinline__ int page_of(int kv) const { return page_of_key<P>(p_, b_, kv); }
+  __device__ __forceinline__ Element* row_in_page(int page, int kv) const {
+    return first_ + page * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
+  }
   /// From one key of a tile to the next, in elements, where there are no pages.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }
   /// An address that may be read.

@@ -180,8 +180,8 @@ typedef struct flashjit_capture {
  * stays right while lengths and tables change. */
 typedef struct flashjit_forward_args {
   size_t struct_size;
-  flashjit_tensor q, k, v; /**< read only */
-  flashjit_tensor out;
+  flashjit_tensor q, k, v;      /**< read only */
+  flashjit_tensor out;          /**< of Q's type; with "fp32_out" in the spec, fp32 */
   float* lse;                   /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
   const float* softmax_scale;   /**< on the host; null: 1 / sqrt(head_dim) */
   const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */

@@ -43,7 +43,7 @@ struct TileLists {
 };
 
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
-/// out [b, hq, sq, dv].
+/// out [b, hq, sq, dv]; `out` has Q's type, or with spec.fp32_out fp32.
 ///
 /// With spec.varlen, b sequences of different lengths are packed: q [1, hq, rows, d], k [1, hkv, rows_kv, d]
 /// and so on. Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
@@ -100,8 +100,8 @@ struct ForwardArgs {
   ConstScaleView k_scale = {}, v_scale = {};
 };
 
-/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's; gradients have their tensor's
-/// sizes.
+/// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
+/// gradients have their tensor's sizes.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous

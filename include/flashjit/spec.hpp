@@ -36,9 +36,10 @@ struct AttentionSpec {
   int head_dim_v = 0;  ///< of V and O: a multiple of 8 from 8 to 512; 0 means head_dim
   ScoreProgram score = {};
   MaskProgram mask = {};
-  bool dropout = false;        ///< whether a dropout probability is applied (its value is given at the call)
-  bool kv_lengths = false;     ///< key padding: one length per batch entry is given at the call
-  BlockSize block_map = {};    ///< whether a block map is given at the call, and the size of its blocks
+  bool dropout = false;      ///< whether a dropout probability is applied (its value is given at the call)
+  bool kv_lengths = false;   ///< key padding: one length per batch entry is given at the call. With `causal`
+                             ///< only where Q and K are as long, or there is one query
+  BlockSize block_map = {};  ///< whether a block map is given at the call, and the size of its blocks
   bool deterministic = false;  ///< backward only: the same bits on every run
   bool varlen = false;   ///< sequences of different lengths, packed one after the other; not with kv_lengths
   bool sinks = false;    ///< one more logit per query head in the softmax, without a value
@@ -57,6 +58,11 @@ struct AttentionSpec {
   /// With K and V of 8 bits: keys of a head may have unlike scales, which pages or keys have. Without, a
   /// head of a sequence has one.
   bool key_scales = false;
+  bool fp32_out = false;  ///< forward only: O is fp32, whatever the type of Q, K and V
+  /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
+  /// all, into parts of 2048, and tiles are chosen by the spec alone: see tools/docs/serving.md for the
+  /// price.
+  bool batch_invariant = false;
 
   DType kv_type() const { return kv_dtype.value_or(dtype); }
   /// Whether K and V are codes with scales.
@@ -67,9 +73,9 @@ struct AttentionSpec {
   bool has_lengths() const { return kv_lengths || has_cache(); }
   /// Whether K and V are a cache's, in slots or in pages.
   bool has_cache() const { return cache || pages != 0; }
-  /// The canonical form of equal problems: head_dim_v filled in, deterministic and row_max dropped if they
-  /// have no effect, int scalars that programs read as floats alone declared float, cache set beside pages,
-  /// kv_dtype dropped where it is dtype.
+  /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
+  /// int scalars that programs read as floats alone declared float, cache set beside pages, kv_dtype dropped
+  /// where it is dtype.
   /// Of the passes append and merge it keeps what these read: element types, head dimensions and the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.

@@ -284,14 +284,16 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   return params;
 }
 
-/// The tensors of both passes; O is written by one and read by the other.
+/// The tensors of both passes; O is written by one, also as fp32, and read by the other.
 template <class Args>
-void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes, Access out) {
+void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
+  constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
   const int element_size = size_of(spec.dtype), of_kv = size_of(spec.kv_type());
+  const int out_size = kForward && spec.fp32_out ? size_of(DType::fp32) : element_size;
   check_tensor("q", args.q, sizes.q, element_size, Access::read);
   check_tensor("k", args.k, sizes.k, of_kv, Access::read);
   check_tensor("v", args.v, sizes.v, of_kv, Access::read);
-  check_tensor("out", args.out, sizes.out, element_size, out);
+  check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
 }
 
 /// Memory from the caller; `subject` begins a sentence, `name` is used within one.
@@ -334,10 +336,10 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
 
 /// Q, K, V and O, and the sizes that tensors like them must have.
 template <class Args>
-Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args, Access out) {
+Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args) {
   check_varlen(spec, args);
   const Expected sizes = expected_sizes(spec, args);
-  check_qkv_and_out(spec, args, sizes, out);
+  check_qkv_and_out(spec, args, sizes);
   return sizes;
 }
 
@@ -360,7 +362,7 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
-  check_inputs_and_out(spec, args, Access::write);
+  check_inputs_and_out(spec, args);
   check_shared(spec, args);
   check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
   check_row_max(spec, shape_of(spec, args), args.row_max);
@@ -369,7 +371,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
-  const Expected sizes = check_inputs_and_out(spec, args, Access::read);
+  const Expected sizes = check_inputs_and_out(spec, args);
   const AttentionShape shape = shape_of(spec, args);
   const int element_size = size_of(spec.dtype);
   check_tensor("dout", args.dout, sizes.out, element_size, Access::read);

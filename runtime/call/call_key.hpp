@@ -35,8 +35,8 @@ struct CallKeyView {
         mask(spec.mask.text()) {
     // A field that is added to the spec does not compile here until it is in the key, too.
     [[maybe_unused]] const auto& [own_pass, dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
-                                  kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache,
-                                  pages, kv_dtype, key_scales] = spec;
+                                  kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache, pages,
+                                  kv_dtype, key_scales, fp32_out, batch_invariant] = spec;
   }
 
   bool operator==(const CallKeyView&) const = default;

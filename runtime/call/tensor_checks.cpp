@@ -150,6 +150,12 @@ void check_kv_lengths(const AttentionSpec& spec, const AttentionShape& shape, co
     refuse("kv_lengths is null, but the spec has {}: give one length per batch entry in device memory.",
            spec.has_cache() ? "a cache" : "them");
   check_pointer("kv_lengths", lengths, alignof(std::int32_t));
+  if (spec.kv_lengths && spec.mask == causal() && shape.seqlen_q != 1 && shape.seqlen_q != shape.seqlen_kv)
+    refuse(
+        "The spec has causal with kv_lengths, which has two meanings for {} queries and {} keys: set "
+        "spec.cache instead of spec.kv_lengths where the last query is to see a sequence's own last key, or "
+        "take causal_top_left or a mask program where K is padded.",
+        shape.seqlen_q, shape.seqlen_kv);
 }
 
 void check_offsets(const char* name, const AttentionSpec& spec, const AttentionShape& shape,

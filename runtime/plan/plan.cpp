@@ -41,6 +41,14 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
   return able ? family.admits(spec, config, device) : able;
 }
 
+/// What tiles are chosen by where a row's bits must not depend on other sequences: whether there are few
+/// queries, as in decode, whose keys are worth splitting.
+AttentionShape without_batch(const AttentionShape& shape) {
+  constexpr std::int64_t kFewQueries = 64, kManySequences = 256, kManyKeys = 1 << 17;
+  if (shape.seqlen_q <= kFewQueries) return {1, shape.heads_q, shape.heads_kv, 16, kManyKeys};
+  return {kManySequences, shape.heads_q, shape.heads_kv, 4096, 4096};
+}
+
 Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device,
               const TuningRecords& records, const std::optional<TileConfig>& given) {
   if (given) {
@@ -51,6 +59,9 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     }
     return {*given, "given"};
   }
+  const FamilyTraits* able = first_able(spec, device);
+  if (!able) throw Error(ErrorCode::unsupported, every_reason(spec, device));
+  if (spec.batch_invariant) return {able->heuristic(spec, without_batch(shape), device), "heuristic"};
   // A record may come from another version or a smaller sibling of the device, or from a shape whose tiles
   // are worth sharing where this one's are not.
   const auto usable = [&](const TileConfig& config) {
@@ -60,9 +71,7 @@ Choice choose(const AnalysedSpec& spec, const AttentionShape& shape, const Devic
     const char* lead = match.same_shape ? kTunedElsewhere : "tuned for a near shape";
     return {match.record->best, match.exact ? kTuned : lead, match.record->nvrtc};
   }
-  const FamilyTraits* family = first_able(spec, device);
-  if (!family) throw Error(ErrorCode::unsupported, every_reason(spec, device));
-  return {family->heuristic(spec, shape, device), "heuristic"};
+  return {able->heuristic(spec, shape, device), "heuristic"};
 }
 
 /// KV tiles of a head that blocks take, each part of one counted.

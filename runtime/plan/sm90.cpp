@@ -43,7 +43,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && c.d_split == 1;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && c.d_split == 1 && !spec.fp32_out;
 }
 
 /// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
@@ -53,10 +53,10 @@ bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 /// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows.
-/// Parts keep neither the largest score nor scores near the least float.
+/// Parts keep neither the largest score nor scores near the least float, and depend on other sequences.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && spec.cache && c.split && !spec.has_tile_lists && !spec.row_max &&
-         !spec.programs.far_scores;
+         !spec.batch_invariant && !spec.programs.far_scores;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {

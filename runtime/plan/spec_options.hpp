@@ -25,6 +25,8 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"cache", "kCache", &AttentionSpec::cache, "cache"},
     SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
     SpecOption{"key_scales", "kKeyScales", &AttentionSpec::key_scales, "k_scale"},
+    SpecOption{"fp32_out", "kFp32Out", &AttentionSpec::fp32_out, "out_dtype"},
+    SpecOption{"invariant", "kInvariant", &AttentionSpec::batch_invariant, "batch_invariant"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

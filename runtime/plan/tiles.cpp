@@ -4,6 +4,7 @@
 #include <cmath>
 
 #include "plan/family.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan {
 
@@ -136,6 +137,8 @@ std::int64_t num_splits(const KernelPlan& kernel, const AttentionShape& shape, c
   if (!config.split) return 1;
   const std::int64_t slots = blocks_at_once(kernel.main(), device);
   if (kernel.schedule.stream_k) return slots;
+  if (spec.batch_invariant)
+    return std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_kv, config.bc), tiles_of_split(config.bc)));
   if (spec.pass == Pass::backward) return q_splits(spec, shape, config, slots);
   const std::vector<Launch> launches = launches_of(kernel, shape);
   return kv_splits(shape, config, main_launch(kernel, launches).blocks, slots);

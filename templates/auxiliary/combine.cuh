@@ -2,6 +2,7 @@
 // splits i of the keys, where LSE is that of all of them.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
@@ -14,7 +15,6 @@ namespace flashjit::auxiliary {
 template <class P>
 __device__ void combine(const Params& p) {
   constexpr int kWarps = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
-  using Element = typename P::Element;
   __shared__ float4 sums[kWarps][kChunks];
   wait_for_prior_grid<P>();
   const long long row = blockIdx.x;
@@ -70,8 +70,7 @@ __device__ void combine(const Params& p) {
       const float4 x = sums[other][chunk];
       all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
     }
-    store_global(sequence.q_pointer(p.o, h, q) + chunk * 4,
-                 uint2{pack<Element>(all.x, all.y), pack<Element>(all.z, all.w)});
+    store_out<P>(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
   }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
   if constexpr (P::kRowMax)

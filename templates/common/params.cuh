@@ -22,6 +22,10 @@ struct TileListParam {
 /// Rows of dK and dV that a CTA of the combine_dkdv entry adds up, and the most splits that it can.
 constexpr int kCombinedRows = 8, kMaxQuerySplits = 32;
 
+/// Keys of a split where these depend on nothing but a row's own keys, and the KV tiles that it has.
+constexpr int kKeysOfSplit = 2048;
+constexpr int tiles_of_split(int bc) { return bc < kKeysOfSplit ? kKeysOfSplit / bc : 1; }
+
 constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 
 /// How many ints Params::semaphores has (common/semaphores.cuh): tile counters, semaphores for each KV head,

@@ -28,6 +28,9 @@ struct ExampleProblem {
   static constexpr bool kSinks = false;
   static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
+  static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
+  static constexpr bool kInvariant =
+      false;  // forward: with kSplit, the splits of a row depend on its keys alone
   static constexpr bool kBlockMap = false;
   static constexpr bool kDeterministic = false;
   static constexpr int kBlockQ = 0;  // of the block map

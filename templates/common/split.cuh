@@ -16,6 +16,7 @@ __device__ __forceinline__ int num_splits(const Params& p) {
 /// Where a split begins among the `count` tiles that a tile meets; the one before ends there.
 template <class P>
 __device__ __forceinline__ int split_begin(const Params& p, int split, int count) {
+  if constexpr (P::kInvariant) return min(split * tiles_of_split(P::kBc), count);
   return static_cast<int>(static_cast<long long>(count) * split / num_splits<P>(p));
 }
 /// The first of a split's rows of O and LSE, which are [num_splits, batch, heads_q, seqlen_q].

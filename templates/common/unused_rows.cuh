@@ -1,6 +1,7 @@
 // Rows of packed tensors that belong to no sequence: those behind the last one's end, as trainers pad them.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/params.cuh"
 #include "flashjit/common/types.cuh"
 
@@ -24,8 +25,7 @@ template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
   if constexpr (P::kVarlen) {
     if (p.zero_unused_rows == 0) return;
-    using Element = typename P::Element;
-    zero_rows<Element, P::kHeadDimV>(p.o, p.heads_q, {max(p.cu_seqlens_q[p.batch], 0), p.rows_q});
+    zero_rows<OutElement<P>, P::kHeadDimV>(p.o, p.heads_q, {max(p.cu_seqlens_q[p.batch], 0), p.rows_q});
   }
 }
 

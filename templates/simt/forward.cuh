@@ -139,7 +139,7 @@ __device__ void forward(const Params& p) {
   finish_rows<Problem>(p, h, rows, out, p.lse ? p.lse + sequence.lse_row(p, h) : nullptr,
                        Problem::kRowMax ? p.row_max + sequence.lse_row(p, h) : nullptr, q_range.begin,
                        q_range.end);
-  store_result(out, q_matrix(sequence, p.o, h, q_range.end), q_range.begin);
+  store_result(out, q_matrix<Problem, OutElement<Problem>>(sequence, p.o, h, q_range.end), q_range.begin);
 }
 
 }  // namespace flashjit::simt

@@ -85,11 +85,10 @@ struct ScaledKvMatrix : KvMatrix<Problem> {
   __device__ __forceinline__ float scale(int n) const { return *scales.of_key(n); }
 };
 
-template <class Problem>
-__device__ __forceinline__ Matrix<typename Problem::Element> q_matrix(const Sequence<Problem>& sequence,
-                                                                      const TensorParam& tensor, int h,
-                                                                      int end) {
-  return {sequence.template q_pointer<typename Problem::Element>(tensor, h, 0), tensor.stride_s, end};
+template <class Problem, class Element = typename Problem::Element>
+__device__ __forceinline__ Matrix<Element> q_matrix(const Sequence<Problem>& sequence,
+                                                    const TensorParam& tensor, int h, int end) {
+  return {sequence.template q_pointer<Element>(tensor, h, 0), tensor.stride_s, end};
 }
 template <class Problem>
 __device__ __forceinline__ KvMatrix<Problem> kv_matrix(const Params& p, const Sequence<Problem>& sequence,

@@ -178,8 +178,12 @@ __device__ void forward(const Params& p) {
                               scale);
     else if constexpr (P::kSplit)
       store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+    else if constexpr (Policy::kSharesRows && P::kFp32Out)
+      store_shared_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
     else if constexpr (Policy::kSharesRows)
       store_shared_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
+    else if constexpr (P::kFp32Out)
+      store_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
     else
       store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
   }

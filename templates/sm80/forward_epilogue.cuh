@@ -50,6 +50,17 @@ __device__ __forceinline__ void store_o_split(const Params& p, const Sequence<P>
       store_split<P>(p, split, sequence.lse_row(p, h) + first_q + half * 8, half, o[0]);
 }
 
+/// An m16 tile of O in fp32.
+template <class P, int kOt>
+__device__ __forceinline__ void store_o_fp32(const Params& p, const Sequence<P>& sequence, int h, int first_q,
+                                             int seqlen_q, float (&o)[kOt][4], const float (&scale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
+  float* row = sequence.template q_pointer<float>(p.o, h, first_q);
+  for (int half = 0; half < 2; ++half)
+    if (first_q + half * 8 < seqlen_q) store_row<P::kHeadDimV / 8>(row + half * 8 * p.o.stride_s, half, o[0]);
+}
+
 /// An m16 tile of O by way of shared memory, in Q's place; `row`: its first within the Q tile.
 template <class P, int kOt>
 __device__ __forceinline__ void store_o(const Params& p, const Sequence<P>& sequence, int h, int q_begin,

@@ -131,6 +131,19 @@ __device__ __forceinline__ void store_shared_o_split(const Params& p, const Sequ
       store_row<kOt>(columns + (sequence.lse_row(p, h) + q) * P::kHeadDimV, half, o[0], own_chunks<P>());
 }
 
+/// store_o_fp32() of the warp's columns.
+template <class P, int kOt>
+__device__ __forceinline__ void store_shared_o_fp32(const Params& p, const Sequence<P>& sequence, int h,
+                                                    int first_q, int seqlen_q, float (&o)[kOt][4],
+                                                    const float (&scale)[2]) {
+#pragma unroll
+  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
+  float* columns = sequence.template q_pointer<float>(p.o, h, first_q) + column_part<P>() * kOt * 8;
+  for (int half = 0; half < 2; ++half)
+    if (first_q + half * 8 < seqlen_q)
+      store_row<kOt>(columns + half * 8 * p.o.stride_s, half, o[0], own_chunks<P>());
+}
+
 /// store_o() of the warp's columns.
 template <class P, int kOt>
 __device__ __forceinline__ void store_shared_o(const Params& p, const Sequence<P>& sequence, int h,

@@ -11,7 +11,6 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ void combine_parts(const Params& p) {
   constexpr int kRows = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
-  using Element = typename P::Element;
   wait_for_prior_grid<P>();
   const int share = static_cast<int>(blockIdx.x) / (P::kBr / kRows);
   const int row =
@@ -64,9 +63,8 @@ __device__ void combine_parts(const Params& p) {
   for (int i = 0; i < kLaneChunks; ++i) {
     const int chunk = lane + i * 32;
     if (chunk >= kChunks) break;
-    store_global(tile.sequence.q_pointer(p.o, place.h, place.q) + chunk * 4,
-                 uint2{pack<Element>(o[i].x * factor, o[i].y * factor),
-                       pack<Element>(o[i].z * factor, o[i].w * factor)});
+    store_out<P>(tile.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + chunk * 4,
+                 {o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor});
   }
   if (p.lse != nullptr && lane == 0) p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
 }

@@ -63,8 +63,13 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
       store_row<kCount / 4>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)) + first_column<P>(wg), half,
                             o, own_chunks<P>(wg));
     } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0) {
-      unsigned short* to = work.sequence.q_pointer(p.o, place.h, place.q) + first_column<P>(wg) +
-                           static_cast<int>(threadIdx.x) % 4 * 2;
+      OutElement<P>* row_of_o =
+          work.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + first_column<P>(wg);
+      if constexpr (P::kFp32Out) {
+        store_row<kCount / 4>(row_of_o, half, o, own_chunks<P>(wg));
+        continue;
+      }
+      OutElement<P>* to = row_of_o + static_cast<int>(threadIdx.x) % 4 * 2;
 #pragma unroll
       for (int chunk = 0; chunk < kCount / 4; ++chunk)
         if (chunk < own_chunks<P>(wg))
@@ -162,6 +167,11 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
       store_box(maps.o, smem.o(wg) + (slice * kWarpgroupRows + first_row) * kRowBytes, slice * kSliceColumns,
                 q_begin + first_row, work.h, work.sequence.batch());
     bulk_commit();
+  } else if constexpr (P::kFp32Out) {
+    for (int half = 0; half < 2; ++half)
+      if (const int q = q_begin + own_row() + half * 8; q < work.sequence.seqlen_q(p))
+        store_row<kCount / 4>(work.sequence.template q_pointer<float>(p.o, work.h, q) + first_column<P>(wg),
+                              half, o, own_chunks<P>(wg));
   } else {
     const int q = q_begin + own_row();
     store_rows<Element>(o, own_chunks<P>(wg), work.sequence.q_pointer(p.o, work.h, q) + first_column<P>(wg),

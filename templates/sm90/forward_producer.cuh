@@ -133,7 +133,7 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
 template <class P>
 __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int thread, int threads) {
   if constexpr (P::kStreamK) return write_empty_parts<P>(p, thread, threads);
-  constexpr int kChunks = P::kHeadDimV / 8;
+  constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;
 #pragma unroll 1
@@ -145,10 +145,10 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int 
     if (work.count() > 0) continue;
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
     if constexpr (!P::kSplit) {
-      unsigned short* o = work.sequence.q_pointer(p.o, work.h, work.q_begin);
+      OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, work.h, work.q_begin);
 #pragma unroll 1
       for (int chunk = thread; chunk < count * kChunks; chunk += threads)
-        *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * 8) =
+        *reinterpret_cast<uint4*>(o + chunk / kChunks * p.o.stride_s + chunk % kChunks * kOutVector<P>) =
             uint4{0, 0, 0, 0};
     }
     if constexpr (P::kRowMax) {

@@ -4,6 +4,7 @@
 // whose O and LSE the combine_parts entry joins.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm90/forward_schedule.cuh"
 
@@ -130,7 +131,7 @@ __device__ __forceinline__ float* o_of_part(const Params& p, long long row) {
 template <class P>
 __device__ __forceinline__ void write_rows_without_keys(const Params& p, const WorkTile<P>& work, int thread,
                                                         int threads) {
-  constexpr int kChunks = P::kHeadDimV / 8;
+  constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
   if (work.split != kWhole) {
     for (int row = thread; row < P::kBr; row += threads)
       p.lse_splits[row_of_part<P>(work.split, 0, row)] = -infinity();
@@ -139,8 +140,9 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
   for (int row = thread; row < P::kBr; row += threads) {
     const RowPlace place = row_place(p, work, row / kWarpgroupRows, row % kWarpgroupRows);
     if (place.q < 0) continue;
-    unsigned short* o = work.sequence.q_pointer(p.o, place.h, place.q);
-    for (int chunk = 0; chunk < kChunks; ++chunk) *reinterpret_cast<uint4*>(o + chunk * 8) = uint4{};
+    OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
+    for (int chunk = 0; chunk < kChunks; ++chunk)
+      *reinterpret_cast<uint4*>(o + chunk * kOutVector<P>) = uint4{};
     if (p.lse != nullptr)
       p.lse[work.sequence.lse_row(p, place.h) + place.q] = with_sink<P>(p, place.h, -infinity()).lse;
   }

@@ -341,6 +341,27 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
+  constexpr std::array kRests = {":fp32_out",
+                                 ":causal:fp32_out",
+                                 ":causal:varlen:fp32_out",
+                                 ":causal:pages16:fp32_out",
+                                 ":cache:invariant:fp32_out",
+                                 ":causal:varlen:pages64:invariant"};
+  std::size_t i = 0;
+  for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* dims : {"d64", "d128", "d192x128", "d256"}) {
+      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+        const AttentionSpec spec =
+            parse_spec(fmt::format("fwd:bf16:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
+        const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
+        EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+      }
+    }
+  }
+}
+
 TEST(KernelsAroundAttention, CompileWithoutSpills) {
   for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);

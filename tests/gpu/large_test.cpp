@@ -541,7 +541,7 @@ INSTANTIATE_TEST_SUITE_P(
         Case{"fp16:d64:varlen:sinks:det", "b7:hq2:hkv1:sq1999:skv2177"},
         Case{"fp32:d64:causal:varlen:sinks", "b3:hq2:hkv2:sq1025:skv1333"},
         Case{"bf16:d128:causal:sinks", "b1:hq4:hkv4:sq2049:skv3001"},
-        Case{.spec = "bf16:d192x128:causal:dropout:kvlen:map64x64",
+        Case{.spec = "bf16:d192x128:causal_top_left:dropout:kvlen:map64x64",
              .shape = "b2:hq4:hkv2:sq2049:skv2177",
              .config = "simt:br64:bc64:w8",
              .dropout_p = 0.1,

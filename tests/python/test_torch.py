@@ -1354,3 +1354,33 @@ def test_sdpa_refuses_what_pytorch_refuses():
         scaled_dot_product_attention(q, k, v, torch.ones(8, 13, dtype=torch.bool), enable_gqa=True)
     with pytest.raises(flashjit.WrongType, match="attn_mask"):
         scaled_dot_product_attention(q, k, v, torch.ones(9, 13, dtype=torch.int32), enable_gqa=True)
+
+
+@pytest.mark.parametrize("given", [{}, {"causal": True}, {"return_lse": True}], ids=str)
+def test_o_in_fp32(given):
+    q, k, v = (torch.randn(2, heads, n, 32, dtype=torch.bfloat16, requires_grad=True) for heads, n in ((4, 5), (2, 9), (2, 9)))
+    wide, narrow = (flashjit.attention(q, k, v, out_dtype=dtype, **given) for dtype in (torch.float32, None))
+    if "return_lse" in given:
+        assert torch.equal(wide[1], narrow[1])
+        wide, narrow = wide[0], narrow[0]
+    assert wide.dtype == torch.float32 and narrow.dtype == torch.bfloat16
+    torch.testing.assert_close(wide.bfloat16(), narrow, rtol=2**-7, atol=1e-6)
+    assert not torch.equal(wide, narrow.float())
+    dout = torch.randn_like(narrow)
+    for x, y in zip(torch.autograd.grad(wide, (q, k, v), dout.float()), torch.autograd.grad(narrow, (q, k, v), dout)):
+        torch.testing.assert_close(x, y, rtol=2**-6, atol=1e-3)
+    compiled = torch.compile(lambda q: flashjit.attention(q, k, v, out_dtype=torch.float32), fullgraph=True)
+    assert compiled(q).dtype == torch.float32
+    assert flashjit.attention(q, k, v, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+    with pytest.raises(flashjit.InvalidArgument, match="out_dtype is torch.float16: give torch.float32"):
+        flashjit.attention(q, k, v, out_dtype=torch.float16)
+
+
+def test_results_that_do_not_depend_on_the_batch():
+    q, k, v = (torch.randn(3, heads, n, 32) for heads, n in ((4, 5), (2, 90), (2, 90)))
+    lengths = torch.tensor([70, 90, 3], dtype=torch.int32)
+    given = {"causal": True, "cache": True, "return_lse": True, "batch_invariant": True}
+    together = flashjit.attention(q, k, v, kv_lengths=lengths, **given)
+    for i in range(3):
+        alone = flashjit.attention(q[i:i + 1], k[i:i + 1], v[i:i + 1], kv_lengths=lengths[i:i + 1], **given)
+        assert all(torch.equal(x[0], y[i]) for x, y in zip(alone, together))

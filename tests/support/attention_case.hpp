@@ -233,7 +233,17 @@ inline std::vector<std::uint8_t> random_map(std::int64_t maps, std::int64_t rows
   return map;
 }
 
-inline reference::Problem make_problem(const AttentionCase& test) {
+/// A causal mask beside lengths of keys has two meanings where Q and K are of unlike lengths, and is refused:
+/// there it is the other one.
+inline AttentionCase with_one_meaning(AttentionCase test) {
+  AttentionSpec& spec = test.spec;
+  if (spec.kv_lengths && spec.mask == causal() && test.shape.seqlen_q != test.shape.seqlen_kv)
+    spec.mask = MaskProgram("causal_top_left");
+  return test;
+}
+
+inline reference::Problem make_problem(const AttentionCase& given) {
+  const AttentionCase test = with_one_meaning(given);
   const AttentionSpec& spec = test.spec;
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   std::mt19937 generator(1000 + test.seed);
@@ -310,7 +320,7 @@ class AttentionRun {
   explicit AttentionRun(const AttentionCase& test) : AttentionRun(test, make_problem(test)) {}
 
   AttentionRun(const AttentionCase& test, reference::Problem given)
-      : test_(test),
+      : test_(with_one_meaning(test)),
         problem_(std::move(given)),
         exact_(reference::forward(problem_)),
         rounded_(reference::forward(problem_, yardstick())),
@@ -318,7 +328,7 @@ class AttentionRun {
         rounded_grad_(reference::backward(problem_, yardstick())),
         inputs_(make_qkv(test.layout, test.spec.dtype, sizes())),
         grads_(make_qkv(test.layout, test.spec.dtype, sizes())),
-        out_(make_tensor(test.layout, test.spec.dtype, out_size())),
+        out_(make_tensor(test.layout, test.spec.fp32_out ? DType::fp32 : test.spec.dtype, out_size())),
         dout_(make_tensor(test.layout, test.spec.dtype, out_size())),
         lse_(exact_.lse.size() * sizeof(float)),
         row_max_(exact_.lse.size() * sizeof(float)),

@@ -83,6 +83,8 @@ inline std::vector<AttentionSpec> covering_specs() {
       {"", ":det"},
       {"", ":sinks"},
       {"", ":row_max"},
+      {"", ":fp32_out"},
+      {"", ":invariant"},
   });
 }
 

@@ -124,6 +124,25 @@ TEST(Arguments, HeadDimIsTheSpecs) {
               "spec says 32");
 }
 
+TEST(Arguments, CausalBesideLengthsHasOneMeaning) {
+  const auto refusal = [](const char* text, std::int64_t queries, std::int64_t keys) {
+    return forward_refusal([&](auto& s, auto& args) {
+      s = parse_spec(text);
+      args = {.q = ConstTensorView::bshd(address(0x10000), 2, queries, 4, 64),
+              .k = ConstTensorView::bshd(address(0x20000), 2, keys, 2, 64),
+              .v = ConstTensorView::bshd(address(0x30000), 2, keys, 2, 64),
+              .out = TensorView::bshd(address(0x40000), 2, queries, 4, 64),
+              .kv_lengths = address<std::int32_t>(0x50000)};
+    });
+  };
+  EXPECT_SAYS(refusal("bf16:d64:causal:kvlen", 16, 24), "two meanings for 16 queries and 24 keys",
+              "spec.cache", "causal_top_left");
+  for (const char* spec : {"bf16:d64:causal_top_left:kvlen", "bf16:d64:causal:cache", "bf16:d64:kvlen"})
+    EXPECT_EQ(refusal(spec, 16, 24), "accepted") << spec;
+  EXPECT_EQ(refusal("bf16:d64:causal:kvlen", 24, 24), "accepted");
+  EXPECT_EQ(refusal("bf16:d64:causal:kvlen", 1, 24), "accepted");
+}
+
 TEST(Arguments, NegativeSizes) {
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.q.size[2] = -1; }), "q has length -1",
               "0 or more");

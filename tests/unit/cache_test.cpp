@@ -5,8 +5,8 @@
 #include <string>
 #include <vector>
 
-#include "flashjit/reference.hpp"
 #include "call/arguments.hpp"
+#include "flashjit/reference.hpp"
 #include "support/dtypes.hpp"
 #include "tests/support/cache_case.hpp"
 #include "tests/support/refused_call.hpp"

@@ -848,13 +848,30 @@ TEST(CallKey, TellsProblemsApart) {
   };
   const char* shape = "b2:hq4:hkv2:sq100:skv70";
   std::vector<CallKeyView> keys;
-  for (const char* spec :
-       {"fwd:bf16:d64", "bwd:bf16:d64", "fwd:fp16:d64", "fwd:bf16:d72", "fwd:bf16:d64x32",
-        "fwd:bf16:d64:causal", "fwd:bf16:d64:causal_top_left", "fwd:bf16:d64:dropout", "fwd:bf16:d64:kvlen",
-        "fwd:bf16:d64:map32x64", "fwd:bf16:d64:map64x32", "bwd:bf16:d64:det", "fwd:bf16:d64:varlen",
-        "fwd:bf16:d64:sinks", "fwd:bf16:d64:varlen:sinks", "fwd:bf16:d64:row_max", "fwd:bf16:d64:cache",
-        "fwd:bf16:d64:pages16", "fwd:bf16:d64:pages5", "append:bf16:d64:cache", "append:bf16:d64:pages16",
-        "append:bf16:d64:pages5"})
+  for (const char* spec : {"fwd:bf16:d64",
+                           "bwd:bf16:d64",
+                           "fwd:fp16:d64",
+                           "fwd:bf16:d72",
+                           "fwd:bf16:d64x32",
+                           "fwd:bf16:d64:causal",
+                           "fwd:bf16:d64:causal_top_left",
+                           "fwd:bf16:d64:dropout",
+                           "fwd:bf16:d64:kvlen",
+                           "fwd:bf16:d64:map32x64",
+                           "fwd:bf16:d64:map64x32",
+                           "bwd:bf16:d64:det",
+                           "fwd:bf16:d64:varlen",
+                           "fwd:bf16:d64:sinks",
+                           "fwd:bf16:d64:varlen:sinks",
+                           "fwd:bf16:d64:row_max",
+                           "fwd:bf16:d64:cache",
+                           "fwd:bf16:d64:pages16",
+                           "fwd:bf16:d64:pages5",
+                           "append:bf16:d64:cache",
+                           "append:bf16:d64:pages16",
+                           "append:bf16:d64:pages5",
+                           "fwd:bf16:d64:fp32_out",
+                           "fwd:bf16:d64:invariant"})
     keys.push_back(key(spec, shape));
   keys.push_back(key("fwd:bf16:d64", "b4:hq4:hkv2:sq100:skv70"));
   keys.push_back(key("fwd:bf16:d64", "b2:hq4:hkv4:sq100:skv70"));

@@ -64,6 +64,8 @@ class Random {
       spec.kv_dtype = static_cast<DType>(from_to(3, 5));
       spec.key_scales = coin();
     }
+    spec.fp32_out = coin();
+    spec.batch_invariant = coin();
     return spec;
   }
 

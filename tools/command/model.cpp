@@ -24,7 +24,7 @@ struct ModelText {
   throw Error(ErrorCode::invalid_argument,
               fmt::format("the model {} {}; write its heads, head dimension, cache and type, such as "
                           "\"32/8 heads, d128, pages of 16, bf16\" or \"32 heads, d64, slots, fp16\", and "
-                          "what else its spec has, such as \"sinks\"",
+                          "what else its spec has, such as \"dropout\"",
                           quoted(text), why));
 }
 

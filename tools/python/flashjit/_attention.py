@@ -32,6 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
               page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
               v_scale: Union[Tensor, None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
+              out_dtype: Union[torch.dtype, None] = None, batch_invariant: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
     """softmax(score_mod(scale * Q K^T), where mask_mod) V, with gradients to q, k, v, sinks and captured tensors.
 
@@ -72,6 +73,9 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
         head row_max.amax((0, 2)), as QK-clip wants it. It has no gradient. In compiled code and under transforms it is refused.
+    out_dtype: torch.float32, or None for the type of q. Gradients are those of the rounded O.
+    batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
+        sequences: keys are split only with up to 64 queries, and then into parts of 2048.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
 
     Returns O, [batch, heads_q, seqlen_q, head_dim_v]; rows that attend to nothing are 0. Raises flashjit.Error.
@@ -90,9 +94,10 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     cached = cache or page_table is not None
     pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
     scaled = k_scale is not None or v_scale is not None or k.dtype in KV_TYPES
-    if (plain and not cached and not scaled and not return_row_max and type(causal) is bool and (scale is None or type(scale) is float) and dropout_p == 0
-            and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
-            is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
+    fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
+    if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
+            and (scale is None or type(scale) is float) and dropout_p == 0 and score_mod is mask_mod is captures is block_mask
+            is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is sinks is kv_lengths is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
@@ -102,7 +107,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
                                                lists is not None and not compiling)
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
-                                              wants_grad, compiling, page_table, pages if cached else None, return_row_max)
+                                              wants_grad, compiling, page_table, pages if cached else None, return_row_max,
+                                              fp32_out, bool(batch_invariant))
         if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
             raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
                                   "cache=True too where the last query is to see a sequence's own last key, or "
@@ -147,6 +153,12 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
+
+
+def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
+    if out_dtype not in (torch.float32, q.dtype):
+        raise InvalidArgument(f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}.")
+    return out_dtype != q.dtype
 
 
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> None:

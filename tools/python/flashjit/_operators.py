@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from ._lists import built_at
-from ._plans import NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, plan_of, readable
+from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, dense_strides, names_with_grad, out_dtype_of, plan_of,
+                     readable)
 from ._transforms import refuse_second, through_transforms
 
 _FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
@@ -96,7 +97,7 @@ def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, ou
 @torch.library.register_fake("flashjit::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     size = (*q.shape[:3], v.shape[3])
-    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=q.dtype, device=q.device)
+    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=out_dtype_of(arguments[-6], q.dtype), device=q.device)
     cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-3]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q

@@ -129,6 +129,7 @@ class Plan:
         _check_tensors(q, k, v, fixed, values, problem)
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
+        self.out_dtype = out_dtype_of(problem.options, q.dtype)
         self.index = q.get_device()
         varlen = fixed.cu_seqlens_q is not None
         batch = fixed.cu_seqlens_q.numel() - 1 if varlen else q.shape[0]
@@ -301,7 +302,7 @@ class Plan:
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
-        out = self.empty_strided(self.out_size, self.out_stride, dtype=self.dtype, device=self.device)
+        out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
         words = self.forward_words[:]
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None
@@ -328,6 +329,8 @@ class Plan:
             self._refresh(shared)
         if self.workspace_backward is None:
             self.workspace_backward = self._workspace(shared, backward=True)
+        if self.out_dtype != self.dtype:  # which is rounded now
+            out, dout = out.to(self.dtype), None if dout is None else dout.to(self.dtype)
         words = self.backward_words[:]
         words[_B_Q], words[_B_K], words[_B_V], words[_B_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         words[_B_LSE] = lse.data_ptr()
@@ -441,6 +444,11 @@ def contiguous(fixed: Fixed) -> Fixed:
 def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
     """How many keys a sequence of a cache may have."""
     return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
+
+
+def out_dtype_of(options: str, dtype: torch.dtype) -> torch.dtype:
+    """Of O, by a spec's options, whose last ones are no programs."""
+    return torch.float32 if "fp32_out" in options.rpartition("}")[2].split(":") else dtype
 
 
 def names_with_grad(options: str) -> set[str]:

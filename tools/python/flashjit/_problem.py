@@ -55,7 +55,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                  captures: Union[Mapping[str, Any], None], block_mask: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any,
                  max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
                  deterministic: Union[bool, None], wants_grad: bool, compiling: bool = False, page_table: Any = None,
-                 pages: Union[int, None] = None, row_max: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
+                 pages: Union[int, None] = None, row_max: bool = False, fp32_out: bool = False,
+                 batch_invariant: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
@@ -93,7 +94,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
-           (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max))
+           (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max,
+            fp32_out, batch_invariant))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
@@ -187,7 +189,8 @@ def _options(key: tuple[Any, ...]) -> str:
         text += f":map{block[0]}x{block[1]}"
     if pages:
         text += f":pages{pages}"
-    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max")
+    names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max", "out_dtype",
+             "batch_invariant")
     return text + options_of(dict(zip(names, given)), _spec_options())
 
 

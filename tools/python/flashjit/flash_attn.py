@@ -5,7 +5,7 @@
 
 Q is [batch, seqlen_q, heads_q, head_dim], K and V [batch, seqlen_kv, heads_kv, head_dim]; packed forms without the batch.
 A causal mask and a window are aligned at the last query and the last key. What is missing raises flashjit.Unsupported
-with its name; no argument is ignored, but for num_splits, pack_gqa and sm_margin, which flashjit decides itself.
+with its name; no argument is ignored, but for num_splits without a cache, pack_gqa and sm_margin, which flashjit decides itself.
 """
 from __future__ import annotations
 
@@ -114,6 +114,8 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
     k, v: [b, new, hkv, d], written into the cache, in place, from row cache_seqlens on, before attention sees them.
     rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on; without a
         causal mask or a window all queries are at cache_seqlens.
+    num_splits: 1: a sequence's results do not depend on the others in the batch (batch_invariant of flashjit.attention); else
+        flashjit decides itself.
     """
     place = _Place(block_table, cache_batch_idx, cache_leftpad)
     lengths = place.lengths(k_cache, cache_seqlens, q.shape[0], k is not None)
@@ -121,7 +123,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
         raise InvalidArgument("rotary_cos is given without k and v: as in flash-attn, rotation goes with both.")
     new = None if k is None else _New(k, v, rotary_cos, rotary_sin, rotary_interleaved)
     out, lse = _attend_cache(q.transpose(1, 2), k_cache.transpose(1, 2), v_cache.transpose(1, 2), new, lengths, place, softmax_scale,
-                             causal, window_size, softcap, alibi_slopes, return_softmax_lse)
+                             causal, window_size, softcap, alibi_slopes, return_softmax_lse, batch_invariant=num_splits == 1)
     out = out.transpose(1, 2)
     return (out, lse) if return_softmax_lse else out
 
@@ -170,7 +172,8 @@ class _Place(NamedTuple):
 
 def _attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[_New, None], lengths: Tensor, place: _Place,
                   scale: Union[float, None], causal: bool, window: Window, softcap: float, slopes: Union[Tensor, None],
-                  wants_lse: bool, cu_seqlens_q: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None) -> tuple[Tensor, Any]:
+                  wants_lse: bool, cu_seqlens_q: Union[Tensor, None] = None, max_seqlen_q: Union[int, None] = None,
+                  batch_invariant: bool = False) -> tuple[Tensor, Any]:
     """O and LSE, or None, of q [b, h, s, d], or [1, h, all rows, d], and caches [b, h, rows, d]."""
     where = place.named()
     with torch.no_grad():
@@ -178,7 +181,7 @@ def _attend_cache(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: Union[_New, 
             q, lengths = _append(q, k_cache, v_cache, new, lengths, place, where, causal or tuple(window) != EVERYTHING, cu_seqlens_q)
         packed = {} if cu_seqlens_q is None else {"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q}
         return _attend(q, k_cache, v_cache, 0.0, scale, causal, window, softcap, slopes, False, wants_lse, place.leftpad,
-                       kv_lengths=lengths, **where, **packed)
+                       kv_lengths=lengths, batch_invariant=batch_invariant, **where, **packed)
 
 
 def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Tensor, place: _Place, where: dict[str, Any],
@@ -390,7 +393,8 @@ def _fa3_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tens
     lengths = place.lengths(k_cache, cache_seqlens, cu_seqlens_q.numel() - 1, k is not None)
     new = None if k is None else _New(k, v, rotary_cos, rotary_sin, rotary_interleaved, cu_seqlens_k_new)
     out, lse = _attend_cache(_with_batch(q), k_cache.transpose(1, 2), v_cache.transpose(1, 2), new, lengths, place, softmax_scale,
-                             causal, window_size, softcap, None, return_softmax_lse, cu_seqlens_q, int(max_seqlen_q))
+                             causal, window_size, softcap, None, return_softmax_lse, cu_seqlens_q, int(max_seqlen_q),
+                             num_splits == 1)
     out = out.squeeze(0).transpose(0, 1)
     return (out, _packed_lse(lse, cu_seqlens_q, q.shape[0])) if return_softmax_lse else out
 

@@ -31,7 +31,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         head_dim_v]; float16, bfloat16 or float32.
     options: of the spec, besides types and dimensions: "causal", "score{score + s[h]; ...}:causal:dropout". What the other
         arguments need (dropout, kvlen, varlen, sinks) is added to it; a block map is named here, as in "map128x64".
-    out: [batch, heads_q, seqlen_q, head_dim_v]; lse: float32 [batch, heads_q, seqlen_q], contiguous. Created if left
+    out: [batch, heads_q, seqlen_q, head_dim_v], of the type of q, or float32 with "fp32_out" in options; lse: float32 [batch, heads_q, seqlen_q], contiguous. Created if left
         out, for NumPy, CuPy and PyTorch arrays; other libraries' arrays must be given.
     captures: values of the names that programs declare. block_map: uint8 [batch or 1, heads_q or 1, rows, columns].
     kv_lengths: int32 [batch]. cu_seqlens_q, cu_seqlens_kv: int32 [sequences + 1], with q [1, heads_q, all rows, head_dim]
@@ -55,7 +55,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
                  max_seqlen_q, max_seqlen_kv, stream)
     batch, heads_q, _, seqlen_q, _ = call.shape
     sizes = call.views["q"].size
-    out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), call.views["q"].type, q)
+    out_type = "fp32" if "fp32_out" in _outside_braces(options).split(":") else call.views["q"].type
+    out = call.made(out, "out", (*sizes[:3], call.views["v"].size[3]), out_type, q)
     lse = call.made(lse, "lse", (batch, heads_q, seqlen_q), "fp32", q, -math.inf)
     args = ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                        **call.tensors("q", "k", "v", "out"), **call.common(scale, dropout_p, seed, offset))

@@ -1,0 +1,34 @@
+// O in global memory: elements of Q's type, or fp32 where that is asked for.
+#pragma once
+
+#include "flashjit/common/element.cuh"
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit {
+
+template <bool kFp32, class Element>
+struct OutElementOf {
+  using Type = Element;
+};
+template <class Element>
+struct OutElementOf<true, Element> {
+  using Type = float;
+};
+template <class P>
+using OutElement = typename OutElementOf<P::kFp32Out, typename P::Element>::Type;
+
+/// Elements of O in 16 bytes.
+template <class P>
+constexpr int kOutVector = 16 / static_cast<int>(sizeof(OutElement<P>));
+
+/// Stores four columns of a row.
+template <class P>
+__device__ __forceinline__ void store_out(OutElement<P>* to, float4 x) {
+  if constexpr (P::kFp32Out)
+    store_global(
+        to, uint4{__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)});
+  else
+    store_global(to, uint2{pack<typename P::Element>(x.x, x.y), pack<typename P::Element>(x.z, x.w)});
+}
+
+}  // namespace flashjit

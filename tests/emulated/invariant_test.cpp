@@ -1,0 +1,40 @@
+// Batch invariance and O in fp32 as the emulator runs them.
+#include "tests/support/invariant_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+class EmulatedInvariance : public GpuTest {};
+
+// Keys of more than one part, and neighbours of other lengths, without keys and with all.
+TEST_F(EmulatedInvariance, ASequenceIsTheSameAlone) {
+  TemporaryRuntime runtime;
+  const AttentionShape decode{3, 4, 2, 1, 4300}, few{3, 4, 2, 3, 2200}, many{2, 2, 1, 130, 150};
+  for (const char* dims : {"bf16:d64", "fp16:d32"}) {
+    const std::string spec(dims);
+    expect_same_alone(runtime.get(), {(spec + ":causal:cache:invariant").c_str(), decode, {4201, 700, 2049}});
+    expect_same_alone(runtime.get(), {(spec + ":cache:invariant").c_str(), few, {2200, 0, 2047}});
+  }
+  expect_same_alone(runtime.get(), {"bf16:d64:causal:invariant", many});
+  expect_same_alone(runtime.get(), {"bf16:d64:invariant", {3, 4, 2, 1, 2500}});
+  for (const char* config : {"sm80:br64:bc32:w4:min_blocks2:split", "sm90:br64:bc128:w4:s2:split"})
+    expect_same_alone(runtime.get(), {"bf16:d32:cache:invariant", {2, 4, 2, 2, 2200}, {2200, 2049}, config});
+  expect_same_alone(runtime.get(), {"fp32:d16:cache:invariant", {3, 2, 1, 2, 90}, {90, 1, 40}});
+}
+
+class EmulatedFp32Out : public GpuTest {};
+
+TEST_F(EmulatedFp32Out, IsWhatIsRounded) {
+  TemporaryRuntime runtime;
+  for (const char* spec : {"bf16:d64", "bf16:d128:causal", "fp16:d72x40"})
+    expect_fp32_out(runtime.get(), {spec, {2, 4, 2, 130, 150}});
+  expect_fp32_out(runtime.get(), {"bf16:d64:causal:cache", {3, 4, 2, 1, 900}, {900, 0, 77}});
+  expect_fp32_out(runtime.get(), {"bf16:d64:cache:invariant", {2, 4, 2, 1, 2200}, {2200, 100}});
+  expect_fp32_out(runtime.get(), {"bf16:d64", {1, 2, 2, 8, 1000}});
+  for (const char* config : {"sm80:br64:bc64:w4", "sm80:br64:bc32:w4:min_blocks2:split", "simt:br32:bc32:w4"})
+    expect_fp32_out(runtime.get(), {"bf16:d64x40:causal", {2, 4, 2, 70, 90}, {}, config});
+  expect_fp32_out(runtime.get(), {"bf16:d320x264", {1, 2, 1, 20, 40}});
+}
+
+}  // namespace
+}  // namespace flashjit::test

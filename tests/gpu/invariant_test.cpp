@@ -1,0 +1,38 @@
+// Batch invariance and O in fp32 on a GPU.
+#include "tests/support/invariant_run.hpp"
+
+namespace flashjit::test {
+namespace {
+
+class Invariance : public GpuTest {};
+
+TEST_F(Invariance, ASequenceIsTheSameAlone) {
+  TemporaryRuntime runtime;
+  const std::vector<std::int32_t> lengths = {16000, 5, 2048, 0, 2049, 9000, 700};
+  for (const char* spec : {"bf16:d128:causal:cache:invariant", "fp16:d64:cache:invariant",
+                           "bf16:d256:causal:cache:invariant", "fp32:d64:cache:invariant"})
+    for (const std::int64_t queries : {1, 5, 64, 300})
+      expect_same_alone(runtime.get(), {spec, {7, 16, 4, queries, 16384}, lengths});
+  for (const char* spec : {"bf16:d128:causal:invariant", "fp16:d64:invariant"})
+    for (const std::int64_t queries : {1, 40, 1000})
+      expect_same_alone(runtime.get(), {spec, {9, 8, 2, queries, 3000}});
+}
+
+class Fp32Out : public GpuTest {};
+
+TEST_F(Fp32Out, IsWhatIsRounded) {
+  TemporaryRuntime runtime;
+  for (const char* spec :
+       {"bf16:d64", "bf16:d128:causal", "fp16:d72x40", "bf16:d256", "fp16:d192x128:causal"})
+    for (const AttentionShape& shape : {AttentionShape{2, 4, 2, 333, 500}, AttentionShape{1, 4, 2, 1, 5000},
+                                        AttentionShape{3, 4, 4, 9, 2000}})
+      expect_fp32_out(runtime.get(), {spec, shape});
+  for (const char* spec : {"bf16:d64:causal:cache", "bf16:d128:cache:invariant"})
+    for (const std::int64_t queries : {1, 70})
+      expect_fp32_out(runtime.get(), {spec, {3, 8, 2, queries, 9000}, {9000, 0, 77}});
+  for (const char* config : {"sm80:br64:bc64:w4", "sm80:br64:bc32:w4:min_blocks2:split", "simt:br32:bc32:w4"})
+    expect_fp32_out(runtime.get(), {"bf16:d64x40:causal", {2, 4, 2, 300, 500}, {}, config});
+}
+
+}  // namespace
+}  // namespace flashjit::test

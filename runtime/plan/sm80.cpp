@@ -163,13 +163,17 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 
 /// With K and V of 8 bits, whose conversion takes registers, and time for each warp that does it: warps of
 /// many rows.
-std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec) {
+std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
-  return good_of({{config(128, 64, 4, 1), d <= 64 && !spec.key_scales && spec.mask.empty()},
-                  {config(128, 32, 4, 1), d <= 96 || (d <= 128 && !spec.key_scales)},
-                  {config(128, 64, 8, 1), d <= 128},
-                  {config(64, 64, 4, 1), d <= 192},
-                  {config(64, 32, 4, 1)}});
+  const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
+  const bool lean = !spec.key_scales && !spec.varlen && spec.pages == 0 && spec.score.empty();
+  return good_of(
+      {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
+       {config(128, 32, 4, 1), d <= 96 || (d <= 128 && lean)},
+       {config(128, 64, 8, 1), d <= 128 && !(map && spec.dropout) && (spec.score.empty() || by_instruction)},
+       {config(64, 64, 4, 1), d <= 128 || (d <= 192 && !map)},
+       {config(64, 32, 4, 1), d <= 192 || by_instruction},
+       {config(64, 16, 4, 1), d > 192}});
 }
 
 /// For queries that one warp has all of: blocks of one, as many of which hide each other's waits as fit. K
@@ -198,7 +202,7 @@ std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
 }
 
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
-  if (spec.has_scales()) return forward_preferences_of_codes(spec);
+  if (spec.has_scales()) return forward_preferences_of_codes(spec, device);
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool large = device.compute_capability < 100;
   const bool roomy = device.shared_per_block > 200 * 1024;  // two blocks of the tiles that need most
@@ -359,9 +363,9 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
 /// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
-    const bool large =
-        std::max(spec.head_dim, spec.v_dim()) > 192 && (spec.dropout || spec.key_scales);  // which spill
-    TileConfig c = one_warp_tile(spec, device, large ? 16 : 32, 2);
+    const bool spills = std::max(spec.head_dim, spec.v_dim()) > 192 &&
+                        (spec.dropout || spec.key_scales || !spec.score.empty());
+    TileConfig c = one_warp_tile(spec, device, spills ? 16 : 32, 2);
     c.split = true;
     c.split = gains_by_split(spec, shape, c, device);
     if (admits(spec, c, device)) return c;

@@ -381,27 +381,32 @@ TEST(KernelsAroundAttention, CompileWithoutSpills) {
 
 // Codes are converted on their way to the tensor cores, which takes registers.
 TEST(KernelsOfCodes, CompileWithoutSpills) {
-  constexpr std::array kRests = {":kve4m3:causal:varlen:pages16",
-                                 ":kve4m3:causal:cache:key_scales",
-                                 ":kve5m2",
-                                 ":kvint8:mask{q - kv < 300}:varlen:pages24:key_scales",
-                                 ":kve4m3:sinks:varlen:dropout",
-                                 ":kve4m3:score{50.0 * tanh(score / 50.0)}:causal:pages64",
-                                 ":kvint8:causal:map64x64:kvlen"};
+  const std::vector<AttentionSpec> specs = test::covering_specs_of_codes();
   std::size_t i = 0;
-  for (const char* arch : {"sm_75", "sm_80", "sm_89", "sm_90a", "sm_120"}) {
+  for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
-    for (const char* dims : {"bf16:d64", "fp16:d96", "bf16:d128", "fp16:d192x128", "bf16:d256"}) {
-      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
-        const AttentionSpec spec =
-            parse_spec(fmt::format("fwd:{}{}", dims, kRests[i++ % kRests.size()])).normalized();
-        for (const plan::FamilyTraits* family : {&plan::sm80_traits(), &plan::simt_traits()})
-          if (family->supports(spec, device)) {
-            EXPECT_EQ(compile_and_check(spec, family->heuristic(spec, shape, device), device), "");
-          }
-      }
+    const plan::FamilyTraits& family =
+        device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
+    for (const AttentionSpec& spec : specs) {
+      const AttentionShape shape =
+          ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
+      EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
     }
   }
+}
+
+TEST(KernelsOfCodes, CompileWithPrograms) {
+  for (const char* arch : {"sm_80", "sm_89", "sm_90a"})
+    for (const char* text :
+         {"fwd:bf16:d128:kve4m3:score{50.0 * tanh(score / 50.0)}:causal:varlen:pages64",
+          "fwd:fp16:d64:kvint8:mask{q - kv < 300}:pages24:key_scales",
+          "fwd:bf16:d192x128:kve4m3:score{bias: bf16 4d; score + bias[b, h, q, kv]}:key_scales",
+          "fwd:bf16:d256:kve4m3:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal:cache"})
+      for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
+        const DeviceInfo device = DeviceInfo::parse(arch);
+        const AttentionSpec spec = parse_spec(text).normalized();
+        EXPECT_EQ(compile_and_check(spec, plan::sm80_traits().heuristic(spec, shape, device), device), "");
+      }
 }
 
 // What the heuristic takes so, of which a thread has few registers.

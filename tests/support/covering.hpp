@@ -98,6 +98,20 @@ inline std::vector<AttentionSpec> covering_wide_specs() {
                          {"", ":det"}});
 }
 
+/// K and V of 8 bits.
+inline std::vector<AttentionSpec> covering_specs_of_codes() {
+  return specs_covering({{"fwd"},
+                         {":bf16", ":fp16"},
+                         {":d128", ":d64", ":d16", ":d96", ":d192", ":d256", ":d192x128"},
+                         {":kve4m3", ":kve4m3:key_scales", ":kve5m2", ":kvint8:key_scales"},
+                         kMasks,
+                         {"", ":dropout"},
+                         {"", ":kvlen", ":varlen", ":varlen:pages16", ":cache", ":pages3"},
+                         {"", ":map64x64", ":map16x256"},
+                         {"", ":sinks"},
+                         {"", ":row_max"}});
+}
+
 /// What a family can do that has no options: most of covering_specs() is beyond it.
 inline std::vector<AttentionSpec> covering_plain_specs() {
   return specs_covering({{"fwd", "bwd"},

@@ -11,6 +11,12 @@ TEST_P(Codes, AreWhatTheyMean) {
   check_all_codes(runtime.get(), GetParam());
 }
 
+TEST_P(Codes, OfManyKeysKeepTheirMean) {
+  TemporaryRuntime runtime;
+  for (const std::int64_t keys : {std::int64_t{1}, std::int64_t{131072}})
+    check_long_mean(runtime.get(), GetParam(), keys);
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, Codes, testing::Values(Family::simt, Family::sm80),
                          [](const auto& info) { return to_string(info.param); });
 

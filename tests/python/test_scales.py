@@ -125,3 +125,46 @@ def test_compiled():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, BATCH, HEADS_KV)
     run = torch.compile(lambda *x: attention(*x[:3], causal=True, k_scale=x[3], v_scale=x[4]), backend="aot_eager", fullgraph=True)
     expect_close(run(q, k, v, k_scale, v_scale), attention(q, k_meant, v_meant, causal=True))
+
+
+class Model:
+    """A transformer of random weights, whose cache is of `dtype`: of 8 bits with a scale for each key."""
+
+    def __init__(self, dtype, layers=3, width=HEADS * DIM, vocabulary=97):
+        torch.manual_seed(11)
+        weight = lambda *size: (torch.randn(size) / size[0] ** 0.5).to(DEVICE, DTYPE)
+        self.embedding = torch.randn(vocabulary, width).to(DEVICE, DTYPE)
+        self.weights = [{"q": weight(width, HEADS, DIM), "k": weight(width, HEADS_KV, DIM), "v": weight(width, HEADS_KV, DIM),
+                         "o": weight(HEADS * DIM, width), "up": weight(width, 4 * width), "down": weight(4 * width, width)}
+                        for _ in range(layers)]
+        zeros = lambda: torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE, dtype=DTYPE).to(dtype)
+        self.caches = [(zeros(), zeros()) for _ in range(layers)]
+        self.scales = [[torch.ones(BATCH, HEADS_KV, KEYS, device=DEVICE) for _ in "kv"] if dtype in TYPES else [None, None]
+                       for _ in range(layers)]
+        self.length = 0
+
+    def __call__(self, tokens):
+        """Logits of the last token."""
+        x = self.embedding[tokens]
+        self.length += tokens.shape[1]
+        lengths = torch.full((BATCH,), self.length, dtype=torch.int32, device=DEVICE)
+        for w, cache, (k_scale, v_scale) in zip(self.weights, self.caches, self.scales):
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            q, k, v = (torch.einsum("bsw,whd->bhsd", y, w[name]) for name in "qkv")
+            q = append(k, v, *cache, kv_lengths=lengths, q=q, theta=1e4, k_scale=k_scale, v_scale=v_scale)
+            out = attention(q, *cache, causal=True, kv_lengths=lengths, cache=True, k_scale=k_scale, v_scale=v_scale)
+            x = x + out.transpose(1, 2).flatten(2) @ w["o"]
+            y = torch.nn.functional.rms_norm(x, x.shape[-1:])
+            x = x + torch.relu(y @ w["up"]) @ w["down"]
+        return (torch.nn.functional.rms_norm(x[:, -1], x.shape[-1:]) @ self.embedding.T).float()
+
+
+@pytest.mark.parametrize("dtype, limit", [(torch.float8_e4m3fn, 0.025), (torch.int8, 0.015), (torch.float8_e5m2, 0.045)])
+def test_a_model_s_logits_stay_near(dtype, limit):
+    """Within `limit` of their norm: prefill, then some tokens by themselves."""
+    exact, cached = Model(DTYPE), Model(dtype)
+    tokens = torch.randint(97, (BATCH, 20), device=DEVICE)
+    for piece in (tokens[:, :14], *tokens[:, 14:].split(1, 1)):
+        want, got = exact(piece), cached(piece)
+        distance = ((got - want).norm() / want.norm()).item()
+        assert 1e-4 < distance < limit

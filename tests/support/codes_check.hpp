@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "tests/support/attention_case.hpp"
+#include "tests/support/scales.hpp"
 
 namespace flashjit::test {
 
@@ -86,6 +87,46 @@ class CodesCheck {
   double scale_;
   std::vector<double> scales_;
 };
+
+/// A query that sees `keys` keys alike: O is the mean of V, whose keys have scales from 2^-20 to 2^20 by
+/// turns.
+inline void check_long_mean(Runtime& runtime, Family family, std::int64_t keys) {
+  constexpr int kDim = 16;
+  const AttentionSpec spec = parse_spec("bf16:d16:kve4m3:key_scales");
+  const AttentionShape shape{1, 1, 1, 1, keys};
+  std::mt19937 random(9);
+  std::vector<double> codes(keys * kDim), scales(keys), sums(kDim), sizes(kDim);
+  for (std::int64_t n = 0; n < keys; ++n) {
+    scales[n] = std::exp2(static_cast<double>(n % 41 - 20));
+    for (int i = 0; i < kDim; ++i) {
+      const double code = codes[n * kDim + i] = random_code(spec.kv_type(), random);
+      sums[i] += code * scales[n], sizes[i] += std::abs(code * scales[n]);
+    }
+  }
+  const auto q = to_device(spec.dtype, std::vector<double>(kDim, 1.0)),
+             k = to_device(std::vector<std::uint8_t>(keys * kDim)), v = to_device(spec.kv_type(), codes),
+             scale = to_device(DType::fp32, scales);
+  const GuardedMemory out(kDim * size_of(spec.dtype)), lse(sizeof(float));
+  runtime.prepare(spec, shape, plan::traits(family).heuristic(spec, shape, gpu().info));
+  const GuardedMemory work(runtime.workspace_bytes(spec, shape));
+  const ConstScaleView view{static_cast<const float*>(scale.data()), {1, 1, 1, keys}, {0, 0, 0, 1}};
+  runtime.forward(spec,
+                  {.q = ConstTensorView::bhsd(q.data(), 1, 1, 1, kDim),
+                   .k = ConstTensorView::bhsd(k.data(), 1, 1, keys, kDim),
+                   .v = ConstTensorView::bhsd(v.data(), 1, 1, keys, kDim),
+                   .out = TensorView::bhsd(out.data(), 1, 1, 1, kDim),
+                   .lse = static_cast<float*>(lse.data()),
+                   .workspace = {work.data(), work.bytes()},
+                   .k_scale = view,
+                   .v_scale = view},
+                  nullptr);
+  gpu().context->synchronize();
+  const auto count = static_cast<double>(keys);
+  const std::vector<double> got = decode(spec.dtype, out.content());
+  for (int i = 0; i < kDim; ++i)
+    EXPECT_NEAR(got[i], sums[i] / count, 0x1p-8 * std::abs(sums[i]) / count + 1e-5 * sizes[i] / count) << i;
+  EXPECT_NEAR(decode(DType::fp32, lse.content())[0], std::log(count), 1e-5);
+}
 
 /// Scales are powers of two, so that nothing rounds but what must.
 inline void check_all_codes(Runtime& runtime, Family family) {

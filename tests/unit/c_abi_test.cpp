@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstddef>
 #include <cstdlib>
 #include <cstring>
 #include <numeric>
@@ -262,6 +263,42 @@ TEST_F(CAbi, NewRowsAreAppendedByTheReference) {
   args.struct_size = 8;
   EXPECT_EQ(flashjit_reference_append(s.get(), &args), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("flashjit_append_args.struct_size is 8");
+}
+
+// A cache of e4m3 in which each key has a scale: append writes both, and attention reads them.
+TEST_F(CAbi, KeysOfEightBitsHaveScales) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d16:kve4m3:cache:key_scales");
+  alignas(16) float k[16] = {}, v[16], q[16] = {}, out[16];
+  alignas(16) std::uint8_t k_cache[32] = {}, v_cache[32] = {};
+  float k_scale[2] = {}, v_scale[2] = {};
+  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(i % 4 * 7);
+  const std::int32_t lengths[] = {1};
+  flashjit_append_args append{};
+  append.struct_size = sizeof append;
+  append.k = {k, {1, 1, 1, 16}, {16, 16, 16, 1}}, append.v = {v, {1, 1, 1, 16}, {16, 16, 16, 1}};
+  append.k_cache = {k_cache, {1, 1, 2, 16}, {32, 32, 16, 1}};
+  append.v_cache = {v_cache, {1, 1, 2, 16}, {32, 32, 16, 1}};
+  append.kv_lengths = lengths;
+  append.k_scale = {k_scale, {1, 1, 1, 2}, {0, 0, 0, 1}},
+  append.v_scale = {v_scale, {1, 1, 1, 2}, {0, 0, 0, 1}};
+  ASSERT_EQ(flashjit_reference_append(s.get(), &append), FLASHJIT_OK) << last_message();
+  EXPECT_EQ(v_scale[0], 21.0f / 448);
+  EXPECT_EQ(v_scale[1], 0.0f);
+  EXPECT_EQ(v_cache[3], 0x7e);  // 448
+
+  flashjit_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.q = {q, {1, 1, 1, 16}, {16, 16, 16, 1}}, forward.out = {out, {1, 1, 1, 16}, {16, 16, 16, 1}};
+  forward.k = append.k_cache, forward.v = append.v_cache;
+  forward.kv_lengths = lengths;
+  forward.k_scale = append.k_scale, forward.v_scale = append.v_scale;
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+  for (int i = 0; i < 16; ++i) EXPECT_NEAR(out[i], v[i], v[i] / 16) << i;
+  EXPECT_FLOAT_EQ(out[3], 21.0f);
+  // A program of before knows no scales.
+  forward.struct_size = offsetof(flashjit_forward_args, k_scale);
+  EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("k_scale is null");
 }
 
 TEST_F(CAbi, StatesAreMergedByTheReference) {

@@ -96,7 +96,8 @@ struct Sizes {
     const auto of_kv = static_cast<std::size_t>(size_of(p.spec.dtype) / size_of(p.spec.kv_type()));
     k = bytes(shape.heads_kv, keys, p.spec.head_dim) / of_kv;
     v = bytes(shape.heads_kv, keys, p.spec.v_dim()) / of_kv;
-    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim());
+    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim()) / size_of(p.spec.dtype) *
+        size_of(p.spec.out_type());
     if (p.spec.has_scales())
       scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);

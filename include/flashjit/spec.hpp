@@ -65,6 +65,8 @@ struct AttentionSpec {
   bool batch_invariant = false;
 
   DType kv_type() const { return kv_dtype.value_or(dtype); }
+  /// Of O in the forward pass.
+  DType out_type() const { return fp32_out ? DType::fp32 : dtype; }
   /// Whether K and V are codes with scales.
   bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }

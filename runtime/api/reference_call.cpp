@@ -208,7 +208,7 @@ std::int64_t written_rows(const Args& args, const std::vector<std::int32_t>& cu_
 void reference_forward(const AttentionSpec& spec, const ForwardArgs& args) {
   const reference::Problem problem = problem_of(spec, args, Pass::forward);
   const reference::Forward result = reference::forward(problem);
-  scatter(spec.fp32_out ? DType::fp32 : spec.dtype, result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
+  scatter(spec.out_type(), result.out, args.out, written_rows(args, problem.cu_seqlens_q, args.out));
   if (args.lse) write_rows(problem, result.lse, args.lse);
   if (args.row_max) write_rows(problem, result.row_max, args.row_max);
 }

@@ -289,7 +289,7 @@ template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
   const int element_size = size_of(spec.dtype), of_kv = size_of(spec.kv_type());
-  const int out_size = kForward && spec.fp32_out ? size_of(DType::fp32) : element_size;
+  const int out_size = kForward ? size_of(spec.out_type()) : element_size;
   check_tensor("q", args.q, sizes.q, element_size, Access::read);
   check_tensor("k", args.k, sizes.k, of_kv, Access::read);
   check_tensor("v", args.v, sizes.v, of_kv, Access::read);

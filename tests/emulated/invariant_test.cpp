@@ -1,5 +1,6 @@
 // Batch invariance and O in fp32 as the emulator runs them.
 #include "tests/support/invariant_run.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -34,6 +35,15 @@ TEST_F(EmulatedFp32Out, IsWhatIsRounded) {
   for (const char* config : {"sm80:br64:bc64:w4", "sm80:br64:bc32:w4:min_blocks2:split", "simt:br32:bc32:w4"})
     expect_fp32_out(runtime.get(), {"bf16:d64x40:causal", {2, 4, 2, 70, 90}, {}, config});
   expect_fp32_out(runtime.get(), {"bf16:d320x264", {1, 2, 1, 20, 40}});
+}
+
+TEST_F(EmulatedFp32Out, TheCommandHasMemoryForIt) {
+  const TemporaryDirectory folder;
+  const CommandResult result =
+      run_command(folder, "verify --seed 1 --spec fwd:bf16:d64:fp32_out --shape b1:hq2:hkv1:sq70:skv130",
+                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}'", FLASHJIT_EMULATED_CUDA,
+                              FLASHJIT_EMULATED_NVRTC));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
 }
 
 }  // namespace

@@ -328,7 +328,7 @@ class AttentionRun {
         rounded_grad_(reference::backward(problem_, yardstick())),
         inputs_(make_qkv(test.layout, test.spec.dtype, sizes())),
         grads_(make_qkv(test.layout, test.spec.dtype, sizes())),
-        out_(make_tensor(test.layout, test.spec.fp32_out ? DType::fp32 : test.spec.dtype, out_size())),
+        out_(make_tensor(test.layout, test.spec.out_type(), out_size())),
         dout_(make_tensor(test.layout, test.spec.dtype, out_size())),
         lse_(exact_.lse.size() * sizeof(float)),
         row_max_(exact_.lse.size() * sizeof(float)),

@@ -33,7 +33,7 @@ class InvariantRun {
   std::vector<std::vector<std::uint8_t>> run(std::int64_t first, std::int64_t count) {
     AttentionShape shape = shape_;
     shape.batch = count;
-    const int out_size = size_of(spec_.fp32_out ? DType::fp32 : spec_.dtype);
+    const int out_size = size_of(spec_.out_type());
     const std::size_t rows = shape.heads_q * shape.seqlen_q, o_bytes = rows * spec_.v_dim() * out_size;
     const GuardedMemory out(count * o_bytes), lse(count * rows * 4);
     if (config_) runtime_.prepare(spec_, shape, *config_);
@@ -68,7 +68,7 @@ class InvariantRun {
 
   /// O of all sequences.
   std::vector<double> out() {
-    const DType type = spec_.fp32_out ? DType::fp32 : spec_.dtype;
+    const DType type = spec_.out_type();
     std::vector<double> all;
     for (std::vector<std::uint8_t>& bytes : run(0, shape_.batch)) {
       bytes.resize(bytes.size() - shape_.heads_q * shape_.seqlen_q * 4);

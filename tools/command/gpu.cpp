@@ -194,7 +194,8 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q), k = of_kv(problem.k, problem.k_scale, d),
                                                                   v = of_kv(problem.v, problem.v_scale, dv);
   const DeviceTensor k_scale = of_scales(problem.k_scale), v_scale = of_scales(problem.v_scale);
-  const DeviceTensor out(driver, dtype, {b, hq, sq, dv}), lse(driver, DType::fp32, {batch, hq, longest_q, 1});
+  const DeviceTensor out(driver, problem.spec.out_type(), {b, hq, sq, dv}),
+      lse(driver, DType::fp32, {batch, hq, longest_q, 1});
   const Extras extras(driver, problem);
   const device::StreamOwner stream(driver);
   LaunchTimes spent;

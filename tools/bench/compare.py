@@ -1,4 +1,7 @@
-"""Compare flashjit with PyTorch's FlashAttention-2 and cuDNN on one GPU, in one process, on the same tensors.
+"""Compare flashjit with cuDNN and FlashAttention-2, -3 and -4 on one GPU, in one process, on the same tensors.
+
+cuDNN and FlashAttention-2 are PyTorch's; FlashAttention-3 (forward alone) and -4 take part where they can be imported:
+`pip install fa3-fwd flash-attn-4`.
 
 Dense: bf16, head dims 64, 128 and 256, lengths 512 to 16k, causal and full; 16k tokens in all, hidden size 2048; flashjit
 by its own choice, and its portable family sm80. Others: fp16, short sequences, grouped heads, one GPU's share of a
@@ -10,7 +13,7 @@ interleaved, each between two CUDA events, and the median counts.
 
     python3 tools/bench/compare.py --lib build/libflashjit.so --csv dense.csv
 
-Ratios are speeds: fa2_ms / flashjit_ms and so on; for the sparse table ratio is sparse_ms / dense_ms, a share of the
+For the sparse table ratio is sparse_ms / dense_ms, a share of the
 time, and rate the share of the blocks by it: 1 if a kept block costs what it costs in the dense kernel;
 ratio_short is short_ms / sparse_ms, a speed. To find slow lengths: --only dense --lengths 320,577,640.
 Exit code: 0 if every point of flashjit ran and was right, 1 if one was not, 3 without GPU or PyTorch.
@@ -19,6 +22,8 @@ import argparse
 import csv
 import ctypes
 import datetime
+import functools
+import importlib
 import itertools
 import os
 import random
@@ -59,12 +64,14 @@ SM80_DROPOUT_TILES = {**SM80_TILES, ("fwd", 128): "sm80:br128:bc48:w4", ("bwd", 
 # Where few KV tiles have many queries, which blocks share.
 SM80_SHARED_TILES = {**SM80_TILES, ("bwd", 128): SM80_TILES["bwd", 128] + ":split"}
 # Where tiles of 128 rows leave multiprocessors without one.
-SM80_SMALL_TILES = {("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:d_split2"}
+SM80_SMALL_TILES = {("fwd", 64): "sm80:br64:bc128:w4", ("bwd", 64): "sm80:br64:bc64:w8:s2:d_split2",
+                    ("fwd", 128): "sm80:br64:bc64:w4", ("bwd", 128): "sm80:br64:bc64:w8:s2:d_split2"}
 SEED, OFFSET = 20251, 7  # of the dropout masks
 HEAD_START_CYCLES = 1_000_000  # the GPU waits this long, about 0.5 ms, while the host queues the next launch
 
 # Two right results differ by the rounding of bf16, in the tensor as a whole and in its worst element.
 OURS = {"flashjit", "sm80"}
+PEERS = ("fa2", "cudnn", "fa3", "fa4")
 NORM_LIMIT = {"out": 0.01, "dq": 0.02, "dk": 0.02, "dv": 0.02}
 WORST_LIMIT = 0.05  # of the largest magnitude
 
@@ -185,6 +192,43 @@ class Peer:
         return {"out": self.out.detach(), "dq": dq, "dk": dk, "dv": dv}
 
 
+class FlashAttention:
+    """One problem for a function of FlashAttention-3's or -4's packages, which take [batch, length, heads, dimension]."""
+
+    def __init__(self, function, q, k, v, dout, causal):
+        self.function, self.causal, self.dout = function, causal, dout.transpose(1, 2)
+        self.inputs = tuple(x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v))
+        self.out = self._attention()
+
+    def _attention(self):
+        out = self.function(*self.inputs, causal=self.causal)
+        return out[0] if isinstance(out, tuple) else out
+
+    def forward(self):
+        with torch.no_grad():
+            return self._attention()
+
+    def results(self):
+        return {"out": self.out.detach().transpose(1, 2)}
+
+
+class FlashAttentionWithGradients(FlashAttention):
+    def backward(self):
+        return torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
+
+
+def other_packages():
+    """By name, what makes a problem for each package that can be imported."""
+    found = {}
+    for name, module, kind in (("fa3", "fa3_fwd_interface", FlashAttention), ("fa4", "flash_attn.cute", FlashAttentionWithGradients)):
+        try:
+            function = importlib.import_module(module).flash_attn_func
+        except ImportError:
+            continue
+        found[name] = functools.partial(kind, function)
+    return found
+
+
 # --- checking and timing ---
 
 
@@ -293,8 +337,8 @@ def other_points():
     yield Point(128, 1024, True, 1, 16, 4)
     for dim in (64, 128, 256):
         yield from (point._replace(dropout=0.1) for point in dense_points(dim, (4096,)))
-    yield from (Point(128, length, causal, 1, 16, 16) for length in (512, 1024) for causal in (False, True))
-    yield from (Point(dim, 2048, True, 1, 16, 16) for dim in (64, 128))
+    yield from (Point(dim, length, causal, 1, 16, 16) for dim in (64, 128) for length in (512, 1024, 2048)
+                for causal in (False, True))
 
 
 def tensors(batch, heads, length, dim, heads_kv=None, dtype="bf16"):
@@ -318,13 +362,15 @@ def teraflops(batch, heads, length, dim, causal, pass_name, ms):
 
 
 def running(report, label, makers, methods):
-    """Name -> what its maker made, of those whose methods run. A peer that cannot is left out, the rest goes on."""
+    """Name -> what its maker made, of those whose methods run. A peer that cannot is left out, the rest goes on; one that lacks
+    a method has no time for it."""
     people = {}
     for name, make in makers.items():
         try:
             person = make()
             for method in methods:
-                getattr(person, method)()
+                if hasattr(person, method):
+                    getattr(person, method)()
             torch.cuda.synchronize()
             people[name] = person
         except Exception as error:
@@ -341,7 +387,7 @@ def sm80_tiles(point):
     return SM80_DROPOUT_TILES if point.dropout else SM80_TILES
 
 
-def dense_point(runtime, portable, report, point, rounds):
+def dense_point(runtime, portable, packages, report, point, rounds):
     dim, length, causal, batch, heads, heads_kv, dtype, dropout = point
     label = point.label()
     q, k, v, dout = tensors(batch, heads, length, dim, heads_kv, dtype)
@@ -351,6 +397,7 @@ def dense_point(runtime, portable, report, point, rounds):
         "sm80": lambda: Ours(portable, spec, q, k, v, dout, tiles=sm80_tiles(point), dropout=dropout),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, dout, causal, dropout),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, dout, causal, dropout),
+        **({} if dropout else {name: functools.partial(make, q, k, v, dout, causal) for name, make in packages.items()}),
     }, ("forward", "backward"))
     # Peers drop other pairs; our families, which share no kernel, the same.
     reference = people.get("sm80") if dropout else people.get("fa2") or people.get("cudnn")
@@ -362,18 +409,15 @@ def dense_point(runtime, portable, report, point, rounds):
             report.failure(f"{label}: {name}: {text}")
     for pass_name in PASSES:
         method = "forward" if pass_name == "fwd" else "backward"
-        ms = interleaved_ms({name: getattr(person, method) for name, person in people.items()}, rounds)
-        ratio = lambda ours, peer: ms[peer] / ms[ours] if {ours, peer} <= ms.keys() else ""
+        ms = interleaved_ms({name: getattr(person, method) for name, person in people.items() if hasattr(person, method)}, rounds)
         report.row(**{"pass": pass_name}, dtype=dtype, head_dim=dim, causal=int(causal), dropout=dropout, batch=batch,
-                   heads=heads, heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()},
-                   ratio_cudnn=ratio("flashjit", "cudnn"), ratio_fa2=ratio("flashjit", "fa2"),
-                   sm80_ratio_fa2=ratio("sm80", "fa2"))
+                   heads=heads, heads_kv=heads_kv, seqlen=length, **{f"{name}_ms": x for name, x in ms.items()})
         rates = "  ".join(f"{name} {teraflops(batch, heads, length, dim, causal, pass_name, x):5.0f}"
                           for name, x in ms.items())
         print(f"{pass_name} {label:34} TFLOP/s: {rates}", flush=True)
 
 
-def few_point(runtime, report, problem, rounds):
+def few_point(runtime, packages, report, problem, rounds):
     """The forward pass of few queries, in the bytes of K and V that it reads a second."""
     batch, heads, heads_kv, queries, keys, dim = problem
     label = f"bf16 d{dim} b{batch} h{heads}/{heads_kv} sq{queries} skv{keys}"
@@ -384,6 +428,7 @@ def few_point(runtime, report, problem, rounds):
         "flashjit": lambda: Ours(runtime, f"bf16:d{dim}", q, k, v, q, passes=("fwd",)),
         "fa2": lambda: Peer(SDPBackend.FLASH_ATTENTION, q, k, v, q, False),
         "cudnn": lambda: Peer(SDPBackend.CUDNN_ATTENTION, q, k, v, q, False),
+        **{name: functools.partial(make, q, k, v, q, False) for name, make in packages.items()},
     }, ("forward",))
     if "flashjit" not in people:
         return
@@ -394,10 +439,8 @@ def few_point(runtime, report, problem, rounds):
         for text in differences({"out": people["flashjit"].out}, {"out": reference.forward()}):
             report.failure(f"{label}: {text}")
     ms = interleaved_ms({name: person.forward for name, person in people.items()}, rounds)
-    ratio = lambda peer: ms[peer] / ms["flashjit"] if peer in ms else ""
     report.row(**{"pass": "fwd"}, dtype="bf16", head_dim=dim, batch=batch, heads=heads, heads_kv=heads_kv,
                seqlen_q=queries, seqlen_kv=keys, **{f"{name}_ms": x for name, x in ms.items()},
-               ratio_cudnn=ratio("cudnn"), ratio_fa2=ratio("fa2"),
                gbs=2 * batch * heads_kv * keys * dim * 2 / ms["flashjit"] / 1e6)
     print(f"fwd {label:34} us: " + "  ".join(f"{name} {1e3 * x:6.1f}" for name, x in ms.items()), flush=True)
 
@@ -467,7 +510,7 @@ def summary(report):
     """Geometric mean and worst of the speed relative to the best peer of each point, by pass and head dimension."""
     groups = {}
     for row in report.rows:
-        peers = [row[name] for name in ("cudnn_ms", "fa2_ms") if name in row]
+        peers = [row[f"{name}_ms"] for name in PEERS if f"{name}_ms" in row]
         if peers and "flashjit_ms" in row:
             groups.setdefault((row["pass"], row["head_dim"]), []).append(min(peers) / row["flashjit_ms"])
     for (pass_name, dim), ratios in groups.items():
@@ -513,32 +556,32 @@ def main():
     torch.zeros(1, device="cuda")  # makes the primary context current, which flashjit then uses
 
     use_library(arguments.lib)
-    runtime, portable = abi.Runtime(), abi.Runtime()
+    runtime, portable, packages = abi.Runtime(), abi.Runtime(), other_packages()
     constants = {"date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d"),
                  "device": torch.cuda.get_device_name(), "commit": arguments.commit or commit_name()}
     print(f"{constants['device']}, flashjit {abi.version()} ({constants['commit']}), "
-          f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}")
+          f"PyTorch {torch.__version__}, cuDNN {torch.backends.cudnn.version()}, {', '.join(packages) or 'neither fa3 nor fa4'}")
     lengths, rounds = ((4096,), 7) if arguments.quick else ((512, 1024, 2048, 4096, 8192, 16384), 15)
     lengths = arguments.lengths or lengths
     wanted = lambda name: arguments.only in (None, name)
     table = lambda name, suffix: suffix.join(os.path.splitext(arguments.csv)) if arguments.csv and wanted(name) else None
     beside = lambda name: table(name, f"_{name}")
     about = list(constants) + ["pass", "dtype", "head_dim"]
-    times = ["flashjit_ms", "sm80_ms", "fa2_ms", "cudnn_ms", "ratio_cudnn", "ratio_fa2", "sm80_ratio_fa2"]
+    times = ["flashjit_ms", "sm80_ms"] + [f"{name}_ms" for name in PEERS]
     sizes = ["batch", "heads", "heads_kv", "seqlen"]
     dense = Report(table("dense", ""), about + ["causal"] + sizes + times, constants)
     other = Report(beside("other"), about + ["causal", "dropout"] + sizes + times, constants)
     sparse = Report(beside("sparse"), about + ["pattern", "density"] + sizes
                     + ["sparse_ms", "dense_ms", "ratio", "rate", "short_ms", "ratio_short"], constants)
     few = Report(beside("few"), about + ["batch", "heads", "heads_kv", "seqlen_q", "seqlen_kv"]
-                 + [name for name in times if "sm80" not in name] + ["gbs"], constants)
+                 + [name for name in times if name != "sm80_ms"] + ["gbs"], constants)
     points = [(dense, point) for dim in (64, 128, 256) for point in dense_points(dim, lengths)] if wanted("dense") else []
     if wanted("other") and not arguments.quick:
         points += [(other, point) for point in other_points()]
     for report, point in points:
-        guarded(report, point.label(), dense_point, runtime, portable, report, point, rounds)
+        guarded(report, point.label(), dense_point, runtime, portable, packages, report, point, rounds)
     for problem in (FEW[:1] if arguments.quick else FEW) if wanted("few") else ():
-        guarded(few, f"few queries {problem}", few_point, runtime, few, problem, rounds)
+        guarded(few, f"few queries {problem}", few_point, runtime, packages, few, problem, rounds)
     for dim, problem in itertools.product((64, 128) if wanted("sparse") else (), SPARSE[:1] if arguments.quick else SPARSE):
         guarded(sparse, f"d{dim} {problem}", sparse_point, runtime, sparse, dim, *problem, rounds)
     summary(dense)

@@ -5,9 +5,8 @@
 
 The sections between the markers <!-- name --> and <!-- /name --> are replaced:
 
-    README.md                  peers    picture and ratios of h100_peers.csv
-    tools/docs/benchmarks.md   peers    all of h100_peers.csv
-                               figures  h100_dense.csv of compare.py, and *_other.csv, *_few.csv, *_sparse.csv
+    README.md                  peers    picture and ratios of compare.py's h100_dense.csv
+    tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
 """
 import argparse
@@ -36,6 +35,7 @@ LINES = {
 }
 LEGEND = ("flashjit", "sm80", "cudnn", "fa4", "fa3", "fa2")
 PEERS = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}
+BESIDE_PEERS = [f"flashjit / {name}" for name in PEERS.values()]
 
 
 def read(path):
@@ -67,18 +67,6 @@ def short(length):
 def origin(rows):
     device, date, commit = (" and ".join(values(rows, name)) for name in ("device", "date", "commit"))
     return f"{device}, {date}, commit {commit}"
-
-
-def read_peers(path):
-    """The CSV has a row for each peer and problem; here all peers of a problem are one row, as in compare.py's CSV."""
-    same = ("date", "device", "commit", "group", "pass", "dtype", "head_dim", "causal", "batch", "heads", "heads_kv", "seqlen")
-    problems = {}
-    for row in read(path):
-        problem = problems.setdefault(tuple(row[name] for name in same), {name: row[name] for name in same})
-        who = "fa3" if row["peer"] == "fa3_128" else row["peer"]  # two builds of FA3's backward pass: the faster counts
-        if f"{who}_ms" not in problem or float(row["ms"]) < float(problem[f"{who}_ms"]):
-            problem[f"{who}_ms"] = row["ms"]
-    return list(problems.values())
 
 
 def best_peer(row):
@@ -133,39 +121,21 @@ def draw(rows, path):
 # --- the tables ---
 
 
-def speed_ratios(rows, ours, peer):
-    """Sequence length -> how many times the peer's speed, where both ran."""
-    return {row["seqlen"]: float(row[f"{peer}_ms"]) / float(row[f"{ours}_ms"])
-            for row in rows if row[f"{ours}_ms"] and row[f"{peer}_ms"]}
+def ratios(rows, peer, ours="flashjit"):
+    """Our speed by the peer's, where both ran."""
+    return [float(row[f"{peer}_ms"]) / float(row[f"{ours}_ms"]) for row in rows if row.get(f"{ours}_ms") and row.get(f"{peer}_ms")]
 
 
-def mean(ratios, count):
-    """The geometric mean, and over how many points where some are missing."""
-    if not ratios:
-        return "-"
-    missing = f" ({len(ratios)} of {count})" if len(ratios) < count else ""
-    return f"{statistics.geometric_mean(ratios.values()):.2f}{missing}"
+def mean(found):
+    return f"{statistics.geometric_mean(found):.2f}" if found else "-"
+
+
+def beside_the_best(row):
+    return ratios([row], best_peer(row))[0]
 
 
 def markdown(header, lines):
     return "\n".join(f"| {' | '.join(cells)} |" for cells in [header, ["---"] * len(header), *lines])
-
-
-def dense_table(rows):
-    count = len(values(rows, "seqlen"))
-    lines = []
-    for pass_name in PASSES:
-        for dim in values(rows, "head_dim"):
-            for causal in values(rows, "causal"):
-                points = select(rows, **{"pass": pass_name}, head_dim=dim, causal=causal)
-                cudnn = speed_ratios(points, "flashjit", "cudnn")
-                worst = min(cudnn, key=cudnn.get, default=None)
-                lines.append([PASSES[pass_name], str(dim), MASKS[causal], mean(cudnn, count),
-                              f"{cudnn[worst]:.2f} at {short(worst)}" if cudnn else "-",
-                              mean(speed_ratios(points, "flashjit", "fa2"), count),
-                              mean(speed_ratios(points, "sm80", "fa2"), count)])
-    return markdown(["Pass", "Head dim", "Mask", "flashjit / cuDNN", "its worst point", "flashjit / FA2", "sm80 / FA2"],
-                    lines)
 
 
 def sparse_table(rows):
@@ -188,27 +158,20 @@ def other_table(rows):
         heads = f"{row['heads']}/{row['heads_kv']}" if row["heads"] != row["heads_kv"] else row["heads"]
         dropout = f"dropout {float(row['dropout']):g}, " if float(row.get("dropout", 0)) else ""
         problem = f"{row['dtype']}, d{row['head_dim']}, {MASKS[row['causal']]}, {dropout}b{row['batch']}, {heads} heads"
-        ratio = lambda name: f"{float(row[name]):.2f}" if row.get(name) else "-"
-        lines.append([PASSES[row["pass"]], problem, short(row["seqlen"]), ratio("ratio_cudnn"), ratio("ratio_fa2"),
-                      ratio("sm80_ratio_fa2")])
-    return markdown(["Pass", "Problem", "Length", "flashjit / cuDNN", "flashjit / FA2", "sm80 / FA2"], lines)
+        lines.append([PASSES[row["pass"]], problem, short(row["seqlen"]), *(mean(ratios([row], peer)) for peer in PEERS),
+                      mean(ratios([row], "fa2", "sm80"))])
+    return markdown(["Pass", "Problem", "Length", *BESIDE_PEERS, "sm80 / FA2"], lines)
 
 
 def few_table(rows):
     lines = []
     for row in rows:
         sequences = f"{row['batch']} x " if row["batch"] > 1 else ""
-        micros = lambda name: f"{1e3 * float(row[name]):.1f}" if row[name] else "-"
+        micros = lambda who: f"{1e3 * float(row[f'{who}_ms']):.1f}" if row.get(f"{who}_ms") else "-"
         lines.append([str(row["seqlen_q"]), f"{sequences}{short(row['seqlen_kv'])}", f"{row['heads']}/{row['heads_kv']}",
-                      str(row["head_dim"]), micros("flashjit_ms"), micros("cudnn_ms"), micros("fa2_ms"),
+                      str(row["head_dim"]), micros("flashjit"), *(micros(peer) for peer in PEERS),
                       f"{float(row['gbs']) / 1e3:.2f}"])
-    return markdown(["Queries", "Keys", "Heads", "Head dim", "flashjit, us", "cuDNN", "FA2", "flashjit, TB/s"], lines)
-
-
-def geometric_mean(rows, peer=None):
-    """flashjit's speed by a peer's, or by that of the best one at each point."""
-    return statistics.geometric_mean(
-        float(row[f"{peer or best_peer(row)}_ms"]) / float(row["flashjit_ms"]) for row in rows)
+    return markdown(["Queries", "Keys", "Heads", "Head dim", "flashjit, us", *PEERS.values(), "flashjit, TB/s"], lines)
 
 
 def summary_table(rows):
@@ -216,10 +179,10 @@ def summary_table(rows):
     for pass_name in PASSES:
         for dim in values(rows, "head_dim"):
             points = select(rows, **{"pass": pass_name}, head_dim=dim)
-            worst = min(points, key=lambda row: geometric_mean([row]))
-            lines.append([f"{PASSES[pass_name]}, d{dim}", *(f"{geometric_mean(points, peer):.2f}" for peer in PEERS),
-                          f"{geometric_mean(points):.2f}",
-                          f"{geometric_mean([worst]):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
+            worst = min(points, key=beside_the_best)
+            lines.append([f"{PASSES[pass_name]}, d{dim}", *(mean(ratios(points, peer)) for peer in PEERS),
+                          mean([beside_the_best(row) for row in points]),
+                          f"{beside_the_best(worst):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
                           f"{short(worst['seqlen'])})"])
     return markdown(["speed of flashjit", *(f"/ {name}" for name in PEERS.values()), "/ the best of them", "worst point"], lines)
 
@@ -242,55 +205,41 @@ def versus(row):
     """"736 / 730 FA3", in bold where the peer is faster by 1% or more."""
     best = best_peer(row)
     text = f"{teraflops(row, 'flashjit'):.0f} / {teraflops(row, best):.0f} {PEERS[best]}"
-    return f"**{text}**" if geometric_mean([row]) < 0.99 else text
+    return f"**{text}**" if beside_the_best(row) < 0.99 else text
 
 
 def link(path, page):
     return os.path.relpath(path, os.path.dirname(page))
 
 
-def peers_summary(peers, png):
+def peers_summary(dense, png):
     """README.md"""
     title = "TFLOP/s over sequence length on an H100: flashjit, cuDNN, FlashAttention-2, -3 and -4"
-    about = (f"{origin(peers)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
+    about = (f"{origin(dense)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
              "512 to 16k, all libraries in one process; above 1, flashjit is faster.")
-    return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(select(peers, group="dense")),
-                        textwrap.fill(about, 118)])
-
-
-def peers_section(peers, png):
-    """tools/docs/benchmarks.md"""
-    of = lambda group: peers_table(select(peers, group=group))
-    return "\n\n".join([f"""\
-![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
-
-{origin(peers)}. TFLOP/s of flashjit / the best peer, and which one; bold
-where flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""", of("dense"),
-                        "The same with BSHD tensors:", of("bshd"),
-                        "One sequence of 16 heads:", of("small"), "Grouped heads, 32 of Q and 8 of KV, 16k tokens:", of("gqa")])
+    return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(dense), textwrap.fill(about, 118)])
 
 
 def figures_section(dense, other, few, sparse, png):
     """tools/docs/benchmarks.md"""
-    lengths = values(dense, "seqlen")
     tables = {"other problems": other, "few queries": few, "block-sparse": sparse}
     commits = ", ".join(f"{name}: commit {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
                         if rows and values(rows, "commit") != values(dense, "commit"))
+    portable = ", ".join(f"{PASSES[name]} d{dim} {mean(ratios(select(dense, head_dim=dim, **{'pass': name}), 'fa2', 'sm80'))}"
+                         for name in PASSES for dim in values(dense, "head_dim"))
     parts = [
         f"""\
-![TFLOP/s over sequence length, with the portable family]({link(png, BENCHMARKS)})
+![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
 
-{origin(dense)}{commits and f"; {commits}"}. Measured by [compare.py](../bench/compare.py): flashjit, cuDNN and
-FlashAttention-2 (both through PyTorch) in one process on the same tensors. Results are checked before they are timed, launches
-are interleaved, medians count. 16k tokens in all, hidden size 2048, bf16. `flashjit` is the library's own choice, `sm80` its
-portable family, forced. The table shows ratios of speed (above 1 the first is faster), as geometric means over the lengths
-{short(lengths[0])} to {short(lengths[-1])}.""",
-        dense_table(dense),
+{origin(dense)}{commits and f"; {commits}"}. TFLOP/s of flashjit / the best peer, and which one; bold where
+flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""",
+        peers_table(dense),
+        textwrap.fill(f"The portable family sm80, forced, beside FlashAttention-2 (geometric means of the same points): {portable}.", 118),
     ]
     if other:
         parts += ["""\
 fp16, short sequences, odd numbers of tiles, grouped heads (including one GPU's share of a model spread over eight),
-dropout, and few heads:""", other_table(other)]
+dropout, and few heads, as ratios of speed (above 1 the first is faster):""", other_table(other)]
     if few:
         parts += ["""\
 Few queries of many keys, as in decoding: forward, bf16. TB/s counts one reading of K and V. Each library has its
@@ -337,12 +286,9 @@ def main():
     arguments = parser.parse_args()
     result = lambda name: os.path.join(RESULTS, name)
     dense, other, few, sparse = (read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse"))
-    peers = read_peers(result("h100_peers.csv"))
     if not arguments.tables:
         draw(dense, result("h100_dense.png"))
-        draw(select(peers, group="dense"), result("h100_peers.png"))
-    replace(README, "peers", peers_summary(peers, result("h100_peers.png")))
-    replace(BENCHMARKS, "peers", peers_section(peers, result("h100_peers.png")))
+    replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     return 0

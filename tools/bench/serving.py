@@ -1,0 +1,238 @@
+"""Measure a serving engine's calls on one GPU: attention over a cache, pages and uneven lengths, append() and merge().
+
+Beside flashjit's own contiguous cache, FlashAttention-3's (`pip install fa3-fwd`), and cuDNN through PyTorch where all lengths
+are alike. Pages lie in a random order. Each call is captured in a CUDA graph, several times over as many copies of the cache as
+L2 cannot hold; graphs take turns, and medians count. Outputs are checked beside each other before they are timed.
+
+    python3 tools/bench/serving.py --lib build/libflashjit.so --csv tools/bench/results/h100_serving.csv
+
+Exit code: 0 if everything ran and was right, 1 if not, 3 without GPU or PyTorch.
+"""
+import argparse
+import math
+import random
+import sys
+import typing
+
+import compare
+
+try:
+    import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+except ImportError as error:
+    print(f"serving: PyTorch is needed: {error}", file=sys.stderr)
+    sys.exit(3)
+
+PAGES = (1, 8, 16, 64, 128)
+IN_L2 = 200 << 20  # bytes that copies of a cache have at least
+LONG = [131072] + [1024] * 31
+
+
+def log_uniform(count, least, most):
+    draw = random.Random(count)
+    return [round(math.exp(draw.uniform(math.log(least), math.log(most)))) for _ in range(count)]
+
+
+class Problem(typing.NamedTuple):
+    name: str
+    dim: int
+    heads: int
+    heads_kv: int
+    queries: int
+    lengths: list
+
+    def label(self):
+        return f"d{self.dim} {self.heads}/{self.heads_kv} heads, {self.name}, {self.queries} queries"
+
+    def kv_bytes(self):
+        return 4 * self.dim * self.heads_kv * sum(self.lengths)
+
+
+def problems():
+    mixed = log_uniform(64, 128, 32768)
+    for name, lengths, many in (("64 x 4k", [4096] * 64, (1, 4, 16)), ("256 x 1k", [1024] * 256, (1, 4, 16)),
+                                ("128k and 31 x 1k", LONG, (1,)), ("64 of 128 to 32k", mixed, (1, 16)), ("1 x 8k", [8192], (1,)),
+                                ("4k prefill", [4096] * 4, (4096,)), ("chunk of 16k", [16384] * 4, (512,))):
+        for queries in many:
+            yield Problem(name, 128, 32, 8, queries, lengths)
+    for name, lengths, many in (("64 x 4k", [4096] * 64, (1, 4, 16)), ("256 x 1k", [1024] * 256, (16,)), ("128k and 31 x 1k", LONG, (1,))):
+        for queries in many:
+            yield Problem(name, 64, 64, 8, queries, lengths)
+
+
+class Cache:
+    """K and V of a problem: sequences one behind the other in a pool of rows, [rows, heads_kv, dim], cut into pages as asked."""
+
+    def __init__(self, problem, device="cuda"):
+        self.problem = problem
+        rows = [-(-length // 128) * 128 for length in problem.lengths]
+        self.starts = [sum(rows[:i]) for i in range(len(rows))]
+        make = lambda: torch.randn(sum(rows), problem.heads_kv, problem.dim, device=device, dtype=torch.bfloat16)
+        self.k, self.v = make(), make()
+        self.lengths = torch.tensor(problem.lengths, device=device, dtype=torch.int32)
+
+    def pages(self, rows):
+        """K and V as [pages, rows, heads_kv, dim] in a random order, and the table."""
+        count = self.k.shape[0] // rows
+        place = torch.randperm(count, device=self.k.device)
+        shuffled = []
+        for x in (self.k, self.v):
+            pool = torch.empty_like(x).view(count, rows, *x.shape[1:])
+            pool[place] = x.view(pool.shape)
+            shuffled.append(pool)
+        table = torch.full((len(self.starts), -(-max(self.problem.lengths) // rows)), -1, device=self.k.device, dtype=torch.int32)
+        for i, (start, length) in enumerate(zip(self.starts, self.problem.lengths)):
+            used = -(-length // rows)
+            table[i, :used] = place[start // rows:start // rows + used]
+        return (*shuffled, table)
+
+    def contiguous(self):
+        """[sequences, longest, heads_kv, dim]."""
+        longest = max(self.problem.lengths)
+        if len(set(self.problem.lengths)) == 1 and longest % 128 == 0:
+            return tuple(x.view(len(self.starts), longest, *x.shape[1:]) for x in (self.k, self.v))
+        found = []
+        for x in (self.k, self.v):
+            whole = x.new_zeros(len(self.starts), longest, *x.shape[1:])
+            for i, (start, length) in enumerate(zip(self.starts, self.problem.lengths)):
+                whole[i, :length] = x[start:start + length]
+            found.append(whole)
+        return tuple(found)
+
+
+def calls_of(problem, caches, flashjit, fa3, pages):
+    """Name -> a function for each copy of the cache, which returns O as [sequences, queries, heads, dim]."""
+    q = torch.randn(len(problem.lengths), problem.queries, problem.heads, problem.dim, device=caches[0].k.device, dtype=torch.bfloat16)
+    heads_first = lambda x: x.transpose(1, 2)
+
+    def ours(of, k, v, **where):
+        return lambda: heads_first(flashjit.attention(heads_first(q), heads_first(k), heads_first(v), causal=True,
+                                                      kv_lengths=of.lengths, **where))
+
+    def fa3_call(of, k, v):
+        return lambda: fa3(q, k, v, cache_seqlens=of.lengths, causal=True)
+
+    def cudnn(of, k, v):
+        def call():
+            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+                return heads_first(F.scaled_dot_product_attention(heads_first(q), heads_first(k), heads_first(v),
+                                                                  is_causal=problem.queries > 1, enable_gqa=True))
+        return call
+
+    whole = [cache.contiguous() for cache in caches]
+    found = {"contiguous": [ours(cache, *kv, cache=True) for cache, kv in zip(caches, whole)]}
+    for rows in pages:
+        found[f"pages{rows}"] = [ours(cache, k, v, page_table=table) for cache in caches for k, v, table in [cache.pages(rows)]]
+    if fa3:
+        found["fa3"] = [fa3_call(cache, *kv) for cache, kv in zip(caches, whole)]
+    if len(set(problem.lengths)) == 1 and problem.queries in (1, problem.lengths[0]):
+        found["cudnn"] = [cudnn(cache, *kv) for cache, kv in zip(caches, whole)]
+    return found
+
+
+def captured(functions):
+    """A graph of all calls, and their number."""
+    for function in functions:
+        function()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for function in functions:
+            function()
+    return graph, len(functions)
+
+
+def microseconds(calls, rounds):
+    """Name -> the time of one call."""
+    graphs = {}
+    for name, functions in calls.items():
+        try:
+            graphs[name] = captured(functions)
+        except Exception as error:
+            print(f"  {name} does not run: {compare.reason(error)}")
+    ms = compare.interleaved_ms({name: graph.replay for name, (graph, _) in graphs.items()}, rounds)
+    return {name: 1e3 * ms[name] / graphs[name][1] for name in ms}
+
+
+def run_problem(report, problem, flashjit, fa3, rounds, pages):
+    torch.manual_seed(len(problem.lengths))
+    caches = [Cache(problem) for _ in range(max(1, -(-IN_L2 // problem.kv_bytes())))]
+    calls = calls_of(problem, caches, flashjit, fa3, pages)
+    expected = None
+    for name, functions in list(calls.items()):
+        try:
+            out = functions[0]().float()
+        except Exception as error:
+            if name in ("fa3", "cudnn"):
+                print(f"  {name} does not run: {compare.reason(error)}")
+            else:
+                report.failure(f"{problem.label()}: {name}: {compare.reason(error)}")
+            del calls[name]
+            continue
+        expected = out if expected is None else expected
+        error = ((out - expected).norm() / expected.norm()).item()
+        if not error <= 0.01:
+            report.failure(f"{problem.label()}: {name} differs from contiguous by {error:.3g}")
+    us = microseconds(calls, rounds)
+    report.row(head_dim=problem.dim, heads=problem.heads, heads_kv=problem.heads_kv, problem=problem.name, queries=problem.queries,
+               kv_bytes=problem.kv_bytes(), **{f"{name}_us": x for name, x in us.items()})
+    print(f"{problem.label():52} us: " + "  ".join(f"{name} {x:7.1f}" for name, x in us.items())
+          + f"  {problem.kv_bytes() / us['contiguous'] / 1e6:.2f} TB/s", flush=True)
+
+
+def run_states(report, flashjit, rounds):
+    """append() of rotated keys and values beside a copy of its bytes, and merge() beside one of its own."""
+    like = dict(device="cuda", dtype=torch.bfloat16)
+    for tokens in (64, 4096):
+        k, v = torch.randn(tokens, 8, 1, 128, **like), torch.randn(tokens, 8, 1, 128, **like)
+        pool = torch.zeros(tokens, 16, 8, 128, **like).transpose(1, 2), torch.zeros(tokens, 16, 8, 128, **like).transpose(1, 2)
+        table = torch.randperm(tokens, device="cuda").to(torch.int32)[:, None]
+        lengths = torch.randint(1, 17, (tokens,), device="cuda", dtype=torch.int32)
+        twice = torch.empty_like(k), torch.empty_like(v)
+        us = microseconds({"append": [lambda: flashjit.append(k, v, *pool, kv_lengths=lengths, page_table=table, theta=1e4)] * 20,
+                           "copy": [lambda: torch._foreach_copy_(twice, (k, v))] * 20}, rounds)
+        report.row(problem=f"append {tokens}", **{f"{name}_us": x for name, x in us.items()})
+        print(f"append of {tokens} tokens: " + "  ".join(f"{name} {x:.2f} us" for name, x in us.items()), flush=True)
+    states = [(torch.randn(1, 32, 16384, 128, device="cuda"), torch.randn(1, 32, 16384, device="cuda")) for _ in range(2)]
+    whole = torch.empty(3, 1, 32, 16384, 128, device="cuda")
+    us = microseconds({"merge": [lambda: flashjit.merge(states)], "copy": [lambda: whole[:1].copy_(whole[1:2])]}, rounds)
+    report.row(problem="merge of 2", **{f"{name}_us": x for name, x in us.items()})
+    print(f"merge of 2 states: {us['merge']:.1f} us, {3 * whole[0].nbytes / us['merge'] / 1e6:.2f} TB/s, a copy "
+          f"{2 * whole[0].nbytes / us['copy'] / 1e6:.2f} TB/s", flush=True)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lib", default="build/libflashjit.so", help="the shared library (default %(default)s)")
+    parser.add_argument("--csv", help="write the table here")
+    parser.add_argument("--only", metavar="TEXT", help="the problems whose label has this text")
+    parser.add_argument("--pages", default=PAGES, type=lambda text: [int(word) for word in text.split(",") if word],
+                        help="sizes of pages (default 1,8,16,64,128)")
+    parser.add_argument("--commit", default=None, help="what the CSV calls this version (default: git's)")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("serving: PyTorch finds no GPU", file=sys.stderr)
+        return 3
+    compare.use_library(arguments.lib)
+    import flashjit
+    try:
+        from fa3_fwd_interface import flash_attn_with_kvcache as fa3
+    except ImportError:
+        fa3 = None
+    constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
+    columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us",
+               *(f"pages{rows}_us" for rows in arguments.pages), "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us"]
+    report = compare.Report(arguments.csv, columns, constants)
+    with torch.no_grad():
+        for problem in problems():
+            if not arguments.only or arguments.only in problem.label():
+                compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages)
+        if not arguments.only:
+            compare.guarded(report, "append and merge", run_states, report, flashjit, 15)
+    print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -221,7 +221,7 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.lse_splits, split && forward, memory, at.lse_splits);
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
   set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
-  set_part(params.work, split && plan.needs.part_rows > 0, memory, at.work);
+  set_part(params.cut_tiles, split && plan.needs.part_rows > 0, memory, at.cut_tiles);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 

@@ -35,7 +35,6 @@ enum class Step : std::uint8_t {
   sink_grads,             ///< gradients of sinks
   term_bounds,            ///< bounds of what a mask reads over each tile
   tile_lists,             ///< lists of tiles
-  share_work,             ///< the work of a cache's sequences, of which CTAs take equal shares (stream-K)
   list_ranks,             ///< the order of additions to dQ among them
   reset_work,             ///< the counter of listed tiles, where lists are given
   main,                   ///< the main loop: over Q tiles forward, over KV tiles backward

@@ -33,7 +33,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return spec.pass == Pass::backward || spec.has_tile_lists || kernel.schedule.stream_k;
+      return spec.pass == Pass::backward || spec.has_tile_lists;
     case Step::combine:
     case Step::combine_parts:
     case Step::combine_dkdv:
@@ -53,6 +53,14 @@ std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) 
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
 }
 
+/// Up to the last that may exist: with PackGQA a query's heads have rows one behind the other.
+std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
+  const std::int64_t all = kernel.config.br;
+  if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
+  const PackedHeadsParam packed = packed_heads(shape);
+  return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
+}
+
 std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
   const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel.spec, shape);
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),
@@ -70,10 +78,9 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::list_ranks:
       return sets * tiles(q_tiles, 32);
     case Step::reset_work:
-    case Step::share_work:
       return 1;
     case Step::combine_parts:  // of one share
-      return kernel.config.br / (kAuxiliaryThreads / 32);
+      return tiles(rows_of_work_tile(kernel, shape), kAuxiliaryThreads / 32);
     case Step::main:
       return main_blocks(kernel, shape);
     case Step::main_of_dq:

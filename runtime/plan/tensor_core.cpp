@@ -33,8 +33,6 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   if (has_ranks(spec)) kernel.add(Step::list_ranks, auxiliary_entry("list_ranks", "tile_lists"));
   if (!backward && schedule.dynamic_tiles)
     kernel.add(Step::reset_work, auxiliary_entry("reset_work", "tile_lists"));
-  if (schedule.stream_k)
-    kernel.add(Step::share_work, family_entry(config.family, "share_work", "share_work", kAuxiliaryThreads));
   kernel.add(Step::main, main);
   if (backward && !schedule.dynamic_tiles)
     kernel.add(Step::convert_dq, family_entry(config.family, "convert_dq", "convert_dq", kAuxiliaryThreads));

@@ -74,8 +74,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
     out.o_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows, spec.v_dim()});
     out.lse_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows});
   }
-  constexpr std::int64_t kWorkWords = sizeof(SequenceWork) / kWordBytes;
-  out.work = allocator.place(parts, {shape.batch + 1, kWorkWords});
+  constexpr std::int64_t kCutTileWords = sizeof(CutTile) / kWordBytes;
+  out.cut_tiles = allocator.place(parts, {needs.num_splits, kCutTileWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

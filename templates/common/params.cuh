@@ -64,10 +64,10 @@ struct ScaleParam {
   long long stride_b, stride_page, stride_h, stride_s;
 };
 
-/// Stream-K: the work of one sequence, which the share_work entry of sm90 finds.
-struct SequenceWork {
-  long long begin;   ///< KV tiles of the work tiles of all sequences before
-  int first, count;  ///< the KV tiles that each of its work tiles may meet
+/// Stream-K: the work tile that begins in a share and ends in a later one.
+struct CutTile {
+  int batch_head, q_tile;
+  int shares_end;  ///< the end of the shares that have parts of it; 0: there is none
 };
 
 struct Params {
@@ -108,8 +108,8 @@ struct Params {
   const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
-  SequenceWork* work;  ///< stream-K: [batch + 1]; o_splits and lse_splits are then [2 num_splits, Br], of the
-                       ///< parts of work tiles, and num_splits is the number of shares
+  CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
+                       ///< [2 num_splits, Br], of the parts of work tiles
   float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];

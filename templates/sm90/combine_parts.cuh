@@ -7,42 +7,38 @@
 namespace flashjit::sm90 {
 
 /// Joins the parts of the work tile that begins in a share and does not end in it. A warp for each row; grid:
-/// shares * Br / 4.
+/// shares * rows that a work tile may have / 4.
 template <class P>
 __device__ void combine_parts(const Params& p) {
   constexpr int kRows = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
   wait_for_prior_grid<P>();
-  const int share = static_cast<int>(blockIdx.x) / (P::kBr / kRows);
-  const int row =
-      static_cast<int>(blockIdx.x) % (P::kBr / kRows) * kRows + static_cast<int>(threadIdx.x) / 32;
+  const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a share
+  const int share = static_cast<int>(blockIdx.x) / blocks;
+  const int row = static_cast<int>(blockIdx.x) % blocks * kRows + static_cast<int>(threadIdx.x) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
 
-  // The last part of the share, and the end of its work tile.
-  StreamKScheduler<P> scheduler(p, share);
-  if (scheduler.at >= scheduler.end) return;
-  const long long last_tile = scheduler.end - 1;
-  scheduler.seek(p, last_tile);
-  const SequenceWork work = p.work[scheduler.b];
-  const long long index = (last_tile - work.begin) / work.count;
-  const long long begin = work.begin + index * work.count, end = begin + work.count;
-  if (begin < scheduler.at || end <= scheduler.end) return;
-  scheduler.at = begin;
+  const CutTile cut = p.cut_tiles[share];
+  if (cut.shares_end == 0) return;
   TileCoord coord;
-  scheduler.next(p, coord);
+  coord.batch_head = cut.batch_head;
+  coord.q_tile = cut.q_tile;
+  coord.warpgroups = {0, P::kBr / kWarpgroupRows};
+  coord.split = kWhole;
+  coord.kv_tiles = {0, 0};
   const WorkTile<P> tile(p, coord);
   const RowPlace place = row_place(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
   if (place.q < 0) return;
 
-  const auto row_in = [&](int other) {
-    return row_of_part<P>(2 * other + (scheduler.shares.begin(other + 1) < end), 0, row);
-  };
-  int behind = share + 1;  // the shares that have a part are [share, behind)
-  while (scheduler.shares.begin(behind) < end) ++behind;
+  const auto row_in =
+      [&](int other) {  // the last part is its share's first, the others are their share's last
+        return row_of_part<P>(2 * other + (other + 1 < cut.shares_end), 0, row);
+      };
   float highest = -infinity(), sum = 0.0f;
-  for (int other = share; other < behind; ++other) highest = fmaxf(highest, p.lse_splits[row_in(other)]);
+  for (int other = share; other < cut.shares_end; ++other)
+    highest = fmaxf(highest, p.lse_splits[row_in(other)]);
   const float shift = highest == -infinity() ? 0.0f : highest;
   float4 o[kLaneChunks] = {};
-  for (int other = share; other < behind; ++other) {
+  for (int other = share; other < cut.shares_end; ++other) {
     const long long from = row_in(other);
     const float lse = p.lse_splits[from];
     if (lse == -infinity()) continue;  // there is memory, but it was not written

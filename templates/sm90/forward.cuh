@@ -227,7 +227,10 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   }
   __syncthreads();
   zero_unused_rows_of_output<P>(p);
-  if constexpr (kLists<P> || P::kStreamK) wait_for_prior_grid<P>();
+  if constexpr (kLists<P>) wait_for_prior_grid<P>();
+  ShareStart start;
+  if constexpr (P::kStreamK)
+    start = find_share<P>(p, static_cast<int>(blockIdx.x), Storage(0, shared).share_scratch());
 
   constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
@@ -246,13 +249,13 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
         const bool loads = elected();
         const unsigned others = __ballot_sync(kWholeWarp, !loads);
         if (!loads)
-          write_empty_rows<P>(p, slot, __popc(others & ((1u << threadIdx.x % 32) - 1u)), 31);
+          write_empty_rows<P>(p, start, slot, __popc(others & ((1u << threadIdx.x % 32) - 1u)), 31);
         else
-          schedule_and_load_q(p, smem, maps);
+          schedule_and_load_q(p, smem, maps, start);
       } else if (elected())
-        schedule_and_load_q(p, smem, maps);
+        schedule_and_load_q(p, smem, maps, start);
     } else if (warp / kQTilesPerCta<P> == 2) {
-      write_empty_rows<P>(p, slot, threadIdx.x % 32, 32);
+      write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (P::kScoreColumnTerm) {
       find_column_terms(p, smem);
     }

@@ -72,9 +72,9 @@ __device__ __forceinline__ void load_packed_q(const Params& p, const ForwardStor
 /// Runs the tile scheduler, and loads each warpgroup's Q as soon as its stage is free. By one thread.
 template <class P>
 __device__ __forceinline__ void schedule_and_load_q(const Params& p, const ForwardStorage<P>& smem,
-                                                    const TensorMaps& maps) {
+                                                    const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
-  auto scheduler = make_scheduler<P>(p);
+  auto scheduler = make_scheduler<P>(p, start);
 #pragma unroll 1
   for (int round = 0, wave = 0;; ++wave) {
     WorkTile<P>& work = smem.work(round);
@@ -99,6 +99,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
     if (!more) break;
     ++round;
   }
+  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = scheduler.cut;
 }
 
 /// Finds the score's column terms of each KV tile, once for all rows of the Q tile. By one warp.
@@ -131,8 +132,9 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O
 /// for a split of the keys. By the threads of one warp, or most of them.
 template <class P>
-__device__ __forceinline__ void write_empty_rows(const Params& p, int slot, int thread, int threads) {
-  if constexpr (P::kStreamK) return write_empty_parts<P>(p, thread, threads);
+__device__ __forceinline__ void write_empty_rows(const Params& p, const ShareStart& start, int slot,
+                                                 int thread, int threads) {
+  if constexpr (P::kStreamK) return write_empty_parts<P>(p, start, thread, threads);
   constexpr int kChunks = P::kHeadDimV / kOutVector<P>;
   const unsigned rows = q_tiles_per_head<P>(p), splits = num_splits<P>(p),
                  all = rows * p.batch * scheduled_heads<P>(p) * splits;

@@ -4,7 +4,7 @@
 
 #include "flashjit/async/mbarrier.cuh"
 #include "flashjit/common/ptx.cuh"
-#include "flashjit/sm90/forward_schedule.cuh"
+#include "flashjit/sm90/stream_k.cuh"
 
 namespace flashjit::sm90 {
 
@@ -54,6 +54,11 @@ struct ForwardStorage {
   __device__ WorkTile<P>& work(Count round) const {
     return *reinterpret_cast<WorkTile<P>*>(shared + kLayout.work_tiles() +
                                            round % kKeptWorkTiles * kWorkTileBytes);
+  }
+  /// For stream-K, where work tiles come later.
+  __device__ ShareScratch& share_scratch() const {
+    static_assert(sizeof(ShareScratch) <= kKeptWorkTiles * kWorkTileBytes);
+    return *reinterpret_cast<ShareScratch*>(shared + kLayout.work_tiles());
   }
   /// The list entry of tile n, where KV tiles are listed.
   __device__ int& entry(Count n) const {

@@ -13,22 +13,29 @@ namespace flashjit::sm90 {
 /// With fewer KV tiles for each CTA, fewer CTAs work.
 constexpr int kFewestTilesOfShare = 2;
 
-/// Work tiles of a sequence.
+/// Work tiles come by sequence, Q tile and scheduled head. Those of a Q tile's heads, a row, meet the same KV
+/// tiles, where the mask does not differ by head; else they are taken to meet all.
 template <class P>
-__device__ __forceinline__ int q_tiles_of(const Params& p, const Sequence<P>& sequence) {
-  return (sequence.seqlen_q(p) + queries_per_tile<P>(p) - 1) / queries_per_tile<P>(p);
+__device__ __forceinline__ int work_rows(const Params& p) {
+  return p.batch * static_cast<int>(q_tiles_per_head<P>(p));
 }
-
-/// The KV tiles that any of a sequence's work tiles meets.
 template <class P>
-__device__ __forceinline__ Range kv_tiles_of(const Params& p, const Sequence<P>& sequence) {
-  const int queries = sequence.seqlen_q(p), keys = sequence.seqused_kv(p);
-  if (queries == 0 || keys == 0) return {0, 0};
+__device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
+  const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
+  const Sequence<P> sequence(p, row / q_tiles);
+  const Range queries = tile_range(row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
+  const int keys = sequence.seqused_kv(p);
+  if (queries.begin >= queries.end || keys == 0) return {0, 0};
   Range bounds{0, keys};
-  if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), {0, queries});
+  if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
   return {bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc};
+}
+template <class P>
+__device__ __forceinline__ long long work_of_row(const Params& p, int row) {
+  const Range tiles = kv_tiles_of_row<P>(p, row);
+  return static_cast<long long>(tiles.end - tiles.begin) * scheduled_heads<P>(p);
 }
 
 /// The CTAs' shares of `tiles` KV tiles.
@@ -36,64 +43,120 @@ struct Shares {
   long long tiles;
   int count;
 
-  __device__ explicit Shares(const Params& p) : tiles(p.work[p.batch].begin) {
-    count =
-        static_cast<int>(min(static_cast<long long>(p.num_splits), max(tiles / kFewestTilesOfShare, 1ll)));
-  }
+  __device__ Shares(const Params& p, long long tiles)
+      : tiles(tiles),
+        count(static_cast<int>(
+            min(static_cast<long long>(p.num_splits), max(tiles / kFewestTilesOfShare, 1ll)))) {}
   __device__ long long begin(int share) const { return tiles * min(share, count) / count; }
 };
 
-/// Hands out the parts of work tiles that a share consists of. Also combine_parts asks what they are.
+/// Where a share begins: the KV tiles of all rows, the row, and the KV tiles before that.
+struct ShareStart {
+  long long tiles = 0, before = 0;
+  int row = 0;
+};
+
+/// What find_share() needs of shared memory.
+struct ShareScratch {
+  long long of_warp[32];
+  ShareStart start;
+};
+
+/// By all threads of the CTA, each of which counts the work of some rows. What they leave in `scratch` nobody
+/// reads later.
+template <class P>
+__device__ ShareStart find_share(const Params& p, int share, ShareScratch& scratch) {
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const int rows = work_rows<P>(p), threads = static_cast<int>(blockDim.x);
+  const int each = (rows + threads - 1) / threads, first = static_cast<int>(threadIdx.x) * each;
+  long long own = 0;
+  for (int row = first; row < min(first + each, rows); ++row) own += work_of_row<P>(p, row);
+  long long end = own;  // with the work of the threads before
+#pragma unroll
+  for (int lanes = 1; lanes < 32; lanes *= 2) {
+    const long long other = __shfl_up_sync(kWholeWarp, end, lanes);
+    if (lane >= lanes) end += other;
+  }
+  if (lane == 31) scratch.of_warp[warp] = end;
+  if (threadIdx.x == 0) scratch.start = {};
+  __syncthreads();
+  long long tiles = 0;
+  for (int other = 0; other < threads / 32; ++other) {
+    if (other == warp) end += tiles;
+    tiles += scratch.of_warp[other];
+  }
+  const long long begin = Shares(p, tiles).begin(share);
+  long long before = end - own;
+  if (before <= begin && begin < end) {
+    int row = first;
+    for (long long work; (work = work_of_row<P>(p, row)) <= begin - before; ++row) before += work;
+    scratch.start = {tiles, before, row};
+  }
+  __syncthreads();
+  ShareStart start = scratch.start;
+  start.tiles = tiles;
+  __syncthreads();
+  return start;
+}
+
+/// Hands out the parts of work tiles that a share consists of.
 template <class P>
 struct StreamKScheduler {
   Shares shares;
-  int share, b = 0;
-  long long at, end;
+  int share, row;
+  Range tiles;                ///< of the row's work tiles
+  long long before, at, end;  ///< the row's first KV tile, the next one of the share, and its end
+  CutTile cut = {0, 0, 0};    ///< of the parts handed out so far
 
-  __device__ StreamKScheduler(const Params& p, int share)
-      : shares(p), share(share), at(shares.begin(share)), end(shares.begin(share + 1)) {
-    seek(p, at);
+  __device__ StreamKScheduler(const Params& p, int share, const ShareStart& start)
+      : shares(p, start.tiles),
+        share(share),
+        row(start.row),
+        before(start.before),
+        at(shares.begin(share)),
+        end(shares.begin(share + 1)) {
+    tiles = at < end ? kv_tiles_of_row<P>(p, row) : Range{0, 0};
   }
-  /// The sequence of a KV tile: the last that begins there or before.
-  __device__ void seek(const Params& p, long long tile) {
-    int low = 0, high = p.batch;
-    while (low < high) {
-      const int middle = (low + high + 1) / 2;
-      if (p.work[middle].begin <= tile)
-        low = middle;
-      else
-        high = middle - 1;
-    }
-    b = low;
-  }
+  __device__ int count() const { return tiles.end - tiles.begin; }
+
   /// The next part; false behind the share.
   __device__ bool next(const Params& p, TileCoord& found) {
     if (at >= end) return false;
-    while (p.work[b + 1].begin <= at) ++b;
-    const SequenceWork work = p.work[b];
-    const long long tile = (at - work.begin) % work.count;
-    const auto index = static_cast<unsigned>((at - work.begin) / work.count);
-    const unsigned q_tiles = q_tiles_of<P>(p, Sequence<P>(p, b));
-    const long long tile_end = min(tile + (end - at), static_cast<long long>(work.count));
-    found.batch_head = b * scheduled_heads<P>(p) + index / q_tiles;
-    found.q_tile = index % q_tiles;
+    for (long long work; (work = static_cast<long long>(count()) * scheduled_heads<P>(p)) <= at - before;) {
+      before += work;
+      tiles = kv_tiles_of_row<P>(p, ++row);
+    }
+    const unsigned q_tiles = q_tiles_per_head<P>(p);
+    const int head = static_cast<int>((at - before) / count()),
+              tile = static_cast<int>((at - before) % count());
+    const int tile_end = static_cast<int>(min(tile + (end - at), static_cast<long long>(count())));
+    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
+    found.q_tile = row % q_tiles;
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
-    found.kv_tiles = {work.first + static_cast<int>(tile), work.first + static_cast<int>(tile_end)};
-    const bool begins = tile == 0, ends = tile_end == work.count;
+    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile_end};
+    const bool begins = tile == 0, ends = tile_end == count();
     found.split = begins && ends ? kWhole : 2 * share + !ends;
+    if (begins && !ends)
+      cut = {static_cast<int>(found.batch_head), static_cast<int>(found.q_tile), end_of_shares(at + count())};
     at += tile_end - tile;
     return true;
   }
   __device__ bool next(const Params& p, int /*slot*/, unsigned /*wave*/, TileCoord& found) {
     return next(p, found);
   }
+  /// The end of the shares that have KV tiles before this one.
+  __device__ int end_of_shares(long long tile) const {
+    int found = share + 1;
+    while (shares.begin(found) < tile) ++found;
+    return found;
+  }
 };
 
 /// The scheduler of the kernel's CTAs.
 template <class P>
-__device__ __forceinline__ auto make_scheduler(const Params& p) {
+__device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start) {
   if constexpr (P::kStreamK)
-    return StreamKScheduler<P>(p, static_cast<int>(blockIdx.x));
+    return StreamKScheduler<P>(p, static_cast<int>(blockIdx.x), start);
   else
     return TileScheduler<P>(p);
 }
@@ -148,17 +211,21 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
   }
 }
 template <class P>
-__device__ __forceinline__ void write_empty_parts(const Params& p, int thread, int threads) {
-  StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x));
+__device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,
+                                                  int threads) {
+  StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x), start);
   for (TileCoord coord; scheduler.next(p, coord);)
     if (const WorkTile<P> work(p, coord); work.count() == 0)
       write_rows_without_keys(p, work, thread, threads);
-  // Sequences without keys are in no share.
+  // Work tiles without keys are in no share.
   const unsigned q_tiles = q_tiles_per_head<P>(p), heads = scheduled_heads<P>(p);
-  for (unsigned index = blockIdx.x; index < p.batch * heads * q_tiles; index += gridDim.x) {
-    if (p.work[index / q_tiles / heads].count > 0) continue;
-    const WorkTile<P> work(p, {index / q_tiles, index % q_tiles, {0, P::kBr / kWarpgroupRows}, kWhole, {}});
-    write_rows_without_keys(p, work, thread, threads);
+  for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
+    if (work_of_row<P>(p, row) > 0) continue;
+    for (unsigned head = 0; head < heads; ++head) {
+      const WorkTile<P> work(
+          p, {row / q_tiles * heads + head, row % q_tiles, {0, P::kBr / kWarpgroupRows}, kWhole, {}});
+      write_rows_without_keys(p, work, thread, threads);
+    }
   }
 }
 

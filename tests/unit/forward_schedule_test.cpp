@@ -182,24 +182,25 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     const int shared = heads_q / heads_kv;
     p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
   }
-  std::vector<SequenceWork> work(batch + 1);
+  // As find_share() finds it.
   long long sum = 0;
-  for (int b = 0; b <= batch; ++b) {
-    work[b].begin = sum;
-    if (b == batch) break;
-    const Sequence<P> sequence(p, b);
-    const Range tiles = kv_tiles_of<P>(p, sequence);
-    work[b].first = tiles.begin, work[b].count = tiles.end - tiles.begin;
-    sum += static_cast<long long>(work[b].count) * q_tiles_of<P>(p, sequence) * scheduled_heads<P>(p);
-  }
-  p.work = work.data();
+  for (int row = 0; row < work_rows<P>(p); ++row) sum += work_of_row<P>(p, row);
+  const auto start_of = [&](int share) {
+    ShareStart start{sum, 0, 0};
+    const long long begin = Shares(p, sum).begin(share);
+    for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin;
+         ++start.row)
+      start.before += work_of_row<P>(p, start.row);
+    return start;
+  };
 
   std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
-  std::set<int> parts;
-  const long long fewest = Shares(p).begin(1);
+  std::map<int, std::pair<unsigned, unsigned>> parts;
+  std::vector<CutTile> cut_tiles;
+  const long long fewest = Shares(p, sum).begin(1);
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
-    StreamKScheduler<P> scheduler(p, share);
+    StreamKScheduler<P> scheduler(p, share, start_of(share));
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
@@ -207,10 +208,11 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
         ++visits[{coord.batch_head, coord.q_tile, tile}];
       if (coord.split != kWhole) {
         ASSERT_EQ(coord.split / 2, share);
-        ASSERT_TRUE(parts.insert(coord.split).second);
+        ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);
       }
     }
-    if (share < Shares(p).count) {
+    cut_tiles.push_back(scheduler.cut);
+    if (share < Shares(p, sum).count) {
       ASSERT_LE(std::abs(size - fewest), 1) << share;
     } else {
       ASSERT_EQ(size, 0);
@@ -218,6 +220,17 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   }
   ASSERT_EQ(static_cast<long long>(visits.size()), sum);
   for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
+  std::size_t joined = 0;
+  for (int share = 0; share < shares; ++share) {
+    const CutTile& cut = cut_tiles[share];
+    for (int other = share; other < cut.shares_end; ++other, ++joined) {
+      const auto part = parts.find(2 * other + (other + 1 < cut.shares_end));
+      ASSERT_NE(part, parts.end());
+      ASSERT_EQ(part->second,
+                std::pair(static_cast<unsigned>(cut.batch_head), static_cast<unsigned>(cut.q_tile)));
+    }
+  }
+  ASSERT_EQ(joined, parts.size());
 }
 
 TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {

@@ -124,6 +124,15 @@ def calls_of(problem, caches, flashjit, fa3, pages):
     found = {"contiguous": [ours(cache, *kv, cache=True) for cache, kv in zip(caches, whole)]}
     for rows in pages:
         found[f"pages{rows}"] = [ours(cache, k, v, page_table=table) for cache in caches for k, v, table in [cache.pages(rows)]]
+    for rows in (0, 16):  # of 8 bits
+        eight = []
+        for cache, kv in zip(caches, whole):
+            k, v, *table = cache.pages(rows) if rows else kv
+            scales = [x.abs().max().float() / 448 for x in (k, v)]
+            k, v = ((x / scale).to(torch.float8_e4m3fn) for x, scale in zip((k, v), scales))
+            where = {"page_table": table[0]} if rows else {"cache": True}
+            eight.append(ours(cache, k, v, k_scale=scales[0].reshape(1), v_scale=scales[1].reshape(1), **where))
+        found["e4m3" + f"_pages{rows}" * bool(rows)] = eight
     if fa3:
         found["fa3"] = [fa3_call(cache, *kv) for cache, kv in zip(caches, whole)]
     if len(set(problem.lengths)) == 1 and problem.queries in (1, problem.lengths[0]):
@@ -172,7 +181,7 @@ def run_problem(report, problem, flashjit, fa3, rounds, pages):
             continue
         expected = out if expected is None else expected
         error = ((out - expected).norm() / expected.norm()).item()
-        if not error <= 0.01:
+        if not error <= (0.08 if "e4m3" in name else 0.01):
             report.failure(f"{problem.label()}: {name} differs from contiguous by {error:.3g}")
     us = microseconds(calls, rounds)
     report.row(head_dim=problem.dim, heads=problem.heads, heads_kv=problem.heads_kv, problem=problem.name, queries=problem.queries,
@@ -222,7 +231,7 @@ def main():
         fa3 = None
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us",
-               *(f"pages{rows}_us" for rows in arguments.pages), "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us"]
+               *(f"pages{rows}_us" for rows in arguments.pages), "e4m3_us", "e4m3_pages16_us", "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us"]
     report = compare.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         for problem in problems():

@@ -216,6 +216,7 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.row_terms, plan.needs.row_terms, memory, at.row_terms);
   set_part(params.dq_accum, plan.needs.dq_accum, memory, at.dq_accum);
   params.num_splits = static_cast<int>(plan.needs.num_splits);
+  params.head_lanes = static_cast<int>(plan.head_lanes);
   const bool forward = plan.spec.pass == Pass::forward, split = plan.needs.num_splits > 0;
   set_part(params.o_splits, split && forward, memory, at.o_splits);
   set_part(params.lse_splits, split && forward, memory, at.lse_splits);

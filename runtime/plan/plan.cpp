@@ -176,6 +176,7 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
     if (entry.persistent) launch.blocks = std::min(launch.blocks, blocks_at_once(entry, device));
     launch.blocks *= entry.cluster;
   }
+  if (plan.schedule.stream_k) plan.head_lanes = head_lanes(plan, plan.shape, splits);
   plan.lpt_heads = lpt_heads(plan, device);
   plan.heads_cleared = heads_cleared(plan, device);
   return plan;

@@ -39,6 +39,7 @@ struct ExecutionPlan : KernelPlan {
   WorkspaceLayout workspace = {};
   std::int64_t heads_cleared = 0;  ///< Params::heads_cleared
   std::int64_t lpt_heads = 0;      ///< Params::lpt_heads: the last heads, whose KV tiles come longest first
+  std::int64_t head_lanes = 1;     ///< Params::head_lanes
 };
 
 /// Of a record of this very shape: measured on this device with these versions, or not.

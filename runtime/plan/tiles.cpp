@@ -150,4 +150,15 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
   return num_splits(traits(config.family).kernel(spec, config), shape, device);
 }
 
+std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t shares) {
+  constexpr std::int64_t kBytesOfRow = 1024;
+  const std::int64_t heads = forward_tiles(shape, kernel.config).heads;
+  const std::int64_t bytes = 2 * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
+  std::int64_t found = 1;
+  for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;
+       ++lanes)
+    if (heads % lanes == 0 && shares % lanes <= shares / 32) found = lanes;
+  return found;
+}
+
 }  // namespace flashjit::plan

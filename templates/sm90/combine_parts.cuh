@@ -13,11 +13,12 @@ __device__ void combine_parts(const Params& p) {
   constexpr int kRows = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
   wait_for_prior_grid<P>();
   const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a share
-  const int share = static_cast<int>(blockIdx.x) / blocks;
+  const int cta = static_cast<int>(blockIdx.x) / blocks, share = cta / p.head_lanes,
+            lane = cta % p.head_lanes;
   const int row = static_cast<int>(blockIdx.x) % blocks * kRows + static_cast<int>(threadIdx.x) / 32;
-  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int thread = static_cast<int>(threadIdx.x) % 32;
 
-  const CutTile cut = p.cut_tiles[share];
+  const CutTile cut = p.cut_tiles[cta];
   if (cut.shares_end == 0) return;
   TileCoord coord;
   coord.batch_head = cut.batch_head;
@@ -31,7 +32,7 @@ __device__ void combine_parts(const Params& p) {
 
   const auto row_in =
       [&](int other) {  // the last part is its share's first, the others are their share's last
-        return row_of_part<P>(2 * other + (other + 1 < cut.shares_end), 0, row);
+        return row_of_part<P>(part_of_share(p, other, lane, other + 1 < cut.shares_end), 0, row);
       };
   float highest = -infinity(), sum = 0.0f;
   for (int other = share; other < cut.shares_end; ++other)
@@ -46,7 +47,7 @@ __device__ void combine_parts(const Params& p) {
     sum += weight;
 #pragma unroll
     for (int i = 0; i < kLaneChunks; ++i) {
-      const int chunk = lane + i * 32;
+      const int chunk = thread + i * 32;
       if (chunk >= kChunks) break;
       const float4 x = reinterpret_cast<const float4*>(o_of_part<P>(p, from))[chunk];
       o[i] = {fmaf(weight, x.x, o[i].x), fmaf(weight, x.y, o[i].y), fmaf(weight, x.z, o[i].z),
@@ -57,12 +58,12 @@ __device__ void combine_parts(const Params& p) {
   const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneChunks; ++i) {
-    const int chunk = lane + i * 32;
+    const int chunk = thread + i * 32;
     if (chunk >= kChunks) break;
     store_out<P>(tile.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + chunk * 4,
                  {o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor});
   }
-  if (p.lse != nullptr && lane == 0) p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
+  if (p.lse != nullptr && thread == 0) p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
 }
 
 }  // namespace flashjit::sm90

@@ -230,7 +230,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
   if constexpr (kLists<P>) wait_for_prior_grid<P>();
   ShareStart start;
   if constexpr (P::kStreamK)
-    start = find_share<P>(p, static_cast<int>(blockIdx.x), Storage(0, shared).share_scratch());
+    start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes, Storage(0, shared).share_scratch());
 
   constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;

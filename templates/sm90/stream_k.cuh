@@ -14,7 +14,10 @@ namespace flashjit::sm90 {
 constexpr int kFewestTilesOfShare = 2;
 
 /// Work tiles come by sequence, Q tile and scheduled head. Those of a Q tile's heads, a row, meet the same KV
-/// tiles, where the mask does not differ by head; else they are taken to meet all.
+/// tiles, where the mask does not differ by head; else they are taken to meet all. Heads that are side by
+/// side in memory are in lanes: CTA c has a share of the work of each p.head_lanes-th head, from c %
+/// p.head_lanes on, so that neighbours read neighbouring memory at a time. As all lanes have the same work,
+/// what follows is of one.
 template <class P>
 __device__ __forceinline__ int work_rows(const Params& p) {
   return p.batch * static_cast<int>(q_tiles_per_head<P>(p));
@@ -35,18 +38,18 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   const Range tiles = kv_tiles_of_row<P>(p, row);
-  return static_cast<long long>(tiles.end - tiles.begin) * scheduled_heads<P>(p);
+  return static_cast<long long>(tiles.end - tiles.begin) * (scheduled_heads<P>(p) / p.head_lanes);
 }
 
-/// The CTAs' shares of `tiles` KV tiles.
+/// A lane's shares of `tiles` KV tiles.
 struct Shares {
   long long tiles;
   int count;
 
   __device__ Shares(const Params& p, long long tiles)
       : tiles(tiles),
-        count(static_cast<int>(
-            min(static_cast<long long>(p.num_splits), max(tiles / kFewestTilesOfShare, 1ll)))) {}
+        count(static_cast<int>(min(static_cast<long long>(p.num_splits / p.head_lanes),
+                                   max(tiles / kFewestTilesOfShare, 1ll)))) {}
   __device__ long long begin(int share) const { return tiles * min(share, count) / count; }
 };
 
@@ -99,18 +102,24 @@ __device__ ShareStart find_share(const Params& p, int share, ShareScratch& scrat
   return start;
 }
 
-/// Hands out the parts of work tiles that a share consists of.
+/// The number of a CTA's part that begins its share, or of the one that ends it.
+__device__ __forceinline__ int part_of_share(const Params& p, int share, int lane, bool last) {
+  return 2 * (share * p.head_lanes + lane) + last;
+}
+
+/// Hands out the parts of work tiles that a CTA's share consists of.
 template <class P>
 struct StreamKScheduler {
   Shares shares;
-  int share, row;
+  int lane, share, row;
   Range tiles;                ///< of the row's work tiles
   long long before, at, end;  ///< the row's first KV tile, the next one of the share, and its end
   CutTile cut = {0, 0, 0};    ///< of the parts handed out so far
 
-  __device__ StreamKScheduler(const Params& p, int share, const ShareStart& start)
+  __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
       : shares(p, start.tiles),
-        share(share),
+        lane(cta % p.head_lanes),
+        share(cta / p.head_lanes),
         row(start.row),
         before(start.before),
         at(shares.begin(share)),
@@ -122,7 +131,8 @@ struct StreamKScheduler {
   /// The next part; false behind the share.
   __device__ bool next(const Params& p, TileCoord& found) {
     if (at >= end) return false;
-    for (long long work; (work = static_cast<long long>(count()) * scheduled_heads<P>(p)) <= at - before;) {
+    const int heads = static_cast<int>(scheduled_heads<P>(p)) / p.head_lanes;
+    for (long long work; (work = static_cast<long long>(count()) * heads) <= at - before;) {
       before += work;
       tiles = kv_tiles_of_row<P>(p, ++row);
     }
@@ -130,12 +140,12 @@ struct StreamKScheduler {
     const int head = static_cast<int>((at - before) / count()),
               tile = static_cast<int>((at - before) % count());
     const int tile_end = static_cast<int>(min(tile + (end - at), static_cast<long long>(count())));
-    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
+    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head * p.head_lanes + lane;
     found.q_tile = row % q_tiles;
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile_end};
     const bool begins = tile == 0, ends = tile_end == count();
-    found.split = begins && ends ? kWhole : 2 * share + !ends;
+    found.split = begins && ends ? kWhole : part_of_share(p, share, lane, !ends);
     if (begins && !ends)
       cut = {static_cast<int>(found.batch_head), static_cast<int>(found.q_tile), end_of_shares(at + count())};
     at += tile_end - tile;

@@ -168,7 +168,7 @@ struct Lengths {
 /// Every KV tile of every work tile is in one share, shares differ by a tile, and parts have numbers of their
 /// own, from which combine_parts finds them again.
 template <class P>
-void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv) {
+void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv, int lanes) {
   const int batch = static_cast<int>(lengths.keys.size());
   std::vector<int> offsets{0};
   for (const int queries : lengths.queries) offsets.push_back(offsets.back() + queries);
@@ -177,12 +177,12 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   p.seqlen_q = *std::ranges::max_element(lengths.queries);
   p.seqlen_kv = *std::ranges::max_element(lengths.keys);
   p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
-  p.num_splits = shares;
+  p.num_splits = shares, p.head_lanes = lanes;
   if (P::kPackGqa) {
     const int shared = heads_q / heads_kv;
     p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
   }
-  // As find_share() finds it.
+  // As find_share() finds it, of a lane.
   long long sum = 0;
   for (int row = 0; row < work_rows<P>(p); ++row) sum += work_of_row<P>(p, row);
   const auto start_of = [&](int share) {
@@ -200,7 +200,7 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   const long long fewest = Shares(p, sum).begin(1);
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
-    StreamKScheduler<P> scheduler(p, share, start_of(share));
+    StreamKScheduler<P> scheduler(p, share, start_of(share / lanes));
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
@@ -212,19 +212,19 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
       }
     }
     cut_tiles.push_back(scheduler.cut);
-    if (share < Shares(p, sum).count) {
+    if (share / lanes < Shares(p, sum).count) {
       ASSERT_LE(std::abs(size - fewest), 1) << share;
     } else {
       ASSERT_EQ(size, 0);
     }
   }
-  ASSERT_EQ(static_cast<long long>(visits.size()), sum);
+  ASSERT_EQ(static_cast<long long>(visits.size()), sum * lanes);
   for (const auto& [key, times] : visits) ASSERT_EQ(times, 1);
   std::size_t joined = 0;
   for (int share = 0; share < shares; ++share) {
     const CutTile& cut = cut_tiles[share];
-    for (int other = share; other < cut.shares_end; ++other, ++joined) {
-      const auto part = parts.find(2 * other + (other + 1 < cut.shares_end));
+    for (int other = share / lanes; other < cut.shares_end; ++other, ++joined) {
+      const auto part = parts.find(part_of_share(p, other, share % lanes, other + 1 < cut.shares_end));
       ASSERT_NE(part, parts.end());
       ASSERT_EQ(part->second,
                 std::pair(static_cast<unsigned>(cut.batch_head), static_cast<unsigned>(cut.q_tile)));
@@ -239,10 +239,10 @@ TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
   const Lengths tiny{{1}, {10}};
   for (const Lengths& lengths : {one_long, unlike, tiny})
     for (const int shares : {1, 7, 132}) {
-      expect_equal_shares<SharedOut<NoMask, 64, false>>(lengths, shares, 8, 2);
-      expect_equal_shares<SharedOut<Causal, 128, false>>(lengths, shares, 4, 4);
-      expect_equal_shares<SharedOut<Causal, 64, true>>(lengths, shares, 8, 2);
-      expect_equal_shares<SharedOut<Window<300>, 64, true>>(lengths, shares, 4, 1);
+      expect_equal_shares<SharedOut<NoMask, 64, false>>(lengths, shares, 8, 2, 1);
+      expect_equal_shares<SharedOut<Causal, 128, false>>(lengths, shares, 4, 4, shares > 1 ? 2 : 1);
+      expect_equal_shares<SharedOut<Causal, 64, true>>(lengths, shares, 8, 2, shares > 1 ? 2 : 1);
+      expect_equal_shares<SharedOut<Window<300>, 64, true>>(lengths, shares, 4, 1, 1);
     }
 }
 

@@ -67,13 +67,17 @@ sample=(
   'Features/SplitQ.*/fp16_d64_kvlen_b1_hq16_hkv1_sq515_skv300_sm80_*'
   # heads that a tile has together
   'Features/PackedHeads.*/bf16_d64_varlen_sinks_b3_hq6_hkv2_sq70_skv777_sm90_*'
+  # wide heads
+  'Wide/Attention.*/fp16_d296_varlen_sinks_b2_hq4_hkv2_sq130_skv200_sm80_*'
+  'Wide/Attention.*/bf16_d368_kvlen_det_b2_hq4_hkv2_sq130_skv200_sm80_*'
   # caches, new keys and values, joined states
   'All/CacheTest.*/fwd_bf16_d64x32_causal_varlen_pages16_b3_hq8_hkv2_sq1_skv300_sm90_*'
   'All/CacheTest.*/fwd_fp16_d96_causal_pages64_b4_hq4_hkv2_sq70_skv200_sm90_*'
   'All/CacheTest.*/fwd_fp16_d64_causal_varlen_pages3_b5_hq4_hkv1_sq16_skv517_sm80_*'
   'All/CacheTest.*/fwd_bf16_d64x32_causal_pages3_b4_hq4_hkv2_sq70_skv200_simt_*'
-  'All/AppendTest.*/fwd_fp16_d64x32_pages3_b4_hq4_hkv2_sq7_skv50_simt_hnd_table_7_halves16*'
-  'All/AppendTest.*/fwd_bf16_d128_causal_varlen_pages16_b3_hq2_hkv2_sq1_skv40_simt_nhd_12_interleaved*'
+  'All/CacheTest.*/fwd_bf16_d256_kve4m3_causal_varlen_pages16_key_scales_*_sm80_*'
+  'All/AppendTest.*/fwd_fp16_d64x32_pages3_*_halves16*'
+  'All/AppendTest.*/fwd_bf16_d128_causal_varlen_pages16_*_interleaved*'
   'MergeTest.IsTheSoftmaxOverAllKeys'
 )
 

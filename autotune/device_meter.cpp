@@ -278,7 +278,7 @@ class Inputs {
     Args args;
     args.q = rows_of_q(set.q, spec.head_dim);
     args.k = rows_of_kv(set.k, spec.head_dim);
-    args.v = rows_of_kv(set.v, spec.v_dim());
+    args.v = spec.shared_kv ? args.k.first_columns(spec.v_dim()) : rows_of_kv(set.v, spec.v_dim());
     args.out = rows_of_q(set.out, spec.v_dim());
     args.lse = static_cast<float*>(set.lse.data());
     args.kv_lengths = static_cast<const std::int32_t*>(kv_lengths_.data());

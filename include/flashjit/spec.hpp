@@ -63,6 +63,10 @@ struct AttentionSpec {
   /// all, into parts of 2048, and tiles are chosen by the spec alone: see tools/docs/serving.md for the
   /// price.
   bool batch_invariant = false;
+  /// V is K's first head_dim_v columns, as in latent attention: the forward pass loads them once. Its v must
+  /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
+  /// dV.
+  bool shared_kv = false;
 
   DType kv_type() const { return kv_dtype.value_or(dtype); }
   /// Of O in the forward pass.

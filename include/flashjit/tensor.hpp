@@ -41,6 +41,11 @@ struct BasicTensorView {
             {s * 3 * h * d, d, 3 * h * d, 1}};
   }
 
+  /// The first `count` columns: with spec.shared_kv V is those of K.
+  BasicTensorView first_columns(std::int64_t count) const {
+    return {data, {size[0], size[1], size[2], count}, stride};
+  }
+
   /// A writable view converts to a readable one.
   operator BasicTensorView<const void>() const requires(!std::is_const_v<Void>) {
     return {data, size, stride};

@@ -294,6 +294,12 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_tensor("q", args.q, sizes.q, element_size, Access::read);
   check_tensor("k", args.k, sizes.k, of_kv, Access::read);
   check_tensor("v", args.v, sizes.v, of_kv, Access::read);
+  const bool is_of_k = args.v.data == args.k.data && args.v.stride == args.k.stride;
+  if (spec.shared_kv && !is_of_k)
+    refuse(
+        "the spec has shared_kv, but v is not k's memory with k's strides: give v a view of k's first {} "
+        "columns.",
+        spec.v_dim());
   check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
 }
 

@@ -28,9 +28,15 @@ int exchanged_values(const AnalysedSpec& spec, const TileConfig& c) {
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.pass == Pass::forward)
-    return sm80::ForwardLayout{
-        c.br,     c.bc, spec.head_dim, spec.v_dim(), c.stages, size_of(spec.kv_type()), spec.key_scales,
-        c.d_split}
+    return sm80::ForwardLayout{c.br,
+                               c.bc,
+                               spec.head_dim,
+                               spec.v_dim(),
+                               c.stages,
+                               size_of(spec.kv_type()),
+                               spec.key_scales,
+                               c.d_split,
+                               spec.shared_kv}
         .bytes();
   return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c)}
       .bytes();
@@ -189,8 +195,10 @@ TileConfig one_warp_tile(const AnalysedSpec& spec, const DeviceInfo& device, int
 // Above 256 columns the largest that fits a device comes first.
 std::vector<TileConfig> wide_forward_preferences(const AnalysedSpec& spec) {
   if (!is_wide(spec)) return {config(64, 64, 4, 1), config(64, 32, 4, 1), config(32, 32, 2, 1)};
-  return {config(64, 64, 8, 1, false, 4), config(64, 32, 8, 1, false, 2), config(32, 32, 4, 1, false, 2),
-          config(32, 16, 4, 1, false, 2)};
+  return good_of({{config(64, 64, 8, 1, false, 4), !(spec.shared_kv && spec.varlen)},
+                  {config(64, 32, 8, 1, false, 2)},
+                  {config(32, 32, 4, 1, false, 2)},
+                  {config(32, 16, 4, 1, false, 2), !spec.shared_kv}});
 }
 std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
   const bool spare = spec.score.empty() && !spec.dropout && !spec.varlen && !spec.has_block_map();
@@ -382,7 +390,9 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     if (blocks > most) best = c, most = blocks;
     if (blocks * 10 >= device.multiprocessors * std::int64_t{9}) return c;
   }
-  const TileConfig shared = with_split(spec, choices.back());
+  const bool few_wide_rows = spec.pass == Pass::forward && is_wide(spec) && shape.seqlen_q <= kRowsOfOneWarp;
+  const TileConfig shared =
+      with_split(spec, few_wide_rows ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : choices.back());
   return gains_by_split(spec, shape, shared, device) ? shared : best;
 }
 

@@ -37,7 +37,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           spec.programs.column_term,
           spec.has_tile_lists,
           q_tiles_per_cta(spec, c),
-          c.d_split};
+          c.d_split,
+          spec.shared_kv};
 }
 
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
@@ -124,6 +125,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
+  if (spec.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
@@ -194,6 +196,8 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         "also 128, not {}",
         to_string(c)));
   }
+  if (spec.shared_kv && c.stages < 2)
+    return Support::no("with shared_kv stages is 2 to 4, as K is read until P V of a step later");
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.q_in_registers || (c.d_split != 1 && !is_forward(spec)))
     return Support::no(

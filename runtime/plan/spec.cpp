@@ -293,7 +293,7 @@ AttentionSpec AttentionSpec::normalized() const {
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = false;
-  if (pass == Pass::backward) out.row_max = out.fp32_out = out.batch_invariant = false;
+  if (pass == Pass::backward) out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = false;
   if (dtype == DType::fp32) out.fp32_out = false;
   expr::declare_float_scalars(out.score, out.mask);
   if (pages != 0) out.cache = true;
@@ -333,6 +333,11 @@ void AttentionSpec::validate() const {
         pages ? "pages" : "cache");
   }
   check_scaled(*this);
+  if (shared_kv && (v_dim() > head_dim || has_scales()))
+    refuse(
+        "shared_kv is set, head_dim is {}, head_dim_v is {} and K and V are of {} bits; V is then K's first "
+        "columns, of which there are at most head_dim, and K and V are of 16 or 32 bits",
+        head_dim, v_dim(), size_of(kv_type()) * 8);
   if (block_map != BlockSize{}) {
     require_multiple("block_map.q", block_map.q, kBlockStep, kMinBlock, kMaxBlock);
     require_multiple("block_map.kv", block_map.kv, kBlockStep, kMinBlock, kMaxBlock);

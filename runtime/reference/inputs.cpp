@@ -260,6 +260,13 @@ std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed)
   return pages;
 }
 
+std::vector<double> first_columns(const std::vector<double>& values, std::int64_t dim, std::int64_t columns) {
+  std::vector<double> taken;
+  for (auto row = values.begin(); row != values.end(); row += dim)
+    taken.insert(taken.end(), row, row + columns);
+  return taken;
+}
+
 std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
                              std::vector<double>& values) {
   const DTypeInfo& info = dtype_info(type);

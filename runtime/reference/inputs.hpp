@@ -32,6 +32,9 @@ std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longes
 /// The numbers 0 to count - 1 in any order: the pages of a table [batch, columns], row by row.
 std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed);
 
+/// The first `columns` of each row of `dim` values.
+std::vector<double> first_columns(const std::vector<double>& values, std::int64_t dim, std::int64_t columns);
+
 /// Rounds `values`, [.., heads, rows, dim], to codes of the type times scales in fp32, such that the largest
 /// of a head, or of a row, is the type's largest. Returns the scales: [heads], or one a row.
 std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,

@@ -59,7 +59,7 @@ __device__ void forward(const Params& p) {
     if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
-    if (i < 0 || i >= tiles.count) return;
+    if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
     load_kv_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, kv, seqused_kv - kv);
     if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
@@ -75,7 +75,7 @@ __device__ void forward(const Params& p) {
   const unsigned q_offset = matrix_offset<true>(pitch(P::kHeadDim));
   const unsigned k_offset =
       matrix_offset<false>(pitch(Policy::kKColumns)) + first_key<P>() * pitch(Policy::kKColumns) * 2;
-  const unsigned v_offset = matrix_offset<true>(pitch(Policy::kVColumns));
+  const unsigned v_offset = matrix_offset<true>(Policy::kVPitch);
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
     load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
   };
@@ -147,6 +147,7 @@ __device__ void forward(const Params& p) {
         add_pv(i, k, 0.0f);  // O += P V
       }
     }
+    end_step<P>(i, load_k);
   };
 
   run_steps<P>(tiles.count, step, load_v, add_pv);

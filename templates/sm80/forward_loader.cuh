@@ -43,8 +43,17 @@ __device__ __forceinline__ void begin_step(int i, const LoadK& load_k, const Loa
 /// With one stage: V has arrived, and K(i), which has been read, gives way to K(i + 1).
 template <class P, class LoadK>
 __device__ __forceinline__ void end_qk(int i, const LoadK& load_k) {
-  if constexpr (P::kStages == 1) {
+  if constexpr (P::kStages == 1 && !P::kSharedKv) {
     copy_async_wait<0>();
+    __syncthreads();
+    load_k(i + 1);
+    copy_async_commit();
+  }
+}
+/// Where K(i) is V, too: only now it does.
+template <class P, class LoadK>
+__device__ __forceinline__ void end_step(int i, const LoadK& load_k) {
+  if constexpr (P::kStages == 1 && P::kSharedKv) {
     __syncthreads();
     load_k(i + 1);
     copy_async_commit();

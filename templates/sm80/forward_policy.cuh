@@ -24,8 +24,9 @@ struct ForwardPolicy {
   static constexpr int kKvBytes = kScaledKv<P> ? 1 : 2;
   // Columns of a tile of K and V, which has two codes in each.
   static constexpr int kKColumns = P::kHeadDim * kKvBytes / 2, kVColumns = P::kHeadDimV * kKvBytes / 2;
-  static constexpr ForwardLayout kLayout{P::kBr,     P::kBc,   P::kHeadDim,   P::kHeadDimV,
-                                         P::kStages, kKvBytes, P::kKeyScales, P::kDSplit};
+  static constexpr int kVPitch = pitch(P::kSharedKv ? kKColumns : kVColumns);
+  static constexpr ForwardLayout kLayout{P::kBr,   P::kBc,        P::kHeadDim, P::kHeadDimV, P::kStages,
+                                         kKvBytes, P::kKeyScales, P::kDSplit,  P::kSharedKv};
   static constexpr int kKBytes = kLayout.k_tile(), kVBytes = kLayout.v_tile();
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
 
@@ -33,8 +34,8 @@ struct ForwardPolicy {
   /// CTAs are several a multiprocessor and hide each other's waits.
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
-  static constexpr bool kLatePv =
-      !kSharesRows && kLateRegisters <= 192 && !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+  static constexpr bool kLatePv = !kSharesRows && !P::kSharedKv && kLateRegisters <= 192 && !P::kDropout &&
+                                  !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
   /// A word of bits holds which keys of a row attend. Beside a block map it takes too many registers.
   static constexpr bool kKeyBits = P::kMaskBounds > 0 && !P::kBlockMap;
   /// Copies that may still be under way when a step begins.

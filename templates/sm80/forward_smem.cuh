@@ -23,7 +23,9 @@ struct ForwardSmem {
         v_stages(shared_address(memory) + kLayout.v()) {}
 
   __device__ __forceinline__ unsigned k(int i) const { return k_stages + i % P::kStages * Policy::kKBytes; }
-  __device__ __forceinline__ unsigned v(int i) const { return v_stages + i % P::kStages * Policy::kVBytes; }
+  __device__ __forceinline__ unsigned v(int i) const {
+    return P::kSharedKv ? k(i) : v_stages + i % P::kStages * Policy::kVBytes;
+  }
   /// Of a tile's keys, with kKeyScales.
   __device__ __forceinline__ float* k_scales(int i) const { return scales(kLayout.k_scales(), i); }
   __device__ __forceinline__ float* v_scales(int i) const { return scales(kLayout.v_scales(), i); }

@@ -187,7 +187,7 @@ __device__ __forceinline__ void multiply_pv(float (&o)[kMt][kOt][4], const unsig
   using Element = typename P::Element;
   using Code = typename P::KvElement;
   v_tile += __float_as_uint(after) >> 31;
-  v_tile += k * 16 * pitch(ForwardPolicy<P>::kVColumns) * 2;
+  v_tile += k * 16 * ForwardPolicy<P>::kVPitch * 2;
   if constexpr (!kScaledKv<P>) {
     multiply_step<Element, kOt / 2, false>(o, p_fragments, v_tile, 0);
   } else if constexpr (P::kKeyScales) {

@@ -36,9 +36,10 @@ struct ForwardLayout {
   int kv_bytes;  ///< of an element of K and V
   bool key_scales;
   int d_split;
+  bool shared_kv;  ///< V is K's tile
 
   constexpr int k_tile() const { return tile_bytes(bc, head_dim * kv_bytes / 2); }
-  constexpr int v_tile() const { return tile_bytes(bc, head_dim_v * kv_bytes / 2); }
+  constexpr int v_tile() const { return shared_kv ? 0 : tile_bytes(bc, head_dim_v * kv_bytes / 2); }
   constexpr int scales() const { return key_scales ? bc * 4 : 0; }  ///< of a tile
 
   constexpr int q() const { return 0; }

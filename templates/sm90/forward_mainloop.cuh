@@ -101,7 +101,7 @@ __device__ __forceinline__ void release_k(const ForwardStorage<P>& smem, int n, 
                                           bool last_of_q) {
   if constexpr (kProducerPostsEntries<P>)
     barrier_arrive(smem.k_empty(n));
-  else
+  else if constexpr (!P::kSharedKv)
     release(smem.k_empty(n));
   if (ForwardStorage<P>::kQStages == 1 && last_of_q) release(smem.q_empty(wg, round));
 }
@@ -149,7 +149,7 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
     ping_pong_wait(smem, wg);
     ping_pong_arrive(smem, wg);
     barrier_wait<P>(smem.k_full(n), smem.phase(n));
-    release(smem.k_empty(n));
+    if constexpr (!P::kSharedKv) release(smem.k_empty(n));
     barrier_wait<P>(smem.v_full(n), smem.phase(n));
     release(smem.v_empty(n));
     wait_terms(smem, n);

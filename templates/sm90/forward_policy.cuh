@@ -83,9 +83,9 @@ constexpr bool kOneStatementPerProduct = has_whole_products(P::kHeadDimV);
 /// V's descriptor is found from K's, since V of a stage is as far from K in every stage. d128 +0.3 to +0.9%,
 /// d64 -3%. NOTES.md#ptxas-orders-equal-sources-differently
 template <class P>
-constexpr bool kVDescriptorFromK = P::kHeadDim > 64 && P::kDSplit == 1 &&
-                                   tile_bytes(P::kBc, P::kHeadDim) == tile_bytes(P::kBc, P::kHeadDimV) &&
-                                   !kConsumersReadList<P>;
+constexpr bool kVDescriptorFromK =
+    P::kHeadDim > 64 && P::kDSplit == 1 && !P::kSharedKv &&
+    tile_bytes(P::kBc, P::kHeadDim) == tile_bytes(P::kBc, P::kHeadDimV) && !kConsumersReadList<P>;
 
 /// V's barrier is polled at the end of the step before, as K's always is, so that the warpgroup holds the
 /// ping-pong barrier shortly. Lists +0.5 to +1%; else -1%, and d256 spills 100 bytes.
@@ -144,7 +144,7 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 template <class P>
 constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
                                        P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
-                                       kQTilesPerCta<P>, P::kDSplit};
+                                       kQTilesPerCta<P>, P::kDSplit,   P::kSharedKv};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
 /// same rows (d_split). Each computes S and P of them, and O for some of the columns.

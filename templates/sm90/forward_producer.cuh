@@ -18,6 +18,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
                                         const TensorMaps& maps) {
   KvTilePlace<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
+    if constexpr (P::kSharedKv) return;
     barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
     copy_kv_tile<P, P::kHeadDimV>(smem.v(n), maps.v, smem.v_full(n), loaded);
   };

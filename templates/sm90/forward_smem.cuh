@@ -18,8 +18,7 @@ struct ForwardStorage {
   static constexpr int kRowGroups = kLayout.warpgroups(), kWarpgroups = kRowGroups * P::kDSplit,
                        kQStages = kLayout.q_stages();
   static constexpr int kQBytes = tile_bytes(kWarpgroupRows, P::kHeadDim);  // a warpgroup's
-  static constexpr int kKBytes = tile_bytes(P::kBc, P::kHeadDim),
-                       kVBytes = tile_bytes(P::kBc, kLayout.columns_v());
+  static constexpr int kKBytes = kLayout.k_bytes(), kVBytes = kLayout.v_bytes();
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static_assert(sizeof(WorkTile<P>) <= kWorkTileBytes);
   using Count = PipelineCount<P>;
@@ -39,7 +38,9 @@ struct ForwardStorage {
     return base + kLayout.q() + (row_group<P>(wg) + round % kQStages * kRowGroups) * kQBytes;
   }
   __device__ unsigned k(Count n) const { return base + kLayout.k() + n % P::kStages * kKBytes; }
-  __device__ unsigned v(Count n) const { return base + kLayout.v() + n % P::kStages * kVBytes; }
+  __device__ unsigned v(Count n) const {
+    return P::kSharedKv ? k(n) : base + kLayout.v() + n % P::kStages * kVBytes;
+  }
   __device__ unsigned bias_tile(Count n) const {
     return base + kLayout.bias_tile() + n % P::kStages * kLayout.bias_tile_bytes();
   }
@@ -75,8 +76,9 @@ struct ForwardStorage {
     return base + kLayout.barriers() + kQStages * kRowGroups * 16 + n % P::kStages * 32;
   }
   __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
-  __device__ unsigned v_full(Count n) const { return k_full(n) + 16; }
-  __device__ unsigned v_empty(Count n) const { return k_full(n) + 24; }
+  // With kSharedKv K's: it is released when P V has read it.
+  __device__ unsigned v_full(Count n) const { return P::kSharedKv ? k_full(n) : k_full(n) + 16; }
+  __device__ unsigned v_empty(Count n) const { return P::kSharedKv ? k_empty(n) : k_full(n) + 24; }
   __device__ int phase(Count n) const { return n / P::kStages & 1; }
   __device__ unsigned work_full(Count round) const {
     return k_full(0) + P::kStages * 32 + round % kKeptWorkTiles * 8;
@@ -106,9 +108,9 @@ struct ForwardStorage {
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       barrier_init(k_full(stage), 1);
-      barrier_init(v_full(stage), 1);
+      if constexpr (!P::kSharedKv) barrier_init(v_full(stage), 1);
       barrier_init(k_empty(stage), kWarpgroups * (kProducerPostsEntries<P> ? 128 : 4));
-      barrier_init(v_empty(stage), kWarpgroups * 4);
+      if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);
       if constexpr (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
         barrier_init(terms_empty(stage), kWarpgroups * 4);

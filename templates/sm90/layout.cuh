@@ -77,17 +77,22 @@ struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_column_terms, lists;
   int q_tiles_per_cta;
-  int d_split;  ///< warpgroups with the same rows
+  int d_split;     ///< warpgroups with the same rows
+  bool shared_kv;  ///< V is K's tile
 
   constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
   /// Of a tile of V, also those behind the last that a warpgroup reads.
   constexpr int columns_v() const { return d_split * own_columns(head_dim_v, d_split); }
+  constexpr int k_bytes() const {
+    return tile_bytes(bc, shared_kv && columns_v() > head_dim ? columns_v() : head_dim);
+  }
+  constexpr int v_bytes() const { return shared_kv ? 0 : tile_bytes(bc, columns_v()); }
   /// Two where they fit: then the next Q tile is loaded before it is needed.
   constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
-  constexpr int v() const { return k() + stages * tile_bytes(bc, head_dim); }
-  constexpr int bias_tile() const { return v() + stages * tile_bytes(bc, columns_v()); }
+  constexpr int v() const { return k() + stages * k_bytes(); }
+  constexpr int bias_tile() const { return v() + stages * v_bytes(); }
   constexpr int bias_tile_bytes() const { return reads_bias_tile ? tile_bytes(br, bc) : 0; }
   constexpr int o() const { return bias_tile() + stages * bias_tile_bytes(); }
   /// Where a tile of O fits, TMA can store it, and the consumers need not.
@@ -113,9 +118,7 @@ struct ForwardLayout {
   /// Of a slot without O. Barriers: two for each warpgroup's Q, four for each stage of K and V and those of
   /// the score, and one for each work tile.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() +
-           stages * (tile_bytes(bc, head_dim) + tile_bytes(bc, columns_v()) + bias_tile_bytes() +
-                     column_terms_bytes()) +
+    return q_count * q_bytes() + stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() +
            (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;
   }

@@ -176,6 +176,24 @@ TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
     check(plan::sm80_traits(), dims);
 }
 
+TEST(KernelsOfLatents, CompileWithoutSpills) {
+  constexpr std::array kSpecs = {"fwd:bf16:d576x512:causal:pages64:shared_kv",
+                                 "fwd:fp16:d576x512:varlen:causal:shared_kv",
+                                 "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
+                                 "fwd:fp16:d192x128:causal:map64x64:shared_kv", "fwd:fp32:d96x64:shared_kv"};
+  for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const plan::FamilyTraits& family : plan::families())
+      for (const char* text : kSpecs)
+        for (const char* shape : {"b4:hq32:hkv1:sq4096:skv4096", "b1:hq1:hkv1:sq16:skv32768"}) {
+          const AttentionSpec spec = parse_spec(text);
+          if (!family.supports(spec, device)) continue;
+          const TileConfig config = family.heuristic(spec, parse_shape(shape), device);
+          EXPECT_EQ(compile_and_check(spec, config, device), "");
+        }
+  }
+}
+
 /// With the tiles that the family takes by itself.
 TEST(KernelsOfCaptureGrads, CompileWithoutSpills) {
   constexpr std::array kScores = {"slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)",

@@ -49,6 +49,20 @@ std::vector<CacheCase> cases() {
                        .seed = seed});
         ++seed;
       }
+  // Latents, whose first columns are V.
+  constexpr std::array<AttentionShape, 4> kOfLatents = {
+      {{4, 16, 1, 1, 700}, {3, 128, 1, 3, 500}, {4, 8, 1, 8, 333}, {3, 24, 1, 70, 200}}};
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const char* pages : {":cache", ":pages16", ":pages64"})
+      for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"}) {
+        all.push_back({.spec = parse_spec(fmt::format("fwd:{}{}:shared_kv", dims, pages)),
+                       .shape = kOfLatents[seed % kOfLatents.size()],
+                       .family = family,
+                       .layout = static_cast<PoolLayout>(seed % 2),
+                       .slot_table = seed % 2 == 1,
+                       .seed = seed});
+        ++seed;
+      }
   return all;
 }
 

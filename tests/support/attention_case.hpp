@@ -265,7 +265,8 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   const double size = std::sqrt(test.score_size);
   problem.q = normal(heads_q * queries, spec.head_dim, size);
   problem.k = normal(heads_kv * keys, spec.head_dim, size);
-  problem.v = normal(heads_kv * keys, spec.v_dim(), 1);
+  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                             : normal(heads_kv * keys, spec.v_dim(), 1);
   problem.dout = normal(heads_q * queries, spec.v_dim(), 1);
   const auto spoil = [&](std::vector<double>& tensor, std::int64_t rows, int dim) {
     for (std::size_t i = 0; i < tensor.size(); ++i)
@@ -525,6 +526,11 @@ class AttentionRun {
     if (stream_) gpu().context->synchronize();
   }
 
+  ConstTensorView v_view() const {
+    if (!test_.spec.shared_kv) return inputs_[2].view;
+    return ConstTensorView(inputs_[1].view).first_columns(test_.spec.v_dim());
+  }
+
   void launch_forward(Runtime& runtime, const TileConfig& config, float* lse) {
     const AttentionSpec spec = with_pass(test_.spec, Pass::forward);
     runtime.prepare(spec, test_.shape, config);
@@ -532,8 +538,7 @@ class AttentionRun {
     out_.memory->poison();
     if (lse) lse_.poison();
     row_max_.poison();
-    ForwardArgs args{
-        .q = inputs_[0].view, .k = inputs_[1].view, .v = inputs_[2].view, .out = out_.view, .lse = lse};
+    ForwardArgs args{.q = inputs_[0].view, .k = inputs_[1].view, .v = v_view(), .out = out_.view, .lse = lse};
     set_common(args, lent);
     if (spec.row_max) args.row_max = static_cast<float*>(row_max_.data());
     wait_for_fills();
@@ -551,7 +556,7 @@ class AttentionRun {
     captures_.zero_grads();
     BackwardArgs args{.q = inputs_[0].view,
                       .k = inputs_[1].view,
-                      .v = inputs_[2].view,
+                      .v = v_view(),
                       .out = out_.view,
                       .lse = static_cast<const float*>(lse_.data()),
                       .dout = dout_.view,

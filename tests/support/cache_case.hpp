@@ -120,7 +120,8 @@ inline Cache make_cache(const CacheCase& test) {
     return codes;
   };
   problem.k = kv_values(spec.head_dim);
-  problem.v = kv_values(spec.v_dim());
+  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                             : kv_values(spec.v_dim());
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
   problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   // One sequence without keys, one with as many as there may be.

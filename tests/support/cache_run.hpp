@@ -54,9 +54,10 @@ class CacheRun {
     const std::int64_t b = varlen ? 1 : batch, d = test_.spec.head_dim, dv = test_.spec.v_dim();
     const std::int64_t rows = varlen ? cache_.problem.cu_seqlens_q.back() : seqlen_q;
     const void* v = test_.layout == PoolLayout::interleaved ? k_.data() : v_.data();
+    const ConstTensorView k = cache_.k.view(static_cast<const void*>(k_.data()), dtype);
     ForwardArgs args{.q = ConstTensorView::bhsd(q_.data(), b, heads_q, rows, d),
-                     .k = cache_.k.view(static_cast<const void*>(k_.data()), dtype),
-                     .v = cache_.v.view(v, dtype),
+                     .k = k,
+                     .v = test_.spec.shared_kv ? k.first_columns(dv) : cache_.v.view(v, dtype),
                      .out = TensorView::bhsd(out_.data(), b, heads_q, rows, dv),
                      .lse = static_cast<float*>(lse_.data()),
                      .kv_lengths = static_cast<const std::int32_t*>(lengths_.data()),

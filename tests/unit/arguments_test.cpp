@@ -10,6 +10,7 @@
 
 #include "call/captures.hpp"
 #include "reference/reference.hpp"
+#include "tests/support/expectations.hpp"
 
 namespace flashjit {
 namespace {
@@ -141,6 +142,26 @@ TEST(Arguments, CausalBesideLengthsHasOneMeaning) {
     EXPECT_EQ(refusal(spec, 16, 24), "accepted") << spec;
   EXPECT_EQ(refusal("bf16:d64:causal:kvlen", 24, 24), "accepted");
   EXPECT_EQ(refusal("bf16:d64:causal:kvlen", 1, 24), "accepted");
+}
+
+TEST(Arguments, SharedKvIsKsMemory) {
+  const auto shared = [](AttentionSpec& s, ForwardArgs& args) {
+    s.shared_kv = true;
+    s.head_dim_v = 32;
+    args.v = args.k.first_columns(32);
+    args.out = TensorView::bhsd(address(0x40000), kBatch, kHeadsQ, kQueries, 32);
+  };
+  EXPECT_EQ(forward_refusal(shared), "accepted");
+  EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) {
+                shared(s, args);
+                args.v.data = address(0x30000);
+              }),
+              "not k's memory");
+  EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) {
+                shared(s, args);
+                args.v = ConstTensorView::bhsd(args.k.data, kBatch, kHeadsKv, kKeys, 32);
+              }),
+              "not k's memory with k's strides");
 }
 
 TEST(Arguments, NegativeSizes) {

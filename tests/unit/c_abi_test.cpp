@@ -66,10 +66,10 @@ TEST_F(CAbi, VersionAndStatusNames) {
 }
 
 TEST_F(CAbi, OptionsOfASpecAreParsed) {
-  std::string text = "bf16:d64:kve4m3";
   const char *option = nullptr, *argument = nullptr;
   std::size_t count = 0;
   for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {
+    const std::string text = option == std::string_view("key_scales") ? "bf16:d64:kve4m3" : "bf16:d64";
     const auto parsed = flashjit::parse_spec(text + ":" + option);
     EXPECT_NE(parsed, flashjit::parse_spec(text)) << option;
     EXPECT_STRNE(argument, "") << option;

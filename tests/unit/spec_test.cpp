@@ -215,6 +215,8 @@ TEST(Spec, ValidateNamesTheField) {
   };
   refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 576"});
   refused({.head_dim = 584}, {"head_dim is 584"});
+  refused({.head_dim = 64, .head_dim_v = 128, .shared_kv = true}, {"shared_kv", "head_dim_v is 128"});
+  refused({.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}, {"shared_kv", "of 8 bits"});
   refused({.head_dim = 520}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});
   refused({.head_dim = -8}, {"head_dim is -8"});
   refused({.head_dim = 64, .head_dim_v = 20}, {"head_dim_v is 20"});

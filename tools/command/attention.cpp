@@ -129,7 +129,8 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   }
   problem.q = normal_values(queries * spec.head_dim, spec.dtype, random);
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
-  problem.v = normal_values(keys * spec.v_dim(), spec.dtype, random);
+  problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
+                             : normal_values(keys * spec.v_dim(), spec.dtype, random);
   quantise_kv(problem);
   if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_lengths()) {

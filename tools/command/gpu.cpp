@@ -203,7 +203,8 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   AttentionSpec spec = problem.spec;
   spec.pass = Pass::forward;
   const DeviceBuffer forward_space = make_workspace(runtime, driver, spec, problem.shape);
-  ForwardArgs args{.q = q.view(), .k = k.view(), .v = v.view(), .out = out.view(), .lse = lse.floats()};
+  const ConstTensorView v_view = spec.shared_kv ? ConstTensorView(k.view()).first_columns(dv) : v.view();
+  ForwardArgs args{.q = q.view(), .k = k.view(), .v = v_view, .out = out.view(), .lse = lse.floats()};
   args.workspace = workspace_of(forward_space);
   set_common(args, problem, extras);
   if (rows != 0) args.page_table = {static_cast<const std::int32_t*>(page_table.data()), batch, columns};
@@ -224,7 +225,7 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
     const DeviceBuffer backward_space = make_workspace(runtime, driver, spec, problem.shape);
     BackwardArgs gradients{.q = q.view(),
                            .k = k.view(),
-                           .v = v.view(),
+                           .v = v_view,
                            .out = out.view(),
                            .lse = lse.floats(),
                            .dout = dout.view(),

@@ -23,8 +23,8 @@ PLAIN = frozenset({Tensor, torch.nn.Parameter})
 torch_mode()  # makes its class now: torch.compile, which may be the first to trace a program, cannot
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = False, scale: Union[float, None] = None,
-              dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None,
+def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Union[bool, str] = False,
+              scale: Union[float, None] = None, v_columns: Union[int, None] = None, dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None,
               captures: Union[Mapping[str, Any], None] = None, block_mask: Any = None,
               cu_seqlens_q: Union[Tensor, None] = None, cu_seqlens_kv: Union[Tensor, None] = None,
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
@@ -39,6 +39,8 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
     q: [batch, heads_q, seqlen_q, head_dim]; k: [batch, heads_kv, seqlen_kv, head_dim]; v: [batch, heads_kv, seqlen_kv,
         head_dim_v]; float16, bfloat16 or float32. heads_q is a multiple of heads_kv. Any strides work without a copy
         where the last is 1, the others are multiples of 16 bytes and memory begins at one; else a copy is made.
+    v_columns: instead of v: V is the first so many columns of K, as in latent attention, where K and V are one cache. It is
+        loaded once, and its gradient is the sum of both.
     causal: True masks later keys, with the last query seeing the last key; "top_left": the first query sees the first. With
         cu_seqlens and with a cache of each sequence. With kv_lengths alone, padding, only where q and k are as long, or there
         is one query: else it has two meanings, and is refused.
@@ -84,6 +86,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
         refuse_unknown(unknown)
     if torch.is_autocast_enabled() or torch.is_autocast_enabled("cpu"):
         q, k, v = autocast(q, k, v)
+    v = _value_of(k, v, v_columns)
     compiling = torch.compiler.is_compiling()
     plain = not compiling and type(q) in PLAIN and type(k) in PLAIN and type(v) in PLAIN
     if not plain and not compiling:
@@ -130,10 +133,13 @@ def attention(q: Tensor, k: Tensor, v: Tensor, *, causal: Union[bool, str] = Fal
                                   "attention() outside of them.")
             out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
             return (out, lse) if return_lse else out
+        if v_columns and not scaled:
+            problem = problem._replace(options=problem.options + ":shared_kv")
         rng = _draw(q) if dropout_p else NO_RNG
         plan = plan_of(q, k, v, fixed, values, problem)
         if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
+            q, k = readable(q, "q"), readable(k, "k")
+            v = k[..., :v_columns] if v_columns else readable(v, "v")
             plan = plan_of(q, k, v, fixed, values, problem)
         row_max = plan.new_rows() if return_row_max else None
         if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
@@ -159,6 +165,18 @@ def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
     if out_dtype not in (torch.float32, q.dtype):
         raise InvalidArgument(f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}.")
     return out_dtype != q.dtype
+
+
+def _value_of(k: Tensor, v: Union[Tensor, None], v_columns: Union[int, None]) -> Tensor:
+    """V, as it is given or as the first columns of K."""
+    if (v is None) == (v_columns is None):
+        raise InvalidArgument("v and v_columns are " + ("both given" if v is not None else "both missing") + ": give v, or in its "
+                              "place v_columns, how many of K's first columns are V.")
+    if v is not None:
+        return v
+    if not isinstance(v_columns, int) or not 0 < v_columns <= k.shape[-1]:
+        raise InvalidArgument(f"v_columns is {v_columns!r}: give an int from 8 to the {k.shape[-1]} columns of k.")
+    return k[..., :v_columns]
 
 
 def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> None:

@@ -31,7 +31,7 @@ __device__ __forceinline__ void gather_rows(char* tile, int row, int first, cons
                                             float scale) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
-    if (kTiles == kTotal || first + n < kTotal)
+    if (first + n < kTotal)
       store_fragment<Element, kPitch>(tile, row, (first + n) * 8, c[n], scale, scale);
 }
 

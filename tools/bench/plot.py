@@ -8,6 +8,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     README.md                  peers    picture and ratios of compare.py's h100_dense.csv
     tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
+    tools/docs/serving.md      figures  h100_serving.csv of serving.py
 """
 import argparse
 import csv
@@ -21,8 +22,8 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, TUNING = (os.path.join(ROOT, *path) for path in (
-    ("README.md",), ("tools", "docs", "benchmarks.md"), ("tools", "docs", "tuning.md")))
+README, BENCHMARKS, TUNING, SERVING = (os.path.join(ROOT, *path) for path in (
+    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving"))))
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
 LINES = {
@@ -45,7 +46,7 @@ def read(path):
         sys.exit(f"plot: {path} has no rows")
     for row in rows:
         for name in ("head_dim", "causal", "batch", "heads", "heads_kv", "seqlen", "seqlen_q", "seqlen_kv"):
-            if name in row:
+            if row.get(name):
                 row[name] = int(row[name])
     return rows
 
@@ -67,6 +68,11 @@ def short(length):
 def origin(rows):
     device, date, commit = (" and ".join(values(rows, name)) for name in ("device", "date", "commit"))
     return f"{device}, {date}, commit {commit}"
+
+
+def present(rows):
+    """The peers that ran."""
+    return [who for who in PEERS if any(row.get(f"{who}_ms") for row in rows)]
 
 
 def best_peer(row):
@@ -180,11 +186,11 @@ def summary_table(rows):
         for dim in values(rows, "head_dim"):
             points = select(rows, **{"pass": pass_name}, head_dim=dim)
             worst = min(points, key=beside_the_best)
-            lines.append([f"{PASSES[pass_name]}, d{dim}", *(mean(ratios(points, peer)) for peer in PEERS),
+            lines.append([f"{PASSES[pass_name]}, d{dim}", *(mean(ratios(points, peer)) for peer in present(rows)),
                           mean([beside_the_best(row) for row in points]),
                           f"{beside_the_best(worst):.2f} ({PEERS[best_peer(worst)]}, {MASKS[worst['causal']]} "
                           f"{short(worst['seqlen'])})"])
-    return markdown(["speed of flashjit", *(f"/ {name}" for name in PEERS.values()), "/ the best of them", "worst point"], lines)
+    return markdown(["speed of flashjit", *(f"/ {PEERS[who]}" for who in present(rows)), "/ the best of them", "worst point"], lines)
 
 
 def peers_table(rows):
@@ -214,7 +220,7 @@ def link(path, page):
 
 def peers_summary(dense, png):
     """README.md"""
-    title = "TFLOP/s over sequence length on an H100: flashjit, cuDNN, FlashAttention-2, -3 and -4"
+    title = "TFLOP/s over sequence length on an H100: flashjit, " + ", ".join(LINES[who]["label"] for who in present(dense))
     about = (f"{origin(dense)}; bf16, 16k tokens, hidden size 2048. Geometric means over full and causal masks and the lengths "
              "512 to 16k, all libraries in one process; above 1, flashjit is faster.")
     return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(dense), textwrap.fill(about, 118)])
@@ -268,6 +274,20 @@ def tuner_section(rows):
         f"({max(seconds):.1f} s at most), compiling included.", 118)])
 
 
+def serving_section(rows):
+    """tools/docs/serving.md"""
+    columns = {"contiguous": "contiguous", "pages128": "pages of 128", "pages64": "64", "pages16": "16", "pages8": "8", "pages1": "1",
+               "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
+    micros = lambda row, name: f"{float(row[f'{name}_us']):.0f}" if row.get(f"{name}_us") else "-"
+    lines = [[row["problem"], f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}", row["queries"],
+              *(micros(row, name) for name in columns)] for row in rows if row["heads"]]
+    states = [f"{row['problem']}: {float(row[name]):.1f} us, a copy {float(row['copy_us']):.1f}"
+              for row in rows for name in ("append_us", "merge_us") if row.get(name)]
+    about = (f"Microseconds of a call in a CUDA graph; {' and '.join(values(rows, 'device'))}, commit {' and '.join(values(rows, 'commit'))}, "
+             f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}.")
+    return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])
+
+
 def replace(path, name, text):
     """Puts the text between the file's lines <!-- name --> and <!-- /name -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -290,6 +310,7 @@ def main():
         draw(dense, result("h100_dense.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
+    replace(SERVING, "figures", serving_section(read(result("h100_serving.csv"))))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     return 0
 

@@ -123,10 +123,11 @@ typedef struct flashjit_page_table {
   int64_t stride; /**< from one sequence to the next, in elements; 0: columns */
 } flashjit_page_table;
 
-/** Scales of K or V where the spec says "kv<type>": fp32 [sequences, pages, KV heads, rows] on the device. A key
- * is its code times the scale of its sequence, page, head and row; a dimension of size 1 is shared by all.
- * Without "key_scales" pages and rows have size 1. The pages of a cache in slots are the slots, and their rows
- * its capacity; without a cache there is one page, whose rows are those of K, packed ones with "varlen". */
+/** Scales of K or V where the spec says "kv<type>": fp32 [sequences, pages, KV heads, rows] on the device. A
+ * key is its code times the scale of its sequence, page, head and row; a dimension of size 1 is shared by
+ * all. Without "key_scales" pages and rows have size 1. The pages of a cache in slots are the slots, and
+ * their rows its capacity; without a cache there is one page, whose rows are those of K, packed ones with
+ * "varlen". */
 typedef struct flashjit_scales {
   float* data;       /**< null: there are none */
   int64_t size[4];   /**< sequences, pages, KV heads, rows */
@@ -270,7 +271,8 @@ typedef struct flashjit_append_args {
   int64_t batch_size;          /**< sequences, with "varlen" in the spec */
   int64_t max_seqlen_kv;       /**< the most keys of a sequence; 0: all there is room for */
   /** With "kv<type>" in the spec: those of heads are read, and what is too large for them becomes the largest
-   * code. With "key_scales" each new key gets its own, which is written: they have size 1 in sequences alone. */
+   * code. With "key_scales" each new key gets its own, which is written: they have size 1 in sequences alone.
+   */
   flashjit_scales k_scale, v_scale;
 } flashjit_append_args;
 

@@ -238,7 +238,8 @@ std::optional<flashjit::DType> dtype(const char* name, flashjit_element_type typ
 }
 
 flashjit::AppendArgs append_args(const flashjit_append_args* given) {
-  const auto c = flashjit::read_struct("flashjit_append_args", given, {offsetof(flashjit_append_args, k_scale)});
+  const auto c =
+      flashjit::read_struct("flashjit_append_args", given, {offsetof(flashjit_append_args, k_scale)});
   return {.k = view(c.k),
           .v = view(c.v),
           .k_cache = view(c.k_cache),

@@ -23,8 +23,8 @@ struct ExampleProblem {
   static constexpr bool kDropout = false;
   static constexpr bool kKvLengths = false;
   static constexpr bool kVarlen = false;
-  static constexpr bool kCache = false;  // K and V are a cache's; with kVarlen only Q is packed
-  static constexpr int kPageRows = 0;    // of its pages; 0: it has slots
+  static constexpr bool kCache = false;     // K and V are a cache's; with kVarlen only Q is packed
+  static constexpr int kPageRows = 0;       // of its pages; 0: it has slots
   static constexpr bool kSharedKv = false;  // forward: V is K's first columns
   static constexpr bool kSinks = false;
   static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result

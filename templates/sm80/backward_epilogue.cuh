@@ -31,8 +31,7 @@ __device__ __forceinline__ void gather_rows(char* tile, int row, int first, cons
                                             float scale) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
-    if (first + n < kTotal)
-      store_fragment<Element, kPitch>(tile, row, (first + n) * 8, c[n], scale, scale);
+    if (first + n < kTotal) store_fragment<Element, kPitch>(tile, row, (first + n) * 8, c[n], scale, scale);
 }
 
 /// dK, of the warps with `has_ds`, and dV, of those with `has_p`, of the work tile `number`.

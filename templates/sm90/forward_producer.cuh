@@ -76,11 +76,20 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
                                                     const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
   auto scheduler = make_scheduler<P>(p, start);
+  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = {0, 0, 0};
 #pragma unroll 1
   for (int round = 0, wave = 0;; ++wave) {
     WorkTile<P>& work = smem.work(round);
     TileCoord coord;
-    const bool more = scheduler.next(p, smem.slot, wave, coord);
+    bool more;
+    if constexpr (P::kStreamK) {
+      more = scheduler.next(p, start, coord);
+      if (more && scheduler.shares_end > 0)
+        p.cut_tiles[blockIdx.x] = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile),
+                                   scheduler.shares_end};
+    } else {
+      more = scheduler.next(p, smem.slot, wave, coord);
+    }
     work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
     if (more && work.count() == 0) continue;
     barrier_arrive(smem.work_full(round));
@@ -100,7 +109,6 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
     if (!more) break;
     ++round;
   }
-  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = scheduler.cut;
 }
 
 /// Finds the score's column terms of each KV tile, once for all rows of the Q tile. By one warp.

@@ -107,58 +107,53 @@ __device__ __forceinline__ int part_of_share(const Params& p, int share, int lan
   return 2 * (share * p.head_lanes + lane) + last;
 }
 
-/// Hands out the parts of work tiles that a CTA's share consists of.
+/// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
+/// warps have few registers.
 template <class P>
 struct StreamKScheduler {
-  Shares shares;
-  int lane, share, row;
-  Range tiles;                ///< of the row's work tiles
-  long long before, at, end;  ///< the row's first KV tile, the next one of the share, and its end
-  CutTile cut = {0, 0, 0};    ///< of the parts handed out so far
+  int cta, row;
+  Range tiles;     ///< of the row's work tiles
+  int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
+  int shares_end;  ///< of the part handed out last, if it begins a work tile and does not end it: the end of
+                   ///< the shares that have its other parts; else 0
 
   __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
-      : shares(p, start.tiles),
-        lane(cta % p.head_lanes),
-        share(cta / p.head_lanes),
-        row(start.row),
-        before(start.before),
-        at(shares.begin(share)),
-        end(shares.begin(share + 1)) {
-    tiles = at < end ? kv_tiles_of_row<P>(p, row) : Range{0, 0};
+      : cta(cta), row(start.row), shares_end(0) {
+    const Shares shares(p, start.tiles);
+    const int share = cta / p.head_lanes;
+    const long long begin = shares.begin(share);
+    at = static_cast<int>(begin - start.before);
+    left = static_cast<int>(shares.begin(share + 1) - begin);
+    tiles = left > 0 ? kv_tiles_of_row<P>(p, row) : Range{0, 0};
   }
   __device__ int count() const { return tiles.end - tiles.begin; }
 
   /// The next part; false behind the share.
-  __device__ bool next(const Params& p, TileCoord& found) {
-    if (at >= end) return false;
+  __device__ bool next(const Params& p, const ShareStart& start, TileCoord& found) {
+    if (left <= 0) return false;
     const int heads = static_cast<int>(scheduled_heads<P>(p)) / p.head_lanes;
-    for (long long work; (work = static_cast<long long>(count()) * heads) <= at - before;) {
-      before += work;
+    while (count() * heads <= at) {
+      at -= count() * heads;
       tiles = kv_tiles_of_row<P>(p, ++row);
     }
-    const unsigned q_tiles = q_tiles_per_head<P>(p);
-    const int head = static_cast<int>((at - before) / count()),
-              tile = static_cast<int>((at - before) % count());
-    const int tile_end = static_cast<int>(min(tile + (end - at), static_cast<long long>(count())));
+    const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
+    const int lane = cta % p.head_lanes, share = cta / p.head_lanes;
+    const int head = at / count(), tile = at % count(), size = min(left, count() - tile);
     found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head * p.head_lanes + lane;
     found.q_tile = row % q_tiles;
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
-    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile_end};
-    const bool begins = tile == 0, ends = tile_end == count();
+    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
+    const bool begins = tile == 0, ends = tile + size == count();
     found.split = begins && ends ? kWhole : part_of_share(p, share, lane, !ends);
-    if (begins && !ends)
-      cut = {static_cast<int>(found.batch_head), static_cast<int>(found.q_tile), end_of_shares(at + count())};
-    at += tile_end - tile;
+    at += size;
+    left -= size;
+    shares_end = 0;
+    if (begins && !ends) {
+      const Shares shares(p, start.tiles);
+      const long long end = shares.begin(share + 1) + count() - size;
+      for (shares_end = share + 1; shares.begin(shares_end) < end;) ++shares_end;
+    }
     return true;
-  }
-  __device__ bool next(const Params& p, int /*slot*/, unsigned /*wave*/, TileCoord& found) {
-    return next(p, found);
-  }
-  /// The end of the shares that have KV tiles before this one.
-  __device__ int end_of_shares(long long tile) const {
-    int found = share + 1;
-    while (shares.begin(found) < tile) ++found;
-    return found;
   }
 };
 
@@ -224,7 +219,7 @@ template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,
                                                   int threads) {
   StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x), start);
-  for (TileCoord coord; scheduler.next(p, coord);)
+  for (TileCoord coord; scheduler.next(p, start, coord);)
     if (const WorkTile<P> work(p, coord); work.count() == 0)
       write_rows_without_keys(p, work, thread, threads);
   // Work tiles without keys are in no share.

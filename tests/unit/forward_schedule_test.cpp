@@ -200,18 +200,22 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   const long long fewest = Shares(p, sum).begin(1);
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
-    StreamKScheduler<P> scheduler(p, share, start_of(share / lanes));
-    for (TileCoord coord; scheduler.next(p, coord);) {
+    const ShareStart start = start_of(share / lanes);
+    StreamKScheduler<P> scheduler(p, share, start);
+    CutTile cut{0, 0, 0};
+    for (TileCoord coord; scheduler.next(p, start, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
       for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
         ++visits[{coord.batch_head, coord.q_tile, tile}];
+      if (scheduler.shares_end > 0)
+        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), scheduler.shares_end};
       if (coord.split != kWhole) {
         ASSERT_EQ(coord.split / 2, share);
         ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);
       }
     }
-    cut_tiles.push_back(scheduler.cut);
+    cut_tiles.push_back(cut);
     if (share / lanes < Shares(p, sum).count) {
       ASSERT_LE(std::abs(size - fewest), 1) << share;
     } else {

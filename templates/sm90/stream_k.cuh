@@ -65,8 +65,8 @@ struct ShareScratch {
   ShareStart start;
 };
 
-/// By all threads of the CTA, each of which counts the work of some rows. What they leave in `scratch` nobody
-/// reads later.
+/// By all threads of the CTA, each of which counts the work of some rows. `scratch` is free again when it
+/// returns.
 template <class P>
 __device__ ShareStart find_share(const Params& p, int share, ShareScratch& scratch) {
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;

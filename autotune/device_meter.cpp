@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cmath>
 #include <cstring>
 #include <deque>
 #include <future>
 #include <map>
 #include <mutex>
+#include <numeric>
 #include <random>
 
 #include "autotune/device_captures.hpp"
@@ -31,7 +33,12 @@ constexpr std::size_t kPatternStep =
 constexpr std::size_t kMostSets = 64;
 constexpr std::uint64_t kSeed = 1;    // of sinks and captures
 constexpr double kMemoryShare = 0.8;  // of the free memory, for inputs
-constexpr auto kWarmUp = std::chrono::milliseconds(10);
+// The clock is judged from bursts of launches. It is steady when two halves of kSteadyMs, within which a
+// power limit acts, or of as many bursts as there may be, take times that differ by less than kSteady.
+constexpr double kBurstMs = 10, kSteadyMs = 200, kSteady = 0.005;
+constexpr double kEventMs = 0.001;  // no smaller differences are seen
+constexpr std::size_t kLaunchesInBurst = 256, kFewestBursts = 4, kMostBursts = 20;
+constexpr int kLongestWarmUp = 5;             // times these bursts
 constexpr std::size_t kLaunchesInQueue = 32;  // far below where the driver's queue would block the host
 constexpr auto kLongestHold = std::chrono::milliseconds(20);  // a queue takes well under 1 ms to fill
 
@@ -360,6 +367,11 @@ struct DeviceMeter::Impl {
   device::Sensors sensors;
   std::deque<EventPair> events;
   std::optional<Inputs> inputs;
+  struct Steady {
+    TileConfig reference;
+    double ms;
+  };
+  std::optional<Steady> steady;  ///< a launch of the inputs' problem under clocks that had settled
 
   // One Runtime a candidate: a Runtime holds one configuration a problem.
   std::mutex mutex;
@@ -400,56 +412,79 @@ struct DeviceMeter::Impl {
   Inputs& inputs_of(const Problem& problem) {
     if (!inputs || inputs->problem() != problem) {
       inputs.reset();  // before the next is made: both may not fit
+      steady.reset();
       inputs.emplace(context, device, problem, options, stream.get());
     }
     return *inputs;
   }
 
-  /// Code is loaded, clocks are up, and every candidate has run once.
-  void warm_up(Inputs& input, const std::vector<std::shared_ptr<Runtime>>& runtimes_in_turn) {
-    const auto start = std::chrono::steady_clock::now();
-    std::size_t set = 0;
-    do {
-      for (const auto& runtime : runtimes_in_turn) input.launch(*runtime, set++ % input.sets());
-      stream.synchronize();
-    } while (std::chrono::steady_clock::now() - start < kWarmUp);
-  }
-
-  /// Queues launches `from` to `to` of the series behind a gate and appends their times to their candidate's.
-  void time_batch(Inputs& input, const std::vector<std::shared_ptr<Runtime>>& runtimes_in_turn,
-                  std::size_t from, std::size_t to, std::vector<std::vector<double>>& ms) {
-    {
-      const Gate gate(driver, stream.get());
-      for (std::size_t i = from; i < to; ++i) {
-        const EventPair& event = events[i - from];
-        event.start.record(stream.get());
-        input.launch(*runtimes_in_turn[i % runtimes_in_turn.size()], i % input.sets());
-        event.stop.record(stream.get());
+  /// The time of each launch of a series, in ms. Every part of it waits behind a gate until it is queued.
+  std::vector<double> time_series(Inputs& input, const std::vector<Runtime*>& series) {
+    std::vector<double> ms;
+    for (std::size_t from = 0; from < series.size(); from += kLaunchesInQueue) {
+      const std::size_t to = std::min(from + kLaunchesInQueue, series.size());
+      {
+        const Gate gate(driver, stream.get());
+        for (std::size_t i = from; i < to; ++i) {
+          const EventPair& event = events[i - from];
+          event.start.record(stream.get());
+          input.launch(*series[i], i % input.sets());
+          event.stop.record(stream.get());
+        }
       }
+      stream.synchronize();
+      for (std::size_t i = from; i < to; ++i)
+        ms.push_back(events[i - from].stop.ms_since(events[i - from].start));
     }
-    stream.synchronize();
-    for (std::size_t i = from; i < to; ++i) {
-      ms[i % runtimes_in_turn.size()].push_back(events[i - from].stop.ms_since(events[i - from].start));
-    }
+    return ms;
   }
 
-  std::vector<double> measure(const Problem& problem, std::span<const TileConfig> configs, int repeats) {
+  /// Runs the reference until its time no longer changes, or has come back to what it was when it last did
+  /// not. A GPU that was idle runs a long problem faster than it can go on: its power limit lowers the clock.
+  void warm_up(Inputs& input, const TileConfig& config, Runtime& reference) {
+    const auto mean = [](auto from, auto to) {
+      return std::accumulate(from, to, 0.0) / static_cast<double>(to - from);
+    };
+    const auto burst = [&](std::size_t launches) {
+      const std::vector<double> ms = time_series(input, std::vector(launches, &reference));
+      return mean(ms.begin(), ms.end());
+    };
+    const double first = std::max(burst(1), kEventMs);
+    const auto launches = static_cast<std::size_t>(
+        std::clamp<double>(kBurstMs / first, 1, static_cast<double>(kLaunchesInBurst)));
+    const double bursts_ms = first * static_cast<double>(launches);
+    const auto bursts =
+        std::clamp(static_cast<std::size_t>(kSteadyMs / bursts_ms), kFewestBursts, kMostBursts);
+    std::vector<double> ms;
+    while (ms.size() < kLongestWarmUp * bursts) {
+      ms.push_back(burst(launches));
+      if (steady && steady->reference == config && ms.back() >= steady->ms * (1 - kSteady) - kEventMs) return;
+      if (ms.size() < bursts) continue;
+      const auto half = ms.end() - static_cast<std::ptrdiff_t>(bursts / 2);
+      const double before = mean(half - static_cast<std::ptrdiff_t>(bursts / 2), half);
+      const double after = mean(half, ms.end());
+      if (std::abs(after - before) <= std::max(kSteady * after, kEventMs)) break;
+    }
+    steady = {config, mean(ms.end() - static_cast<std::ptrdiff_t>(bursts / 2), ms.end())};
+  }
+
+  Comparison compare(const Problem& problem, const TileConfig& reference,
+                     std::span<const TileConfig> candidates, int rounds) {
     Inputs& input = inputs_of(problem);
-    std::vector<std::shared_ptr<Runtime>> in_turn;
-    for (const TileConfig& config : configs) {
+    std::vector<std::shared_ptr<Runtime>> runtimes;
+    const auto add = [&](const TileConfig& config) {
       input.ensure_workspace(
           plan::make_plan(problem.spec, problem.shape, device, {}, config).workspace.bytes);
-      in_turn.push_back(runtime(problem, config));
-    }
-    warm_up(input, in_turn);
-    std::vector<std::vector<double>> ms(configs.size());
-    const std::size_t launches = configs.size() * static_cast<std::size_t>(std::max(repeats, 1));
-    for (std::size_t i = 0; i < launches; i += kLaunchesInQueue) {
-      time_batch(input, in_turn, i, std::min(i + kLaunchesInQueue, launches), ms);
-    }
-    std::vector<double> medians;
-    for (std::vector<double>& times : ms) medians.push_back(median(std::move(times)));
-    return medians;
+      runtimes.push_back(runtime(problem, config));
+    };
+    add(reference);
+    for (const TileConfig& candidate : candidates) add(candidate);
+    for (const auto& each : runtimes) input.launch(*each, 0);  // its code is loaded
+    warm_up(input, reference, *runtimes.front());
+    std::vector<Runtime*> series;
+    for (const std::size_t i : launch_order(candidates.size(), std::max(rounds, 1)))
+      series.push_back(runtimes[i].get());
+    return compare_times(time_series(input, series), candidates.size());
   }
 };
 
@@ -466,11 +501,11 @@ void DeviceMeter::compile_anew(bool on) { impl_->compile_anew(on); }
 
 device::GpuState DeviceMeter::state() { return impl_->sensors.read(); }
 
-std::vector<double> DeviceMeter::median_ms(const Problem& problem, std::span<const TileConfig> configs,
-                                           int repeats) {
+Comparison DeviceMeter::compare(const Problem& problem, const TileConfig& reference,
+                                std::span<const TileConfig> candidates, int rounds) {
   impl_->context.make_current_apart();
   try {
-    return impl_->measure(problem, configs, repeats);
+    return impl_->compare(problem, reference, candidates, rounds);
   } catch (const Error& error) {
     // A refused launch is the candidate's fault; a context that no longer answers is everyone's.
     const bool sound = impl_->driver.stream_synchronize(impl_->stream.get()) == CUDA_SUCCESS;

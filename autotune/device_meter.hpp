@@ -33,8 +33,8 @@ class DeviceMeter : public Meter {
   ~DeviceMeter() override;
 
   KernelReport prepare(const Problem& problem, const TileConfig& config) override;
-  std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
-                                int repeats) override;
+  Comparison compare(const Problem& problem, const TileConfig& reference,
+                     std::span<const TileConfig> candidates, int rounds) override;
   void compile_anew(bool on) override;
   device::GpuState state() override;
 

@@ -11,6 +11,18 @@
 
 namespace flashjit::autotune {
 
+/// How long candidates take beside a reference: clocks that fall slow both alike.
+struct Comparison {
+  double reference_ms = 0;     ///< median
+  std::vector<double> ratios;  ///< of each candidate's time to the reference's
+};
+
+/// What is launched, in rounds of the reference (0) and the candidates (1, 2, ...): back and forth, 0 1 2 2 1
+/// 0 0 1 2 ..., so that over two rounds a clock that falls steadily slows all alike.
+std::vector<std::size_t> launch_order(std::size_t candidates, int rounds);
+/// Of the times of launches in that order; a ratio is the median over every two rounds.
+Comparison compare_times(const std::vector<double>& ms, std::size_t candidates);
+
 class Meter {
  public:
   virtual ~Meter() = default;
@@ -20,20 +32,19 @@ class Meter {
   /// be had; any other Error ends the tuning.
   virtual KernelReport prepare(const Problem& problem, const TileConfig& config) = 0;
 
-  /// Median time of one call of each candidate in ms, all of them prepared: `repeats` rounds in which every
-  /// candidate is launched once, so that a drift of the clocks meets all alike. Called from one thread.
-  /// Throws Error(unsupported) when a candidate cannot be launched though the device is sound; any other
-  /// Error ends the tuning.
-  virtual std::vector<double> median_ms(const Problem& problem, std::span<const TileConfig> configs,
-                                        int repeats) = 0;
+  /// Runs the reference until the clocks are steady, as they are while a model runs, and then launches all of
+  /// them in turn, see launch_order(). All were prepared. Called from one thread.
+  /// Throws Error(unsupported) when one cannot be launched though the device is sound; any other Error ends
+  /// the tuning.
+  virtual Comparison compare(const Problem& problem, const TileConfig& reference,
+                             std::span<const TileConfig> candidates, int rounds) = 0;
 
   /// While on, nothing that was compiled before is used, so that a search takes as long as the first time.
   /// Called while nothing is prepared.
   virtual void compile_anew(bool /*on*/) {}
 
   /// The GPU's clocks and temperature; call it right after a measurement, while they are those of the
-  /// measurement.
-  /// Unknown, unless the meter has a GPU that reports it.
+  /// measurement. Unknown, unless the meter has a GPU that reports it.
   virtual device::GpuState state() { return {}; }
 };
 

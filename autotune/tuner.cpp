@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <chrono>
 #include <cmath>
 #include <set>
@@ -31,15 +30,16 @@ constexpr double kWorthwhile = 0.0005;
 
 /// Slower than this many times the best after one launch: not worth more launches.
 constexpr double kHopeless = 1.5;
-/// How long a candidate is measured for, and with how many launches.
+/// How long a candidate is measured for, and in how many rounds: an even number, see launch_order().
 constexpr double kMeasureMs = 12;
-constexpr int kFewestRepeats = 5;
+constexpr int kFewestRounds = 6;
 
 /// Within this factor of the best, a candidate is measured again together with the others.
 constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
-constexpr int kFinalRounds = 9;
-constexpr double kFinalRoundMs = 10;  // for each contender
+constexpr int kMostFinals = 3;
+constexpr int kMeasurements = 9;  // in a final
+constexpr double kFinalMs = 10;   // for each contender in one of them
 /// More than this is not noise but a measurement gone wrong.
 constexpr double kMostNoise = 0.01;
 
@@ -49,8 +49,8 @@ double steady_seconds() {
 
 bool measured(const plan::Timing& timing) { return timing.skipped.empty() && timing.ms > 0; }
 
-int repeats_for(double ms, double total_ms) {
-  return static_cast<int>(std::clamp<double>(total_ms / ms, kFewestRepeats, kMostRepeats));
+int rounds_for(double ms, double total_ms) {
+  return 2 * static_cast<int>(std::clamp<double>(total_ms / ms, kFewestRounds, kMostRounds) / 2);
 }
 
 double least_ms(const std::vector<plan::Timing>& timings) {
@@ -124,6 +124,8 @@ class Search {
       }
     }
     if (options_.force) return;
+    reference_ = place(heuristic_);
+    if (!reference_ || !measured(timings_[*reference_])) reference_ = fastest();
     for (std::size_t i = 0; i < order_.size(); ++i) {
       if (open(i)) continue;
       done_ += measured(timings_[i]);
@@ -144,7 +146,7 @@ class Search {
 
   Ending run() {
     Ending ending = options_.exhaustive ? measure_all() : measure_promising();
-    if (ending == Ending::complete) ending = measure_fastest_together();
+    if (ending == Ending::complete) ending = decide();
     seconds_ = now_() - start_;
     return ending;
   }
@@ -162,14 +164,17 @@ class Search {
     record.timings.insert(record.timings.end(), others_.begin(), others_.end());
     std::sort(record.timings.begin(), record.timings.end(),
               [](const auto& a, const auto& b) { return canonical_less(a.config, b.config); });
+    std::vector<plan::Timing> finalists;
+    for (const std::size_t i : finalists_) finalists.push_back(timings_[i]);
     const auto best =
-        finalists_.empty() ? pick(record.timings, heuristic_) : pick(finalists_, heuristic_, noise_);
+        finalists.empty() ? pick(record.timings, heuristic_) : pick(finalists, heuristic_, noise_);
     record.best = best.value_or(heuristic_);
     return record;
   }
 
   TuneResult result(Ending ending) const {
-    return {record(), ending, heuristic_, measured_now_, order_.size(), seconds_, drift_, conditions_};
+    const double drift = most_ms_ > 0 ? most_ms_ / least_ms_ - 1 : 0;
+    return {record(), ending, heuristic_, measured_now_, order_.size(), seconds_, drift, conditions_};
   }
   const TileConfig& heuristic() const { return heuristic_; }
   std::size_t candidates() const { return order_.size(); }
@@ -328,7 +333,9 @@ class Search {
     try {
       const KernelReport kernel = kernels.take(i);
       note_resources(timing, problem_.spec, kernel);
+      // The runtime would take the heuristic's choice although it spills, so that its time counts.
       timing.skipped = kernel.config != order_[i] ? "runs as " + to_string(kernel.config)
+                       : order_[i] == heuristic_  ? std::string()
                                                   : disqualified(problem_.spec, kernel, setting_.device);
       if (timing.skipped.empty()) {
         prepared_[i] = true;
@@ -350,84 +357,117 @@ class Search {
     prepared_[i] = true;
   }
 
-  /// As the meter measures, and notes how warm and fast the GPU was.
-  std::vector<double> median_ms(std::span<const TileConfig> configs, int repeats) {
-    std::vector<double> ms = meter_.median_ms(problem_, configs, repeats);
+  /// As the meter does, and notes how warm and fast the GPU was.
+  Comparison compare(std::size_t reference, std::span<const TileConfig> candidates, int rounds) {
+    prepare(reference);
+    Comparison compared = meter_.compare(problem_, order_[reference], candidates, rounds);
     conditions_.add(meter_.state());
+    if (rounds == 1) return compared;
+    least_ms_ = most_ms_ > 0 ? std::min(least_ms_, compared.reference_ms) : compared.reference_ms;
+    most_ms_ = std::max(most_ms_, compared.reference_ms);
+    return compared;
+  }
+
+  /// The first that can be measured, which is the heuristic's choice if it can, becomes the reference.
+  double measure(std::size_t i) { return reference_ ? measure_beside_reference(i) : measure_reference(i); }
+
+  double measure_reference(std::size_t i) {
+    const double first = compare(i, {}, 1).reference_ms;
+    const double ms = compare(i, {}, rounds_for(first, kMeasureMs)).reference_ms;
+    if (measured(timings_[i])) rescale(ms / timings_[i].ms);  // what an earlier run left
+    reference_ = i;
     return ms;
   }
 
-  /// Together with the best so far, which is the reference: a drift of the clocks affects both alike.
-  double measure(std::size_t i) {
-    const TileConfig& config = order_[i];
-    const double first = median_ms(std::span(&config, 1), 1).front();
-    const std::optional<std::size_t> best = fastest_but(i);
-    const double best_ms = best ? timings_[*best].ms : 0;
-    if (best && first > kHopeless * best_ms) return first;
-    const int repeats = repeats_for(first, kMeasureMs);
-    if (!best) return median_ms(std::span(&config, 1), repeats).front();
-    prepare(*best);
-    const std::array both{order_[*best], config};
-    const std::vector<double> ms = median_ms(both, repeats);
-    drift_ = std::max(drift_, std::abs(ms.at(0) / best_ms - 1));
-    return ms.at(1) * best_ms / ms.at(0);
+  double measure_beside_reference(std::size_t i) {
+    const std::span<const TileConfig> config(&order_[i], 1);
+    const double reference_ms = timings_[*reference_].ms;
+    const double first = reference_ms * compare(*reference_, config, 1).ratios.front();
+    if (first > kHopeless * best_ms()) return first;
+    return reference_ms * compare(*reference_, config, rounds_for(first, kMeasureMs)).ratios.front();
   }
 
-  /// Measured, and not so long ago that a forced run doubts it.
-  bool comparable(std::size_t i) const {
-    return measured(timings_[i]) && (!options_.force || settled_now_.contains(i));
+  /// All times are the reference's by a ratio: they change with it.
+  void rescale(double factor) {
+    for (plan::Timing& timing : timings_) timing.ms *= factor;
+    for (plan::Timing& timing : others_) timing.ms *= factor;
   }
 
-  std::optional<std::size_t> fastest_but(std::size_t excluded) const {
-    std::optional<std::size_t> best;
+  /// Of what was measured, and not so long ago that a forced run doubts it.
+  double best_ms() const {
+    double best = 0;
     for (std::size_t i = 0; i < order_.size(); ++i) {
-      if (i == excluded || !comparable(i)) continue;
-      if (!best || timings_[i].ms < timings_[*best].ms) best = i;
+      if (!measured(timings_[i]) || (options_.force && !settled_now_.contains(i))) continue;
+      if (best == 0 || timings_[i].ms < best) best = timings_[i].ms;
     }
     return best;
   }
 
-  /// The fastest few again, in turn with one another and while nothing compiles: theirs are the times that
-  /// decide. How far apart a candidate's rounds are is what counts as noise.
-  Ending measure_fastest_together() {
-    const std::vector<std::size_t> fastest = contenders();
-    if (fastest.size() < 2) return Ending::complete;
-    if (const auto ending = asked_to_stop()) return *ending;
-    std::vector<TileConfig> configs;
-    double slowest = 0;
-    for (const std::size_t i : fastest) {
-      prepare(i);
-      configs.push_back(order_[i]);
-      slowest = std::max(slowest, timings_[i].ms);
-    }
-    std::vector<std::vector<double>> rounds(fastest.size());
-    for (int round = 0; round < kFinalRounds; ++round) {
-      const std::vector<double> ms = median_ms(configs, repeats_for(slowest, kFinalRoundMs));
-      for (std::size_t i = 0; i < fastest.size(); ++i) rounds[i].push_back(ms.at(i));
-    }
-    noise_ = kNoise;
-    for (std::size_t i = 0; i < fastest.size(); ++i) {
-      const auto [least, most] = std::ranges::minmax(rounds[i]);
-      timings_[fastest[i]].ms = median(rounds[i]);
-      noise_ = std::max(noise_, std::min((most - least) / 2 / timings_[fastest[i]].ms, kMostNoise));
-      finalists_.push_back(timings_[fastest[i]]);
+  std::optional<std::size_t> fastest() const {
+    std::vector<std::size_t> all = places();
+    std::erase_if(all, [&](std::size_t i) { return !measured(timings_[i]); });
+    if (all.empty()) return {};
+    return *std::ranges::min_element(all, {}, [&](std::size_t i) { return timings_[i].ms; });
+  }
+
+  /// The fastest few again, while nothing compiles: these times decide. Whoever looks faster after that than
+  /// the fastest of them takes part in another final.
+  Ending decide() {
+    for (int i = 0; i < kMostFinals; ++i) {
+      const std::vector<std::size_t> fastest = contenders();
+      if (fastest.empty()) break;
+      if (const auto ending = asked_to_stop()) return *ending;
+      measure_together(fastest);
     }
     return Ending::complete;
   }
 
+  /// How far apart a candidate's measurements are is what counts as noise.
+  void measure_together(const std::vector<std::size_t>& all) {
+    std::vector<TileConfig> configs;
+    double slowest = timings_[*reference_].ms;
+    for (const std::size_t i : all) {
+      prepare(i);
+      configs.push_back(order_[i]);
+      slowest = std::max(slowest, timings_[i].ms);
+    }
+    std::vector<double> reference_ms;
+    std::vector<std::vector<double>> ratios(all.size());
+    for (int measurement = 0; measurement < kMeasurements; ++measurement) {
+      const Comparison compared = compare(*reference_, configs, rounds_for(slowest, kFinalMs));
+      reference_ms.push_back(compared.reference_ms);
+      for (std::size_t i = 0; i < all.size(); ++i) ratios[i].push_back(compared.ratios.at(i));
+    }
+    rescale(median(reference_ms) / timings_[*reference_].ms);
+    finalists_.insert(*reference_);
+    for (std::size_t i = 0; i < all.size(); ++i) {
+      const auto [least, most] = std::ranges::minmax(ratios[i]);
+      const double ratio = median(ratios[i]);
+      noise_ = std::max(noise_, std::min((most - least) / 2 / ratio, kMostNoise));
+      timings_[all[i]].ms = ratio * timings_[*reference_].ms;
+      finalists_.insert(all[i]);
+    }
+  }
+
+  /// Of those that no final has measured, beside the reference: at first the fastest few, what was best
+  /// before, and the heuristic's choice; then only who looks faster than the finalists.
   std::vector<std::size_t> contenders() const {
-    std::vector<std::size_t> close = places();
-    const double least = least_ms(timings_);
-    std::erase_if(
-        close, [&](std::size_t i) { return !measured(timings_[i]) || timings_[i].ms > least * kContender; });
-    std::ranges::stable_sort(close, {}, [&](std::size_t i) { return timings_[i].ms; });
-    std::vector<std::size_t> fastest(
-        close.begin(), close.begin() + static_cast<std::ptrdiff_t>(std::min(close.size(), kMostContenders)));
-    // What was best before is compared once more with what is best now.
-    for (const std::size_t i : close)
-      if (std::ranges::find(leads_, i) != leads_.end() && std::ranges::find(fastest, i) == fastest.end())
-        fastest.push_back(i);
-    return fastest;
+    const bool first = finalists_.empty();
+    double limit = kContender * least_ms(timings_);
+    for (const std::size_t i : finalists_) limit = std::min(limit, timings_[i].ms);
+    std::vector<std::size_t> open = places();
+    std::erase_if(open, [&](std::size_t i) {
+      return !measured(timings_[i]) || i == reference_ || finalists_.contains(i);
+    });
+    std::ranges::stable_sort(open, {}, [&](std::size_t i) { return timings_[i].ms; });
+    std::vector<std::size_t> chosen;
+    for (const std::size_t i : open) {
+      const bool close = first ? timings_[i].ms <= limit : timings_[i].ms < limit;
+      const bool known =
+          first && (order_[i] == heuristic_ || (close && std::ranges::find(leads_, i) != leads_.end()));
+      if (known || (close && chosen.size() < kMostContenders)) chosen.push_back(i);
+    }
+    return chosen;
   }
 
   const Setting& setting_;
@@ -445,10 +485,12 @@ class Search {
   std::vector<bool> prepared_;
   std::vector<std::size_t> leads_;
   std::set<std::size_t> settled_now_;
-  std::vector<plan::Timing> finalists_;
+  std::optional<std::size_t> reference_;  // beside which all others are measured
+  std::set<std::size_t> finalists_;
   std::size_t limit_ = 0, done_ = 0;  // measured, in earlier runs too
   std::size_t measured_now_ = 0;
-  double noise_ = kNoise, drift_ = 0, seconds_ = 0;
+  double noise_ = kNoise, seconds_ = 0;
+  double least_ms_ = 0, most_ms_ = 0;  // of the reference
   Conditions conditions_;
 };
 

@@ -17,8 +17,8 @@ namespace flashjit::autotune {
 /// Timings closer than this are noise, or closer than what repeating them showed: what every rank and machine
 /// knows without a clock decides.
 inline constexpr double kNoise = 0.005;
-/// Launches of a candidate in one measurement, at most: short kernels have so many.
-inline constexpr int kMostRepeats = 60;
+/// Rounds of one measurement, at most: short kernels have so many.
+inline constexpr int kMostRounds = 60;
 
 /// What timings are valid for, besides the problem.
 struct Setting {
@@ -69,7 +69,7 @@ struct TuneResult {
   std::size_t measured = 0;    ///< candidates measured in this run
   std::size_t candidates = 0;  ///< that there are
   double seconds = 0;          ///< that this run took
-  double drift = 0;            ///< the largest change of the best's time while others were measured
+  double drift = 0;            ///< by which the reference's longest time exceeds its shortest
   Conditions conditions = {};  ///< under which this run measured
 
   bool has_best() const;
@@ -78,13 +78,15 @@ struct TuneResult {
 };
 
 /// Tunes one problem: the heuristic's choice, the leads and what the model thinks fastest are measured, then
-/// what the model thinks best after that, until nothing promises an improvement or the share is spent. The
-/// fastest few are measured once more in turn with one another, and decide. `known` is an earlier record of
-/// the problem: while is_current() what it settled is not measured again (unless forced), so that an
-/// interrupted search goes on where it stopped; else its best is a lead. Throws Error(invalid_argument) when
-/// a size is 0, Error(unsupported) when no family can do the problem, and what the meter throws to end the
-/// tuning; `keep` (where given) is called with what is known before every return and throw, if anything was
-/// measured.
+/// what the model thinks best after that, until nothing promises an improvement or the share is spent. All
+/// are measured beside the heuristic's choice (where it can be had; else beside the first that can), and
+/// their times are the ratio to it by its own time, so that those of a cool GPU and of a hot one compare. The
+/// fastest few and the heuristic's choice are measured once more, together, and decide. `known` is an earlier
+/// record of the problem: while is_current() what it settled is not measured again (unless forced), so that
+/// an interrupted search goes on where it stopped; else its best is a lead. Throws Error(invalid_argument)
+/// when a size is 0, Error(unsupported) when no family can do the problem, and what the meter throws to end
+/// the tuning; `keep` (where given) is called with what is known before every return and throw, if anything
+/// was measured.
 TuneResult tune(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options = {},
                 const std::optional<plan::TuningRecord>& known = {},
                 const std::function<void(const plan::TuningRecord&)>& keep = {});

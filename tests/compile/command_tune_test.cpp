@@ -49,7 +49,7 @@ TEST_F(CommandTune, WritesARecordThatTheRuntimeAndTheNextRunTake) {
   EXPECT_NE(first.err.find("best"), std::string::npos) << "progress, a line a candidate: " << first.err;
   EXPECT_EQ(first.err.find('\r'), std::string::npos) << "no bar where there is no terminal";
 
-  EXPECT_NE(text("page.html").find("simt: fastest time"), std::string::npos);
+  EXPECT_NE(text("page.html").find("simt: fastest of each"), std::string::npos);
   EXPECT_NE(text("ship.txt").find("device Fake GPU\n"), std::string::npos);
   const std::string line =
       "fwd:fp32:d32 b1:hq4:hkv4:sq256:skv256 " + problem["best"].get<std::string>() + "\n";

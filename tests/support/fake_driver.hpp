@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <atomic>
+#include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
@@ -66,7 +67,8 @@ struct FakeDriver {
   std::map<int, int> opt_ins;  ///< calls of cuKernelSetAttribute by device
   double clock_ms = 0;         ///< of all streams: what was launched so far
   double slower = 0;  ///< by this share of their time launches take longer after each event: a GPU that heats
-  double heat = 0;    ///< the share so far
+  double slowest = INFINITY;  ///< the share that they end at, as under a power limit
+  double heat = 0;            ///< the share so far
   std::map<CUdeviceptr, std::vector<std::uint8_t>> uploads;  ///< small ones, by where they went
   CUdeviceptr next_address = 1ull << 40;                     ///< what is behind it is never read
   std::uintptr_t next_stream = 0x1000;                       ///< each made is another
@@ -91,6 +93,7 @@ struct FakeDriver {
     libraries_loaded = libraries_unloaded = functions_touched = pointers_asked = 0;
     opt_ins.clear();
     slower = heat = 0;
+    slowest = INFINITY;
     uploads.clear();
   }
 
@@ -267,7 +270,7 @@ struct FakeDriver {
       FakeDriver& fake = state();
       const std::lock_guard lock(fake.mutex);
       *reinterpret_cast<double*>(event) = fake.clock_ms;
-      fake.heat += fake.slower;
+      fake.heat = std::min(fake.heat + fake.slower, fake.slowest);
       return CUDA_SUCCESS;
     };
     d.event_elapsed_time = [](float* ms, CUevent start, CUevent stop) {

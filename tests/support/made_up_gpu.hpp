@@ -58,17 +58,19 @@ class MadeUpGpu : public autotune::Meter {
     return report;
   }
 
-  std::vector<double> median_ms(const autotune::Problem&, std::span<const TileConfig> configs,
-                                int repeats) override {
-    std::vector<double> all;
-    for (const TileConfig& config : configs) {
+  autotune::Comparison compare(const autotune::Problem&, const TileConfig& reference,
+                               std::span<const TileConfig> candidates, int rounds) override {
+    const auto measured_ms = [&](const TileConfig& config) {
       const double jitter =
-          noise * wave(10, static_cast<double>(++launches_) + 0.37 * chance) / std::sqrt(repeats / 5.0);
-      all.push_back(true_ms(config) * (1 + jitter));
-      clock += all.back() * repeats / 1e3;
+          noise * wave(10, static_cast<double>(++launches_) + 0.37 * chance) / std::sqrt(rounds / 5.0);
+      clock += true_ms(config) * rounds / 1e3;
       measured_.insert(to_string(config));
-    }
-    return all;
+      return true_ms(config) * (1 + jitter);
+    };
+    autotune::Comparison compared{measured_ms(reference), {}};
+    for (const TileConfig& config : candidates)
+      compared.ratios.push_back(measured_ms(config) / compared.reference_ms);
+    return compared;
   }
 
   std::size_t prepared() const { return prepared_.size(); }

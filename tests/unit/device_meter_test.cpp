@@ -67,11 +67,11 @@ class TimedCalls {
 };
 
 TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
-  constexpr int kRepeats = 20;  // more launches than the queue holds
-  const std::size_t calls = kRepeats * configs_.size();
+  constexpr int kRounds = 20;  // more launches than the queue holds
+  const std::size_t calls = kRounds * configs_.size();
   DeviceMeter meter(gpu_, options());
   for (const TileConfig& config : configs_) meter.prepare(problem_, config);
-  const std::vector<double> ms = meter.median_ms(problem_, configs_, kRepeats);
+  const Comparison compared = meter.compare(problem_, configs_[0], std::span(configs_).subspan(1), kRounds);
 
   const DeviceInfo device = device::query_device(*gpu_.driver(), gpu_.device());
   const auto plan = plan::make_plan(problem_.spec, problem_.shape, device, {}, configs_.front());
@@ -84,10 +84,11 @@ TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
   const std::size_t sets = 2 * static_cast<std::size_t>(device.l2_bytes) / ((8 << 20) + (64 << 10)) + 1;
   EXPECT_EQ(seen.size(), sets) << "twice what the L2 cache holds";
 
+  const std::vector<std::size_t> order = launch_order(1, kRounds);
   const BlockPattern map = plausible_map(problem_.spec, problem_.shape, options().map_density);
   for (std::size_t i = 0; i < calls; ++i) {
     const Params &params = timed.main(i).params, &first = timed.main(i % sets).params;
-    EXPECT_EQ(timed.main(i).blocks, timed.main(i % 2).blocks) << i;
+    EXPECT_EQ(timed.main(i).blocks, timed.main(order[i]).blocks) << i;
     EXPECT_EQ(params.q.data, first.q.data) << i;
     EXPECT_EQ(params.k.data, first.k.data) << i;
     EXPECT_EQ(params.v.data, first.v.data) << i;
@@ -96,7 +97,8 @@ TEST_F(DeviceMeterTest, CandidatesTakeTurnsOnInputsThatRotateUnderTheRealMap) {
     EXPECT_EQ(params.map_columns, map.columns);
     EXPECT_EQ(fake().uploads[reinterpret_cast<CUdeviceptr>(params.block_map)], map.blocks);
   }
-  for (std::size_t c = 0; c < configs_.size(); ++c) EXPECT_NEAR(ms.at(c), timed.ms(c), 1e-4);
+  EXPECT_NEAR(compared.reference_ms, timed.ms(0), 1e-4);
+  EXPECT_NEAR(compared.ratios.at(0), timed.ms(1) / timed.ms(0), 1e-3);
 }
 
 TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
@@ -104,7 +106,7 @@ TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
   DeviceMeter meter(gpu_, options());
   const TileConfig config = parse_config("sm80:br64:bc64:w4");
   meter.prepare(problem, config);
-  meter.median_ms(problem, std::span(&config, 1), 3);
+  meter.compare(problem, config, {}, 3);
   const FakeDriver::Launch& last = fake().launches.back();
   std::set<const void*> tensors;
   for (const TensorParam& tensor : {last.params.q, last.params.k, last.params.v, last.params.o,
@@ -136,22 +138,56 @@ TEST_F(DeviceMeterTest, CompilesAnewWhenAskedAndThenKnowsAllAgain) {
   std::filesystem::remove(log);
 }
 
-TEST_F(DeviceMeterTest, AGpuThatSlowsDownShowsAsDriftAndHardlyMovesTheChoice) {
-  const auto tuned = [&](double slower) {
+TEST_F(DeviceMeterTest, AFallingClockDoesNotMoveTheChoiceAndOneThatNeverSettlesShowsAsDrift) {
+  const auto tuned = [&](double slower, double slowest) {
     fake().reset();
     fake().slower = slower;
+    fake().slowest = slowest;
     DeviceMeter meter(gpu_, options());
     TuneOptions tuning;
-    tuning.max_candidates = 6;
+    tuning.exhaustive = true;
+    tuning.families = {Family::sm80};
     return tune(problem_, read_setting(gpu_, options().runtime), meter, tuning);
   };
-  const TuneResult steady = tuned(0), heating = tuned(0.001);
-  EXPECT_LT(steady.drift, 0.001);
+  const TuneResult cool = tuned(0, 0), limited = tuned(1e-4, 1.0 / 3), heating = tuned(1e-4, INFINITY);
+  EXPECT_LT(cool.drift, 0.001);
+  EXPECT_LT(limited.drift, 0.05) << "the clock fell by a quarter before anything was timed";
   EXPECT_GT(heating.drift, 0.1);
-  const auto chosen = std::ranges::find(steady.record.timings, heating.record.best, &plan::Timing::config);
-  ASSERT_NE(chosen, steady.record.timings.end());
-  EXPECT_GT(chosen->ms, 0);
-  EXPECT_LE(chosen->ms, 1.02 * steady.best_ms()) << "each was measured together with the best";
+  EXPECT_EQ(limited.record.best, cool.record.best);
+  const auto chosen = std::ranges::find(cool.record.timings, heating.record.best, &plan::Timing::config);
+  ASSERT_NE(chosen, cool.record.timings.end());
+  EXPECT_LE(chosen->ms, 1.02 * cool.best_ms()) << "each was measured beside the reference";
+}
+
+TEST_F(DeviceMeterTest, NothingIsTimedUntilTheClockIsSteady) {
+  const std::span<const TileConfig> other(&configs_[1], 1);
+  fake().slower = 1e-4;
+  fake().slowest = 1.0 / 3;  // the clock falls by a quarter
+  DeviceMeter meter(gpu_, options());
+  for (const TileConfig& config : configs_) meter.prepare(problem_, config);
+  const double warm_ms = meter.compare(problem_, configs_[0], other, 6).reference_ms;
+  EXPECT_NEAR(fake().heat, fake().slowest, 0.02) << "all of the fall is over";
+  const auto launches_of = [&](auto&& measure) {
+    const std::size_t before = fake().launches.size();
+    measure();
+    return fake().launches.size() - before;
+  };
+  const std::size_t still_warm = launches_of([&] { meter.compare(problem_, configs_[0], other, 6); });
+  EXPECT_LT(still_warm, 1000u) << "one look shows that it still is";
+  fake().heat = 0;  // it waited for a compiler, say
+  double ms = 0;
+  const std::size_t cool =
+      launches_of([&] { ms = meter.compare(problem_, configs_[0], other, 6).reference_ms; });
+  EXPECT_NEAR(ms, warm_ms, 0.02 * warm_ms);
+  EXPECT_GT(cool, 3 * still_warm);
+}
+
+TEST_F(DeviceMeterTest, AClockThatNeverSettlesIsWaitedForOnlySoLong) {
+  fake().slower = 1e-3;
+  DeviceMeter meter(gpu_, options());
+  meter.prepare(problem_, configs_[0]);
+  EXPECT_GT(meter.compare(problem_, configs_[0], {}, 6).reference_ms, 0);
+  EXPECT_LT(fake().launches.size(), 100000u);
 }
 
 }  // namespace

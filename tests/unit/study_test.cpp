@@ -103,7 +103,6 @@ TEST(Study, WhatTheRuntimeWouldTakeIsMeasuredWhateverTheTunerThinksOfIt) {
   gpu.spilling = candidates(Model(problem, setting.device)).front();
   StudyRow row = study(problem, setting, gpu);
   ASSERT_EQ(row.heuristic, gpu.spilling);
-  EXPECT_NE(row.chosen.best, gpu.spilling) << "the tuner passes over what spills";
   const auto true_ratio = [&](const TileConfig& config) {
     return gpu.true_ms(config) / gpu.true_ms(row.exhaustive.best);
   };
@@ -208,18 +207,21 @@ std::vector<Problem> read_suite(const std::string& name) {
   return problems;
 }
 
-TEST(Suites, TheStudyHas24ProblemsOfManyKindsEachSpecTwice) {
+TEST(Suites, TheStudyHasProblemsOfManyKindsEachSpecAtTwoShapesOrMore) {
   const std::vector<Problem> problems = read_suite("tools/bench/tuner_study.txt");
-  EXPECT_EQ(problems.size(), 24u);
+  EXPECT_EQ(problems.size(), 34u);
   std::map<std::string, int> specs;
   for (const Problem& problem : problems) ++specs[to_string(problem.spec)];
-  for (const auto& [spec, count] : specs) EXPECT_EQ(count, 2) << spec;
+  for (const auto& [spec, count] : specs) EXPECT_GE(count, 2) << spec;
   const auto some = [&](auto&& predicate) { return std::ranges::any_of(problems, predicate); };
   EXPECT_TRUE(some([](const Problem& p) { return p.spec.pass == Pass::backward; }));
   EXPECT_TRUE(some([](const Problem& p) { return p.spec.has_block_map(); }));
   EXPECT_TRUE(some([](const Problem& p) { return !p.spec.score.empty(); }));
   EXPECT_TRUE(some([](const Problem& p) { return p.shape.heads_q != p.shape.heads_kv; }));
   EXPECT_TRUE(some([](const Problem& p) { return p.shape.seqlen_q % 128 != 0; }));
+  for (const Pass pass : {Pass::forward, Pass::backward})
+    EXPECT_TRUE(some([&](const Problem& p) { return p.spec.pass == pass && p.shape.seqlen_q >= 16384; }))
+        << "power-limited";
 }
 
 TEST(Suites, TheModelsAreAllWithinWhatTheH100Does) {
@@ -291,7 +293,8 @@ TEST(Report, IsOnePageThatNeedsNothingElse) {
   EXPECT_TRUE(page.starts_with("<!doctype html>"));
   EXPECT_TRUE(page.ends_with("</html>\n"));
   for (const char* part :
-       {"sm90: fastest time", "sm80: fastest time", "simt: fastest time", "url(#forbidden)",
+       {"sm90: fastest of each", "sm80: fastest of each", "simt: fastest of each",
+        "times the heuristic's choice", "url(#forbidden)",
         "While measuring: clock 1980 -&gt; 1755 MHz, 35 -&gt; 61 C, slowed by the power limit",
         "against the roofline", "rank correlation", "class='best'", "bytes spilled",
         "q &gt;= kv &amp;&amp; q - kv &lt; 256", "a &lt;GPU&gt; &amp; &quot;more&quot;"})

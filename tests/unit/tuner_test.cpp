@@ -51,17 +51,22 @@ class FakeMeter : public Meter {
     return compile(config);
   }
 
-  std::vector<double> median_ms(const Problem&, std::span<const TileConfig> configs, int repeats) override {
-    std::vector<double> times;
-    at_once = configs.size();
-    for (const TileConfig& config : configs) {
-      before_launch(config);
+  Comparison compare(const Problem&, const TileConfig& reference, std::span<const TileConfig> candidates,
+                     int rounds) override {
+    at_once = candidates.size();
+    ++measurements;
+    std::vector<TileConfig> all{reference};
+    all.insert(all.end(), candidates.begin(), candidates.end());
+    for (const TileConfig& config : all)
       EXPECT_TRUE(prepared(config)) << to_string(config) << " was launched before it was prepared";
-      if (configs.size() == 1) alone_.insert(to_string(config));
-      times.push_back(ms(config));
-      clock += times.back() * repeats / 1e3;
+    if (rounds == 1) looked_at_.insert(to_string(all.back()));
+    std::vector<double> times;
+    for (const std::size_t i : launch_order(candidates.size(), rounds)) {
+      before_launch(all[i]);
+      times.push_back(ms(all[i]));
+      clock += times.back() / 1e3;
     }
-    return times;
+    return compare_times(times, candidates.size());
   }
 
   bool prepared(const TileConfig& config) {
@@ -72,13 +77,15 @@ class FakeMeter : public Meter {
     const std::lock_guard lock(mutex_);
     return prepared_.size();
   }
-  const std::set<std::string>& measured_alone() const { return alone_; }
-  std::size_t at_once = 0;  ///< candidates that are launched in turn
+  /// What was launched once, before it was measured.
+  const std::set<std::string>& looked_at() const { return looked_at_; }
+  int measurements = 0;
+  std::size_t at_once = 0;  ///< candidates that are launched beside the reference
 
  private:
   std::mutex mutex_;
   std::map<std::string, int> prepared_;
-  std::set<std::string> alone_;
+  std::set<std::string> looked_at_;
 };
 
 TuneOptions exhaustive() {
@@ -137,36 +144,103 @@ TEST(Tune, PicksTheMinimumAndKeepsEveryTiming) {
   }
 }
 
-TEST(Tune, TheTimesOfTheLastRoundDecide) {
+TEST(Tune, TheTimesOfTheFinalDecideAndOnlyTheirScaleIsKept) {
   const auto list = all_candidates();
   ASSERT_GE(list.size(), 4u);
-  const TileConfig lucky = list[0], steady = list[1], third = list[2], slower = list[3];
+  const TileConfig heuristic = list[0], steady = list[1], third = list[2], slower = list[3];
   FakeMeter meter;
   meter.ms = [&](const TileConfig& config) {
-    const bool last = meter.at_once > 2;
-    if (config == lucky) return last ? 1.30 : 1.00;
-    if (config == steady) return last ? 1.25 : 1.03;
-    if (config == third) return last ? 1.28 : 1.04;
-    return config == slower ? 1.15 : 4.0;  // not measured in the last round, so its time does not compare
+    const bool final = meter.at_once > 1;
+    if (config == heuristic) return final ? 1.30 : 1.00;
+    if (config == steady) return final ? 1.25 : 1.03;
+    if (config == third) return final ? 1.28 : 1.04;
+    return config == slower ? 1.15 : 4.0;  // in no final
   };
   const TuneResult result = tune(problem(), setting(), meter, exhaustive());
   EXPECT_EQ(result.record.best, steady);
-  EXPECT_EQ(timing_of(result.record, lucky).ms, 1.30);
-  EXPECT_EQ(timing_of(result.record, steady).ms, 1.25);
-  EXPECT_EQ(timing_of(result.record, slower).ms, 1.15);
+  EXPECT_DOUBLE_EQ(timing_of(result.record, heuristic).ms, 1.30);
+  EXPECT_DOUBLE_EQ(timing_of(result.record, steady).ms, 1.25);
+  EXPECT_DOUBLE_EQ(timing_of(result.record, slower).ms, 1.15 * 1.30) << "the ratio by the reference's time";
 }
 
-TEST(Tune, AClockThatDriftsDoesNotMoveTheChoice) {
+/// A GPU under a power limit: while it works its clock falls by a quarter, and while it waits it recovers.
+class PowerLimit {
+ public:
+  explicit PowerLimit(FakeMeter& meter) {
+    meter.before_launch = [this](const TileConfig&) { clock_ = std::max(0.75, clock_ - 0.002); };
+    meter.compile = [this](const TileConfig& config) {
+      clock_ = 1;
+      KernelReport report;
+      report.config = config;
+      return report;
+    };
+  }
+  double clock() const { return clock_; }
+
+ private:
+  std::atomic<double> clock_ = 1;
+};
+
+TEST(Tune, AClockThatFallsByAQuarterDoesNotMoveTheChoice) {
   const auto list = all_candidates();
-  const TileConfig fastest = list[list.size() - 2];
+  for (const TileConfig& fastest : {list.front(), list[1], list[list.size() - 2]}) {
+    FakeMeter meter;
+    PowerLimit gpu(meter);
+    meter.ms = [&](const TileConfig& config) { return (config == fastest ? 1.0 : 1.02) / gpu.clock(); };
+    TuneOptions options = exhaustive();
+    options.compile_threads = 1;
+    const TuneResult result = tune(problem(), setting(), meter, options);
+    EXPECT_EQ(result.record.best, fastest);
+    EXPECT_NEAR(result.heuristic_ms() / result.best_ms(), fastest == list.front() ? 1 : 1.02, 0.002);
+    for (const plan::Timing& timing : result.record.timings)
+      EXPECT_GE(timing.ms, 0.998 * result.best_ms()) << "one scale: " << to_string(timing.config);
+    EXPECT_GT(result.drift, 0.05) << "the clock moved";
+  }
+}
+
+// What draws less power looks better the lower the clock is.
+TEST(Tune, WhatLostToTheHeuristicInTheFinalIsNotChosen) {
+  const auto list = all_candidates();
   FakeMeter meter;
-  double slowdown = 1;  // the GPU grows hot: every launch makes the next one slower
-  meter.ms = [&](const TileConfig& config) { return slowdown * (config == fastest ? 1.0 : 1.1); };
-  meter.before_launch = [&](const TileConfig&) { slowdown *= 1.001; };
+  meter.ms = [&](const TileConfig& config) {
+    if (config == list.front()) return 1.0;
+    return meter.at_once > 1 ? 1.02 : 0.90;  // all look faster until they are measured together
+  };
   const TuneResult result = tune(problem(), setting(), meter, exhaustive());
-  EXPECT_GT(slowdown, 1.2) << "the drift should exceed the difference";
-  EXPECT_EQ(result.record.best, fastest);
-  EXPECT_GT(result.drift, 0.05);
+  EXPECT_EQ(result.record.best, list.front());
+  meter.ms = [&](const TileConfig& config) {
+    if (config == list.front()) return meter.at_once > 1 ? 1.0 : 1.3;  // no contender by its search
+    return meter.at_once > 1 ? 1.02 : 1.0;
+  };
+  EXPECT_EQ(tune(problem(), setting(), meter, exhaustive()).record.best, list.front());
+}
+
+TEST(Tune, NothingIsChosenBesideWhatLooksFaster) {
+  const auto list = all_candidates();
+  ASSERT_GT(list.size(), 12u);
+  FakeMeter meter;
+  meter.ms = [&](const TileConfig& config) {
+    const auto at = std::ranges::find(list, config) - list.begin();
+    if (at == 0 || at > 9) return 1.2;
+    return meter.at_once > 1 && at < 7 ? 1.1 : 1.0 + 0.001 * static_cast<double>(at);
+  };
+  const TuneResult result = tune(problem(), setting(), meter, exhaustive());
+  for (const plan::Timing& timing : result.record.timings)
+    EXPECT_GE(timing.ms, (1 - kNoise) * result.best_ms()) << to_string(timing.config);
+}
+
+TEST(Compare, RoundsGoBackAndForthSoThatASteadyFallOfTheClockCancels) {
+  EXPECT_EQ(launch_order(2, 3), (std::vector<std::size_t>{0, 1, 2, 2, 1, 0, 0, 1, 2}));
+  const std::vector<double> work{1, 2, 3};
+  std::vector<double> ms;
+  for (const std::size_t i : launch_order(2, 10))
+    ms.push_back(work[i] * (1 + 0.01 * static_cast<double>(ms.size())));
+  const Comparison compared = compare_times(ms, 2);
+  EXPECT_NEAR(compared.ratios.at(0), 2, 1e-12);
+  EXPECT_NEAR(compared.ratios.at(1), 3, 1e-12);
+  EXPECT_NEAR(compared.reference_ms, 1.145, 0.03);
+  EXPECT_EQ(compare_times({2, 5}, 1).ratios, std::vector<double>{2.5}) << "a single round";
+  EXPECT_EQ(compare_times({2, 4, 3}, 0).reference_ms, 3);
 }
 
 TEST(Tune, TheConditionsSpanEveryMeasurement) {
@@ -190,13 +264,13 @@ TEST(Tune, WhatRepeatingShowsAsNoiseIsATie) {
   std::sort(list.begin(), list.end(), canonical_less);
   for (const double wobble : {0.0, 0.015}) {
     FakeMeter meter;
-    int rounds = 0;  // of the last measurement, in which three take part
     meter.ms = [&](const TileConfig& config) {
       const double base = config == list[0]   ? 1.008
                           : config == list[1] ? 1.0
                           : config == list[2] ? 1.03
                                               : 4.0;
-      return meter.at_once > 2 ? base * (1 + wobble * (rounds++ / 3)) : base;
+      const bool wobbles = meter.at_once > 1 && base < 4;  // the reference does not
+      return wobbles ? base * (1 + wobble * (meter.measurements % 9)) : base;
     };
     EXPECT_EQ(tune(problem(), setting(), meter, exhaustive()).record.best, wobble > 0 ? list[0] : list[1]);
   }
@@ -220,7 +294,7 @@ TEST(Tune, ReasonsOfSkipsAreKept) {
   EXPECT_EQ(timing_of(result.record, list[2]).skipped, "too many resources");
   for (int i = 0; i < 3; ++i) EXPECT_EQ(timing_of(result.record, list[i]).ms, 0);
   EXPECT_EQ(result.measured, list.size() - 3);
-  EXPECT_FALSE(meter.measured_alone().contains(to_string(list[1])));
+  EXPECT_FALSE(meter.looked_at().contains(to_string(list[1])));
 }
 
 TEST(Tune, ABrokenDeviceEndsItAndWhatIsKnownIsKept) {
@@ -294,7 +368,7 @@ TEST(Tune, SlowCandidatesAreLaunchedOnce) {
   meter.ms = [&](const TileConfig& config) { return config == list[0] ? 1.0 : 10.0; };
   meter.before_launch = [&](const TileConfig& config) { ++launches[to_string(config)]; };
   tune(problem(), setting(), meter, exhaustive());
-  EXPECT_EQ(launches.at(to_string(list[0])), 2);
+  EXPECT_EQ(launches.at(to_string(list[0])), 1 + 12 + (static_cast<int>(list.size()) - 1));
   EXPECT_EQ(launches.at(to_string(list[1])), 1);
 }
 
@@ -348,7 +422,7 @@ TEST(Resume, AnInterruptKeepsWhatIsKnownAndTheNextRunMeasuresOnlyTheRest) {
   };
   first.ms = second.ms = ms;
   TuneOptions options = exhaustive();
-  options.stop = [&] { return first.measured_alone().size() >= 4; };
+  options.stop = [&] { return first.looked_at().size() >= 4; };
   const TuneResult half = tune_into(folder.path(), problem(), setting(), first, options);
   EXPECT_EQ(half.ending, Ending::interrupted);
   EXPECT_EQ(half.record.best, list[3]);
@@ -363,8 +437,8 @@ TEST(Resume, AnInterruptKeepsWhatIsKnownAndTheNextRunMeasuresOnlyTheRest) {
   EXPECT_EQ(rest.ending, Ending::complete);
   EXPECT_EQ(rest.measured, list.size() - 4);
   EXPECT_EQ(rest.record.best, list[3]);
-  for (const std::string& config : first.measured_alone()) {
-    EXPECT_FALSE(second.measured_alone().contains(config)) << config << " was measured twice";
+  for (const std::string& config : first.looked_at()) {
+    EXPECT_FALSE(second.looked_at().contains(config)) << config << " was measured twice";
   }
 }
 
@@ -388,7 +462,7 @@ TEST(Resume, AForcedRunThatIsInterruptedLosesNoTiming) {
   second.ms = first.ms;
   TuneOptions options = exhaustive();
   options.force = true;
-  options.stop = [&] { return second.measured_alone().size() >= 2; };
+  options.stop = [&] { return second.looked_at().size() >= 2; };
   const TuneResult forced = tune_into(folder.path(), problem(), setting(), second, options);
   EXPECT_EQ(forced.ending, Ending::interrupted);
   EXPECT_EQ(forced.record.timings, done.record.timings);
@@ -431,21 +505,21 @@ TEST(Resume, FamiliesLeftOutKeepTheirTimings) {
   options.force = true;
   const TuneResult result = tune_into(folder.path(), problem(), setting(), second, options);
   EXPECT_EQ(result.record.timings.size(), all_candidates().size());
-  for (const std::string& config : second.measured_alone()) EXPECT_EQ(config.rfind("sm80", 0), 0u) << config;
+  for (const std::string& config : second.looked_at()) EXPECT_EQ(config.rfind("sm80", 0), 0u) << config;
 }
 
 TEST(Tune, BudgetIsHonoured) {
   const auto list = all_candidates();
   FakeMeter meter;
-  // 1 + 5 launches of the first, 1 + 5 of each other one with 5 of the best: 0.6 s, then 1.1 s.
+  // 1 + 6 launches of the first, as many of each other one and of the first beside it: 0.7 s, then 1.4 s.
   meter.ms = [](const TileConfig&) { return 100.0; };
   TuneOptions options = exhaustive();
   options.now = [&] { return meter.clock; };
-  options.budget_seconds = 2.0;
+  options.budget_seconds = 2.5;
   const TuneResult result = tune(problem(), setting(), meter, options);
   EXPECT_EQ(result.ending, Ending::budget_spent);
   EXPECT_EQ(result.measured, 3u);
-  EXPECT_LE(meter.clock, 2.0 + 1.1 + 1e-9);
+  EXPECT_LE(meter.clock, 2.5 + 1.4 + 1e-9);
   EXPECT_EQ(timing_of(result.record, list[3]).skipped, "not reached: budget spent");
   EXPECT_TRUE(result.has_best());
 }

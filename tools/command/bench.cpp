@@ -73,8 +73,7 @@ std::vector<Measurement> measure(const BenchCommand& command, const autotune::Pr
     Measurement measurement{problem, choices[i], work, 0, {}};
     try {
       measurement.choice.config = kernels.take(i).config;
-      measurement.ms =
-          meter.median_ms(problem, std::span(&measurement.choice.config, 1), command.repeats).front();
+      measurement.ms = meter.compare(problem, measurement.choice.config, {}, command.repeats).reference_ms;
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
       if (choices.size() == 1 || error.code() == ErrorCode::cuda) throw;

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "plan/family.hpp"
+#include "plan/plan.hpp"
 #include "tools/parts/study.hpp"
 
 namespace flashjit::autotune {
@@ -51,6 +52,35 @@ std::string resources(const plan::Timing& timing) {
   return fmt::format(", {} registers, {} bytes spilled", timing.registers, timing.spill_bytes);
 }
 
+std::vector<plan::Timing> by_time(const plan::TuningRecord& record) {
+  std::vector<plan::Timing> measured;
+  std::ranges::copy_if(record.timings, std::back_inserter(measured), [](const auto& t) { return t.ms > 0; });
+  std::ranges::stable_sort(measured, {}, &plan::Timing::ms);
+  return measured;
+}
+
+/// What times are shown as ratios to: the time of the heuristic's choice, measured and by the model; where it
+/// was not measured, that of the fastest.
+struct Reference {
+  double measured_ms = 0, predicted_ms = 0;
+  std::string name;
+
+  double ratio(const Cell& cell) const {
+    return cell.ms / (cell.kind == CellKind::predicted ? predicted_ms : measured_ms);
+  }
+};
+
+Reference reference_of(const Model& model, const plan::TuningRecord& record) {
+  const TileConfig heuristic = plan::make_plan(record.spec, record.shape, model.device(), {}).config;
+  const auto of = [&](const plan::Timing& timing, const char* name) {
+    return Reference{timing.ms, model.predict(timing.config).ms, name};
+  };
+  const auto known = std::ranges::find(record.timings, heuristic, &plan::Timing::config);
+  if (known != record.timings.end() && known->ms > 0) return of(*known, "the heuristic's choice");
+  const std::vector<plan::Timing> all = by_time(record);
+  return all.empty() ? Reference{} : of(all.front(), "the fastest");
+}
+
 /// From the best, green, over yellow to twice its time and more, red.
 std::string colour(double slower) {
   const double t = std::clamp(std::log2(slower), 0.0, 1.0);
@@ -62,13 +92,6 @@ double best_of(const plan::TuningRecord& record) {
   for (const plan::Timing& timing : record.timings)
     if (timing.ms > 0 && (least == 0 || timing.ms < least)) least = timing.ms;
   return least;
-}
-
-std::vector<plan::Timing> by_time(const plan::TuningRecord& record) {
-  std::vector<plan::Timing> measured;
-  std::ranges::copy_if(record.timings, std::back_inserter(measured), [](const auto& t) { return t.ms > 0; });
-  std::ranges::stable_sort(measured, {}, &plan::Timing::ms);
-  return measured;
 }
 
 /// The fewest buffers that a candidate of the family has.
@@ -96,7 +119,8 @@ bool shared_memory_forbids(const Model& model, Family family, int br, int bc, in
   return forbids;
 }
 
-void heat_map(std::string& page, const Model& model, const plan::TuningRecord& record, Family family) {
+void heat_map(std::string& page, const Model& model, const plan::TuningRecord& record,
+              const Reference& reference, Family family) {
   std::set<int> rows{32, 64, 128, 192, 256}, columns{32, 64, 96, 128, 160, 192, 224, 256};
   bool any = false;
   for (const plan::Timing& timing : record.timings) {
@@ -110,8 +134,8 @@ void heat_map(std::string& page, const Model& model, const plan::TuningRecord& r
   const int width = kLeft + kWidth * static_cast<int>(columns.size()) + 8;
   const int height = kTop + kHeight * static_cast<int>(rows.size()) + 8;
   const double best = best_of(record);
-  put(page, "<figure><figcaption>{}: fastest time of each Br (down) x Bc (across), ms</figcaption>\n",
-      to_string(family));
+  put(page, "<figure><figcaption>{}: fastest of each Br (down) x Bc (across), times {}</figcaption>\n",
+      to_string(family), reference.name);
   put(page, "<svg width='{}' height='{}' role='img'>\n", width, height);
   int x = kLeft;
   for (const int bc : columns) {
@@ -135,8 +159,8 @@ void heat_map(std::string& page, const Model& model, const plan::TuningRecord& r
           escaped(fmt::format("Br {} Bc {}: {}", br, bc, cell.about)), x + 1, y + 1, kWidth - 2, kHeight - 2,
           fill, chosen ? " class='best'" : "");
       if (timed)
-        put(page, "<text x='{}' y='{}' class='c{}'>{:.3g}</text>", x + kWidth / 2, y + kHeight / 2 + 4,
-            cell.kind == CellKind::predicted ? " p" : "", cell.ms);
+        put(page, "<text x='{}' y='{}' class='c{}'>{:.3f}</text>", x + kWidth / 2, y + kHeight / 2 + 4,
+            cell.kind == CellKind::predicted ? " p" : "", reference.ratio(cell));
       page += "</g>\n";
       x += kWidth;
     }
@@ -145,14 +169,17 @@ void heat_map(std::string& page, const Model& model, const plan::TuningRecord& r
   page += "</svg></figure>\n";
 }
 
-void bars(std::string& page, const Model& model, const plan::TuningRecord& record) {
+void bars(std::string& page, const Model& model, const plan::TuningRecord& record,
+          const Reference& reference) {
   std::vector<plan::Timing> fastest = by_time(record);
   if (fastest.empty()) return;
   fastest.resize(std::min(fastest.size(), kMostBars));
   const double roofline = model.roofline_ms(), longest = std::max(fastest.back().ms, roofline);
   constexpr int kLeft = 250, kScale = 380, kHeight = 20;
   const int height = kHeight * static_cast<int>(fastest.size()) + 24;
-  put(page, "<figure><figcaption>The fastest against the roofline, {:.4g} ms</figcaption>\n", roofline);
+  put(page,
+      "<figure><figcaption>The fastest, times {} ({:.4g} ms), against the roofline, {:.4g} ms</figcaption>\n",
+      reference.name, reference.measured_ms, roofline);
   put(page, "<svg width='{}' height='{}' role='img'>\n", kLeft + kScale + 130, height);
   int y = 4;
   for (const plan::Timing& timing : fastest) {
@@ -160,8 +187,8 @@ void bars(std::string& page, const Model& model, const plan::TuningRecord& recor
         escaped(to_string(timing.config)));
     put(page, "<rect x='{}' y='{}' width='{:.1f}' height='{}' fill='{}'/>", kLeft, y,
         kScale * timing.ms / longest, kHeight - 4, colour(timing.ms / fastest.front().ms));
-    put(page, "<text x='{:.1f}' y='{}'>{:.4g} ms, {:.0f}%</text>\n", kLeft + kScale * timing.ms / longest + 5,
-        y + 13, timing.ms, 100 * roofline / timing.ms);
+    put(page, "<text x='{:.1f}' y='{}'>{:.3f}, {:.0f}%</text>\n", kLeft + kScale * timing.ms / longest + 5,
+        y + 13, timing.ms / reference.measured_ms, 100 * roofline / timing.ms);
     y += kHeight;
   }
   const double at = kLeft + kScale * roofline / longest;
@@ -203,18 +230,20 @@ void scatter(std::string& page, const Model& model, const plan::TuningRecord& re
   page += "</g></svg></figure>\n";
 }
 
-void table(std::string& page, const Model& model, const plan::TuningRecord& record) {
+void table(std::string& page, const Model& model, const plan::TuningRecord& record,
+           const Reference& reference) {
   const std::vector<plan::Timing> all = by_time(record);
-  page +=
-      "<details><summary>Measured</summary><table><tr><th>configuration</th><th>ms</th><th>slower</th>"
-      "<th>predicted</th><th>bound by</th><th>registers</th><th>spilled</th></tr>\n";
+  put(page,
+      "<details><summary>Measured</summary><table><tr><th>configuration</th><th>ms</th><th>times {}</th>"
+      "<th>predicted</th><th>bound by</th><th>registers</th><th>spilled</th></tr>\n",
+      reference.name);
   for (std::size_t i = 0; i < std::min(all.size(), kMostRows); ++i) {
     const plan::Timing& t = all[i];
     const Prediction prediction = model.predict(t.config);
     put(page,
         "<tr><td>{}</td><td>{:.4f}</td><td>{:.3f}</td><td>{:.4f}</td><td>{}</td><td>{}</td><td>{}</td></"
         "tr>\n",
-        escaped(to_string(t.config)), t.ms, t.ms / all.front().ms, prediction.ms, prediction.bound,
+        escaped(to_string(t.config)), t.ms, t.ms / reference.measured_ms, prediction.ms, prediction.bound,
         t.registers, t.spill_bytes);
   }
   page +=
@@ -247,10 +276,12 @@ void section(std::string& page, const Reported& reported, const DeviceInfo& devi
       escaped(record.driver), escaped(record.nvrtc), escaped(record.library));
   const std::string conditions = to_string(reported.conditions);
   if (!conditions.empty()) put(page, "<p class='about'>While measuring: {}</p>\n", escaped(conditions));
-  for (const plan::FamilyTraits& family : plan::families()) heat_map(page, model, record, family.family);
-  bars(page, model, record);
+  const Reference reference = reference_of(model, record);
+  for (const plan::FamilyTraits& family : plan::families())
+    heat_map(page, model, record, reference, family.family);
+  bars(page, model, record, reference);
   scatter(page, model, record);
-  table(page, model, record);
+  table(page, model, record, reference);
   page += "</section>\n";
 }
 
@@ -269,8 +300,10 @@ summary { cursor: pointer }
 patternUnits="userSpaceOnUse" patternTransform="rotate(45)"><rect width="6" height="6" fill="#fff"/>
 <rect width="2" height="6" fill="#c55"/></pattern></defs></svg>
 <h1>flashjit tune</h1>
-<p>Maps: coloured cells were measured, from green (the best) to red (twice its time and more); grey italics are of the
-model, not measured; <b>hatched</b> tiles need more shared memory than a block may have; dark ones spill or could not
+<p>Every candidate was measured beside the heuristic's choice while the clocks were steady: maps and bars show the ratio of
+their times, below 1 where the candidate is faster; a time in ms is that ratio by the time of the heuristic's choice. Maps:
+coloured cells were measured, from green (the best) to red (twice its time and more); grey italics are of the model, not
+measured; <b>hatched</b> tiles need more shared memory than a block may have; dark ones spill or could not
 be had; the framed one was chosen. Hover for the configuration, registers and spills.</p>
 )html";
 

@@ -3,7 +3,6 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <numeric>
 #include <thread>
@@ -28,26 +27,6 @@ double least_ms(const plan::TuningRecord& record) {
   for (const plan::Timing& timing : record.timings)
     if (timing.ms > 0 && (least == 0 || timing.ms < least)) least = timing.ms;
   return least;
-}
-
-/// Together with the best, as the tuner measures. What cannot be launched has no time.
-void measure_gap(StudyRow& row, const TileConfig& config, Meter& meter) {
-  const std::array both{row.exhaustive.best, config};
-  const plan::Timing* best = timing_of(row.exhaustive, both[0]);
-  if (!best || timing_of(row.exhaustive, config)) return;
-  try {
-    for (const TileConfig& each : both) meter.prepare(row.problem, each);
-    const std::vector<double> ms = meter.median_ms(row.problem, both, kMostRepeats);
-    row.conditions.add(meter.state());
-    const double config_ms = ms.at(1) * best->ms / ms.at(0);
-    const auto known = std::ranges::find(row.exhaustive.timings, config, &plan::Timing::config);
-    if (known != row.exhaustive.timings.end())
-      known->ms = config_ms;
-    else
-      row.exhaustive.timings.push_back({config, config_ms, "not a candidate"});
-  } catch (const Error& error) {
-    if (!rules_out_candidate_only(error.code())) throw;
-  }
 }
 
 std::vector<double> ranks(const std::vector<double>& values) {
@@ -140,7 +119,6 @@ StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, con
   row.conditions = search.conditions;
   row.conditions.add(all.conditions);
   row.correlation = model_correlation(Model(row.problem, setting.device, options.map_density), all.record);
-  measure_gap(row, row.heuristic, meter);
   return row;
 }
 
@@ -155,7 +133,23 @@ void compare_untuned(std::vector<StudyRow>& rows, const DeviceInfo& device) {
   }
 }
 
-void measure_untuned(StudyRow& row, Meter& meter) { measure_gap(row, row.untuned, meter); }
+void measure_untuned(StudyRow& row, Meter& meter) {
+  const plan::Timing* best = timing_of(row.exhaustive, row.exhaustive.best);
+  if (!best || timing_of(row.exhaustive, row.untuned)) return;
+  try {
+    for (const TileConfig& config : {best->config, row.untuned}) meter.prepare(row.problem, config);
+    const Comparison compared = meter.compare(row.problem, best->config, {&row.untuned, 1}, kMostRounds);
+    row.conditions.add(meter.state());
+    const double ms = compared.ratios.front() * best->ms;
+    const auto known = std::ranges::find(row.exhaustive.timings, row.untuned, &plan::Timing::config);
+    if (known != row.exhaustive.timings.end())
+      known->ms = ms;
+    else
+      row.exhaustive.timings.push_back({row.untuned, ms, "not a candidate"});
+  } catch (const Error& error) {
+    if (!rules_out_candidate_only(error.code())) throw;
+  }
+}
 
 std::string study_markdown(const std::vector<StudyRow>& rows, const Setting& setting) {
   const auto choice = sorted(rows, [](const StudyRow& row) { return row.slower(row.chosen.best); });

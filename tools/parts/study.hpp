@@ -13,8 +13,8 @@ namespace flashjit::autotune {
 struct StudyRow {
   Problem problem;
   plan::TuningRecord chosen;  ///< what the search wrote
-  /// The same after all the rest was measured; its times are compared. Those that only the heuristic or
-  /// `untuned` has have a reason to be skipped, too.
+  /// The same after all the rest was measured; its times are compared. What only `untuned` names has a reason
+  /// to be skipped, too.
   plan::TuningRecord exhaustive;
   TileConfig heuristic;
   std::size_t candidates = 0;
@@ -37,14 +37,12 @@ struct StudyRow {
 /// even in a study: they would take most of its time.
 inline constexpr double kStudyPrune = 2.0;
 
-/// The heuristic's choice is timed even where the exhaustive run passed over it, because it spills, say, or
-/// by kStudyPrune: the runtime would take it all the same.
 StudyRow study(const Problem& problem, const Setting& setting, Meter& meter, const TuneOptions& options = {});
 
 /// Fills `untuned` of every row from the records of the others.
 void compare_untuned(std::vector<StudyRow>& rows, const DeviceInfo& device);
 
-/// Times `untuned`, too, where the exhaustive run passed over it.
+/// Times `untuned`, too, where the exhaustive run passed over it; what cannot be launched has no time.
 void measure_untuned(StudyRow& row, Meter& meter);
 
 /// Spearman's: of the ranks, ties sharing theirs; 0 for fewer than two values or when one side is constant.

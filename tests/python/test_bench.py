@@ -211,3 +211,118 @@ def test_the_calls_of_an_engine_agree(serving):
         for name, out in outs.items():
             limit = 0.1 if "e4m3" in name else 1e-3
             torch.testing.assert_close(out, outs["contiguous"], atol=limit, rtol=limit)
+
+
+class OnCpu:
+    """In place of a problem for flashjit, where there is no GPU: PyTorch's attention in fp32."""
+
+    def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, passes=("fwd", "bwd"), dropout=0.0,
+                 kv_lengths=None):
+        self.inputs, self.dout = tuple(x.float().requires_grad_() for x in (q, k, v)), dout.float()
+        self.keep = None if kv_lengths is None else (torch.arange(k.shape[2]) < kv_lengths[:, None])[:, None, None]
+
+    def forward(self):
+        self.out = torch.nn.functional.scaled_dot_product_attention(*self.inputs, attn_mask=self.keep)
+
+    def backward(self):
+        self.gradients = torch.autograd.grad(self.out, self.inputs, self.dout, retain_graph=True)
+
+    def results(self):
+        return {"out": self.out.detach(), **dict(zip(("dq", "dk", "dv"), self.gradients))}
+
+
+@pytest.fixture
+def paper(variants, monkeypatch):
+    """The script with small sizes, on the CPU."""
+    paper = importlib.import_module("paper")
+    once = lambda calls: {name: (function(), 1.5)[1] for name, function in calls.items()}
+
+    def with_memory(make):
+        problem = make()
+        problem.forward()
+        problem.backward()
+        return problem, 12.0
+
+    for name, value in dict(DEVICE="cpu", BATCH=2, HEADS=2, DIM=16, GPT2=(2, 2, 64, 16), SPARSE_LENGTH=256, Ours=OnCpu,
+                            medians=once, with_memory=with_memory).items():
+        monkeypatch.setattr(paper, name, value)
+    monkeypatch.setattr(paper.compare, "scattered_map", lambda length, density: torch.ones(1, 1, 2, 2, dtype=torch.uint8))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    return paper
+
+
+ABOUT = {"date": "d", "device": "GPU", "commit": "c"}
+
+
+def test_the_papers_tables(paper, plot, tmp_path, monkeypatch):
+    report = paper.Report(tmp_path / "table.csv", list(ABOUT) + paper.TABLE, ABOUT)
+    backends = dict(paper.BACKENDS)
+
+    class Crowded(paper.Peer):
+        def __init__(self, backend, q, *rest):
+            if q.shape[2] > 32:
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(paper.SDPBackend.MATH, q, *rest)
+
+    monkeypatch.setattr(paper, "BACKENDS", {name: paper.SDPBackend.MATH for name in backends if name != "math"})
+    original = paper.makers_of
+    monkeypatch.setattr(paper, "makers_of", lambda runtime, length, dropout, mask: {
+        **original(runtime, length, dropout, mask), "math": lambda: Crowded(None, *paper.tensors(2, 2, length, 16))})
+    paper.tables(None, report, (32, 64), paper.time.monotonic() + 60)
+    assert report.failures == []
+    report.file.close()
+    rows = plot.read(tmp_path / "table.csv")
+    assert len(rows) == 2 * 4 * 2 and {row["notes"] for row in rows if row["seqlen"] == 64} == {"math: out of memory"}
+    text = plot.paper_table(rows, [("both", "ms", ("fwd", "bwd"))], dropout="0.0000", mask="0")
+    assert "| both, flashjit | 3 | 3 |" in text and "| both, math | 3 | OOM |" in text
+    assert plot.paper_curve(rows, "math", "mb", dropout="0.1000", mask="1") == {32: 12.0}
+    paper.tables(None, report, (128,), paper.time.monotonic() - 1)
+    assert len(report.failures) == 4 and "not reached: 128" in report.failures[0]
+
+
+def test_a_result_of_the_papers_tables_that_is_wrong_is_a_failure(paper, monkeypatch):
+    report = paper.Report(None, paper.TABLE, ABOUT)
+    monkeypatch.setattr(paper, "BACKENDS", {"efficient": paper.SDPBackend.MATH})
+    monkeypatch.setattr(OnCpu, "results", lambda self: {"out": 1.1 * self.out.detach(),
+                                                        **dict(zip(("dq", "dk", "dv"), self.gradients))})
+    paper.table_point(None, report, 0.0, True, 64, {})
+    assert len(report.failures) == 1 and "mask: out" in report.failures[0]
+    slow = {"efficient": 1e9}
+    paper.table_point(None, report, 0.0, False, 64, slow)
+    assert "efficient: not run, about 1000000 s a call" in report.rows[-1]["notes"] and len(report.failures) == 1
+
+
+def test_the_papers_figure(paper, plot, tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    monkeypatch.setattr(paper, "BACKENDS", {name: paper.SDPBackend.MATH for name in paper.BACKENDS})
+    count = len(paper.counted_cases(None))
+    counted = [dict(zip(paper.METRICS, (1e9, 2e9, 5e9)))] * count
+    files = []
+    for name, found in (("counted", counted), ("computed", [])):
+        monkeypatch.setattr(paper, "counters", lambda library, cases: (found, "" if found else "forbidden"))
+        report = paper.Report(tmp_path / f"{name}.csv", list(ABOUT) + paper.FIGURE, ABOUT)
+        paper.figure(None, report, "lib")
+        report.file.close()
+        files.append(plot.read(tmp_path / f"{name}.csv"))
+        assert [row["part"] for row in report.rows] == ["standard"] * 4 + ["bc"] * len(paper.BLOCKS) + ["dense"] + [
+            "density"] * len(paper.DENSITIES)
+    assert (files[0][0]["device_gb"], files[0][0]["l2_gb"], files[0][0]["traffic"]) == ("3.0000", "5.0000", "counted")
+    assert files[1][0]["traffic"] == "computed" and files[1][4]["device_gb"] == ""
+    table = paper.Report(tmp_path / "table.csv", list(ABOUT) + paper.TABLE, ABOUT)
+    paper.tables(None, table, (32, 64), paper.time.monotonic() + 60)
+    table.file.close()
+    rows = plot.read(tmp_path / "table.csv")
+    for figure, source in zip(files, ("counted by ncu", "the least, computed")):
+        plot.draw_paper(rows, figure, tmp_path / "paper.png")
+        assert f"Traffic: {source}." in plot.paper_section(rows, figure)
+    assert (tmp_path / "paper.png").stat().st_size > 10000
+
+
+def test_counters_are_read_case_by_case(paper):
+    header = '"ID","Process ID","Kernel Name",' + ",".join(f'"{name}"' for name in paper.METRICS)
+    text = "\n".join(["==PROF== Connected", header, '"","","","byte","byte","byte"',
+                      '"0","7","spin_kernel(long)","1","1","1"', '"1","7","forward","1,000","20","5"',
+                      '"2","7","backward","10","0","5"', '"3","7","spin_kernel(long)","1","1","1"', '"4","7","x","3","4","5"'])
+    assert [list(case.values()) for case in paper.parse_counters(text)] == [[1010, 20, 10], [3, 4, 5]]
+    assert paper.parse_counters("==ERROR== ERR_NVGPUCTRPERM") == []

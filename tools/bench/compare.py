@@ -100,12 +100,12 @@ def capture_array(captures):
 class Ours:
     """One problem for flashjit: its outputs, its workspaces, and the calls. tiles: a configuration by pass and head
     dimension, if not what the library chooses. lists: whether tile lists, of passes that walk some, are made beforehand,
-    not in every call. dropout: its probability, where the spec has dropout."""
+    not in every call. dropout: its probability, where the spec has dropout. kv_lengths: int32 [batch], where it has kvlen."""
 
     def __init__(self, runtime, spec, q, k, v, dout, block_map=None, tiles=None, captures=None, passes=PASSES, lists=False,
-                 dropout=0.0):
+                 dropout=0.0, kv_lengths=None):
         b, h, s, dim = q.shape
-        self.dropout = dropout
+        self.dropout, self.kv_lengths = dropout, kv_lengths
         self.runtime, self.spec, self.inputs = runtime, abi.spec_handle(spec), (q, k, v, dout, block_map)
         self.captures = capture_array(captures or {})
         shape = (b, h, k.shape[1], s, k.shape[2])
@@ -113,7 +113,7 @@ class Ours:
             runtime.prepare_both(spec, shape)
         poisoned = lambda like: torch.full_like(like, float("nan"))
         self.out, self.dq, self.dk, self.dv = poisoned(dout), poisoned(q), poisoned(k), poisoned(v)
-        self.lse = torch.full((b, h, s), float("nan"), device="cuda", dtype=torch.float32)
+        self.lse = torch.full((b, h, s), float("nan"), device=q.device, dtype=torch.float32)
         self.spaces = {name: self._workspace(name, spec, shape, tiles and tiles[name, dim]) for name in passes}
         tensors = {"q": view(q), "k": view(k), "v": view(v), "out": view(self.out)}
         self.forward_args = self._args(abi.ForwardArgs, "fwd", tensors)
@@ -129,7 +129,7 @@ class Ours:
         """Compiles and loads the kernel, of the configuration if one is given, and lends it memory."""
         self.runtime.prepare(spec, shape, backward=name == "bwd", config=config)
         size = self.runtime.workspace_bytes(spec, shape, backward=name == "bwd")
-        return torch.empty(max(size, 256), dtype=torch.uint8, device="cuda"), size
+        return torch.empty(max(size, 256), dtype=torch.uint8, device=self.inputs[0].device), size
 
     def _build_lists(self, name, spec, shape):
         """One pass's tile lists, and their memory."""
@@ -147,6 +147,8 @@ class Ours:
         args = kind(struct_size=ctypes.sizeof(kind), lse=self.lse.data_ptr(), workspace=space.data_ptr(),
                     workspace_bytes=size, dropout_p=self.dropout, seed=SEED, offset=OFFSET, **tensors)
         args.captures, args.capture_count = ctypes.addressof(self.captures), len(self.captures)
+        if self.kv_lengths is not None:
+            args.kv_lengths = self.kv_lengths.data_ptr()
         block_map = self.inputs[4]
         if block_map is not None:
             args.block_map = abi.BlockMap(block_map.data_ptr(), (ctypes.c_int64 * 4)(*block_map.shape))

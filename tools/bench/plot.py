@@ -9,6 +9,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
+    tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 import argparse
 import csv
@@ -22,8 +23,8 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, TUNING, SERVING = (os.path.join(ROOT, *path) for path in (
-    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving"))))
+README, BENCHMARKS, TUNING, SERVING, PAPER = (os.path.join(ROOT, *path) for path in (
+    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving", "paper"))))
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
 LINES = {
@@ -34,6 +35,11 @@ LINES = {
     "flashjit": dict(label="flashjit", color="#0072B2", linewidth=3.5, marker="o", markersize=6.5),
     "sm80": dict(label="flashjit, portable family sm80", color="#000000", linewidth=1.3, linestyle="--"),
 }
+PAPER_LINES = {**{who: LINES[who] for who in ("fa2", "cudnn", "flashjit")},
+               "efficient": dict(label="PyTorch, memory-efficient", color="#56B4E9", linewidth=1.4, marker="v", markersize=5),
+               "math": dict(label="PyTorch, math", color="#999999", linewidth=1.4, marker="x", markersize=5)}
+PAPER_NAMES = {"flashjit": "flashjit", "cudnn": "cuDNN", "fa2": "FA2", "efficient": "memory-efficient", "math": "math",
+               "standard": "standard"}
 LEGEND = ("flashjit", "sm80", "cudnn", "fa4", "fa3", "fa2")
 PEERS = {"cudnn": "cuDNN", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4"}
 BESIDE_PEERS = [f"flashjit / {name}" for name in PEERS.values()]
@@ -89,13 +95,18 @@ def teraflops(row, who):
     return operations / float(row[f"{who}_ms"]) / 1e9
 
 
-def draw(rows, path):
+def pyplot():
     try:
         import matplotlib
         matplotlib.use("Agg")
         import matplotlib.pyplot as plt
+        return plt
     except ImportError as error:
-        sys.exit(f"plot: matplotlib is needed for --png: {error}")
+        sys.exit(f"plot: matplotlib is needed for the pictures: {error}")
+
+
+def draw(rows, path):
+    plt = pyplot()
     panels = [(dim, causal) for dim in values(rows, "head_dim") for causal in values(rows, "causal")]
     lengths = values(rows, "seqlen")
     shown = [who for who in LINES if f"{who}_ms" in rows[0]]
@@ -124,7 +135,116 @@ def draw(rows, path):
     figure.savefig(path, dpi=100)
 
 
+def draw_paper(table, figure, path):
+    """Six panels: what standard attention moves and takes beside ours; over Bc; over density; time and memory over length."""
+    figure_2, axes = pyplot().subplots(2, 3, figsize=(15, 8), layout="constrained")
+    (traffic, times, blocks), (density, lengths, memory) = axes
+    standard = [row for row in figure if row["part"] == "standard"]
+    names = [PAPER_NAMES[row["who"]] for row in standard]
+    traffic.bar(names, [float(row["device_gb"] or 0) for row in standard], color="#0072B2")
+    traffic.set_title(f"device memory traffic, {traffic_source(standard)}, GB")
+    times.bar(names, [float(row["ms"]) for row in standard], color="#0072B2")
+    times.set_title("forward and backward, ms (GPT-2 medium)")
+    by_bc = sorted((row for row in figure if row["part"] == "bc"), key=lambda row: int(row["bc"]))
+    blocks.plot([int(row["bc"]) for row in by_bc], [float(row["ms"]) for row in by_bc], **LINES["flashjit"])
+    counted = [row for row in by_bc if row["l2_gb"]]
+    if counted:
+        beside = blocks.twinx()
+        beside.plot([int(row["bc"]) for row in counted], [float(row["l2_gb"]) for row in counted], color="#D55E00", marker="s")
+        beside.set_ylabel("L2 traffic, GB", color="#D55E00")
+        beside.set_ylim(bottom=0)
+    blocks.set_title("forward over Bc, Br 128, ms")
+    blocks.set_ylim(bottom=0)
+    sparse = [row for row in figure if row["part"] == "density"]
+    density.plot([100 * float(row["density"]) for row in sparse], [float(row["ms"]) for row in sparse], **LINES["flashjit"])
+    for row in figure:
+        if row["part"] == "dense":
+            density.axhline(float(row["ms"]), color="#000000", linestyle="--", label="dense")
+    density.set_title("both passes at 4k over % of the blocks, ms")
+    density.set_ylim(bottom=0)
+    density.legend(frameon=False)
+    variant = dict(dropout=max(values(table, "dropout")), mask=max(values(table, "mask")))
+    for who, style in PAPER_LINES.items():
+        for axis, column in ((lengths, "ms"), (memory, "mb")):
+            known = paper_curve(table, who, column, **variant)
+            axis.plot(list(known), list(known.values()), **style)
+    for axis, title in ((lengths, "both passes, with dropout and mask, ms"), (memory, "memory beyond the inputs, MB")):
+        axis.set_title(title)
+        axis.set_xscale("log", base=2)
+        axis.set_yscale("log")
+        axis.set_xticks(values(table, "seqlen"), [short(length) for length in values(table, "seqlen")])
+    for axis in axes.flat:
+        axis.grid(color="#dddddd", linewidth=0.7)
+        axis.set_axisbelow(True)
+    figure_2.suptitle(f"What FlashAttention's first paper measures: {origin(table)}", fontsize=14)
+    figure_2.legend(handles=lengths.get_lines()[::-1], loc="outside lower center", ncols=len(PAPER_LINES), frameon=False)
+    figure_2.savefig(path, dpi=100)
+
+
 # --- the tables ---
+
+
+def traffic_source(rows):
+    """"counted by ncu", or "computed"."""
+    found = values([row for row in rows if row["traffic"]], "traffic")
+    return {"counted": "counted by ncu", "computed": "the least, computed"}.get(" and ".join(found), "not known")
+
+
+def paper_curve(rows, who, column, **variant):
+    """By length, the milliseconds of both passes (the sum) or the megabytes."""
+    passes = ("fwd", "bwd") if column == "ms" else ("bwd",)
+    found = {}
+    for length in values(rows, "seqlen"):
+        cells = [row[f"{who}_{column}"] for name in passes for row in select(rows, seqlen=length, **{"pass": name}, **variant)]
+        if len(cells) == len(passes) and all(cells):
+            found[length] = sum(map(float, cells))
+    return found
+
+
+def paper_cell(rows, who, column, length, passes, **variant):
+    """A sum over passes; "OOM" where memory did not suffice, "-" where there is none."""
+    found = [row for name in passes for row in select(rows, seqlen=length, **{"pass": name}, **variant)]
+    if len(found) == len(passes) and all(row[f"{who}_{column}"] for row in found):
+        return f"{sum(float(row[f'{who}_{column}']) for row in found):.4g}"
+    return "OOM" if any(f"{who}: out of memory" in row["notes"] for row in found) else "-"
+
+
+def paper_table(rows, columns, **variant):
+    """columns: the row's name, the column and the passes that it sums."""
+    lengths = values(rows, "seqlen")
+    lines = [[f"{name}{', ' if name else ''}{PAPER_NAMES[who]}",
+              *(paper_cell(rows, who, column, length, passes, **variant) for length in lengths)]
+             for name, column, passes in columns for who in ("flashjit", "cudnn", "fa2", "efficient", "math")]
+    return markdown(["", *(short(length) for length in lengths)], lines)
+
+
+def paper_section(table, figure):
+    """tools/docs/paper.md"""
+    standard = [row for row in figure if row["part"] == "standard"]
+    number = lambda row, name: f"{float(row[name]):.4g}" if row[name] else "-"
+    lines = [[PAPER_NAMES[row["who"]], *(number(row, name) for name in ("gigaoperations", "device_gb", "l2_gb", "ms"))]
+             for row in standard]
+    parts = [f"![Six panels]({link(os.path.join(RESULTS, 'h100_paper.png'), PAPER)})", f"{origin(table)}.", "## Figure 2",
+             f"GPT-2 medium: 1k tokens, 16 heads of 64, batch 64; forward and backward. Traffic: {traffic_source(standard)}.",
+             markdown(["", "Gop (computed)", "device memory, GB", "L2, GB", "ms"], lines)]
+    by_bc = [[row["config"], row["bc"], *(number(row, name) for name in ("device_gb", "l2_gb", "ms"))]
+             for row in figure if row["part"] == "bc"]
+    parts += ["The forward pass of the same model with one Br and each Bc:",
+              markdown(["", "Bc", "device memory, GB", "L2, GB", "ms"], by_bc)]
+    by_density = [[f"{100 * float(row['density']):.1f}%" if row["part"] == "density" else "dense", number(row, "ms")]
+                  for row in figure if row["part"] in ("density", "dense")]
+    parts += ["Block-sparse at 4k (batch 16, 8 heads of 64; 128x128 blocks at random), both passes:",
+              markdown(["blocks kept", "ms"], by_density), "## Times, ms",
+              "fp16, batch 16, 8 heads of 64. \"both\" is the sum. OOM: out of memory; -: not supported, or too slow to be run."]
+    for dropout in values(table, "dropout"):
+        for mask in values(table, "mask"):
+            with_ = [name for name, on in (("dropout", float(dropout)), ("mask", int(mask))) if on]
+            parts += [f"### {' and '.join(with_).capitalize() or 'Neither dropout nor mask'}", paper_table(
+                table, [("forward", "ms", ("fwd",)), ("backward", "ms", ("bwd",)), ("both", "ms", ("fwd", "bwd"))],
+                dropout=dropout, mask=mask)]
+    parts += ["## Memory, MB", "Both passes, with dropout and mask, beyond Q, K, V and dO.", paper_table(
+        table, [("", "mb", ("bwd",))], dropout=max(values(table, "dropout")), mask=max(values(table, "mask")))]
+    return "\n\n".join(parts)
 
 
 def ratios(rows, peer, ours="flashjit"):
@@ -306,12 +426,18 @@ def main():
     arguments = parser.parse_args()
     result = lambda name: os.path.join(RESULTS, name)
     dense, other, few, sparse = (read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse"))
+    paper = [result(f"h100_paper{name}.csv") for name in ("", "_figure")]
+    paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
     if not arguments.tables:
         draw(dense, result("h100_dense.png"))
+        if paper:
+            draw_paper(*paper, result("h100_paper.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
     replace(SERVING, "figures", serving_section(read(result("h100_serving.csv"))))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
+    if paper:
+        replace(PAPER, "figures", paper_section(*paper))
     return 0
 
 

@@ -22,6 +22,9 @@ bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
 bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
+/// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle.
+bool gathers(const AnalysedSpec& spec) { return spec.pages % sm90::kSwizzledRows != 0; }
+
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) ? c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows / c.br : 1;
@@ -129,9 +132,11 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
-  if (spec.pages % sm90::kSwizzledRows != 0)
+  if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
-        fmt::format("copies boxes of {} rows of a page, which has {}", sm90::kSwizzledRows, spec.pages));
+        fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
+                    "dense bias, or what scores read of keys",
+                    sm90::kSwizzledRows));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
@@ -164,6 +169,13 @@ Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
   return Support::yes();
 }
 
+/// Whether producer warps have registers to copy rows, and two of them nothing else to do.
+bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
+  constexpr int kFewestRegisters = 40;
+  return q_tiles_per_cta(spec, c) == 1 &&
+         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks) >= kFewestRegisters;
+}
+
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) {
     if (c.warps != 4 && c.warps != 8 && c.warps != 12 && c.warps != 16)
@@ -185,6 +197,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
           "nor for packed sequences or lengths of keys without lists of tiles");
     if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
+    if (gathers(spec) && !may_gather(spec, c))
+      return Support::no(
+          fmt::format("{} leaves no second producer warp to copy rows, or too few registers", to_string(c)));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
   } else if (c.bc > sm90::kMostKeys) {
@@ -320,6 +335,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     if (known && !spec.dropout && spec.score.empty() && (spec.mask.empty() || spec.is_causal))
       choices.insert(choices.begin(), forward_config(8, 80, 2));
   }
+  if (gathers(spec)) std::erase_if(choices, [&](const TileConfig& c) { return !may_gather(spec, c); });
   return choices;
 }
 
@@ -526,7 +542,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   bool copies_bias = false;
   if (is_forward(spec)) {
     boxes = {sm90::kWarpgroupRows,
-             sm90::kv_box_rows(spec.pages, c.bc),
+             gathers(spec) ? 0 : sm90::kv_box_rows(spec.pages, c.bc),
              tma_stores_o(spec, c) ? sm90::kWarpRows : 0,
              c.pack_gqa,
              {}};

@@ -16,6 +16,12 @@ __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
   return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
 }
 
+/// Where a key is among all that have room in pages: its row of all pages' rows.
+template <class P>
+__device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
+  return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
+}
+
 /// Whether K and V are codes with scales.
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
@@ -52,6 +58,10 @@ class KvSource {
   __device__ __forceinline__ int page_of(int kv) const { return page_of_key<P>(p_, b_, kv); }
   __device__ __forceinline__ Element* row_in_page(int page, int kv) const {
     return first_ + page * tensor_.stride_b + kv % P::kPageRows * tensor_.stride_s;
+  }
+  /// By slot_of_key().
+  __device__ __forceinline__ Element* row_in_slot(int slot) const {
+    return first_ + slot / P::kPageRows * tensor_.stride_b + slot % P::kPageRows * tensor_.stride_s;
   }
   /// From one key of a tile to the next, in elements, where there are no pages.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }

@@ -7,6 +7,7 @@
 //   forward_schedule.cuh  the tile scheduler and the work tile
 //   forward_smem.cuh      shared memory and barriers
 //   forward_producer.cuh  the producer's warps
+//   kv_gather.cuh         those that copy K and V row by row, where TMA cannot
 //   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
 //   forward_softmax.cuh   S to P: score program, mask, online softmax
 //   forward_epilogue.cuh  LSE and O to global memory
@@ -16,6 +17,7 @@
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_producer.cuh"
+#include "flashjit/sm90/kv_gather.cuh"
 
 namespace flashjit::sm90 {
 
@@ -243,7 +245,10 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     const int slot = warp % kQTilesPerCta<P>;
     const ForwardStorage<P> smem(slot, shared);
     if (warp / kQTilesPerCta<P> == 0) {
-      if (kPaged<P> || elected()) load_kv(p, smem, maps);
+      if constexpr (kGathers<P>)
+        gather_kv(p, smem, 0);
+      else if (kPaged<P> || elected())
+        load_kv(p, smem, maps);
     } else if (warp / kQTilesPerCta<P> == 1) {
       if constexpr (kQTilesPerCta<P> == 2) {
         const bool loads = elected();
@@ -256,6 +261,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
         schedule_and_load_q(p, smem, maps, start);
     } else if (warp / kQTilesPerCta<P> == 2) {
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
+    } else if constexpr (kGathers<P>) {
+      gather_kv(p, smem, 1);
     } else if constexpr (P::kScoreColumnTerm) {
       find_column_terms(p, smem);
     }

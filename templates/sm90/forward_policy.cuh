@@ -59,6 +59,11 @@ struct PipelineCountOf<true> {
 template <class P>
 using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 
+/// K and V come row by row instead of by TMA, whose boxes would span pages.
+template <class P>
+constexpr bool kGathers = P::kPageRows % kSwizzledRows != 0;
+constexpr int kGatherWarps = 2;
+
 // --- Products ---------------------------------------------------------------------------------------------
 
 /// Intra-warpgroup overlap (FlashAttention-3, section 3.2): a warpgroup's own P V runs under its softmax,

@@ -107,8 +107,9 @@ struct ForwardStorage {
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
-      barrier_init(k_full(stage), 1);
-      if constexpr (!P::kSharedKv) barrier_init(v_full(stage), 1);
+      constexpr int kLoads = kGathers<P> ? kGatherWarps * 32 : 1;
+      barrier_init(k_full(stage), kLoads);
+      if constexpr (!P::kSharedKv) barrier_init(v_full(stage), kLoads);
       barrier_init(k_empty(stage), kWarpgroups * (kProducerPostsEntries<P> ? 128 : 4));
       if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);
       if constexpr (P::kBiasTile) {

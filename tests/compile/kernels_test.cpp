@@ -177,10 +177,10 @@ TEST(KernelsOfPlainAttention, CompileWithoutSpillsOnHopper) {
 }
 
 TEST(KernelsOfLatents, CompileWithoutSpills) {
-  constexpr std::array kSpecs = {"fwd:bf16:d576x512:causal:pages64:shared_kv",
-                                 "fwd:fp16:d576x512:varlen:causal:shared_kv",
-                                 "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
-                                 "fwd:fp16:d192x128:causal:map64x64:shared_kv", "fwd:fp32:d96x64:shared_kv"};
+  constexpr std::array kSpecs = {
+      "fwd:bf16:d576x512:causal:pages64:shared_kv",  "fwd:bf16:d576x512:causal:pages1:shared_kv",
+      "fwd:fp16:d576x512:varlen:causal:shared_kv",   "fwd:bf16:d320x256:kvlen:dropout:shared_kv",
+      "fwd:fp16:d192x128:causal:map64x64:shared_kv", "fwd:fp32:d96x64:shared_kv"};
   for (const char* arch : {"sm_80", "sm_89", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const plan::FamilyTraits& family : plan::families())
@@ -342,6 +342,7 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
   constexpr std::array kRests = {
       ":causal:varlen:pages16", ":cache",
       ":causal:pages1",         ":mask{q - kv < 300}:varlen:pages24",
+      ":varlen:sinks:pages3",   ":dropout:pages1",
       ":sinks:varlen:pages128", ":score{50.0 * tanh(score / 50.0)}:causal:pages64"};
   std::size_t i = 0;
   for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {

@@ -127,6 +127,7 @@ void wait_for_cluster() {
 namespace {
 constexpr unsigned kFirstVariable = kPage, kFirstDynamic = 5 * kPage, kDynamicAlignment = 1024;
 constexpr unsigned kRankShift = 24, kWord = 4;
+constexpr std::uint16_t kCopied = 0xffff;  // by cp.async, in the place of a thread
 
 constexpr unsigned rounded_up(unsigned bytes, unsigned unit) { return (bytes + unit - 1) / unit * unit; }
 }  // namespace
@@ -174,19 +175,29 @@ void SharedMemory::note_write(unsigned offset, unsigned bytes, Fiber& by) {
     writers_[word] = thread;
   }
 }
+void SharedMemory::note_copy(unsigned offset, unsigned bytes) {
+  for (unsigned word = offset / kWord; word <= (offset + bytes - 1) / kWord; ++word) {
+    if (writers_[word] != kCopied) copied_.push_back(word);
+    writers_[word] = kCopied;
+  }
+}
 void SharedMemory::fence(Fiber& by) {
   for (const unsigned word : by.written)
     if (writers_[word] == by.index.x + 1) writers_[word] = 0;
   by.written.clear();
+  for (const unsigned word : copied_)
+    if (writers_[word] == kCopied) writers_[word] = 0;
+  copied_.clear();
 }
 char* SharedMemory::read_async(unsigned offset, unsigned bytes) const {
   char* from = at(offset, bytes);
   for (unsigned word = offset / kWord; word <= (offset + bytes - 1) / kWord; ++word)
     if (writers_[word] != 0)
       fail(fmt::format(
-          "wgmma or the TMA unit reads shared memory at {:#x}, which thread {} has written without a "
+          "wgmma or the TMA unit reads shared memory at {:#x}, which {} has written without a "
           "fence.proxy.async since, in {}",
-          word * kWord, writers_[word] - 1, what_runs()));
+          word * kWord, writers_[word] == kCopied ? "cp.async" : fmt::format("thread {}", writers_[word] - 1),
+          what_runs()));
   return from;
 }
 char* SharedMemory::write_async(unsigned offset, unsigned bytes) {

@@ -2,6 +2,7 @@
 #include <fmt/format.h>
 
 #include <cstring>
+#include <utility>
 
 #include "tests/emulator/ptx.hpp"
 #include "tests/emulator/tensor_map.hpp"
@@ -36,6 +37,18 @@ void copy_async(const Instruction& of, Frame& frame) {
     char* target = to.bytes(bytes);
     std::memset(target, 0, bytes);
     std::memcpy(target, from, read);
+    to.block->shared.note_copy(to.offset, bytes);
+  });
+}
+
+/// "cp.async.mbarrier.arrive.noinc [barrier]": an arrival when all of the thread's cp.async have happened.
+void arrive_after_copies(const Instruction& of, Frame& frame) {
+  const SharedPlace barrier = place(of, frame, 0);
+  Groups groups = std::exchange(current().copies, Groups(1));
+  groups.emplace_back();
+  start_copy(*barrier.block, [barrier, groups = std::move(groups)]() mutable {
+    complete(groups, 0);
+    barrier_arrive(barrier, 0);
   });
 }
 
@@ -173,6 +186,7 @@ void store_box(const Instruction& of, Frame& frame) {
 Execute find_copy_execution(const std::string& opcode) {
   const auto is = [&](std::string_view prefix) { return opcode.starts_with(prefix); };
   if (is("cp.async.cg.shared.global") || is("cp.async.ca.shared.global")) return copy_async;
+  if (is("cp.async.mbarrier.arrive.noinc.shared")) return arrive_after_copies;
   if (is("cp.async.commit_group")) return [](const Instruction&, Frame&) { commit(current().copies); };
   if (is("cp.async.wait_group"))
     return [](const Instruction& of, Frame& frame) { complete(current().copies, word(of, frame, 0)); };

@@ -131,6 +131,8 @@ class SharedMemory {
 
   // What threads write, wgmma and the TMA unit may read after the thread's fence.proxy.async.
   void note_write(unsigned offset, unsigned bytes, Fiber& by);
+  /// cp.async that arrived on an mbarrier: a fence of whoever waited for that will do.
+  void note_copy(unsigned offset, unsigned bytes);
   void fence(Fiber& by);
   char* read_async(unsigned offset, unsigned bytes) const;
   char* write_async(unsigned offset, unsigned bytes);
@@ -144,6 +146,7 @@ class SharedMemory {
   unsigned size_, dynamic_, end_of_variables_;
   std::vector<Variable> variables_;
   std::vector<std::uint16_t> writers_;  ///< of each word: the thread that wrote it without a fence; 0: none
+  std::vector<unsigned> copied_;        ///< words that cp.async wrote, since the last fence
 };
 
 struct Cluster {

@@ -1,0 +1,102 @@
+// Rows of K and V that lie anywhere: where a box of TMA would span pages. Two of the producer's warps copy a
+// KV tile row by row, by cp.async, to where TMA would have put it; rows that are no keys become zeros.
+#pragma once
+
+#include "flashjit/common/kv_source.cuh"
+#include "flashjit/sm90/forward_smem.cuh"
+
+namespace flashjit::sm90 {
+
+/// The slots of a warp's keys of a KV tile, of which each lane has one of every 32; -1: no key. Warps take
+/// turns of 32 keys.
+template <class P>
+struct GatheredKeys {
+  static constexpr int kGroups = (P::kBc + 31) / 32;
+  static constexpr int kOwn = (kGroups + kGatherWarps - 1) / kGatherWarps;
+  int slot[kOwn];
+
+  __device__ __forceinline__ GatheredKeys() {}
+  __device__ __forceinline__ GatheredKeys(const Params& p, const WorkTile<P>& work, int begin, int warp) {
+    const int seqused_kv = work.sequence.seqused_kv(p), lane = static_cast<int>(threadIdx.x) % 32;
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const int kv = begin + first(own, warp) + lane;
+      slot[own] = kv < seqused_kv ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
+    }
+  }
+  /// The first key of a warp's `own`th group.
+  static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
+};
+
+/// Starts the copies of a warp's rows of a tile of K or V. Eight lanes copy a row's 128 bytes of a slice, in
+/// the order that the swizzle gives its chunks.
+template <class P, int kColumns>
+__device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from, const GatheredKeys<P>& keys,
+                                            int warp) {
+  constexpr int kLanesOfRow = kRowBytes / 16, kRowsAtOnce = 32 / kLanesOfRow;
+  constexpr int kRead = (kColumns + 15) / 16 * 16;  // products read whole steps
+  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanesOfRow;
+#pragma unroll
+  for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
+    const int first = GatheredKeys<P>::first(own, warp);
+    if (first >= P::kBc) break;
+    const int slot = keys.slot[own];
+    const auto row =
+        reinterpret_cast<unsigned long long>(slot >= 0 ? from.row_in_slot(slot) : from.some_row());
+    const unsigned exist = __ballot_sync(kWholeWarp, slot >= 0);
+#pragma unroll 4
+    for (int step = 0; step < min(32, P::kBc - first); step += kRowsAtOnce) {
+      const int of_group = step + lane / kLanesOfRow, at = first + of_group;
+      const auto* columns =
+          reinterpret_cast<const unsigned short*>(__shfl_sync(kWholeWarp, row, of_group)) + chunk * 8;
+      const bool exists = exist >> of_group & 1u;
+      const unsigned line = to + at * kRowBytes + (chunk ^ at % 8) * 16;
+#pragma unroll
+      for (int slice = 0; slice < slices(kColumns); ++slice) {
+        const int column = slice * kSliceColumns + chunk * 8;
+        if ((slice + 1) * kSliceColumns <= kColumns)
+          copy_async_16(line + slice * P::kBc * kRowBytes, columns + slice * kSliceColumns, exists);
+        else if (column < kRead)
+          copy_async_16(line + slice * P::kBc * kRowBytes,
+                        column < kColumns ? columns + slice * kSliceColumns : columns,
+                        exists && column < kColumns);
+      }
+    }
+  }
+}
+
+/// Loads K and V as load_kv() does, in the same order. By each of kGatherWarps warps.
+template <class P>
+__device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<P>& smem, int warp) {
+  struct Tile {
+    GatheredKeys<P> keys;
+    Sequence<P> sequence;
+    int h_kv;
+  } loaded;  // whose K was loaded last
+  const auto load_v = [&](int n) {
+    if constexpr (P::kSharedKv) return;
+    barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+    gather_rows<P, P::kHeadDimV>(smem.v(n), {p, p.v, loaded.sequence, loaded.h_kv}, loaded.keys, warp);
+    barrier_arrive_after_copies(smem.v_full(n));
+  };
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    const int h_kv = work.h / p.qhead_per_kvhead();
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), warp), work.sequence, h_kv};
+      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+      gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
+      barrier_arrive_after_copies(smem.k_full(n));
+      if (n > 0) load_v(n - 1);
+      loaded = tile;
+    }
+  }
+  if (n > 0) load_v(n - 1);
+}
+
+}  // namespace flashjit::sm90

@@ -11,18 +11,80 @@ namespace flashjit::auxiliary {
 
 constexpr int kPreprocessedRows = 128;
 
+/// Eight lanes share the columns of a row, and a warp has eight times as many rows as it loads at once.
+constexpr int kLanesOfRow = 8, kRowsAtOnce = 32 / kLanesOfRow, kRowsOfWarp = kRowsAtOnce * kLanesOfRow;
+
+/// LSE of a row and its gradient, zero if there is none.
+struct RowStats {
+  float lse, dlse;
+};
+template <class P>
+__device__ __forceinline__ RowStats load_row_stats(const Params& p, long long head, int row, int seqlen_q) {
+  RowStats stats{-infinity(), 0.0f};
+  if (row >= seqlen_q) return stats;
+  stats.lse = p.lse[head * p.seqlen_q + row];
+  if (p.dlse != nullptr) stats.dlse = p.dlse[head * p.seqlen_q + row];
+  return stats;
+}
+
+/// A lane's part of rowsum(dO * O), of rows kRowsAtOnce apart. All are loaded before any is added up: with
+/// few rows for each multiprocessor the waits for memory are nearly all of the time.
+template <class P>
+__device__ __forceinline__ void add_products(const Params& p, const Sequence<P>& sequence, int h, int first,
+                                             float (&sums)[kLanesOfRow]) {
+  using Element = typename P::Element;
+  constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
+  const int seqlen_q = sequence.seqlen_q(p);
+  const Element* o = sequence.template q_pointer<Element>(p.o, h, first);
+  const Element* dout = sequence.template q_pointer<Element>(p.dout, h, first);
+  union Vector {
+    uint4 whole;
+    Element element[kVector];
+  };
+#pragma unroll 1
+  for (int chunk = threadIdx.x % kLanesOfRow; chunk < kChunks; chunk += kLanesOfRow) {
+    Vector x[kLanesOfRow], y[kLanesOfRow];
+#pragma unroll
+    for (int i = 0; i < kLanesOfRow; ++i) {
+      const int row = i * kRowsAtOnce;
+      x[i].whole = y[i].whole = uint4{0, 0, 0, 0};
+      if (first + row < seqlen_q) {
+        x[i].whole = *reinterpret_cast<const uint4*>(o + row * p.o.stride_s + chunk * kVector);
+        y[i].whole = *reinterpret_cast<const uint4*>(dout + row * p.dout.stride_s + chunk * kVector);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kLanesOfRow; ++i)
+#pragma unroll
+      for (int j = 0; j < kVector; ++j)
+        sums[i] = fmaf(to_float(x[i].element[j]), to_float(y[i].element[j]), sums[i]);
+  }
+}
+
+/// Adds up the parts of eight lanes; each lane gets the sum of one of their eight rows, its own number's.
+__device__ __forceinline__ float sum_of_own_row(float (&sums)[kLanesOfRow]) {
+#pragma unroll
+  for (int lanes = kLanesOfRow / 2; lanes > 0; lanes /= 2) {
+    const bool upper = threadIdx.x & lanes;
+#pragma unroll
+    for (int i = 0; i < lanes; ++i) {
+      const float other = __shfl_xor_sync(kWholeWarp, upper ? sums[i] : sums[i + lanes], lanes);
+      sums[i] = (upper ? sums[i + lanes] : sums[i]) + other;
+    }
+  }
+  return sums[0];
+}
+
 /// D, LSE and the row term of one row, by one thread. Rows that attend to nothing, or that
 /// do not exist, get LSE = inf, so that their P is zero.
 template <class P>
 __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h,
-                                                long long head, int row, int seqlen_q, float dot) {
+                                                long long head, int row, const RowStats& stats, float dot) {
   const long long at = head * p.seqlen_q_padded + row;
-  const float lse = row < seqlen_q ? p.lse[head * p.seqlen_q + row] : -infinity();
-  const bool has_p = lse_gives_p(lse);
+  const bool has_p = lse_gives_p(stats.lse);
   // dS = P (dP - D) + P dLSE. Where P is zero dLSE has no effect, and may be NaN.
-  const float dlse = p.dlse != nullptr && has_p ? p.dlse[head * p.seqlen_q + row] : 0.0f;
-  p.d[at] = dot - dlse;
-  p.lse_padded[at] = has_p ? lse : infinity();
+  p.d[at] = dot - (has_p ? stats.dlse : 0.0f);
+  p.lse_padded[at] = has_p ? stats.lse : infinity();
   // Also behind the last row: else P of a NaN score would not be 0.
   if constexpr (P::kScoreRowTerm)
     if (p.row_terms != nullptr) p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
@@ -47,8 +109,8 @@ __device__ __forceinline__ void reset_semaphores(const Params& p) {
   const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
   for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
     const long long of_head = i - kTileCounters;
-    const bool cleared =
-        of_head >= 0 && of_head < heads * kHeadSemaphores && of_head % heads < p.heads_cleared;
+    const bool is_of_head = of_head >= 0 && of_head < heads * kHeadSemaphores;
+    const bool cleared = is_of_head && static_cast<int>(of_head) % heads < p.heads_cleared;
     p.semaphores[i] = cleared ? pieces : 0;
   }
   if (p.dq_accum != nullptr && blockIdx.x == 0 && threadIdx.x == clear_counter(p) - p.semaphores)
@@ -60,39 +122,22 @@ template <class P>
 __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();
   zero_unused_rows_of_gradients<P>(p);
-  using Element = typename P::Element;
-  constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
   const int tiles = p.seqlen_q_padded / kPreprocessedRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kPreprocessedRows;
   const long long head = blockIdx.x / tiles;
   const int h = static_cast<int>(head % p.heads_q);
   const Sequence<P> sequence(p, static_cast<int>(head / p.heads_q));
-  const int seqlen_q = sequence.seqlen_q(p);
-  const Element* o = sequence.template q_pointer<Element>(p.o, h, 0);
-  const Element* dout = sequence.template q_pointer<Element>(p.dout, h, 0);
-
-  // D: eight neighbouring lanes share a row.
-  const int part = threadIdx.x % 8;
-  for (int row = first + static_cast<int>(threadIdx.x) / 8; row < first + kPreprocessedRows; row += 128 / 8) {
-    float sum = 0.0f;
-    if (row < seqlen_q) {
-      for (int chunk = part; chunk < kChunks; chunk += 8) {
-        union Vector {
-          uint4 whole;
-          Element element[kVector];
-        } x, y;
-        x.whole = *reinterpret_cast<const uint4*>(o + row * p.o.stride_s + chunk * kVector);
-        y.whole = *reinterpret_cast<const uint4*>(dout + row * p.dout.stride_s + chunk * kVector);
-#pragma unroll
-        for (int i = 0; i < kVector; ++i) sum = fmaf(to_float(x.element[i]), to_float(y.element[i]), sum);
-      }
-    }
-#pragma unroll
-    for (int lanes = 4; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
-    if (part == 0) store_row_stats<P>(p, sequence, h, head, row, seqlen_q, sum);
-  }
+  // Stores, which nothing waits for.
   if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) clear_dq<P>(p, head, first);
   if (p.semaphores != nullptr) reset_semaphores<P>(p);
+
+  const int lane = threadIdx.x % 32;
+  const int row = first + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp + lane / kLanesOfRow;
+  const int own_row = row + lane % kLanesOfRow * kRowsAtOnce;
+  const RowStats stats = load_row_stats<P>(p, head, own_row, sequence.seqlen_q(p));
+  float sums[kLanesOfRow] = {};
+  add_products<P>(p, sequence, h, row, sums);
+  store_row_stats<P>(p, sequence, h, head, own_row, stats, sum_of_own_row(sums));
 }
 
 }  // namespace flashjit::auxiliary

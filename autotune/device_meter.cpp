@@ -95,16 +95,14 @@ struct Sizes {
 
   explicit Sizes(const Problem& p) {
     const AttentionShape& shape = p.shape;
-    const auto bytes = [&](std::int64_t heads, std::int64_t length, int dim) {
-      return static_cast<std::size_t>(shape.batch * heads * length) * dim * size_of(p.spec.dtype);
+    const auto bytes = [&](std::int64_t heads, std::int64_t length, int dim, DType type) {
+      return static_cast<std::size_t>(shape.batch * heads * length) * dim * size_of(type);
     };
-    q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim);
+    q = bytes(shape.heads_q, shape.seqlen_q, p.spec.head_dim, p.spec.q_type());
     const std::int64_t keys = pages_of_sequence(p) * page_rows(p);
-    const auto of_kv = static_cast<std::size_t>(size_of(p.spec.dtype) / size_of(p.spec.kv_type()));
-    k = bytes(shape.heads_kv, keys, p.spec.head_dim) / of_kv;
-    v = bytes(shape.heads_kv, keys, p.spec.v_dim()) / of_kv;
-    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim()) / size_of(p.spec.dtype) *
-        size_of(p.spec.out_type());
+    k = bytes(shape.heads_kv, keys, p.spec.head_dim, p.spec.kv_type());
+    v = bytes(shape.heads_kv, keys, p.spec.v_dim(), p.spec.kv_type());
+    o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
     if (p.spec.has_scales())
       scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
@@ -200,7 +198,7 @@ class Inputs {
     const auto random_kv = [&](std::size_t bytes) {
       return random_of(bytes, kv_pattern, problem_.spec.kv_type());
     };
-    TensorSet set{random(sizes_.q),
+    TensorSet set{problem_.spec.q_codes ? random_kv(sizes_.q) : random(sizes_.q),
                   random_kv(sizes_.k),
                   random_kv(sizes_.v),
                   DeviceBuffer(driver_, sizes_.o),
@@ -312,6 +310,8 @@ class Inputs {
       args.page_table = {static_cast<const std::int32_t*>(page_table_.data()), problem_.shape.batch,
                          pages_of_sequence(problem_)};
     if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
+    if (problem_.spec.q_codes)
+      args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
     return args;
   }
   BackwardArgs backward_args(const TensorSet& set) const {

@@ -94,7 +94,8 @@ Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const Block
   const double multiply_adds = backward ? 3 * d + 2 * dv : d + dv;  // S, dQ, dK and dP, dV; S and O
   const auto q_rows = static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q);
   const auto kv_rows = static_cast<double>(shape.batch * shape.heads_kv * shape.seqlen_kv);
-  const double tensors = (q_rows * size_of(spec.dtype) + kv_rows * size_of(spec.kv_type())) * (d + dv);
+  const double tensors = q_rows * (size_of(spec.q_type()) * d + size_of(spec.dtype) * dv) +
+                         kv_rows * size_of(spec.kv_type()) * (d + dv);
   return {pairs, 2 * pairs * multiply_adds, tensors * (backward ? 2 : 1) + q_rows * 4};
 }
 

@@ -99,7 +99,7 @@ double shared_bytes(const Candidate& of) {
   const AttentionSpec& spec = of.spec();
   const TileConfig& c = of.config();
   const double dims = spec.head_dim + spec.v_dim();
-  const double element = of.by == ComputedBy::threads ? 4 : size_of(spec.dtype);
+  const double element = of.by == ComputedBy::threads ? 4 : size_of(spec.q_type());
   if (!is_backward(spec)) {
     const double q = c.q_in_registers ? 0 : c.br * static_cast<double>(spec.head_dim);
     const double of_kv = of.by == ComputedBy::threads ? element : size_of(spec.kv_type());

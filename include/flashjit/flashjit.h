@@ -207,6 +207,8 @@ typedef struct flashjit_forward_args {
   float* row_max; /**< with "row_max" in the spec, like lse: the largest score that a query attends
                        to, after the score program and without sinks; -inf: it attends to nothing */
   flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec; read only */
+  flashjit_scales
+      q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With

@@ -98,6 +98,8 @@ struct ForwardArgs {
   float* row_max = nullptr;
   /// With K and V of 8 bits (spec.kv_dtype): what their codes are multiplied with, finite and positive.
   ConstScaleView k_scale = {}, v_scale = {};
+  /// With Q of 8 bits (spec.q_codes): of all queries, or of those of a sequence and a KV head.
+  ConstScaleView q_scale = {};
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;

@@ -28,7 +28,7 @@ struct BlockSize {
 /// row that attends to nothing has O = 0 and LSE = its sink. As text: "fwd:bf16:d128:causal",
 /// "bwd:fp16:d64x32:causal_top_left:dropout:kvlen:map128x64:det", "fwd:bf16:d64:causal:varlen:sinks",
 /// "fwd:bf16:d128:causal:varlen:pages16",
-/// "fwd:bf16:d128:kve4m3:causal:cache:key_scales".
+/// "fwd:bf16:d128:kve4m3:causal:cache:key_scales", "fwd:bf16:d128:kve4m3:causal:q_codes".
 struct AttentionSpec {
   Pass pass = Pass::forward;  ///< set by the functions of Runtime; callers may leave it
   DType dtype = DType::bf16;
@@ -67,7 +67,11 @@ struct AttentionSpec {
   /// be k's memory with k's strides. The backward pass does not differ; the gradient of that memory is dK +
   /// dV.
   bool shared_kv = false;
+  /// Q is of kv_dtype, too, e4m3 or e5m2: codes times a scale, which a KV head's queries share. O is of
+  /// dtype.
+  bool q_codes = false;
 
+  DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }
   /// Of O in the forward pass.
   DType out_type() const { return fp32_out ? DType::fp32 : dtype; }

@@ -190,7 +190,7 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
       "flashjit_forward_args", args,
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
        offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
-       offsetof(flashjit_forward_args, k_scale)});
+       offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
@@ -207,6 +207,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   args.row_max = c.row_max;
   args.k_scale = view(c.k_scale);
   args.v_scale = view(c.v_scale);
+  args.q_scale = view(c.q_scale);
   return args;
 }
 

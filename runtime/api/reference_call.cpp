@@ -87,15 +87,21 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
   return values;
 }
 
+/// Which packed sequence has a row; the last has those that belong to none.
+std::int64_t sequence_of_row(const std::int32_t* cu_seqlens, std::int64_t sequences, std::int64_t row) {
+  std::int64_t b = 0;
+  while (b + 1 < sequences && cu_seqlens[b + 1] <= row) ++b;
+  return b;
+}
+
 /// Multiplies the rows of K or V without a cache with their scales. Packed rows have their sequence's.
 void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstTensorView& tensor,
                 const ConstScaleView& scales, std::vector<double>& values) {
   const auto [batch, heads, rows, dim] = tensor.size;
   for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
     const std::int64_t row = i % rows;
-    std::int64_t b = i / rows / heads;
-    if (spec.varlen)
-      while (b + 1 < args.batch_size && args.cu_seqlens_kv[b + 1] <= row) ++b;
+    const std::int64_t b =
+        spec.varlen ? sequence_of_row(args.cu_seqlens_kv, args.batch_size, row) : i / rows / heads;
     const double scale = scale_of(spec, scales, b, 0, i / rows % heads, row);
     for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
   }
@@ -144,6 +150,22 @@ reference::Captured captured(const Capture& capture, ElementType type) {
   return result;
 }
 
+/// Q as the reference takes it. Packed rows have their sequence's scale.
+std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args) {
+  std::vector<double> values = gather(spec.q_type(), args.q);
+  if (!spec.q_codes) return values;
+  const AttentionShape shape = shape_of(spec, args);
+  const auto [batch, heads, rows, dim] = args.q.size;
+  for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
+    const std::int64_t b =
+        spec.varlen ? sequence_of_row(args.cu_seqlens_q, shape.batch, i % rows) : i / rows / heads;
+    const std::int64_t h_kv = i / rows % heads / (shape.heads_q / shape.heads_kv);
+    const double scale = args.q_scale.data[offset_of_scale(args.q_scale, b, 0, h_kv, 0)];
+    for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
+  }
+  return values;
+}
+
 template <class Args>
 reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass pass) {
   check_arguments(spec, args);
@@ -153,15 +175,16 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
 
   reference::Problem problem{.spec = spec,
                              .shape = shape_of(spec, args),
-                             .q = gather(spec.dtype, args.q),
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
                              .offset = args.rng_state ? args.rng_state[1] : args.offset};
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
+    problem.q = gather_q(spec, args);
     problem.k = gather_kv(spec, args, args.k, args.k_scale);
     problem.v = gather_kv(spec, args, args.v, args.v_scale);
   } else {
+    problem.q = gather(spec.dtype, args.q);
     problem.k = gather(spec.dtype, args.k);
     problem.v = gather(spec.dtype, args.v);
   }

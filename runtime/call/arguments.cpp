@@ -289,9 +289,9 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
 template <class Args>
 void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expected& sizes) {
   constexpr bool kForward = std::is_same_v<Args, ForwardArgs>;
-  const int element_size = size_of(spec.dtype), of_kv = size_of(spec.kv_type());
-  const int out_size = kForward ? size_of(spec.out_type()) : element_size;
-  check_tensor("q", args.q, sizes.q, element_size, Access::read);
+  const int of_kv = size_of(spec.kv_type());
+  const int out_size = size_of(kForward ? spec.out_type() : spec.dtype);
+  check_tensor("q", args.q, sizes.q, size_of(spec.q_type()), Access::read);
   check_tensor("k", args.k, sizes.k, of_kv, Access::read);
   check_tensor("v", args.v, sizes.v, of_kv, Access::read);
   const bool is_of_k = args.v.data == args.k.data && args.v.stride == args.k.stride;
@@ -375,6 +375,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_row_max(spec, shape_of(spec, args), args.row_max);
   check_scales("k_scale", spec, shape_of(spec, args), args.k, args.k_scale);
   check_scales("v_scale", spec, shape_of(spec, args), args.v, args.v_scale);
+  check_q_scale(spec, shape_of(spec, args), args.q_scale);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -445,6 +446,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   params.row_max = args.row_max;
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(args.v_scale);
+  params.q_scale = scale_param(args.q_scale);
   return params;
 }
 
@@ -470,7 +472,8 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"row_max", args.row_max},
                               {"k_scale", args.k_scale.data},
-                              {"v_scale", args.v_scale.data}});
+                              {"v_scale", args.v_scale.data},
+                              {"q_scale", args.q_scale.data}});
 }
 
 std::vector<NamedPointer> pointers_of(const ListArgs& args) {

@@ -77,6 +77,23 @@ void check_distinct(const char* name, const ConstTensorView& tensor) {
   }
 }
 
+constexpr const char* kScaleDimensions[] = {"sequences", "pages", "heads", "rows"};
+using ScaleSizes = std::array<std::int64_t, 4>;
+
+/// Whether each size is 1 or the one of `all`.
+void check_scale_view(const char* name, const ConstScaleView& scales, const ScaleSizes& all) {
+  check_pointer(name, scales.data, alignof(float));
+  for (std::size_t i = 0; i < all.size(); ++i) {
+    const std::int64_t size = scales.size[i];
+    if (size != 1 && size != all[i])
+      refuse("{} has {} {}: give one for all{}.", name, size, kScaleDimensions[i],
+             all[i] == 1 ? "" : fmt::format(", or {}", all[i]));
+    if (size != 1 && (scales.stride[i] < 0 || scales.stride[i] > kMaxOffset / all[i]))
+      refuse("{} has stride {} in {}: strides must be 0 or more and within 2^62 elements.", name,
+             scales.stride[i], kScaleDimensions[i]);
+  }
+}
+
 }  // namespace
 
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
@@ -175,7 +192,6 @@ void check_heads(const AttentionShape& shape) {
 
 void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
                   const ConstTensorView& k, const ConstScaleView& scales) {
-  constexpr const char* kScaleDimensions[] = {"sequences", "pages", "heads", "rows"};
   const std::string type = to_string(spec.kv_type());
   if (!spec.has_scales()) {
     if (scales.data)
@@ -183,24 +199,33 @@ void check_scales(const char* name, const AttentionSpec& spec, const AttentionSh
              type);
     return;
   }
-  const std::array<std::int64_t, 4> all = {shape.batch, spec.has_cache() ? k.size[0] : 1, shape.heads_kv,
-                                           k.size[2]};
+  const ScaleSizes all = {shape.batch, spec.has_cache() ? k.size[0] : 1, shape.heads_kv, k.size[2]};
   if (std::ranges::find(all, 0) != all.end()) return;
   if (!scales.data)
     refuse("{} is null, but K and V are {}: give their scales in device memory, one float for all or more.",
            name, type);
-  check_pointer(name, scales.data, alignof(float));
-  for (std::size_t i = 0; i < all.size(); ++i) {
-    const std::int64_t size = scales.size[i];
-    if (size != 1 && size != all[i])
-      refuse("{} has {} {}: give one for all, or {}.", name, size, kScaleDimensions[i], all[i]);
-    if (size != 1 && (scales.stride[i] < 0 || scales.stride[i] > kMaxOffset / all[i]))
-      refuse("{} has stride {} in {}: strides must be 0 or more and within 2^62 elements.", name,
-             scales.stride[i], kScaleDimensions[i]);
-    if (size != 1 && i % 2 == 1 && !spec.key_scales)
+  check_scale_view(name, scales, all);
+  for (std::size_t i = 1; i < all.size(); i += 2)
+    if (scales.size[i] != 1 && !spec.key_scales)
       refuse("{} has {} {}, but the spec has one scale for all keys of a head: set spec.key_scales.", name,
-             size, kScaleDimensions[i]);
+             scales.size[i], kScaleDimensions[i]);
+}
+
+void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales) {
+  if (!spec.q_codes) {
+    if (scales.data)
+      refuse("q_scale is given, but Q is {}, which has no scales: set spec.q_codes or leave it out.",
+             to_string(spec.dtype));
+    return;
   }
+  const ScaleSizes all = {shape.batch, 1, shape.heads_kv, 1};
+  if (std::ranges::find(all, 0) != all.end()) return;
+  if (!scales.data)
+    refuse(
+        "q_scale is null, but Q is {}: give its scale in device memory, one float for all, or one for each "
+        "sequence and KV head.",
+        to_string(spec.q_type()));
+  check_scale_view("q_scale", scales, all);
 }
 
 TensorParam tensor_param(const ConstTensorView& tensor) {

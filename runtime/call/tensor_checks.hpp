@@ -38,6 +38,8 @@ void check_heads(const AttentionShape& shape);
 /// slots.
 void check_scales(const char* name, const AttentionSpec& spec, const AttentionShape& shape,
                   const ConstTensorView& k, const ConstScaleView& scales);
+/// That of Q, with spec.q_codes.
+void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales);
 
 /// A stride that no index uses is not handed on: callers may have left anything in it.
 TensorParam tensor_param(const ConstTensorView& tensor);

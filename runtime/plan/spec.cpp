@@ -243,11 +243,18 @@ void check_scaled(const AttentionSpec& spec) {
           "or "
           "leave it out",
           to_string(spec.kv_type()));
+    if (spec.q_codes)
+      refuse(
+          "q_codes is set, but K and V are {}; set kv_dtype to e4m3 or e5m2, which Q is then, too, or leave "
+          "it out",
+          to_string(spec.kv_type()));
     return;
   }
+  if (spec.q_codes && spec.kv_type() == DType::int8)
+    refuse("q_codes is set and kv_dtype is int8; products of 8 bits are those of e4m3 and e5m2");
   if (spec.pass == Pass::backward)
-    refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q",
-           to_string(spec.kv_type()));
+    refuse("the pass is backward and K and V are {}; the backward pass needs them in the type of Q{}",
+           to_string(spec.kv_type()), spec.q_codes ? " and Q in that of O" : "");
   for (const auto& [name, dim] :
        {std::pair("head_dim", spec.head_dim), std::pair("head_dim_v", spec.v_dim())})
     if (dim % kScaledDimStep != 0)

@@ -30,6 +30,7 @@ struct Problem {
   /// What kernels are given beside codes where the spec has them: one for each head, or with spec.key_scales
   /// for each row of k and v. These have codes times scales already.
   std::vector<double> k_scale = {}, v_scale = {};
+  std::vector<double> q_scale = {};     ///< with spec.q_codes, one for each KV head
   std::vector<Captured> captures = {};  ///< one for each name that the spec's programs declare
   /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
   /// more keys than these; empty: those of these keys.

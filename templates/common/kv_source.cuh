@@ -26,6 +26,24 @@ __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
 template <class P>
 constexpr bool kScaledKv = sizeof(typename P::KvElement) == 1;
 
+template <class P, bool kCodes = P::kQCodes>
+struct QElementOf {
+  using Type = typename P::Element;
+};
+template <class P>
+struct QElementOf<P, true> {
+  using Type = typename P::KvElement;
+};
+template <class P>
+using QElement = typename QElementOf<P>::Type;
+
+/// What all codes of a KV head's queries are multiplied with; 1 where Q has none.
+template <class P>
+__device__ __forceinline__ float q_scale(const Params& p, int b, int h_kv) {
+  if constexpr (P::kQCodes) return p.q_scale.data[b * p.q_scale.stride_b + h_kv * p.q_scale.stride_h];
+  return 1.0f;
+}
+
 /// What K or V is read as, where its values do not matter.
 template <class P, bool kCodes = kScaledKv<P>>
 struct KvBits {

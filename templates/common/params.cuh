@@ -115,6 +115,7 @@ struct Params {
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
   ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
+  ScaleParam q_scale;           ///< read with Problem::kQCodes only
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

@@ -14,7 +14,7 @@ namespace flashjit {
 
 /// The shape of a generated problem; an editor sees it, NVRTC never instantiates it.
 struct ExampleProblem {
-  using Element = bf16;             // fp16, bf16 or float
+  using Element = bf16;             // of Q and O: fp16, bf16 or float
   using KvElement = bf16;           // of K and V: Element, or e4m3, e5m2 or int8, which have scales
   static constexpr int kArch = 80;  // compute capability compiled for
   static constexpr bool kBackward = false;
@@ -29,6 +29,7 @@ struct ExampleProblem {
   static constexpr bool kSinks = false;
   static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
+  static constexpr bool kQCodes = false;     // Q is of KvElement, too
   static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
   static constexpr bool kInvariant =
       false;  // forward: with kSplit, the splits of a row depend on its keys alone

@@ -108,7 +108,8 @@ __device__ void forward(const Params& p) {
   const Range q_range = tile_range(work.tile, Problem::kBr, sequence.seqlen_q(p));
   if (Problem::kVarlen && q_range.begin == q_range.end) return;
   const int kv_end = sequence.seqused_kv(p);
-  const auto q = q_matrix(sequence, p.q, h, q_range.end);
+  const ScaledQMatrix<Problem> q{q_matrix<Problem, QElement<Problem>>(sequence, p.q, h, q_range.end),
+                                 q_scale<Problem>(p, work.b, h_kv)};
   const ScaledKvMatrix<Problem> k{kv_matrix(p, sequence, p.k, h_kv, kv_end), {p, p.k_scale, sequence, h_kv}};
   const ScaledKvMatrix<Problem> v{kv_matrix(p, sequence, p.v, h_kv, kv_end), {p, p.v_scale, sequence, h_kv}};
   const Shared shared = shared_memory<T>();

@@ -76,6 +76,13 @@ struct KvMatrix {
   int end;
   __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
 };
+/// Q, whose elements may be codes.
+template <class Problem>
+struct ScaledQMatrix : Matrix<QElement<Problem>> {
+  static constexpr bool kScaled = Problem::kQCodes;
+  float factor;
+  __device__ __forceinline__ float scale(int) const { return factor; }
+};
 /// K or V, whose elements may be codes.
 template <class Problem>
 struct ScaledKvMatrix : KvMatrix<Problem> {

@@ -55,7 +55,7 @@ def test_options_of_a_spec_are_the_library_s():
     arguments = inspect.signature(flashjit.attention).parameters
     for option, argument in _library.spec_options():
         assert argument in arguments, option
-        kind = "bf16:d64:kve4m3" if option == "key_scales" else "bf16:d64"
+        kind = "bf16:d64:kve4m3" if option in ("key_scales", "q_codes") else "bf16:d64"
         _library.spec_handle(f"{kind}{_library.options_of({argument: True}, _library.spec_options())}")
     given = {"sinks": True, "dropout_p": True, "deterministic": False}
     assert _library.options_of(given, _library.spec_options()) == ":dropout:sinks"

@@ -49,6 +49,21 @@ def test_keys_are_codes_times_scales(dtype, size):
     expect_close(got, attention(q, k_meant, v_meant, causal=True))
 
 
+@pytest.mark.parametrize("dtype", TYPES[:2])
+@pytest.mark.parametrize("size", [(), (HEADS_KV,), (BATCH, HEADS_KV)])
+@pytest.mark.parametrize("out_dtype", [None, torch.float16, torch.float32])
+def test_queries_are_codes_times_scales(dtype, size, out_dtype):
+    q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, *size)
+    q_scale = torch.rand(size, device=DEVICE) + 0.5
+    q8 = q.to(dtype)
+    spread = q_scale.reshape({0: (1, 1, 1, 1), 1: (1, -1, 1, 1), 2: (*size, 1, 1)}[len(size)]).expand(BATCH, HEADS_KV, 1, 1)
+    meant = (q8.float() * spread.repeat_interleave(HEADS // HEADS_KV, 1)).to(DTYPE)
+    got = attention(q8, k, v, causal=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=out_dtype)
+    assert got.dtype == (out_dtype or torch.bfloat16)
+    want = attention(meant, k_meant, v_meant, causal=True).float()
+    assert (got.float() - want).norm() <= (4e-2 if DEVICE == "cuda" else 4e-3) * want.norm()
+
+
 def test_slots_and_pages():
     dtype, rows = torch.float8_e4m3fn, 8
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(dtype, BATCH, HEADS_KV, KEYS)
@@ -117,6 +132,20 @@ def test_mistakes_are_named():
         attention(q, k, v.view(torch.int8), k_scale=k_scale, v_scale=v_scale)
     with pytest.raises(flashjit.WrongType, match="give a float32"):
         attention(q, k, v, k_scale=1.0, v_scale=v_scale)
+    scales = {"k_scale": k_scale, "v_scale": v_scale}
+    q8, one = q.to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
+    with pytest.raises(flashjit.InvalidArgument, match="q_scale is null"):
+        attention(q8, k, v, **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="q_scale is given, but q is"):
+        attention(q, k, v, q_scale=one, **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="q is float8_e5m2 .* and k is float8_e4m3fn"):
+        attention(q.to(torch.float8_e5m2), k, v, q_scale=one, **scales)
+    with pytest.raises(flashjit.WrongType, match="q is int8: products"):
+        attention(q.to(torch.int8), k.view(torch.int8), v.view(torch.int8), q_scale=one, **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="q_scale has 3 heads"):
+        attention(q8, k, v, q_scale=one.repeat(3), **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="out_dtype is torch.float64: with q of 8 bits"):
+        attention(q8, k, v, q_scale=one, out_dtype=torch.float64, **scales)
     with pytest.raises(flashjit.Unsupported, match="8 bits"):
         attention(q.requires_grad_(), k, v, k_scale=k_scale, v_scale=v_scale)
 
@@ -125,6 +154,10 @@ def test_compiled():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, BATCH, HEADS_KV)
     run = torch.compile(lambda *x: attention(*x[:3], causal=True, k_scale=x[3], v_scale=x[4]), backend="aot_eager", fullgraph=True)
     expect_close(run(q, k, v, k_scale, v_scale), attention(q, k_meant, v_meant, causal=True))
+    q8, q_scale = q.to(k.dtype), torch.ones((), device=DEVICE)
+    given = dict(q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=torch.float16)
+    run = torch.compile(lambda q, k, v: attention(q, k, v, causal=True, **given), backend="aot_eager", fullgraph=True)
+    assert torch.equal(run(q8, k, v), attention(q8, k, v, causal=True, **given))
 
 
 class Model:

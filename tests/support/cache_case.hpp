@@ -73,6 +73,8 @@ struct Cache {
   Pool k = {},
        v = {};  ///< with one memory, that of k, where the layout says so; codes where there are scales
   Scales k_scale = {}, v_scale = {};
+  std::vector<double> q = {};  ///< the problem's, or its codes
+  Scales q_scale = {};
   std::vector<std::int32_t> table = {};
   std::int64_t columns = 0, table_stride = 0;
 
@@ -111,8 +113,22 @@ inline Cache make_cache(const CacheCase& test) {
     for (double& value : all) value = reference::round_to(spec.dtype, normal(random));
     return all;
   };
-  problem.q = values(heads_q * queries * spec.head_dim);
   const DType kv_type = spec.kv_type();
+  cache.q = problem.q = values(heads_q * queries * spec.head_dim);
+  if (spec.q_codes) {
+    cache.q_scale = make_scales(false, test.seed + 1, {batch, 1, heads_kv, 1});
+    const std::int64_t rows = spec.varlen ? queries : seqlen_q;
+    for (std::int64_t i = 0; i < std::ssize(cache.q); ++i) {
+      const std::int64_t row = i / spec.head_dim, h = row / rows % heads_q;
+      std::int64_t b = row / rows / heads_q;
+      if (spec.varlen)
+        while (b + 1 < batch && problem.cu_seqlens_q[b + 1] <= row % rows) ++b;
+      double& scale = cache.q_scale.at(b, 0, h / (heads_q / heads_kv), 0);
+      if (std::isnan(scale)) scale = random_scale(kv_type, random);
+      cache.q[i] = random_code(kv_type, random);
+      problem.q[i] = cache.q[i] * scale;
+    }
+  }
   const auto kv_values = [&](int dim) {
     if (!spec.has_scales()) return values(batch * heads_kv * seqlen_kv * dim);
     std::vector<double> codes(batch * heads_kv * seqlen_kv * dim);

@@ -16,11 +16,12 @@ class CacheRun {
         cache_(make_cache(test)),
         exact_(reference::forward(cache_.problem)),
         rounded_(reference::forward(cache_.problem, reference::Precision::rounded)),
-        q_(to_device(test.spec.dtype, cache_.problem.q)),
+        q_(to_device(test.spec.q_type(), cache_.q)),
         k_(to_device(test.spec.kv_type(), cache_.k.values)),
         v_(to_device(test.spec.kv_type(), cache_.v.values)),
         k_scale_(to_device(DType::fp32, cache_.k_scale.values)),
         v_scale_(to_device(DType::fp32, cache_.v_scale.values)),
+        q_scale_(to_device(DType::fp32, cache_.q_scale.values)),
         lengths_(to_device(cache_.problem.kv_lengths)),
         cu_seqlens_q_(to_device(cache_.problem.cu_seqlens_q)),
         sinks_(to_device(DType::fp32, cache_.problem.sinks)),
@@ -67,7 +68,8 @@ class CacheRun {
                      .sinks = static_cast<const float*>(sinks_.data()),
                      .page_table = cache_.table_view(static_cast<const std::int32_t*>(table_.data())),
                      .k_scale = cache_.k_scale.view(k_scale_.data()),
-                     .v_scale = cache_.v_scale.view(v_scale_.data())};
+                     .v_scale = cache_.v_scale.view(v_scale_.data()),
+                     .q_scale = cache_.q_scale.view(q_scale_.data())};
     if (varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
       args.batch_size = batch;
@@ -79,7 +81,7 @@ class CacheRun {
   CacheCase test_;
   Cache cache_;
   reference::Forward exact_, rounded_;
-  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, lengths_, cu_seqlens_q_, sinks_, table_;
+  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, table_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

@@ -69,7 +69,8 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
   const char *option = nullptr, *argument = nullptr;
   std::size_t count = 0;
   for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {
-    const std::string text = option == std::string_view("key_scales") ? "bf16:d64:kve4m3" : "bf16:d64";
+    const bool of_codes = option == std::string_view("key_scales") || option == std::string_view("q_codes");
+    const std::string text = of_codes ? "bf16:d64:kve4m3" : "bf16:d64";
     const auto parsed = flashjit::parse_spec(text + ":" + option);
     EXPECT_NE(parsed, flashjit::parse_spec(text)) << option;
     EXPECT_STRNE(argument, "") << option;

@@ -146,6 +146,26 @@ TEST(Cache, ScalesAreChecked) {
   expect_says(with_scales(kOfHeads, backwards, one), {"k_scale has stride -2 in sequences"});
 }
 
+TEST(Cache, ScalesOfQAreChecked) {
+  const auto with_scale = [](const char* spec_text, ConstScaleView q) {
+    return refusal([&](auto& spec, auto& args) {
+      spec = parse_spec(spec_text);
+      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x80000));
+      args.q_scale = q;
+    });
+  };
+  const auto* data = address<const float>(0x80000);
+  constexpr const char* kOfCodes = "bf16:d64:kve4m3:q_codes:pages16";
+  for (const ConstScaleView& q : {ConstScaleView::of_tensor(data), ConstScaleView::of_heads(data, 3, 2)})
+    EXPECT_EQ(with_scale(kOfCodes, q), "accepted");
+  expect_says(with_scale(kOfCodes, {}), {"q_scale is null", "e4m3", "each sequence and KV head"});
+  expect_says(with_scale("bf16:d64:kve4m3:pages16", ConstScaleView::of_tensor(data)),
+              {"q_scale is given", "bf16", "spec.q_codes"});
+  expect_says(with_scale(kOfCodes, ConstScaleView::of_heads(data, 3, 4)), {"q_scale has 4 heads", "or 2"});
+  expect_says(with_scale(kOfCodes, ConstScaleView::of_pages(data, 40, 2)),
+              {"q_scale has 40 pages", "one for all."});
+}
+
 /// Rows of 8 bits are 16 elements apart, or more.
 TEST(Cache, StridesOfCodesAreInBytes) {
   const auto with_stride = [](std::int64_t stride) {
@@ -177,9 +197,10 @@ void expect_read_as_in_order(const CacheCase& test) {
     return all;
   };
   const DType kv_type = test.spec.kv_type();
-  const auto q = bytes(test.spec.dtype, cache.problem.q), k = bytes(kv_type, cache.k.values),
+  const auto q = bytes(test.spec.q_type(), cache.q), k = bytes(kv_type, cache.k.values),
              v = bytes(kv_type, cache.v.values), k_scale = bytes(DType::fp32, cache.k_scale.values),
-             v_scale = bytes(DType::fp32, cache.v_scale.values);
+             v_scale = bytes(DType::fp32, cache.v_scale.values),
+             q_scale = bytes(DType::fp32, cache.q_scale.values);
   const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
   const bool varlen = test.spec.varlen;
   const std::int64_t b = varlen ? 1 : batch, rows = varlen ? cache.problem.cu_seqlens_q.back() : seqlen_q;
@@ -195,7 +216,8 @@ void expect_read_as_in_order(const CacheCase& test) {
                    .max_seqlen_kv = seqlen_kv,
                    .page_table = cache.table_view(cache.table.data()),
                    .k_scale = cache.k_scale.view(k_scale.data()),
-                   .v_scale = cache.v_scale.view(v_scale.data())};
+                   .v_scale = cache.v_scale.view(v_scale.data()),
+                   .q_scale = cache.q_scale.view(q_scale.data())};
   if (varlen) {
     args.cu_seqlens_q = cache.problem.cu_seqlens_q.data();
     args.batch_size = batch, args.max_seqlen_q = seqlen_q;
@@ -208,7 +230,8 @@ TEST(Cache, TheReferenceReadsSlotsAndPages) {
   unsigned seed = 0;
   for (const char* rest : {":cache", ":pages1", ":pages3", ":pages16", ":pages256"})
     for (const PoolLayout layout : {PoolLayout::hnd, PoolLayout::nhd, PoolLayout::interleaved})
-      for (const char* queries : {":causal", ":causal:varlen", ":kve4m3:varlen", ":kvint8:key_scales"})
+      for (const char* queries : {":causal", ":causal:varlen", ":kve4m3:varlen", ":kvint8:key_scales",
+                                  ":kve4m3:q_codes:varlen", ":kve5m2:q_codes:causal"})
         expect_read_as_in_order({.spec = parse_spec(fmt::format("fp32:d16{}{}", queries, rest)),
                                  .shape = {4, 4, 2, 7, 50},
                                  .layout = layout,

@@ -63,6 +63,7 @@ class Random {
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
       spec.kv_dtype = static_cast<DType>(from_to(3, 5));
       spec.key_scales = coin();
+      spec.q_codes = spec.kv_dtype != DType::int8 && coin();
     }
     spec.fp32_out = coin();
     spec.batch_invariant = coin();
@@ -238,6 +239,10 @@ TEST(Spec, ValidateNamesTheField) {
           {"head_dim_v is 40", "a multiple of 16"});
   refused({.pass = Pass::backward, .head_dim = 64, .kv_dtype = DType::e5m2},
           {"backward", "e5m2", "the type of Q"});
+  refused({.head_dim = 64, .q_codes = true}, {"q_codes is set", "K and V are bf16", "set kv_dtype"});
+  refused({.head_dim = 64, .kv_dtype = DType::int8, .q_codes = true}, {"q_codes", "int8", "e4m3 and e5m2"});
+  refused({.pass = Pass::backward, .head_dim = 64, .kv_dtype = DType::e4m3, .q_codes = true},
+          {"backward", "e4m3", "Q in that of O"});
 }
 
 TEST(Spec, TheTypeOfKAndVHasItsText) {

@@ -92,19 +92,25 @@ std::vector<double> normal_values(std::int64_t count, DType dtype, std::mt19937_
   return values;
 }
 
-/// K and V become codes times scales, where the spec has them.
-void quantise_kv(reference::Problem& problem) {
+/// Q, K and V become codes times scales, where the spec has them.
+void quantise(reference::Problem& problem) {
   const AttentionSpec& spec = problem.spec;
   if (!spec.has_scales()) return;
   const std::int64_t heads = problem.shape.heads_kv;
-  const auto quantise = [&](std::vector<double>& values, std::int64_t dim) {
+  const auto of_kv = [&](std::vector<double>& values, std::int64_t dim) {
     const std::int64_t rows = spec.varlen && !spec.has_cache()
                                   ? std::ssize(values) / std::max<std::int64_t>(heads * dim, 1)
                                   : problem.shape.seqlen_kv;
     return reference::quantise(spec.kv_type(), spec.key_scales, heads, rows, dim, values);
   };
-  problem.k_scale = quantise(problem.k, spec.head_dim);
-  problem.v_scale = quantise(problem.v, spec.v_dim());
+  if (spec.q_codes) {
+    // The queries of a KV head, one head after the other.
+    const std::int64_t rows = std::ssize(problem.q) / std::max<std::int64_t>(heads * spec.head_dim, 1) /
+                              (spec.varlen ? 1 : std::max<std::int64_t>(problem.shape.batch, 1));
+    problem.q_scale = reference::quantise(spec.q_type(), false, heads, rows, spec.head_dim, problem.q);
+  }
+  problem.k_scale = of_kv(problem.k, spec.head_dim);
+  problem.v_scale = of_kv(problem.v, spec.v_dim());
 }
 
 std::int64_t blocks_of(std::int64_t length, int block) { return (length + block - 1) / block; }
@@ -131,7 +137,7 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
   problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
                              : normal_values(keys * spec.v_dim(), spec.dtype, random);
-  quantise_kv(problem);
+  quantise(problem);
   if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_lengths()) {
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
@@ -362,7 +368,7 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
   problem.q = std::move(q.values);
   problem.k = std::move(k.values);
   problem.v = std::move(v.values);
-  quantise_kv(problem);
+  quantise(problem);
 
   if (!files.dout.empty()) {
     Tensor dout = read_tensor(files.dout, layout, spec.dtype);

@@ -131,14 +131,15 @@ std::vector<double> in_pages(const reference::Problem& problem, const std::vecto
   return pool;
 }
 
-/// The codes of K or V, whose values are these times their scales.
+/// The codes of Q, K or V, whose values are these times their scales: of each row, or of `rows` each.
 std::vector<double> codes_of(const reference::Problem& problem, const std::vector<double>& values,
-                             const std::vector<double>& scales, std::int64_t rows, std::int64_t dim) {
+                             const std::vector<double>& scales, bool by_row, std::int64_t rows,
+                             std::int64_t dim) {
   std::vector<double> codes = values;
   if (scales.empty()) return codes;
   const std::int64_t heads = problem.shape.heads_kv;
   for (std::int64_t i = 0; i < std::ssize(codes); ++i)
-    codes[i] /= scales[problem.spec.key_scales ? i / dim : i / dim / rows % heads];
+    codes[i] /= scales[by_row ? i / dim : i / dim / rows % heads];
   return codes;
 }
 
@@ -185,15 +186,19 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   };
   const auto of_kv = [&](const std::vector<double>& values, const std::vector<double>& scales,
                          std::int64_t dim) {
-    return in_cache(problem.spec.kv_type(), codes_of(problem, values, scales, skv, dim), dim);
+    return in_cache(problem.spec.kv_type(),
+                    codes_of(problem, values, scales, problem.spec.key_scales, skv, dim), dim);
   };
   const auto of_scales = [&](const std::vector<double>& scales) {
     if (problem.spec.key_scales) return in_cache(DType::fp32, scales, 1);
     return DeviceTensor(driver, DType::fp32, {1, std::ssize(scales), 1, 1}, scales);
   };
-  const DeviceTensor q(driver, dtype, {b, hq, sq, d}, problem.q), k = of_kv(problem.k, problem.k_scale, d),
-                                                                  v = of_kv(problem.v, problem.v_scale, dv);
+  const DeviceTensor q(
+      driver, problem.spec.q_type(), {b, hq, sq, d},
+      codes_of(problem, problem.q, problem.q_scale, false, hq / std::max<std::int64_t>(hkv, 1) * sq, d)),
+      k = of_kv(problem.k, problem.k_scale, d), v = of_kv(problem.v, problem.v_scale, dv);
   const DeviceTensor k_scale = of_scales(problem.k_scale), v_scale = of_scales(problem.v_scale);
+  const DeviceTensor q_scale(driver, DType::fp32, {1, std::ssize(problem.q_scale), 1, 1}, problem.q_scale);
   const DeviceTensor out(driver, problem.spec.out_type(), {b, hq, sq, dv}),
       lse(driver, DType::fp32, {batch, hq, longest_q, 1});
   const Extras extras(driver, problem);
@@ -213,6 +218,7 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
     args.k_scale = k_scale.scale_view(cached);
     args.v_scale = v_scale.scale_view(cached);
   }
+  if (problem.spec.q_codes) args.q_scale = q_scale.scale_view(false);
   gpu.synchronize();  // the copies and fills are on another stream
   spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
   Results results{out.values(), lse.values(), {}, {}, {}};

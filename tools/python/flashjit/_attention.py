@@ -11,7 +11,7 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import KV_TYPES, NO_RNG, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
+from ._plans import KV_TYPES, NO_RNG, SPEC_TYPES, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -30,7 +30,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
               max_seqlen_q: Union[int, None] = None, max_seqlen_kv: Union[int, None] = None,
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
               page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
-              v_scale: Union[Tensor, None] = None,
+              v_scale: Union[Tensor, None] = None, q_scale: Union[Tensor, None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
               out_dtype: Union[torch.dtype, None] = None, batch_invariant: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
@@ -70,12 +70,14 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         [heads_kv], [sequences, heads_kv], or for keys or pages with scales of their own [pages, heads_kv, rows of a page], 1 in
         the place of the rows where a page has one (slots of a cache, and without a cache sequences, stand for pages); any
         strides. No gradients.
+    q_scale: with q of their type too, float8_e4m3fn or float8_e5m2: one number, [heads_kv], or [sequences, heads_kv]: of all
+        query heads of a KV head.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
     return_row_max: also return, last, the largest score of each query, like the LSE, after score_mod and without sinks: of one
         head row_max.amax((0, 2)), as QK-clip wants it. It has no gradient. In compiled code and under transforms it is refused.
-    out_dtype: torch.float32, or None for the type of q. Gradients are those of the rounded O.
+    out_dtype: torch.float32, or None for the type of q; with q of 8 bits bfloat16, which None is, float16 or float32. Gradients are those of the rounded O.
     batch_invariant: O and LSE of a sequence are the same, bit by bit, whatever else is in the batch. Slower where there are few
         sequences: keys are split only with up to 64 queries, and then into parts of 2048.
     lists: TileLists built from these arguments, if many calls share a mask; None: built in this call, if needed.
@@ -96,7 +98,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     values: tuple[Any, ...] = ()
     cached = cache or page_table is not None
     pages = k.shape[2] if isinstance(page_table, Tensor) and page_table.dim() == 2 else 0
-    scaled = k_scale is not None or v_scale is not None or k.dtype in KV_TYPES
+    scaled = (k_scale is not None or v_scale is not None or q_scale is not None or k.dtype in KV_TYPES
+              or q.dtype in KV_TYPES)
     fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
     if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
             and (scale is None or type(scale) is float) and dropout_p == 0 and score_mod is mask_mod is captures is block_mask
@@ -117,7 +120,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
                                   "cache=True too where the last query is to see a sequence's own last key, or "
                                   "causal=\"top_left\", or a mask_mod, where k is padded.")
         if scaled:
-            fixed, problem = with_scales(fixed, problem, k, v, k_scale, v_scale)
+            fixed, problem = with_scales(fixed, problem, q, k, (q_scale, k_scale, v_scale), out_dtype)
         if (cached or scaled) and wants_grad:
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
@@ -162,6 +165,10 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
 
 
 def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
+    if q.dtype in KV_TYPES:
+        if out_dtype not in SPEC_TYPES:
+            raise InvalidArgument(f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32.")
+        return out_dtype == torch.float32
     if out_dtype not in (torch.float32, q.dtype):
         raise InvalidArgument(f"out_dtype is {out_dtype}: give torch.float32, or None for the type of q, {q.dtype}.")
     return out_dtype != q.dtype

@@ -69,7 +69,7 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
-                                                        ("v_scale", Scales)]
+                                                        ("v_scale", Scales), ("q_scale", Scales)]
 
 
 class BackwardArgs(ctypes.Structure):

@@ -16,10 +16,10 @@ from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, den
 from ._transforms import refuse_second, through_transforms
 
 _FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
-                 "Tensor? page_table, Tensor? k_scale, Tensor? v_scale, ")
+                 "Tensor? page_table, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, ")
 _PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
                    "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
-                   "bool cached")
+                   "bool cached, str out_type")
 _FIXED = len(NOTHING)
 torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tensor v, {_FIXED_SCHEMA}{_PROBLEM_SCHEMA})"
                      " -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
@@ -35,7 +35,7 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
     tensors = [value for value in values if isinstance(value, Tensor)]
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
-                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached)
+                 float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached, problem.out_type)
     if not torch.compiler.is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return through_transforms(q, k, v, arguments)
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
@@ -66,11 +66,11 @@ class _Unpacked(NamedTuple):
 def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpacked:
     """An operator's arguments, and their plan."""
     given, (rng, *lists), rest = arguments[:_FIXED], arguments[_FIXED:_FIXED + 3], arguments[_FIXED + 3:]
-    captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached = rest
+    captures, numbers, names, options, scale, dropout_p, max_q, max_kv, cached, out_type = rest
     fixed = contiguous(Fixed(*given)) if any(x is not None for x in given) else NOTHING
     values = (*captures, *numbers)
     q, k, v = readable(q, "q"), readable(k, "k"), readable(v, "v")
-    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached))
+    plan = plan_of(q, k, v, fixed, values, Problem(options, scale, dropout_p, max_q, max_kv, tuple(names), cached, out_type))
     if rng is None:
         rng = NO_RNG
     elif rng.data_ptr() % 16:
@@ -97,8 +97,9 @@ def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, ou
 @torch.library.register_fake("flashjit::attention_forward")
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     size = (*q.shape[:3], v.shape[3])
-    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=out_dtype_of(arguments[-6], q.dtype), device=q.device)
-    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-3]
+    out = torch.empty_strided(size, dense_strides(size, q.stride()), dtype=out_dtype_of(arguments[-7], arguments[-1], q.dtype),
+                              device=q.device)
+    cu_seqlens_q, max_seqlen_q = arguments[2], arguments[-4]
     batch = q.shape[0] if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1
     rows = q.shape[2] if cu_seqlens_q is None else max_seqlen_q
     return out, torch.empty((batch, q.shape[1], rows), dtype=torch.float32, device=q.device)

@@ -33,10 +33,11 @@ class Fixed(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
     sinks: Any = None
-    # Of the forward pass alone: a cache's, and in four dimensions those of K and V of 8 bits.
+    # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
     page_table: Any = None
     k_scale: Any = None
     v_scale: Any = None
+    q_scale: Any = None
 
 
 NOTHING = Fixed()
@@ -52,6 +53,7 @@ class Problem(NamedTuple):
     max_seqlen_kv: int
     names: tuple[str, ...]  # of the captures' values
     cached: bool = False  # K and V are a cache's pages or slots
+    out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
 
 
 class Lent(NamedTuple):
@@ -78,7 +80,7 @@ _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPT
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *fixed))
-                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-3])))
+                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-4])))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -129,7 +131,7 @@ class Plan:
         _check_tensors(q, k, v, fixed, values, problem)
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
-        self.out_dtype = out_dtype_of(problem.options, q.dtype)
+        self.out_dtype = out_dtype_of(problem.options, problem.out_type, q.dtype)
         self.index = q.get_device()
         varlen = fixed.cu_seqlens_q is not None
         batch = fixed.cu_seqlens_q.numel() - 1 if varlen else q.shape[0]
@@ -150,7 +152,7 @@ class Plan:
         self.reads = _strides_are_read(q) and _strides_are_read(k) and _strides_are_read(v)
         self.grads = [(tuple(t.shape), dense_strides(t.shape, t.stride())) for t in (q, k, v)]
         dims = f"{q.shape[3]}" if q.shape[3] == v.shape[3] else f"{q.shape[3]}x{v.shape[3]}"
-        self.spec_text = f"{SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
+        self.spec_text = f"{problem.out_type or SPEC_TYPES[q.dtype]}:d{dims}{problem.options}"
         self.spec = _spec_of(self.spec_text, q, v)
         self._make_captures(values)
         self._make_templates(q, k, v, fixed, batch if varlen else 0)
@@ -194,7 +196,7 @@ class Plan:
         table = fixed.page_table
         forward_alone: dict[str, Any] = {} if table is None else {"page_table": _library.PageTable(
             None, table.shape[0], table.shape[1] if table.dim() == 2 else 1, table.stride(0))}
-        forward_alone |= {name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale")}
+        forward_alone |= {name: scales_struct(getattr(fixed, name)) for name in ("k_scale", "v_scale", "q_scale")}
         self.forward_words = _library.words_of(
             ForwardArgs(struct_size=ctypes.sizeof(ForwardArgs), **tensors, **common, **forward_alone))
         for name, (size, stride) in zip(("dq", "dk", "dv"), self.grads):
@@ -435,10 +437,10 @@ def say_once(text: str) -> None:
 
 def contiguous(fixed: Fixed) -> Fixed:
     """Of which the kernels know no strides, but a page table's rows."""
-    *others, k_scale, v_scale = fixed  # whose strides they know
+    *others, k_scale, v_scale, q_scale = fixed  # whose strides they know
     if all(x is None or x.is_contiguous() or x is fixed.page_table and x.stride(-1) == 1 for x in others):
         return fixed
-    return Fixed(*[x if x is None else x.contiguous() for x in others], k_scale, v_scale)
+    return Fixed(*[x if x is None else x.contiguous() for x in others], k_scale, v_scale, q_scale)
 
 
 def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
@@ -446,9 +448,11 @@ def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
     return k.shape[2] * (table.shape[1] if table is not None and table.dim() == 2 else 1)
 
 
-def out_dtype_of(options: str, dtype: torch.dtype) -> torch.dtype:
-    """Of O, by a spec's options, whose last ones are no programs."""
-    return torch.float32 if "fp32_out" in options.rpartition("}")[2].split(":") else dtype
+def out_dtype_of(options: str, out_type: str, dtype: torch.dtype) -> torch.dtype:
+    """Of O, by a spec's options, whose last ones are no programs, and the types of spec and Q."""
+    if "fp32_out" in options.rpartition("}")[2].split(":"):
+        return torch.float32
+    return next((torch_type for torch_type, name in SPEC_TYPES.items() if name == out_type), dtype)
 
 
 def names_with_grad(options: str) -> set[str]:
@@ -533,7 +537,9 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
 
 
 def _check_tensors(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...], problem: Problem) -> None:
-    if k.dtype in KV_TYPES:
+    if q.dtype in KV_TYPES:
+        check_alike({"q": q, "k": k, "v": v}, KV_TYPES)
+    elif k.dtype in KV_TYPES:
         check_alike({"q": q})
         check_alike({"k": k, "v": v}, KV_TYPES)
         check_device(q, "q", {"k": k})

@@ -1,4 +1,4 @@
-"""K and V of 8 bits: their types in a spec, and their scales as the library's views of four dimensions."""
+"""Q, K and V of 8 bits: their types in a spec, and their scales as the library's views of four dimensions."""
 from __future__ import annotations
 
 from typing import Any, Union
@@ -6,15 +6,28 @@ from typing import Any, Union
 import torch
 from torch import Tensor
 
-from ._plans import KV_TYPES, Fixed, Problem, describe
+from ._plans import KV_TYPES, SPEC_TYPES, Fixed, Problem, describe
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
-def with_scales(fixed: Fixed, problem: Problem, k: Tensor, v: Tensor, k_scale: Any, v_scale: Any) -> tuple[Fixed, Problem]:
-    """The call's tensors and options with those of its scales."""
-    scales = [in_four_dims(name, scale, problem.cached) for name, scale in (("k_scale", k_scale), ("v_scale", v_scale))]
-    return (fixed._replace(k_scale=scales[0], v_scale=scales[1]),
-            problem._replace(options=problem.options + kv_options(k, *scales)))
+def with_scales(fixed: Fixed, problem: Problem, q: Tensor, k: Tensor, scales: tuple[Any, Any, Any],
+                out_dtype: Union[torch.dtype, None]) -> tuple[Fixed, Problem]:
+    """The call's tensors and options with those of its scales: of Q, K and V."""
+    q_scale, k_scale, v_scale = [in_four_dims(name, scale, problem.cached and name != "q_scale")
+                                 for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales)]
+    options, out_type = kv_options(k, k_scale, v_scale), ""
+    if q.dtype in KV_TYPES:
+        if q.dtype == torch.int8:
+            raise WrongType("q is int8: products of 8 bits are those of float8_e4m3fn and float8_e5m2; give one of these, or q in "
+                            "16 bits.")
+        if k.dtype != q.dtype:
+            raise InvalidArgument(f"q is {describe(q)} and k is {describe(k)}: they must have one type, or q 16 bits.")
+        options, out_type = options + ":q_codes", SPEC_TYPES[torch.bfloat16 if out_dtype in (None, torch.float32) else out_dtype]
+    elif q_scale is not None:
+        raise InvalidArgument(f"q_scale is given, but q is {str(q.dtype).removeprefix('torch.')}: it goes with float8_e4m3fn and "
+                              "float8_e5m2.")
+    return (fixed._replace(k_scale=k_scale, v_scale=v_scale, q_scale=q_scale),
+            problem._replace(options=problem.options + options, out_type=out_type))
 
 
 def kv_options(k: Tensor, *scales: Union[Tensor, None]) -> str:

@@ -12,15 +12,20 @@ namespace flashjit::sm90 {
 
 constexpr int kDqWarpRows = 16;  ///< of the accumulator's 64, those of a warp's fragments
 
-/// Converts sixteen rows of a head from query `first` on, by a warp.
+/// Columns that are converted at a time, as the producer's warpgroup has few registers; in a loop, as it
+/// compiles sooner.
+template <class P>
+constexpr int kConvertedColumns = dq_columns(P::kHeadDim) <= 64 ? dq_columns(P::kHeadDim) : 32;
+/// Parts of the columns that different warps may take.
+template <class P>
+constexpr int kColumnParts = dq_columns(P::kHeadDim) > 64 ? 2 : 1;
+
+/// Converts sixteen rows of a head from query `first` on, in the columns [column, end), by a warp.
 template <class P>
 __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<P>& sequence, int h,
-                                                int first, unsigned lane) {
+                                                int first, int column, int end, unsigned lane) {
   using Element = typename P::Element;
-  constexpr int kColumns = dq_columns(P::kHeadDim);
-  // A slice of columns at a time, as the producer's warpgroup has few registers; in a loop, as it compiles
-  // sooner.
-  constexpr int kSlice = kColumns <= 64 ? kColumns : 32;
+  constexpr int kColumns = dq_columns(P::kHeadDim), kSlice = kConvertedColumns<P>;
   const int warp = first % kDqRows / kDqWarpRows;
   const int row = first + static_cast<int>(lane / 4), rows = sequence.seqlen_q(p) - row;
   const float4* from = reinterpret_cast<const float4*>(
@@ -28,7 +33,7 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
       (warp * 32 + lane) * 4);
   unsigned short* to = sequence.q_pointer(p.dq, h, row);
 #pragma unroll 1
-  for (int column = 0; column < kColumns; column += kSlice) {
+  for (; column < end; column += kSlice) {
     // All loads of a slice come before its first store: the compiler cannot move them across it.
     alignas(16) float values[kSlice / 2] = {};
 #pragma unroll
@@ -96,14 +101,22 @@ __device__ __forceinline__ void wait_cleared(const Params& p, int b, int h_kv) {
   publish_to_adders();
 }
 
-/// Rows that a warp takes at a time. Where KV tiles are few, converting takes as long as everything else:
-/// then more rows, as each taking and each look at a head is a wait. Else few, as the kernel ends with the
-/// last warp. Not so many that clearing, which a warp looks at between its takings, comes too late.
+/// What a warp takes of dQ at a time: rows, and all of their columns or one of `column_parts`.
+struct DqPiece {
+  int rows, column_parts;
+};
+/// Where KV tiles are few, converting takes as long as everything else: then more rows, as each taking and
+/// each look at a head is a wait. Else few, as the kernel ends with the last warp. Not so many that clearing,
+/// which a warp looks at between its takings, comes too late. With so few rows that not all of the grid's
+/// warps get some, the smallest piece: the kernel ends by one warp's waits for memory.
 template <class P>
-__device__ __forceinline__ int dq_rows_at_a_time(const Params& p) {
-  constexpr int kMany = 32, kFewTiles = 8;
-  const bool many = kv_tiles<P>(p) <= kFewTiles && p.batch * p.heads_q >= static_cast<int>(gridDim.x);
-  return many || P::kHeadDim <= 64 ? kMany : kMany / 2;
+__device__ __forceinline__ DqPiece dq_piece(const Params& p) {
+  constexpr int kMany = 32, kFewTiles = 8, kWarpsOfCta = 9;
+  const int heads = p.batch * p.heads_q, warps = static_cast<int>(gridDim.x) * kWarpsOfCta;
+  const int smallest = heads * (p.seqlen_q_padded / kDqWarpRows);
+  if (smallest <= warps) return {kDqWarpRows, smallest * kColumnParts<P> <= warps ? kColumnParts<P> : 1};
+  const bool many = kv_tiles<P>(p) <= kFewTiles && heads >= static_cast<int>(gridDim.x);
+  return {many || P::kHeadDim <= 64 ? kMany : kMany / 2, 1};
 }
 
 /// Takes rows of dQ until there are none, and converts them when their head's accumulator is complete: it was
@@ -112,9 +125,9 @@ __device__ __forceinline__ int dq_rows_at_a_time(const Params& p) {
 template <class P>
 __device__ __forceinline__ void convert_dq(const Params& p) {
   if (p.seqlen_q == 0) return;
-  const int rows_at_a_time = dq_rows_at_a_time<P>(p);
-  const int chunks = (p.seqlen_q + rows_at_a_time - 1) / rows_at_a_time;  // of a head
-  const auto lane = [] { return thread_now() % 32; };                     // read anew: registers are short
+  const DqPiece piece = dq_piece<P>(p);
+  const int chunks = (p.seqlen_q + piece.rows - 1) / piece.rows * piece.column_parts;  // of a head
+  const auto lane = [] { return thread_now() % 32; };  // read anew: registers are short
   const auto take = [&] { return lane() == 0 ? atomicAdd(convert_counter(p), 1) : 0; };
   int taken = take();
   Progress now = load_progress(p);
@@ -138,10 +151,14 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
         },
         [] { __nanosleep(200); });
     const Sequence<P> sequence(p, b);
-    const int first = index % chunks * rows_at_a_time,
-              end = min(first + rows_at_a_time, sequence.seqlen_q(p));
+    const int chunk = index % chunks, first = chunk / piece.column_parts * piece.rows;
+    const int end = min(first + piece.rows, sequence.seqlen_q(p));
+    constexpr int kColumns = dq_columns(P::kHeadDim),
+                  kHalf = kColumns / 2 / kConvertedColumns<P> * kConvertedColumns<P>;
+    const bool halves = piece.column_parts > 1, second = halves && chunk % 2 != 0;
 #pragma unroll 1
-    for (int row = first; row < end; row += kDqWarpRows) convert_dq_rows(p, sequence, h, row, lane());
+    for (int row = first; row < end; row += kDqWarpRows)
+      convert_dq_rows(p, sequence, h, row, second ? kHalf : 0, halves && !second ? kHalf : kColumns, lane());
   }
 }
 

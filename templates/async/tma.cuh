@@ -12,6 +12,11 @@ struct alignas(64) TensorMap {
 
 using TensorMaps = TensorMapsOf<TensorMap>;
 
+/// Fetches a map before the first copy needs it.
+__device__ __forceinline__ void prefetch_map(const TensorMap& map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
+}
+
 /// Copies the box at (column, row, head, batch) to shared memory, and completes on `barrier`.
 __device__ __forceinline__ void load_box(unsigned to, const TensorMap& map, unsigned barrier, int column,
                                          int row, int head, int batch) {

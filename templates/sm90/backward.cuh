@@ -214,6 +214,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const BackwardSmem<P> smem(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
   if (threadIdx.x == 0) smem.init();
+  if (threadIdx.x == 32)  // before the grid before has ended
+    for (const TensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.o}) prefetch_map(*map);
   if constexpr (Policy::kClusterSize > 1)
     cluster_sync();
   else

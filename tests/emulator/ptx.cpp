@@ -332,6 +332,7 @@ const Known kMemory[] = {
     {"fence.", do_nothing},
     {"griddepcontrol.wait", [](const Instruction&, Frame&) { current().waited_for_prior_grid = true; }},
     {"griddepcontrol.launch_dependents", do_nothing},
+    {"prefetch.tensormap", do_nothing},
     {"setmaxnreg.", do_nothing},
 };
 

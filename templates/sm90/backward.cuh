@@ -214,8 +214,13 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const BackwardSmem<P> smem(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
   if (threadIdx.x == 0) smem.init();
-  if (threadIdx.x == 32)  // before the grid before has ended
-    for (const TensorMap* map : {&maps.q, &maps.k, &maps.v, &maps.o}) prefetch_map(*map);
+  // While the grid before ends. Tensors without rows have no map.
+  if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {
+    prefetch_map(maps.q);
+    prefetch_map(maps.k);
+    prefetch_map(maps.v);
+    prefetch_map(maps.o);
+  }
   if constexpr (Policy::kClusterSize > 1)
     cluster_sync();
   else

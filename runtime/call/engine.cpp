@@ -56,8 +56,8 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
                                const Args& args, const Params& params) {
   if (!plan.tensor_boxes) return {};
   const auto maps_with = [&](const ConstTensorView& o, const char* o_name) {
-    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, args.q, args.k, args.v, o,
-                                    o_name, params.captures);
+    return device::make_tensor_maps(driver, *plan.tensor_boxes, plan.spec.dtype, plan.spec.kv_type(), args.q,
+                                    args.k, args.v, o, o_name, params.captures);
   };
   if constexpr (requires { args.dout; })
     return maps_with(args.dout, "dout");

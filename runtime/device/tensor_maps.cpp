@@ -13,8 +13,7 @@ namespace {
 
 constexpr int kRank = 4;  // of a view
 constexpr std::size_t kMostDimensions = 5;
-constexpr int kBoxColumns = 64;  // 128 bytes, the width of the swizzle
-constexpr cuuint64_t kElementBytes = 2;
+constexpr int kBoxColumns = 64;        // of 16 bits: 128 bytes, the width of the swizzle
 constexpr cuuint64_t kAnyStride = 16;  // where no index uses it: callers may have left anything in it
 
 [[noreturn, gnu::cold, gnu::noinline]] void refuse(const Driver& driver, CUresult result, const char* name,
@@ -34,6 +33,10 @@ CUtensorMapDataType element_type(DType dtype) {
       return CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
     case DType::bf16:
       return CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+    case DType::e4m3:
+    case DType::e5m2:
+    case DType::int8:
+      return CU_TENSOR_MAP_DATA_TYPE_UINT8;
     default:
       throw Error(ErrorCode::internal, fmt::format("no kernel copies {} by TMA", to_string(dtype)));
   }
@@ -46,14 +49,16 @@ struct Dimension {
   int box;
 };
 
-/// Of a tensor of 16-bit elements.
+/// Boxes of codes are not swizzled, those of 16-bit elements are.
 CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
                       std::span<const Dimension> dimensions) {
+  const bool codes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const cuuint64_t element_bytes = codes ? 1 : 2;
   std::array<cuuint64_t, kMostDimensions> sizes, strides;  // strides in bytes, of all but the first
   std::array<cuuint32_t, kMostDimensions> box, element_strides;
   for (std::size_t i = 0; i < dimensions.size(); ++i) {
     const Dimension& dimension = dimensions[i];
-    const auto stride = static_cast<cuuint64_t>(dimension.stride) * kElementBytes;
+    const auto stride = static_cast<cuuint64_t>(dimension.stride) * element_bytes;
     if (i > 0) strides[i - 1] = dimension.size > 1 ? stride : kAnyStride;
     sizes[i] = static_cast<cuuint64_t>(dimension.size);
     box[i] = static_cast<cuuint32_t>(dimension.box);
@@ -62,17 +67,17 @@ CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataTyp
   return driver.tensor_map_encode_tiled(
       &map, type, static_cast<cuuint32_t>(dimensions.size()), const_cast<void*>(data), sizes.data(),
       strides.data(), box.data(), element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      codes ? CU_TENSOR_MAP_SWIZZLE_NONE : CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
 }
 
 /// head_dim, length, heads, batch: the view names the slowest dimension first.
-std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int rows) {
+std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int rows,
+                                           int columns = kBoxColumns) {
   const auto& size = tensor.size;
   const auto& stride = tensor.stride;
-  return {{{size[3], 1, kBoxColumns},
-           {size[2], stride[2], rows},
-           {size[1], stride[1], 1},
-           {size[0], stride[0], 1}}};
+  return {
+      {{size[3], 1, columns}, {size[2], stride[2], rows}, {size[1], stride[1], 1}, {size[0], stride[0], 1}}};
 }
 
 /// The same with the heads that share one of `heads_kv` heads of K and V as a dimension of their own, of
@@ -118,7 +123,7 @@ void encode_bias(const Driver& driver, CUtensorMap& map, const CaptureParam& ten
 
 }  // namespace
 
-TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
+TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype, DType kv_dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                             const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures) {
@@ -130,8 +135,14 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
     encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.q_rows));
   else
     encode_rows(maps.q, "q", q, boxes.q_rows);
-  encode_rows(maps.k, "k", k, boxes.kv_rows);
-  encode_rows(maps.v, "v", v, boxes.kv_rows);
+  // Rows of codes are copied whole.
+  const auto encode_kv = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor) {
+    const int columns = size_of(kv_dtype) == 1 ? static_cast<int>(tensor.size[3]) : kBoxColumns;
+    if (boxes.kv_rows > 0)
+      encode(driver, map, name, tensor, kv_dtype, dimensions_of(tensor, boxes.kv_rows, columns));
+  };
+  encode_kv(maps.k, "k", k);
+  encode_kv(maps.v, "v", v);
   encode_rows(maps.o, o_name, o, boxes.o_rows);
   if (boxes.bias.rows > 0) encode_bias(driver, maps.bias, captures[boxes.bias.capture], boxes.bias);
   return maps;

@@ -19,7 +19,7 @@ static_assert(sizeof(TensorMaps) == std::size_t{5} * 128 && alignof(TensorMaps) 
 /// its caller knows; the map of a tensor without elements, or whose rows are not copied, stays zero: no
 /// kernel reads it. So does a bias tile of `captures` whose memory or strides TMA cannot load: kernels then
 /// read it themselves. Throws Error(unsupported) that names the tensor whose strides the driver refuses.
-TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype,
+TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes, DType dtype, DType kv_dtype,
                             const ConstTensorView& q, const ConstTensorView& k, const ConstTensorView& v,
                             const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures);

@@ -25,6 +25,9 @@ bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.ha
 /// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle.
 bool gathers(const AnalysedSpec& spec) { return spec.pages % sm90::kSwizzledRows != 0; }
 
+/// Warpgroups that convert K and V.
+int converters(const AnalysedSpec& spec) { return spec.has_scales() ? 1 : 0; }
+
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) ? c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows / c.br : 1;
@@ -41,7 +44,10 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           spec.has_tile_lists,
           q_tiles_per_cta(spec, c),
           c.d_split,
-          spec.shared_kv};
+          spec.shared_kv,
+          spec.has_scales(),
+          spec.key_scales,
+          c.split};
 }
 
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
@@ -87,8 +93,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 /// How many of them fit, besides addresses and the rows' state.
-int kept_limit(const TileConfig& c) {
-  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks) - 32;
+int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - 32;
 }
 
 /// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
@@ -124,7 +130,13 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
-  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {}, spec); !taken) return taken;
+  if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
+      !taken)
+    return taken;
+  if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
+    return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
+                                   kMostColumns, spec.head_dim, spec.v_dim()));
+  if (spec.key_scales) return Support::no("scales of keys are not for this family");
   if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
@@ -132,10 +144,11 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
-  if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
+  if (gathers(spec) &&
+      (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term || spec.has_scales()))
     return Support::no(
         fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
-                    "dense bias, or what scores read of keys",
+                    "dense bias, what scores read of keys, or K and V of 8 bits",
                     sm90::kSwizzledRows));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
@@ -195,6 +208,8 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
           "nor for packed sequences or lengths of keys without lists of tiles");
+    if (q_tiles_per_cta(spec, c) > 1 && spec.has_scales())
+      return Support::no("two Q tiles at a time are not for K and V of 8 bits");
     if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
     if (gathers(spec) && !may_gather(spec, c))
@@ -234,9 +249,9 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
     return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
                                    bytes, device.arch, most_bytes));
-  if (const int values = kept_values(spec, c); values > kept_limit(c))
+  if (const int values = kept_values(spec, c); values > kept_limit(spec, c))
     return Support::no(
-        fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(c)));
+        fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(spec, c)));
   return Support::yes();
 }
 
@@ -280,6 +295,21 @@ std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// With K and V of 8 bits, whose conversion takes registers and shared memory: the largest that are admitted.
+std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  std::vector<TileConfig> choices;
+  for (const int warps : {8, 4})
+    for (const int bc : {128, 112, 96, 80, 64, 48, 32}) {
+      const TileConfig c = forward_config(warps, bc, 2);
+      if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
+      if (!admits(spec, c, hopper)) continue;
+      choices.push_back(c);
+      break;
+    }
+  return choices;
+}
+
 /// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A bias tile
 /// comes in slices of 64 keys.
 std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
@@ -295,6 +325,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   if (d > kMostColumns) return wide_preferences(spec);
+  if (spec.has_scales()) return code_preferences(spec);
   std::vector<TileConfig> choices;
   const bool bias_tile = has_bias_tile(spec);
   if (d <= 128) {
@@ -567,7 +598,8 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
-  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads, shared_bytes(spec, c));
+  Entry main = main_entry(Family::sm90, spec, c.warps * 32 + kProducerThreads * (1 + converters(spec)),
+                          shared_bytes(spec, c));
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();

@@ -131,7 +131,8 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
   if (spec.pass == Pass::forward) {
     const bool whole = sm90::has_whole_products(spec.v_dim());
     return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, whole ? spec.head_dim : 16) +
-           function("multiply_output", {{dtype, sm90::own_columns(spec.v_dim(), config.d_split)},
+           function("multiply_output", {{dtype, sm90::own_columns(spec.v_dim(), config.d_split) /
+                                                    sm90::pv_parts(spec.v_dim(), spec.has_scales())},
                                         Left::registers,
                                         "1",
                                         {},

@@ -8,6 +8,7 @@
 //   forward_smem.cuh      shared memory and barriers
 //   forward_producer.cuh  the producer's warps
 //   kv_gather.cuh         those that copy K and V row by row, where TMA cannot
+//   kv_codes.cuh          the warpgroup that converts K and V of 8 bits
 //   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
 //   forward_softmax.cuh   S to P: score program, mask, online softmax
 //   forward_epilogue.cuh  LSE and O to global memory
@@ -17,6 +18,7 @@
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_producer.cuh"
+#include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/sm90/kv_gather.cuh"
 
 namespace flashjit::sm90 {
@@ -80,6 +82,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_o = [&] { start_pv<P>(o, p_operand, v_tile, adds); };
   const auto release_k_tile = [&](int n) {
     pin(s);
+    if constexpr (P::kKeyScales) scale_keys(s, smem.key_scales(n) + threadIdx.x % 4 * 2);
     release_k(smem, n, wg, round, i == 0);
   };
   const auto look_at = [&](int n) {
@@ -107,6 +110,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto finish_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.finish(); }); };
   float rescale[2], scale[2];
   const auto softmax = [&](int n, auto& scores) {
+    scale_products(rows, scores);
     apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
     release_terms(smem, n);
     online_softmax(p, smem.work(round), rows, kv_begin, full, scores, rescale);
@@ -236,6 +240,12 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
 
   constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+  if constexpr (kScaledKv<P>) {
+    if (wg == kAllWarpgroups) {
+      lower_register_limit<converter_registers(kAllWarpgroups, P::kMinBlocks)>();
+      return convert_kv(p, Storage(0, shared));
+    }
+  }
   if (wg < 0) {
     lower_register_limit<producer_registers(kAllWarpgroups, P::kMinBlocks)>();
     // The roles of the producer's four warps. Two slots share them: then two warps load K and V, and two load
@@ -267,7 +277,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
       find_column_terms(p, smem);
     }
   } else {
-    raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks)>();
+    raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>)>();
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
     consume(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
   }

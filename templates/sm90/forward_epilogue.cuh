@@ -83,7 +83,7 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
 template <class P>
 __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
                                               const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
-  const float to_log2 = scale_operand<P>(p);
+  const float to_log2 = exponent_scale(p, rows);
   float lse[2], highest[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -91,7 +91,8 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     sum += __shfl_xor_sync(kWholeWarp, sum, 1);
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-    highest[half] = P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], p.softmax_scale);
+    highest[half] =
+        P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale));
     const float factor = exponent_factor<P>(rows.max[half], to_log2);
     const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
     lse[half] = sum > 0.0f ? highest[half] + (log2_approx(sum) - rest) * kLn2 : -infinity();
@@ -104,6 +105,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     lse[half] = end.lse;
     const float of_products = sum_of_products<typename P::Element>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
+    scale[half] = rows.times_v_scale(scale[half]);
   }
   if constexpr (P::kStreamK) {
     store_lse_of_part(p, work, wg, lse);

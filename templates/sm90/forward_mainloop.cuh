@@ -52,12 +52,18 @@ __device__ __forceinline__ void start_qk(SAccumulator<P>& s, unsigned long long 
 template <class P>
 __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_operand, unsigned long long v,
                                          int& adds) {
-  constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16;
+  constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16,
+                kParts = pv_parts(P::kHeadDimV, kScaledKv<P>), kValues = kOwnColumns<P> / 2 / kParts,
+                kSlices = slices(kOwnColumns<P>) / kParts;
   pin(o);
   wgmma_fence();
 #pragma unroll
-  for (int step = 0; step < kStatements; ++step)
-    P::multiply_output(o, &p_operand[step], v + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
+  for (int part = 0; part < kParts; ++part)
+#pragma unroll
+    for (int step = 0; step < kStatements; ++step)
+      P::multiply_output(reinterpret_cast<float(&)[kValues]>(o[part * kValues]), &p_operand[step],
+                         v + (part * kSlices * ForwardStorage<P>::kSliceBytes + step * 16 * kRowBytes >> 4),
+                         step > 0 ? 1 : adds);
   adds = 1;
   pin(o);
 }
@@ -86,6 +92,7 @@ __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, boo
                                        const SoftmaxRows<P>& rows, int kv_begin) {
   if (!ready) barrier_wait<P>(smem.v_full(n), smem.phase(n));
   if constexpr (kGathers<P>) return publish_to_async_proxy();
+  if constexpr (kScaledKv<P>) return;  // zeros already
   if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
     clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);
     publish_to_async_proxy();
@@ -101,7 +108,7 @@ __device__ __forceinline__ void release(unsigned barrier) {
 template <class P>
 __device__ __forceinline__ void release_k(const ForwardStorage<P>& smem, int n, int wg, int round,
                                           bool last_of_q) {
-  if constexpr (kProducerPostsEntries<P>)
+  if constexpr (kThreadsReleaseK<P>)
     barrier_arrive(smem.k_empty(n));
   else if constexpr (!P::kSharedKv)
     release(smem.k_empty(n));
@@ -151,7 +158,7 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
     ping_pong_wait(smem, wg);
     ping_pong_arrive(smem, wg);
     barrier_wait<P>(smem.k_full(n), smem.phase(n));
-    if constexpr (!P::kSharedKv) release(smem.k_empty(n));
+    if constexpr (!P::kSharedKv) release_k(smem, n, wg, round, false);
     barrier_wait<P>(smem.v_full(n), smem.phase(n));
     release(smem.v_empty(n));
     wait_terms(smem, n);

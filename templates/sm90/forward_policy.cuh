@@ -2,6 +2,7 @@
 // tools/bench/NOTES.md). To tune the kernel, begin here.
 #pragma once
 
+#include "flashjit/common/kv_source.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/layout.cuh"
@@ -45,6 +46,11 @@ constexpr bool kConsumersReadList = (kLists<P> && kTestsMask<P> && kQTilesPerCta
 template <class P>
 constexpr bool kProducerPostsEntries = kLists<P> && !kConsumersReadList<P>;
 
+/// K is released by each thread, which has read what threads wrote beside it: racecheck does not take a
+/// lane's arrival for its warp's reads.
+template <class P>
+constexpr bool kThreadsReleaseK = kProducerPostsEntries<P> || P::kKeyScales;
+
 /// The type of pipeline counters. Unsigned, a stage and its phase are fewer instructions: causal d128 +1.4 to
 /// +2.0% from 4k on; but lists tested pair by pair -1 to -3.5%.
 /// NOTES.md#ptxas-orders-equal-sources-differently
@@ -63,6 +69,11 @@ using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 template <class P>
 constexpr bool kGathers = P::kPageRows % kSwizzledRows != 0;
 constexpr int kGatherWarps = 2;
+
+/// K and V of 8 bits: a warpgroup more converts them. Consumers then have fewer registers.
+template <class P>
+constexpr int kConverters = kScaledKv<P> ? 1 : 0;
+constexpr int kConverterThreads = 128;
 
 // --- Products ---------------------------------------------------------------------------------------------
 
@@ -147,9 +158,9 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
 template <class P>
-constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
-                                       P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
-                                       kQTilesPerCta<P>, P::kDSplit,   P::kSharedKv};
+constexpr ForwardLayout kForwardLayout{
+    P::kBr,    P::kBc,           P::kHeadDim, P::kHeadDimV, P::kStages,   P::kBiasTile,  P::kScoreColumnTerm,
+    kLists<P>, kQTilesPerCta<P>, P::kDSplit,  P::kSharedKv, kScaledKv<P>, P::kKeyScales, P::kSplit};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
 /// same rows (d_split). Each computes S and P of them, and O for some of the columns.

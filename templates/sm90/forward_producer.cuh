@@ -10,6 +10,14 @@
 
 namespace flashjit::sm90 {
 
+/// Posts the list entry of tile n for the consumers, by one thread of those that fill K's stage.
+template <class P>
+__device__ __forceinline__ void post_entry(const Params& p, const ForwardStorage<P>& smem,
+                                           const WorkTile<P>& work, int n, int entry) {
+  const int end = (tile_of_entry<P>(entry) + 1) * P::kBc;
+  smem.entry(n) = end <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
+}
+
 /// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
 /// tile's, before V of this one. The bias tile comes with K, since the scores read it before P V. By one
 /// thread; with pages by one warp.
@@ -19,8 +27,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   KvTilePlace<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
     if constexpr (P::kSharedKv) return;
-    barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-    copy_kv_tile<P, P::kHeadDimV>(smem.v(n), maps.v, smem.v_full(n), loaded);
+    barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+    copy_kv_tile<P, P::kHeadDimV>(smem.v_landing(n), maps.v, smem.v_landed(n), loaded);
   };
   int n = 0;
 #pragma unroll 1
@@ -36,11 +44,10 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const KvTilePlace<P> tile(p, work.sequence, slot, h_kv, begin);
-      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
-      if constexpr (kProducerPostsEntries<P>)
-        if (leads_kv_copies<P>())
-          smem.entry(n) = begin + P::kBc <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
-      copy_kv_tile<P, P::kHeadDim>(smem.k(n), maps.k, smem.k_full(n), tile);
+      barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+      if constexpr (kProducerPostsEntries<P> && !kScaledKv<P>)
+        if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
+      copy_kv_tile<P, P::kHeadDim>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
         if (leads_kv_copies<P>())

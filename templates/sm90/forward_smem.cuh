@@ -20,6 +20,7 @@ struct ForwardStorage {
   static constexpr int kQBytes = tile_bytes(kWarpgroupRows, P::kHeadDim);  // a warpgroup's
   static constexpr int kKBytes = kLayout.k_bytes(), kVBytes = kLayout.v_bytes();
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
+  static constexpr int kCodeSlots = max(kLayout.code_slots(), 1);
   static_assert(sizeof(WorkTile<P>) <= kWorkTileBytes);
   using Count = PipelineCount<P>;
 
@@ -46,6 +47,18 @@ struct ForwardStorage {
   }
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
+  }
+  /// A tile of codes of K or V, and its keys' scales. `c` is code_tile_k() or code_tile_v().
+  __device__ unsigned codes(Count c) const {
+    return base + kLayout.code_tiles() + c % kCodeSlots * kLayout.code_slot_bytes();
+  }
+  __device__ float* code_scales(Count c) const {
+    return reinterpret_cast<float*>(shared + (codes(c) - base) + kLayout.code_scales());
+  }
+  /// Scales of the keys of K of tile n.
+  __device__ float* key_scales(Count n) const {
+    return reinterpret_cast<float*>(shared + kLayout.key_scales_begin() +
+                                    n % P::kStages * kLayout.key_scales_bytes());
   }
   /// The score's column terms: what it reads of the keys of tile n.
   __device__ float* column_terms(Count n) const {
@@ -89,6 +102,37 @@ struct ForwardStorage {
     return work_full(0) + kKeptWorkTiles * 8 + n % P::kStages * 16;
   }
   __device__ unsigned terms_empty(Count n) const { return terms_full(n) + 8; }
+  __device__ unsigned codes_full(Count c) const {
+    constexpr int kTermBarriers = P::kBiasTile || P::kScoreColumnTerm ? 2 : 0;
+    return work_full(0) + (kKeptWorkTiles + kTermBarriers * P::kStages) * 8 + c % kCodeSlots * 16;
+  }
+  __device__ unsigned codes_empty(Count c) const { return codes_full(c) + 8; }
+  __device__ int codes_phase(Count c) const { return c / kCodeSlots & 1; }
+
+  // Where TMA puts tile n of K or V, and the barriers of that. Tiles of codes of both are in one ring, in the
+  // order of their loads: K of the next tile before V of this one.
+  __device__ Count code_tile_k(Count n) const { return n > 0 ? 2 * n - 1 : 0; }
+  __device__ Count code_tile_v(Count n) const { return 2 * n + 2; }
+  __device__ unsigned k_landing(Count n) const { return kScaledKv<P> ? codes(code_tile_k(n)) : k(n); }
+  __device__ unsigned v_landing(Count n) const { return kScaledKv<P> ? codes(code_tile_v(n)) : v(n); }
+  __device__ unsigned k_landed(Count n) const {
+    return kScaledKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
+  }
+  __device__ unsigned v_landed(Count n) const {
+    return kScaledKv<P> ? codes_full(code_tile_v(n)) : v_full(n);
+  }
+  __device__ unsigned k_may_land(Count n) const {
+    return kScaledKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
+  }
+  __device__ unsigned v_may_land(Count n) const {
+    return kScaledKv<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
+  }
+  __device__ int k_landing_phase(Count n) const {
+    return kScaledKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
+  }
+  __device__ int v_landing_phase(Count n) const {
+    return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n);
+  }
 
   // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup.
   __device__ int ping_pong(int wg) const {
@@ -107,10 +151,10 @@ struct ForwardStorage {
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
-      constexpr int kLoads = kGathers<P> ? kGatherWarps * 32 : 1;
+      constexpr int kLoads = kScaledKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
       barrier_init(k_full(stage), kLoads);
       if constexpr (!P::kSharedKv) barrier_init(v_full(stage), kLoads);
-      barrier_init(k_empty(stage), kWarpgroups * (kProducerPostsEntries<P> ? 128 : 4));
+      barrier_init(k_empty(stage), kWarpgroups * (kThreadsReleaseK<P> ? 128 : 4));
       if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);
       if constexpr (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
@@ -119,6 +163,10 @@ struct ForwardStorage {
         barrier_init(terms_full(stage), 32);
         barrier_init(terms_empty(stage), kWarpgroups * 128);
       }
+    }
+    for (int c = 0; c < kLayout.code_slots(); ++c) {
+      barrier_init(codes_full(c), 1 + (P::kKeyScales ? 32 : 0));
+      barrier_init(codes_empty(c), kConverterThreads / 32);
     }
   }
 };

@@ -20,10 +20,30 @@ __device__ __forceinline__ Range keys_of_all_rows(const Params& p, const typenam
   }
 }
 
+/// What all codes of a work tile's head of K and V are multiplied with: K's with the score's scale, V's with
+/// O. Scales of keys are multiplied with S and V.
+template <class P, bool kOfHeads = kScaledKv<P> && !P::kKeyScales>
+struct HeadScales {
+  __device__ void read(const Params&, const WorkTile<P>&) {}
+  __device__ float times_k_scale(float x) const { return x; }
+  __device__ float times_v_scale(float x) const { return x; }
+};
+template <class P>
+struct HeadScales<P, true> {
+  float k_scale, v_scale;
+  __device__ void read(const Params& p, const WorkTile<P>& work) {
+    const int h_kv = work.h / p.qhead_per_kvhead();
+    k_scale = KvScales<P>(p, p.k_scale, work.sequence, h_kv).of_head();
+    v_scale = KvScales<P>(p, p.v_scale, work.sequence, h_kv).of_head();
+  }
+  __device__ float times_k_scale(float x) const { return x * k_scale; }
+  __device__ float times_v_scale(float x) const { return x * v_scale; }
+};
+
 /// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
 /// first.
 template <class P>
-struct SoftmaxRows {
+struct SoftmaxRows : HeadScales<P> {
   Range q{0, 0};          ///< the warpgroup's queries
   Range full_keys{0, 0};  ///< that all of them attend to
   int seqused_kv = 0;
@@ -39,6 +59,7 @@ struct SoftmaxRows {
       for (int half = 0; half < 2; ++half)
         packed_query[half] = q_begin + query_of_row<P>(p, own_row() + half * 8);
     seqused_kv = work.sequence.seqused_kv(p);
+    this->read(p, work);
     head = work.sequence.head(p, work.h);
     full_keys = keys_of_all_rows<P>(p, head, q, seqused_kv);
     max[0] = max[1] = -infinity();
@@ -50,6 +71,30 @@ struct SoftmaxRows {
   __device__ int first_query() const { return P::kPackGqa ? packed_query[0] : q.begin + own_row(); }
   __device__ int to_second() const { return P::kPackGqa ? packed_query[1] - packed_query[0] : 8; }
 };
+
+/// What takes S to exponents of a power of two.
+template <class P>
+__device__ __forceinline__ float exponent_scale(const Params& p, const SoftmaxRows<P>& rows) {
+  return P::kHasScore ? scale_operand<P>(p) : rows.times_k_scale(scale_operand<P>(p));
+}
+/// S *= K's scale, where a program makes scores of it.
+template <class P, int kCount>
+__device__ __forceinline__ void scale_products(const SoftmaxRows<P>& rows, float (&s)[kCount]) {
+  if constexpr (kScaledKv<P> && P::kHasScore && !P::kKeyScales) {
+#pragma unroll
+    for (int n = 0; n < kCount; ++n) s[n] *= rows.k_scale;
+  }
+}
+/// S *= the scales of K's keys, `scales` being of the thread's first on.
+template <int kCount>
+__device__ __forceinline__ void scale_keys(float (&s)[kCount], const float* scales) {
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4) {
+    const float2 of_keys = *reinterpret_cast<const float2*>(scales + n * 2);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) s[n + e] *= e % 2 ? of_keys.y : of_keys.x;
+  }
+}
 
 /// The score program, pair by pair. `bias`: this lane's address in the bias tile, in the first four 8 x 8
 /// matrices. `column_terms`: from this thread's first key on.
@@ -130,7 +175,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
                                                int kv_begin, bool full, float (&s)[kCount],
                                                float (&rescale)[2]) {
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
-  const float scale = scale_operand<P>(p);
+  const float scale = exponent_scale(p, rows);
   // A score that is a line along the keys stays in units of dot products, without its value at this thread's
   // first key: `unit` and `line` make it a score. With a scale below 1e-30 no slope could be recovered.
   [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);

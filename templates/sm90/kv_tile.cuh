@@ -41,12 +41,19 @@ struct KvTilePlace {
   }
 };
 
-/// Starts the copy of a tile of K or V, which completes on `full`. By one thread; with pages by a warp.
+/// Starts the copy of a tile of K or V, which completes on `full`. By one thread; with pages by a warp. Codes
+/// come in rows one after the other, not in slices.
 template <class P, int kColumns>
 __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, unsigned full,
                                              const KvTilePlace<P>& at) {
-  constexpr int kBytes = tile_bytes(P::kBc, kColumns);
-  if constexpr (!kPaged<P>) {
+  constexpr int kBytes = kScaledKv<P> ? P::kBc * kColumns : tile_bytes(P::kBc, kColumns);
+  if constexpr (kScaledKv<P>) {
+    const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
+    if (lane == 0) barrier_expect(full, kBytes);
+    if constexpr (kPaged<P>) __syncwarp();
+    if (lane < P::kBc / kKvBoxRows<P>)
+      load_box(to + lane * kKvBoxRows<P> * kColumns, map, full, 0, at.row, at.head, at.batch);
+  } else if constexpr (!kPaged<P>) {
     barrier_expect(full, kBytes);
     load_tile<P::kBc, kColumns>(to, map, full, at.row, at.head, at.batch);
   } else {

@@ -19,16 +19,18 @@ constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup com
 constexpr int kWarpRows = 16;       ///< rows of each of its warps
 
 /// Registers of a thread of the forward pass, where a multiprocessor has `ctas` CTAs of `consumers` consumer
-/// warpgroups and a producer warpgroup: at the start all threads have the same number, then the producer
-/// gives most of its registers to the consumers.
-constexpr int launch_registers(int consumers, int ctas) {
-  return 65536 / ((consumers + 1) * 128 * ctas) / 8 * 8;
+/// warpgroups, a producer warpgroup and, with K and V of 8 bits, `converters`, which is 1: at the start all
+/// threads have the same number, then the others give most of theirs to the consumers.
+constexpr int launch_registers(int consumers, int ctas, int converters = 0) {
+  return 65536 / ((consumers + 1 + converters) * 128 * ctas) / 8 * 8;
 }
 constexpr int producer_registers(int consumers, int ctas) {
   return ctas > 1 || consumers > 2 ? 32 : consumers == 2 ? 40 : 56;
 }
-constexpr int consumer_registers(int consumers, int ctas) {
-  const int all = launch_registers(consumers, ctas) * (consumers + 1) - producer_registers(consumers, ctas);
+constexpr int converter_registers(int consumers, int ctas) { return ctas > 1 || consumers > 1 ? 40 : 56; }
+constexpr int consumer_registers(int consumers, int ctas, int converters = 0) {
+  const int all = launch_registers(consumers, ctas, converters) * (consumers + 1 + converters) -
+                  producer_registers(consumers, ctas) - converters * converter_registers(consumers, ctas);
   return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
 }
 
@@ -42,6 +44,10 @@ constexpr int own_columns(int head_dim_v, int groups) {
 /// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
 /// code differently, which is up to 3% slower.
 constexpr bool has_whole_products(int head_dim_v) { return head_dim_v > 128; }
+
+/// Into how many parts of the columns of O a product P V is divided: two where the converting warpgroup
+/// leaves a thread 128 registers at the start, which ptxas does not let one instruction exceed.
+constexpr int pv_parts(int head_dim_v, bool codes) { return codes && head_dim_v == 256 ? 2 : 1; }
 
 /// Into how many splits each of the `over` Q tiles of the forward pass's tail wave is divided: at most one a
 /// warpgroup, and so few that all splits run at once in `slots` slots.
@@ -59,6 +65,11 @@ constexpr int kv_box_rows(int page_rows, int bc) {
 }
 constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
 
+constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not swizzle
+/// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
+constexpr int kFewestCodeSlots = 2, kMoreCodeSlots = 4;
+constexpr int kCodeSlotBarriers = 2;  ///< full and empty
+
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
 /// stage of Q, and the scheduler looks for the fourth.
@@ -71,14 +82,19 @@ constexpr int kKeptWorkTiles = 8;
 ///   K, V         `stages` each
 ///   bias tile    `stages`, where the score reads one
 ///   O            where it fits
+///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales
 ///   column terms `stages`, where the score has them
+///   key scales   `stages`, of K's codes
 ///   work tiles, list entries of `stages` KV tiles where they are listed, barriers
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_column_terms, lists;
   int q_tiles_per_cta;
-  int d_split;     ///< warpgroups with the same rows
-  bool shared_kv;  ///< V is K's tile
+  int d_split;      ///< warpgroups with the same rows
+  bool shared_kv;   ///< V is K's tile
+  bool codes;       ///< K and V are of 8 bits
+  bool key_scales;  ///< and their keys have scales
+  bool split;
 
   constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
   /// Of a tile of V, also those behind the last that a warpgroup reads.
@@ -96,14 +112,25 @@ struct ForwardLayout {
   constexpr int bias_tile_bytes() const { return reads_bias_tile ? tile_bytes(br, bc) : 0; }
   constexpr int o() const { return bias_tile() + stages * bias_tile_bytes(); }
   /// Where a tile of O fits, TMA can store it, and the consumers need not.
-  constexpr bool has_o_tile() const { return bytes_of(q_stages()) + o_bytes() <= limit(); }
-  constexpr int column_terms() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr bool has_o_tile() const {
+    return !(codes && split) && bytes_of(q_stages()) + o_bytes() <= limit();
+  }
+  constexpr int code_tiles() const { return o() + (has_o_tile() ? o_bytes() : 0); }
+  constexpr int code_scales() const { return bc * (head_dim > head_dim_v ? head_dim : head_dim_v); }
+  constexpr int code_slot_bytes() const {
+    const int bytes = codes ? code_scales() + key_scales_bytes() : 0;
+    return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
+  }
+  constexpr int code_slots() const { return fewest_code_slots() + more_code_slots(); }
+  constexpr int column_terms() const { return code_tiles() + code_slots() * code_slot_bytes(); }
   constexpr int column_terms_bytes() const { return reads_column_terms ? bc * 4 : 0; }
-  constexpr int work_tiles() const { return column_terms() + stages * column_terms_bytes(); }
+  constexpr int key_scales_begin() const { return column_terms() + stages * column_terms_bytes(); }
+  constexpr int key_scales_bytes() const { return key_scales ? bc * 4 : 0; }
+  constexpr int work_tiles() const { return key_scales_begin() + stages * key_scales_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
   constexpr int barriers() const { return list_entries() + list_entries_bytes(); }
   constexpr int slot_bytes() const {
-    const int used = bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0);
+    const int used = bytes_with_o() + more_code_slots() * code_slot_cost();
     return q_tiles_per_cta == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
   }
   constexpr int bytes() const { return q_tiles_per_cta * slot_bytes(); }
@@ -115,11 +142,20 @@ struct ForwardLayout {
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
   constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
-  /// Of a slot without O. Barriers: two for each warpgroup's Q, four for each stage of K and V and those of
-  /// the score, and one for each work tile.
+  constexpr int fewest_code_slots() const { return codes ? kFewestCodeSlots : 0; }
+  /// As many as fit: they are what is on its way from memory.
+  constexpr int more_code_slots() const {
+    const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;
+    return more < kMoreCodeSlots ? more : kMoreCodeSlots;
+  }
+  constexpr int code_slot_cost() const { return code_slot_bytes() + kCodeSlotBarriers * 8; }
+  constexpr int bytes_with_o() const { return bytes_of(q_stages()) + (has_o_tile() ? o_bytes() : 0); }
+  /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
+  /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() + stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes()) +
-           kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() +
+    return q_count * q_bytes() +
+           stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
+           kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + fewest_code_slots() * code_slot_cost() +
            (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;
   }
 };

@@ -414,6 +414,17 @@ TEST(KernelsOfCodes, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::size_t i = 0;
+  for (const AttentionSpec& spec : test::covering_specs_of_codes()) {
+    if (!plan::sm90_traits().supports(spec, device)) continue;
+    const AttentionShape shape =
+        ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
+    EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape, device), device), "");
+  }
+}
+
 TEST(KernelsOfCodes, CompileWithPrograms) {
   for (const char* arch : {"sm_80", "sm_89", "sm_90a"})
     for (const char* text :
@@ -424,7 +435,9 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
         const DeviceInfo device = DeviceInfo::parse(arch);
         const AttentionSpec spec = parse_spec(text).normalized();
-        EXPECT_EQ(compile_and_check(spec, plan::sm80_traits().heuristic(spec, shape, device), device), "");
+        for (const plan::FamilyTraits& family : plan::families())
+          if (family.supports(spec, device))
+            EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
       }
 }
 

@@ -17,7 +17,7 @@ TEST_P(EmulatedCodes, OfManyKeysKeepTheirMean) {
     check_long_mean(runtime.get(), GetParam(), keys);
 }
 
-INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes, testing::Values(Family::simt, Family::sm80),
+INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes, testing::Values(Family::simt, Family::sm80, Family::sm90),
                          [](const auto& info) { return to_string(info.param); });
 
 }  // namespace

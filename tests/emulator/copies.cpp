@@ -121,23 +121,22 @@ class Box {
   unsigned bytes() const { return rows() * row_bytes(); }
   /// Elements outside of the tensor are zeros.
   void load() const {
-    for_each_element([](SharedPlace shared, const char* global) {
-      char* to = shared.write_async(kElementBytes);
-      std::memset(to, 0, kElementBytes);
-      if (global) std::memcpy(to, global, kElementBytes);
+    for_each_element([this](SharedPlace shared, const char* global) {
+      char* to = shared.write_async(element_bytes());
+      std::memset(to, 0, element_bytes());
+      if (global) std::memcpy(to, global, element_bytes());
     });
   }
   /// Elements outside of the tensor are dropped.
   void store() const {
-    for_each_element([](SharedPlace shared, char* global) {
-      if (global) std::memcpy(global, shared.read_async(kElementBytes), kElementBytes);
+    for_each_element([this](SharedPlace shared, char* global) {
+      if (global) std::memcpy(global, shared.read_async(element_bytes()), element_bytes());
     });
   }
 
  private:
-  static constexpr unsigned kElementBytes = 2;
-
-  unsigned row_bytes() const { return map_.box[0] * kElementBytes; }
+  unsigned element_bytes() const { return static_cast<unsigned>(map_.strides[0]); }
+  unsigned row_bytes() const { return map_.box[0] * element_bytes(); }
   unsigned rows() const {
     unsigned count = 1;
     for (unsigned i = 1; i < map_.dimensions; ++i) count *= map_.box[i];
@@ -155,10 +154,11 @@ class Box {
       }
       for (unsigned column = 0; column < map_.box[0]; ++column) {
         const long long at = first_[0] + static_cast<long long>(column);
-        const unsigned plain = in_.offset + row * row_bytes() + column * kElementBytes;
-        const SharedPlace swizzled{in_.block, plain ^ (plain >> 7 & 7) << 4};
+        const unsigned plain = in_.offset + row * row_bytes() + column * element_bytes();
+        const unsigned swizzle = element_bytes() == 2 ? (plain >> 7 & 7) << 4 : 0;
+        const SharedPlace swizzled{in_.block, plain ^ swizzle};
         const bool exists = inside && at >= 0 && at < map_.sizes[0];
-        use(swizzled, exists ? start + at * kElementBytes : nullptr);
+        use(swizzled, exists ? start + at * element_bytes() : nullptr);
       }
     }
   }

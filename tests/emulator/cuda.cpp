@@ -158,18 +158,21 @@ CUresult launch(const CUlaunchConfig* config, CUfunction function, void** parame
   return CUDA_ERROR_LAUNCH_FAILED;
 }
 
-CUresult encode(CUtensorMap* to, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
-                const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*,
+CUresult encode(CUtensorMap* to, CUtensorMapDataType type, cuuint32_t rank, void* data,
+                const cuuint64_t* sizes, const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t*,
                 CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapL2promotion,
                 CUtensorMapFloatOOBfill) {
-  constexpr std::uint64_t kElementBytes = 2, kMostStride = std::uint64_t{1} << 40;
+  const bool bytes = type == CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const std::uint64_t element_bytes = bytes ? 1 : 2;
+  constexpr std::uint64_t kMostStride = std::uint64_t{1} << 40;
   emulator::TensorMap map{.data = static_cast<char*>(data), .dimensions = static_cast<std::uint16_t>(rank)};
   bool valid = reinterpret_cast<std::uintptr_t>(data) % 16 == 0 &&
                rank <= emulator::TensorMap::kMostDimensions && interleave == CU_TENSOR_MAP_INTERLEAVE_NONE &&
-               swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] * kElementBytes <= 128;
+               (bytes ? swizzle == CU_TENSOR_MAP_SWIZZLE_NONE && box[0] % 16 == 0
+                      : swizzle == CU_TENSOR_MAP_SWIZZLE_128B && box[0] * element_bytes <= 128);
   for (cuuint32_t i = 0; i < rank && valid; ++i) {
     map.sizes[i] = static_cast<std::uint32_t>(sizes[i]);
-    map.strides[i] = i == 0 ? kElementBytes : strides[i - 1];
+    map.strides[i] = i == 0 ? element_bytes : strides[i - 1];
     map.box[i] = static_cast<std::uint16_t>(box[i]);
     valid = sizes[i] > 0 && sizes[i] <= std::uint64_t{1} << 32 && box[i] > 0 && box[i] <= 256 &&
             (i == 0 || (map.strides[i] > 0 && map.strides[i] % 16 == 0 && map.strides[i] < kMostStride));

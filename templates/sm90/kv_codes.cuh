@@ -1,0 +1,113 @@
+// K and V of 8 bits. TMA brings tiles of codes to slots of their own; a warpgroup makes elements of them in
+// the stages of K and V, where the consumers find what they find of 16 bits. Scales of heads are the
+// consumers', in the score's scale and in O; of scales of keys, K's are the consumers', in S, and V's are in
+// what this warpgroup writes.
+#pragma once
+
+#include "flashjit/sm90/forward_mainloop.cuh"
+#include "flashjit/sm90/forward_producer.cuh"
+
+namespace flashjit::sm90 {
+
+/// Visits the KV tiles of all work tiles in the order in which load_kv() loads them. `visit_k(work, i, n)` is
+/// of K of tile n, KV tile i of its work tile, and returns what `visit_v(found, n)` gets.
+template <class P, class VisitK, class VisitV>
+__device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, const VisitK& visit_k,
+                                               const VisitV& visit_v) {
+  int n = 0, before = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      const int found = visit_k(work, i, n);
+      if (n > 0) visit_v(before, n - 1);
+      before = found;
+    }
+  }
+  if (n > 0) visit_v(before, n - 1);
+}
+
+/// Eight codes as elements.
+template <class P>
+__device__ __forceinline__ uint4 elements_of_codes(uint2 codes) {
+  const auto pair = [](unsigned two) {
+    return pair_of_codes<typename P::Element, typename P::KvElement>(two);
+  };
+  return {pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)};
+}
+/// The same times a scale.
+template <class P>
+__device__ __forceinline__ uint4 elements_of_codes(uint2 codes, float scale) {
+  const auto pair = [&](unsigned two) {
+    return pair_of_codes<typename P::Element, typename P::KvElement>(two, scale, scale);
+  };
+  return {pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)};
+}
+
+/// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN. By a warpgroup.
+template <class P, int kColumns, bool kScaled>
+__device__ __forceinline__ void convert_tile(char* tile, const char* codes, const float* scales, int valid) {
+  constexpr int kChunks = kColumns / 8, kAll = P::kBc * kChunks;
+  constexpr int kMostLoads = 8, kLoads = min((kAll + kConverterThreads - 1) / kConverterThreads, kMostLoads);
+  constexpr int kStep = kLoads * kConverterThreads;
+  const auto exists = [](int index) { return kAll % kStep == 0 || index < kAll; };
+#pragma unroll 1
+  for (int first = static_cast<int>(threadIdx.x) % kConverterThreads; first < kAll; first += kStep) {
+    uint2 eight[kLoads];
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load)
+      if (const int index = first + load * kConverterThreads; exists(index))
+        eight[load] = *reinterpret_cast<const uint2*>(codes + index * 8);
+#pragma unroll
+    for (int load = 0; load < kLoads; ++load) {
+      const int index = first + load * kConverterThreads, row = index / kChunks, chunk = index % kChunks;
+      if (!exists(index)) break;
+      if (kForeignKeys<P> && row >= valid) eight[load] = {0, 0};
+      uint4& to = *reinterpret_cast<uint4*>(tile + chunk_offset<P::kBc>(row, chunk));
+      if constexpr (kScaled)
+        to = elements_of_codes<P>(eight[load], scales[row]);
+      else
+        to = elements_of_codes<P>(eight[load]);
+    }
+  }
+}
+
+/// Converts all tiles that the CTA meets, K and V by turns. By a warpgroup.
+template <class P>
+__device__ __forceinline__ void convert_kv(const Params& p, const ForwardStorage<P>& smem) {
+  const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
+  const auto at = [&](unsigned address) { return smem.shared + (address - smem.base); };
+  const auto finish = [&](unsigned full, unsigned codes_empty) {
+    publish_to_async_proxy();
+    barrier_arrive(full);
+    release(codes_empty);
+  };
+  visit_kv_tiles<P>(
+      smem,
+      [&](const WorkTile<P>& work, int i, int n) {
+        const int entry = work.kv_tiles.entry(i),
+                  valid = work.sequence.seqused_kv(p) - tile_of_entry<P>(entry) * P::kBc;
+        barrier_wait<P>(smem.k_landed(n), smem.k_landing_phase(n));
+        barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+        if constexpr (kProducerPostsEntries<P>)
+          if (thread == 0) post_entry(p, smem, work, n, entry);
+        convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid);
+        if constexpr (P::kKeyScales)
+          for (int row = thread; row < P::kBc; row += kConverterThreads)
+            smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
+        finish(smem.k_full(n), smem.k_may_land(n));
+        return valid;
+      },
+      [&](int valid, int n) {
+        barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+        barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+        convert_tile<P, P::kHeadDimV, P::kKeyScales>(at(smem.v(n)), at(smem.v_landing(n)),
+                                                     smem.code_scales(smem.code_tile_v(n)), valid);
+        finish(smem.v_full(n), smem.v_may_land(n));
+      });
+}
+
+}  // namespace flashjit::sm90

@@ -136,7 +136,6 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
-  if (spec.key_scales) return Support::no("scales of keys are not for this family");
   if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));

@@ -270,6 +270,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
       } else if (elected())
         schedule_and_load_q(p, smem, maps, start);
     } else if (warp / kQTilesPerCta<P> == 2) {
+      if constexpr (P::kKeyScales) load_key_scales(p, smem);
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (kGathers<P>) {
       gather_kv(p, smem, 1);

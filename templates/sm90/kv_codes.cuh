@@ -1,5 +1,6 @@
-// K and V of 8 bits. TMA brings tiles of codes to slots of their own; a warpgroup makes elements of them in
-// the stages of K and V, where the consumers find what they find of 16 bits. Scales of heads are the
+// K and V of 8 bits. TMA brings tiles of codes to slots of their own, and a warp their keys' scales; a
+// warpgroup makes elements of them in the stages of K and V, where the consumers find what they find of 16
+// bits. Scales of heads are the
 // consumers', in the score's scale and in O; of scales of keys, K's are the consumers', in S, and V's are in
 // what this warpgroup writes.
 #pragma once
@@ -14,7 +15,8 @@ namespace flashjit::sm90 {
 template <class P, class VisitK, class VisitV>
 __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, const VisitK& visit_k,
                                                const VisitV& visit_v) {
-  int n = 0, before = 0;
+  int n = 0;
+  decltype(visit_k(smem.work(0), 0, 0)) before{};
 #pragma unroll 1
   for (int round = 0;; ++round) {
     barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
@@ -22,12 +24,59 @@ __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, co
     if (work.h < 0) break;
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int found = visit_k(work, i, n);
+      const auto found = visit_k(work, i, n);
       if (n > 0) visit_v(before, n - 1);
       before = found;
     }
   }
   if (n > 0) visit_v(before, n - 1);
+}
+
+/// The keys of a KV tile, of which `valid` exist.
+template <class P>
+struct TileKeys {
+  Sequence<P> sequence;
+  int h_kv = 0, begin = 0, valid = 0;
+};
+
+/// Starts the copies of the keys' scales, which count as one of each lane's arrivals on `full`. By a warp.
+template <class P>
+__device__ __forceinline__ void copy_key_scales(float* to, const KvScales<P>& from, const TileKeys<P>& keys,
+                                                unsigned full) {
+  constexpr int kOwn = (P::kBc + 31) / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const float* scales[kOwn];  // before any copy, so that look-ups of pages do not wait for each other
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own) {
+    const int row = own * 32 + lane;
+    scales[own] = row < keys.valid ? from.of_key(keys.begin + row) : from.some();
+  }
+#pragma unroll
+  for (int own = 0; own < kOwn; ++own)
+    if (const int row = own * 32 + lane; P::kBc % 32 == 0 || row < P::kBc)
+      copy_async_4(shared_address(to + row), scales[own], row < keys.valid);
+  barrier_arrive_after_copies(full);
+}
+
+/// Loads the scales of all keys that the CTA meets, K's and V's by turns. By a warp.
+template <class P>
+__device__ __forceinline__ void load_key_scales(const Params& p, const ForwardStorage<P>& smem) {
+  visit_kv_tiles<P>(
+      smem,
+      [&](const WorkTile<P>& work, int i, int n) {
+        const int begin = work.kv_begin(i);
+        const TileKeys<P> keys{work.sequence, work.h / p.qhead_per_kvhead(), begin,
+                               min(work.sequence.seqused_kv(p) - begin, P::kBc)};
+        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+        copy_key_scales(smem.code_scales(smem.code_tile_k(n)),
+                        KvScales<P>(p, p.k_scale, keys.sequence, keys.h_kv), keys, smem.k_landed(n));
+        return keys;
+      },
+      [&](const TileKeys<P>& keys, int n) {
+        barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+        copy_key_scales(smem.code_scales(smem.code_tile_v(n)),
+                        KvScales<P>(p, p.v_scale, keys.sequence, keys.h_kv), keys, smem.v_landed(n));
+      });
 }
 
 /// Eight codes as elements.
@@ -51,7 +100,8 @@ __device__ __forceinline__ uint4 elements_of_codes(uint2 codes, float scale) {
 template <class P, int kColumns, bool kScaled>
 __device__ __forceinline__ void convert_tile(char* tile, const char* codes, const float* scales, int valid) {
   constexpr int kChunks = kColumns / 8, kAll = P::kBc * kChunks;
-  constexpr int kMostLoads = 8, kLoads = min((kAll + kConverterThreads - 1) / kConverterThreads, kMostLoads);
+  constexpr int kMostLoads = P::kKeyScales ? 4 : 8;  // at a time, as registers allow
+  constexpr int kLoads = min((kAll + kConverterThreads - 1) / kConverterThreads, kMostLoads);
   constexpr int kStep = kLoads * kConverterThreads;
   const auto exists = [](int index) { return kAll % kStep == 0 || index < kAll; };
 #pragma unroll 1

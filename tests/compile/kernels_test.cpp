@@ -435,9 +435,10 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {
         const DeviceInfo device = DeviceInfo::parse(arch);
         const AttentionSpec spec = parse_spec(text).normalized();
-        for (const plan::FamilyTraits& family : plan::families())
-          if (family.supports(spec, device))
-            EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
+        for (const plan::FamilyTraits& family : plan::families()) {
+          if (!family.supports(spec, device)) continue;
+          EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
+        }
       }
 }
 

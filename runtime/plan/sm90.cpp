@@ -133,6 +133,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
       !taken)
     return taken;
+  if (spec.q_codes) return Support::no("Q of 8 bits");
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));

@@ -79,6 +79,12 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
       });
 }
 
+constexpr int next_power_of_two(int x) {
+  int power = 1;
+  while (power < x) power *= 2;
+  return power;
+}
+
 /// Eight codes as elements.
 template <class P>
 __device__ __forceinline__ uint4 elements_of_codes(uint2 codes) {
@@ -96,31 +102,42 @@ __device__ __forceinline__ uint4 elements_of_codes(uint2 codes, float scale) {
   return {pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)};
 }
 
-/// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN. By a warpgroup.
+/// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN. By a warpgroup: a thread
+/// has eight columns of every kRowStep-th row, at addresses that differ by constants.
 template <class P, int kColumns, bool kScaled>
 __device__ __forceinline__ void convert_tile(char* tile, const char* codes, const float* scales, int valid) {
-  constexpr int kChunks = kColumns / 8, kAll = P::kBc * kChunks;
+  constexpr int kChunks = kColumns / 8, kLanes = next_power_of_two(kChunks);
+  constexpr int kRowStep = kConverterThreads / kLanes, kSteps = (P::kBc + kRowStep - 1) / kRowStep;
+  static_assert(kRowStep % 4 == 0 && kLanes * 8 >= kColumns);
   constexpr int kMostLoads = P::kKeyScales ? 4 : 8;  // at a time, as registers allow
-  constexpr int kLoads = min((kAll + kConverterThreads - 1) / kConverterThreads, kMostLoads);
-  constexpr int kStep = kLoads * kConverterThreads;
-  const auto exists = [](int index) { return kAll % kStep == 0 || index < kAll; };
+  constexpr int kLoads = min(kSteps, kMostLoads);
+  const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
+  const int chunk = thread & (kLanes - 1), first = thread / kLanes;
+  if (kChunks < kLanes && chunk >= kChunks) return;
+  const char* from = codes + first * kColumns + chunk * 8;
+  const int to = chunk_offset<P::kBc>(first, chunk);
+  const auto exists = [](int row) {
+    return (kSteps % kLoads == 0 && P::kBc % kRowStep == 0) || row < P::kBc;
+  };
 #pragma unroll 1
-  for (int first = static_cast<int>(threadIdx.x) % kConverterThreads; first < kAll; first += kStep) {
+  for (int begin = 0; begin < kSteps; begin += kLoads) {
     uint2 eight[kLoads];
 #pragma unroll
     for (int load = 0; load < kLoads; ++load)
-      if (const int index = first + load * kConverterThreads; exists(index))
-        eight[load] = *reinterpret_cast<const uint2*>(codes + index * 8);
+      if (const int rows = (begin + load) * kRowStep; exists(first + rows))
+        eight[load] = *reinterpret_cast<const uint2*>(from + rows * kColumns);
 #pragma unroll
     for (int load = 0; load < kLoads; ++load) {
-      const int index = first + load * kConverterThreads, row = index / kChunks, chunk = index % kChunks;
-      if (!exists(index)) break;
+      const int rows = (begin + load) * kRowStep, row = first + rows;
+      if (!exists(row)) break;
       if (kForeignKeys<P> && row >= valid) eight[load] = {0, 0};
-      uint4& to = *reinterpret_cast<uint4*>(tile + chunk_offset<P::kBc>(row, chunk));
+      // Where four rows are a step, each second step's swizzle is another.
+      const int flipped = kRowStep % 8 == 0 || load % 2 == 0 ? to : to ^ 4 * 16;
+      uint4& at = *reinterpret_cast<uint4*>(tile + flipped + rows * kRowBytes);
       if constexpr (kScaled)
-        to = elements_of_codes<P>(eight[load], scales[row]);
+        at = elements_of_codes<P>(eight[load], scales[row]);
       else
-        to = elements_of_codes<P>(eight[load]);
+        at = elements_of_codes<P>(eight[load]);
     }
   }
 }

@@ -208,10 +208,11 @@ class Inputs {
                   {},
                   {}};
     if (backward) {
+      const std::size_t larger = size_of(problem_.spec.grad_type()) / size_of(problem_.spec.dtype);
       set.dout = random(sizes_.o);
-      set.dq = DeviceBuffer(driver_, sizes_.q);
-      set.dk = DeviceBuffer(driver_, sizes_.k);
-      set.dv = DeviceBuffer(driver_, sizes_.v);
+      set.dq = DeviceBuffer(driver_, sizes_.q * larger);
+      set.dk = DeviceBuffer(driver_, sizes_.k * larger);
+      set.dv = DeviceBuffer(driver_, sizes_.v * larger);
     }
     return set;
   }

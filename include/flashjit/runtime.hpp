@@ -103,7 +103,7 @@ struct ForwardArgs {
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
-/// gradients have their tensor's sizes.
+/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous

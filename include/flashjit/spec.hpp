@@ -58,7 +58,8 @@ struct AttentionSpec {
   /// With K and V of 8 bits: keys of a head may have unlike scales, which pages or keys have. Without, a
   /// head of a sequence has one.
   bool key_scales = false;
-  bool fp32_out = false;  ///< forward only: O is fp32, whatever the type of Q, K and V
+  bool fp32_out = false;    ///< forward only: O is fp32, whatever the type of Q, K and V
+  bool fp32_grads = false;  ///< backward only: dQ, dK and dV are fp32, so that parts of them can be added up
   /// Forward only: a row's bits do not depend on which other sequences are in the call. Keys are split, if at
   /// all, into parts of 2048, and tiles are chosen by the spec alone: see tools/docs/serving.md for the
   /// price.
@@ -75,6 +76,8 @@ struct AttentionSpec {
   DType kv_type() const { return kv_dtype.value_or(dtype); }
   /// Of O in the forward pass.
   DType out_type() const { return fp32_out ? DType::fp32 : dtype; }
+  /// Of dQ, dK and dV.
+  DType grad_type() const { return fp32_grads ? DType::fp32 : dtype; }
   /// Whether K and V are codes with scales.
   bool has_scales() const { return size_of(kv_type()) == 1; }
   int v_dim() const { return head_dim_v ? head_dim_v : head_dim; }

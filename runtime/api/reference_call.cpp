@@ -246,9 +246,9 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
     problem.dlse.assign(args.dlse,
                         args.dlse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
   const reference::Backward result = reference::backward(problem);
-  scatter(spec.dtype, result.dq, args.dq, written_rows(args, problem.cu_seqlens_q, args.dq));
-  scatter(spec.dtype, result.dk, args.dk, written_rows(args, problem.cu_seqlens_kv, args.dk));
-  scatter(spec.dtype, result.dv, args.dv, written_rows(args, problem.cu_seqlens_kv, args.dv));
+  scatter(spec.grad_type(), result.dq, args.dq, written_rows(args, problem.cu_seqlens_q, args.dq));
+  scatter(spec.grad_type(), result.dk, args.dk, written_rows(args, problem.cu_seqlens_kv, args.dk));
+  scatter(spec.grad_type(), result.dv, args.dv, written_rows(args, problem.cu_seqlens_kv, args.dv));
   add(result.dsinks, args.dsinks);
   for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
 }

@@ -381,11 +381,11 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   const Expected sizes = check_inputs_and_out(spec, args);
   const AttentionShape shape = shape_of(spec, args);
-  const int element_size = size_of(spec.dtype);
-  check_tensor("dout", args.dout, sizes.out, element_size, Access::read);
-  check_tensor("dq", args.dq, sizes.q, element_size, Access::write);
-  check_tensor("dk", args.dk, sizes.k, element_size, Access::write);
-  check_tensor("dv", args.dv, sizes.v, element_size, Access::write);
+  const int grad_size = size_of(spec.grad_type());
+  check_tensor("dout", args.dout, sizes.out, size_of(spec.dtype), Access::read);
+  check_tensor("dq", args.dq, sizes.q, grad_size, Access::write);
+  check_tensor("dk", args.dk, sizes.k, grad_size, Access::write);
+  check_tensor("dv", args.dv, sizes.v, grad_size, Access::write);
   if (!args.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
     refuse("lse is null: the backward pass needs the LSE that the forward pass wrote.");
   if (args.dsinks && !spec.sinks) refuse("dsinks is given, but the spec has no sinks: set spec.sinks.");

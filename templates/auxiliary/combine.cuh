@@ -70,7 +70,7 @@ __device__ void combine(const Params& p) {
       const float4 x = sums[other][chunk];
       all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
     }
-    store_out<P>(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
+    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
   }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
   if constexpr (P::kRowMax)

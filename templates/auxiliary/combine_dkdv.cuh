@@ -2,7 +2,7 @@
 // the queries.
 #pragma once
 
-#include "flashjit/common/ptx.cuh"
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/tile_walk.cuh"
 
 namespace flashjit::auxiliary {
@@ -33,9 +33,7 @@ __device__ __forceinline__ void combine_rows(const Params& p, const Sequence<P>&
       const float4 x = *reinterpret_cast<const float4*>(from + at);
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
-    using Element = typename P::Element;
-    store_global(sequence.kv_pointer(to, h_kv, row) + column,
-                 uint2{pack<Element>(sum.x, sum.y), pack<Element>(sum.z, sum.w)});
+    store_columns(sequence.template kv_pointer<GradElement<P>>(to, h_kv, row) + column, sum);
   }
 }
 

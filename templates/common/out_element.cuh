@@ -1,4 +1,4 @@
-// O in global memory: elements of Q's type, or fp32 where that is asked for.
+// O and the gradients in global memory: elements of Q's type, or fp32 where that is asked for.
 #pragma once
 
 #include "flashjit/common/element.cuh"
@@ -16,19 +16,22 @@ struct OutElementOf<true, Element> {
 };
 template <class P>
 using OutElement = typename OutElementOf<P::kFp32Out, typename P::Element>::Type;
+/// Of dQ, dK and dV.
+template <class P>
+using GradElement = typename OutElementOf<P::kFp32Grads, typename P::Element>::Type;
 
 /// Elements of O in 16 bytes.
 template <class P>
 constexpr int kOutVector = 16 / static_cast<int>(sizeof(OutElement<P>));
 
-/// Stores four columns of a row.
-template <class P>
-__device__ __forceinline__ void store_out(OutElement<P>* to, float4 x) {
-  if constexpr (P::kFp32Out)
+/// Stores four columns of a row, of elements, or fp32.
+template <class Element>
+__device__ __forceinline__ void store_columns(Element* to, float4 x) {
+  if constexpr (sizeof(Element) == 4)
     store_global(
         to, uint4{__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z), __float_as_uint(x.w)});
   else
-    store_global(to, uint2{pack<typename P::Element>(x.x, x.y), pack<typename P::Element>(x.z, x.w)});
+    store_global(to, uint2{pack<Element>(x.x, x.y), pack<Element>(x.z, x.w)});
 }
 
 }  // namespace flashjit

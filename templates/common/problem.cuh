@@ -31,6 +31,7 @@ struct ExampleProblem {
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
   static constexpr bool kQCodes = false;     // Q is of KvElement, too
   static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
+  static constexpr bool kFp32Grads = false;  // backward: so are dQ, dK and dV
   static constexpr bool kInvariant =
       false;  // forward: with kSplit, the splits of a row depend on its keys alone
   static constexpr bool kBlockMap = false;

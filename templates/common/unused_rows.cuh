@@ -34,7 +34,7 @@ template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_gradients(const Params& p) {
   if constexpr (P::kVarlen) {
     if (p.zero_unused_rows == 0) return;
-    using Element = typename P::Element;
+    using Element = GradElement<P>;
     const Range queries{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};
     const Range keys{max(p.cu_seqlens_kv[p.batch], 0), p.rows_kv};
     zero_rows<Element, P::kHeadDim>(p.dq, p.heads_q, queries);

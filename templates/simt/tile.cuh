@@ -68,9 +68,9 @@ struct Matrix {
   __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
 };
 /// The same of K or V, or of their gradients.
-template <class Problem>
+template <class Problem, class T = typename Problem::KvElement>
 struct KvMatrix {
-  using Element = typename Problem::KvElement;
+  using Element = T;
   static constexpr bool kScaled = false;
   KvSource<Problem, Element> source;
   int end;
@@ -97,9 +97,10 @@ __device__ __forceinline__ Matrix<Element> q_matrix(const Sequence<Problem>& seq
                                                     const TensorParam& tensor, int h, int end) {
   return {sequence.template q_pointer<Element>(tensor, h, 0), tensor.stride_s, end};
 }
-template <class Problem>
-__device__ __forceinline__ KvMatrix<Problem> kv_matrix(const Params& p, const Sequence<Problem>& sequence,
-                                                       const TensorParam& tensor, int h, int end) {
+template <class Problem, class Element = typename Problem::KvElement>
+__device__ __forceinline__ KvMatrix<Problem, Element> kv_matrix(const Params& p,
+                                                                const Sequence<Problem>& sequence,
+                                                                const TensorParam& tensor, int h, int end) {
   return {{p, tensor, sequence, h}, end};
 }
 

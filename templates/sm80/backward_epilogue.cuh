@@ -1,27 +1,25 @@
 // The epilogue of the backward pass: dK and dV to global memory.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/sm80/backward_smem.cuh"
 #include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
 
-/// An m16 tile of dK or dV from one split of the queries, in fp32. `row`: the lane's first within the KV
-/// tile; `first`: the first n8 tile of the `columns` that the warp has.
-template <int kChunks>
-__device__ __forceinline__ void store_gradient_split(float* splits, const Params& p, int split, int b,
-                                                     int h_kv, int begin, int row, int valid,
-                                                     float (&c)[kChunks][4], int columns, float scale,
-                                                     int first) {
+/// An m16 tile of dK or dV in fp32. `row`: the lane's first within the KV tile, whose rows `row_at` has;
+/// `first`: the first n8 tile of the `columns` that the warp has.
+template <int kChunks, class RowAt>
+__device__ __forceinline__ void store_fp32_gradient(const RowAt& row_at, int row, int valid,
+                                                    float (&c)[kChunks][4], int columns, float scale,
+                                                    int first) {
 #pragma unroll
   for (int n = 0; n < kChunks * 4; ++n) c[n / 4][n % 4] *= scale;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at_row = row + half * 8;
-    if (at_row >= valid) continue;
-    const long long at = kv_row_of_split(p, split, b, h_kv, begin + at_row);
-    store_row<kChunks>(splits + at * columns + first * 8, half, c[0], columns / 8 - first);
+    if (at_row < valid) store_row<kChunks>(row_at(at_row) + first * 8, half, c[0], columns / 8 - first);
   }
 }
 
@@ -47,18 +45,26 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
             dv_first = column_part<P>() * 2 * Policy::kOwnDvUnits;
   // Computed again, so that the main loop need not keep it in registers.
   const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };
-  if constexpr (P::kSplit) {
+  if constexpr (P::kSplit || P::kFp32Grads) {
     const KvWorkTile<P> done = work_again();
     const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
+    const auto rows_of = [&](float* splits, const TensorParam& tensor, int columns) {
+      return [=, &p, &sequence, &tensor](int row) {
+        if constexpr (P::kSplit)
+          return splits + kv_row_of_split(p, done.split, sequence.b, done.h_kv, begin + row) * columns;
+        else
+          return sequence.template kv_pointer<float>(tensor, done.h_kv, begin + row);
+      };
+    };
 #pragma unroll
     for (int mt = 0; mt < Policy::kMt; ++mt) {
       const int row = warp_row(mt) + lane / 4;
       if (has_ds)
-        store_gradient_split(p.dk_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dk[mt],
-                             P::kHeadDim, p.softmax_scale, dk_first);
+        store_fp32_gradient(rows_of(p.dk_splits, p.dk, P::kHeadDim), row, valid, dk[mt], P::kHeadDim,
+                            p.softmax_scale, dk_first);
       if (has_p)
-        store_gradient_split(p.dv_splits, p, done.split, sequence.b, done.h_kv, begin, row, valid, dv[mt],
-                             P::kHeadDimV, v_scale, dv_first);
+        store_fp32_gradient(rows_of(p.dv_splits, p.dv, P::kHeadDimV), row, valid, dv[mt], P::kHeadDimV,
+                            v_scale, dv_first);
     }
     return;
   }

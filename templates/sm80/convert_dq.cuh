@@ -1,6 +1,7 @@
-// After the backward pass: dQ from its fp32 accumulator to the element type.
+// After the backward pass: dQ from its fp32 accumulator's layout to rows, of elements or fp32.
 #pragma once
 
+#include "flashjit/common/out_element.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm80/dq_layout.cuh"
 
@@ -9,7 +10,8 @@ namespace flashjit::sm80 {
 /// One CTA of 128 threads for 128 queries of one head; grid: batch * heads_q * seqlen_q_padded / 128.
 template <class P>
 __device__ void convert_dq(const Params& p) {
-  using Element = typename P::Element;
+  using Element = GradElement<P>;
+  constexpr int kVectors = sizeof(Element) / 2;  // of eight columns
   constexpr int kRows = 128, kColumns = (P::kHeadDim + 15) / 16 * 16, kGroups = kColumns / 16;
   const int tiles = p.seqlen_q_padded / kRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kRows;
@@ -24,7 +26,7 @@ __device__ void convert_dq(const Params& p) {
     const int row = i / kGroups, group = i % kGroups;
     if (first + row >= seqlen_q) break;
     union Vector {
-      uint4 whole[2];
+      uint4 whole[2 * kVectors];
       Element element[16];
     } out;
     const float4* from = reinterpret_cast<const float4*>(accumulator + row * kColumns + group * 16);
@@ -38,7 +40,11 @@ __device__ void convert_dq(const Params& p) {
     }
     uint4* to = reinterpret_cast<uint4*>(dq + (first + row) * p.dq.stride_s + group * 16);
     to[0] = out.whole[0];
-    if (P::kHeadDim % 16 == 0 || group + 1 < kGroups) to[1] = out.whole[1];
+    if constexpr (P::kFp32Grads) to[1] = out.whole[1];
+    if (P::kHeadDim % 16 == 0 || group + 1 < kGroups) {
+      to[kVectors] = out.whole[kVectors];
+      if constexpr (P::kFp32Grads) to[kVectors + 1] = out.whole[kVectors + 1];
+    }
   }
 }
 

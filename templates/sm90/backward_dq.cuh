@@ -188,7 +188,7 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
     int* done = now.last ? done_semaphore(p, kv_tile.sequence.b, kv_tile.h_kv) : nullptr;
     if (!writes_dq<P>(p) && now.first) wait_cleared<P>(p, kv_tile.sequence.b, kv_tile.h_kv);
     const int row = now.tile * P::kBr + first_row + lane / 4, rows = kv_tile.sequence.seqlen_q(p) - row;
-    unsigned short* to = kv_tile.sequence.q_pointer(p.dq, now.head, row) + first_column;
+    auto* to = kv_tile.sequence.template q_pointer<GradBits<P>>(p.dq, now.head, row) + first_column;
     float* sum_at =
         p.dq_accum + (now.stats_row + first_row) * kColumns + first_column / 8 * kDqStep + lane * 4;
     const char* partial = smem.partial_dq(wg, i, lane * 16);
@@ -207,9 +207,8 @@ __device__ __forceinline__ void sum_dq(const Params& p, const BackwardSmem<P>& s
       if (writes_dq<P>(p)) {
 #pragma unroll
         for (float& value : sum) value *= p.softmax_scale;
-        store_rows<typename P::Element>(sum, min(P::kHeadDim / 8 - first_column / 8, kSteps),
-                                        to + warp * 16 * p.dq.stride_s, p.dq.stride_s, rows - warp * 16,
-                                        lane);
+        store_grad_rows<P>(sum, min(P::kHeadDim / 8 - first_column / 8, kSteps),
+                           to + warp * 16 * p.dq.stride_s, p.dq.stride_s, rows - warp * 16, lane);
       } else {
 #pragma unroll
         for (int step = 0; step < kSteps; ++step)

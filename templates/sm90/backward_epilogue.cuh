@@ -25,11 +25,12 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   const auto clear = [&](const KvWorkTile<P>& work, const TensorParam& tensor, int columns) {
     const Sequence<P> sequence(p, work.b);
     const int first = work.kv_tile * P::kBc, rows = min(sequence.seqlen_kv(p) - first, P::kBc);
-    unsigned short* to = sequence.kv_pointer(tensor, work.h_kv, first);
+    constexpr int kVector = 16 / sizeof(GradBits<P>);
+    auto* to = sequence.template kv_pointer<GradBits<P>>(tensor, work.h_kv, first);
 #pragma unroll 1
     for (int row = 0; row < rows; ++row)
-      for (int chunk = lane; chunk < columns / 8; chunk += 32)
-        *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * 8) = uint4{0, 0, 0, 0};
+      for (int chunk = lane; chunk < columns / kVector; chunk += 32)
+        *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * kVector) = uint4{0, 0, 0, 0};
   };
 #pragma unroll 1
   for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < tiles; first = take(first)) {
@@ -69,9 +70,9 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSm
     for (int half = 0; half < 2; ++half)
       if (half * 8 < rows) store_row<kChunks>(splits + at + half * 8 * columns, half, c, chunks);
   } else {
-    store_rows<typename P::Element>(c, chunks,
-                                    kv_tile.sequence.kv_pointer(to, kv_tile.h_kv, row) + first_chunk * 8,
-                                    to.stride_s, rows, thread);
+    store_grad_rows<P>(
+        c, chunks, kv_tile.sequence.template kv_pointer<GradBits<P>>(to, kv_tile.h_kv, row) + first_chunk * 8,
+        to.stride_s, rows, thread);
   }
 #pragma unroll
   for (float& value : c) value = 0.0f;

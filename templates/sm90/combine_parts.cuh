@@ -60,8 +60,8 @@ __device__ void combine_parts(const Params& p) {
   for (int i = 0; i < kLaneChunks; ++i) {
     const int chunk = thread + i * 32;
     if (chunk >= kChunks) break;
-    store_out<P>(tile.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + chunk * 4,
-                 {o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor});
+    store_columns(tile.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + chunk * 4,
+                  {o[i].x * factor, o[i].y * factor, o[i].z * factor, o[i].w * factor});
   }
   if (p.lse != nullptr && thread == 0) p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
 }

@@ -1,5 +1,5 @@
 // The fp32 dQ accumulator before and after the additions: idle warps of the backward pass clear it, a head
-// shortly before its KV tiles begin, and convert it to dQ's element type when all KV tiles have added to it.
+// shortly before its KV tiles begin, and convert it to dQ when all KV tiles have added to it.
 // Most of it is in L2 at both times.
 #pragma once
 
@@ -24,14 +24,13 @@ constexpr int kColumnParts = dq_columns(P::kHeadDim) > 64 ? 2 : 1;
 template <class P>
 __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<P>& sequence, int h,
                                                 int first, int column, int end, unsigned lane) {
-  using Element = typename P::Element;
   constexpr int kColumns = dq_columns(P::kHeadDim), kSlice = kConvertedColumns<P>;
   const int warp = first % kDqRows / kDqWarpRows;
   const int row = first + static_cast<int>(lane / 4), rows = sequence.seqlen_q(p) - row;
   const float4* from = reinterpret_cast<const float4*>(
       p.dq_accum + (sequence.stats_row(p, h) + first / kDqRows * kDqRows) * kColumns +
       (warp * 32 + lane) * 4);
-  unsigned short* to = sequence.q_pointer(p.dq, h, row);
+  auto* to = sequence.template q_pointer<GradBits<P>>(p.dq, h, row);
 #pragma unroll 1
   for (; column < end; column += kSlice) {
     // All loads of a slice come before its first store: the compiler cannot move them across it.
@@ -42,8 +41,8 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
         reinterpret_cast<float4&>(values[i * 4]) = __ldcg(from + (column / 8 + i) * (kDqStep / 4));
 #pragma unroll
     for (float& value : values) value *= p.softmax_scale;
-    store_rows<Element>(values, P::kHeadDim / 8 - column / 8, to + column, p.dq.stride_s, rows,
-                        static_cast<int>(lane));
+    store_grad_rows<P>(values, P::kHeadDim / 8 - column / 8, to + column, p.dq.stride_s, rows,
+                       static_cast<int>(lane));
   }
 }
 

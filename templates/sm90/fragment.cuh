@@ -4,6 +4,8 @@
 #pragma once
 
 #include "flashjit/common/dropout.cuh"
+#include "flashjit/common/out_element.cuh"
+#include "flashjit/common/split.cuh"
 #include "flashjit/common/visible.cuh"
 #include "flashjit/sm90/wgmma.cuh"
 
@@ -118,6 +120,23 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
         if (inside && chunk + odd < chunks) store_global(at + chunk * 8, words);
       }
     }
+  }
+}
+
+/// What a gradient is stored as.
+template <class P>
+using GradBits = typename OutElementOf<P::kFp32Grads, unsigned short>::Type;
+
+/// The same of a gradient, which may be fp32.
+template <class P, int kCount>
+__device__ __forceinline__ void store_grad_rows(const float (&c)[kCount], int chunks, GradBits<P>* to,
+                                                long long stride, int rows, int thread) {
+  if constexpr (P::kFp32Grads) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      if (half * 8 < rows) store_row<kCount / 4>(to + half * 8 * stride, half, c, chunks);
+  } else {
+    store_rows<typename P::Element>(c, chunks, to, stride, rows, thread);
   }
 }
 

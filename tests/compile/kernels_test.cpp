@@ -381,6 +381,18 @@ TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsWithGradientsInFp32, CompileWithoutSpills) {
+  for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* text :
+         {"d64:causal", "d128", "d128:causal", "d128:causal:varlen", "d192x128:causal", "d256"}) {
+      const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}:fp32_grads", text)).normalized();
+      const plan::ExecutionPlan plan = plan::make_plan(spec, {4, 32, 8, 1024, 1024}, device, {});
+      EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+    }
+  }
+}
+
 TEST(KernelsAroundAttention, CompileWithoutSpills) {
   for (const char* arch : {"sm_75", "sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);

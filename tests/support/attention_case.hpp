@@ -328,7 +328,7 @@ class AttentionRun {
         exact_grad_(reference::backward(problem_)),
         rounded_grad_(reference::backward(problem_, yardstick())),
         inputs_(make_qkv(test.layout, test.spec.dtype, sizes())),
-        grads_(make_qkv(test.layout, test.spec.dtype, sizes())),
+        grads_(make_qkv(test.layout, test.spec.grad_type(), sizes())),
         out_(make_tensor(test.layout, test.spec.out_type(), out_size())),
         dout_(make_tensor(test.layout, test.spec.dtype, out_size())),
         lse_(exact_.lse.size() * sizeof(float)),
@@ -395,6 +395,7 @@ class AttentionRun {
     expect_within_limit("dk", grads_[1].get(), exact_grad_.dk, rounded_grad_.dk, 3);
     expect_within_limit("dv", grads_[2].get(), exact_grad_.dv, rounded_grad_.dv, 3);
     EXPECT_TRUE(gaps_untouched(grads_)) << "memory beside dQ, dK and dV was written";
+    if (test_.spec.grad_type() != test_.spec.dtype) expect_unrounded_grads();
     std::vector<double> dsinks = from_device(DType::fp32, dsinks_);
     for (double& value : dsinks) value -= kSinkGradBefore;  // it is added to what was there
     expect_within_limit(
@@ -452,6 +453,12 @@ class AttentionRun {
     const double allowed = limit + 4 * 0x1p-24 * largest_finite(scores) * largest_finite(exact);
     testing::Test::RecordProperty(name, fmt::format("error {:.3g}, limit {:.3g}", error, allowed));
     EXPECT_LE(error, allowed) << name;
+  }
+
+  void expect_unrounded_grads() const {
+    for (const Tensor& grad : grads_)
+      EXPECT_TRUE(std::ranges::any_of(
+          grad.get(), [&](double x) { return x != reference::round_to(test_.spec.dtype, x); }));
   }
 
   const std::int32_t* kv_lengths() const { return static_cast<const std::int32_t*>(kv_lengths_.data()); }

@@ -83,7 +83,7 @@ inline std::vector<AttentionSpec> covering_specs() {
       {"", ":det"},
       {"", ":sinks"},
       {"", ":row_max"},
-      {"", ":fp32_out"},
+      {"", ":fp32_out", ":fp32_grads"},
       {"", ":invariant"},
   });
 }

@@ -66,6 +66,7 @@ class Random {
       spec.q_codes = spec.kv_dtype != DType::int8 && coin();
     }
     spec.fp32_out = coin();
+    spec.fp32_grads = coin();
     spec.batch_invariant = coin();
     return spec;
   }

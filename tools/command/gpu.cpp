@@ -226,8 +226,9 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   if (backward) {
     spec.pass = Pass::backward;
     const DeviceTensor dout(driver, dtype, {b, hq, sq, dv}, problem.dout);
-    const DeviceTensor dq(driver, dtype, {b, hq, sq, d}), dk(driver, dtype, {b, hkv, skv, d}),
-        dv_tensor(driver, dtype, {b, hkv, skv, dv});
+    const DType grad_type = spec.grad_type();
+    const DeviceTensor dq(driver, grad_type, {b, hq, sq, d}), dk(driver, grad_type, {b, hkv, skv, d}),
+        dv_tensor(driver, grad_type, {b, hkv, skv, dv});
     const DeviceBuffer backward_space = make_workspace(runtime, driver, spec, problem.shape);
     BackwardArgs gradients{.q = q.view(),
                            .k = k.view(),

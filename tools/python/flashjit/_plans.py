@@ -132,6 +132,7 @@ class Plan:
         self.problem = problem
         self.device, self.dtype = q.device, q.dtype
         self.out_dtype = out_dtype_of(problem.options, problem.out_type, q.dtype)
+        self.grad_dtype = torch.float32 if "fp32_grads" in switches_of(problem.options) else q.dtype
         self.index = q.get_device()
         varlen = fixed.cu_seqlens_q is not None
         batch = fixed.cu_seqlens_q.numel() - 1 if varlen else q.shape[0]
@@ -345,7 +346,7 @@ class Plan:
         if dlse is not None:
             dlse = dlse.to(torch.float32).contiguous()
             words[_B_DLSE] = dlse.data_ptr()
-        grads = [self.empty_strided(size, stride, dtype=self.dtype, device=self.device) for size, stride in self.grads]
+        grads = [self.empty_strided(size, stride, dtype=self.grad_dtype, device=self.device) for size, stride in self.grads]
         words[_B_DQ], words[_B_DK], words[_B_DV] = [grad.data_ptr() for grad in grads]
         workspace = self._lend(words, _B_LENT, self.workspace_backward, fixed, rng, lists, True)  # lives until the launch
         dsinks = None
@@ -449,10 +450,15 @@ def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:
 
 
 def out_dtype_of(options: str, out_type: str, dtype: torch.dtype) -> torch.dtype:
-    """Of O, by a spec's options, whose last ones are no programs, and the types of spec and Q."""
-    if "fp32_out" in options.rpartition("}")[2].split(":"):
+    """Of O, by a spec's options and the types of spec and Q."""
+    if "fp32_out" in switches_of(options):
         return torch.float32
     return next((torch_type for torch_type, name in SPEC_TYPES.items() if name == out_type), dtype)
+
+
+def switches_of(options: str) -> list[str]:
+    """Of a spec's options those after its programs."""
+    return options.rpartition("}")[2].split(":")
 
 
 def names_with_grad(options: str) -> set[str]:

@@ -75,8 +75,8 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
              lists: Union["DeviceTileLists", None] = None, stream: int = 0) -> tuple[Any, Any, Any]:
     """dQ, dK and dV from dO, with what forward() was given and gave.
 
-    dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v; made where left
-        out, as forward() makes out.
+    dout: like out. dlse: the gradient of lse, like lse; None: there is none. dq, dk, dv: like q, k and v, or float32 with
+        "fp32_grads" in options; made where left out, as forward() makes out.
     capture_grads: by name, for programs that declare "grad": float32, contiguous, the capture's sizes; added to.
     dsinks: float32 [heads_q], added to. lists: of build_lists(backward=True). All else: see forward().
 
@@ -86,7 +86,8 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     call = _Call({"q": q, "k": k, "v": v, "out": out, "lse": lse, **gradients}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream, capture_grads)
-    results = [call.made(given, name, call.views[name[1:]].size, call.views["q"].type, q)
+    grad_type = "fp32" if "fp32_grads" in _outside_braces(options).split(":") else call.views["q"].type
+    results = [call.made(given, name, call.views[name[1:]].size, grad_type, q)
                for name, given in (("dq", dq), ("dk", dk), ("dv", dv))]
     args = BackwardArgs(struct_size=ctypes.sizeof(BackwardArgs), lse=call.views["lse"].contiguous_pointer("lse"),
                         **call.tensors("q", "k", "v", "out", "dout", "dq", "dk", "dv"),

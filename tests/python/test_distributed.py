@@ -1,8 +1,9 @@
-"""flashjit.distributed over gloo: ranks on the CPU against the whole sequence on one."""
+"""flashjit.distributed: ranks against the whole sequence on one, in fp64: over gloo on the CPU, and over NCCL where there are GPUs."""
 import math
 import os
 import sys
 import tempfile
+import time
 
 import pytest
 
@@ -13,23 +14,36 @@ import torch.multiprocessing as mp  # noqa: E402
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
-B, HEADS, HEADS_KV, DIM = 1, 4, 2, 16
+HEADS, HEADS_KV = 4, 2
+LAYOUTS = ("contiguous", "zigzag", "striped")
+DOCUMENTS = {48: (0, 5, 17, 17, 40, 48), 1024: (0, 100, 300, 300, 900, 1024)}  # by the rows of all ranks
 
 
-def whole(seed=0, rows=48):
+def device_of(rank):
+    return torch.device("cuda", rank) if dist.get_backend() == "nccl" else torch.device("cpu")
+
+
+def whole(device, seed=0):
+    """q, k, v, dO of the whole sequence, in fp32 on the CPU and in bf16 on a GPU."""
+    rows, dim, dtype = (1024, 128, torch.bfloat16) if device.type == "cuda" else (48, 16, torch.float32)
     generator = torch.Generator().manual_seed(seed)
-    make = lambda heads: torch.randn(B, heads, rows, DIM, generator=generator, dtype=torch.float32)
-    return make(HEADS), make(HEADS_KV), make(HEADS_KV), make(HEADS)  # q, k, v, dO
+    make = lambda heads: torch.randn(1, heads, rows, dim, generator=generator).to(dtype).to(device)
+    return make(HEADS), make(HEADS_KV), make(HEADS_KV), make(HEADS)
 
 
-def exact(q, k, v, causal=False, window=None, score=None, keep=None):
+def exact(q, k, v, causal=False, window=None, score=None, keep=None, cu_seqlens=None, sinks=None):
     q, k, v = (x.double() for x in (q, k, v))
     k, v = (x.repeat_interleave(HEADS // HEADS_KV, 1) for x in (k, v))
-    s = DIM ** -0.5 * q @ k.transpose(2, 3)
-    i, j = torch.arange(s.shape[2])[:, None], torch.arange(s.shape[3])
+    s = q.shape[3] ** -0.5 * q @ k.transpose(2, 3)
+    i, j = torch.arange(s.shape[2], device=q.device)[:, None], torch.arange(s.shape[3], device=q.device)
+    visible = torch.ones(s.shape[2:], dtype=torch.bool, device=q.device)
+    if cu_seqlens:
+        starts = torch.tensor(cu_seqlens, device=q.device)
+        document = lambda x: torch.searchsorted(starts, x, right=True) - 1
+        visible &= document(i) == document(j)
+        i, j = i - starts[document(i)], j - starts[document(j)]
     if score:
-        s = score(s, i, j)
-    visible = torch.ones(s.shape[2:], dtype=torch.bool)
+        s = score(s, torch.arange(HEADS, device=q.device)[:, None, None], i, j)
     if causal:
         visible &= i >= j
     if window:
@@ -37,90 +51,331 @@ def exact(q, k, v, causal=False, window=None, score=None, keep=None):
     if keep:
         visible &= keep(i, j)
     s = s.masked_fill(~visible, -math.inf)
-    return s.softmax(-1) @ v, s.logsumexp(-1)
+    lse = s.logsumexp(-1)
+    if sinks is not None:
+        lse = torch.logaddexp(lse, sinks.double()[None, :, None])
+    return (s - lse[..., None]).exp() @ v, lse
 
 
-CASES = [dict(scheme=scheme, layout=layout, **rule)
-         for scheme in ("ring", "all_gather", "ulysses") for layout in ("contiguous", "zigzag", "striped")
-         for rule in (dict(), dict(causal=True), dict(causal=True, window=7))]
+def one(q, k, v, causal=False, window=None, cu_seqlens=None, sinks=None):
+    """What attention() makes of the whole sequence on one device."""
+    import flashjit
+    given = {}
+    if window:
+        given["mask_mod"] = lambda b, h, i, j: (i >= j) & (i - j < window)
+    if cu_seqlens:
+        lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
+        cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
+        given |= dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
+    return flashjit.attention(q, k, v, causal=causal and not window, sinks=sinks, **given)
 
 
-def check_cases(rank, ranks):
+def errors(got, expected):
+    """The largest, relative to the largest element."""
+    return [((a.double() - b.double()).abs().max() / b.abs().max()).item() for a, b in zip(got, expected)]
+
+
+def check(case, group=None):
+    """A case's O, LSE and gradients on this rank. In 16 bits no less exact than on one device, but for a tenth."""
     import flashjit.distributed as fd
-    for case in CASES:
-        if HEADS % ranks and case["scheme"] == "ulysses":
-            continue
-        q, k, v, dout = whole()
-        for x in (q, k, v):
-            x.requires_grad_()
-        want, want_lse = exact(q, k, v, case.get("causal", False), case.get("window"))
-        dlse = torch.linspace(-1, 1, want_lse.numel()).view_as(want_lse)
-        ((want * dout).sum() + (want_lse * dlse).sum()).backward()
-        cut = lambda x: fd.shard(x.detach(), layout=case["layout"])
-        mine = [cut(x).requires_grad_() for x in (q, k, v)]
-        out, lse = fd.distributed_attention(*mine, return_lse=True, **case)
-        ((out * cut(dout)).sum() + (lse * cut(dlse)).sum()).backward()
-        for name, got, expected in (("out", out, want), ("lse", lse, want_lse), ("dq", mine[0].grad, q.grad),
-                                    ("dk", mine[1].grad, k.grad), ("dv", mine[2].grad, v.grad)):
-            error = (got.double() - cut(expected).double()).abs().max().item()
-            assert error < 2e-5, f"{case}: {name} is off by {error}"
-        assert torch.equal(fd.unshard(cut(q), layout=case["layout"]), q.detach())
+    device = device_of(dist.get_rank())
+    q, k, v, dout = whole(device)
+    layout, rule = case["layout"], {name: x for name, x in case.items() if name not in ("scheme", "layout")}
+    sinks = rule.pop("sinks", None) and torch.linspace(-1, 2, HEADS, device=device).requires_grad_()
+    of_sinks = [] if sinks is None else [sinks]
+    doubles = [x.double().requires_grad_() for x in (q, k, v)] + of_sinks
+    want, want_lse = exact(*doubles[:3], sinks=sinks, **rule)
+    dlse = torch.linspace(-1, 1, want_lse.numel(), device=device).view_as(want_lse)
+    wanted = torch.autograd.grad((want * dout).sum() + (want_lse * dlse).sum(), doubles, retain_graph=True)
+    cut = lambda x: fd.shard(x.detach(), layout=layout, group=group)
+    mine = [cut(x).requires_grad_() for x in (q, k, v)] + [x.detach().requires_grad_() for x in of_sinks]
+    out, lse = fd.distributed_attention(*mine[:3], sinks=mine[3] if mine[3:] else None, return_lse=True, group=group, **{
+        "scheme": case["scheme"], "layout": layout, **rule})
+    found = torch.autograd.grad((out * cut(dout)).sum() + (lse * cut(dlse)).sum(), mine)
+    if sinks is not None:
+        dist.all_reduce(found[3])
+    got = errors([out, lse, *found], [cut(want), cut(want_lse), *map(cut, wanted[:3]), *wanted[3:]])
+    limits = [2e-5] * len(got)
+    if q.dtype != torch.float32:
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        alone = one(*inputs, sinks=sinks, **rule)
+        own = errors([alone, *torch.autograd.grad((alone * dout).sum(), inputs + of_sinks)],
+                     [want, *torch.autograd.grad((want * dout).sum(), doubles)])
+        limits = [1.1 * own[0] + 1e-3, 1e-4] + [1.1 * x + 2e-3 for x in own[1:]]
+    names = ("out", "lse", "dq", "dk", "dv", "dsinks")
+    assert all(a <= b for a, b in zip(got, limits)), f"{case}: " + ", ".join(
+        f"{name} is off by {a:.3g} of {b:.3g}" for name, a, b in zip(names, got, limits))
+    assert torch.equal(fd.unshard(cut(q), layout=layout, group=group), q)
+
+
+def rules(rows):
+    return (dict(), dict(causal=True), dict(causal=True, window=rows // 7 + 1), dict(causal=True, sinks=True),
+            dict(cu_seqlens=DOCUMENTS[rows]), dict(causal=True, cu_seqlens=DOCUMENTS[rows]),
+            dict(causal=True, window=rows // 7 + 1, cu_seqlens=DOCUMENTS[rows]))
+
+
+def check_cases(rank, ranks, schemes=("ring", "all_gather", "ulysses")):
+    for scheme in schemes:
+        for layout in LAYOUTS:
+            for rule in rules(whole(device_of(rank))[0].shape[2]):
+                if layout != "striped" or "cu_seqlens" not in rule:
+                    check(dict(scheme=scheme, layout=layout, **rule))
+
+
+def check_on_gpus(rank, ranks):
+    """Fewer cases, as their kernels are compiled first."""
+    causal, window, sinks, _, documents = rules(whole(device_of(rank))[0].shape[2])[1:6]
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for rule in (dict(), causal, window, sinks, documents):
+            check(dict(scheme=scheme, layout="zigzag", **rule))
+        for layout in ("contiguous", "striped"):
+            check(dict(scheme=scheme, layout=layout, **causal))
+
+
+def check_two_levels(rank, ranks):
+    mesh = dist.device_mesh.init_device_mesh(device_of(rank).type, (ranks // 2, 2))
+    groups = mesh.get_group(0), mesh.get_group(1)
+    for layout in LAYOUTS:
+        for rule in rules(whole(device_of(rank))[0].shape[2]):
+            if layout != "striped" or "cu_seqlens" not in rule:
+                check(dict(scheme="two_level", layout=layout, **rule), groups)
+    check(dict(scheme="two_level", layout="zigzag", causal=True), mesh)
 
 
 def check_programs(rank, ranks):
     import flashjit.distributed as fd
-    for scheme in ("ring", "all_gather"):
-        for layout in ("contiguous", "zigzag", "striped"):
-            q, k, v, dout = whole(1)
-            want, _ = exact(q, k, v, score=lambda s, i, j: s + 0.1 * (j - i), keep=lambda i, j: i // 10 == j // 10)
+    slopes = torch.tensor([0.1, 0.2, 0.05, 0.3], device=device_of(rank))
+    q, k, v, _ = whole(device_of(rank), 1)
+    want, _ = exact(q, k, v, score=lambda s, h, i, j: s + slopes[h] * (j - i), keep=lambda i, j: i // 10 == j // 10)
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for layout in LAYOUTS:
             mine = [fd.shard(x, layout=layout) for x in (q, k, v)]
-            out = fd.distributed_attention(*mine, scheme=scheme, layout=layout, score_mod=lambda s, b, h, i, j: s + 0.1 * (j - i),
-                                           mask_mod=lambda b, h, i, j: i // 10 == j // 10)
-            error = (out.double() - fd.shard(want, layout=layout)).abs().max().item()
-            assert error < 2e-5, f"{scheme}, {layout}: {error}"
+            out = fd.distributed_attention(*mine, scheme=scheme, layout=layout, mask_mod=lambda b, h, i, j: i // 10 == j // 10,
+                                           score_mod=lambda s, b, h, i, j: s + slopes[h] * (j - i))
+            error, = errors([out], [fd.shard(want, layout=layout)])
+            assert error < (2e-5 if q.dtype == torch.float32 else 1e-2), f"{scheme}, {layout}: {error}"
+
+
+def check_programs_of_documents(rank, ranks):
+    import flashjit.distributed as fd
+    q, k, v, _ = whole(device_of(rank), 2)
+    documents = DOCUMENTS[q.shape[2]]
+    score = lambda s, h, i, j: s + 0.1 * torch.sin(1.0 * i) * j
+    want, _ = exact(q, k, v, causal=True, score=score, cu_seqlens=documents)
+    for scheme in ("ring", "all_gather", "ulysses"):
+        mine = [fd.shard(x) for x in (q, k, v)]
+        out = fd.distributed_attention(*mine, scheme=scheme, causal=True, cu_seqlens=torch.tensor(documents),
+                                       score_mod=lambda s, b, h, i, j: score(s, h, i, j))
+        error, = errors([out], [fd.shard(want)])
+        assert error < (2e-5 if q.dtype == torch.float32 else 1e-2), f"{scheme}: {error}"
+
+
+def check_refusals(rank, ranks):
+    import flashjit
+    import flashjit.distributed as fd
+    mine = [fd.shard(x) for x in whole(device_of(rank))[:3]]
+    slopes = torch.ones(HEADS, requires_grad=True)
+    for error, words, given in (
+            (flashjit.InvalidArgument, "scheme is 'star'", dict(scheme="star")),
+            (flashjit.InvalidArgument, "give two with", dict(scheme="two_level")),
+            (flashjit.InvalidArgument, "a window is of 1 key or more", dict(window=3)),
+            (flashjit.InvalidArgument, "cu_seqlens goes from 0 to 40 for 48 rows", dict(cu_seqlens=[0, 40])),
+            (flashjit.Unsupported, "layout 'striped'", dict(cu_seqlens=[0, 48], layout="striped")),
+            (flashjit.Unsupported, "requires a gradient", dict(score_mod=lambda s, b, h, i, j: s * slopes[h]))):
+        with pytest.raises(error, match=words):
+            fd.distributed_attention(*mine, **given)
 
 
 def check_disagreement(rank, ranks):
     import flashjit
     import flashjit.distributed as fd
-    q, k, v, _ = whole()
-    mine = [fd.shard(x) for x in (q, k, v)]
+    mine = [fd.shard(x) for x in whole(device_of(rank))[:3]]
     if rank == ranks - 1:
         mine = [x[:, :, :-2] for x in mine]
-    try:
+    with pytest.raises(flashjit.InvalidArgument, match=f"rank {ranks - 1} was given"):
         fd.distributed_attention(*mine)
-    except flashjit.InvalidArgument as error:
-        assert f"rank {ranks - 1} was given" in str(error), error
-    else:
-        raise AssertionError("ranks that disagree were not refused")
 
 
-def run(rank, ranks, file, name, paths):
+def check_a_peer_that_died(rank, ranks):
+    import flashjit.distributed as fd
+    mine = [fd.shard(x) for x in whole(device_of(rank))[:3]]
+    fd.distributed_attention(*mine)
+    if rank == 1:
+        os._exit(0)
+    begin = time.monotonic()
+    with pytest.raises(RuntimeError):
+        for _ in range(2):
+            fd.distributed_attention(*mine)
+    assert time.monotonic() - begin < 30
+    os._exit(0)  # there is no group left to destroy
+
+
+class Block(torch.nn.Module):
+    """A layer of a GPT, whose attention is given."""
+
+    def __init__(self, dim, heads):
+        super().__init__()
+        self.heads = heads
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(dim) for _ in range(2))
+        self.qkv, self.out = torch.nn.Linear(dim, 3 * dim), torch.nn.Linear(dim, dim)
+        self.mlp = torch.nn.Sequential(torch.nn.Linear(dim, 2 * dim), torch.nn.GELU(), torch.nn.Linear(2 * dim, dim))
+
+    def forward(self, x, attend):
+        q, k, v = self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        x = x + self.out(attend(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norms[1](x))
+
+
+class Gpt(torch.nn.Module):
+    def __init__(self, tokens=50, rows=32, dim=64, heads=4, layers=2):
+        super().__init__()
+        self.words, self.places = torch.nn.Embedding(tokens, dim), torch.nn.Embedding(rows, dim)
+        self.blocks = torch.nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.head = torch.nn.Linear(dim, tokens)
+
+    def forward(self, text, places, attend, checkpointed=False):
+        x = self.words(text) + self.places(places)
+        for block in self.blocks:
+            if checkpointed:
+                x = torch.utils.checkpoint.checkpoint(block, x, attend, use_reentrant=False)
+            else:
+                x = block(x, attend)
+        return self.head(x)
+
+
+def check_a_training_step(rank, ranks):
+    """The loss and the gradients of one process, with and without activation checkpointing."""
+    import flashjit
+    import flashjit.distributed as fd
+    torch.manual_seed(3)
+    model, rows = Gpt(), 32
+    text = torch.randint(50, (2, rows + 1))
+    inputs, targets, places = text[:, :-1], text[:, 1:], torch.arange(rows)
+
+    def step(inputs, targets, places, attend, checkpointed=False):
+        model.zero_grad()
+        loss = torch.nn.functional.cross_entropy(model(inputs, places, attend, checkpointed).flatten(0, 1), targets.flatten())
+        loss.backward()
+        return loss.detach(), [x.grad.clone() for x in model.parameters()]
+    loss, grads = step(inputs, targets, places, lambda q, k, v: flashjit.attention(q, k, v, causal=True))
+    for scheme in ("ring", "all_gather", "ulysses"):
+        for checkpointed in (False, True):
+            attend = lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, causal=True)
+            mine = [fd.shard(inputs, 1), fd.shard(targets, 1), fd.shard(places, 0)]
+            own_loss, own = step(*mine, attend, checkpointed)
+            for x in (own_loss, *own):
+                dist.all_reduce(x)
+                x /= ranks
+            assert abs(own_loss - loss) < 1e-5
+            for (name, _), a, b in zip(model.named_parameters(), own, grads):
+                assert (a - b).abs().max() < 1e-5, f"{scheme}, checkpointed {checkpointed}: {name}"
+
+
+def check_compile(rank, ranks):
+    import flashjit.distributed as fd
+    mine = [fd.shard(x) for x in whole(device_of(rank))[:3]]
+    call = lambda q, k, v: 2 * fd.distributed_attention(q * 2, k, v, causal=True)
+    assert torch.allclose(torch.compile(call, backend="aot_eager")(*mine), call(*mine))
+    torch.compiler.reset()
+    with pytest.raises(Exception, match="distributed_attention|disable"):
+        torch.compile(call, fullgraph=True, backend="aot_eager")(*mine)
+
+
+def run(rank, ranks, file, name, paths, backend, arguments):
     sys.path[:0] = paths
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{file}", rank=rank, world_size=ranks)
-    try:
-        globals()[name](rank, ranks)
-    finally:
-        dist.destroy_process_group()
+    if backend == "nccl":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
+    globals()[name](rank, ranks, *arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads at times abort an interpreter that ends
 
 
-def spawn(name, ranks):
+def spawn(name, ranks, *arguments, backend="gloo"):
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (ranks, os.path.join(folder, "store"), name, sys.path), nprocs=ranks)
+        mp.spawn(run, (ranks, os.path.join(folder, "store"), name, sys.path, backend, arguments), nprocs=ranks)
 
 
+@pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_every_scheme_layout_and_mask(ranks):
-    spawn("check_cases", ranks)
+def test_every_scheme_layout_and_mask(ranks, scheme):
+    spawn("check_cases", ranks, (scheme,))
 
 
-def test_programs_count_in_the_whole_sequence():
-    spawn("check_programs", 3 if 48 % 6 == 0 else 2)
+def test_three_ranks():
+    spawn("check_cases", 3, ("ring", "all_gather"))
 
 
-def test_ranks_that_disagree_are_told_on_every_rank():
-    spawn("check_disagreement", 2)
+def test_ulysses_inside_of_a_ring():
+    spawn("check_two_levels", 4)
+
+
+@pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",
+                                  "check_a_training_step", "check_compile", "check_a_peer_that_died"])
+def test_two_ranks(name):
+    spawn(name, 2)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+@pytest.mark.parametrize("name", ["check_on_gpus", "check_programs", "check_disagreement"])
+def test_two_gpus(name):
+    spawn(name, 2, backend="nccl")
+
+
+def ring_in_turn(q, k, v, dout, ranks, layout):
+    """O and gradients of a causal ring whose ranks one process plays in turn."""
+    from flashjit._pieces import Rule
+    from flashjit._schemes import Saved, State, Sums, compute
+    from flashjit._shards import by_rank, chunks, in_order
+    shards = [by_rank(x, ranks, layout) for x in (q, k, v, dout)]
+    rows = shards[0].shape[3]
+    pieces = lambda rank, owner: Rule(True, None, None, None, None).pieces(
+        chunks(rank, ranks, rows, layout), chunks(owner, ranks, rows, layout), q.device)
+    outs, dqs, dkvs = [], [], [Sums(shards[1][i], shards[2][i]) for i in range(ranks)]
+    for rank in range(ranks):
+        state, dq = State(shards[0][rank], v.shape[3]), Sums(shards[0][rank])
+        for step in range(ranks):
+            owner = (rank - step) % ranks
+            for piece in pieces(rank, owner):
+                state.add(piece.rows, *compute(shards[0][rank], shards[1][owner], shards[2][owner], piece, torch.float32))
+        out, lse = state.whole()
+        outs.append(out.to(q.dtype))
+        saved = Saved(shards[0][rank], outs[-1], lse, shards[3][rank], None)
+        for owner in range(ranks):
+            for piece in pieces(rank, owner):
+                (part, *parts), _ = saved.gradients(shards[1][owner], shards[2][owner], piece)
+                dq.add(0, piece.rows, part)
+                for i in range(2):
+                    dkvs[owner].add(i, piece.keys, parts[i])
+        dqs.append(dq.of(0))
+    whole = [outs, dqs, *([dkv.of(i) for dkv in dkvs] for i in range(2))]
+    return [in_order(torch.stack(x), layout).to(q.dtype) for x in whole]
+
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ranks", [2, 8, 64])
+def test_long_rings_are_as_exact_as_one_gpu(ranks, device):
+    import flashjit
+    generator = torch.Generator().manual_seed(ranks)
+    rows, dim = (8192, 128) if device == "cuda" else (256, 16)
+    make = lambda heads: torch.randn(1, heads, rows, dim, generator=generator).to(torch.bfloat16).to(device)
+    q, k, v, dout = make(HEADS), make(HEADS_KV), make(HEADS_KV), make(HEADS)
+    doubles, inputs = ([f(x).requires_grad_() for x in (q, k, v)] for f in (torch.Tensor.double, torch.clone))
+    want, _ = exact(*doubles, causal=True)
+    wanted = [want, *torch.autograd.grad((want * dout).sum(), doubles)]
+    alone = flashjit.attention(*inputs, causal=True)
+    own = [alone, *torch.autograd.grad(alone, inputs, dout)]
+    mean = lambda got: [(a.double() - b.double()).square().mean().sqrt().item() for a, b in zip(got, wanted)]
+    with torch.no_grad():
+        got = mean(ring_in_turn(q, k, v, dout, ranks, "zigzag"))
+    for name, a, b in zip(("out", "dq", "dk", "dv"), got, mean(own)):
+        assert a <= 1.1 * b, f"{name}: {a:.3g}, on one {b:.3g}"
 
 
 def test_layouts():
@@ -129,5 +384,6 @@ def test_layouts():
     assert fd.positions(1, 2, 4, "zigzag").tolist() == [2, 3, 4, 5]
     assert fd.positions(0, 2, 4, "zigzag").tolist() == [0, 1, 6, 7]
     assert fd.positions(1, 2, 4, "striped").tolist() == [1, 3, 5, 7]
+    assert fd.positions(1, 4, 2, "zigzag", inner_ranks=2).tolist() == [6, 7]
     with pytest.raises(flashjit.InvalidArgument, match="pad it to 12"):
         fd.positions(0, 2, 5, "zigzag")

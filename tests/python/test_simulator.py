@@ -1,0 +1,71 @@
+"""flashjit.simulator: its counts against counting, and what any timeline must keep to."""
+import random
+
+import pytest
+from flashjit import simulator
+from flashjit._chunks import Chunk, chunks
+from flashjit.simulator import Machine, Problem, pairs, simulate
+
+
+def test_pairs_are_those_that_attend():
+    draw = random.Random(1)
+    for _ in range(2000):
+        q, kv = (Chunk(0, draw.randint(1, 9), draw.randint(0, 12)) for _ in range(2))
+        window = draw.choice([None, 1, 2, 3, 5, 20])
+        found = sum(1 for i in range(q.first, q.last + 1) for j in range(kv.first, kv.last + 1)
+                    if j <= i and (window is None or i - j < window))
+        assert pairs(q, kv, True, window) == found, (q, kv, window)
+        assert pairs(q, kv, False, None) == q.rows * kv.rows
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+def test_all_pairs_are_computed_once(layout, ranks):
+    tokens = 48 * ranks
+    everyone = [c for rank in range(ranks) for c in chunks(rank, ranks, tokens // ranks, layout)]
+    assert sum(pairs(a, b, True, None) for a in everyone for b in everyone) == tokens * (tokens + 1) / 2
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("scheme", simulator.SCHEMES)
+def test_timelines(scheme, backward):
+    for ranks in (2, 8, 64) if scheme != "two_level" else (8, 64):
+        inner = 4 if scheme == "two_level" else 1
+        if scheme == "ulysses" and ranks > 32:
+            continue
+        plan = simulate(Problem(65536), ranks, scheme, backward=backward, inner=inner, keep_events=True)
+        assert 0 < plan.efficiency < 1 and plan.waiting >= 0
+        assert max(event.end for event in plan.events if event.what != "send") <= plan.seconds * (1 + 1e-9)
+        for rank in range(ranks):
+            own = sorted((e.begin, e.end) for e in plan.events if e.rank == rank and e.what != "send")
+            assert all(a[1] <= b[0] + 1e-12 for a, b in zip(own, own[1:]))
+
+
+def test_zigzag_is_balanced_and_contiguous_is_not():
+    times = {layout: simulate(Problem(1 << 20), 8, "ring", layout).seconds for layout in ("zigzag", "contiguous")}
+    assert 1.7 < times["contiguous"] / times["zigzag"] < 2
+
+
+def test_a_slow_link_is_what_a_ring_waits_for():
+    problem, slow = Problem(65536), Machine(link_bytes=1e9)
+    plan = simulate(problem, 4, "ring", machine=slow)
+    assert plan.seconds == pytest.approx(3 * problem.kv_bytes(65536 // 4) / 1e9, rel=0.3)
+    assert simulate(problem, 4, "ring").waiting < 0.1 * plan.waiting
+
+
+def test_the_best_scheme_depends_on_the_machine():
+    problem = Problem(32768)
+    assert simulator.best(problem, 8) == "ulysses"
+    assert simulator.best(problem._replace(heads=30, heads_kv=10), 8) == "ring"  # 30 heads do not divide into 8 ranks
+    small = Machine(capacity=3 * problem.q_bytes(4096))
+    assert simulator.plans(problem, 8, machine=small) == [] and simulator.best(problem, 8, machine=small) == "ring"
+    across = [plan.scheme for plan in simulator.plans(Problem(1 << 20), 64, backward=True)]
+    assert across[0] == "two_level"
+
+
+def test_the_command_line(capsys):
+    assert simulator.main(["--tokens", "65536", "--ranks", "8,16", "--csv"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("tokens,ranks,scheme") and {line.split(",")[1] for line in lines[1:]} == {"8", "16"}
+    assert simulator.main(["--full", "--forward", "--ranks", "8"]) == 0
+    assert "contiguous" in capsys.readouterr().out

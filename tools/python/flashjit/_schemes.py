@@ -1,0 +1,279 @@
+"""Attention over a shared sequence: ring, all_gather and ulysses, forward and backward."""
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple, Sequence, Union
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ._attention import attention
+from ._cache import merged_into
+from ._chunks import Chunk, chunks
+from ._exchange import AllToAll, Gathering, Travel, scattered_sum
+from ._pieces import Packed, Piece, Rule, packed_documents
+from ._plans import NO_RNG, plan_of, readable
+from ._problem import read_problem
+from ._shards import by_rank, in_order
+from .errors import InvalidArgument
+
+
+class Job(NamedTuple):
+    rule: Rule
+    layout: str
+    group: Any
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank(self.group)
+
+    @property
+    def ranks(self) -> int:
+        return dist.get_world_size(self.group)
+
+    def chunks(self, rank: int, rows: int) -> tuple[Chunk, ...]:
+        return chunks(rank, self.ranks, rows, self.layout)
+
+    def pieces_with(self, owner: int, q: Tensor) -> list[Piece]:
+        """Of this rank's queries and the keys of `owner`."""
+        return self.rule.pieces(self.chunks(self.rank, q.shape[2]), self.chunks(owner, q.shape[2]), q.device)
+
+    def pieces_with_all(self, q: Tensor) -> list[Piece]:
+        """Of this rank's queries and the whole sequence by position: each query is in one, if it sees any key."""
+        whole = Chunk(0, q.shape[2] * self.ranks, 0)
+        return [piece for rows in self.chunks(self.rank, q.shape[2])
+                for piece in self.rule.pieces((rows,), (self.rule.seen_by(rows) if self.rule.causal else whole,), q.device)]
+
+
+def _cut(x: Tensor, chunk: Chunk) -> Tensor:
+    return x if chunk.rows == x.shape[2] else x[:, :, chunk.begin:chunk.end]
+
+
+class State:
+    """O and LSE of the keys so far, in float32."""
+
+    def __init__(self, q: Tensor, dim_v: int) -> None:
+        self.like, self.dim_v = q, dim_v
+        self.out, self.lse = None, None
+
+    def add(self, rows: Chunk, out: Tensor, lse: Tensor) -> None:
+        """Joins what disjoint keys gave: LSE = log(exp(LSE) + exp(LSE_i)), O = sum of exp(LSE_i - LSE) O_i."""
+        if self.out is None and rows.rows == self.like.shape[2]:
+            self.out, self.lse = out, lse
+            return
+        mine, before = self.whole()
+        mine, before = _cut(mine, rows), before[:, :, rows.begin:rows.end]
+        _, joined = merged_into((mine, torch.empty_like(lse)), [mine, out], [before, lse])
+        before.copy_(joined)
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        if self.out is None:
+            self.out = self.like.new_zeros((*self.like.shape[:3], self.dim_v), dtype=torch.float32)
+            self.lse = self.like.new_full(self.like.shape[:3], -math.inf, dtype=torch.float32)
+        return self.out, self.lse
+
+
+def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None) -> tuple[Tensor, Tensor]:
+    """O, of `dtype`, and LSE of a piece's rows."""
+    out, lse = attention(_cut(q, piece.rows), _cut(k, piece.keys), _cut(v, piece.keys), return_lse=True, out_dtype=dtype, sinks=sinks,
+                         **piece.given)
+    return out, lse if piece.packed is None else piece.packed.rows_of(lse)
+
+
+class Sums:
+    """Gradients like some tensors, added up in float32."""
+
+    def __init__(self, *like: Tensor) -> None:
+        self.like = like
+        self.sums: list[Union[Tensor, None]] = [None] * len(like)
+
+    def add(self, index: int, chunk: Chunk, part: Tensor) -> None:
+        if self.sums[index] is None and chunk.rows == self.like[index].shape[2]:
+            self.sums[index] = part
+        else:
+            _cut(self.of(index), chunk).add_(part)
+
+    def of(self, index: int) -> Tensor:
+        if self.sums[index] is None:
+            self.sums[index] = torch.zeros(self.like[index].shape, dtype=torch.float32, device=self.like[index].device)
+        return self.sums[index]
+
+
+class Saved(NamedTuple):
+    """What the backward pass has of all of this rank's rows. With O and LSE of all keys, P and D of a piece are those of the
+    whole softmax."""
+
+    q: Tensor
+    out: Tensor
+    lse: Tensor
+    dout: Tensor
+    dlse: Union[Tensor, None]
+    sinks: Union[Tensor, None] = None
+
+    def gradients(self, k: Tensor, v: Tensor, piece: Piece) -> tuple[list[Tensor], Any]:
+        """dQ, dK and dV of a piece, in float32, and dsinks."""
+        rows, keys, packed = piece.rows, piece.keys, piece.packed
+        q, k, v = readable(_cut(self.q, rows), "q"), readable(_cut(k, keys), "k"), readable(_cut(v, keys), "v")
+        given = {"causal": False, "score_mod": None, "mask_mod": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
+                 "max_seqlen_q": None, "max_seqlen_kv": None, **piece.given}
+        fixed, values, problem = read_problem(dropout_p=0.0, captures=None, block_mask=None, sinks=self.sinks, kv_lengths=None,
+                                              deterministic=None, wants_grad=False, fp32_grads=True, **given)
+        plan = plan_of(q, k, v, fixed, values, problem)
+
+        def of_rows(x: Tensor) -> Tensor:
+            x = x[:, :, rows.begin:rows.end]
+            return x.contiguous() if packed is None else packed.padded(x)
+        out = _cut(self.out, rows)
+        if out.stride() != plan.out_stride or out.data_ptr() % 16:
+            out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
+        found, dsinks, _ = plan.backward(_cut(self.dout, rows), None if self.dlse is None else of_rows(self.dlse), q, k, v, out,
+                                         of_rows(self.lse), fixed, values, NO_RNG)
+        return found, dsinks
+
+
+def _begin_backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> tuple[Saved, Tensor, Tensor, Tensor]:
+    q, k, v, sinks, out, lse = ctx.saved_tensors
+    return Saved(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, sinks), q, k, v
+
+
+def _end_forward(ctx: Any, job: Job, *saved: Any) -> None:
+    ctx.job = job
+    ctx.save_for_backward(*saved)
+    ctx.set_materialize_grads(False)
+
+
+class Ring(torch.autograd.Function):
+    """K and V go round, and so do dK and dV, a step behind."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+        state = State(q, v.shape[3])
+        block = [k.contiguous(), v.contiguous()]
+        for step in range(job.ranks):
+            travel = Travel(block, job.group) if step + 1 < job.ranks else None
+            for piece in job.pieces_with((job.rank - step) % job.ranks, q):
+                state.add(piece.rows, *compute(q, *block, piece, torch.float32))
+            block = travel.wait() if travel else block
+        out, lse = state.whole()
+        if sinks is not None:  # which all keys share
+            joined = torch.logaddexp(lse, sinks.float()[None, :, None])
+            out, lse = out * (lse - joined).exp()[..., None], joined
+        out = out.to(q.dtype)
+        _end_forward(ctx, job, q, k, v, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+        saved, q, k, v = _begin_backward(ctx, dout, dlse)
+        job: Job = ctx.job
+        dsinks = None if saved.sinks is None else _sink_gradients(saved)
+        saved = saved._replace(sinks=None)
+        dq, sums, coming = Sums(q), [], None
+        block = [k.contiguous(), v.contiguous()]
+        for step in range(job.ranks):
+            travel = Travel(block, job.group) if step + 1 < job.ranks else None
+            dkv = Sums(k, v)
+            for piece in job.pieces_with((job.rank - step) % job.ranks, q):
+                (part, *parts), _ = saved.gradients(*block, piece)
+                dq.add(0, piece.rows, part)
+                for i in range(2):
+                    dkv.add(i, piece.keys, parts[i])
+            sums = [dkv.of(i).contiguous() for i in range(2)]
+            if coming:  # the sums of the ranks that had this block before
+                for total, before in zip(sums, coming.wait()):
+                    total.add_(before)
+            coming = Travel(sums, job.group) if job.ranks > 1 else None
+            block = travel.wait() if travel else block
+        dk, dv = coming.wait() if coming else sums
+        return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def _sink_gradients(saved: Saved) -> Tensor:
+    """Of this rank's rows: the sink has the weight exp(sink - LSE), and no value."""
+    d = (saved.dout.float() * saved.out.float()).sum(-1)
+    weight = (saved.sinks.float()[None, :, None] - saved.lse).exp()
+    return (weight * ((0 if saved.dlse is None else saved.dlse) - d)).sum((0, 2)).to(saved.sinks.dtype)
+
+
+class AllGather(torch.autograd.Function):
+    """Each rank has all keys by position, so that each chunk of its queries is one call, which sees what it sees on one GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+        keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
+        pieces = job.pieces_with_all(q)
+        found = [compute(q, keys, values, piece, q.dtype, sinks) for piece in pieces]
+        out, lse = found[0] if len(found) == 1 else [torch.cat([x[i] for x in found], 2) for i in range(2)]
+        _end_forward(ctx, job, q, k, v, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+        saved, q, k, v = _begin_backward(ctx, dout, dlse)
+        job: Job = ctx.job
+        keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
+        dq, dkv, dsinks = Sums(q), Sums(keys, values), None
+        for piece in job.pieces_with_all(q):
+            (part, *parts), of_sinks = saved.gradients(keys, values, piece)
+            dq.add(0, piece.rows, part)
+            for i in range(2):
+                dkv.add(i, piece.keys, parts[i])
+            if of_sinks is not None:
+                dsinks = of_sinks if dsinks is None else dsinks + of_sinks
+        dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))
+        dsinks = None if saved.sinks is None else dsinks.to(saved.sinks.dtype)
+        return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+def share_heads(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """[ranks, batch, heads / ranks, rows, dim] each: this rank's heads of all ranks' rows."""
+    ranks = dist.get_world_size(group)
+    heads, heads_kv = q.shape[1], k.shape[1]
+    if heads % ranks:
+        raise InvalidArgument(f"q has {heads} heads for {ranks} ranks: ulysses gives each rank as many; use ring or all_gather.")
+    if heads_kv % ranks:
+        if ranks % heads_kv:
+            raise InvalidArgument(f"k has {heads_kv} heads for {ranks} ranks: one must divide the other for ulysses; use ring "
+                                  "or all_gather.")
+        k, v = (x.repeat_interleave(ranks // heads_kv, 1) for x in (k, v))  # each rank's queries have one head of K
+    return tuple(AllToAll.apply(x.unflatten(1, (ranks, -1)).movedim(1, 0), group) for x in (q, k, v))  # type: ignore[return-value]
+
+
+def return_heads(x: Tensor, group: Any) -> Tensor:
+    """The inverse, of O: [batch, heads, rows, dim] of [ranks, batch, heads / ranks, rows, dim]."""
+    return AllToAll.apply(x, group).movedim(0, 1).flatten(1, 2)
+
+
+def own_heads(job: Job, heads: int) -> Rule:
+    """The rule for this rank's share of the heads."""
+    return job.rule._replace(head=heads // job.ranks * job.rank)
+
+
+def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+    shared = [in_order(x, job.layout) for x in share_heads(q, k, v, job.group)]
+    rule = own_heads(job, q.shape[1])
+    whole = Chunk(0, shared[0].shape[2], 0)
+    own_sinks = None if sinks is None else sinks.chunk(job.ranks)[job.rank]
+    packed: Union[Packed, None] = None
+    given = rule.arguments(whole, whole) or {}
+    if rule.documents is not None:
+        lengths = tuple(end - begin for begin, end in zip(rule.documents, rule.documents[1:]))
+        packed = packed_documents(lengths, lengths, q.device)
+        given |= packed.given()
+    out, lse = attention(*shared, return_lse=True, sinks=own_sinks, **given)
+    lse = lse if packed is None else packed.rows_of(lse)
+    out, lse = (return_heads(by_rank(x, job.ranks, job.layout), job.group) for x in (out, lse[..., None]))
+    return out, lse[..., 0]
+
+
+def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
+    """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
+    heads = Job(job.rule, "contiguous", inner)
+    shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
+    own_sinks = None if sinks is None else sinks.chunk(heads.ranks)[heads.rank]
+    out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=own_heads(heads, q.shape[1])))
+    out, lse = (return_heads(x.unflatten(2, (heads.ranks, -1)).movedim(2, 0), inner) for x in (out, lse[..., None]))
+    return out, lse[..., 0]

@@ -19,47 +19,58 @@ struct RowStats {
   float lse, dlse;
 };
 template <class P>
-__device__ __forceinline__ RowStats load_row_stats(const Params& p, long long head, int row, int seqlen_q) {
+__device__ __forceinline__ RowStats load_row_stats(const Params& p, int head, int row, int seqlen_q) {
   RowStats stats{-infinity(), 0.0f};
   if (row >= seqlen_q) return stats;
-  stats.lse = p.lse[head * p.seqlen_q + row];
-  if (p.dlse != nullptr) stats.dlse = p.dlse[head * p.seqlen_q + row];
+  const long long at = static_cast<long long>(head) * p.seqlen_q + row;
+  stats.lse = p.lse[at];
+  if (p.dlse != nullptr) stats.dlse = p.dlse[at];
   return stats;
 }
 
-/// A lane's part of rowsum(dO * O), of rows kRowsAtOnce apart. All are loaded before any is added up: with
-/// few rows for each multiprocessor the waits for memory are nearly all of the time.
+/// A lane's 16 bytes of O and dO, in rows kRowsAtOnce apart. All are loaded before any is used: with few rows
+/// for each multiprocessor the waits for memory are nearly all of the time.
 template <class P>
-__device__ __forceinline__ void add_products(const Params& p, const Sequence<P>& sequence, int h, int first,
-                                             float (&sums)[kLanesOfRow]) {
+struct RowChunks {
   using Element = typename P::Element;
-  constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
-  const int seqlen_q = sequence.seqlen_q(p);
-  const Element* o = sequence.template q_pointer<Element>(p.o, h, first);
-  const Element* dout = sequence.template q_pointer<Element>(p.dout, h, first);
-  union Vector {
-    uint4 whole;
-    Element element[kVector];
-  };
-#pragma unroll 1
-  for (int chunk = threadIdx.x % kLanesOfRow; chunk < kChunks; chunk += kLanesOfRow) {
-    Vector x[kLanesOfRow], y[kLanesOfRow];
+  static constexpr int kVector = 16 / sizeof(Element), kChunks = P::kHeadDimV / kVector;
+  uint4 o[kLanesOfRow], dout[kLanesOfRow];
+
+  __device__ __forceinline__ void load(const Params& p, const Sequence<P>& sequence, int h, int first,
+                                       int chunk) {
+    const int rows = chunk < kChunks ? sequence.seqlen_q(p) - first : 0;
+    const Element* from_o = sequence.template q_pointer<Element>(p.o, h, first) + chunk * kVector;
+    const Element* from_dout = sequence.template q_pointer<Element>(p.dout, h, first) + chunk * kVector;
 #pragma unroll
     for (int i = 0; i < kLanesOfRow; ++i) {
-      const int row = i * kRowsAtOnce;
-      x[i].whole = y[i].whole = uint4{0, 0, 0, 0};
-      if (first + row < seqlen_q) {
-        x[i].whole = *reinterpret_cast<const uint4*>(o + row * p.o.stride_s + chunk * kVector);
-        y[i].whole = *reinterpret_cast<const uint4*>(dout + row * p.dout.stride_s + chunk * kVector);
+      o[i] = dout[i] = uint4{0, 0, 0, 0};
+      if (i * kRowsAtOnce < rows) {
+        o[i] = *reinterpret_cast<const uint4*>(from_o);
+        dout[i] = *reinterpret_cast<const uint4*>(from_dout);
       }
+      from_o += kRowsAtOnce * p.o.stride_s;
+      from_dout += kRowsAtOnce * p.dout.stride_s;
     }
+  }
+  /// Adds the products of each row to its sum.
+  __device__ __forceinline__ void add_to(float (&sums)[kLanesOfRow]) const {
+    union Elements {
+      uint4 whole;
+      Element element[kVector];
+    };
+    // Whole words: the compiler else takes each row apart as soon as it is here, before it loads the next.
+    const auto whole = [](const uint4& words) {
+      return uint4{opaque(words.x), opaque(words.y), opaque(words.z), opaque(words.w)};
+    };
 #pragma unroll
-    for (int i = 0; i < kLanesOfRow; ++i)
+    for (int i = 0; i < kLanesOfRow; ++i) {
+      const Elements x{whole(o[i])}, y{whole(dout[i])};
 #pragma unroll
       for (int j = 0; j < kVector; ++j)
-        sums[i] = fmaf(to_float(x[i].element[j]), to_float(y[i].element[j]), sums[i]);
+        sums[i] = fmaf(to_float(x.element[j]), to_float(y.element[j]), sums[i]);
+    }
   }
-}
+};
 
 /// Adds up the parts of eight lanes; each lane gets the sum of one of their eight rows, its own number's.
 __device__ __forceinline__ float sum_of_own_row(float (&sums)[kLanesOfRow]) {
@@ -78,9 +89,9 @@ __device__ __forceinline__ float sum_of_own_row(float (&sums)[kLanesOfRow]) {
 /// D, LSE and the row term of one row, by one thread. Rows that attend to nothing, or that
 /// do not exist, get LSE = inf, so that their P is zero.
 template <class P>
-__device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h,
-                                                long long head, int row, const RowStats& stats, float dot) {
-  const long long at = head * p.seqlen_q_padded + row;
+__device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h, int head,
+                                                int row, const RowStats& stats, float dot) {
+  const long long at = static_cast<long long>(head) * p.seqlen_q_padded + row;
   const bool has_p = lse_gives_p(stats.lse);
   // dS = P (dP - D) + P dLSE. Where P is zero dLSE has no effect, and may be NaN.
   p.d[at] = dot - (has_p ? stats.dlse : 0.0f);
@@ -92,9 +103,10 @@ __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<
 
 /// Zeros where dQ is added up.
 template <class P>
-__device__ __forceinline__ void clear_dq(const Params& p, long long head, int first) {
+__device__ __forceinline__ void clear_dq(const Params& p, int head, int first) {
   constexpr int kColumns = (P::kHeadDim + 15) / 16 * 16;
-  float4* accumulator = reinterpret_cast<float4*>(p.dq_accum + (head * p.seqlen_q_padded + first) * kColumns);
+  const long long row = static_cast<long long>(head) * p.seqlen_q_padded + first;
+  float4* accumulator = reinterpret_cast<float4*>(p.dq_accum + row * kColumns);
   for (int i = threadIdx.x; i < kPreprocessedRows * kColumns / 4; i += 128)
     accumulator[i] = float4{0, 0, 0, 0};
 }
@@ -107,6 +119,7 @@ __device__ __forceinline__ void reset_semaphores(const Params& p) {
       P::kDeterministic ? static_cast<long long>(p.heads_q) * q_tiles<P>(p) * kDqSemaphores : 0;
   const long long count = kTileCounters + p.batch * (p.heads_kv * kHeadSemaphores + of_dq);
   const int heads = p.batch * p.heads_kv, pieces = pieces_to_clear(p);
+#pragma unroll 1
   for (long long i = blockIdx.x * 128ll + threadIdx.x; i < count; i += gridDim.x * 128ll) {
     const long long of_head = i - kTileCounters;
     const bool is_of_head = of_head >= 0 && of_head < heads * kHeadSemaphores;
@@ -125,19 +138,26 @@ __device__ void preprocess(const Params& p) {
   zero_unused_rows_of_gradients<P>(p);
   const int tiles = p.seqlen_q_padded / kPreprocessedRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kPreprocessedRows;
-  const long long head = blockIdx.x / tiles;
-  const int h = static_cast<int>(head % p.heads_q);
-  const Sequence<P> sequence(p, static_cast<int>(head / p.heads_q));
-  // Stores, which nothing waits for.
+  const int head = static_cast<int>(blockIdx.x) / tiles, h = head % p.heads_q;
+  const Sequence<P> sequence(p, head / p.heads_q);
+  const int lane = threadIdx.x % 32, part = lane % kLanesOfRow;
+  const int row = first + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp + lane / kLanesOfRow;
+  const int own_row = row + part * kRowsAtOnce;
+  const RowStats stats = load_row_stats<P>(p, head, own_row, sequence.seqlen_q(p));
+  RowChunks<P> chunks;
+  chunks.load(p, sequence, h, row, part);
+
+  // Stores, while the loads are under way.
   if (p.dq_accum != nullptr && head / p.qhead_per_kvhead() < p.heads_cleared) clear_dq<P>(p, head, first);
   if (p.semaphores != nullptr) reset_semaphores<P>(p);
 
-  const int lane = threadIdx.x % 32;
-  const int row = first + static_cast<int>(threadIdx.x) / 32 * kRowsOfWarp + lane / kLanesOfRow;
-  const int own_row = row + lane % kLanesOfRow * kRowsAtOnce;
-  const RowStats stats = load_row_stats<P>(p, head, own_row, sequence.seqlen_q(p));
   float sums[kLanesOfRow] = {};
-  add_products<P>(p, sequence, h, row, sums);
+  chunks.add_to(sums);
+#pragma unroll 1
+  for (int chunk = part + kLanesOfRow; chunk < RowChunks<P>::kChunks; chunk += kLanesOfRow) {
+    chunks.load(p, sequence, h, row, chunk);
+    chunks.add_to(sums);
+  }
   store_row_stats<P>(p, sequence, h, head, own_row, stats, sum_of_own_row(sums));
 }
 

@@ -57,7 +57,8 @@ std::vector<Choice> choices_of(const BenchCommand& command, const autotune::Prob
   return {{plan.config, plan.config_source}};
 }
 
-/// Compiles ahead in parallel, measures in order.
+/// Compiles ahead in parallel, measures in order; all beside the first that can be, whose time tells when the
+/// clocks are steady.
 std::vector<Measurement> measure(const BenchCommand& command, const autotune::Problem& problem,
                                  const DeviceInfo& device, autotune::Meter& meter) {
   const std::vector<Choice> choices = choices_of(command, problem, device);
@@ -69,11 +70,20 @@ std::vector<Measurement> measure(const BenchCommand& command, const autotune::Pr
   for (std::size_t i = 0; i < choices.size(); ++i) kernels.want(i);
   Progress progress(fmt::format("{} {}", to_string(problem.spec), to_string(problem.shape)), choices.size());
   std::vector<Measurement> measurements;
+  std::optional<TileConfig> reference;
+  double reference_ms = 0;
   for (std::size_t i = 0; i < choices.size() && !interrupted(); ++i) {
     Measurement measurement{problem, choices[i], work, 0, {}};
     try {
       measurement.choice.config = kernels.take(i).config;
-      measurement.ms = meter.compare(problem, measurement.choice.config, {}, command.repeats).reference_ms;
+      const TileConfig& config = measurement.choice.config;
+      if (reference) {
+        measurement.ms =
+            reference_ms * meter.compare(problem, *reference, {&config, 1}, command.repeats).ratios.front();
+      } else {
+        measurement.ms = reference_ms = meter.compare(problem, config, {}, command.repeats).reference_ms;
+        reference = config;
+      }
     } catch (const Error& error) {
       // With one configuration the error says it all; among many the others still count.
       if (choices.size() == 1 || error.code() == ErrorCode::cuda) throw;

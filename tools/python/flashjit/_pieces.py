@@ -104,7 +104,7 @@ class Rule(NamedTuple):
         given: dict[str, Any] = {"scale": self.scale}
         score_mod, mask_mod = self.score_mod, self.mask_mod
         # Numbers that differ between ranks and steps are read at each call, so that their kernels are the same.
-        q_first, kv_first, head, batch = (torch.tensor(x) for x in (q.first, kv.first, self.head, document))
+        q_first, kv_first, head, batch = (torch.tensor(x, dtype=torch.int32) for x in (q.first, kv.first, self.head, document))
         moved = lambda b, h, i, j: (b + batch, h + head, _scaled(i, q.step) + q_first, _scaled(j, kv.step) + kv_first)
         if score_mod is not None:
             given["score_mod"] = lambda s, b, h, i, j: score_mod(s, *moved(b, h, i, j))

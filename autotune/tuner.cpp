@@ -38,8 +38,10 @@ constexpr int kFewestRounds = 6;
 constexpr double kContender = 1.05;
 constexpr std::size_t kMostContenders = 6;
 constexpr int kMostFinals = 3;
-constexpr int kMeasurements = 9;  // in a final
-constexpr double kFinalMs = 10;   // for each contender in one of them
+constexpr int kMeasurements = 9;  // in a final, but of long kernels fewer
+constexpr int kFewestMeasurements = 3;
+constexpr double kFinalMs = 10;       // for each contender in one of them
+constexpr double kAllFinalMs = 2000;  // for all
 /// More than this is not noise but a measurement gone wrong.
 constexpr double kMostNoise = 0.01;
 
@@ -431,10 +433,14 @@ class Search {
       configs.push_back(order_[i]);
       slowest = std::max(slowest, timings_[i].ms);
     }
+    const int rounds = rounds_for(slowest, kFinalMs);
+    const double one_ms = rounds * slowest * static_cast<double>(all.size() + 1);
+    const int measurements =
+        static_cast<int>(std::clamp<double>(kAllFinalMs / one_ms, kFewestMeasurements, kMeasurements));
     std::vector<double> reference_ms;
     std::vector<std::vector<double>> ratios(all.size());
-    for (int measurement = 0; measurement < kMeasurements; ++measurement) {
-      const Comparison compared = compare(*reference_, configs, rounds_for(slowest, kFinalMs));
+    for (int measurement = 0; measurement < measurements; ++measurement) {
+      const Comparison compared = compare(*reference_, configs, rounds);
       reference_ms.push_back(compared.reference_ms);
       for (std::size_t i = 0; i < all.size(); ++i) ratios[i].push_back(compared.ratios.at(i));
     }

@@ -16,6 +16,7 @@ writes h100_paper.csv and h100_paper_figure.csv; plot.py draws them. Calls of al
 counts; a call of more than 0.1 s is timed once. Exit code: as compare.py.
 """
 import argparse
+import concurrent.futures
 import csv
 import datetime
 import functools
@@ -146,6 +147,22 @@ def makers_of(runtime, length, dropout, mask):
     for name, backend in BACKENDS.items():
         makers[name] = functools.partial(Peer, backend, q, k, v, dout, keep, dropout)
     return makers
+
+
+def compile_all(runtime, lengths):
+    """All kernels of ours in parallel; what cannot be compiled says so when it is needed."""
+    def prepare(job):
+        torch.cuda.set_device(0)  # the thread's context
+        try:
+            runtime.prepare(*job[:2], backward=job[2])
+        except Exception:
+            pass
+
+    variants = [dropout + mask for dropout in ("", ":dropout") for mask in ("", ":kvlen")]
+    jobs = [(f"fp16:d{DIM}{variant}", (BATCH, HEADS, HEADS, length, length), backward)
+            for length in lengths for variant in variants for backward in (False, True)]
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(prepare, jobs))
 
 
 def first_sequence(results):
@@ -393,6 +410,7 @@ def main():
     if arguments.only != "tables":
         compare.guarded(drawn, "figure 2", figure, runtime, drawn, None if arguments.no_counters else arguments.lib)
     if arguments.only != "figure":
+        compile_all(runtime, arguments.lengths)
         tables(runtime, table, arguments.lengths, begin + arguments.seconds)
     failures = drawn.failures + table.failures
     print(f"{len(failures)} failures, {time.monotonic() - begin:.0f} s" + "".join(f"\n  {text}" for text in failures))

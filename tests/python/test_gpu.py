@@ -425,6 +425,47 @@ def test_graph_capture():
     assert torch.equal(out, flashjit.attention(q, k, v, causal=True))
 
 
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("before", ["nothing", "a kernel", "a copy", "zeros", "another stream"])
+def test_a_backward_pass_waits_for_what_the_stream_has_before_it(before, captured):
+    """Its first kernel is launched early, behind whatever there is."""
+    q, k, v = (x.detach() for x in tensors())
+    out, lse = flashjit.forward(q, k, v, options="causal")
+    given = torch.randn_like(out)
+    dout, other = torch.empty_like(given), torch.cuda.Stream()
+
+    def step():
+        current = torch.cuda.current_stream()
+        if before != "nothing":
+            torch.cuda._sleep(5_000_000)
+            dout.copy_(given) if before != "a kernel" else torch.mul(given, 1, out=dout)
+        if before == "zeros":
+            torch.zeros(1 << 20, device=DEVICE)
+        if before == "another stream":
+            other.wait_stream(current)
+            with torch.cuda.stream(other):
+                dout.mul_(1)
+            current.wait_stream(other)
+        return flashjit.backward(q, k, v, out, lse, dout, options="causal:det")
+
+    dout.copy_(given)
+    want = flashjit.backward(q, k, v, out, lse, dout, options="causal:det")
+    torch.cuda.synchronize()
+    if before != "nothing":
+        dout.fill_(7)
+    if captured:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            got = step()
+        for _ in range(3):
+            graph.replay()
+    else:
+        got = step()
+    torch.cuda.synchronize()
+    for a, b in zip(got, want):
+        assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_dropout_in_a_graph_has_another_mask_at_each_replay(dtype):
     q, k, v = tensors(queries=64, keys=64, heads_kv=4, dtype=dtype)

@@ -1,5 +1,11 @@
-// K and V of 8 bits: every code through every conversion.
+// K and V of 8 bits: every code through every conversion, and what combines with them.
+#include <fmt/format.h>
+
+#include <string>
+
 #include "tests/support/codes_check.hpp"
+#include "tests/support/codes_problems.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -17,8 +23,27 @@ TEST_P(EmulatedCodes, OfManyKeysKeepTheirMean) {
     check_long_mean(runtime.get(), GetParam(), keys);
 }
 
+TEST_P(EmulatedCodes, ThatAreNanInKBehindAMaskReachNothing) {
+  TemporaryRuntime runtime;
+  check_nan_behind_mask(runtime.get(), GetParam());
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes, testing::Values(Family::simt, Family::sm80, Family::sm90),
                          [](const auto& info) { return to_string(info.param); });
+
+class EmulatedProblemsOfCodes : public testing::TestWithParam<const char*> {};
+
+TEST_P(EmulatedProblemsOfCodes, AreRight) {
+  const TemporaryDirectory folder;
+  const CommandResult result =
+      run_command(folder, std::string("verify --seed 3 ") + GetParam(),
+                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_EMULATOR_CAPABILITY=90",
+                              FLASHJIT_EMULATED_CUDA, FLASHJIT_EMULATED_NVRTC));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("sm90:"), std::string::npos) << result.out << result.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, EmulatedProblemsOfCodes, testing::ValuesIn(kProblemsOfCodes));
 
 }  // namespace
 }  // namespace flashjit::test

@@ -2,6 +2,7 @@
 // kernel.
 #pragma once
 
+#include <initializer_list>
 #include <math.h>
 
 extern "C" int printf(const char*, ...);

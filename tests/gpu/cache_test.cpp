@@ -38,7 +38,7 @@ std::vector<CacheCase> cases() {
   constexpr std::array kCodes = {
       ":kve4m3",         ":kve4m3:key_scales",        ":kve5m2", ":kvint8", ":kvint8:key_scales",
       ":kve4m3:q_codes", ":kve5m2:q_codes:key_scales"};
-  for (const Family family : {Family::simt, Family::sm80})
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const char* pages : {":cache", ":pages1", ":pages16", ":pages64", ":pages256"})
       for (const char* codes : kCodes) {
         const std::string text = fmt::format("fwd:{}{}{}{}", kDims[seed % kDims.size()], codes,

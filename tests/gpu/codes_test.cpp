@@ -1,5 +1,11 @@
-// K and V of 8 bits: every code through every conversion.
+// K and V of 8 bits: every code through every conversion, and what combines with them.
+#include <fmt/format.h>
+
+#include <string>
+
 #include "tests/support/codes_check.hpp"
+#include "tests/support/codes_problems.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -17,8 +23,26 @@ TEST_P(Codes, OfManyKeysKeepTheirMean) {
     check_long_mean(runtime.get(), GetParam(), keys);
 }
 
+TEST_P(Codes, ThatAreNanInKBehindAMaskReachNothing) {
+  TemporaryRuntime runtime;
+  check_nan_behind_mask(runtime.get(), GetParam());
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, Codes, testing::Values(Family::simt, Family::sm80, Family::sm90),
                          [](const auto& info) { return to_string(info.param); });
+
+class ProblemsOfCodes : public GpuTestWith<const char*> {};
+
+TEST_P(ProblemsOfCodes, AreRight) {
+  if (gpu().info.arch != "sm_90a") GTEST_SKIP() << "the problems are family sm90's";
+  const TemporaryDirectory folder;
+  const CommandResult result = run_command(folder, std::string("verify --seed 3 ") + GetParam(),
+                                           fmt::format("FLASHJIT_LIBCUDA='{}'", read_environment().libcuda));
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("sm90:"), std::string::npos) << result.out << result.err;
+}
+
+INSTANTIATE_TEST_SUITE_P(All, ProblemsOfCodes, testing::ValuesIn(kProblemsOfCodes));
 
 }  // namespace
 }  // namespace flashjit::test

@@ -74,6 +74,20 @@ TEST_F(PackOfAModel, PassesOnWhatASpecHas) {
                        "fwd:fp16:d64x32:mask{q - kv < max(100, 2) && kv <= q}:varlen:sinks:cache"}));
 }
 
+TEST_F(PackOfAModel, HasWhatACacheOfEightBitsNeeds) {
+  const CommandResult packed =
+      pack("32/8 heads, d128, pages of 16, bf16, kv e4m3, key_scales", "--arch sm_90a");
+  ASSERT_EQ(packed.code, 0) << packed.err;
+  std::set<std::string> specs;
+  const auto report = packed.json();
+  for (const auto& kernel : report["kernels"]) specs.insert(kernel["spec"]);
+  EXPECT_EQ(specs, (std::set<std::string>{"append:bf16:d128:kve4m3:pages16:key_scales",
+                                          "append:bf16:d128:kve4m3:varlen:pages16:key_scales",
+                                          "merge:bf16:d128", "fwd:bf16:d128:kve4m3:causal:pages16:key_scales",
+                                          "fwd:bf16:d128:kve4m3:causal:varlen:pages16:key_scales",
+                                          "fwd:bf16:d128:kve4m3:pages16:key_scales"}));
+}
+
 TEST_F(PackOfAModel, NeedsNoRecords) {
   ASSERT_EQ(pack("8 heads, d64, slots, bf16").code, 0);
   EXPECT_FALSE(std::filesystem::exists(folder_.file("pack/v1/tuning")));
@@ -94,6 +108,7 @@ TEST_F(PackOfAModel, SaysWhatIsMissing) {
   says("32/5 heads, d128, pages of 16, bf16", "multiple");
   says("32/8 heads, d128, pages of 999, bf16", "999");
   says("32/8 heads, d128, pages of 16, bf16, sink", "sink");
+  says("32/8 heads, d128, pages of 16, bf16, kv e3m4", "e3m4");
 }
 
 }  // namespace

@@ -16,16 +16,17 @@ constexpr std::int64_t kMostDecoded = 16;  // queries of each sequence, where th
 
 struct ModelText {
   std::int64_t heads_q = 0, heads_kv = 0;
-  std::string dims, dtype, cache;
+  std::string dims, dtype, cache, codes;
   std::string mask = ":causal", rest;  ///< of the spec
 };
 
 [[noreturn]] void refuse_model(std::string_view text, const std::string& why) {
-  throw Error(ErrorCode::invalid_argument,
-              fmt::format("the model {} {}; write its heads, head dimension, cache and type, such as "
-                          "\"32/8 heads, d128, pages of 16, bf16\" or \"32 heads, d64, slots, fp16\", and "
-                          "what else its spec has, such as \"dropout\"",
-                          quoted(text), why));
+  throw Error(
+      ErrorCode::invalid_argument,
+      fmt::format("the model {} {}; write its heads, head dimension, cache and type, such as "
+                  "\"32/8 heads, d128, pages of 16, bf16\" or \"32 heads, d64, slots, fp16, kv e4m3\", "
+                  "and what else its spec has, such as \"dropout\"",
+                  quoted(text), why));
 }
 
 /// The pieces between the ',' outside of braces, without blanks around them.
@@ -57,7 +58,7 @@ void read_heads(std::string_view phrase, ModelText& model) {
 }
 
 ModelText read_model(std::string_view text) {
-  constexpr std::string_view kPages = "pages of ";
+  constexpr std::string_view kPages = "pages of ", kKv = "kv ";
   ModelText model;
   for (const std::string_view phrase : phrases_of(text)) {
     if (phrase.ends_with(" heads"))
@@ -66,6 +67,10 @@ ModelText read_model(std::string_view text) {
       model.cache = fmt::format(":pages{}", phrase.substr(kPages.size()));
     else if (phrase == "slots")
       model.cache = ":cache";
+    else if (phrase.starts_with(kKv))
+      model.codes += fmt::format(":kv{}", phrase.substr(kKv.size()));
+    else if (phrase == "key_scales")
+      model.codes += fmt::format(":{}", phrase);
     else if (phrase == "fp16" || phrase == "bf16" || phrase == "fp32")
       model.dtype = phrase;
     else if (phrase.size() > 1 && phrase[0] == 'd' && phrase[1] >= '0' && phrase[1] <= '9')
@@ -104,7 +109,8 @@ std::vector<PackItem> model_items(std::string_view text, const DeviceInfo& devic
     if (known.insert(name).second) items.push_back(std::move(item));
   };
   const std::string kind = fmt::format("{}:{}", model.dtype, model.dims);
-  const std::string attention = fmt::format("fwd:{}{}{}{}", kind, model.mask, model.rest, model.cache);
+  const std::string attention =
+      fmt::format("fwd:{}{}{}{}{}", kind, model.codes, model.mask, model.rest, model.cache);
   for (const std::int64_t batch : octaves(1, kMostSequences))
     for (const std::int64_t keys : octaves(64, kMostKeys)) {
       for (const std::int64_t queries : octaves(1, kMostDecoded)) add(attention, batch, queries, keys);
@@ -112,7 +118,7 @@ std::vector<PackItem> model_items(std::string_view text, const DeviceInfo& devic
         add(attention + ":varlen", batch, queries, keys);
     }
   for (const char* packing : {"", ":varlen"})
-    add(fmt::format("append:{}{}{}", kind, model.cache, packing), 1, 1, 64);
+    add(fmt::format("append:{}{}{}{}", kind, model.codes, model.cache, packing), 1, 1, 64);
   add(fmt::format("merge:{}", kind), 1, 1, 64);
   return items;
 }

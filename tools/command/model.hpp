@@ -9,8 +9,9 @@
 namespace flashjit::command {
 
 /// Each kernel that the heuristic takes on the device for any number of sequences, queries and keys: decode,
-/// prefill and chunks of it, append and merge. `text` is such as "32/8 heads, d128, pages of 16, bf16"; what
-/// it has besides is of a spec, such as "mask{q - kv < 4096}". Throws Error(invalid_argument).
+/// prefill and chunks of it, append and merge. `text` is such as "32/8 heads, d128, pages of 16, bf16", and
+/// "kv e4m3" for a cache of 8 bits; what it has besides is of a spec, such as "mask{q - kv < 4096}". Throws
+/// Error(invalid_argument).
 std::vector<PackItem> model_items(std::string_view text, const DeviceInfo& device,
                                   const plan::TuningRecords& records);
 

@@ -258,7 +258,7 @@ def check_a_training_step(rank, ranks):
         loss.backward()
         return loss.detach(), [x.grad.clone() for x in model.parameters()]
     loss, grads = step(inputs, targets, places, lambda q, k, v: flashjit.attention(q, k, v, causal=True))
-    for scheme in ("ring", "all_gather", "ulysses"):
+    for scheme in ("auto", "ring", "all_gather", "ulysses"):
         for checkpointed in (False, True):
             attend = lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, causal=True)
             mine = [fd.shard(inputs, 1), fd.shard(targets, 1), fd.shard(places, 0)]

@@ -9,6 +9,8 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/benchmarks.md   figures  the same, and *_other.csv, *_few.csv, *_sparse.csv
     tools/docs/tuning.md       tuner    h100_tuner.csv of `flashjit tune --study`
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
+    tools/docs/distributed.md  plans    plans.csv of `python3 -m flashjit.simulator --tokens 131072,1048576,4194304 --csv`
+                               figures  h100_distributed.csv of distributed.py
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 import argparse
@@ -23,8 +25,8 @@ MASKS = {0: "full", 1: "causal"}
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 RESULTS = os.path.join(ROOT, "tools", "bench", "results")
-README, BENCHMARKS, TUNING, SERVING, PAPER = (os.path.join(ROOT, *path) for path in (
-    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving", "paper"))))
+README, BENCHMARKS, TUNING, SERVING, PAPER, DISTRIBUTED = (os.path.join(ROOT, *path) for path in (
+    ("README.md",), *(("tools", "docs", f"{name}.md") for name in ("benchmarks", "tuning", "serving", "paper", "distributed"))))
 
 # Okabe and Ito's colours, which colour-blind readers can distinguish, in drawing order: flashjit and its dashes on top.
 LINES = {
@@ -408,6 +410,49 @@ def serving_section(rows):
     return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])
 
 
+SCHEMES = {"ring": "#0072B2", "all_gather": "#D55E00", "ulysses": "#009E73", "two_level": "#CC79A7"}
+
+
+def draw_plans(rows, path):
+    plt = pyplot()
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(15, 4), sharey=True, layout="constrained")
+    for axis, tokens in zip(axes, lengths):
+        for scheme, color in SCHEMES.items():
+            points = [(int(row["ranks"]), float(row["efficiency"])) for row in rows if row["tokens"] == tokens and row["scheme"] == scheme]
+            axis.plot([x for x, _ in points], [y for _, y in points], color=color, marker="o", label=scheme)
+        axis.set_title(f"{int(tokens) >> 10}k tokens", fontsize=12)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("ranks", fontsize=11)
+        axis.set_ylim(0, 1.02)
+        axis.grid(color="#dddddd", linewidth=0.7)
+    axes[0].set_ylabel("share of linear speed", fontsize=11)
+    axes[0].legend(frameon=False, fontsize=11)
+    figure.suptitle("Predicted by flashjit.simulator: both passes, bf16, 32/8 heads, d128, causal, hosts of 8 H100", fontsize=13)
+    figure.savefig(path, dpi=100)
+
+
+def plans_section(rows, png):
+    """tools/docs/distributed.md"""
+    ranks = list(dict.fromkeys(row["ranks"] for row in rows))
+    lines = []
+    for tokens in dict.fromkeys(row["tokens"] for row in rows):
+        of = {(row["ranks"], row["scheme"]): row for row in rows if row["tokens"] == tokens}
+        for scheme in SCHEMES:
+            shares = [f"{float(of[n, scheme]['efficiency']):.2f}" if (n, scheme) in of else "-" for n in ranks]
+            lines.append([f"{int(tokens) >> 10}k", f"`{scheme}`", *shares])
+    table = markdown(["tokens", "scheme", *(f"{n} ranks" for n in ranks)], lines)
+    return "\n\n".join([f"![shares of linear speed]({link(png, DISTRIBUTED)})", table])
+
+
+def shared_section(rows):
+    """tools/docs/distributed.md"""
+    lines = [[f"{int(row['tokens']) >> 10}k", f"`{row['scheme']}`", row["pass"], row["alone_ms"], row["ms"], row["predicted_ms"],
+              row["scaling"], row["memory_gb"], row["formula_gb"]] for row in rows]
+    return markdown(["tokens", "scheme", "passes", "one GPU, ms", f"{rows[0]['ranks']} GPUs, ms", "predicted, ms", "times as fast",
+                     "peak, GB", "formula, GB"], lines)
+
+
 def replace(path, name, text):
     """Puts the text between the file's lines <!-- name --> and <!-- /name -->."""
     begin, end = f"<!-- {name} -->\n", f"<!-- /{name} -->"
@@ -430,12 +475,16 @@ def main():
     paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
     if not arguments.tables:
         draw(dense, result("h100_dense.png"))
+        draw_plans(read(result("plans.csv")), result("plans.png"))
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
     replace(SERVING, "figures", serving_section(read(result("h100_serving.csv"))))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
+    replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
+    if os.path.exists(result("h100_distributed.csv")):
+        replace(DISTRIBUTED, "figures", shared_section(read(result("h100_distributed.csv"))))
     if paper:
         replace(PAPER, "figures", paper_section(*paper))
     return 0

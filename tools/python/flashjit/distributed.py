@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import simulator
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
@@ -22,7 +23,7 @@ from .programs import program_of
 
 __all__ = ["LAYOUTS", "SCHEMES", "Chunk", "chunks", "distributed_attention", "positions", "shard", "unshard"]
 
-SCHEMES = ("ring", "all_gather", "ulysses", "two_level")
+SCHEMES = ("auto", "ring", "all_gather", "ulysses", "two_level")
 
 
 class _Groups(NamedTuple):
@@ -82,7 +83,7 @@ def unshard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = Non
 
 
 @torch.compiler.disable
-def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "ring", layout: str = "zigzag",
+def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "auto", layout: str = "zigzag",
                           causal: bool = False, window: Union[int, None] = None, scale: Union[float, None] = None,
                           score_mod: Any = None, mask_mod: Any = None, cu_seqlens: Union[Sequence[int], Tensor, None] = None,
                           sinks: Union[Tensor, None] = None, return_lse: bool = False, group: Any = None) -> Any:
@@ -93,7 +94,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "rin
     scheme: "ring": K and V go round, a step's kernels run while the next block travels, and O and LSE are joined in float32;
         blocks of which nothing is visible are passed on uncomputed. "all_gather": every rank gathers K and V once.
         "ulysses": an all-to-all gives each rank all rows of its share of the heads: heads_q must divide into the ranks.
-        "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one.
+        "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one. "auto": with two groups
+        two_level, else the one that flashjit.simulator finds to be the fastest on H100s.
     causal: a query sees the keys at its own position and before. window: and no more than so many of them.
     score_mod, mask_mod: functions as attention() takes them; q_idx and kv_idx are positions in the whole sequence. Tensors that
         they capture are the same on all ranks and have no gradients.
@@ -109,6 +111,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "rin
     arguments.
     """
     groups = _groups(group)
+    if scheme == "auto":
+        scheme = _fastest(q, k, layout, causal, window, groups)
     _check_arguments(q, scheme, causal, window, groups)
     documents = None if cu_seqlens is None else tuple(map(int, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
     _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
@@ -125,6 +129,14 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "rin
     else:
         out, lse = (Ring if scheme == "ring" else AllGather).apply(q, k, v, sinks, job)
     return (out, lse) if return_lse else out
+
+
+def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int, None], groups: _Groups) -> str:
+    if groups.inner is not None:
+        return "two_level"
+    problem = simulator.Problem(q.shape[2] * groups.ranks, q.shape[1], k.shape[1], q.shape[3], q.shape[0], causal, window,
+                                q.element_size())
+    return simulator.best(problem, groups.ranks, layout=layout, backward=torch.is_grad_enabled() and q.requires_grad)
 
 
 def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], groups: _Groups) -> None:

@@ -281,7 +281,7 @@ def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, back
     found = []
     for scheme in schemes:
         inner = _inner_ranks(problem, ranks, machine) if scheme == "two_level" else ranks if scheme == "ulysses" else 1
-        if problem.tokens % (ranks * 2) or problem.heads % inner or (scheme == "two_level" and not 1 < inner < ranks):
+        if problem.tokens % (ranks * (2 if layout == "zigzag" else 1)) or problem.heads % inner or (scheme == "two_level" and not 1 < inner < ranks):
             continue
         if problem.heads_kv % inner and inner % problem.heads_kv:
             continue

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cmath>
 #include <cstdint>
 #include <span>
 #include <string>
@@ -54,16 +55,24 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
                 [&](std::int64_t offset) { return read_element(dtype, view.data, offset); });
 }
 
-/// The scale of a key of K or V; 1 where these have none.
-double scale_of(const AttentionSpec& spec, const ConstScaleView& scales, std::int64_t b, std::int64_t page,
-                std::int64_t h, std::int64_t row) {
-  return spec.has_scales() ? scales.data[offset_of_scale(scales, b, page, h, row)] : 1;
-}
+/// Scales of Q, K or V, which only the reference sees.
+struct NamedScales {
+  const char* name;
+  const ConstScaleView& view;
+
+  double at(std::int64_t b, std::int64_t page, std::int64_t h, std::int64_t row) const {
+    const double scale = view.data[offset_of_scale(view, b, page, h, row)];
+    if (!(scale > 0 && std::isfinite(scale)))
+      refuse("{} is {} in sequence {}, page {}, head {}, row {}: scales are finite and above 0.", name, scale,
+             b, page, h, row);
+    return scale;
+  }
+};
 
 /// K or V of a cache as slots in order, [batch, heads, seqlen_kv, dim]: zeros behind a sequence's keys.
 std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape& shape,
                                  const ForwardArgs& args, const ConstTensorView& pool,
-                                 const ConstScaleView& scales) {
+                                 const NamedScales& scales) {
   const DType type = spec.kv_type();
   const PageTableView& table = args.page_table;
   const std::int64_t page_rows = spec.pages ? spec.pages : pool.size[2], dim = pool.size[3];
@@ -76,7 +85,7 @@ std::vector<double> gather_cache(const AttentionSpec& spec, const AttentionShape
         refuse("page_table names page {} for key {} of sequence {}, but k has {} pages: give one of them.",
                page, n, b, pool.size[0]);
       for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-        const double scale = scale_of(spec, scales, b, page, h, n % page_rows);
+        const double scale = spec.has_scales() ? scales.at(b, page, h, n % page_rows) : 1;
         for (std::int64_t i = 0; i < dim; ++i)
           values[((b * shape.heads_kv + h) * shape.seqlen_kv + n) * dim + i] =
               scale *
@@ -96,20 +105,20 @@ std::int64_t sequence_of_row(const std::int32_t* cu_seqlens, std::int64_t sequen
 
 /// Multiplies the rows of K or V without a cache with their scales. Packed rows have their sequence's.
 void scale_rows(const AttentionSpec& spec, const ForwardArgs& args, const ConstTensorView& tensor,
-                const ConstScaleView& scales, std::vector<double>& values) {
+                const NamedScales& scales, std::vector<double>& values) {
   const auto [batch, heads, rows, dim] = tensor.size;
   for (std::int64_t i = 0; i < batch * heads * rows; ++i) {
     const std::int64_t row = i % rows;
     const std::int64_t b =
         spec.varlen ? sequence_of_row(args.cu_seqlens_kv, args.batch_size, row) : i / rows / heads;
-    const double scale = scale_of(spec, scales, b, 0, i / rows % heads, row);
+    const double scale = scales.at(b, 0, i / rows % heads, row);
     for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
   }
 }
 
 /// K or V as the reference takes them.
 std::vector<double> gather_kv(const AttentionSpec& spec, const ForwardArgs& args,
-                              const ConstTensorView& tensor, const ConstScaleView& scales) {
+                              const ConstTensorView& tensor, const NamedScales& scales) {
   if (spec.has_cache()) return gather_cache(spec, shape_of(spec, args), args, tensor, scales);
   std::vector<double> values = gather(spec.kv_type(), tensor);
   if (spec.has_scales()) scale_rows(spec, args, tensor, scales, values);
@@ -160,7 +169,7 @@ std::vector<double> gather_q(const AttentionSpec& spec, const ForwardArgs& args)
     const std::int64_t b =
         spec.varlen ? sequence_of_row(args.cu_seqlens_q, shape.batch, i % rows) : i / rows / heads;
     const std::int64_t h_kv = i / rows % heads / (shape.heads_q / shape.heads_kv);
-    const double scale = args.q_scale.data[offset_of_scale(args.q_scale, b, 0, h_kv, 0)];
+    const double scale = NamedScales{"q_scale", args.q_scale}.at(b, 0, h_kv, 0);
     for (std::int64_t j = 0; j < dim; ++j) values[i * dim + j] *= scale;
   }
   return values;
@@ -181,8 +190,8 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .offset = args.rng_state ? args.rng_state[1] : args.offset};
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.q = gather_q(spec, args);
-    problem.k = gather_kv(spec, args, args.k, args.k_scale);
-    problem.v = gather_kv(spec, args, args.v, args.v_scale);
+    problem.k = gather_kv(spec, args, args.k, {"k_scale", args.k_scale});
+    problem.v = gather_kv(spec, args, args.v, {"v_scale", args.v_scale});
   } else {
     problem.q = gather(spec.dtype, args.q);
     problem.k = gather(spec.dtype, args.k);

@@ -1,7 +1,9 @@
 // Caches of slots and pages without a GPU: what a call may be given, and what the CPU reference makes of it.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
+#include <limits>
 #include <string>
 #include <vector>
 
@@ -164,6 +166,38 @@ TEST(Cache, ScalesOfQAreChecked) {
   expect_says(with_scale(kOfCodes, ConstScaleView::of_heads(data, 3, 4)), {"q_scale has 4 heads", "or 2"});
   expect_says(with_scale(kOfCodes, ConstScaleView::of_pages(data, 40, 2)),
               {"q_scale has 40 pages", "one for all."});
+}
+
+/// The host sees scales in the reference alone, of which it reads those that keys have.
+TEST(Cache, TheReferenceSaysWhichScaleIsWrong) {
+  constexpr int kDim = 16, kRows = 2;
+  const AttentionSpec spec = parse_spec("bf16:d16:kve4m3:cache:key_scales:q_codes");
+  const std::vector<std::uint8_t> codes(kRows * kDim);
+  std::vector<std::uint16_t> out(kDim);
+  const std::int32_t length = 1;
+  const auto with = [&](float q, float k, float v) {
+    const std::vector<float> k_scales = {k, 0.0f}, v_scales = {v, std::nanf("")};
+    ForwardArgs args{.q = ConstTensorView::bhsd(codes.data(), 1, 1, 1, kDim),
+                     .k = ConstTensorView::bhsd(codes.data(), 1, 1, kRows, kDim),
+                     .v = ConstTensorView::bhsd(codes.data(), 1, 1, kRows, kDim),
+                     .out = TensorView::bhsd(out.data(), 1, 1, 1, kDim)};
+    args.kv_lengths = &length;
+    args.q_scale = ConstScaleView::of_tensor(&q);
+    args.k_scale = ConstScaleView::of_keys(k_scales.data(), 1, 1, kRows);
+    args.v_scale = ConstScaleView::of_keys(v_scales.data(), 1, 1, kRows);
+    try {
+      reference_forward(spec, args);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  constexpr float kLeast = std::numeric_limits<float>::denorm_min();
+  EXPECT_EQ(with(kLeast, 1, 1), "accepted");
+  expect_says(with(0, 1, 1), {"q_scale is 0 in sequence 0", "above 0"});
+  expect_says(with(1, -0.5f, 1), {"k_scale is -0.5 in sequence 0, page 0, head 0, row 0", "above 0"});
+  expect_says(with(1, 1, std::numeric_limits<float>::infinity()), {"v_scale is inf", "finite"});
+  expect_says(with(1, std::nanf(""), 1), {"k_scale is nan", "finite"});
 }
 
 /// Rows of 8 bits are 16 elements apart, or more.

@@ -109,11 +109,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   const auto start_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.start(); }); };
   const auto finish_bias = [&](int n) { fill(n, [](const auto& warp_rows) { warp_rows.finish(); }); };
   float rescale[2], scale[2];
-  const auto softmax = [&](int n, auto& scores) {
+  const auto softmax = [&](int n, bool first, auto& scores) {
     scale_products(rows, scores);
     apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, scores);
     release_terms(smem, n);
-    online_softmax(p, smem.work(round), rows, kv_begin, full, scores, rescale);
+    online_softmax(p, smem.work(round), rows, kv_begin, full, first, scores, rescale);
   };
 
   int n = 0;
@@ -150,11 +150,11 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     release_k_tile(n);
     wait_terms(smem, n);
     if (kPartialFirstStep<P> && smem.work(round).partial >> wg & 1u) {
-      softmax(n, reinterpret_cast<float(&)[kPartialKvTile<P> / 2]>(s));
+      softmax(n, true, reinterpret_cast<float(&)[kPartialKvTile<P> / 2]>(s));
 #pragma unroll
       for (int value = kPartialKvTile<P> / 2; value < P::kBc / 2; ++value) s[value] = 0.0f;
     } else {
-      softmax(n, s);  // P = exp2(S - m)
+      softmax(n, true, s);  // P = exp2(S - m)
     }
     if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
     wgmma_wait<0>();  // O of the work tile before is there
@@ -196,7 +196,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
       wgmma_wait<1>();  // S is there
       release_k_tile(n);
       wait_terms(smem, n);
-      softmax(n, s);  // P = exp2(S - m)
+      softmax(n, false, s);  // P = exp2(S - m)
       if constexpr (kIntraWarpgroupOverlap<P>) finish_before_wait(rows.sum[0] + rows.sum[1], smem.base);
       wgmma_wait<0>();  // O is there
       poll(n);

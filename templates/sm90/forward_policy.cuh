@@ -135,6 +135,12 @@ constexpr bool kPartialFirstStep =
     P::kHasMask && !kLists<P> && !P::kPackGqa && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
     (P::kBr > kWarpgroupRows) && kQTilesPerCta<P> == 1;
 
+/// Row maxima are found by integer instructions, three values at a time: d64 full +3.3%, d128 +2% with 192
+/// rows and +4% with 128, d256 +0.3%. Not for a score that is a line, whose maximum is in other units, and
+/// not beside a partial first step, where registers do not suffice. NOTES.md#exponentials-and-instructions
+template <class P>
+constexpr bool kMaxByBits = !P::kScoreLine && !kPartialFirstStep<P>;
+
 // --- Mask and dropout -------------------------------------------------------------------------------------
 
 /// The mask's bounds give each Q tile the range of keys within which KV tiles are full, once, instead of

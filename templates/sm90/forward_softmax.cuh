@@ -168,11 +168,33 @@ __device__ __forceinline__ void mask_scores(const Params& p, const WorkTile<P>& 
   }
 }
 
+__device__ __forceinline__ bool any_negative(const float (&max)[2]) {
+  return __any_sync(kWholeWarp, (__float_as_int(max[0]) | __float_as_int(max[1])) < 0) != 0;
+}
+/// The largest of `first` and this thread's columns of one of its rows.
+template <int kCount>
+__device__ __forceinline__ float largest(float first, const float (&s)[kCount], int half) {
+#pragma unroll
+  for (int n = 2 * half; n < kCount; n += 4) first = fmaxf(first, fmaxf(s[n], s[n + 1]));
+  return first;
+}
+/// The same, for a `first` from +0 on: such floats are ordered as integers are, every other is less than they
+/// are, and of integers the largest of three is one instruction. NOTES.md#exponentials-and-instructions
+template <int kCount>
+__device__ __forceinline__ float largest_by_bits(float first, const float (&s)[kCount], int half) {
+  int bits = __float_as_int(first);
+#pragma unroll
+  for (int n = 2 * half; n < kCount; n += 4)
+    bits = __vimax3_s32(__float_as_int(s[n]), __float_as_int(s[n + 1]), bits);
+  return __int_as_float(bits);
+}
+
 /// P = exp2(S * scale - m), in place of S, with the row maximum m and the row sum l carried on. `rescale` is
-/// what O and l so far must be multiplied by, exp2(m before - m).
+/// what O and l so far must be multiplied by, exp2(m before - m). `first`: of a work
+/// tile's first KV tile.
 template <class P, int kCount>
 __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
-                                               int kv_begin, bool full, float (&s)[kCount],
+                                               int kv_begin, bool full, bool first, float (&s)[kCount],
                                                float (&rescale)[2]) {
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const float scale = exponent_scale(p, rows);
@@ -186,21 +208,28 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     for (int half = 0; half < 2; ++half)
       line[half] = P::score_offset(p, rows.head, position(row + half * rows.to_second()), position(column));
   }
-  if (!full) mask_scores(p, work, rows, kv_begin, s);
+  float top[2] = {rows.max[0], rows.max[1]};  // no less than m so far, no more than m
+  const bool by_bits = kMaxByBits<P> && !first, negative = by_bits && any_negative(top);
+  if (!full || negative) {  // one branch for both: with two, ptxas serialises products
+    mask_scores(p, work, rows, kv_begin, s);
+    if (by_bits)
+      for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);
+  }
   float offset[2], sum[2] = {0.0f, 0.0f};
   const float factor = P::kScoreLine ? unit * scale : scale;
   [[maybe_unused]] float row_factor[2];  // with kFarScores
   // The row maximum: of this thread's columns, then of the four lanes that share the row.
   const auto find_max = [&](int half) {
     const float before = rows.max[half];
-    float highest = P::kScoreLine ? -infinity() : before;
+    float highest;
+    if constexpr (P::kScoreLine) {
 #pragma unroll
-    for (int n = 2 * half; n < kCount; n += 4) {
-      if constexpr (P::kScoreLine)
+      for (int n = 2 * half; n < kCount; n += 4)
         for (int e = 0; e < 2; ++e) s[n + e] = fmaf(slope, static_cast<float>(n / 4 * 8 + e), s[n + e]);
-      highest = fmaxf(highest, fmaxf(s[n], s[n + 1]));
+      highest = fmaxf(before, fmaf(largest(-infinity(), s, half), unit, line[half]));
+    } else {
+      highest = by_bits ? fmaxf(top[half], largest_by_bits(top[half], s, half)) : largest(before, s, half);
     }
-    if constexpr (P::kScoreLine) highest = fmaxf(before, fmaf(highest, unit, line[half]));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
     const float of_scores = exponent_factor<P>(highest, scale);

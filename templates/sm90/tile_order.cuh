@@ -12,8 +12,7 @@ struct OrderedTile {
 /// The Q tiles of all heads, of which each of the grid's `slots` takes one a wave. Heads follow each other,
 /// and a head's tiles come from the last to the first. In LPT order (longest processing time first) the
 /// tiles of a group come together instead, those at the same position in their heads side by side, the
-/// longest (causal) first. A group is large enough that all slots get the same work, as every other wave
-/// runs backwards, and no larger: so many tiles of a head run at a time, and share its K and V in L2.
+/// longest (causal) first.
 struct TileOrder {
   unsigned tiles_per_head, heads;
   unsigned set_size;        ///< neighbouring tiles of a head that a cluster takes at a time
@@ -27,20 +26,24 @@ struct TileOrder {
 
   constexpr unsigned size() const { return tiles_per_head * heads; }
 
-  /// LPT order, in groups of as few heads as make whole pairs of waves. If few slots would then share a head,
-  /// a group is the tiles of one or two waves, and may begin and end within a head. `windows`: rows have no
-  /// more keys than a window, so it matters less which slots read them together.
+  /// LPT order, in groups of the tiles of two waves, which may begin and end within a head: the second wave
+  /// runs backwards, so that every slot gets the same work, and a wave reads few heads, whose K and V stay in
+  /// L2. One wave where heads have few tiles. `windows`: K and V of a wave are few anyway, and groups are as
+  /// few heads as make whole pairs of waves. NOTES.md#groups-of-heads-that-fit-l2
   constexpr void use_lpt(unsigned slots, bool windows) {
+    const unsigned pairs = heads_of_whole_pairs(slots), whole_heads = pairs < heads ? pairs : heads;
+    sets_per_group = (windows && whole_heads <= slots / 2 ? whole_heads * tiles_per_head
+                      : tiles_per_head < 8                ? slots
+                                                          : 2 * slots) /
+                     set_size;
+  }
+  constexpr unsigned heads_of_whole_pairs(unsigned slots) const {
     unsigned divisor = 2 * slots, rest = tiles_per_head;
     while (rest != 0) {
       const unsigned remainder = divisor % rest;
       divisor = rest, rest = remainder;
     }
-    const unsigned pairs = 2 * slots / divisor, whole_heads = pairs < heads ? pairs : heads;
-    sets_per_group = (whole_heads <= slots / (windows ? 2 : 4) ? whole_heads * tiles_per_head
-                      : tiles_per_head < 8                     ? slots
-                                                               : 2 * slots) /
-                     set_size;
+    return 2 * slots / divisor;
   }
 
   /// The index of the tile that a slot takes in a wave. Most rows of a window are equally long: which slots

@@ -42,6 +42,13 @@ const std::vector<Problems>& problems() {
        ":mask{doc: int32 1d; doc[q] == doc[kv]}",
        {{1, 2, 2, 140, 200}}},
       {"blocks", "bf16:d64:map64x64:causal", {{1, 4, 2, 300, 330}}},
+      // Rows whose scores are all negative, and rows whose maximum grows from -32 past 0.
+      {"signs",
+       "bf16:d128:score{score + to_float(8 - 10 * (kv / 64 * (q % 3)) - 20 * (1 - min(q % 3, 1)))}:row_max",
+       {{1, 2, 1, 70, 330}},
+       Layout::bhsd,
+       {sm90},
+       "sm90:br128:bc64:w8:s2"},
       // What each family does in ways of its own.
       {"split",
        "fp16:d64:sinks:row_max",

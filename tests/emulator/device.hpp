@@ -170,6 +170,7 @@ inline T __shfl_xor_sync(unsigned lanes, T value, int bits) {
 inline unsigned __ballot_sync(unsigned lanes, int holds) {
   return flashjit_emulator::exchange(flashjit_emulator::Exchange::ballot, lanes, holds != 0, 0);
 }
+inline int __vimax3_s32(int a, int b, int c) { return a > b ? (a > c ? a : c) : (b > c ? b : c); }
 inline int __any_sync(unsigned lanes, int holds) { return __ballot_sync(lanes, holds) != 0; }
 inline int __all_sync(unsigned lanes, int holds) { return __ballot_sync(lanes, !holds) == 0; }
 inline int __reduce_min_sync(unsigned lanes, int value) {

@@ -58,12 +58,17 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
   return c.d_split == 1 ? mt * (c.br + (d + dv) / 2) : mt * (c.br / 2 + std::max(d, dv) / 2);
 }
 
+constexpr int kKeysOfCodes = 32;  // of a product of codes
+/// Whether Q, too, is multiplied as codes; else it is converted.
+bool multiplies_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
+  return sm80::multiplies_codes(spec.q_codes, spec.key_scales, device.compute_capability);
+}
+
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return Support::no(kNoProducts);
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
       !taken)
     return taken;
-  if (spec.q_codes) return Support::no("Q of 8 bits");
   if (spec.has_scales() && sm80::is_wide(spec.head_dim, spec.v_dim()))
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    sm80::kMostNarrowColumns, spec.head_dim, spec.v_dim()));
@@ -98,6 +103,9 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (!one_of(c.warps, 1, 2, 4, 8)) return Support::no(fmt::format("warps is 1, 2, 4 or 8, not {}", c.warps));
   if (c.br < 16 || c.br > 256 || c.br % 16 != 0 || c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
     return Support::no(fmt::format("Br and Bc are multiples of 16 up to 256, not {} and {}", c.br, c.bc));
+  if (multiplies_codes(spec, device) && c.bc % kKeysOfCodes != 0)
+    return Support::no(
+        fmt::format("products of 8 bits have {} keys, Bc is a multiple, not {}", kKeysOfCodes, c.bc));
   if (c.stages < 1 || c.stages > 4) return Support::no(fmt::format("stages is 1 to 4, not {}", c.stages));
   if (c.min_blocks < 1 || c.min_blocks > 8)
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
@@ -173,14 +181,24 @@ std::vector<TileConfig> good_of(std::initializer_list<Choice> choices) {
 std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, const DeviceInfo& device) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool by_instruction = device.compute_capability >= 89, map = spec.has_block_map();
-  const bool lean = !spec.key_scales && !spec.varlen && spec.pages == 0 && spec.score.empty();
+  const bool lean = !spec.key_scales && !spec.varlen && spec.pages == 0 && spec.score.empty() &&
+                    !(spec.q_codes && (map || spec.dropout));
   return good_of(
       {{config(128, 64, 4, 1), d <= 64 && lean && spec.mask.empty()},
        {config(128, 32, 4, 1), d <= 96 || (d <= 128 && lean)},
        {config(128, 64, 8, 1), d <= 128 && !(map && spec.dropout) && (spec.score.empty() || by_instruction)},
-       {config(64, 64, 4, 1), d <= 128 || (d <= 192 && !map)},
+       {config(64, 64, 4, 1), d <= 128 || (d <= 192 && !map && (by_instruction || !spec.q_codes))},
        {config(64, 32, 4, 1), d <= 192 || by_instruction},
        {config(64, 16, 4, 1), d > 192}});
+}
+
+/// With Q of 8 bits, too, of which nothing is converted.
+std::vector<TileConfig> forward_preferences_of_products_of_codes(const AnalysedSpec& spec) {
+  const int d = std::max(spec.head_dim, spec.v_dim());
+  return good_of({{config(128, 64, 8, 2), d <= 128},
+                  {config(64, 64, 4, 2), d <= 128},
+                  {config(64, 32, 4, 2), d <= 192},
+                  {config(64, 32, 4, 1)}});
 }
 
 /// For queries that one warp has all of: blocks of one, as many of which hide each other's waits as fit. K
@@ -211,6 +229,7 @@ std::vector<TileConfig> wide_backward_preferences(const AnalysedSpec& spec) {
 }
 
 std::vector<TileConfig> forward_preferences(const AnalysedSpec& spec, const DeviceInfo& device) {
+  if (multiplies_codes(spec, device)) return forward_preferences_of_products_of_codes(spec);
   if (spec.has_scales()) return forward_preferences_of_codes(spec, device);
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool large = device.compute_capability < 100;
@@ -374,7 +393,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
     const bool spills = std::max(spec.head_dim, spec.v_dim()) > 192 &&
                         (spec.dropout || spec.key_scales || !spec.score.empty());
-    TileConfig c = one_warp_tile(spec, device, spills ? 16 : 32, 2);
+    TileConfig c = one_warp_tile(spec, device, spills && !multiplies_codes(spec, device) ? 16 : 32, 2);
     c.split = true;
     c.split = gains_by_split(spec, shape, c, device);
     if (admits(spec, c, device)) return c;

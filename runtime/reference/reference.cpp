@@ -81,6 +81,17 @@ struct Arithmetic {
       for (double& value : a.values) value = round_to(dtype, value);
     }
   }
+  /// Rows of e4m3 whose largest is 256, as products of 8 bits have P.
+  void round_to_codes(Matrix& a) const {
+    if (precision == Precision::exact) return;
+    for (std::int64_t i = 0; i < a.rows; ++i) {
+      const double largest =
+          std::accumulate(a[i], a[i] + a.columns, 0.0, [](double x, double y) { return std::max(x, y); });
+      if (!(largest > 0)) continue;
+      for (std::int64_t j = 0; j < a.columns; ++j)
+        a[i][j] = round_to(DType::e4m3, a[i][j] * 256 / largest) * largest / 256;
+    }
+  }
   Matrix product(const Matrix& a, const Matrix& b) const {
     return precision == Precision::exact ? multiply<double>(a, b) : multiply<float>(a, b);
   }
@@ -317,7 +328,10 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
                                  [](double a, double b) { return std::max(a, b); });
     lse[i] = softmax(p[i], p.columns, context.sink(task));
   }
-  arithmetic.round(p);
+  if (context.spec.q_codes)
+    arithmetic.round_to_codes(p);
+  else
+    arithmetic.round(p);
   Matrix kept = p;
   for (std::size_t i = 0; i < kept.values.size(); ++i) kept.values[i] *= dropped.values[i];
   arithmetic.round(kept);

@@ -144,4 +144,51 @@ __device__ __forceinline__ void mma_16x8x16<bf16>(float (&c)[4], const unsigned 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+/// C += A B of codes, 32 columns of A: a register has four that lie together, in the place of two of 16 bits.
+template <class A, class B>
+__device__ __forceinline__ void mma_16x8x32(float (&c)[4], const unsigned (&a)[4], unsigned b0, unsigned b1);
+template <>
+__device__ __forceinline__ void mma_16x8x32<e4m3, e4m3>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                        unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e4m3.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x32<e4m3, e5m2>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                        unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e4m3.e5m2.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+template <>
+__device__ __forceinline__ void mma_16x8x32<e5m2, e5m2>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                        unsigned b1) {
+  asm("mma.sync.aligned.m16n8k32.row.col.f32.e5m2.e5m2.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+/// Elements of which each is two codes.
+template <>
+__device__ __forceinline__ void mma_16x8x16<e4m3>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                  unsigned b1) {
+  mma_16x8x32<e4m3, e4m3>(c, a, b0, b1);
+}
+template <>
+__device__ __forceinline__ void mma_16x8x16<e5m2>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
+                                                  unsigned b1) {
+  mma_16x8x32<e5m2, e5m2>(c, a, b0, b1);
+}
+
+/// Four floats as codes of e4m3, the first in the lowest byte; what is too large becomes the largest.
+__device__ __forceinline__ unsigned pack_e4m3(float x0, float x1, float x2, float x3) {
+  unsigned short low, high;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(low) : "f"(x1), "f"(x0));
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(high) : "f"(x3), "f"(x2));
+  return low | static_cast<unsigned>(high) << 16;
+}
+
 }  // namespace flashjit

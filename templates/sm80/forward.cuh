@@ -65,21 +65,25 @@ __device__ void forward(const Params& p) {
     if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
   const unsigned short* q_rows = sequence.q_pointer(p.q, h, q_begin);
-  if constexpr (kScaledKv<P>)
+  if constexpr (P::kQCodes)
+    load_q_codes<P, kThreads>(smem, sequence.template q_pointer<unsigned char>(p.q, h, q_begin), p.q.stride_s,
+                              seqlen_q - q_begin);
+  else if constexpr (kScaledKv<P>)
     load_paired_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
   else
     load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
   start_copies<P>(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
-  const unsigned q_offset = matrix_offset<true>(pitch(P::kHeadDim));
+  const unsigned q_offset = matrix_offset<true>(pitch(Policy::kQColumns));
   const unsigned k_offset =
       matrix_offset<false>(pitch(Policy::kKColumns)) + first_key<P>() * pitch(Policy::kKColumns) * 2;
-  const unsigned v_offset = matrix_offset<true>(Policy::kVPitch);
+  const unsigned v_offset =
+      Policy::kCodeProducts ? lane * Policy::kVPitch * 2 : matrix_offset<true>(Policy::kVPitch);
   const auto load_q = [&](unsigned(&a)[4], int mt, int k) {
-    load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(P::kHeadDim) + k * 16) * 2);
+    load_matrix_x4(a, smem.q + q_offset + (warp_row(mt) * pitch(Policy::kQColumns) + k * 16) * 2);
   };
-  const HeadScales scales = head_scales(k_scales, v_scales);
+  const HeadScales scales = head_scales(q_scale<P>(p, b, h_kv), k_scales, v_scales);
   const float scale_log2 = score_scale_log2<P>(p, scales.k);
   float o[kMt][Policy::kOt][4] = {};
   RowValues<P> row_max, row_sum;
@@ -134,8 +138,13 @@ __device__ void forward(const Params& p) {
       exponential = exponentials<P>(s, row_sum, row_max, shift, scale_log2, 2 * k);  // P = exp2(S - m)
       if constexpr (Policy::kLatePv) pack_p<P>(p_fragments[k], s, k);
     }
-    if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
-    if constexpr (Policy::kSharesRows) {
+    if constexpr (!Policy::kCodeProducts)
+      if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
+    if constexpr (Policy::kCodeProducts) {
+      if constexpr (P::kDropout) drop<P>(s, p, sequence.b * p.heads_q + h, at_q, at_kv);
+      add_pv_of_codes<P>(o, rescale, s, smem.v(i) + v_offset,
+                         static_cast<unsigned>(seqused_kv) >> 31);  // O = rescale O + P V
+    } else if constexpr (Policy::kSharesRows) {
       store_p<P>(s, smem, p, sequence.b * p.heads_q + h, warp_row, at_q, at_kv);
       sync_rows<P>();
       multiply_shared_p<P>(o, smem, smem.v(i) + v_offset, warp_row);  // O += P V
@@ -162,7 +171,7 @@ __device__ void forward(const Params& p) {
     for (int half = 0; half < 2; ++half) {
       const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
       const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
-      const float lse = row_lse<P>(p, row_max[mt][half], sum, scale_log2, scales.k);
+      const float lse = row_lse<P>(p, row_max[mt][half], sum / Policy::kLargestP, scale_log2, scales.k);
       const RowEnd end = end_of_row<P>(p, h, lse);
       if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
         to[sequence.lse_row(p, h) + q] = end.lse;
@@ -170,7 +179,9 @@ __device__ void forward(const Params& p) {
         if (lane % 4 == 0 && q < seqlen_q)
           row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
               largest_score<P>(p, row_max[mt][half], scales.k);
-      const float of_products = sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
+      const float of_products =
+          Policy::kCodeProducts ? sum
+                                : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
       scale[half] =
           sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
     }

@@ -7,6 +7,8 @@
 
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/sm80/forward_policy.cuh"
+#include "flashjit/sm80/forward_smem.cuh"
+#include "flashjit/sm80/tile.cuh"
 
 namespace flashjit::sm80 {
 
@@ -83,6 +85,18 @@ __device__ __forceinline__ void run_steps(int count, const Step& step, const Loa
 #pragma unroll
     for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k) add_pv(count - 1, k, 0.0f);
   }
+}
+
+/// Q of codes: as they are where they are multiplied, else as K's codes are met in 16 bits.
+template <class P, int kThreads>
+__device__ __forceinline__ void load_q_codes(const ForwardSmem<P>& smem, const unsigned char* rows,
+                                             long long stride, int valid) {
+  if constexpr (ForwardPolicy<P>::kCodeProducts)
+    load_tile<P::kBr, P::kHeadDim / 2, kThreads>(smem.q, reinterpret_cast<const unsigned short*>(rows),
+                                                 stride / 2, valid);
+  else
+    load_converted_tile<typename P::Element, typename P::KvElement, P::kBr, P::kHeadDim, kThreads>(
+        smem.shared + smem.kLayout.q(), rows, stride, valid);
 }
 
 /// Q to registers, for all KV tiles.

@@ -19,8 +19,12 @@ struct ForwardPolicy {
   static constexpr int kOUnits = units_of(P::kHeadDimV, P::kDSplit);    // of a warp
   static constexpr bool kGuardO = kOUnits * P::kDSplit != kOUnitsOfAll;
   static constexpr int kOt = 2 * kOUnits;  // n8 tiles of O
-  static constexpr int kQSteps = round_up(P::kHeadDim, 16) / 16;
-  static constexpr int kQkUnroll = P::kQInRegisters ? kQSteps : 8;  // steps of Q K^T at a time
+  static constexpr bool kCodeProducts = multiplies_codes(P::kQCodes, P::kKeyScales, P::kArch);
+  // Columns of a tile of Q, of two codes where these are multiplied.
+  static constexpr int kQColumns = kCodeProducts ? P::kHeadDim / 2 : P::kHeadDim;
+  static constexpr int kQSteps = round_up(kQColumns, 16) / 16;
+  // Steps of Q K^T at a time.
+  static constexpr int kQkUnroll = P::kQInRegisters ? kQSteps : kCodeProducts ? 2 : 8;
   static constexpr int kKvBytes = kScaledKv<P> ? 1 : 2;
   // Columns of a tile of K and V, which has two codes in each.
   static constexpr int kKColumns = P::kHeadDim * kKvBytes / 2, kVColumns = P::kHeadDimV * kKvBytes / 2;
@@ -34,8 +38,11 @@ struct ForwardPolicy {
   /// CTAs are several a multiprocessor and hide each other's waits.
   static constexpr int kLateRegisters =
       forward_registers(kMt, P::kBc, P::kHeadDim, P::kHeadDimV, P::kQInRegisters, true);
-  static constexpr bool kLatePv = !kSharesRows && !P::kSharedKv && kLateRegisters <= 192 && !P::kDropout &&
-                                  !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+  static constexpr bool kLatePv = !kCodeProducts && !kSharesRows && !P::kSharedKv && kLateRegisters <= 192 &&
+                                  !P::kDropout && !P::kBlockMap && (kMt > 1 || P::kWarps > 4);
+  /// Where codes are multiplied P is as large as this power of two, so that small P are not lost: e4m3 has
+  /// 2^-9 to 448, and a row's largest P exactly.
+  static constexpr float kLargestP = kCodeProducts ? 256.0f : 1.0f, kLargestPLog2 = 8.0f;
   /// A word of bits holds which keys of a row attend. Beside a block map it takes too many registers.
   static constexpr bool kKeyBits = P::kMaskBounds > 0 && !P::kBlockMap;
   /// Copies that may still be under way when a step begins.

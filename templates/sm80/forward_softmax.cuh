@@ -13,14 +13,15 @@ namespace flashjit::sm80 {
 template <class P>
 using ForwardScores = float[ForwardPolicy<P>::kMt][ForwardPolicy<P>::kNt][4];
 
-/// What all codes of a head's K and V are multiplied with; 1 where they are none, or keys have their own.
+/// What all codes of a head's K (or Q's and K's) and V are multiplied with; 1 where they are none, or keys
+/// have their own.
 struct HeadScales {
   float k = 1.0f, v = 1.0f;
 };
 template <class P>
-__device__ __forceinline__ HeadScales head_scales(const KvScales<P>& k, const KvScales<P>& v) {
-  if constexpr (kScaledKv<P> && !P::kKeyScales) return {k.of_head(), v.of_head()};
-  return {};
+__device__ __forceinline__ HeadScales head_scales(float q, const KvScales<P>& k, const KvScales<P>& v) {
+  if constexpr (kScaledKv<P> && !P::kKeyScales) return {q * k.of_head(), v.of_head()};
+  return {q};
 }
 
 /// Multiplies the columns of S with their keys' scales, with kKeyScales.
@@ -78,8 +79,9 @@ __device__ __forceinline__ float max_of_row(const ForwardScores<P>& s, float sta
   return fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
 }
 
-/// Online softmax, m = max(m, rowmax(S)): the exponent's `shift` is m, and what was summed before is brought
-/// to it by `rescale`. Returns whether no row's m has changed. `max_of(before, mt, half)` finds m.
+/// Online softmax, m = max(m, rowmax(S)): the exponent's `shift` is m, less the log of the largest P, and
+/// what was summed before is brought to it by `rescale`. Returns whether no row's m has changed.
+/// `max_of(before, mt, half)` finds m.
 template <class P, class MaxOf>
 __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& row_sum, RowValues<P>& shift,
                                            RowValues<P>& rescale, float scale_log2, const MaxOf& max_of) {
@@ -99,6 +101,7 @@ __device__ __forceinline__ bool update_max(RowValues<P>& row_max, RowValues<P>& 
       same_max = same_max && row_max[mt][half] == highest;
       row_max[mt][half] = highest;
       row_sum[mt][half] *= rescale[mt][half];
+      if constexpr (Policy::kCodeProducts) shift[mt][half] -= Policy::kLargestPLog2;
     }
   return same_max;
 }
@@ -157,6 +160,44 @@ __device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt
   }
 }
 
+/// The same in P before it is packed.
+template <class P, class AtQ, class AtKv>
+__device__ __forceinline__ void drop(ForwardScores<P>& s, const Params& p, unsigned batch_head,
+                                     const AtQ& at_q, const AtKv& at_kv) {
+#pragma unroll
+  for (int k = 0; k < ForwardPolicy<P>::kNt / 2; ++k)
+#pragma unroll
+    for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
+      unsigned masks[4];
+      drop_masks(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int e = 0; e < 2; ++e)
+          if (masks[r] >> (16 * e) & 1u) s[mt][2 * k + r / 2][r % 2 * 2 + e] = 0.0f;
+    }
+}
+
+/// O = exp2(m before - m) O + P V where both are codes; `zero` is multiply_codes().
+template <class P, int kMt, int kOt>
+__device__ __forceinline__ void add_pv_of_codes(float (&o)[kMt][kOt][4], const RowValues<P>& rescale,
+                                                const ForwardScores<P>& s, unsigned v_tile, unsigned zero) {
+  using Policy = ForwardPolicy<P>;
+  static_assert(Policy::kNt % 4 == 0, "a product has 32 keys");
+  unsigned p_codes[Policy::kNt / 4][kMt][4];
+#pragma unroll
+  for (int k = 0; k < Policy::kNt / 4; ++k)
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+      for (int r = 0; r < 4; ++r) {
+        const auto &first = s[mt][4 * k + r / 2 * 2], &second = s[mt][4 * k + r / 2 * 2 + 1];
+        const int row = r % 2 * 2;
+        p_codes[k][mt][r] = pack_e4m3(first[row], first[row + 1], second[row], second[row + 1]);
+      }
+  multiply_codes<typename P::KvElement>(o, rescale, p_codes, v_tile, Policy::kVPitch, zero);
+}
+
 /// S = Q K^T. `load_q` gives Q's fragments where they are not in registers.
 template <class P, int kSteps, class LoadQ>
 __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
@@ -172,7 +213,9 @@ __device__ __forceinline__ void multiply_qk(ForwardScores<P>& s,
       load_q(a, mt, k);
     }
   };
-  if constexpr (kScaledKv<P>)
+  if constexpr (ForwardPolicy<P>::kCodeProducts)
+    multiply_transposed<typename P::KvElement, ForwardPolicy<P>::kQColumns, kUnroll>(s, k_tile, load_a);
+  else if constexpr (kScaledKv<P>)
     multiply_transposed_codes<Element, typename P::KvElement, P::kHeadDim, kUnroll>(s, k_tile, load_a);
   else
     multiply_transposed<Element, P::kHeadDim, kUnroll>(s, k_tile, load_a);

@@ -107,6 +107,41 @@ __device__ __forceinline__ void multiply_step_codes(float (&c)[kMt][kNt][4], con
   }
 }
 
+/// C = rescale C + A B of codes, where A are e4m3 in registers, of 32 rows of B each. B's columns are in the
+/// order of multiply_step_codes(), and of 32 rows those of two eights come in turns of two, as an accumulator
+/// has them. Tensor cores sum up the rows of one tile alone: some of them keep fewer bits than fp32. `zero`
+/// is 0, which the compiler does not know: in an address it makes products wait for sums before, or ptxas
+/// starts them all at once and spills.
+template <class Code, int kSteps, int kMt, int kNt>
+__device__ __forceinline__ void multiply_codes(float (&c)[kMt][kNt][4], const float (&rescale)[kMt][2],
+                                               const unsigned (&a)[kSteps][kMt][4], unsigned b_tile,
+                                               int b_pitch, unsigned zero) {
+#pragma unroll
+  for (int nt = 0; nt < kNt; nt += 2) {
+    float sums[kMt][2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      unsigned b[4];  // of 16 columns all eights of rows
+      if (k == 0 && nt >= 4) b_tile |= __float_as_uint(c[0][nt - 4][0]) & zero;
+      load_matrix_x4_transposed(b, b_tile + (k * 32 * b_pitch + nt * 4) * 2);
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd) {
+        const unsigned bytes = odd == 0 ? 0x6420u : 0x7531u;
+        const unsigned b0 = select_bytes(b[0], b[1], bytes), b1 = select_bytes(b[2], b[3], bytes);
+#pragma unroll
+        for (int mt = 0; mt < kMt; ++mt) mma_16x8x32<e4m3, Code>(sums[mt][odd], a[k][mt], b0, b1);
+      }
+    }
+#pragma unroll
+    for (int mt = 0; mt < kMt; ++mt)
+#pragma unroll
+      for (int odd = 0; odd < 2; ++odd)
+#pragma unroll
+        for (int e = 0; e < 4; ++e)
+          c[mt][nt + odd][e] = fmaf(c[mt][nt + odd][e], rescale[mt][e / 2], sums[mt][odd][e]);
+  }
+}
+
 /// Brings the columns of multiply_step_codes() into the order of an accumulator. A lane has four that lie
 /// together, two of each row.
 template <int kMt, int kNt>

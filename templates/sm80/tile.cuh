@@ -117,6 +117,21 @@ __device__ __forceinline__ void load_paired_tile(unsigned tile, const unsigned s
   }
 }
 
+/// The same of Q of codes, which become elements: at once, so that a barrier has to follow.
+template <class Element, class Code, int kRows, int kColumns, int kThreads>
+__device__ __forceinline__ void load_converted_tile(char* tile, const unsigned char* from, long long stride,
+                                                    int valid) {
+  constexpr int kFours = kColumns / 4;
+  for (int index = threadIdx.x; index < kRows * kFours; index += kThreads) {
+    const int row = index / kFours, four = index % kFours;
+    const unsigned codes =
+        row < valid ? *reinterpret_cast<const unsigned*>(from + row * stride + four * 4) : 0;
+    auto* to = reinterpret_cast<unsigned*>(tile + row * pitch(kColumns) * 2) + four / 4 * 8 + four % 4;
+    to[0] = pair_of_codes<Element, Code>(codes);
+    to[4] = pair_of_codes<Element, Code>(codes >> 16);
+  }
+}
+
 /// Per-lane offset, in bytes, of ldmatrix.x4 addresses over a tile with the given pitch.
 /// rows_first: matrices are ordered (rows 0-7, columns 0-7), (rows 8-15, columns 0-7), (0-7, 8-15), (8-15,
 /// 8-15); else (0-7, 0-7), (0-7, 8-15), (8-15, 0-7), (8-15, 8-15).

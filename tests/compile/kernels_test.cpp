@@ -437,6 +437,21 @@ TEST(KernelsOfCodes, CompileWithoutSpillsOnHopper) {
   }
 }
 
+// Ada multiplies codes, the others convert them.
+TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
+  std::size_t i = 0;
+  for (const char* arch : {"sm_75", "sm_80", "sm_89", "sm_90a"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    const plan::FamilyTraits& family =
+        device.compute_capability < 80 ? plan::simt_traits() : plan::sm80_traits();
+    for (const AttentionSpec& spec : test::covering_specs_of_products_of_codes()) {
+      const AttentionShape shape =
+          ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
+      EXPECT_EQ(compile_and_check(spec, family.heuristic(spec, shape, device), device), "");
+    }
+  }
+}
+
 TEST(KernelsOfCodes, CompileWithPrograms) {
   for (const char* arch : {"sm_80", "sm_89", "sm_90a"})
     for (const char* text :

@@ -15,16 +15,24 @@ namespace {
 
 using Element = std::uint16_t;
 
-/// Floats of all 16-bit patterns.
+/// Floats of all patterns of bits.
 template <class Format>
 const std::vector<float>& floats_of() {
   static const std::vector<float> all = [] {
-    std::vector<float> values(1 << 16);
+    std::vector<float> values(1 << Format::kBits);
     for (unsigned bits = 0; bits < values.size(); ++bits)
-      values[bits] = static_cast<float>(Format::decode(static_cast<Element>(bits)));
+      values[bits] = static_cast<float>(Format::decode(static_cast<typename Format::Bits>(bits)));
     return values;
   }();
   return all;
+}
+/// Of one of mma's operands: 0 the left one, 1 the right one.
+const float* floats_of_operand(const Instruction& of, int operand) {
+  const std::string_view types = std::string_view(of.opcode).substr(of.opcode.find(".f32.") + 5);
+  const std::string_view type = operand == 0 ? types : types.substr(types.find('.') + 1);
+  if (type.starts_with("e4m3")) return floats_of<flashjit::E4m3>().data();
+  if (type.starts_with("e5m2")) return floats_of<flashjit::E5m2>().data();
+  return (type.starts_with("bf16") ? floats_of<flashjit::Bf16>() : floats_of<flashjit::Fp16>()).data();
 }
 const float* floats_of(const Instruction& of) {
   return (of.has(".bf16") ? floats_of<flashjit::Bf16>() : floats_of<flashjit::Fp16>()).data();
@@ -88,28 +96,37 @@ void store_matrices(Warp& warp, const Brought& brought, unsigned) {
   }
 }
 
-constexpr int kRows = 16, kDepth = 16;
-using Left = std::array<std::array<float, kDepth>, kRows>;
+constexpr int kRows = 16, kDepth = 16;  // of 16-bit elements; of codes twice as many
+template <int depth>
+using LeftOf = std::array<std::array<float, depth>, kRows>;
+using Left = LeftOf<kDepth>;
+
+/// Calls use(place, bits) for the elements of a lane's word, of which eight in a row have `depth`.
+template <int depth, class Use>
+void for_each_element(unsigned word, int first_word, Use use) {
+  constexpr int kCount = depth / 8, kBits = 32 / kCount;
+  for (int i = 0; i < kCount; ++i) use(first_word * kCount + i, word >> i * kBits & ((1u << kBits) - 1));
+}
 
 /// The left operand that lanes hold in four words each.
-Left left_of(const float* floats, const Brought& brought, int argument) {
-  Left left;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int i = 0; i < 4; ++i) {
-      const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(argument, i));
-      const int row = lane / 4 + i % 2 * 8, column = lane % 4 * 2 + i / 2 * 8;
-      left[row][column] = floats[pair & 0xffff];
-      left[row][column + 1] = floats[pair >> 16];
-    }
-  }
+template <int depth = kDepth>
+LeftOf<depth> left_of(const float* floats, const Brought& brought, int argument) {
+  LeftOf<depth> left;
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < 4; ++i)
+      for_each_element<depth>(
+          static_cast<unsigned>(lane_of(brought, lane).get(argument, i)), lane % 4 + i / 2 * 4,
+          [&](int column, unsigned bits) { left[lane / 4 + i % 2 * 8][column] = floats[bits]; });
   return left;
 }
 
 /// Adds the product to `sums`, 16 rows of `columns`; so is `right`.
-void multiply(const Left& left, const float* right, float* sums, int columns) {
+template <std::size_t depth>
+void multiply(const std::array<std::array<float, depth>, kRows>& left, const float* right, float* sums,
+              int columns) {
   for (int row = 0; row < kRows; ++row) {
     float* sum = sums + row * columns;
-    for (int k = 0; k < kDepth; ++k) {
+    for (std::size_t k = 0; k < depth; ++k) {
       const float factor = left[row][k];
       const float* with = right + k * columns;
       for (int column = 0; column < columns; ++column) sum[column] += factor * with[column];
@@ -125,24 +142,21 @@ void for_each_accumulator(int columns, Use use) {
       use(lane, i, lane / 4 + i / 2 % 2 * 8, i / 4 * 8 + lane % 4 * 2 + i % 2);
 }
 
+template <int depth>
 void multiply_in_registers(Warp&, const Brought& brought, unsigned) {
   constexpr int kColumns = 8;
   const Instruction& of = *lane_of(brought, 0).instruction;
-  const float* floats = floats_of(of);
-  std::array<float, kDepth * kColumns> right;
+  const float* floats = floats_of_operand(of, 1);
+  std::array<float, depth * kColumns> right;
   std::array<float, kRows * kColumns> sums;
-  for (int lane = 0; lane < kLanes; ++lane) {
-    for (int i = 0; i < 2; ++i) {
-      const auto pair = static_cast<unsigned>(lane_of(brought, lane).get(2, i));
-      const int k = lane % 4 * 2 + i * 8, column = lane / 4;
-      right[k * kColumns + column] = floats[pair & 0xffff];
-      right[(k + 1) * kColumns + column] = floats[pair >> 16];
-    }
-  }
+  for (int lane = 0; lane < kLanes; ++lane)
+    for (int i = 0; i < 2; ++i)
+      for_each_element<depth>(static_cast<unsigned>(lane_of(brought, lane).get(2, i)), lane % 4 + i * 4,
+                              [&](int k, unsigned bits) { right[k * kColumns + lane / 4] = floats[bits]; });
   for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
     sums[row * kColumns + column] = as<float>(static_cast<unsigned>(lane_of(brought, lane).get(3, i)));
   });
-  multiply(left_of(floats, brought, 1), right.data(), sums.data(), kColumns);
+  multiply(left_of<depth>(floats_of_operand(of, 0), brought, 1), right.data(), sums.data(), kColumns);
   for_each_accumulator(kColumns, [&](int lane, int i, int row, int column) {
     lane_of(brought, lane).frame->set_float(of.arguments[0].parts[i], sums[row * kColumns + column]);
   });
@@ -271,7 +285,8 @@ Execute find_matrix_execution(const std::string& opcode) {
   if (is("stmatrix.sync.aligned.m8n8.x4.shared.b16")) return together<store_matrices>;
   if (is("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32") ||
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))
-    return together<multiply_in_registers>;
+    return together<multiply_in_registers<kDepth>>;
+  if (is("mma.sync.aligned.m16n8k32.row.col.f32.e")) return together<multiply_in_registers<2 * kDepth>>;
   if (is("wgmma.mma_async.sync.aligned.m64n")) return together<start_product>;
   if (is("wgmma.commit_group.")) return together<commit_products>;
   if (is("wgmma.wait_group.")) return wait_for_products;

@@ -10,6 +10,7 @@
 #include <filesystem>
 #include <fstream>
 #include <functional>
+#include <iterator>
 #include <sstream>
 #include <string>
 #include <vector>
@@ -99,14 +100,15 @@ EMULATED_NVRTC nvrtcResult nvrtcVersion(int* major, int* minor) {
   return NVRTC_SUCCESS;
 }
 
+constexpr int kArchs[] = {75, 80, 86, 89, 90};
+
 EMULATED_NVRTC nvrtcResult nvrtcGetNumSupportedArchs(int* count) {
-  *count = 4;
+  *count = std::size(kArchs);
   return NVRTC_SUCCESS;
 }
 
 EMULATED_NVRTC nvrtcResult nvrtcGetSupportedArchs(int* archs) {
-  constexpr int kAll[] = {75, 80, 86, 90};
-  std::memcpy(archs, kAll, sizeof kAll);
+  std::memcpy(archs, kArchs, sizeof kArchs);
   return NVRTC_SUCCESS;
 }
 

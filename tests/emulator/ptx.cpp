@@ -282,6 +282,13 @@ const Known kArithmetic[] = {
        };
        frame.set(of.arguments[0], half(0) | half(1) << 16);
      }},
+    {"cvt.rn.satfinite.e4m3x2.f32",
+     [](const Instruction& of, Frame& frame) {
+       const auto code = [&](int argument) {
+         return std::uint64_t{E4m3::encode(frame.get_float(of.arguments[argument]))};
+       };
+       frame.set(of.arguments[0], code(2) | code(1) << 8);
+     }},
     {"mul.f16x2", fp16_pairs<std::multiplies<>>},
     {"sub.f16x2", fp16_pairs<std::minus<>>},
     {"setp.", compare},

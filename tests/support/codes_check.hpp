@@ -59,24 +59,29 @@ class CodesCheck {
   Results run(Runtime& runtime, const std::vector<std::uint8_t>& k_codes,
               const std::vector<std::uint8_t>& v_codes) {
     const AttentionShape shape{kCodes, 1, 1, 1, 1};
+    const auto one = static_cast<float>(spec_.q_codes ? 0.5 : 1);  // and so is the scale of its codes
     std::vector<double> q(kCodes * kDim);
-    for (std::size_t i = 0; i < kCodes; ++i) q[i * kDim + i % kDim] = 1;
-    const auto device_q = to_device(spec_.dtype, q), k = to_device(k_codes), v = to_device(v_codes),
+    for (std::size_t i = 0; i < kCodes; ++i) q[i * kDim + i % kDim] = 1 / one;
+    const auto device_one = to_device(std::vector{one});
+    const auto device_q = to_device(spec_.q_type(), q), k = to_device(k_codes), v = to_device(v_codes),
                scales = to_device(DType::fp32, scales_);
     const GuardedMemory out(kCodes * kDim * size_of(spec_.dtype)), lse(kCodes * sizeof(float));
     runtime.prepare(spec_, shape, plan::traits(family_).heuristic(spec_, shape, gpu().info));
     const GuardedMemory work(runtime.workspace_bytes(spec_, shape));
     const ConstScaleView view{
         static_cast<const float*>(scales.data()), {std::ssize(scales_), 1, 1, 1}, {1, 0, 0, 0}};
-    const ForwardArgs args{.q = ConstTensorView::bhsd(device_q.data(), kCodes, 1, 1, kDim),
-                           .k = ConstTensorView::bhsd(k.data(), kCodes, 1, 1, kDim),
-                           .v = ConstTensorView::bhsd(v.data(), kCodes, 1, 1, kDim),
-                           .out = TensorView::bhsd(out.data(), kCodes, 1, 1, kDim),
-                           .lse = static_cast<float*>(lse.data()),
-                           .softmax_scale = 1.0f,
-                           .workspace = {work.data(), work.bytes()},
-                           .k_scale = view,
-                           .v_scale = view};
+    const ForwardArgs args{
+        .q = ConstTensorView::bhsd(device_q.data(), kCodes, 1, 1, kDim),
+        .k = ConstTensorView::bhsd(k.data(), kCodes, 1, 1, kDim),
+        .v = ConstTensorView::bhsd(v.data(), kCodes, 1, 1, kDim),
+        .out = TensorView::bhsd(out.data(), kCodes, 1, 1, kDim),
+        .lse = static_cast<float*>(lse.data()),
+        .softmax_scale = 1.0f,
+        .workspace = {work.data(), work.bytes()},
+        .k_scale = view,
+        .v_scale = view,
+        .q_scale = spec_.q_codes ? ConstScaleView::of_tensor(static_cast<const float*>(device_one.data()))
+                                 : ConstScaleView{}};
     runtime.forward(spec_, args, nullptr);
     gpu().context->synchronize();
     return {decode(spec_.dtype, out.content()), decode(DType::fp32, lse.content())};
@@ -169,9 +174,10 @@ inline void check_nan_behind_mask(Runtime& runtime, Family family) {
 
 /// Scales are powers of two, so that nothing rounds but what must.
 inline void check_all_codes(Runtime& runtime, Family family) {
-  for (const char* spec : {"bf16:d16:kve4m3", "fp16:d16:kve4m3", "bf16:d16:kve5m2", "fp16:d16:kve5m2",
-                           "bf16:d16:kvint8", "fp16:d16:kvint8", "bf16:d16:kve4m3:key_scales",
-                           "fp16:d16:kve5m2:key_scales", "bf16:d16:kvint8:key_scales"})
+  for (const char* spec :
+       {"bf16:d16:kve4m3", "fp16:d16:kve4m3", "bf16:d16:kve5m2", "fp16:d16:kve5m2", "bf16:d16:kvint8",
+        "fp16:d16:kvint8", "bf16:d16:kve4m3:key_scales", "fp16:d16:kve5m2:key_scales",
+        "bf16:d16:kvint8:key_scales", "bf16:d16:kve4m3:q_codes", "fp16:d16:kve5m2:q_codes"})
     for (const double scale : {1.0, 0x1p-20, 0x1p20}) {
       const AttentionSpec parsed = parse_spec(spec);
       if (!plan::traits(family).supports(parsed, gpu().info)) continue;

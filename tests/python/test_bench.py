@@ -36,6 +36,11 @@ def gallery(variants):
 
 
 @pytest.fixture(scope="module")
+def eight_bits(variants):
+    return importlib.import_module("eight_bits")
+
+
+@pytest.fixture(scope="module")
 def accuracy(variants):
     return importlib.import_module("accuracy")
 
@@ -156,15 +161,17 @@ def test_few_queries_are_a_table(plot):
                          "| 16 | 1000 | 32/8 | 128 | 15.1 | 16.1 | - | - | - | 2.22 |"]
 
 
-def test_the_pages_show_the_committed_results(plot, gallery, accuracy, monkeypatch):
+def test_the_pages_show_the_committed_results(plot, gallery, accuracy, eight_bits, monkeypatch):
     shown = []
     monkeypatch.setattr(plot, "replace", lambda path, name, text: shown.append((path, name, text)))
-    for script in (gallery, accuracy):
+    monkeypatch.setattr(eight_bits, "draw", lambda rows, path: None)
+    later = [eight_bits] if pathlib.Path(eight_bits.FILE).exists() else []
+    for script in (gallery, accuracy, *later):
         monkeypatch.setattr(script, "replace", plot.replace)
-    for script in (plot, gallery, accuracy):
+    for script in (plot, gallery, accuracy, *later):
         monkeypatch.setattr(sys, "argv", [script.__name__, "--tables"])
         assert script.main() == 0
-    assert len(shown) == 6 + (BENCH / "results" / "h100_paper.csv").exists()
+    assert len(shown) == 7 + (BENCH / "results" / "h100_paper.csv").exists() + len(later)
     for path, name, text in shown:
         page = pathlib.Path(path).read_text(encoding="utf-8")
         assert f"<!-- {name} -->\n{text}\n<!-- /{name} -->" in page, f"{path}: run the script again"
@@ -326,3 +333,20 @@ def test_counters_are_read_case_by_case(paper):
                       '"2","7","backward","10","0","5"', '"3","7","spin_kernel(long)","1","1","1"', '"4","7","x","3","4","5"'])
     assert [list(case.values()) for case in paper.parse_counters(text)] == [[1010, 20, 10], [3, 4, 5]]
     assert paper.parse_counters("==ERROR== ERR_NVGPUCTRPERM") == []
+
+
+def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
+    """On the CPU, whose results are exact but for the rounding of the codes."""
+    torch = pytest.importorskip("torch")
+    rows = {row["method"]: row for row in eight_bits.measure_case("outliers", 128, True, 512, {"flashjit": eight_bits.flashjit_method},
+                                                                  "cpu", heads=1)}
+    assert rows["flashjit"]["kernel"] < 1e-6 and rows["flashjit"]["rel"] == pytest.approx(rows["inputs"]["rel"], rel=1e-3)
+    assert 0.02 < rows["inputs hadamard"]["rel"] < rows["inputs"]["rel"]  # which spreads the outliers
+    x = torch.randn(1, 1, 5, 96, dtype=torch.float64)
+    turned = eight_bits.hadamard(x).double()
+    assert torch.allclose(turned @ turned.mT, x @ x.mT, atol=1e-5)  # the same scores
+    table = eight_bits.table([{"inputs": "normal", "head_dim": 128, "causal": 0, "seqlen": 4096, "method": name, "rel": "0.0468"}
+                              for name in ("inputs", "flashjit")])
+    assert table.splitlines()[-1] == "| normal, full, 4k | 46.8 | 46.8 |"
+    far = {"method": "flashjit", "kernel": "0.031"}
+    assert eight_bits.beyond([far, {**far, "kernel": "0.026"}, {**far, "method": "fa3"}]) == [far]

@@ -144,11 +144,10 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
-  if (gathers(spec) &&
-      (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term || spec.has_scales()))
+  if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
         fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
-                    "dense bias, what scores read of keys, or K and V of 8 bits",
+                    "dense bias, or what scores read of keys",
                     sm90::kSwizzledRows));
   if (is_forward(spec)) return Support::yes();
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);

@@ -84,15 +84,15 @@ __device__ __forceinline__ void ping_pong_arrive(const ForwardStorage<P>& smem, 
 template <class P>
 __device__ __forceinline__ void wait_k(const ForwardStorage<P>& smem, int n, bool ready) {
   if (!ready) barrier_wait<P>(smem.k_full(n), smem.phase(n));
-  if constexpr (kGathers<P>) publish_to_async_proxy();
+  if constexpr (kGathers<P> && !kScaledKv<P>) publish_to_async_proxy();
 }
 /// Clears V behind the last of `valid` keys: it may be NaN, which P = 0 does not hide.
 template <class P>
 __device__ __forceinline__ void wait_v(const ForwardStorage<P>& smem, int n, bool ready, int wg,
                                        const SoftmaxRows<P>& rows, int kv_begin) {
   if (!ready) barrier_wait<P>(smem.v_full(n), smem.phase(n));
+  if constexpr (kScaledKv<P>) return;  // zeros already, and published
   if constexpr (kGathers<P>) return publish_to_async_proxy();
-  if constexpr (kScaledKv<P>) return;  // zeros already
   if (const int valid = rows.seqused_kv - kv_begin; kForeignKeys<P> && valid < P::kBc) {
     clear_rows<P::kBc, P::kHeadDimV>(smem.shared + (smem.v(n) - smem.base), valid);
     publish_to_async_proxy();

@@ -165,7 +165,7 @@ struct ForwardStorage {
       }
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {
-      barrier_init(codes_full(c), 1 + (P::kKeyScales ? 32 : 0));
+      barrier_init(codes_full(c), (kGathers<P> ? kGatherWarps * 32 : 1) + (P::kKeyScales ? 32 : 0));
       barrier_init(codes_empty(c), kConverterThreads / 32);
     }
   }

@@ -79,12 +79,6 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
       });
 }
 
-constexpr int next_power_of_two(int x) {
-  int power = 1;
-  while (power < x) power *= 2;
-  return power;
-}
-
 /// Eight codes as elements.
 template <class P>
 __device__ __forceinline__ uint4 elements_of_codes(uint2 codes) {

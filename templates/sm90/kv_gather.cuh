@@ -28,11 +28,38 @@ struct GatheredKeys {
   static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
 };
 
+/// Starts the copies of a warp's rows of a tile of codes, which are not swizzled. Lanes side by side copy a
+/// row.
+template <class P, int kColumns>
+__device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& from,
+                                             const GatheredKeys<P>& keys, int warp) {
+  constexpr int kChunks = kColumns / 16, kLanes = next_power_of_two(kChunks), kRowsAtOnce = 32 / kLanes;
+  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes;
+#pragma unroll
+  for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
+    const int first = GatheredKeys<P>::first(own, warp);
+    if (first >= P::kBc) break;
+    const int slot = keys.slot[own];
+    const auto row =
+        reinterpret_cast<unsigned long long>(slot >= 0 ? from.row_in_slot(slot) : from.some_row());
+    const unsigned exist = __ballot_sync(kWholeWarp, slot >= 0);
+#pragma unroll 4
+    for (int step = 0; step < min(32, P::kBc - first); step += kRowsAtOnce) {
+      const int of_group = step + lane / kLanes, at = first + of_group;
+      const auto* codes =
+          reinterpret_cast<const unsigned char*>(__shfl_sync(kWholeWarp, row, of_group)) + chunk * 16;
+      if ((kChunks == kLanes || chunk < kChunks) && (kRowsAtOnce <= 16 || at < P::kBc))
+        copy_async_16(to + at * kColumns + chunk * 16, codes, exist >> of_group & 1u);
+    }
+  }
+}
+
 /// Starts the copies of a warp's rows of a tile of K or V. Eight lanes copy a row's 128 bytes of a slice, in
 /// the order that the swizzle gives its chunks.
 template <class P, int kColumns>
 __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from, const GatheredKeys<P>& keys,
                                             int warp) {
+  if constexpr (kScaledKv<P>) return gather_codes<P, kColumns>(to, from, keys, warp);
   constexpr int kLanesOfRow = kRowBytes / 16, kRowsAtOnce = 32 / kLanesOfRow;
   constexpr int kRead = (kColumns + 15) / 16 * 16;  // products read whole steps
   const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanesOfRow;
@@ -75,9 +102,10 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
   } loaded;  // whose K was loaded last
   const auto load_v = [&](int n) {
     if constexpr (P::kSharedKv) return;
-    barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-    gather_rows<P, P::kHeadDimV>(smem.v(n), {p, p.v, loaded.sequence, loaded.h_kv}, loaded.keys, warp);
-    barrier_arrive_after_copies(smem.v_full(n));
+    barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
+    gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, loaded.sequence, loaded.h_kv}, loaded.keys,
+                                 warp);
+    barrier_arrive_after_copies(smem.v_landed(n));
   };
   int n = 0;
 #pragma unroll 1
@@ -89,9 +117,9 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), warp), work.sequence, h_kv};
-      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
-      gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
-      barrier_arrive_after_copies(smem.k_full(n));
+      barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+      gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
+      barrier_arrive_after_copies(smem.k_landed(n));
       if (n > 0) load_v(n - 1);
       loaded = tile;
     }

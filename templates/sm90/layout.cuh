@@ -13,6 +13,12 @@ constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
 constexpr int slices(int columns) { return (columns + kSliceColumns - 1) / kSliceColumns; }
 constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows * kRowBytes; }
 
+constexpr int next_power_of_two(int x) {
+  int power = 1;
+  while (power < x) power *= 2;
+  return power;
+}
+
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a CTA of sm_90 can have
 
 constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup computes

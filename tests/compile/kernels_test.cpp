@@ -457,6 +457,7 @@ TEST(KernelsOfCodes, CompileWithPrograms) {
     for (const char* text :
          {"fwd:bf16:d128:kve4m3:score{50.0 * tanh(score / 50.0)}:causal:varlen:pages64",
           "fwd:fp16:d64:kvint8:mask{q - kv < 300}:pages24:key_scales",
+          "fwd:bf16:d256:kve4m3:causal:pages1:key_scales", "fwd:bf16:d128:kve4m3:causal:varlen:pages1",
           "fwd:bf16:d192x128:kve4m3:score{bias: bf16 4d; score + bias[b, h, q, kv]}:key_scales",
           "fwd:bf16:d256:kve4m3:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal:cache"})
       for (const AttentionShape& shape : {AttentionShape{16, 32, 8, 1, 8192}, {4, 32, 8, 1024, 1024}}) {

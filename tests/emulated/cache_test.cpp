@@ -24,6 +24,8 @@ std::vector<CacheCase> cases() {
       {"bf16:d64:kve4m3:causal:varlen:pages16", {4, 4, 2, 70, 200}, PoolLayout::nhd},
       {"fp16:d128:kve4m3:causal:pages64:key_scales", {3, 4, 1, 3, 300}, PoolLayout::interleaved},
       {"fp16:d80x32:kve5m2:cache", {3, 2, 1, 20, 150}, PoolLayout::hnd},
+      {"bf16:d96x16:kve4m3:causal:varlen:pages1:key_scales", {4, 4, 2, 70, 200}, PoolLayout::nhd},
+      {"fp16:d256:kve5m2:sinks:pages12", {3, 8, 1, 2, 300}, PoolLayout::hnd},
       {"bf16:d64x48:kvint8:causal:pages3", {3, 4, 2, 1, 100}, PoolLayout::nhd},
       {"bf16:d96:kvint8:sinks:pages256:key_scales", {3, 8, 2, 1, 400}, PoolLayout::hnd},
       {"bf16:d64:kve4m3:q_codes:causal:varlen:pages16", {4, 4, 2, 70, 200}, PoolLayout::nhd},

@@ -149,6 +149,14 @@ class Inputs {
       dsinks_ = DeviceBuffer(driver_, sinks_.bytes(), stream_);
       dsinks_.fill(0);
     }
+    if (problem_.spec.indices) {
+      const AttentionShape& shape = problem_.shape;
+      indices_ = device::upload(
+          driver_,
+          reference::random_indices(shape.batch * shape.seqlen_q * shape.heads_kv,
+                                    reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, kSeed),
+          stream_);
+    }
     scales_ = device::upload(driver_, std::vector<float>(sizes_.scales, 1.0f), stream_);
     captures_ = DeviceCaptures(driver_, problem_.spec,
                                reference::plausible_captures(problem_.spec, problem_.shape, kSeed), stream_);
@@ -296,6 +304,10 @@ class Inputs {
     args.workspace = {workspace_.data(), workspace_.bytes()};
     args.captures = captures_.view();
     args.sinks = static_cast<const float*>(sinks_.data());
+    if (spec.indices)
+      args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()),
+                                             args.q.size[0], args.q.size[2], args.k.size[1],
+                                             reference::plausible_top_k(problem_.shape.seqlen_kv));
     if (spec.varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
       if (!spec.has_cache()) args.cu_seqlens_kv = static_cast<const std::int32_t*>(cu_seqlens_kv_.data());
@@ -331,7 +343,7 @@ class Inputs {
   CUstream stream_;
   std::vector<TensorSet> sets_;
   DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
-      dsinks_, scales_;
+      dsinks_, scales_, indices_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

@@ -87,8 +87,12 @@ BlockPattern plausible_map(const AttentionSpec& spec, const AttentionShape& shap
 }
 
 Work work_of(const AttentionSpec& spec, const AttentionShape& shape, const BlockPattern& map) {
+  const double named = static_cast<double>(shape.batch * shape.heads_q * shape.seqlen_q) *
+                       static_cast<double>(reference::plausible_top_k(shape.seqlen_kv));
   const bool prefix = spec.mask.empty() || plan::is_causal(spec.mask);
-  const double pairs = prefix ? prefix_pairs(spec, shape, map) : sampled_pairs(spec, shape, map);
+  const double pairs = spec.indices ? named
+                       : prefix     ? prefix_pairs(spec, shape, map)
+                                    : sampled_pairs(spec, shape, map);
   const bool backward = spec.pass == Pass::backward;
   const double d = spec.head_dim, dv = spec.v_dim();
   const double multiply_adds = backward ? 3 * d + 2 * dv : d + dv;  // S, dQ, dK and dP, dV; S and O

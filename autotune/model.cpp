@@ -263,7 +263,7 @@ Prediction Model::predict(const TileConfig& config) const {
         resident_blocks(candidate, entry, device_) * kernel.schedule.q_tiles_per_cta, share));
     const double tile = overlapped(clocks, candidate, resident);
 
-    const plan::ForwardTiles rows = plan::forward_tiles(shape, config);
+    const plan::ForwardTiles rows = plan::forward_tiles(spec, shape, config);
     // Backward, a block owns keys, but for the kernel of simt that computes dQ.
     const bool by_columns = is_backward(spec) && kernel.steps.at(launch.entry) == plan::Step::main;
     const std::vector<std::int64_t> visited =

@@ -134,6 +134,15 @@ typedef struct flashjit_scales {
   int64_t stride[4]; /**< in elements; not read where the size is 1 */
 } flashjit_scales;
 
+/** Which keys each query attends to where the spec says "indices": int32 [sequences or 1, queries, KV heads,
+ * top-k] on the device, with "varlen" packed like Q: [1, rows of Q, KV heads, top-k]. Each entry is a key of
+ * its own, the n-th row of its sequence's K, in pages too; -1 and other numbers are no key. */
+typedef struct flashjit_indices {
+  const int32_t* data; /**< null: there are none */
+  int64_t size[4];
+  int64_t stride[4]; /**< in elements, the last 1; not read where the size is 1 */
+} flashjit_indices;
+
 /** The element type of a captured tensor, if the caller states it. */
 typedef int32_t flashjit_element_type;
 enum {
@@ -209,6 +218,7 @@ typedef struct flashjit_forward_args {
   flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec; read only */
   flashjit_scales
       q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
+  flashjit_indices indices; /**< with "indices" in the spec */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -236,6 +246,7 @@ typedef struct flashjit_backward_args {
   const uint64_t* rng_state;
   int32_t zero_unused_rows; /**< of dq, dk and dv */
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
+  flashjit_indices indices; /**< with "indices" in the spec */
 } flashjit_backward_args;
 
 /** Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

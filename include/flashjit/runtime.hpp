@@ -100,6 +100,7 @@ struct ForwardArgs {
   ConstScaleView k_scale = {}, v_scale = {};
   /// With Q of 8 bits (spec.q_codes): of all queries, or of those of a sequence and a KV head.
   ConstScaleView q_scale = {};
+  IndicesView indices = {};  ///< with spec.indices: the keys that each query attends to
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
@@ -128,6 +129,7 @@ struct BackwardArgs {
   const std::uint64_t* rng_state = nullptr;
   bool zero_unused_rows = false;  ///< of dq, dk and dv
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
+  IndicesView indices = {};
 };
 
 /// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

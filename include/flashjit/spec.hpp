@@ -71,6 +71,11 @@ struct AttentionSpec {
   /// Q is of kv_dtype, too, e4m3 or e5m2: codes times a scale, which a KV head's queries share. O is of
   /// dtype.
   bool q_codes = false;
+  /// Sparse tokens: the heads that share a head of K and V attend to the keys that a list of each query names
+  /// at the call, and to no others. Each entry is a key of its own, also where two are equal; -1, and what is
+  /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
+  /// map, dropout or `deterministic`.
+  bool indices = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }

@@ -72,6 +72,23 @@ struct PageTableView {
   std::int64_t stride = 0;  ///< from one sequence to the next, in elements; 0: columns
 };
 
+/// Which keys each query attends to, with spec.indices: int32 [sequences or 1, queries, KV heads, top-k] in
+/// device memory, with spec.varlen packed like Q: [1, rows of Q, KV heads, top-k]. Key n of a sequence is its
+/// n-th row of K, in pages too; other numbers are no key. A dimension of size 1 of sequences is shared by
+/// all.
+struct IndicesView {
+  const std::int32_t* data = nullptr;
+  std::array<std::int64_t, 4> size{};    ///< sequences or 1, queries, KV heads, top-k
+  std::array<std::int64_t, 4> stride{};  ///< in elements, the last 1; not read where the size is 1
+
+  static IndicesView contiguous(const std::int32_t* data, std::int64_t sequences, std::int64_t queries,
+                                std::int64_t heads_kv, std::int64_t top_k) {
+    return {data,
+            {sequences, queries, heads_kv, top_k},
+            {queries * heads_kv * top_k, heads_kv * top_k, top_k, 1}};
+  }
+};
+
 /// Scales of K or V where these are of 8 bits: fp32 [sequences, pages, KV heads, rows] in device memory. A
 /// key is its code times the scale of its sequence, page, head and row. A dimension of size 1 is shared by
 /// all.

@@ -108,6 +108,10 @@ flashjit::ScaleView view(const flashjit_scales& scales) {
   return {scales.data, std::to_array(scales.size), std::to_array(scales.stride)};
 }
 
+flashjit::IndicesView view(const flashjit_indices& indices) {
+  return {indices.data, std::to_array(indices.size), std::to_array(indices.stride)};
+}
+
 std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
 
 static_assert(FLASHJIT_MAX_CAPTURES == flashjit::kMaxCaptures + flashjit::kMaxScalars);
@@ -172,6 +176,7 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.sinks = c.sinks;
   args.lists = c.lists ? &c.lists->lists : nullptr;
   args.rng_state = c.rng_state;
+  args.indices = view(c.indices);
   args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 
@@ -190,13 +195,14 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
       "flashjit_forward_args", args,
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
        offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
-       offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale)});
+       offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale),
+       offsetof(flashjit_forward_args, indices)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
       "flashjit_backward_args", args,
       {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists),
-       offsetof(flashjit_backward_args, rng_state)});
+       offsetof(flashjit_backward_args, rng_state), offsetof(flashjit_backward_args, indices)});
 }
 
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {

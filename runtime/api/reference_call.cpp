@@ -209,6 +209,16 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.cu_seqlens_q.assign(args.cu_seqlens_q, args.cu_seqlens_q + batch + 1);
     if (args.cu_seqlens_kv) problem.cu_seqlens_kv.assign(args.cu_seqlens_kv, args.cu_seqlens_kv + batch + 1);
   }
+  if (spec.indices) {
+    const IndicesView& indices = args.indices;
+    problem.index_batch = indices.size[0];
+    std::array<std::int64_t, 4> stride = indices.stride;
+    for (std::size_t i = 0; i < stride.size(); ++i)
+      if (indices.size[i] <= 1) stride[i] = 0;
+    for_each_element(indices.size, stride, [&](std::int64_t, std::int64_t offset) {
+      problem.indices.push_back(indices.data[offset]);
+    });
+  }
   if (spec.sinks) problem.sinks.assign(args.sinks, args.sinks + problem.shape.heads_q);
   for (const Capture& capture : args.captures) {
     const auto declaration = std::ranges::find(declared, capture.name, &expr::Declaration::name);

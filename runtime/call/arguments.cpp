@@ -281,7 +281,8 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
             args.lists ? args.lists->data
                        : static_cast<char*>(args.workspace.data) + plan.workspace.bytes_without_lists());
   params.sinks = args.sinks;
-  if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape);
+  params.indices = indices_param(args.indices);
+  if (plan.config.pack_gqa) params.packed = plan::packed_heads(plan.shape, spec.indices);
   return params;
 }
 
@@ -334,6 +335,7 @@ std::vector<NamedPointer> pointers_with(const Args& args, std::initializer_list<
                                      {"cu_seqlens_q", args.cu_seqlens_q},
                                      {"cu_seqlens_kv", args.cu_seqlens_kv},
                                      {"sinks", args.sinks},
+                                     {"indices", args.indices.data},
                                      {"rng_state", args.rng_state},
                                      {"workspace", args.workspace.data},
                                      {"lists", args.lists ? args.lists->data : nullptr}};
@@ -354,6 +356,7 @@ Expected check_inputs_and_out(const AttentionSpec& spec, const Args& args) {
 template <class Args>
 void check_shared(const AttentionSpec& spec, const Args& args) {
   const AttentionShape shape = shape_of_any(spec, args);
+  check_key_lists(spec, shape, args.q.size[2], args.indices);
   check_pointer("lse", args.lse, alignof(float));
   check_heads(shape);
   check_common(spec, shape, args);

@@ -228,6 +228,34 @@ void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const
   check_scale_view("q_scale", scales, all);
 }
 
+void check_key_lists(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t rows_q,
+                     const IndicesView& indices) {
+  constexpr const char* kIndexDimensions[] = {"sequences", "queries", "heads", "top-k"};
+  if (!spec.indices) {
+    if (indices.data) refuse("indices is given, but the spec has none: set spec.indices.");
+    return;
+  }
+  const auto [sequences, queries, heads, top_k] = indices.size;
+  const std::int64_t batch = spec.varlen ? 1 : shape.batch;
+  if ((sequences != 1 && sequences != batch) || queries != rows_q || heads != shape.heads_kv)
+    refuse("indices has size [{}, {}, {}, {}], but the call needs [{}, {}, {}, top-k].", sequences, queries,
+           heads, top_k, batch == 1 ? "1" : fmt::format("1 or {}", batch), rows_q, shape.heads_kv);
+  if (top_k < 0 || top_k > kMaxInt / 2)
+    refuse("indices has top-k {}: it must be from 0 to {}.", top_k, kMaxInt / 2);
+  if (std::ranges::find(indices.size, 0) != indices.size.end() || shape.batch == 0) return;
+  if (!indices.data)
+    refuse("indices is null, but the spec has them: give int32 [{}, {}, {}, top-k] in device memory.",
+           sequences, queries, heads);
+  check_pointer("indices", indices.data, alignof(std::int32_t));
+  for (std::size_t i = 0; i < indices.size.size(); ++i) {
+    const std::int64_t size = indices.size[i], stride = indices.stride[i];
+    if (size > 1 && (stride < 0 || stride > kMaxOffset / size || (i == 3 && stride != 1)))
+      refuse("indices has stride {} in {}: {}.", stride, kIndexDimensions[i],
+             i == 3 ? "a list's entries lie one behind the other"
+                    : "strides must be 0 or more and within 2^62 elements");
+  }
+}
+
 TensorParam tensor_param(const ConstTensorView& tensor) {
   const auto stride = [&](int i) { return tensor.size[i] > 1 ? tensor.stride[i] : 0; };
   return {const_cast<void*>(tensor.data), stride(0), stride(1), stride(2)};
@@ -236,6 +264,11 @@ TensorParam tensor_param(const ConstTensorView& tensor) {
 ScaleParam scale_param(const ConstScaleView& scales) {
   const auto stride = [&](int i) { return scales.size[i] > 1 ? scales.stride[i] : 0; };
   return {const_cast<float*>(scales.data), stride(0), stride(1), stride(2), stride(3)};
+}
+
+IndicesParam indices_param(const IndicesView& indices) {
+  const auto stride = [&](int i) { return indices.size[i] > 1 ? indices.stride[i] : 0; };
+  return {indices.data, stride(0), stride(1), stride(2), static_cast<int>(indices.size[3])};
 }
 
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k) {

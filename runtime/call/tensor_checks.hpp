@@ -41,9 +41,14 @@ void check_scales(const char* name, const AttentionSpec& spec, const AttentionSh
 /// That of Q, with spec.q_codes.
 void check_q_scale(const AttentionSpec& spec, const AttentionShape& shape, const ConstScaleView& scales);
 
+/// `rows_q`: of a sequence's queries, or of all where they are packed.
+void check_key_lists(const AttentionSpec& spec, const AttentionShape& shape, std::int64_t rows_q,
+                     const IndicesView& indices);
+
 /// A stride that no index uses is not handed on: callers may have left anything in it.
 TensorParam tensor_param(const ConstTensorView& tensor);
 ScaleParam scale_param(const ConstScaleView& scales);
+IndicesParam indices_param(const IndicesView& indices);
 PageTableParam page_table_param(const PageTableView& table, const ConstTensorView& k);
 
 /// The view's memory; null where no element of it is ever touched.

@@ -83,13 +83,14 @@ std::array<Dimension, kRank> dimensions_of(const ConstTensorView& tensor, int ro
 /// The same with the heads that share one of `heads_kv` heads of K and V as a dimension of their own, of
 /// which boxes have as many rows as the kernel packs.
 std::array<Dimension, kMostDimensions> packed_dimensions_of(const ConstTensorView& q, std::int64_t heads_kv,
-                                                            int rows) {
-  const auto [columns, queries, heads, batch] = dimensions_of(q, rows);
+                                                            bool one_query) {
+  const auto [columns, queries, heads, batch] = dimensions_of(q, 1);
   const std::int64_t group = heads.size / heads_kv;
-  const int packed = plan::packed_heads({.heads_q = heads.size, .heads_kv = heads_kv}).heads;
+  const PackedHeadsParam packed =
+      plan::packed_heads({.heads_q = heads.size, .heads_kv = heads_kv}, one_query);
   return {{columns,
-           {group, heads.stride, packed},
-           {queries.size, queries.stride, rows / packed},
+           {group, heads.stride, packed.heads},
+           {queries.size, queries.stride, packed.queries},
            {heads_kv, heads.stride * group, 1},
            batch}};
 }
@@ -132,7 +133,7 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
     if (rows > 0) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
   };
   if (boxes.pack_gqa && k.size[1] > 0)
-    encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.q_rows));
+    encode(driver, maps.q, "q", q, dtype, packed_dimensions_of(q, k.size[1], boxes.one_query));
   else
     encode_rows(maps.q, "q", q, boxes.q_rows);
   // Rows of codes are copied whole.

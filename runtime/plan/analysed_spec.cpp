@@ -15,8 +15,8 @@ AnalysedSpec::AnalysedSpec(const AttentionSpec& spec, const Checks& checks)
       key_bounds(std::make_shared<expr::KeyBounds>(mask)),
       is_causal(plan::is_causal(mask)) {
   const bool backward = pass == Pass::backward;
-  has_tile_lists =
-      has_block_map() || programs.mask.listed || (backward && deterministic && programs.has_mask);
+  has_tile_lists = !indices && (has_block_map() || programs.mask.listed ||
+                                (backward && deterministic && programs.has_mask));
   has_capture_grads = backward && std::ranges::any_of(programs.declarations, &expr::Declaration::wants_grad);
 }
 

@@ -11,7 +11,8 @@ namespace flashjit::plan {
 
 /// Debug modes that are compiled into kernels.
 struct Checks {
-  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped
+  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped, and each
+                               ///< of AttentionSpec::indices that is no key
   bool check_waits = false;    ///< kernels trap where they would hang
 
   bool operator==(const Checks&) const = default;

@@ -33,6 +33,7 @@ std::vector<expr::Constant> problem_constants(const AnalysedSpec& spec, const Ti
                                      {"kBr", config.br},
                                      {"kBc", config.bc},
                                      {"kWarps", config.warps},
+                                     {"kCheckIndices", spec.checks.check_indices},
                                      {"kCheckWaits", spec.checks.check_waits}};
   for (const ConfigSwitch& one : kConfigSwitches) {
     if (one.on)

@@ -62,6 +62,7 @@ struct BiasBox {
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
   bool pack_gqa = false;
+  bool one_query = false;  ///< of those that are packed
   BiasBox bias = {};
 
   bool operator==(const TensorBoxes&) const = default;

@@ -48,7 +48,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
 /// Q tiles of all heads, or KV tiles. Without keys there is dQ to write all the same, by blocks that convert
 /// it.
 std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) {
-  const ForwardTiles forward = forward_tiles(shape, kernel.config);
+  const ForwardTiles forward = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t q_tiles = shape.batch * forward.heads * tiles(shape.seqlen_q, forward.queries);
   if (kernel.spec.pass == Pass::forward) return tiles(q_tiles, kernel.main().cluster);
   const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
@@ -59,7 +59,7 @@ std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) 
 std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
   const std::int64_t all = kernel.config.br;
   if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
-  const PackedHeadsParam packed = packed_heads(shape);
+  const PackedHeadsParam packed = packed_heads(shape, kernel.spec.indices);
   return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
 }
 

@@ -84,9 +84,17 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
   return Support::yes();
 }
 
+/// Rows of a tile of one query's heads, of which there are few.
+TileConfig heuristic_of_indices(const AnalysedSpec& spec) {
+  TileConfig config{.family = Family::simt, .br = 16, .bc = 32, .warps = 4};
+  if (!shares_tile(spec, config)) config.warps = 8;
+  return config;
+}
+
 /// The largest tiles, unless they would leave multiprocessors idle or reach far beyond the lengths.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (!is_attention(spec.pass)) return kWithoutTiles;
+  if (spec.indices) return heuristic_of_indices(spec);
   TileConfig config{.family = Family::simt, .br = 64, .bc = 64, .warps = 8};
   const bool few_blocks = shape.batch * shape.heads_q * tiles(shape.seqlen_q, 64) < device.multiprocessors;
   if (shape.seqlen_q <= 32 || few_blocks) config.br = 32;
@@ -133,7 +141,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);
   if (spec.pass == Pass::forward) {
-    kernel.add(Step::main, entry("forward", "forward", config, by_queries));
+    const char* name = spec.indices ? "forward_of_indices" : "forward";
+    kernel.add(Step::main, entry(name, name, config, by_queries));
     return kernel;
   }
   kernel.add(Step::preprocess, auxiliary_entry("preprocess"));

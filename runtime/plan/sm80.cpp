@@ -75,6 +75,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
+  if (spec.indices) return Support::no("has no lists of keys for each query");
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }

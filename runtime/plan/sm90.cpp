@@ -22,8 +22,9 @@ bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
 bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.has_value(); }
 
-/// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle.
-bool gathers(const AnalysedSpec& spec) { return spec.pages % sm90::kSwizzledRows != 0; }
+/// Whether producer warps copy K and V row by row: boxes of TMA are of whole periods of the swizzle, and of
+/// keys in order.
+bool gathers(const AnalysedSpec& spec) { return spec.indices || spec.pages % sm90::kSwizzledRows != 0; }
 
 /// Warpgroups that convert K and V.
 int converters(const AnalysedSpec& spec) { return spec.has_scales() ? 1 : 0; }
@@ -47,7 +48,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           spec.shared_kv,
           spec.has_scales(),
           spec.key_scales,
-          c.split};
+          c.split,
+          spec.indices};
 }
 
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
@@ -62,11 +64,12 @@ bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
   return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kWarpgroupRows;
 }
 
-/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows.
+/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows, and
+/// a query's list of keys may be long or short.
 /// Parts keep neither the largest score nor scores near the least float, and depend on other sequences.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
-  return is_forward(spec) && spec.cache && c.split && !spec.has_tile_lists && !spec.row_max &&
-         !spec.batch_invariant && !spec.programs.far_scores;
+  return is_forward(spec) && (spec.cache || spec.indices) && c.split && !spec.has_tile_lists &&
+         !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
@@ -126,6 +129,15 @@ int forward_cluster(const AnalysedSpec& spec, const TileConfig& c) {
              : 1;
 }
 
+/// The list of a query has no positions left where scores are computed, and all heads of a tile share it.
+Support supports_indices(const AnalysedSpec& spec) {
+  const bool plain = is_forward(spec) && spec.score.empty() && !spec.row_max && !spec.batch_invariant &&
+                     !spec.has_scales() && !spec.programs.mask.uses_head;
+  if (!spec.indices || plain) return Support::yes();
+  return Support::no(
+      "indices are for the forward pass, without a score program, row_max, batch_invariant, and h in a mask");
+}
+
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
@@ -144,6 +156,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
+  if (Support able = supports_indices(spec); !able) return able;
   if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
         fmt::format("rows of pages that are no multiple of {} rows are for specs without lists of tiles, a "
@@ -211,6 +224,11 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
       return Support::no("two Q tiles at a time are not for K and V of 8 bits");
     if (q_tiles_per_cta(spec, c) > 1 && spec.programs.column_term)
       return Support::no("two Q tiles at a time leave no warp to find what the score reads of the keys");
+    if (spec.indices && (c.br != sm90::kWarpgroupRows || !c.pack_gqa || c.bc % 32 != 0))
+      return Support::no(
+          fmt::format("with indices a tile is of one query, with Br 64, split, pack_gqa and Bc a multiple of "
+                      "32, not {}",
+                      to_string(c)));
     if (gathers(spec) && !may_gather(spec, c))
       return Support::no(
           fmt::format("{} leaves no second producer warp to copy rows, or too few registers", to_string(c)));
@@ -423,7 +441,7 @@ constexpr double kCostOfCombineParts = 60000;
 /// under a causal mask the longest tile.
 double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
-  const auto [queries, heads_of_entry] = forward_tiles(shape, c);
+  const auto [queries, heads_of_entry] = forward_tiles(spec, shape, c);
   const std::int64_t heads = shape.batch * heads_of_entry, rows = tiles(shape.seqlen_q, queries);
   const std::int64_t slots = std::int64_t{device.multiprocessors} * c.min_blocks * q_tiles_per_cta(spec, c);
   const auto padded = [&](std::int64_t begin, std::int64_t end) {
@@ -493,7 +511,19 @@ std::optional<TileConfig> shared_kv_tile(const AnalysedSpec& spec, const Attenti
   return gains ? std::optional(c) : std::nullopt;
 }
 
+/// The largest tile of a list that fits.
+TileConfig tile_of_indices(const AnalysedSpec& spec, const DeviceInfo& device) {
+  TileConfig c;
+  for (const int bc : {128, 64, 32}) {
+    c = with_split(forward_config(spec.v_dim() > kMostColumns ? 8 : 4, bc, 2), true);
+    if (spec.v_dim() > kMostColumns) c.br = sm90::kWarpgroupRows, c.d_split = 2;
+    if (admits(spec, c, device)) break;
+  }
+  return c;
+}
+
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (spec.indices) return tile_of_indices(spec, device);
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))
@@ -575,11 +605,12 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
              gathers(spec) ? 0 : sm90::kv_box_rows(spec.pages, c.bc),
              tma_stores_o(spec, c) ? sm90::kWarpRows : 0,
              c.pack_gqa,
+             spec.indices,
              {}};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
-    boxes = {c.br, layout.keys(), c.br, false, {}};
+    boxes = {c.br, layout.keys(), c.br, false, false, {}};
     copies_bias = layout.has_bias_tile();
   }
   if (copies_bias) boxes.bias = {c.br, spec.programs.bias_tile->capture, spec.programs.bias_tile->rank};

@@ -340,6 +340,11 @@ void AttentionSpec::validate() const {
         pages ? "pages" : "cache");
   }
   check_scaled(*this);
+  if (indices && (has_block_map() || dropout || (deterministic && pass == Pass::backward)))
+    refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out",
+           has_block_map() ? "block_map"
+           : dropout       ? "dropout"
+                           : "deterministic");
   if (shared_kv && (v_dim() > head_dim || has_scales()))
     refuse(
         "shared_kv is set, head_dim is {}, head_dim_v is {} and K and V are of {} bits; V is then K's first "

@@ -30,6 +30,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"invariant", "kInvariant", &AttentionSpec::batch_invariant, "batch_invariant"},
     SpecOption{"shared_kv", "kSharedKv", &AttentionSpec::shared_kv, "v_columns"},
     SpecOption{"q_codes", "kQCodes", &AttentionSpec::q_codes, "q_scale"},
+    SpecOption{"indices", "kIndices", &AttentionSpec::indices, "indices"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

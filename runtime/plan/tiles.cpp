@@ -25,17 +25,20 @@ int heads_of_set(int shared) {
 
 }  // namespace
 
-PackedHeadsParam packed_heads(const AttentionShape& shape) {
+PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query) {
   if (shape.heads_kv == 0) return {};
   const auto shared = static_cast<int>(shape.heads_q / shape.heads_kv);
   const int heads = heads_of_set(shared);
-  return {shared, heads, static_cast<int>(tiles(shared, heads)), kPackedRows / heads,
+  return {shared, heads, static_cast<int>(tiles(shared, heads)), one_query ? 1 : kPackedRows / heads,
           static_cast<unsigned>(((1 << 16) + heads - 1) / heads)};
 }
 
-ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config) {
-  if (!config.pack_gqa || shape.heads_kv == 0) return {config.br, shape.heads_q};
-  const PackedHeadsParam packed = packed_heads(shape);
+ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config) {
+  if (shape.heads_kv == 0) return {config.br, 0};
+  if (spec.indices && !config.pack_gqa)
+    return {1, shape.heads_kv * tiles(shape.heads_q / shape.heads_kv, config.br)};
+  if (!config.pack_gqa) return {config.br, shape.heads_q};
+  const PackedHeadsParam packed = packed_heads(shape, spec.indices);
   return {std::int64_t{config.br} / kPackedRows * packed.queries, shape.heads_kv * packed.sets};
 }
 
@@ -152,7 +155,7 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
 
 std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t shares) {
   constexpr std::int64_t kBytesOfRow = 1024;
-  const std::int64_t heads = forward_tiles(shape, kernel.config).heads;
+  const std::int64_t heads = forward_tiles(kernel.spec, shape, kernel.config).heads;
   const std::int64_t bytes = 2 * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
   for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;

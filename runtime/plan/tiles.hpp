@@ -19,15 +19,16 @@ constexpr int kReservedSharedBytes = 1024;
 /// How many blocks, or clusters, of an entry the device holds.
 std::int64_t blocks_at_once(const Entry& entry, const DeviceInfo& device);
 
-/// How the heads that share K and V are packed, where they are; nothing without heads.
-PackedHeadsParam packed_heads(const AttentionShape& shape);
+/// How the heads that share K and V are packed, where they are; nothing without heads. `one_query`: those of
+/// a warpgroup are of a query whose list of keys is its own.
+PackedHeadsParam packed_heads(const AttentionShape& shape, bool one_query);
 
 /// Q tiles of the forward pass: so many queries each, of so many sets of heads of a batch entry. A set is one
-/// head, or where heads are packed those of a tile.
+/// head, or where heads are packed, or queries have lists of keys, those of a tile.
 struct ForwardTiles {
   std::int64_t queries, heads;
 };
-ForwardTiles forward_tiles(const AttentionShape& shape, const TileConfig& config);
+ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config);
 
 /// The keys that the queries of each Q tile of `queries` rows may attend to, as far as the mask's bounds
 /// tell.

@@ -283,6 +283,24 @@ std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::i
   return scales;
 }
 
+std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
+                                         std::uint64_t seed) {
+  std::mt19937_64 random(seed);
+  std::vector<std::int32_t> indices(static_cast<std::size_t>(lists * top_k));
+  for (std::int32_t& index : indices) {
+    const std::uint64_t kind = random() % 32;
+    index =
+        kind == 0 || keys == 0 ? -1 : static_cast<std::int32_t>(random() % static_cast<std::uint64_t>(keys));
+    if (kind == 1) index += static_cast<std::int32_t>(keys);
+  }
+  return indices;
+}
+
+std::int64_t plausible_top_k(std::int64_t keys) {
+  constexpr std::int64_t kMost = 2048;
+  return std::min(kMost, (keys + 1) / 2);
+}
+
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::normal_distribution<double> normal(1, 2);

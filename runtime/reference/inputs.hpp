@@ -40,6 +40,12 @@ std::vector<double> first_columns(const std::vector<double>& values, std::int64_
 std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::int64_t rows, std::int64_t dim,
                              std::vector<double>& values);
 
+/// Lists of `top_k` of `keys` keys each, some of which are named twice, or are -1 or no key.
+std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
+                                         std::uint64_t seed);
+/// How long lists are where nobody says.
+std::int64_t plausible_top_k(std::int64_t keys);
+
 /// A sink for each of `heads`, of the size of scores.
 std::vector<double> random_sinks(std::int64_t heads, std::uint64_t seed);
 

@@ -150,6 +150,7 @@ struct Context {
   double scale;
   Dropout dropout;
   std::int64_t map_rows = 0, map_columns = 0;
+  std::vector<int> names = {};  ///< of each list, how often it names each key
 
   explicit Context(const Problem& problem);
 
@@ -187,10 +188,22 @@ struct Context {
     return problem.dlse.empty() || lse == -kInfinity ? 0.0 : problem.dlse[task * shape.seqlen_q + q];
   }
   bool attends(const Point& point) const;
+  /// How often a query's list names a key; 1 without lists.
+  int named(std::int64_t task, std::int64_t q, std::int64_t kv) const {
+    return spec.indices ? names[list_of(task, q) * shape.seqlen_kv + kv] : 1;
+  }
   /// What dropout multiplies the pair's probability with: 0 or 1 / (1 - p).
   double dropout_factor(std::int64_t task, std::int64_t q, std::int64_t kv) const;
 
  private:
+  /// Lists are [index_batch, queries, heads_kv].
+  std::int64_t list_of(std::int64_t task, std::int64_t q) const {
+    const std::int64_t queries = spec.varlen ? packed_q : shape.seqlen_q;
+    const std::int64_t b = problem.index_batch == 1 ? 0 : batch_of(task);
+    const std::int64_t first = spec.varlen ? q_rows(task).begin - head_of(task) * packed_q : 0;
+    return (b * queries + first + q) * shape.heads_kv + kv_head_of(task);
+  }
+  void read_indices();
   static Rows packed(const std::vector<std::int32_t>& offsets, std::int64_t b, std::int64_t h,
                      std::int64_t rows, std::int64_t longest) {
     const auto [first, count] =
@@ -240,9 +253,24 @@ Context::Context(const Problem& given)
     refuse("dropout_p is {} but the spec has no dropout; set spec.dropout or leave it 0", given.dropout_p);
   }
   dropout = dropout_parameters(given.dropout_p);
+  if (spec.indices) read_indices();
+}
+
+void Context::read_indices() {
+  const std::int64_t queries = spec.varlen ? packed_q : shape.seqlen_q;
+  const std::int64_t lists = count({problem.index_batch, queries, shape.heads_kv});
+  if (problem.index_batch != 1 && problem.index_batch != shape.batch)
+    refuse("the indices have {} batch entries; allowed are 1 or {}", problem.index_batch, shape.batch);
+  const std::int64_t given = std::ssize(problem.indices), top_k = lists == 0 ? 0 : given / lists;
+  check_size("indices", problem.indices.size(), lists * top_k);
+  names.resize(static_cast<std::size_t>(count({lists, shape.seqlen_kv})));
+  for (std::int64_t i = 0; i < given; ++i)
+    if (const std::int64_t key = problem.indices[i]; key >= 0 && key < shape.seqlen_kv)
+      ++names[i / top_k * shape.seqlen_kv + key];
 }
 
 bool Context::attends(const Point& at) const {
+  if (spec.indices && named(at.b * shape.heads_q + at.h, at.q, at.kv) == 0) return false;
   if (spec.kv_lengths && at.kv >= problem.kv_lengths[at.b]) return false;
   if (spec.has_block_map()) {
     const std::int64_t map =
@@ -326,6 +354,9 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
     }
     row_max[i] = std::accumulate(p[i], p[i] + p.columns, -kInfinity,
                                  [](double a, double b) { return std::max(a, b); });
+    if (context.spec.indices)  // keys that are named twice count twice
+      for (std::int64_t j = 0; j < p.columns; ++j)
+        if (p[i][j] != -kInfinity) p[i][j] += std::log(context.named(task, i, j));
     lse[i] = softmax(p[i], p.columns, context.sink(task));
   }
   if (context.spec.q_codes)

@@ -27,6 +27,9 @@ struct Problem {
                             cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
                                                  ///< are read as kernels do, see check_offsets()
   std::vector<double> sinks = {};                ///< [heads_q] with spec.sinks
+  /// With spec.indices, [index_batch, queries, heads_kv, top-k]: see IndicesView.
+  std::vector<std::int32_t> indices = {};
+  std::int64_t index_batch = 1;
   /// What kernels are given beside codes where the spec has them: one for each head, or with spec.key_scales
   /// for each row of k and v. These have codes times scales already.
   std::vector<double> k_scale = {}, v_scale = {};

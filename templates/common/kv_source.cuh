@@ -16,9 +16,10 @@ __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
   return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
 }
 
-/// Where a key is among all that have room in pages: its row of all pages' rows.
+/// Where a key is: its row of all pages' rows, or of its sequence's.
 template <class P>
 __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
+  if constexpr (P::kPageRows == 0) return kv;
   return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
 }
 
@@ -79,6 +80,7 @@ class KvSource {
   }
   /// By slot_of_key().
   __device__ __forceinline__ Element* row_in_slot(int slot) const {
+    if constexpr (P::kPageRows == 0) return first_ + slot * tensor_.stride_s;
     return first_ + slot / P::kPageRows * tensor_.stride_b + slot % P::kPageRows * tensor_.stride_s;
   }
   /// From one key of a tile to the next, in elements, where there are no pages.

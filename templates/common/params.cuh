@@ -57,6 +57,13 @@ struct PageTableParam {
   int count;         ///< pages of K and V
 };
 
+/// The keys that queries attend to, [batch, queries, heads_kv, count]; packed queries are in batch 0.
+struct IndicesParam {
+  const int* keys;
+  long long stride_b, stride_q, stride_h;
+  int count;
+};
+
 /// Scales of K or V, whose strides are 0 where they are shared; those of pages and rows are read with
 /// Problem::kKeyScales only.
 struct ScaleParam {
@@ -116,6 +123,7 @@ struct Params {
   CaptureParam captures[kMaxCaptures];
   ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
   ScaleParam q_scale;           ///< read with Problem::kQCodes only
+  IndicesParam indices;         ///< read with Problem::kIndices only
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

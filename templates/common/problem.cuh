@@ -26,6 +26,7 @@ struct ExampleProblem {
   static constexpr bool kCache = false;     // K and V are a cache's; with kVarlen only Q is packed
   static constexpr int kPageRows = 0;       // of its pages; 0: it has slots
   static constexpr bool kSharedKv = false;  // forward: V is K's first columns
+  static constexpr bool kIndices = false;   // queries have lists of keys: index_list.cuh
   static constexpr bool kSinks = false;
   static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
@@ -53,7 +54,8 @@ struct ExampleProblem {
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplit = false;
   static constexpr bool kPackGqa = false;
-  static constexpr bool kCheckWaits = false;  // waits that hang trap: wait.cuh
+  static constexpr bool kCheckIndices = false;  // indices that are no keys are printed: index_list.cuh
+  static constexpr bool kCheckWaits = false;    // waits that hang trap: wait.cuh
 
   // What a family decides for kernels of its own:
   //   kSharedBytes    sm80, sm90: dynamic shared memory of the main loop

@@ -2,6 +2,7 @@
 // backward pass.
 #pragma once
 
+#include "flashjit/common/index_list.cuh"
 #include "flashjit/common/kv_work_tile.cuh"
 #include "flashjit/common/semaphores.cuh"
 #include "flashjit/common/visible.cuh"
@@ -25,7 +26,9 @@ struct KvTiles {
 
   __device__ KvTiles() {}
   __device__ KvTiles(const Params& p, const typename P::Head& head, int q_tile, Range q, int seqused_kv) {
-    if constexpr (kLists<P>) {
+    if constexpr (P::kIndices) {
+      count = q.begin < q.end && seqused_kv > 0 ? tiles_of_list<P>(p) : 0;
+    } else if constexpr (kLists<P>) {
       const long long row = list_at<P>(p, head.b, head.h, q_tiles<P>(p), q_tile);
       list = p.lists.entries + row * kv_tiles<P>(p);
       count = p.lists.count[row];

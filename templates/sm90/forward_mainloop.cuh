@@ -174,7 +174,11 @@ __device__ __forceinline__ void look_at_tile(const Params& p, const ForwardStora
   if constexpr (!kConsumersReadList<P>)
     entry = kProducerPostsEntries<P> ? smem.entry(n) : work.kv_tiles.entry(i);
   kv_begin = tile_of_entry<P>(entry) * P::kBc;
-  if constexpr (kEntriesHaveRowBits<P>) {
+  if constexpr (P::kIndices) {
+    rows.present = smem.present_keys(n);
+    full = true;
+    for (int word = 0; word < P::kBc / 32; ++word) full = full && rows.present[word] == ~0u;
+  } else if constexpr (kEntriesHaveRowBits<P>) {
     const bool met = meets(smem, n, wg);
     full = met && (entry & 1);
     rows.seqused_kv = met ? work.sequence.seqused_kv(p) : 0;  // a tile that is not met is masked whole

@@ -65,9 +65,9 @@ struct PipelineCountOf<true> {
 template <class P>
 using PipelineCount = typename PipelineCountOf<kConsumersReadList<P>>::Type;
 
-/// K and V come row by row instead of by TMA, whose boxes would span pages.
+/// K and V come row by row instead of by TMA, whose boxes would span pages, or what no list names.
 template <class P>
-constexpr bool kGathers = P::kPageRows % kSwizzledRows != 0;
+constexpr bool kGathers = P::kIndices || P::kPageRows % kSwizzledRows != 0;
 constexpr int kGatherWarps = 2;
 
 /// K and V of 8 bits: a warpgroup more converts them. Consumers then have fewer registers.
@@ -164,9 +164,10 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
 template <class P>
-constexpr ForwardLayout kForwardLayout{
-    P::kBr,    P::kBc,           P::kHeadDim, P::kHeadDimV, P::kStages,   P::kBiasTile,  P::kScoreColumnTerm,
-    kLists<P>, kQTilesPerCta<P>, P::kDSplit,  P::kSharedKv, kScaledKv<P>, P::kKeyScales, P::kSplit};
+constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
+                                       P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
+                                       kQTilesPerCta<P>, P::kDSplit,   P::kSharedKv,        kScaledKv<P>,
+                                       P::kKeyScales,    P::kSplit,    P::kIndices};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
 /// same rows (d_split). Each computes S and P of them, and O for some of the columns.

@@ -79,6 +79,12 @@ struct ForwardStorage {
     return reinterpret_cast<int*>(shared + kLayout.list_entries())[n % P::kStages];
   }
 
+  /// Lists of keys: which entries of tile n are keys, a bit for each.
+  __device__ unsigned* present_keys(Count n) const {
+    return reinterpret_cast<unsigned*>(shared + kLayout.present_keys() +
+                                       n % (2 * P::kStages) * kPresentKeysBytes);
+  }
+
   // mbarriers: of Q, each warpgroup's; of K and V, four a stage; of work tiles; of what the score reads.
   __device__ unsigned q_full(int wg, Count round) const {
     return base + kLayout.barriers() + (row_group<P>(wg) + round % kQStages * kRowGroups) * 16;
@@ -152,7 +158,7 @@ struct ForwardStorage {
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kScaledKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
-      barrier_init(k_full(stage), kLoads);
+      barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0));
       if constexpr (!P::kSharedKv) barrier_init(v_full(stage), kLoads);
       barrier_init(k_empty(stage), kWarpgroups * (kThreadsReleaseK<P> ? 128 : 4));
       if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);

@@ -40,10 +40,18 @@ struct HeadScales<P, true> {
   __device__ float times_v_scale(float x) const { return x * v_scale; }
 };
 
+/// Lists of keys: which entries of the KV tile are keys.
+template <bool kIndices>
+struct PresentKeys {};
+template <>
+struct PresentKeys<true> {
+  const unsigned* present = nullptr;
+};
+
 /// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
 /// first.
 template <class P>
-struct SoftmaxRows : HeadScales<P> {
+struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices> {
   Range q{0, 0};          ///< the warpgroup's queries
   Range full_keys{0, 0};  ///< that all of them attend to
   int seqused_kv = 0;
@@ -130,6 +138,17 @@ __device__ __forceinline__ void apply_score(const Params& p, const SoftmaxRows<P
 template <class P, int kCount>
 __device__ __forceinline__ void mask_scores(const Params& p, const WorkTile<P>& work,
                                             const SoftmaxRows<P>& rows, int kv_begin, float (&s)[kCount]) {
+  if constexpr (P::kIndices) {
+    const int of_lane = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+    for (int n = 0; n < kCount; n += 16) {  // 32 keys
+      const unsigned present = rows.present[n / 16] >> of_lane;
+#pragma unroll
+      for (int e = 0; e < 16; ++e)
+        if (!(present >> (e / 4 * 8 + e % 2) & 1u)) s[n + e] = -infinity();
+    }
+    return;
+  }
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const Position row_position = position(row), column_position = position(column);
   const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);

@@ -1,7 +1,9 @@
-// Rows of K and V that lie anywhere: where a box of TMA would span pages. Two of the producer's warps copy a
-// KV tile row by row, by cp.async, to where TMA would have put it; rows that are no keys become zeros.
+// Rows of K and V that lie anywhere: where a box of TMA would span pages, and where a query's list names its
+// keys. Two of the producer's warps copy a KV tile row by row, by cp.async, to where TMA would have put it;
+// rows that are no keys become zeros.
 #pragma once
 
+#include "flashjit/common/index_list.cuh"
 #include "flashjit/common/kv_source.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
 
@@ -20,9 +22,23 @@ struct GatheredKeys {
     const int seqused_kv = work.sequence.seqused_kv(p), lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {
-      const int kv = begin + first(own, warp) + lane;
-      slot[own] = kv < seqused_kv ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
+      const int at = first(own, warp) + lane;
+      int kv = begin + at;
+      if constexpr (P::kIndices)
+        kv = at < P::kBc ? IndexList<P>(p, work.sequence, work.h_kv, work.q_begin).key(kv) : -1;
+      else if (kv >= seqused_kv)
+        kv = -1;
+      slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
     }
+  }
+  /// Tells the consumers which entries of a list are keys, and arrives on K's barrier.
+  __device__ __forceinline__ void publish(unsigned* present, unsigned full, int warp) const {
+#pragma unroll
+    for (int own = 0; own < kOwn; ++own) {
+      const unsigned exist = __ballot_sync(kWholeWarp, slot[own] >= 0);
+      if (threadIdx.x % 32 == 0 && first(own, warp) < P::kBc) present[first(own, warp) / 32] = exist;
+    }
+    if (threadIdx.x % 32 == 0) barrier_arrive(full);
   }
   /// The first key of a warp's `own`th group.
   static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
@@ -118,6 +134,7 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), warp), work.sequence, h_kv};
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+      if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), warp);
       gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
       barrier_arrive_after_copies(smem.k_landed(n));
       if (n > 0) load_v(n - 1);

@@ -74,7 +74,8 @@ constexpr int kSwizzledRows = 8;  ///< of which a box has a multiple
 constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not swizzle
 /// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
 constexpr int kFewestCodeSlots = 2, kMoreCodeSlots = 4;
-constexpr int kCodeSlotBarriers = 2;  ///< full and empty
+constexpr int kCodeSlotBarriers = 2;   ///< full and empty
+constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile
 
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// Work tiles that are kept. Five would do: one ends, two more have begun or are loaded, a third waits for a
@@ -91,7 +92,8 @@ constexpr int kKeptWorkTiles = 8;
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes
-///   work tiles, list entries of `stages` KV tiles where they are listed, barriers
+///   work tiles, list entries of `stages` KV tiles where they are listed, which entries of lists of keys
+///   are keys, barriers
 struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_column_terms, lists;
@@ -101,6 +103,7 @@ struct ForwardLayout {
   bool codes;       ///< K and V are of 8 bits
   bool key_scales;  ///< and their keys have scales
   bool split;
+  bool indices = false;
 
   constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
   /// Of a tile of V, also those behind the last that a warpgroup reads.
@@ -134,7 +137,8 @@ struct ForwardLayout {
   constexpr int key_scales_bytes() const { return key_scales ? bc * 4 : 0; }
   constexpr int work_tiles() const { return key_scales_begin() + stages * key_scales_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
-  constexpr int barriers() const { return list_entries() + list_entries_bytes(); }
+  constexpr int present_keys() const { return list_entries() + list_entries_bytes(); }
+  constexpr int barriers() const { return present_keys() + present_keys_bytes(); }
   constexpr int slot_bytes() const {
     const int used = bytes_with_o() + more_code_slots() * code_slot_cost();
     return q_tiles_per_cta == 1 ? used : (used + kAlignment - 1) / kAlignment * kAlignment;
@@ -144,6 +148,8 @@ struct ForwardLayout {
  private:
   constexpr int limit() const { return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment; }
   constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
+  /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
+  constexpr int present_keys_bytes() const { return indices ? 2 * stages * kPresentKeysBytes : 0; }
   constexpr int q_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim); }
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
@@ -161,7 +167,8 @@ struct ForwardLayout {
   constexpr int bytes_of(int q_count) const {
     return q_count * q_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
-           kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + fewest_code_slots() * code_slot_cost() +
+           kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + present_keys_bytes() +
+           fewest_code_slots() * code_slot_cost() +
            (2 * warpgroups() * q_count + (4 + score_barriers()) * stages + kKeptWorkTiles) * 8;
   }
 };

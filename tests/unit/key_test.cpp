@@ -92,6 +92,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.fp32_grads = true; }},
       {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.shared_kv = true; }},
+      {"indices", [](auto& s) { s.spec.indices = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -106,7 +107,8 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   // Where one of these does not compile, a field was added: add its change above.
   const AttentionSpec spec = {};
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
-                                key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes] = spec;
+                                key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes,
+                                indices] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

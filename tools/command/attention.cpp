@@ -157,6 +157,12 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
     problem.offset = random();
   }
   if (spec.sinks) problem.sinks = reference::random_sinks(shape.heads_q, random());
+  if (spec.indices) {
+    problem.index_batch = spec.varlen ? 1 : shape.batch;
+    const std::int64_t rows = spec.varlen ? problem.cu_seqlens_q.back() : shape.batch * shape.seqlen_q;
+    problem.indices = reference::random_indices(
+        rows * shape.heads_kv, reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, random());
+  }
   problem.captures = reference::plausible_captures(spec, shape, random());
   return problem;
 }

@@ -80,7 +80,7 @@ DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const 
 
 /// The arguments of both passes besides their tensors, in device memory.
 struct Extras {
-  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks;
+  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks, indices;
   DeviceCaptures captures;
 
   Extras(const DriverHandle& driver, const reference::Problem& problem)
@@ -89,6 +89,7 @@ struct Extras {
         cu_seqlens_q(device::upload(driver, problem.cu_seqlens_q)),
         cu_seqlens_kv(device::upload(driver, problem.cu_seqlens_kv)),
         sinks(device::upload(driver, std::vector<float>(problem.sinks.begin(), problem.sinks.end()))),
+        indices(device::upload(driver, problem.indices)),
         captures(driver, problem.spec, problem.captures) {}
 };
 
@@ -107,6 +108,13 @@ void set_common(Args& args, const reference::Problem& problem, const Extras& ext
   args.offset = problem.offset;
   args.sinks = static_cast<const float*>(extras.sinks.data());
   args.captures = extras.captures.view();
+  if (problem.spec.indices) {
+    const std::int64_t queries = args.q.size[2],
+                       lists = problem.index_batch * queries * problem.shape.heads_kv;
+    args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(extras.indices.data()),
+                                           problem.index_batch, queries, problem.shape.heads_kv,
+                                           lists == 0 ? 0 : std::ssize(problem.indices) / lists);
+  }
   if (problem.spec.varlen) {
     args.cu_seqlens_q = static_cast<const std::int32_t*>(extras.cu_seqlens_q.data());
     if (!problem.cu_seqlens_kv.empty())

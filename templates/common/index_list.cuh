@@ -1,0 +1,60 @@
+// Sparse tokens (kIndices): the keys that a query's list names, for all heads that share a head of K and V.
+#pragma once
+
+#include "flashjit/common/visible.cuh"
+
+namespace flashjit {
+
+/// The list of a query, whose entries are in the place of keys in order: tiles of keys are tiles of entries.
+template <class P>
+class IndexList {
+ public:
+  int count;
+
+  __device__ __forceinline__ IndexList(const Params& p, const Sequence<P>& sequence, int h_kv, int q)
+      : count(p.indices.count),
+        p_(p),
+        sequence_(sequence),
+        h_kv_(h_kv),
+        q_(q),
+        seqused_kv_(sequence.seqused_kv(p)),
+        keys_(p.indices.keys + sequence.batch() * p.indices.stride_b +
+              sequence.q_row(q) * p.indices.stride_q + h_kv * p.indices.stride_h) {}
+
+  /// The key of entry n; -1: none, by the list or by the mask, which is taken to be alike for all heads.
+  __device__ __forceinline__ int key(int n) const {
+    const int kv = named_key(n);
+    if constexpr (P::kHasMask)
+      if (kv >= 0 &&
+          !P::mask(p_, sequence_.head(p_, h_kv_ * p_.qhead_per_kvhead()), position(q_), position(kv)))
+        return -1;
+    return kv;
+  }
+  /// The same by the list alone.
+  __device__ __forceinline__ int named_key(int n) const {
+    if (n >= count) return -1;
+    const int kv = keys_[n];
+    if constexpr (P::kCheckIndices) check(n, kv);
+    return static_cast<unsigned>(kv) < static_cast<unsigned>(seqused_kv_) ? kv : -1;
+  }
+
+ private:
+  __device__ __noinline__ void check(int n, int kv) const {
+    if (kv >= -1 && kv < seqused_kv_) return;
+    printf("flashjit: entry %d of indices is %d at b %d, KV head %d, q %d, which has %d keys; it is none\n",
+           n, kv, sequence_.b, h_kv_, q_, seqused_kv_);
+  }
+
+  const Params& p_;
+  const Sequence<P>& sequence_;
+  int h_kv_, q_, seqused_kv_;
+  const int* keys_;
+};
+
+/// KV tiles of any query's list.
+template <class P>
+__device__ __forceinline__ int tiles_of_list(const Params& p) {
+  return (p.indices.count + P::kBc - 1) / P::kBc;
+}
+
+}  // namespace flashjit

@@ -1,0 +1,67 @@
+// Forward pass of family simt where each query has a list of keys, which the heads that share a head of K and
+// V have in common: a CTA owns some of one query's heads, and walks over the tiles of its list.
+#pragma once
+
+#include "flashjit/simt/forward.cuh"
+#include "flashjit/simt/query_heads.cuh"
+
+namespace flashjit::simt {
+
+/// Scores of the tile of a list; -inf where a pair does not attend.
+template <class Problem, class T>
+__device__ __forceinline__ void score_entries(typename T::Scores& s, const Params& p,
+                                              const QueryHeads<Problem>& rows, const int* keys) {
+#pragma unroll 1
+  for (int i = 0; i < T::kM; ++i) {
+    if (T::row(i) >= rows.count) continue;
+    const auto head = rows.sequence.head(p, rows.h + T::row(i));
+#pragma unroll
+    for (int j = 0; j < T::kN; ++j) s[i][j] = score_of_entry(p, rows, head, keys[T::column(j)], s[i][j]);
+  }
+}
+
+/// CTAs: see QueryHeads.
+template <class Problem>
+__device__ void forward_of_indices(const Params& p) {
+  zero_unused_rows_of_output<Problem>(p);
+  using T = Tile<Problem, Problem::kBr, Problem::kBc>;
+  const QueryHeads<Problem> rows(p);
+  if (rows.count == 0) return;
+  const auto q = rows.matrix(p.q);
+  const Shared shared = shared_memory<T>();
+  __shared__ int keys[Problem::kBc];
+  const auto k = rows.keys_of(p, p.k, p.k_scale, keys), v = rows.keys_of(p, p.v, p.v_scale, keys);
+
+  Result<T, Problem::kHeadDimV> out = {};
+  RowState<T> state;
+#pragma unroll
+  for (int i = 0; i < T::kM; ++i) {
+    state.max[i] = -infinity();
+    state.sum[i] = 0.0f;
+  }
+  for (int first = 0; first < p.indices.count; first += Problem::kBc) {
+    rows.read_list(p, first, keys);
+    typename T::Scores s;
+    multiply_transposed<T, Problem::kHeadDim>(s, shared, q, 0, k, 0);
+    score_entries<Problem, T>(s, p, rows, keys);
+    softmax_tile(s, state, out);
+    store_tile<T>(shared, s);
+    multiply_add(out, shared, v, 0);
+  }
+
+#pragma unroll
+  for (int i = 0; i < T::kM; ++i) {
+    const float sum = sum_over_lanes(state.sum[i]);
+    const bool nothing = state.max[i] == -infinity(), exists = T::row(i) < rows.count;
+    const int h = exists ? rows.h + T::row(i) : rows.h;
+    const RowEnd end = end_of_row<Problem>(p, h, nothing ? -infinity() : state.max[i] + logf(sum));
+    scale_row(out, i, nothing ? 0.0f : end.factor / sum);
+    if (!exists || T::lane() != 0) continue;
+    const long long row = rows.sequence.lse_row(p, h) + rows.q;
+    if (p.lse) p.lse[row] = end.lse;
+    if constexpr (Problem::kRowMax) p.row_max[row] = state.max[i];
+  }
+  store_result(out, rows.template matrix<OutElement<Problem>>(p.o), 0);
+}
+
+}  // namespace flashjit::simt

@@ -1,0 +1,68 @@
+// Family simt with lists of keys: the rows of a tile are heads of one query, its columns entries of the list
+// that these share.
+#pragma once
+
+#include "flashjit/common/index_list.cuh"
+#include "flashjit/simt/tile.cuh"
+
+namespace flashjit::simt {
+
+/// K or V of a tile of a list.
+template <class Problem>
+struct EntryMatrix {
+  using Element = typename Problem::KvElement;
+  static constexpr bool kScaled = kScaledKv<Problem>;
+  KvSource<Problem, Element> source;
+  KvScales<Problem> scales;
+  const int* keys;  ///< of the tile's entries; -1: none
+  __device__ __forceinline__ bool has(int n) const { return keys[n] >= 0; }
+  __device__ __forceinline__ Element* row(int n) const { return source.row(keys[n]); }
+  __device__ __forceinline__ float scale(int n) const { return *scales.of_key(keys[n]); }
+};
+
+/// A CTA's rows: up to Br of the heads that share a head of K and V, of one query. CTAs: batch * seqlen_q *
+/// heads_kv * sets of Br heads.
+template <class Problem>
+struct QueryHeads {
+  int q, h_kv, h, count;  ///< the query, its KV head, the first head, and how many there are; 0: no query
+  Sequence<Problem> sequence;
+
+  __device__ explicit QueryHeads(const Params& p) {
+    const int group = p.qhead_per_kvhead(), sets = tiles_of(group, Problem::kBr);
+    const unsigned rest = blockIdx.x / sets;
+    const int first = static_cast<int>(blockIdx.x % sets) * Problem::kBr;
+    h_kv = static_cast<int>(rest % p.heads_kv);
+    q = static_cast<int>(rest / p.heads_kv % p.seqlen_q);
+    sequence = Sequence<Problem>(p, static_cast<int>(rest / p.heads_kv / p.seqlen_q));
+    h = h_kv * group + first;
+    count = q < sequence.seqlen_q(p) ? min(group - first, Problem::kBr) : 0;
+  }
+  template <class Element = typename Problem::Element>
+  __device__ Matrix<Element> matrix(const TensorParam& tensor) const {
+    return {sequence.template q_pointer<Element>(tensor, h, q), tensor.stride_h, count};
+  }
+  __device__ EntryMatrix<Problem> keys_of(const Params& p, const TensorParam& tensor,
+                                          const ScaleParam& scales, const int* keys) const {
+    return {{p, tensor, sequence, h_kv}, {p, scales, sequence, h_kv}, keys};
+  }
+  /// The keys of the list's entries from `first` on. By all threads.
+  __device__ void read_list(const Params& p, int first, int* keys) const {
+    const IndexList<Problem> list(p, sequence, h_kv, q);
+    __syncthreads();
+    for (int n = threadIdx.x; n < Problem::kBc; n += blockDim.x) keys[n] = list.named_key(first + n);
+    __syncthreads();
+  }
+};
+
+/// The score of a head's row and an entry from their dot product; -inf where they do not attend.
+template <class Problem>
+__device__ __forceinline__ float score_of_entry(const Params& p, const QueryHeads<Problem>& rows,
+                                                const typename Problem::Head& head, int key, float dot) {
+  if (key < 0) return -infinity();
+  if constexpr (Problem::kHasMask)
+    if (!Problem::mask(p, head, position(rows.q), position(key))) return -infinity();
+  if constexpr (Problem::kHasScore) return Problem::score(p, head, dot, position(rows.q), position(key));
+  return scaled(p, dot);
+}
+
+}  // namespace flashjit::simt

@@ -146,6 +146,14 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
     return kernel;
   }
   kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
+  if (spec.indices) {
+    kernel.add(Step::main,
+               entry("backward_of_indices", "backward_of_indices", config, std::max(by_queries, by_keys)));
+    kernel.add(Step::combine_dkdv,
+               family_entry(Family::simt, "convert_dkdv", "backward_of_indices", kAuxiliaryThreads));
+    if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
+    return kernel;
+  }
   kernel.add(Step::main, entry("backward_dkdv", "backward", config, by_keys));
   kernel.add(Step::main_of_dq, entry("backward_dq", "backward", config, by_queries));
   if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
@@ -157,7 +165,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
 WorkspaceNeeds workspace(const KernelPlan& kernel, const AttentionShape& shape) {
   return {.row_stats = kernel.spec.pass == Pass::backward,
           .semaphores = kernel.spec.orders_capture_grads(),
-          .ordered_q_tiles = tiles(shape.seqlen_q, kernel.config.br)};
+          .ordered_q_tiles = tiles(shape.seqlen_q, kernel.config.br),
+          .num_splits = kernel.spec.indices && kernel.spec.pass == Pass::backward ? 1 : 0};
 }
 
 std::string functions(const AnalysedSpec& /*spec*/, const TileConfig& /*config*/) { return {}; }

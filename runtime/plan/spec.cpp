@@ -340,10 +340,11 @@ void AttentionSpec::validate() const {
         pages ? "pages" : "cache");
   }
   check_scaled(*this);
-  if (indices && (has_block_map() || dropout || (deterministic && pass == Pass::backward)))
+  if (indices && (has_block_map() || dropout || q_codes || (deterministic && pass == Pass::backward)))
     refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out",
            has_block_map() ? "block_map"
            : dropout       ? "dropout"
+           : q_codes       ? "q_codes"
                            : "deterministic");
   if (shared_kv && (v_dim() > head_dim || has_scales()))
     refuse(

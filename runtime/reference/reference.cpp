@@ -433,6 +433,10 @@ HeadBackward backward_head(const Context& context, const Arithmetic& arithmetic,
     double d = -context.dlse(task, i, fwd.lse[i]);
     for (std::int64_t j = 0; j < dout.columns; ++j) d += dout[i][j] * fwd.out[i][j];
     for (std::int64_t j = 0; j < ds.columns; ++j) {
+      if (context.spec.indices && fwd.p[i][j] == 0) {  // V of a key that no list names may be NaN
+        ds[i][j] = 0;
+        continue;
+      }
       const double dp = arithmetic.rounded(arithmetic.rounded(ds[i][j]) * fwd.dropped[i][j]);
       ds[i][j] = arithmetic.rounded(fwd.p[i][j] * (dp - d));
       sizes[i][j] = fwd.p[i][j] * (std::abs(dp) + std::abs(d));

@@ -111,6 +111,19 @@ __device__ __forceinline__ void clear_dq(const Params& p, int head, int first) {
     accumulator[i] = float4{0, 0, 0, 0};
 }
 
+/// Zeros where dK and dV are added up, with lists of keys. By all threads of the grid.
+template <class P>
+__device__ __forceinline__ void clear_dkdv(const Params& p) {
+  const long long rows = static_cast<long long>(p.batch) * p.heads_kv * p.seqlen_kv,
+                  threads = gridDim.x * 128ll;
+  const auto clear = [&](float* to, int columns) {
+    for (long long i = blockIdx.x * 128ll + threadIdx.x; i < rows * columns / 4; i += threads)
+      reinterpret_cast<float4*>(to)[i] = float4{0, 0, 0, 0};
+  };
+  clear(p.dk_splits, P::kHeadDim);
+  clear(p.dv_splits, P::kHeadDimV);
+}
+
 /// All of common/semaphores.cuh, or the two counters of simt/capture_grads.cuh. The heads that clear_dq()
 /// clears count as cleared.
 template <class P>
@@ -136,6 +149,7 @@ __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();
   wait_for_prior_grid<P>();
   zero_unused_rows_of_gradients<P>(p);
+  if constexpr (P::kIndices) clear_dkdv<P>(p);
   const int tiles = p.seqlen_q_padded / kPreprocessedRows;
   const int first = static_cast<int>(blockIdx.x % tiles) * kPreprocessedRows;
   const int head = static_cast<int>(blockIdx.x) / tiles, h = head % p.heads_q;

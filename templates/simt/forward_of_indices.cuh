@@ -16,7 +16,15 @@ __device__ __forceinline__ void score_entries(typename T::Scores& s, const Param
     if (T::row(i) >= rows.count) continue;
     const auto head = rows.sequence.head(p, rows.h + T::row(i));
 #pragma unroll
-    for (int j = 0; j < T::kN; ++j) s[i][j] = score_of_entry(p, rows, head, keys[T::column(j)], s[i][j]);
+    for (int j = 0; j < T::kN; ++j) {
+      const int key = keys[T::column(j)];
+      if (!attends_to_entry<Problem>(p, rows, head, key))
+        s[i][j] = -infinity();
+      else if constexpr (Problem::kHasScore)
+        s[i][j] = Problem::score(p, head, s[i][j], position(rows.q), position(key));
+      else
+        s[i][j] = scaled(p, s[i][j]);
+    }
   }
 }
 

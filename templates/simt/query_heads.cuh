@@ -54,15 +54,13 @@ struct QueryHeads {
   }
 };
 
-/// The score of a head's row and an entry from their dot product; -inf where they do not attend.
+/// Whether a head's row attends to an entry's key.
 template <class Problem>
-__device__ __forceinline__ float score_of_entry(const Params& p, const QueryHeads<Problem>& rows,
-                                                const typename Problem::Head& head, int key, float dot) {
-  if (key < 0) return -infinity();
-  if constexpr (Problem::kHasMask)
-    if (!Problem::mask(p, head, position(rows.q), position(key))) return -infinity();
-  if constexpr (Problem::kHasScore) return Problem::score(p, head, dot, position(rows.q), position(key));
-  return scaled(p, dot);
+__device__ __forceinline__ bool attends_to_entry(const Params& p, const QueryHeads<Problem>& rows,
+                                                 const typename Problem::Head& head, int key) {
+  if (key < 0) return false;
+  if constexpr (Problem::kHasMask) return Problem::mask(p, head, position(rows.q), position(key));
+  return true;
 }
 
 }  // namespace flashjit::simt

@@ -161,6 +161,15 @@ const std::vector<Problems>& problems() {
        Layout::bhsd,
        {sm80},
        "sm80:br32:bc32:w4:d_split2"},
+      {"indices", "bf16:d64:causal:indices", {{2, 6, 2, 5, 150}, {1, 70, 1, 3, 90}}, Layout::padded},
+      {"indices_of_packed_queries", "fp16:d72x40:varlen:sinks:indices", {{3, 4, 1, 9, 200}}, Layout::bshd},
+      {"indices_and_lengths", "bf16:d128:kvlen:indices", {{3, 3, 3, 4, 100}}},
+      {"indices_of_latents", "fp16:d576x512:shared_kv:indices", {{2, 16, 1, 2, 120}}, Layout::bshd},
+      {"indices_and_programs",
+       "bf16:d64:" + std::string(kCausalAlibi) + ":indices:row_max",
+       {{2, 20, 2, 3, 70}},
+       Layout::bhsd,
+       {simt}},
       {"wide_dims", "bf16:d320x264:causal", {{1, 2, 2, 50, 70}}, Layout::padded, {simt}},
       {"wide", "fp16:d256:causal", {{1, 4, 2, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc64:w8"},
       {"wide_cluster", "bf16:d256", {{2, 2, 1, 150, 200}}, Layout::bhsd, {sm90}, "", "sm90:br64:bc128:w8:s2"},
@@ -213,6 +222,7 @@ AttentionCase case_of(const Problems& problem, const AttentionShape& shape, Fami
                      .variant = problem.name,
                      .seed = seed};
   if (test.spec.dropout) test.dropout_p = 0.2;
+  if (test.spec.indices) test.top_k = 40 + seed % 3 * 50;
   test.built_lists = test.spec.has_block_map();
   vary(test);
   return test;

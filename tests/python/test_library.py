@@ -19,6 +19,7 @@ STRUCTS = {"flashjit_options": _library.Options, "flashjit_shape": _library.Shap
            "flashjit_block_map": _library.BlockMap, "flashjit_capture": _library.Capture,
            "flashjit_forward_args": _library.ForwardArgs, "flashjit_backward_args": _library.BackwardArgs,
            "flashjit_list_args": _library.ListArgs, "flashjit_page_table": _library.PageTable, "flashjit_scales": _library.Scales,
+           "flashjit_indices": _library.Indices,
            "flashjit_rope": _library.Rope, "flashjit_append_args": _library.AppendArgs,
            "flashjit_partial_state": _library.PartialState, "flashjit_merge_args": _library.MergeArgs}
 CODES = ["invalid_argument", "unsupported", "no_driver", "no_device", "no_compiler", "compile_failed", "kernel_missing", "io",

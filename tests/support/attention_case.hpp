@@ -60,6 +60,7 @@ struct AttentionCase {
   unsigned seed = 0;
   bool dlse = false;             ///< LSE has a gradient, too
   bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
+  std::int64_t top_k = 0;        ///< of lists of keys
   std::int64_t unused_rows = 0;  ///< with varlen: NaN behind the last sequence, of which zeros must come
 };
 
@@ -242,6 +243,33 @@ inline AttentionCase with_one_meaning(AttentionCase test) {
   return test;
 }
 
+/// Lists for all queries: of their own for each sequence, or by turns the same for all. NaN in the rows of K
+/// and V that no list names.
+inline void add_indices(reference::Problem& problem, const AttentionCase& test) {
+  const AttentionSpec& spec = test.spec;
+  const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test.shape;
+  problem.index_batch = spec.varlen || test.seed % 2 == 1 ? 1 : batch;
+  const std::int64_t queries =
+      spec.varlen ? std::ssize(problem.q) / (heads_q * spec.head_dim) : problem.index_batch * seqlen_q;
+  problem.indices = reference::random_indices(queries * heads_kv, test.top_k, seqlen_kv, test.seed);
+  if (spec.varlen) return;  // where a row may be named by what another sequence's lists say
+  std::vector<bool> named(static_cast<std::size_t>(batch * heads_kv * seqlen_kv));
+  for (std::int64_t b = 0; b < batch; ++b)
+    for (std::int64_t i = 0; i < seqlen_q * heads_kv * test.top_k; ++i) {
+      const std::int64_t first = problem.index_batch == 1 ? 0 : b * seqlen_q * heads_kv * test.top_k;
+      const std::int64_t key = problem.indices[first + i];
+      if (key >= 0 && key < seqlen_kv)
+        named[(b * heads_kv + i / test.top_k % heads_kv) * seqlen_kv + key] = true;
+    }
+  for (std::size_t row = 0; row < named.size(); ++row) {
+    if (named[row]) continue;
+    std::fill_n(problem.k.begin() + row * spec.head_dim, spec.head_dim,
+                std::numeric_limits<double>::quiet_NaN());
+    std::fill_n(problem.v.begin() + row * spec.v_dim(), spec.v_dim(),
+                std::numeric_limits<double>::quiet_NaN());
+  }
+}
+
 inline reference::Problem make_problem(const AttentionCase& given) {
   const AttentionCase test = with_one_meaning(given);
   const AttentionSpec& spec = test.spec;
@@ -293,6 +321,7 @@ inline reference::Problem make_problem(const AttentionCase& given) {
     problem.block_map =
         random_map(test.map_batch * test.map_heads, rows, columns, test.map_density, generator);
   }
+  if (spec.indices) add_indices(problem, test);
   problem.dropout_p = test.dropout_p;
   problem.seed = 0x0123456789abcdefull + test.seed;
   problem.offset = 0xfedcba9876543210ull - test.seed;
@@ -341,6 +370,7 @@ class AttentionRun {
         dsinks_(device_bytes(sinks_.bytes())),
         dlse_(to_device(DType::fp32, problem_.dlse)),
         rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
+        indices_(to_device(problem_.indices)),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
     if (test.strided_captures) strided_ = StridedCaptures(captures_.view(), problem_.captures);
     inputs_[0].put(problem_.q);
@@ -518,6 +548,13 @@ class AttentionRun {
     args.workspace = {lent.work.data(), lent.work.bytes()};
     if (test_.built_lists) args.lists = &lent.lists;
     args.sinks = static_cast<const float*>(sinks_.data());
+    if (test_.spec.indices) {
+      const std::int64_t queries = sizes()[0][2],
+                         lists = problem_.index_batch * queries * test_.shape.heads_kv;
+      args.indices = IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()),
+                                             problem_.index_batch, queries, test_.shape.heads_kv,
+                                             lists == 0 ? 0 : std::ssize(problem_.indices) / lists);
+    }
     if (!test_.spec.varlen) return;
     args.batch_size = test_.shape.batch;
     args.max_seqlen_q = test_.shape.seqlen_q;
@@ -638,7 +675,7 @@ class AttentionRun {
   Tensor out_, dout_;
   GuardedMemory lse_, row_max_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
-      rng_state_;
+      rng_state_, indices_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
   Stream stream_ = nullptr;

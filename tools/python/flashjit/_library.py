@@ -52,6 +52,10 @@ class Scales(ctypes.Structure):
     _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
 
 
+class Indices(ctypes.Structure):
+    _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
+
+
 class Capture(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
                 ("type", ctypes.c_int32), ("size", _i64 * MAX_CAPTURE_DIMS), ("stride", _i64 * MAX_CAPTURE_DIMS), ("scalar", ctypes.c_double)]
@@ -69,13 +73,13 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
-                                                        ("v_scale", Scales), ("q_scale", Scales)]
+                                                        ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices)]
 
 
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
-                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer)]
+                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer), ("indices", Indices)]
 
 
 class ListArgs(ctypes.Structure):

@@ -33,6 +33,7 @@ class Fixed(NamedTuple):
     cu_seqlens_q: Any = None
     cu_seqlens_kv: Any = None
     sinks: Any = None
+    indices: Any = None
     # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
     page_table: Any = None
     k_scale: Any = None
@@ -192,6 +193,9 @@ class Plan:
             common["softmax_scale"] = ctypes.addressof(self._scale)
         if fixed.block_map is not None:
             common["block_map"] = _library.BlockMap(None, (ctypes.c_int64 * 4)(*fixed.block_map.shape))
+        if fixed.indices is not None:
+            common["indices"] = _library.Indices(None, (ctypes.c_int64 * 4)(*fixed.indices.shape),
+                                                 (ctypes.c_int64 * 4)(*fixed.indices.stride()))
         tensors = {name: tensor_struct(t.shape, t.stride()) for name, t in (("q", q), ("k", k), ("v", v))}
         tensors["out"] = tensor_struct(self.out_size, self.out_stride)
         table = fixed.page_table
@@ -586,6 +590,13 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be {str(dtype).removeprefix('torch.')} "
                                   f"{list(shape)}.")
         check_memory(name, tensor)
+    indices = fixed.indices
+    if indices is not None:
+        lists = [q.shape[0], q.shape[2], k.shape[1]]
+        if indices.dtype != torch.int32 or indices.dim() != 4 or list(indices.shape[:3]) not in (lists, [1, *lists[1:]]):
+            raise InvalidArgument(f"indices is {describe(indices)}: it must be int32 [{lists[0]} or 1, {lists[1]}, {lists[2]}, top-k], "
+                                  "a list of keys for each query and head of k.")
+        check_memory("indices", indices)
     table = fixed.page_table
     if table is not None and table.dim() == 2 and k.shape[2] not in range(1, 257):
         raise InvalidArgument(f"k is {list(k.shape)}: with a page_table its third size is the rows of a page, from 1 to 256; "

@@ -360,6 +360,34 @@ TEST(KernelsOfCaches, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfIndices, CompileWithoutSpills) {
+  constexpr std::array kRests = {":indices",
+                                 ":causal:varlen:pages64:sinks:indices",
+                                 ":causal:cache:indices",
+                                 ":mask{doc: int32 1d; doc[q] == doc[kv]}:kvlen:indices",
+                                 ":pages3:fp32_out:indices",
+                                 ":causal:shared_kv:indices"};
+  std::size_t i = 0;
+  for (const char* dims : {"bf16:d64", "fp16:d96", "bf16:d128", "fp16:d192x128", "bf16:d256", "fp16:d320x256",
+                           "bf16:d512", "fp16:d576x512", "bf16:d576x512", "fp16:d576x512"}) {
+    const AttentionShape shape{16, 64, 1, 1, 8192};
+    for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
+      const DeviceInfo device = DeviceInfo::parse(arch);
+      const AttentionSpec spec = parse_spec(fmt::format("{}{}", dims, kRests[i++ % kRests.size()]));
+      for (const plan::FamilyTraits& family : plan::families())
+        for (const Pass pass : {Pass::forward, Pass::backward}) {
+          AttentionSpec of_pass = spec;
+          of_pass.pass = pass;
+          if (pass == Pass::backward && spec.has_cache()) continue;
+          of_pass = of_pass.normalized();
+          if (family.supports(of_pass, device)) {
+            EXPECT_EQ(compile_and_check(of_pass, family.heuristic(of_pass, shape, device), device), "");
+          }
+        }
+    }
+  }
+}
+
 TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
   constexpr std::array kRests = {":fp32_out",
                                  ":causal:fp32_out",

@@ -65,6 +65,18 @@ std::vector<CacheCase> cases() {
                        .seed = seed});
         ++seed;
       }
+  // And lists of keys in them.
+  for (const Family family : {Family::simt, Family::sm90})
+    for (const char* pages : {":cache", ":pages1", ":pages3", ":pages64"})
+      for (const char* dims : {"bf16:d576x512:causal:shared_kv", "fp16:d128:varlen:sinks"}) {
+        all.push_back({.spec = parse_spec(fmt::format("fwd:{}{}:indices", dims, pages)),
+                       .shape = kOfLatents[seed % kOfLatents.size()],
+                       .family = family,
+                       .layout = static_cast<PoolLayout>(seed % 2),
+                       .slot_table = seed % 2 == 1,
+                       .seed = seed});
+        ++seed;
+      }
   return all;
 }
 

@@ -139,6 +139,11 @@ inline Cache make_cache(const CacheCase& test) {
   problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
                              : kv_values(spec.v_dim());
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
+  if (spec.indices) {
+    constexpr std::int64_t kTopK = 70;
+    problem.index_batch = spec.varlen ? 1 : batch;
+    problem.indices = reference::random_indices(queries * heads_kv, kTopK, seqlen_kv, test.seed);
+  }
   problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   // One sequence without keys, one with as many as there may be.
   std::uniform_int_distribution<std::int32_t> length(1, static_cast<std::int32_t>(seqlen_kv));

@@ -25,6 +25,7 @@ class CacheRun {
         lengths_(to_device(cache_.problem.kv_lengths)),
         cu_seqlens_q_(to_device(cache_.problem.cu_seqlens_q)),
         sinks_(to_device(DType::fp32, cache_.problem.sinks)),
+        indices_(to_device(cache_.problem.indices)),
         table_(to_device(cache_.table)),
         captures_(gpu().driver(), test.spec, cache_.problem.captures),
         out_(cache_.problem.q.size() / test.spec.head_dim * test.spec.v_dim() * size_of(test.spec.dtype)),
@@ -70,6 +71,10 @@ class CacheRun {
                      .k_scale = cache_.k_scale.view(k_scale_.data()),
                      .v_scale = cache_.v_scale.view(v_scale_.data()),
                      .q_scale = cache_.q_scale.view(q_scale_.data())};
+    if (test_.spec.indices && rows * b > 0)
+      args.indices =
+          IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,
+                                  std::ssize(cache_.problem.indices) / (b * rows * heads_kv));
     if (varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
       args.batch_size = batch;
@@ -81,7 +86,8 @@ class CacheRun {
   CacheCase test_;
   Cache cache_;
   reference::Forward exact_, rounded_;
-  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, table_;
+  device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, indices_,
+      table_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

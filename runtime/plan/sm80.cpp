@@ -75,7 +75,12 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
-  if (spec.indices) return Support::no("has no lists of keys for each query");
+  const bool plain_lists = spec.pass == Pass::forward && spec.score.empty() && !spec.row_max &&
+                           !spec.has_scales() && !spec.programs.mask.uses_head;
+  if (spec.indices && !plain_lists)
+    return Support::no(
+        "indices are for the forward pass, without a score program, row_max, K and V of 8 bits, and h in a "
+        "mask");
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
@@ -112,6 +117,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
   if (Support split = check_d_split(spec, c); !split) return split;
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
+  if (spec.indices && c.split) return Support::no("split is not for indices, whose lists are short");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
@@ -387,10 +393,24 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
   return kv_tiles - tiles(kv_tiles, splits) >= join_tiles && admits(spec, c, device);
 }
 
+/// Tiles of one query's heads.
+TileConfig heuristic_of_indices(const AnalysedSpec& spec, const AttentionShape& shape,
+                                const DeviceInfo& device) {
+  const bool few = shape.heads_q <= kRowsOfOneWarp * shape.heads_kv;
+  const TileConfig small =
+      is_wide(spec) ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : one_warp_tile(spec, device, 32, 2);
+  constexpr int kMostRows = 64;
+  if (!few || !admits(spec, small, device))
+    for (const TileConfig& c : preferences(spec, device))
+      if (c.br <= kMostRows && admits(spec, c, device)) return c;
+  return small;
+}
+
 /// The first good configuration whose main loop gives nine multiprocessors of ten a block, else the one with
 /// the most blocks. Where multiprocessors have none, blocks share what the tiles meet, if that is much: the
 /// keys of small Q tiles, the queries of the best KV tiles.
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  if (spec.indices) return heuristic_of_indices(spec, shape, device);
   if (spec.has_scales() && shape.seqlen_q <= kRowsOfOneWarp) {
     const bool spills = std::max(spec.head_dim, spec.v_dim()) > 192 &&
                         (spec.dropout || spec.key_scales || !spec.score.empty());

@@ -11,22 +11,10 @@
 #include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/products.cuh"
+#include "flashjit/sm80/query_heads.cuh"
 #include "flashjit/sm80/shared_rows.cuh"
 
 namespace flashjit::sm80 {
-
-/// A CTA's work: a Q tile of a head, and one split of its keys.
-struct ForwardWorkTile {
-  int split, q_tile, h, b;
-};
-/// Of a head the last Q tile comes first: under a causal mask it has the most keys.
-template <class P>
-__device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
-  const int tile_count = q_tiles<P>(p), splits = num_splits<P>(p);
-  const unsigned index = blockIdx.x / splits;
-  return {static_cast<int>(blockIdx.x % splits), tile_count - 1 - static_cast<int>(index % tile_count),
-          static_cast<int>(index / tile_count % p.heads_q), static_cast<int>(index / tile_count / p.heads_q)};
-}
 
 template <class P>
 __device__ void forward(const Params& p) {
@@ -39,10 +27,10 @@ __device__ void forward(const Params& p) {
   const auto [split, q_tile_index, h, b] = work_tile_of_cta<P>(p);
   const int h_kv = h / p.qhead_per_kvhead();
   const Sequence<P> sequence(p, b);
-  const int seqlen_q = sequence.seqlen_q(p), seqused_kv = sequence.seqused_kv(p);
+  const auto [q_begin, seqlen_q] = rows_of_tile<P>(p, sequence, q_tile_index, h);
+  const int seqused_kv = sequence.seqused_kv(p);
   zero_unused_rows_of_output<P>(p);
-  const int q_begin = q_tile_index * P::kBr;
-  const Range q_range = tile_range(q_tile_index, P::kBr, seqlen_q);
+  const Range q_range = tile_range(P::kIndices ? 0 : q_tile_index, P::kBr, seqlen_q);
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
   KvTiles<P> tiles(p, head, q_tile_index, q_range, seqused_kv);
@@ -52,26 +40,32 @@ __device__ void forward(const Params& p) {
   const auto warp_row = [&](int mt) { return mt * 16 * Policy::kRowWarps + row_warp<P>(warp) * 16; };
   const KvSource<P> k(p, p.k, sequence, h_kv), v(p, p.v, sequence, h_kv);
   const KvScales<P> k_scales(p, p.k_scale, sequence, h_kv), v_scales(p, p.v_scale, sequence, h_kv);
+  const auto list = [&] { return IndexList<P>(p, sequence, h_kv, q_tile_index); };
   const auto load_k = [&](int i) {
     if (i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
+    if constexpr (P::kIndices)
+      return load_listed_tile<P, Policy::kKColumns, kThreads>(smem.k(i), k, list(), p, b, kv);
     load_kv_tile<P, Policy::kKColumns, kThreads>(smem.k(i), k, kv, seqused_kv - kv);
     if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.k_scales(i), k_scales, kv, seqused_kv - kv);
   };
   const auto load_v = [&](int i) {
     if (P::kSharedKv || i < 0 || i >= tiles.count) return;
     const int kv = tiles.tile(i) * P::kBc;
+    if constexpr (P::kIndices)
+      return load_listed_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, list(), p, b, kv);
     load_kv_tile<P, Policy::kVColumns, kThreads>(smem.v(i), v, kv, seqused_kv - kv);
     if constexpr (P::kKeyScales) load_scales<P, kThreads>(smem.v_scales(i), v_scales, kv, seqused_kv - kv);
   };
-  const unsigned short* q_rows = sequence.q_pointer(p.q, h, q_begin);
+  const unsigned short* q_rows = sequence.q_pointer(p.q, h, P::kIndices ? q_tile_index : q_begin);
+  const long long q_stride = P::kIndices ? p.q.stride_h : p.q.stride_s;
   if constexpr (P::kQCodes)
     load_q_codes<P, kThreads>(smem, sequence.template q_pointer<unsigned char>(p.q, h, q_begin), p.q.stride_s,
                               seqlen_q - q_begin);
   else if constexpr (kScaledKv<P>)
-    load_paired_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
+    load_paired_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, q_stride, seqlen_q - q_begin);
   else
-    load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, p.q.stride_s, seqlen_q - q_begin);
+    load_tile<P::kBr, P::kHeadDim, kThreads>(smem.q, q_rows, q_stride, seqlen_q - q_begin);
   start_copies<P>(load_k, load_v);
 
   unsigned q_fragments[P::kQInRegisters ? Policy::kQSteps : 1][kMt][4];
@@ -117,7 +111,9 @@ __device__ void forward(const Params& p) {
                                min(kv_begin + nt * 8, seqused_kv - 1));
     };
     apply_score<P>(s, p, head, scales.k, at_q, at_kv);
-    const bool unmasked = tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
+    if constexpr (P::kIndices) mask_entries<P>(s, list(), kv_begin + lane % 4 * 2);
+    const bool unmasked =
+        P::kIndices || tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
     if (!unmasked)
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 
@@ -166,6 +162,14 @@ __device__ void forward(const Params& p) {
   if constexpr (Policy::kSharesRows) share_sum<P>(row_sum, smem, warp_row);
 #pragma unroll
   for (int mt = 0; mt < kMt; ++mt) {
+    if constexpr (P::kIndices) {
+      float sum[2];
+      for (int half = 0; half < 2; ++half)
+        sum[half] = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
+      store_heads<P>(p, sequence, q_tile_index, h, seqlen_q, warp_row(mt) + lane / 4, row_max[mt], sum,
+                     scale_log2, o[mt]);
+      continue;
+    }
     float scale[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {

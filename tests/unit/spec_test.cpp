@@ -366,7 +366,10 @@ TEST(Parsers, SurviveDamagedText) {
     const auto parses_or_refuses = [&](auto parse) {
       try {
         const auto value = parse(text);
-        ASSERT_EQ(parse(to_string(value)), value) << text;
+        if constexpr (requires { value.normalized(); })
+          ASSERT_EQ(parse(to_string(value)), value.normalized()) << text;
+        else
+          ASSERT_EQ(parse(to_string(value)), value) << text;
       } catch (const Error& error) {
         ++refused;
         ASSERT_EQ(error.code(), ErrorCode::invalid_argument);

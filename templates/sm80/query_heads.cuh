@@ -1,0 +1,116 @@
+// The rows of a Q tile of the forward pass: queries of a head; or, where each query has a list of keys, heads
+// of one query, which share the list.
+#pragma once
+
+#include "flashjit/common/index_list.cuh"
+#include "flashjit/common/out_element.cuh"
+#include "flashjit/sm80/shared_rows.cuh"
+#include "flashjit/sm80/tile.cuh"
+
+namespace flashjit::sm80 {
+
+/// A CTA's work: a Q tile of a head, and one split of its keys; or a query, and the first of its heads.
+struct ForwardWorkTile {
+  int split, q_tile, h, b;
+};
+/// Of a head the last Q tile comes first: under a causal mask it has the most keys.
+template <class P>
+__device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
+  if constexpr (P::kIndices) {
+    const int group = p.qhead_per_kvhead(), sets = (group + P::kBr - 1) / P::kBr;
+    const unsigned index = blockIdx.x / sets, h_kv = index % p.heads_kv;
+    return {0, static_cast<int>(index / p.heads_kv % p.seqlen_q),
+            static_cast<int>(h_kv * group + blockIdx.x % sets * P::kBr),
+            static_cast<int>(index / p.heads_kv / p.seqlen_q)};
+  }
+  const int tile_count = q_tiles<P>(p), splits = num_splits<P>(p);
+  const unsigned index = blockIdx.x / splits;
+  return {static_cast<int>(blockIdx.x % splits), tile_count - 1 - static_cast<int>(index % tile_count),
+          static_cast<int>(index / tile_count % p.heads_q), static_cast<int>(index / tile_count / p.heads_q)};
+}
+
+/// The first of a tile's rows, and how many rows there are in all.
+struct TileRows {
+  int begin, end;
+};
+template <class P>
+__device__ __forceinline__ TileRows rows_of_tile(const Params& p, const Sequence<P>& sequence, int q_tile,
+                                                 int h) {
+  if constexpr (!P::kIndices) return {q_tile * P::kBr, sequence.seqlen_q(p)};
+  const int group = p.qhead_per_kvhead();
+  return {0, q_tile < sequence.seqlen_q(p) ? min(group - h % group, P::kBr) : 0};
+}
+
+/// load_kv_tile() of the entries of a list from `first` on. A lane finds the slots of entries lane, lane + 32
+/// and so on, and those that copy these ask it.
+template <class P, int kColumns, int kThreads>
+__device__ __forceinline__ void load_listed_tile(unsigned tile, const KvSource<P>& from,
+                                                 const IndexList<P>& list, const Params& p, int b,
+                                                 int first) {
+  constexpr int kChunks = round_up(kColumns, 16) / 8, kLookUps = (P::kBc + 31) / 32;
+  int slots[kLookUps];
+#pragma unroll
+  for (int i = 0; i < kLookUps; ++i) {
+    const int key = list.key(first + i * 32 + lane_index());
+    slots[i] = key >= 0 ? slot_of_key<P>(p, b, key) : -1;
+  }
+#pragma unroll 4
+  for (int begin = 0; begin < P::kBc * kChunks; begin += kThreads) {
+    const int index = begin + static_cast<int>(threadIdx.x), row = index / kChunks,
+              column = index % kChunks * 8;
+    int slot = -1;
+#pragma unroll
+    for (int i = 0; i < kLookUps; ++i) {
+      const int other = __shfl_sync(kWholeWarp, slots[i], row % 32);
+      if (row / 32 == i) slot = other;
+    }
+    if (P::kBc * kChunks % kThreads != 0 && row >= P::kBc) continue;
+    const bool in = slot >= 0 && column < kColumns;
+    copy_async_16(tile + (row * pitch(kColumns) + column) * 2,
+                  in ? from.row_in_slot(slot) + column : from.some_row(), in);
+  }
+}
+
+/// S = -inf for the entries that are no keys; `first`: the entry of the lane's first column.
+template <class P>
+__device__ __forceinline__ void mask_entries(ForwardScores<P>& s, const IndexList<P>& list, int first) {
+  using Policy = ForwardPolicy<P>;
+#pragma unroll
+  for (int nt = 0; nt < Policy::kNt; ++nt)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (list.key(first + nt * 8 + e) >= 0) continue;
+#pragma unroll
+      for (int mt = 0; mt < Policy::kMt; ++mt) s[mt][nt][e] = s[mt][nt][2 + e] = -infinity();
+    }
+}
+
+/// LSE and O of an m16 tile's rows, which are heads from `h` on; `row`: the lane's first.
+template <class P, int kOt>
+__device__ __forceinline__ void store_heads(const Params& p, const Sequence<P>& sequence, int q, int h,
+                                            int heads, int row, const float (&max)[2], const float (&sum)[2],
+                                            float scale_log2, const float (&o)[kOt][4]) {
+  using Element = typename P::Element;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + half * 8 >= heads) continue;
+    const int of_row = h + row + half * 8;
+    const RowEnd end = end_of_row<P>(p, of_row, row_lse<P>(p, max[half], sum[half], scale_log2, 1.0f));
+    if (p.lse != nullptr && threadIdx.x % 4 == 0) p.lse[sequence.lse_row(p, of_row) + q] = end.lse;
+    const float of_products = sum_of_products<Element>(sum[half], shift_rest<P>(max[half], scale_log2));
+    const float scale = sum[half] > 0.0f ? end.factor / of_products : 0.0f;
+    OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, of_row, q) +
+                        column_part<P>() * kOt * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int ot = 0; ot < kOt; ++ot) {
+      if (ot >= own_chunks<P>()) continue;
+      const float x = o[ot][half * 2] * scale, y = o[ot][half * 2 + 1] * scale;
+      if constexpr (P::kFp32Out)
+        *reinterpret_cast<float2*>(to + ot * 8) = float2{x, y};
+      else
+        *reinterpret_cast<unsigned*>(to + ot * 8) = pack<Element>(x, y);
+    }
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -21,7 +21,7 @@ class IndexList {
         keys_(p.indices.keys + sequence.batch() * p.indices.stride_b +
               sequence.q_row(q) * p.indices.stride_q + h_kv * p.indices.stride_h) {}
 
-  /// The key of entry n; -1: none, by the list or by the mask, which is taken to be alike for all heads.
+  /// The key of entry n; -1: none, by the list or by the mask, which must be alike for all heads.
   __device__ __forceinline__ int key(int n) const {
     const int kv = named_key(n);
     if constexpr (P::kHasMask)

@@ -119,7 +119,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max,
-                                              fp32_out, bool(batch_invariant), indices)
+                                              fp32_out, bool(batch_invariant), indices=indices)
         if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
             raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
                                   "cache=True too where the last query is to see a sequence's own last key, or "

@@ -135,7 +135,8 @@ Support supports_indices(const AnalysedSpec& spec) {
                      !spec.has_scales() && !spec.programs.mask.uses_head;
   if (!spec.indices || plain) return Support::yes();
   return Support::no(
-      "indices are for the forward pass, without a score program, row_max, batch_invariant, and h in a mask");
+      "indices are for the forward pass, without a score program, row_max, batch_invariant, K and V of 8 "
+      "bits, and h in a mask");
 }
 
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {

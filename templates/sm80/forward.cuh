@@ -27,9 +27,9 @@ __device__ void forward(const Params& p) {
   const auto [split, q_tile_index, h, b] = work_tile_of_cta<P>(p);
   const int h_kv = h / p.qhead_per_kvhead();
   const Sequence<P> sequence(p, b);
-  const auto [q_begin, seqlen_q] = rows_of_tile<P>(p, sequence, q_tile_index, h);
-  const int seqused_kv = sequence.seqused_kv(p);
+  const int seqlen_q = end_of_rows<P>(p, sequence, q_tile_index, h), seqused_kv = sequence.seqused_kv(p);
   zero_unused_rows_of_output<P>(p);
+  const int q_begin = P::kIndices ? 0 : q_tile_index * P::kBr;
   const Range q_range = tile_range(P::kIndices ? 0 : q_tile_index, P::kBr, seqlen_q);
   if (P::kVarlen && q_range.begin == q_range.end) return;
   const auto head = sequence.head(p, h);
@@ -113,7 +113,7 @@ __device__ void forward(const Params& p) {
     apply_score<P>(s, p, head, scales.k, at_q, at_kv);
     if constexpr (P::kIndices) mask_entries<P>(s, list(), kv_begin + lane % 4 * 2);
     const bool unmasked =
-        P::kIndices || tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i));
+        P::kIndices || (tile_begin + P::kBc <= seqused_kv && tiles.full(p, head, q_range, tiles.entry(i)));
     if (!unmasked)
       apply_mask<P, false, Policy::kKeyBits>(s, p, head, at_q, at_kv, kv_begin, seqused_kv, in_map);
 

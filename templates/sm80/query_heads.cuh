@@ -29,16 +29,12 @@ __device__ __forceinline__ ForwardWorkTile work_tile_of_cta(const Params& p) {
           static_cast<int>(index / tile_count % p.heads_q), static_cast<int>(index / tile_count / p.heads_q)};
 }
 
-/// The first of a tile's rows, and how many rows there are in all.
-struct TileRows {
-  int begin, end;
-};
+/// The end of the rows: of all of a head's queries, or of the tile's heads.
 template <class P>
-__device__ __forceinline__ TileRows rows_of_tile(const Params& p, const Sequence<P>& sequence, int q_tile,
-                                                 int h) {
-  if constexpr (!P::kIndices) return {q_tile * P::kBr, sequence.seqlen_q(p)};
+__device__ __forceinline__ int end_of_rows(const Params& p, const Sequence<P>& sequence, int q_tile, int h) {
+  if constexpr (!P::kIndices) return sequence.seqlen_q(p);
   const int group = p.qhead_per_kvhead();
-  return {0, q_tile < sequence.seqlen_q(p) ? min(group - h % group, P::kBr) : 0};
+  return q_tile < sequence.seqlen_q(p) ? min(group - h % group, P::kBr) : 0;
 }
 
 /// load_kv_tile() of the entries of a list from `first` on. A lane finds the slots of entries lane, lane + 32

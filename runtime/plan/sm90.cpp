@@ -49,7 +49,8 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           spec.has_scales(),
           spec.key_scales,
           c.split,
-          spec.indices};
+          spec.indices,
+          c.min_blocks};
 }
 
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
@@ -98,6 +99,16 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// How many of them fit, besides addresses and the rows' state.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - 32;
+}
+
+/// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
+/// accumulators ptxas lets an instruction have, which it counts against the registers at the start.
+int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
+  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), spec.has_scales()));
+}
+int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
+  constexpr int kOthers = 30;
+  return 2 * (sm90::launch_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - kOthers);
 }
 
 /// The forward pass shares its Q tiles out beforehand, but for lists: where lengths differ that only the
@@ -267,6 +278,9 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
     return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
                                    bytes, device.arch, most_bytes));
+  if (spec.has_scales() && largest_product(spec, c) > launched_limit(spec, c))
+    return Support::no(fmt::format("{} has products of {} columns, a thread begins with registers for {}",
+                                   to_string(c), largest_product(spec, c), launched_limit(spec, c)));
   if (const int values = kept_values(spec, c); values > kept_limit(spec, c))
     return Support::no(
         fmt::format("{} keeps {} values a thread, {} fit", to_string(c), values, kept_limit(spec, c)));
@@ -523,6 +537,14 @@ TileConfig tile_of_indices(const AnalysedSpec& spec, const DeviceInfo& device) {
   return c;
 }
 
+/// The tile with which a preferred one's keys are split. K and V of 8 bits and up to 64 columns come from
+/// memory faster than one warpgroup computes with few rows: then a multiprocessor has two blocks.
+TileConfig split_tile(const AnalysedSpec& spec, const TileConfig& preferred) {
+  if (!spec.has_scales() || !is_narrow(spec) || preferred.warps != kGroupWarps) return preferred;
+  const TileConfig two = forward_config(kGroupWarps, 64, 2, 2);
+  return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : preferred;
+}
+
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.indices) return tile_of_indices(spec, device);
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
@@ -549,7 +571,8 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     const bool many_queries = stream_k && shape.seqlen_q > kFewQueries;
     const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
     if (stream_k && !many_queries) choices.clear();
-    for (const TileConfig& alone : to_split) {
+    for (const TileConfig& whole : to_split) {
+      const TileConfig alone = split_tile(spec, whole);
       const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
       if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
       if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
@@ -589,6 +612,9 @@ std::vector<TileConfig> search_space(const AnalysedSpec& spec, const DeviceInfo&
         consider(c);
         for (const bool packed : {false, true}) consider(with_split(c, packed));
       }
+  if (spec.has_scales())
+    for (const int bc : {64, 80, 96, 128})
+      for (const bool packed : {false, true}) consider(with_split(forward_config(4, bc, 2, 2), packed));
   // Few tiles wait for memory, whatever their size is.
   for (const int warps : {4, 8, 12})
     for (const int bc : {64, 80, 128})

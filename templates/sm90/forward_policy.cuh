@@ -156,10 +156,11 @@ template <class P>
 constexpr bool kMasksByBits = (P::kMaskBounds > 1);
 
 /// Dropout's bits are drawn while S is computed, and wait in registers; else where P is packed. Early, late:
-/// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13.
+/// d64 1.14, 1.24 times as fast as before, d128 1.20, 1.14, d256 1.08, 1.13. Beside codes registers do not
+/// suffice.
 /// NOTES.md#dropout
 template <class P>
-constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128);
+constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <= 128 && !kScaledKv<P>);
 
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
@@ -167,7 +168,7 @@ template <class P>
 constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
                                        P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
                                        kQTilesPerCta<P>, P::kDSplit,   P::kSharedKv,        kScaledKv<P>,
-                                       P::kKeyScales,    P::kSplit,    P::kIndices};
+                                       P::kKeyScales,    P::kSplit,    P::kIndices,         P::kMinBlocks};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
 /// same rows (d_split). Each computes S and P of them, and O for some of the columns.

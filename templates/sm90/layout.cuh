@@ -20,6 +20,7 @@ constexpr int next_power_of_two(int x) {
 }
 
 constexpr int kSharedLimit = 232448;  ///< bytes of shared memory that a CTA of sm_90 can have
+constexpr int kReservedOfCta = 1024;  ///< that it takes besides, of its multiprocessor's
 
 constexpr int kWarpgroupRows = 64;  ///< rows of Q, O or dQ that a warpgroup computes
 constexpr int kWarpRows = 16;       ///< rows of each of its warps
@@ -103,7 +104,8 @@ struct ForwardLayout {
   bool codes;       ///< K and V are of 8 bits
   bool key_scales;  ///< and their keys have scales
   bool split;
-  bool indices = false;
+  bool indices;
+  int ctas;  ///< of a multiprocessor; with codes its shared memory is shared out among them
 
   constexpr int warpgroups() const { return br / kWarpgroupRows; }  ///< with rows of their own
   /// Of a tile of V, also those behind the last that a warpgroup reads.
@@ -146,7 +148,10 @@ struct ForwardLayout {
   constexpr int bytes() const { return q_tiles_per_cta * slot_bytes(); }
 
  private:
-  constexpr int limit() const { return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment; }
+  constexpr int limit() const {
+    if (codes) return (kSharedLimit + kReservedOfCta) / ctas - kReservedOfCta;
+    return kSharedLimit / q_tiles_per_cta / kAlignment * kAlignment;
+  }
   constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
   /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
   constexpr int present_keys_bytes() const { return indices ? 2 * stages * kPresentKeysBytes : 0; }

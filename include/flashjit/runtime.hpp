@@ -104,7 +104,8 @@ struct ForwardArgs {
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
-/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32.
+/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32. With
+/// spec.add_grads they are added to.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous

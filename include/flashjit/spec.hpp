@@ -76,6 +76,9 @@ struct AttentionSpec {
   /// no key of the sequence, is none. Masks and scores see a key's number as its position. Not with a block
   /// map, dropout or `deterministic`.
   bool indices = false;
+  /// Backward only: dQ, dK and dV are fp32, and added to what is there: parts of a gradient, as of keys that
+  /// are on several GPUs.
+  bool add_grads = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }

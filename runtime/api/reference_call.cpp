@@ -265,9 +265,17 @@ void reference_backward(const AttentionSpec& spec, const BackwardArgs& args) {
     problem.dlse.assign(args.dlse,
                         args.dlse + problem.shape.batch * problem.shape.heads_q * problem.shape.seqlen_q);
   const reference::Backward result = reference::backward(problem);
-  scatter(spec.grad_type(), result.dq, args.dq, written_rows(args, problem.cu_seqlens_q, args.dq));
-  scatter(spec.grad_type(), result.dk, args.dk, written_rows(args, problem.cu_seqlens_kv, args.dk));
-  scatter(spec.grad_type(), result.dv, args.dv, written_rows(args, problem.cu_seqlens_kv, args.dv));
+  const auto store = [&](std::vector<double> grad, const TensorView& to,
+                         const std::vector<std::int32_t>& offsets) {
+    if (spec.add_grads) {
+      const std::vector<double> before = gather(DType::fp32, to);
+      for (std::size_t i = 0; i < grad.size(); ++i) grad[i] += before[i];
+    }
+    scatter(spec.grad_type(), grad, to, written_rows(args, offsets, to));
+  };
+  store(result.dq, args.dq, problem.cu_seqlens_q);
+  store(result.dk, args.dk, problem.cu_seqlens_kv);
+  store(result.dv, args.dv, problem.cu_seqlens_kv);
   add(result.dsinks, args.dsinks);
   for (std::size_t i = 0; i < result.captures.size(); ++i) add(result.captures[i], args.captures[i].grad);
 }

@@ -55,6 +55,7 @@ namespace flashjit::device {
   X(event_destroy, cuEventDestroy)                                          \
   X(event_record, cuEventRecord)                                            \
   X(event_synchronize, cuEventSynchronize)                                  \
+  X(stream_wait_event, cuStreamWaitEvent)                                   \
   X(event_elapsed_time, cuEventElapsedTime)                                 \
   X(library_load_data, cuLibraryLoadData)                                   \
   X(library_unload, cuLibraryUnload)                                        \

@@ -120,6 +120,10 @@ class Event {
   void record(CUstream stream) const {
     driver_->check(driver_->event_record(event_, stream), "cuEventRecord");
   }
+  /// Lets the stream wait until the event has happened.
+  void make_wait(CUstream stream) const {
+    driver_->check(driver_->stream_wait_event(stream, event_, 0), "cuStreamWaitEvent");
+  }
   void synchronize() const { driver_->check(driver_->event_synchronize(event_), "cuEventSynchronize"); }
   /// Milliseconds from `start` to this one; both must have happened.
   double ms_since(const Event& start) const;

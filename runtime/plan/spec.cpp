@@ -299,9 +299,12 @@ AttentionSpec AttentionSpec::normalized() const {
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
-  if (pass == Pass::forward) out.deterministic = out.fp32_grads = false;
+  if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
   if (pass == Pass::backward) out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = false;
-  if (dtype == DType::fp32) out.fp32_out = out.fp32_grads = false;
+  if (dtype == DType::fp32)
+    out.fp32_out = out.fp32_grads = false;
+  else if (out.add_grads)
+    out.fp32_grads = true;
   expr::declare_float_scalars(out.score, out.mask);
   if (pages != 0) out.cache = true;
   if (kv_dtype == dtype) out.kv_dtype.reset();
@@ -427,7 +430,10 @@ AttentionSpec parse_spec(std::string_view text) {
   while (!reader.done()) read_option(reader, reader.take("a field"), spec);
   reader.validate(spec);
   spec.head_dim_v = spec.v_dim();
-  if (spec.dtype == DType::fp32) spec.fp32_out = spec.fp32_grads = false;
+  if (spec.dtype == DType::fp32)
+    spec.fp32_out = spec.fp32_grads = false;
+  else if (spec.add_grads)
+    spec.fp32_grads = true;
   return spec;  // with `det`, which a backward pass made of it must not have lost
 }
 

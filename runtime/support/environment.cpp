@@ -12,7 +12,7 @@
 namespace flashjit {
 namespace {
 
-constexpr std::array<EnvironmentVariable, 11> kVariables{{
+constexpr std::array<EnvironmentVariable, 12> kVariables{{
     {"FLASHJIT_CACHE_DIR",
      "Folder of compiled kernels and tuning records. Default: $XDG_CACHE_HOME/flashjit, else "
      "~/.cache/flashjit."},
@@ -26,6 +26,7 @@ constexpr std::array<EnvironmentVariable, 11> kVariables{{
     {"FLASHJIT_TEMPLATE_DIR", "Folder of kernel templates to use instead of the embedded ones."},
     {"FLASHJIT_NVRTC", "Path of libnvrtc. Default: the loader's path, then the toolkit's usual places."},
     {"FLASHJIT_LIBCUDA", "Path of libcuda, the driver's library. Default: the loader's path."},
+    {"FLASHJIT_NCCL", "Path of libnccl, for sequences that GPUs share. Default: the loader's path."},
     {"FLASHJIT_CHECK_INDICES",
      "on: slow kernels that print each out-of-range index of a captured tensor, and each entry of `indices` "
      "that is no key but -1, and where; off (default)."},
@@ -106,6 +107,7 @@ Environment read_environment(const Get& get) {
   out.template_dir = value_of(get, "FLASHJIT_TEMPLATE_DIR");
   out.nvrtc = value_of(get, "FLASHJIT_NVRTC");
   out.libcuda = value_of(get, "FLASHJIT_LIBCUDA");
+  out.nccl = value_of(get, "FLASHJIT_NCCL");
   out.check_indices = on_or_off(get, "FLASHJIT_CHECK_INDICES", false);
   out.check_waits = on_or_off(get, "FLASHJIT_CHECK_WAITS", false);
   out.tune_in_background = on_or_off(get, "FLASHJIT_TUNE_IN_BACKGROUND", false);

@@ -26,6 +26,7 @@ struct Environment {
   std::string template_dir;         ///< FLASHJIT_TEMPLATE_DIR
   std::string nvrtc;                ///< FLASHJIT_NVRTC: path of libnvrtc
   std::string libcuda;              ///< FLASHJIT_LIBCUDA: path of libcuda
+  std::string nccl;                 ///< FLASHJIT_NCCL: path of libnccl
   bool check_indices = false;       ///< FLASHJIT_CHECK_INDICES: on or off
   bool check_waits = false;         ///< FLASHJIT_CHECK_WAITS: on or off
   bool tune_in_background = false;  ///< FLASHJIT_TUNE_IN_BACKGROUND: on or off

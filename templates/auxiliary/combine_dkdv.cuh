@@ -33,7 +33,12 @@ __device__ __forceinline__ void combine_rows(const Params& p, const Sequence<P>&
       const float4 x = *reinterpret_cast<const float4*>(from + at);
       sum = {sum.x + x.x, sum.y + x.y, sum.z + x.z, sum.w + x.w};
     }
-    store_columns(sequence.template kv_pointer<GradElement<P>>(to, h_kv, row) + column, sum);
+    GradElement<P>* at = sequence.template kv_pointer<GradElement<P>>(to, h_kv, row) + column;
+    if constexpr (P::kAddGrads) {
+      const float4 before = *reinterpret_cast<const float4*>(at);
+      sum = {sum.x + before.x, sum.y + before.y, sum.z + before.z, sum.w + before.w};
+    }
+    store_columns(at, sum);
   }
 }
 

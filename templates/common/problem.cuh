@@ -33,6 +33,7 @@ struct ExampleProblem {
   static constexpr bool kQCodes = false;     // Q is of KvElement, too
   static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
   static constexpr bool kFp32Grads = false;  // backward: so are dQ, dK and dV
+  static constexpr bool kAddGrads = false;   // backward: they are added to what is there, in fp32
   static constexpr bool kInvariant =
       false;  // forward: with kSplit, the splits of a row depend on its keys alone
   static constexpr bool kBlockMap = false;

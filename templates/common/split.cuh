@@ -60,14 +60,19 @@ __device__ __forceinline__ long long kv_row_of_split(const Params& p, int split,
 }
 /// Stores a thread's values of one of its two rows of an accumulator: two columns of each of the first
 /// `chunks` times eight.
-template <int kChunks>
+template <int kChunks, bool kAdd = false>
 __device__ __forceinline__ void store_row(float* row, int half, const float* c, int chunks = kChunks) {
   float* to = row + threadIdx.x % 4 * 2;
 #pragma unroll
   for (int chunk = 0; chunk < kChunks; ++chunk)
-    if (chunk < chunks)
-      *reinterpret_cast<float2*>(to + chunk * 8) =
-          float2{c[chunk * 4 + half * 2], c[chunk * 4 + half * 2 + 1]};
+    if (chunk < chunks) {
+      float2* at = reinterpret_cast<float2*>(to + chunk * 8);
+      const float2 x{c[chunk * 4 + half * 2], c[chunk * 4 + half * 2 + 1]};
+      if constexpr (kAdd)
+        *at = {at->x + x.x, at->y + x.y};
+      else
+        *at = x;
+    }
 }
 /// The same for O.
 template <class P>

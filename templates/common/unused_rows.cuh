@@ -32,7 +32,7 @@ __device__ __forceinline__ void zero_unused_rows_of_output(const Params& p) {
 /// dQ, dK and dV of the backward pass.
 template <class P>
 __device__ __forceinline__ void zero_unused_rows_of_gradients(const Params& p) {
-  if constexpr (P::kVarlen) {
+  if constexpr (P::kVarlen && !P::kAddGrads) {
     if (p.zero_unused_rows == 0) return;
     using Element = GradElement<P>;
     const Range queries{max(p.cu_seqlens_q[p.batch], 0), p.rows_q};

@@ -122,8 +122,8 @@ __device__ void backward_dkdv(const Params& p) {
   }
   using Grad = GradElement<Problem>;
   const int kv_end = sequence.seqlen_kv(p);
-  store_result(dk, kv_matrix<Problem, Grad>(p, sequence, p.dk, work.h, kv_end), kv_first);
-  store_result(dv, kv_matrix<Problem, Grad>(p, sequence, p.dv, work.h, kv_end), kv_first);
+  store_result<Problem::kAddGrads>(dk, kv_matrix<Problem, Grad>(p, sequence, p.dk, work.h, kv_end), kv_first);
+  store_result<Problem::kAddGrads>(dv, kv_matrix<Problem, Grad>(p, sequence, p.dv, work.h, kv_end), kv_first);
 }
 
 /// CTAs: batch * heads_q * ceil(seqlen_q / Br). Rows of the tile are queries, columns are keys.
@@ -157,7 +157,8 @@ __device__ void backward_dq(const Params& p) {
     store_tile<T>(shared, dp);
     multiply_add(dq, shared, k, kv);
   }
-  store_result(dq, q_matrix<Problem, GradElement<Problem>>(sequence, p.dq, h, q_range.end), q_range.begin);
+  store_result<Problem::kAddGrads>(
+      dq, q_matrix<Problem, GradElement<Problem>>(sequence, p.dq, h, q_range.end), q_range.begin);
 }
 
 }  // namespace flashjit::simt

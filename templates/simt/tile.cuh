@@ -237,7 +237,7 @@ __device__ __forceinline__ void scale_row(Result<T, kDim>& result, int i, float 
 }
 
 /// Writes the rows from `first` on that lie before the matrix's end.
-template <class T, int kDim, class Rows>
+template <bool kAdd = false, class T, int kDim, class Rows>
 __device__ __forceinline__ void store_result(const Result<T, kDim>& result, const Rows& to, int first) {
   using Element = typename Rows::Element;
 #pragma unroll
@@ -248,9 +248,13 @@ __device__ __forceinline__ void store_result(const Result<T, kDim>& result, cons
       const int column = chunk * kChunk + T::lane() * kColumnsPerLane;
       if (row >= to.end || column >= kDim) continue;
       Vector<Element, kColumnsPerLane> value;
+      auto* at = reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.row(row) + column);
 #pragma unroll
-      for (int c = 0; c < kColumnsPerLane; ++c) value.at[c] = from_float<Element>(result.at[chunk][i][c]);
-      *reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.row(row) + column) = value;
+      for (int c = 0; c < kColumnsPerLane; ++c) {
+        value.at[c] = from_float<Element>(result.at[chunk][i][c]);
+        if constexpr (kAdd) value.at[c] += at->at[c];
+      }
+      *at = value;
     }
   }
 }

@@ -10,7 +10,7 @@ namespace flashjit::sm80 {
 
 /// An m16 tile of dK or dV in fp32. `row`: the lane's first within the KV tile, whose rows `row_at` has;
 /// `first`: the first n8 tile of the `columns` that the warp has.
-template <int kChunks, class RowAt>
+template <bool kAdd, int kChunks, class RowAt>
 __device__ __forceinline__ void store_fp32_gradient(const RowAt& row_at, int row, int valid,
                                                     float (&c)[kChunks][4], int columns, float scale,
                                                     int first) {
@@ -19,7 +19,7 @@ __device__ __forceinline__ void store_fp32_gradient(const RowAt& row_at, int row
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int at_row = row + half * 8;
-    if (at_row < valid) store_row<kChunks>(row_at(at_row) + first * 8, half, c[0], columns / 8 - first);
+    if (at_row < valid) store_row<kChunks, kAdd>(row_at(at_row) + first * 8, half, c[0], columns / 8 - first);
   }
 }
 
@@ -46,6 +46,7 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
   // Computed again, so that the main loop need not keep it in registers.
   const auto work_again = [&] { return KvWorkTile<P>(p, opaque(number)); };
   if constexpr (P::kSplit || P::kFp32Grads) {
+    constexpr bool kAdd = P::kAddGrads && !P::kSplit;  // else combine_dkdv adds
     const KvWorkTile<P> done = work_again();
     const int begin = done.kv_tile * P::kBc, valid = sequence.seqlen_kv(p) - begin;
     const auto rows_of = [&](float* splits, const TensorParam& tensor, int columns) {
@@ -60,11 +61,11 @@ __device__ __forceinline__ void store_gradients(const Params& p, const Sequence<
     for (int mt = 0; mt < Policy::kMt; ++mt) {
       const int row = warp_row(mt) + lane / 4;
       if (has_ds)
-        store_fp32_gradient(rows_of(p.dk_splits, p.dk, P::kHeadDim), row, valid, dk[mt], P::kHeadDim,
-                            p.softmax_scale, dk_first);
+        store_fp32_gradient<kAdd>(rows_of(p.dk_splits, p.dk, P::kHeadDim), row, valid, dk[mt], P::kHeadDim,
+                                  p.softmax_scale, dk_first);
       if (has_p)
-        store_fp32_gradient(rows_of(p.dv_splits, p.dv, P::kHeadDimV), row, valid, dv[mt], P::kHeadDimV,
-                            v_scale, dv_first);
+        store_fp32_gradient<kAdd>(rows_of(p.dv_splits, p.dv, P::kHeadDimV), row, valid, dv[mt], P::kHeadDimV,
+                                  v_scale, dv_first);
     }
     return;
   }

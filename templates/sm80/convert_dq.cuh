@@ -38,7 +38,13 @@ __device__ void convert_dq(const Params& p) {
       for (int value = 0; value < 4; ++value)
         out.element[dq_column(lane * 4 + value)] = from_float<Element>(values[value] * p.softmax_scale);
     }
-    uint4* to = reinterpret_cast<uint4*>(dq + (first + row) * p.dq.stride_s + group * 16);
+    Element* at = dq + (first + row) * p.dq.stride_s + group * 16;
+    if constexpr (P::kAddGrads) {
+#pragma unroll
+      for (int column = 0; column < 16; ++column)
+        if (group * 16 + column < P::kHeadDim) out.element[column] += at[column];
+    }
+    uint4* to = reinterpret_cast<uint4*>(at);
     to[0] = out.whole[0];
     if constexpr (P::kFp32Grads) to[1] = out.whole[1];
     if (P::kHeadDim % 16 == 0 || group + 1 < kGroups) {

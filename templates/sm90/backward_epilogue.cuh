@@ -39,7 +39,7 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
 #pragma unroll 1
     for (unsigned left = __ballot_sync(kWholeWarp, empty); left != 0; left &= left - 1) {
       const KvWorkTile<P> work(p, first + __ffs(static_cast<int>(left)) - 1);
-      if constexpr (!P::kSplit) {
+      if constexpr (!P::kSplit && !P::kAddGrads) {
         clear(work, p.dk, P::kHeadDim);
         clear(work, p.dv, P::kHeadDimV);
       }

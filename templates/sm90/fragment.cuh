@@ -134,7 +134,7 @@ __device__ __forceinline__ void store_grad_rows(const float (&c)[kCount], int ch
   if constexpr (P::kFp32Grads) {
 #pragma unroll
     for (int half = 0; half < 2; ++half)
-      if (half * 8 < rows) store_row<kCount / 4>(to + half * 8 * stride, half, c, chunks);
+      if (half * 8 < rows) store_row<kCount / 4, P::kAddGrads>(to + half * 8 * stride, half, c, chunks);
   } else {
     store_rows<typename P::Element>(c, chunks, to, stride, rows, thread);
   }

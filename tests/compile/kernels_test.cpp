@@ -414,9 +414,11 @@ TEST(KernelsWithGradientsInFp32, CompileWithoutSpills) {
     const DeviceInfo device = DeviceInfo::parse(arch);
     for (const char* text :
          {"d64:causal", "d128", "d128:causal", "d128:causal:varlen", "d192x128:causal", "d256"}) {
-      const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}:fp32_grads", text)).normalized();
-      const plan::ExecutionPlan plan = plan::make_plan(spec, {4, 32, 8, 1024, 1024}, device, {});
-      EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+      for (const char* option : {"fp32_grads", "add_grads"}) {
+        const AttentionSpec spec = parse_spec(fmt::format("bwd:bf16:{}:{}", text, option)).normalized();
+        const plan::ExecutionPlan plan = plan::make_plan(spec, {4, 32, 8, 1024, 1024}, device, {});
+        EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+      }
     }
   }
 }

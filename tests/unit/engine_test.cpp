@@ -872,6 +872,7 @@ TEST(CallKey, TellsProblemsApart) {
                            "append:bf16:d64:pages5",
                            "fwd:bf16:d64:fp32_out",
                            "bwd:bf16:d64:fp32_grads",
+                           "bwd:bf16:d64:add_grads",
                            "fwd:bf16:d64:invariant"})
     keys.push_back(key(spec, shape));
   keys.push_back(key("fwd:bf16:d64", "b4:hq4:hkv2:sq100:skv70"));

@@ -1,0 +1,75 @@
+// Attention over a sequence whose rows the ranks of an NCCL communicator share, forward and backward.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+
+#include "flashjit/runtime.hpp"
+
+namespace flashjit {
+
+/// ring: K and V go round while the kernels of the step before run. all_gather: every rank gathers them once.
+enum class SharingScheme : std::uint8_t { ring, all_gather };
+/// Which rows a rank has: neighbours; or, of twice as many blocks as ranks, block r and the r-th from the
+/// end, so that a causal mask leaves all ranks the same work.
+enum class ShardLayout : std::uint8_t { contiguous, zigzag };
+
+struct SharedSequence {
+  AttentionSpec spec;  ///< element type, head dimensions, and as mask `causal` or none; nothing else
+  std::int64_t batch = 1, heads_q = 1, heads_kv = 1;
+  std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
+  SharingScheme scheme = SharingScheme::ring;
+  ShardLayout layout = ShardLayout::zigzag;
+};
+
+/// Of this rank: q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
+/// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two.
+struct SharedForwardArgs {
+  const void *q = nullptr, *k = nullptr, *v = nullptr;
+  void* out = nullptr;
+  float* lse = nullptr;
+  std::optional<float> softmax_scale = {};
+  Workspace workspace = {};  ///< at least workspace_bytes(Pass::forward)
+};
+
+/// `out` and `lse` are the forward pass's.
+struct SharedBackwardArgs {
+  const void *q = nullptr, *k = nullptr, *v = nullptr, *out = nullptr;
+  const float* lse = nullptr;
+  const void* dout = nullptr;
+  void *dq = nullptr, *dk = nullptr, *dv = nullptr;
+  std::optional<float> softmax_scale = {};
+  Workspace workspace = {};
+};
+
+/// Calls of one problem by all ranks of a communicator. Partial O and gradients are fp32 and rounded once. It
+/// allocates no device memory. Not for several threads at once.
+class FLASHJIT_API SharedAttention {
+ public:
+  /// `communicator`: the caller's ncclComm_t of the current device. It, and `runtime`, must live longer. NCCL
+  /// is opened at run time: `nccl`, else FLASHJIT_NCCL, else libnccl.so.2.
+  /// Throws Error(invalid_argument), and Error(unsupported) also without NCCL.
+  SharedAttention(Runtime& runtime, const SharedSequence& sequence, void* communicator,
+                  const std::string& nccl = {});
+  ~SharedAttention();
+  SharedAttention(SharedAttention&&) noexcept;
+  SharedAttention& operator=(SharedAttention&&) noexcept;
+
+  /// Compiles and loads the pass's kernels, and compares what the ranks were given: throws
+  /// Error(invalid_argument) on all of them where they differ. Waits for the other ranks.
+  void prepare(Pass pass, Workspace workspace, Stream stream);
+  std::size_t workspace_bytes(Pass pass) const;
+
+  /// Kernels on `stream`, transfers on `copies`, which may be the same. Both passes are called by all ranks.
+  void forward(const SharedForwardArgs& args, Stream stream, Stream copies);
+  void backward(const SharedBackwardArgs& args, Stream stream, Stream copies);
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace flashjit

@@ -1,0 +1,243 @@
+// Ranks that share a sequence: a process each, with emulated devices and an NCCL of FIFOs, against the fp64
+// reference of the whole.
+#include "flashjit/distributed.hpp"
+
+#include <dlfcn.h>
+#include <fmt/format.h>
+#include <gtest/gtest.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <filesystem>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "reference/reference.hpp"
+#include "tests/support/gpu_support.hpp"
+
+namespace flashjit::test {
+namespace {
+
+struct Id {
+  char text[128];
+};
+template <class Function>
+Function nccl_function(const char* name) {
+  void* library = ::dlopen(FLASHJIT_FAKE_NCCL, RTLD_NOW);
+  return reinterpret_cast<Function>(::dlsym(library, name));
+}
+
+struct SharedCase {
+  const char* spec;
+  int ranks;
+  SharingScheme scheme;
+  ShardLayout layout;
+};
+void PrintTo(const SharedCase& test, std::ostream* out) {
+  *out << test.spec << " on " << test.ranks
+       << (test.scheme == SharingScheme::ring ? ", ring" : ", all_gather")
+       << (test.layout == ShardLayout::zigzag ? ", zigzag" : ", contiguous");
+}
+
+constexpr std::int64_t kBatch = 2, kHeads = 2, kHeadsKv = 1, kRows = 34;  // of a rank
+
+reference::Problem whole_problem(const SharedCase& test) {
+  const AttentionSpec spec = parse_spec(test.spec);
+  const std::int64_t rows = kRows * test.ranks;
+  reference::Problem problem{.spec = spec, .shape = {kBatch, kHeads, kHeadsKv, rows, rows}};
+  std::mt19937 random(test.ranks);
+  std::normal_distribution<double> normal;
+  const auto fill = [&](std::vector<double>& x, std::int64_t heads, int dim) {
+    x.resize(kBatch * heads * rows * dim);
+    for (double& value : x) value = reference::round_to(spec.dtype, normal(random));
+  };
+  fill(problem.q, kHeads, spec.head_dim);
+  fill(problem.k, kHeadsKv, spec.head_dim);
+  fill(problem.v, kHeadsKv, spec.v_dim());
+  fill(problem.dout, kHeads, spec.v_dim());
+  return problem;
+}
+
+/// A rank's rows of [b, h, rows of all, dim].
+std::vector<double> shard(const SharedCase& test, int rank, const std::vector<double>& x, std::int64_t heads,
+                          int dim) {
+  const bool zigzag = test.layout == ShardLayout::zigzag;
+  const std::int64_t rows = zigzag ? kRows / 2 : kRows, all = kRows * test.ranks;
+  std::vector<double> result;
+  for (std::int64_t head = 0; head < kBatch * heads; ++head)
+    for (int chunk = 0; chunk < (zigzag ? 2 : 1); ++chunk) {
+      const std::int64_t block = chunk == 0 ? rank : 2 * test.ranks - 1 - rank;
+      const auto first = x.begin() + (head * all + block * rows) * dim;
+      result.insert(result.end(), first, first + rows * dim);
+    }
+  return result;
+}
+
+/// What a rank finds wrong; it is empty where all is right.
+std::string run_rank(const SharedCase& test, int rank, const Id& id) {
+  void* comm = nullptr;
+  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, test.ranks, id, rank);
+  gpu().context->make_current();
+  Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
+  const reference::Problem problem = whole_problem(test);
+  const AttentionSpec& spec = problem.spec;
+  const int d = spec.head_dim, dv = spec.v_dim();
+  SharedAttention shared(runtime,
+                         {.spec = spec,
+                          .batch = kBatch,
+                          .heads_q = kHeads,
+                          .heads_kv = kHeadsKv,
+                          .rows = kRows,
+                          .scheme = test.scheme,
+                          .layout = test.layout},
+                         comm, FLASHJIT_FAKE_NCCL);
+  const auto mine = [&](const std::vector<double>& x, std::int64_t heads, int dim) {
+    return shard(test, rank, x, heads, dim);
+  };
+  const auto upload = [&](const std::vector<double>& x) { return to_device(spec.dtype, x); };
+  const auto q = upload(mine(problem.q, kHeads, d)), k = upload(mine(problem.k, kHeadsKv, d)),
+             v = upload(mine(problem.v, kHeadsKv, dv)), dout = upload(mine(problem.dout, kHeads, dv));
+  const auto out = poisoned(dout.bytes()), lse = poisoned(kBatch * kHeads * kRows * sizeof(float)),
+             dq = poisoned(q.bytes()), dk = poisoned(k.bytes()), dvalues = poisoned(v.bytes());
+  const auto forward_space = poisoned(shared.workspace_bytes(Pass::forward)),
+             backward_space = poisoned(shared.workspace_bytes(Pass::backward));
+  const Workspace of_forward{forward_space.data(), forward_space.bytes()},
+      of_backward{backward_space.data(), backward_space.bytes()};
+  shared.prepare(Pass::forward, of_forward, nullptr);
+  shared.prepare(Pass::backward, of_backward, nullptr);
+  for (int i = 0; i < 2; ++i) {  // again in memory that was used
+    shared.forward({.q = q.data(),
+                    .k = k.data(),
+                    .v = v.data(),
+                    .out = out.data(),
+                    .lse = static_cast<float*>(lse.data()),
+                    .workspace = of_forward},
+                   nullptr, nullptr);
+    shared.backward({.q = q.data(),
+                     .k = k.data(),
+                     .v = v.data(),
+                     .out = out.data(),
+                     .lse = static_cast<const float*>(lse.data()),
+                     .dout = dout.data(),
+                     .dq = dq.data(),
+                     .dk = dk.data(),
+                     .dv = dvalues.data(),
+                     .workspace = of_backward},
+                    nullptr, nullptr);
+  }
+  gpu().context->synchronize();
+  std::string wrong;
+  const auto check = [&](const char* name, const device::DeviceBuffer& got, const std::vector<double>& exact,
+                         const std::vector<double>& rounded, std::int64_t heads, int dim) {
+    const auto [error, limit] =
+        reference::judge(from_device(spec.dtype, got), mine(exact, heads, dim), mine(rounded, heads, dim), 3);
+    if (!(error <= limit)) wrong += fmt::format("{} is off by {} of {}; ", name, error, limit);
+  };
+  const auto exact = reference::forward(problem),
+             rounded = reference::forward(problem, reference::Precision::rounded);
+  const auto grads = reference::backward(problem),
+             rounded_grads = reference::backward(problem, reference::Precision::rounded);
+  check("out", out, exact.out, rounded.out, kHeads, dv);
+  check("dq", dq, grads.dq, rounded_grads.dq, kHeads, d);
+  check("dk", dk, grads.dk, rounded_grads.dk, kHeadsKv, d);
+  check("dv", dvalues, grads.dv, rounded_grads.dv, kHeadsKv, dv);
+  return wrong;
+}
+
+/// A process for each rank; `run` says what is wrong.
+template <class Run>
+void expect_right_on_all(int ranks, const Run& run) {
+  Id id{};
+  ASSERT_EQ(nccl_function<int (*)(Id*)>("ncclGetUniqueId")(&id), 0);
+  std::vector<pid_t> children;
+  for (int rank = 0; rank < ranks; ++rank) {
+    const pid_t child = ::fork();
+    ASSERT_GE(child, 0);
+    if (child == 0) {
+      ::alarm(240);
+      std::string wrong;
+      try {
+        wrong = run(rank, id);
+      } catch (const std::exception& error) {
+        wrong = error.what();
+      }
+      if (!wrong.empty()) std::fprintf(stderr, "rank %d: %s\n", rank, wrong.c_str());
+      ::_exit(wrong.empty() ? 0 : 1);
+    }
+    children.push_back(child);
+  }
+  for (std::size_t rank = 0; rank < children.size(); ++rank) {
+    int status = 0;
+    ::waitpid(children[rank], &status, 0);
+    EXPECT_TRUE(WIFEXITED(status) && WEXITSTATUS(status) == 0) << "rank " << rank;
+  }
+  std::filesystem::remove_all(id.text);
+}
+
+class EmulatedRanks : public GpuTestWith<SharedCase> {};
+
+TEST_P(EmulatedRanks, ShareASequence) {
+  expect_right_on_all(GetParam().ranks,
+                      [&](int rank, const Id& id) { return run_rank(GetParam(), rank, id); });
+}
+
+INSTANTIATE_TEST_SUITE_P(
+    Shared, EmulatedRanks,
+    testing::Values(SharedCase{"bf16:d64:causal", 2, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{"bf16:d32:causal", 3, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{"fp16:d64", 2, SharingScheme::ring, ShardLayout::contiguous},
+                    SharedCase{"fp32:d16x8:causal", 3, SharingScheme::ring, ShardLayout::contiguous},
+                    SharedCase{"bf16:d64:causal", 3, SharingScheme::all_gather, ShardLayout::zigzag},
+                    SharedCase{"bf16:d32x64:causal", 1, SharingScheme::ring, ShardLayout::zigzag}));
+
+class EmulatedRanksThatDiffer : public GpuTest {};
+
+TEST_F(EmulatedRanksThatDiffer, AreToldOnAllRanks) {
+  expect_right_on_all(2, [](int rank, const Id& id) -> std::string {
+    void* comm = nullptr;
+    nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 2, id, rank);
+    gpu().context->make_current();
+    Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
+    SharedAttention shared(runtime, {.spec = parse_spec("bf16:d32"), .heads_q = 1, .rows = 16 + 16 * rank},
+                           comm, FLASHJIT_FAKE_NCCL);
+    const auto space = poisoned(shared.workspace_bytes(Pass::forward));
+    try {
+      shared.prepare(Pass::forward, {space.data(), space.bytes()}, nullptr);
+    } catch (const Error& error) {
+      return error.message().find("rank 1 was given another shared sequence") == std::string::npos
+                 ? error.message()
+                 : "";
+    }
+    return "nothing was refused";
+  });
+}
+
+TEST_F(EmulatedRanksThatDiffer, BadInputIsRefused) {
+  void* comm = nullptr;
+  Id id{};
+  ASSERT_EQ(nccl_function<int (*)(Id*)>("ncclGetUniqueId")(&id), 0);
+  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 1, id, 0);
+  Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
+  const auto refusal = [&](const SharedSequence& sequence,
+                           const char* nccl = FLASHJIT_FAKE_NCCL) -> std::string {
+    try {
+      SharedAttention(runtime, sequence, comm, nccl);
+    } catch (const Error& error) {
+      return error.message();
+    }
+    return "";
+  };
+  std::filesystem::remove_all(id.text);
+  const auto has = [](const std::string& message, const char* words) {
+    return testing::AssertionResult(message.find(words) != std::string::npos) << message;
+  };
+  const AttentionSpec plain = parse_spec("bf16:d32");
+  EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:dropout"), .rows = 8}), "nothing else"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .heads_q = 3, .heads_kv = 2, .rows = 8}), "divide"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 7}), "pad them to 8"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8}, "/nowhere/libnccl.so"), "FLASHJIT_NCCL"));
+}
+
+}  // namespace
+}  // namespace flashjit::test

@@ -103,7 +103,8 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
   constexpr int kChunks = kColumns / 8, kLanes = next_power_of_two(kChunks);
   constexpr int kRowStep = kConverterThreads / kLanes, kSteps = (P::kBc + kRowStep - 1) / kRowStep;
   static_assert(kRowStep % 4 == 0 && kLanes * 8 >= kColumns);
-  constexpr int kMostLoads = P::kKeyScales ? 4 : 8;  // at a time, as registers allow
+  constexpr int kMostLoads =
+      P::kKeyScales || max(P::kHeadDim, P::kHeadDimV) > 128 ? 4 : 8;  // as registers allow
   constexpr int kLoads = min(kSteps, kMostLoads);
   const int thread = static_cast<int>(threadIdx.x) % kConverterThreads;
   const int chunk = thread & (kLanes - 1), first = thread / kLanes;

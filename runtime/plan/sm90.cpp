@@ -335,6 +335,8 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
     for (const int bc : {128, 112, 96, 80, 64, 48, 32}) {
       const TileConfig c = forward_config(warps, bc, 2);
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
+      // A score program leaves no registers for 128 keys and as many columns.
+      if (!spec.score.empty() && warps == 8 && bc == 128 && spec.v_dim() > 96) continue;
       if (!admits(spec, c, hopper)) continue;
       choices.push_back(c);
       break;

@@ -26,7 +26,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"row_max", "kRowMax", &AttentionSpec::row_max, "return_row_max"},
     SpecOption{"key_scales", "kKeyScales", &AttentionSpec::key_scales, "k_scale"},
     SpecOption{"fp32_out", "kFp32Out", &AttentionSpec::fp32_out, "out_dtype"},
-    SpecOption{"fp32_grads", "kFp32Grads", &AttentionSpec::fp32_grads, "grad_dtype"},
+    SpecOption{"fp32_grads", "kFp32Grads", &AttentionSpec::fp32_grads},
     SpecOption{"add_grads", "kAddGrads", &AttentionSpec::add_grads},
     SpecOption{"invariant", "kInvariant", &AttentionSpec::batch_invariant, "batch_invariant"},
     SpecOption{"shared_kv", "kSharedKv", &AttentionSpec::shared_kv, "v_columns"},

@@ -1,6 +1,6 @@
 // One sequence on many GPUs of a host: a process for each, NCCL between them, and the result of one GPU.
 //
-//     one_sequence [GPUs, default 2] [rows of all, default 4096]
+//     one_sequence [GPUs, default 2] [rows of all, default 4096] [libnccl.so.2]
 //
 // NCCL is opened by hand, as libcuda is; a program of yours links what it likes.
 #include <sys/wait.h>
@@ -26,9 +26,8 @@ struct Nccl {
   int (*init_rank)(void**, int, NcclId, int) = nullptr;
   int (*destroy)(void*) = nullptr;
 
-  bool open() {
-    const char* path = std::getenv("FLASHJIT_NCCL");
-    void* library = dlopen(path ? path : "libnccl.so.2", RTLD_NOW);
+  bool open(const char* path) {
+    void* library = dlopen(path, RTLD_NOW);
     if (!library) return false;
     look_up(library, "ncclGetUniqueId", &get_unique_id);
     look_up(library, "ncclCommInitRank", &init_rank);
@@ -126,7 +125,8 @@ void run_alone(const cuda_functions& cuda, flashjit::Runtime& runtime, flashjit:
                    nullptr);
 }
 
-bool run_rank(const cuda_functions& cuda, int rank, int ranks, std::int64_t rows, void* comm) {
+bool run_rank(const cuda_functions& cuda, int rank, int ranks, std::int64_t rows, void* comm,
+              const char* nccl) {
   using Clock = std::chrono::steady_clock;
   flashjit::Runtime runtime;
   const flashjit::AttentionSpec spec{
@@ -138,7 +138,7 @@ bool run_rank(const cuda_functions& cuda, int rank, int ranks, std::int64_t rows
   run_alone(cuda, runtime, spec, whole, rows);
 
   flashjit::SharedAttention shared(
-      runtime, {.spec = spec, .heads_q = kHeads, .heads_kv = kHeadsKv, .rows = rows / ranks}, comm);
+      runtime, {.spec = spec, .heads_q = kHeads, .heads_kv = kHeadsKv, .rows = rows / ranks}, comm, nccl);
   const auto space = [&](flashjit::Pass pass) {
     const std::size_t bytes = shared.workspace_bytes(pass);
     return flashjit::Workspace{make_filled(&cuda, 0, bytes / 2), bytes};
@@ -192,6 +192,7 @@ bool run_rank(const cuda_functions& cuda, int rank, int ranks, std::int64_t rows
 int main(int argc, char** argv) {
   const int ranks = argc > 1 ? std::atoi(argv[1]) : 2;
   const std::int64_t rows = argc > 2 ? std::atoll(argv[2]) : 4096;
+  const char* path = argc > 3 ? argv[3] : "libnccl.so.2";
   std::vector<int> pipes(2 * ranks);
   for (int rank = 0; rank < ranks; ++rank)
     if (pipe(&pipes[2 * rank]) != 0) return 1;
@@ -205,7 +206,7 @@ int main(int argc, char** argv) {
       Nccl nccl;
       int devices = 0;
       cuda.device_count(&devices);
-      if (!nccl.open() || devices < ranks) {
+      if (!nccl.open(path) || devices < ranks) {
         std::printf("%d GPUs here, %d wanted, with NCCL\n", devices, ranks);
         std::exit(77);
       }
@@ -220,7 +221,7 @@ int main(int argc, char** argv) {
       }
       void* comm = nullptr;
       if (nccl.init_rank(&comm, ranks, id, rank) != 0) return false;
-      const bool right = run_rank(cuda, rank, ranks, rows, comm);
+      const bool right = run_rank(cuda, rank, ranks, rows, comm, path);
       nccl.destroy(comm);
       return right;
     });

@@ -190,8 +190,9 @@ def _options(key: tuple[Any, ...]) -> str:
     if pages:
         text += f":pages{pages}"
     names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max", "out_dtype",
-             "batch_invariant", "grad_dtype", "indices")
-    return text + options_of(dict(zip(names, given)), _spec_options())
+             "batch_invariant", "fp32_grads", "indices")
+    asked = dict(zip(names, given))
+    return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")
 
 
 def _spec_options() -> tuple[tuple[str, str], ...]:

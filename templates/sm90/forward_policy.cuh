@@ -71,6 +71,7 @@ constexpr bool kGathers = P::kIndices || P::kPageRows % kSwizzledRows != 0;
 constexpr int kGatherWarps = 2;
 
 /// K and V of 8 bits: a warpgroup more converts them. Consumers then have fewer registers.
+/// NOTES.md#k-and-v-of-8-bits
 template <class P>
 constexpr int kConverters = kScaledKv<P> ? 1 : 0;
 constexpr int kConverterThreads = 128;

@@ -19,8 +19,10 @@ __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
 /// Where a key is: its row of all pages' rows, or of its sequence's.
 template <class P>
 __device__ __forceinline__ int slot_of_key(const Params& p, int b, int kv) {
-  if constexpr (P::kPageRows == 0) return kv;
-  return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
+  if constexpr (P::kPageRows == 0)
+    return kv;
+  else
+    return page_of_key<P>(p, b, kv) * P::kPageRows + kv % P::kPageRows;
 }
 
 /// Whether K and V are codes with scales.
@@ -80,8 +82,10 @@ class KvSource {
   }
   /// By slot_of_key().
   __device__ __forceinline__ Element* row_in_slot(int slot) const {
-    if constexpr (P::kPageRows == 0) return first_ + slot * tensor_.stride_s;
-    return first_ + slot / P::kPageRows * tensor_.stride_b + slot % P::kPageRows * tensor_.stride_s;
+    if constexpr (P::kPageRows == 0)
+      return first_ + slot * tensor_.stride_s;
+    else
+      return first_ + slot / P::kPageRows * tensor_.stride_b + slot % P::kPageRows * tensor_.stride_s;
   }
   /// From one key of a tile to the next, in elements, where there are no pages.
   __device__ __forceinline__ long long stride() const { return tensor_.stride_s; }

@@ -69,18 +69,18 @@ __device__ void backward_of_indices(const Params& p) {
   if (rows.count == 0) return;
   const auto q = rows.matrix(p.q), dout = rows.matrix(p.dout);
   const Shared shared = shared_memory<T>();
-  __shared__ int keys[Problem::kBc];
-  const auto k = rows.keys_of(p, p.k, p.k_scale, keys), v = rows.keys_of(p, p.v, p.v_scale, keys);
+  __shared__ ListTile<Problem> list;
+  const auto k = rows.keys_of(p, p.k, p.k_scale, list), v = rows.keys_of(p, p.v, p.v_scale, list);
 
   Result<T, Problem::kHeadDim> dq = {};
   for (int first = 0; first < p.indices.count; first += Problem::kBc) {
-    rows.read_list(p, first, keys);
+    rows.read_list(p, first, list);
     typename T::Scores s, dp;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, 0, k, 0);
     multiply_transposed<T, Problem::kHeadDimV>(dp, shared, dout, 0, v, 0);
-    entry_gradients<Problem, T>(s, dp, p, rows, keys);
-    add_kv_gradient<Problem, T, Problem::kHeadDimV>(p, s, dout, rows, keys, p.dv_splits);
-    add_kv_gradient<Problem, T, Problem::kHeadDim>(p, dp, q, rows, keys, p.dk_splits);
+    entry_gradients<Problem, T>(s, dp, p, rows, list.keys);
+    add_kv_gradient<Problem, T, Problem::kHeadDimV>(p, s, dout, rows, list.keys, p.dv_splits);
+    add_kv_gradient<Problem, T, Problem::kHeadDim>(p, dp, q, rows, list.keys, p.dk_splits);
     __syncthreads();
     store_tile<T>(shared, dp);
     multiply_add(dq, shared, k, 0);

@@ -37,8 +37,8 @@ __device__ void forward_of_indices(const Params& p) {
   if (rows.count == 0) return;
   const auto q = rows.matrix(p.q);
   const Shared shared = shared_memory<T>();
-  __shared__ int keys[Problem::kBc];
-  const auto k = rows.keys_of(p, p.k, p.k_scale, keys), v = rows.keys_of(p, p.v, p.v_scale, keys);
+  __shared__ ListTile<Problem> list;
+  const auto k = rows.keys_of(p, p.k, p.k_scale, list), v = rows.keys_of(p, p.v, p.v_scale, list);
 
   Result<T, Problem::kHeadDimV> out = {};
   RowState<T> state;
@@ -48,10 +48,10 @@ __device__ void forward_of_indices(const Params& p) {
     state.sum[i] = 0.0f;
   }
   for (int first = 0; first < p.indices.count; first += Problem::kBc) {
-    rows.read_list(p, first, keys);
+    rows.read_list(p, first, list);
     typename T::Scores s;
     multiply_transposed<T, Problem::kHeadDim>(s, shared, q, 0, k, 0);
-    score_entries<Problem, T>(s, p, rows, keys);
+    score_entries<Problem, T>(s, p, rows, list.keys);
     softmax_tile(s, state, out);
     store_tile<T>(shared, s);
     multiply_add(out, shared, v, 0);

@@ -7,6 +7,15 @@
 
 namespace flashjit::simt {
 
+/// A tile of a list in shared memory: the entries' keys, and a row of zeros in the place of those that are
+/// none.
+template <class Problem>
+struct ListTile {
+  static constexpr int kWidest = max(chunks(Problem::kHeadDim), chunks(Problem::kHeadDimV)) * kChunk;
+  alignas(16) typename Problem::KvElement zeros[kWidest];
+  int keys[Problem::kBc];
+};
+
 /// K or V of a tile of a list.
 template <class Problem>
 struct EntryMatrix {
@@ -14,10 +23,13 @@ struct EntryMatrix {
   static constexpr bool kScaled = kScaledKv<Problem>;
   KvSource<Problem, Element> source;
   KvScales<Problem> scales;
-  const int* keys;  ///< of the tile's entries; -1: none
-  __device__ __forceinline__ bool has(int n) const { return keys[n] >= 0; }
-  __device__ __forceinline__ Element* row(int n) const { return source.row(keys[n]); }
-  __device__ __forceinline__ float scale(int n) const { return *scales.of_key(keys[n]); }
+  const int* keys;  ///< of the tile's entries; -1: none, which is a row of zeros
+  Element* zeros;
+  static constexpr int end = Problem::kBc;
+  __device__ __forceinline__ Element* row(int n) const { return keys[n] >= 0 ? source.row(keys[n]) : zeros; }
+  __device__ __forceinline__ float scale(int n) const {
+    return keys[n] >= 0 ? *scales.of_key(keys[n]) : 0.0f;
+  }
 };
 
 /// A CTA's rows: up to Br of the heads that share a head of K and V, of one query. CTAs: batch * seqlen_q *
@@ -42,14 +54,15 @@ struct QueryHeads {
     return {sequence.template q_pointer<Element>(tensor, h, q), tensor.stride_h, count};
   }
   __device__ EntryMatrix<Problem> keys_of(const Params& p, const TensorParam& tensor,
-                                          const ScaleParam& scales, const int* keys) const {
-    return {{p, tensor, sequence, h_kv}, {p, scales, sequence, h_kv}, keys};
+                                          const ScaleParam& scales, ListTile<Problem>& list) const {
+    return {{p, tensor, sequence, h_kv}, {p, scales, sequence, h_kv}, list.keys, list.zeros};
   }
-  /// The keys of the list's entries from `first` on. By all threads.
-  __device__ void read_list(const Params& p, int first, int* keys) const {
+  /// The list's entries from `first` on. By all threads.
+  __device__ void read_list(const Params& p, int first, ListTile<Problem>& tile) const {
     const IndexList<Problem> list(p, sequence, h_kv, q);
     __syncthreads();
-    for (int n = threadIdx.x; n < Problem::kBc; n += blockDim.x) keys[n] = list.named_key(first + n);
+    for (int n = threadIdx.x; n < Problem::kBc; n += blockDim.x) tile.keys[n] = list.named_key(first + n);
+    for (int i = threadIdx.x; i < ListTile<Problem>::kWidest; i += blockDim.x) tile.zeros[i] = {};
     __syncthreads();
   }
 };

@@ -65,7 +65,6 @@ struct Matrix {
   Element* data;
   long long stride;
   int end;
-  __device__ __forceinline__ bool has(int n) const { return n < end; }
   __device__ __forceinline__ Element* row(int n) const { return data + n * stride; }
 };
 /// The same of K or V, or of their gradients.
@@ -75,7 +74,6 @@ struct KvMatrix {
   static constexpr bool kScaled = false;
   KvSource<Problem, Element> source;
   int end;
-  __device__ __forceinline__ bool has(int n) const { return n < end; }
   __device__ __forceinline__ Element* row(int n) const { return source.row(n); }
 };
 /// Q, whose elements may be codes.
@@ -119,7 +117,7 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
 #pragma unroll 2
   for (int row = threadIdx.x / kPieces; row < kRows; row += kThreads / kPieces) {
     Piece value = {};
-    if (from.has(first + row))
+    if (first + row < from.end)
       value = *reinterpret_cast<const Piece*>(from.row(first + row) + chunk * kChunk + column);
     Float4* to = reinterpret_cast<Float4*>(shared + row * kChunkStride + column);
 #pragma unroll
@@ -127,7 +125,7 @@ __device__ __forceinline__ void load_chunk(float* shared, const Rows& from, int 
       to[e / 4] = {{to_float(value.at[e]), to_float(value.at[e + 1]), to_float(value.at[e + 2]),
                     to_float(value.at[e + 3])}};
       if constexpr (Rows::kScaled) {
-        const float scale = from.has(first + row) ? from.scale(first + row) : 0.0f;
+        const float scale = first + row < from.end ? from.scale(first + row) : 0.0f;
         for (float& x : to[e / 4].at) x *= scale;
       }
     }

@@ -168,40 +168,41 @@ __device__ void forward(const Params& p) {
         sum[half] = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
       store_heads<P>(p, sequence, q_tile_index, h, seqlen_q, warp_row(mt) + lane / 4, row_max[mt], sum,
                      scale_log2, o[mt]);
-      continue;
-    }
-    float scale[2];
+    } else {
+      float scale[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
-      const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
-      const float lse = row_lse<P>(p, row_max[mt][half], sum / Policy::kLargestP, scale_log2, scales.k);
-      const RowEnd end = end_of_row<P>(p, h, lse);
-      if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
-        to[sequence.lse_row(p, h) + q] = end.lse;
-      if constexpr (P::kRowMax)
-        if (lane % 4 == 0 && q < seqlen_q)
-          row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
-              largest_score<P>(p, row_max[mt][half], scales.k);
-      const float of_products =
-          Policy::kCodeProducts ? sum
-                                : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
-      scale[half] =
-          sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
+        const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
+        const float lse = row_lse<P>(p, row_max[mt][half], sum / Policy::kLargestP, scale_log2, scales.k);
+        const RowEnd end = end_of_row<P>(p, h, lse);
+        if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
+          to[sequence.lse_row(p, h) + q] = end.lse;
+        if constexpr (P::kRowMax)
+          if (lane % 4 == 0 && q < seqlen_q)
+            row_max_of<P>(p, split)[sequence.lse_row(p, h) + q] =
+                largest_score<P>(p, row_max[mt][half], scales.k);
+        const float of_products =
+            Policy::kCodeProducts
+                ? sum
+                : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
+        scale[half] =
+            sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
+      }
+      if constexpr (P::kSplit && Policy::kSharesRows)
+        store_shared_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt],
+                                scale);
+      else if constexpr (P::kSplit)
+        store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+      else if constexpr (Policy::kSharesRows && P::kFp32Out)
+        store_shared_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+      else if constexpr (Policy::kSharesRows)
+        store_shared_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
+      else if constexpr (P::kFp32Out)
+        store_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
+      else
+        store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
     }
-    if constexpr (P::kSplit && Policy::kSharesRows)
-      store_shared_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt],
-                              scale);
-    else if constexpr (P::kSplit)
-      store_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-    else if constexpr (Policy::kSharesRows && P::kFp32Out)
-      store_shared_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-    else if constexpr (Policy::kSharesRows)
-      store_shared_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
-    else if constexpr (P::kFp32Out)
-      store_o_fp32<P>(p, sequence, h, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt], scale);
-    else
-      store_o<P>(p, sequence, h, q_begin, warp_row(mt), seqlen_q, lane, smem.o(), o[mt], scale);
   }
 }
 

@@ -134,21 +134,23 @@ __device__ __forceinline__ void apply_score(const Params& p, const SoftmaxRows<P
   }
 }
 
+/// Lists of keys: S = -infinity for the entries that are no keys.
+template <class P, int kCount>
+__device__ __forceinline__ void mask_entries(const SoftmaxRows<P>& rows, float (&s)[kCount]) {
+  const int of_lane = static_cast<int>(threadIdx.x) % 4 * 2;
+#pragma unroll
+  for (int n = 0; n < kCount; n += 16) {  // 32 keys
+    const unsigned present = rows.present[n / 16] >> of_lane;
+#pragma unroll
+    for (int e = 0; e < 16; ++e)
+      if (!(present >> (e / 4 * 8 + e % 2) & 1u)) s[n + e] = -infinity();
+  }
+}
+
 /// S = -infinity for the pairs that do not attend, in a KV tile that is not full.
 template <class P, int kCount>
 __device__ __forceinline__ void mask_scores(const Params& p, const WorkTile<P>& work,
                                             const SoftmaxRows<P>& rows, int kv_begin, float (&s)[kCount]) {
-  if constexpr (P::kIndices) {
-    const int of_lane = static_cast<int>(threadIdx.x) % 4 * 2;
-#pragma unroll
-    for (int n = 0; n < kCount; n += 16) {  // 32 keys
-      const unsigned present = rows.present[n / 16] >> of_lane;
-#pragma unroll
-      for (int e = 0; e < 16; ++e)
-        if (!(present >> (e / 4 * 8 + e % 2) & 1u)) s[n + e] = -infinity();
-    }
-    return;
-  }
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
   const Position row_position = position(row), column_position = position(column);
   const bool any = kTestsMask<P> || P::mask(p, rows.head, row_position, column_position);
@@ -230,7 +232,10 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   float top[2] = {rows.max[0], rows.max[1]};  // no less than m so far, no more than m
   const bool by_bits = kMaxByBits<P> && !first, negative = by_bits && any_negative(top);
   if (!full || negative) {  // one branch for both: with two, ptxas serialises products
-    mask_scores(p, work, rows, kv_begin, s);
+    if constexpr (P::kIndices)
+      mask_entries(rows, s);
+    else
+      mask_scores(p, work, rows, kv_begin, s);
     if (by_bits)
       for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);
   }

@@ -41,6 +41,12 @@ TEST_F(CheckIndices, SaysNothingOfWhatIsInRange) {
   EXPECT_FALSE(says(printed("score + t[0]", "on"), "captured tensor"));
 }
 
+TEST_F(CheckIndices, TellsOfEntriesOfListsThatAreNoKeys) {
+  const std::string shape = "b1:hq2:hkv1:sq9:skv64", spec = "fwd:bf16:d64:indices";
+  EXPECT_TRUE(says(verified(shape, spec, "on"), "which has 64 keys; it is none"));
+  EXPECT_FALSE(says(verified(shape, spec, "off"), "it is none"));
+}
+
 // Tiles of a dense bias are not copied then, and the planner's shared memory is the kernel's.
 TEST_F(CheckIndices, DenseBiasesAreReadElementByElement) {
   for (const char* dims : {"d64", "d96", "d128", "d256"}) {

@@ -112,6 +112,26 @@ __device__ __forceinline__ unsigned fp16_of_codes<int8>(unsigned codes) {
   return y;
 }
 
+/// The two in the upper half.
+template <class Code>
+__device__ __forceinline__ unsigned fp16_of_upper_codes(unsigned codes) {
+  return fp16_of_codes<Code>(codes >> 16);
+}
+#if __CUDA_ARCH__ >= 890
+template <>
+__device__ __forceinline__ unsigned fp16_of_upper_codes<e4m3>(unsigned codes) {
+  unsigned y;  // by halves in PTX, of which ptxas makes no shift
+  asm("{\n"
+      ".reg .b16 lower, upper;\n"
+      "mov.b32 {lower, upper}, %1;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, upper;\n"
+      "}\n"
+      : "=r"(y)
+      : "r"(codes));
+  return y;
+}
+#endif
+
 /// A code of one bit of sign, 7 - kMantissa of exponent and kMantissa of mantissa. The highest code is NaN.
 template <int kMantissa>
 __device__ __forceinline__ unsigned code_of_float(float x, float largest) {
@@ -134,20 +154,24 @@ __device__ __forceinline__ float to_float(int8 x) {
   return static_cast<float>(static_cast<signed char>(x.bits));
 }
 
-/// Two codes as elements.
-template <class Element, class Code>
-__device__ __forceinline__ unsigned pair_of_codes(unsigned codes) {
-  const unsigned pair = fp16_of_codes<Code>(codes);
+/// Two of fp16 as elements.
+template <class Element>
+__device__ __forceinline__ unsigned pair_of_fp16(unsigned pair) {
   if constexpr (kIsFp16<Element>)
     return pair;
   else
     return pack<Element>(low_of<fp16>(pair), high_of<fp16>(pair));
 }
 /// The same times a scale each.
-template <class Element, class Code>
-__device__ __forceinline__ unsigned pair_of_codes(unsigned codes, float low_scale, float high_scale) {
-  const unsigned pair = fp16_of_codes<Code>(codes);
+template <class Element>
+__device__ __forceinline__ unsigned pair_of_fp16(unsigned pair, float low_scale, float high_scale) {
   return pack<Element>(low_of<fp16>(pair) * low_scale, high_of<fp16>(pair) * high_scale);
+}
+
+/// Two codes as elements, times a scale each where there are scales.
+template <class Element, class Code, class... Scales>
+__device__ __forceinline__ unsigned pair_of_codes(unsigned codes, Scales... scales) {
+  return pair_of_fp16<Element>(fp16_of_codes<Code>(codes), scales...);
 }
 
 /// The nearest code, ties to even; what is too large becomes the largest.

@@ -79,21 +79,13 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
       });
 }
 
-/// Eight codes as elements.
-template <class P>
-__device__ __forceinline__ uint4 elements_of_codes(uint2 codes) {
-  const auto pair = [](unsigned two) {
-    return pair_of_codes<typename P::Element, typename P::KvElement>(two);
-  };
-  return {pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)};
-}
-/// The same times a scale.
-template <class P>
-__device__ __forceinline__ uint4 elements_of_codes(uint2 codes, float scale) {
-  const auto pair = [&](unsigned two) {
-    return pair_of_codes<typename P::Element, typename P::KvElement>(two, scale, scale);
-  };
-  return {pair(codes.x), pair(codes.x >> 16), pair(codes.y), pair(codes.y >> 16)};
+/// Eight codes as elements, times a scale where there is one.
+template <class P, class... Scale>
+__device__ __forceinline__ uint4 elements_of_codes(uint2 codes, Scale... scale) {
+  using Code = typename P::KvElement;
+  const auto pair = [&](unsigned two) { return pair_of_fp16<typename P::Element>(two, scale..., scale...); };
+  return {pair(fp16_of_codes<Code>(codes.x)), pair(fp16_of_upper_codes<Code>(codes.x)),
+          pair(fp16_of_codes<Code>(codes.y)), pair(fp16_of_upper_codes<Code>(codes.y))};
 }
 
 /// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN. By a warpgroup: a thread

@@ -296,6 +296,11 @@ const Known kArithmetic[] = {
      [](const Instruction& of, Frame& frame) {
        frame.set(of.arguments[0], frame.get(of.arguments[frame.get(of.arguments[3]) ? 1 : 2]));
      }},
+    {"mov.b32",  // two halves of a word
+     [](const Instruction& of, Frame& frame) {
+       const std::uint64_t bits = frame.get(of.arguments[1]);
+       for (std::size_t i = 0; i < 2; ++i) frame.set(of.arguments[0].parts.at(i), bits >> (16 * i) & 0xffff);
+     }},
     {"mov.u",
      [](const Instruction& of, Frame& frame) { frame.set(of.arguments[0], frame.get(of.arguments[1])); }},
     {"add.s64",

@@ -281,6 +281,18 @@ def check_compile(rank, ranks):
         torch.compile(call, fullgraph=True, backend="aot_eager")(*mine)
 
 
+def check_autocast(rank, ranks):
+    """As attention() has it: in 16 bits, with gradients in the inputs' type."""
+    import flashjit.distributed as fd
+    mine = [fd.shard(x).float().requires_grad_() for x in whole(device_of(rank))[:3]]
+    for scheme in ("ring", "all_gather", "ulysses"):
+        with torch.autocast(device_of(rank).type, dtype=torch.bfloat16):
+            out = fd.distributed_attention(*mine, scheme=scheme, causal=True)
+        expected = fd.distributed_attention(*(x.bfloat16() for x in mine), scheme=scheme, causal=True)
+        assert out.dtype == torch.bfloat16 and torch.equal(out, expected), scheme
+        assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.float().sum(), mine))
+
+
 def run(rank, ranks, file, name, paths, backend, arguments):
     sys.path[:0] = paths
     torch.set_num_threads(1)
@@ -314,7 +326,7 @@ def test_ulysses_inside_of_a_ring():
 
 
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",
-                                  "check_a_training_step", "check_compile", "check_a_peer_that_died"])
+                                  "check_a_training_step", "check_compile", "check_autocast", "check_a_peer_that_died"])
 def test_two_ranks(name):
     spawn(name, 2)
 

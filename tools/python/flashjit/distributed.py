@@ -15,6 +15,7 @@ from . import simulator
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
+from ._problem import autocast, check_types
 from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
 from ._shards import positions as _positions
@@ -111,6 +112,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     arguments.
     """
     groups = _groups(group)
+    check_types(q, k, v)
+    q, k, v = autocast(q, k, v)
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
     _check_arguments(q, scheme, causal, window, groups)

@@ -220,6 +220,20 @@ def test_the_calls_of_an_engine_agree(serving):
             torch.testing.assert_close(out, outs["contiguous"], atol=limit, rtol=limit)
 
 
+def test_the_calls_over_latents_agree(serving):
+    """On the CPU: pages in a random order, and lists of all keys, which are dense attention."""
+    latent = importlib.import_module("latent")
+    for problem in (latent.Problem("decode", 8, 2, 1, 64), latent.Problem("sparse decode", 8, 2, 1, 128, 16)):
+        outs = {name: function() for name, (function,) in latent.calls_of(problem, flashjit, None, 1, "cpu").items()}
+        assert list(outs) == ["ours", "pages64"]
+        torch.testing.assert_close(outs["ours"], outs["pages64"], atol=1e-3, rtol=1e-3)
+    torch.manual_seed(0)
+    sparse, = latent.calls_of(latent.Problem("sparse prefill", 4, 1, 3, 32, 32), flashjit, None, 1, "cpu")["ours"]
+    torch.manual_seed(0)
+    dense, = latent.calls_of(latent.Problem("dense prefill", 4, 1, 3, 32), flashjit, None, 1, "cpu")["ours"]
+    torch.testing.assert_close(sparse(), dense(), atol=1e-3, rtol=1e-3)
+
+
 class OnCpu:
     """In place of a problem for flashjit, where there is no GPU: PyTorch's attention in fp32."""
 

@@ -76,12 +76,12 @@ def flash_mla(problem, q, pages, table, lengths):
     return lambda: flash_mla_with_kvcache(q, pages, table, lengths, V_DIM, plan, splits, softmax_scale=SCALE, causal=False)[0]
 
 
-def calls_of(problem, flashjit, fa3):
-    """Name -> a function for each copy of the cache, which returns O as [sequences, queries, heads, 512]."""
-    like = dict(device="cuda", dtype=torch.bfloat16)
+def calls_of(problem, flashjit, fa3, copies, device="cuda"):
+    """Name -> a function for each of some copies of the cache, which returns O as [sequences, queries, heads, 512]."""
+    like = dict(device=device, dtype=torch.bfloat16)
     q = torch.randn(problem.sequences, problem.queries, problem.heads, DIM, **like)
     heads_first = lambda x: x.transpose(1, 2)
-    lengths = torch.full((problem.sequences,), problem.keys, device="cuda", dtype=torch.int32)
+    lengths = torch.full((problem.sequences,), problem.keys, device=device, dtype=torch.int32)
     found = {}
 
     def add(name, call):
@@ -91,23 +91,23 @@ def calls_of(problem, flashjit, fa3):
     def ours(latents, **where):
         return lambda: heads_first(flashjit.attention(heads_first(q), heads_first(latents), v_columns=V_DIM, scale=SCALE, **where))
 
-    for _ in range(max(1, -(-serving.IN_L2 // problem.cache_bytes()))):
+    for _ in range(copies):
         latents = torch.randn(problem.sequences, problem.keys, 1, DIM, **like)
         if "prefill" in problem.kind:
             where = {}
             if problem.top_k:
-                where["indices"] = torch.rand(problem.queries, problem.keys, device="cuda").topk(problem.top_k).indices.to(
+                where["indices"] = torch.rand(problem.queries, problem.keys, device=device).topk(problem.top_k).indices.to(
                     torch.int32)[None, :, None]
             add("ours", ours(latents, **where))
             continue
         count = problem.sequences * problem.keys // PAGE
-        place = torch.randperm(count, device="cuda")
+        place = torch.randperm(count, device=device)
         pages = torch.empty(count, PAGE, 1, DIM, **like)
         pages[place] = latents.view(pages.shape)
         table = place.to(torch.int32).view(problem.sequences, -1)
         paged = dict(page_table=table, kv_lengths=lengths)
         if problem.top_k:
-            lists = torch.rand(problem.sequences, problem.keys, device="cuda").topk(problem.top_k).indices.to(torch.int32)[:, None, None]
+            lists = torch.rand(problem.sequences, problem.keys, device=device).topk(problem.top_k).indices.to(torch.int32)[:, None, None]
             add("ours", ours(latents, cache=True, kv_lengths=lengths, indices=lists))
             add("pages64", ours(pages, **paged, indices=lists))
             continue
@@ -122,7 +122,7 @@ def calls_of(problem, flashjit, fa3):
 
 def run_problem(report, problem, flashjit, fa3, rounds, copy_rate):
     torch.manual_seed(problem.keys)
-    calls = calls_of(problem, flashjit, fa3)
+    calls = calls_of(problem, flashjit, fa3, max(1, -(-serving.IN_L2 // problem.cache_bytes())))
     expected = None
     for name, functions in list(calls.items()):
         try:

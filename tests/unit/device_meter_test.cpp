@@ -116,6 +116,20 @@ TEST_F(DeviceMeterTest, ABackwardPassIsTimedAloneOnGradientsOfItsOwn) {
   EXPECT_FALSE(tensors.contains(nullptr));
 }
 
+TEST_F(DeviceMeterTest, EveryQueryHasAListOfKeysWhereTheSpecSaysSo) {
+  for (const char* spec :
+       {"fwd:bf16:d64:indices", "fwd:bf16:d64:varlen:pages16:indices", "bwd:bf16:d64:indices"}) {
+    Problem problem{parse_spec(spec).normalized(), parse_shape("b2:hq8:hkv2:sq3:skv100")};
+    DeviceMeter meter(gpu_, options());
+    const TileConfig config = parse_config("simt:br16:bc32:w4");
+    meter.prepare(problem, config);
+    meter.compare(problem, config, {}, 3);
+    const IndicesParam& indices = fake().launches.back().params.indices;
+    EXPECT_EQ(indices.count, 50) << spec;
+    EXPECT_EQ(fake().uploads[reinterpret_cast<CUdeviceptr>(indices.keys)].size(), 2 * 3 * 2 * 50 * 4) << spec;
+  }
+}
+
 TEST_F(DeviceMeterTest, CompilesAnewWhenAskedAndThenKnowsAllAgain) {
   const std::string log = testing::TempDir() + "meter-" + unique_suffix();
   const test::Variable log_variable("FAKE_NVRTC_LOG", log);

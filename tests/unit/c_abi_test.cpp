@@ -303,6 +303,24 @@ TEST_F(CAbi, KeysOfEightBitsHaveScales) {
   EXPECT_MESSAGE("k_scale is null");
 }
 
+TEST_F(CAbi, ListsOfKeysAreReadByTheReference) {
+  const SpecPtr s = flashjit::test::make_spec("fp32:d8:indices");
+  alignas(16) float q[8] = {}, keys[24] = {}, out[8] = {};
+  for (int i = 0; i < 24; ++i) keys[i] = static_cast<float>(i / 8);
+  const std::int32_t indices[] = {2, 0, -1, 2};
+  flashjit_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.q = {q, {1, 1, 1, 8}, {8, 8, 8, 1}}, forward.out = {out, {1, 1, 1, 8}, {8, 8, 8, 1}};
+  forward.k = forward.v = {keys, {1, 1, 3, 8}, {24, 24, 8, 1}};
+  forward.indices = {indices, {1, 1, 1, 4}, {4, 4, 4, 1}};
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+  EXPECT_FLOAT_EQ(out[7], 4.0f / 3);
+  // A program of before knows no lists.
+  forward.struct_size = offsetof(flashjit_forward_args, indices);
+  EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("indices has size [0, 0, 0, 0]");
+}
+
 TEST_F(CAbi, StatesAreMergedByTheReference) {
   const SpecPtr s = flashjit::test::make_spec("bf16:d8");
   alignas(16) float first[8] = {1, 2}, second[8] = {3, 6}, nothing[8];

@@ -47,7 +47,13 @@ enum {
 
 /** The function that a kernel is for. */
 typedef int32_t flashjit_pass;
-enum { FLASHJIT_FORWARD = 0, FLASHJIT_BACKWARD = 1, FLASHJIT_APPEND = 2, FLASHJIT_MERGE = 3 };
+enum {
+  FLASHJIT_FORWARD = 0,
+  FLASHJIT_BACKWARD = 1,
+  FLASHJIT_APPEND = 2,
+  FLASHJIT_MERGE = 3,
+  FLASHJIT_QUANTISE = 4
+};
 
 /** Whether to compile a kernel that is in no pack and not in the cache. */
 typedef int32_t flashjit_jit;
@@ -306,6 +312,18 @@ typedef struct flashjit_merge_args {
   flashjit_element_type states_type, out_type; /**< FLASHJIT_ELEMENT_FP32, or the spec's (also by default) */
 } flashjit_merge_args;
 
+/** A tensor as codes of 8 bits times scales, which are found such that the largest element of what shares a
+ * scale becomes the largest code. A scale of zeros is 1. */
+typedef struct flashjit_quantise_args {
+  size_t struct_size;
+  flashjit_tensor x;     /**< [batch, heads, rows, dim] of the spec's type, or a pool of pages; read only */
+  flashjit_tensor codes; /**< of x's sizes, of the type of "kv<type>" in the spec */
+  flashjit_scales scale; /**< written: sizes are 1, or x's batch in the place of sequences or pages, heads
+                            that divide x's, and with all others x's rows */
+  int32_t hadamard;      /**< whether rows are multiplied by blocks of a Hadamard matrix, of the largest power
+                              of two that divides dim: of Q and K alike it leaves their products alone */
+} flashjit_quantise_args;
+
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */
 typedef struct flashjit_list_args {
   size_t struct_size;
@@ -374,6 +392,11 @@ FLASHJIT_C_API flashjit_status flashjit_merge(flashjit_runtime* runtime, const f
                                               const flashjit_merge_args* args,
                                               struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
 
+/** Makes codes of 8 bits of a tensor. Of the spec, element types and head dimension are read. */
+FLASHJIT_C_API flashjit_status flashjit_quantise(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                 const flashjit_quantise_args* args,
+                                                 struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+
 /** Compiles and loads now, e.g. before a graph capture. With `config`, such as "sm80:br128:bc64:w4:s2", that
  * tile configuration is used for this spec and shape from now on; null: the tuned one, else the heuristic's.
  */
@@ -421,11 +444,13 @@ flashjit_reference_forward(const flashjit_spec* spec, const flashjit_forward_arg
 /** The same for the gradients. */
 FLASHJIT_C_API flashjit_status
 flashjit_reference_backward(const flashjit_spec* spec, const flashjit_backward_args* args) FLASHJIT_NOEXCEPT;
-/** The same of flashjit_append() and flashjit_merge(). */
+/** The same of flashjit_append(), flashjit_merge() and flashjit_quantise(). */
 FLASHJIT_C_API flashjit_status flashjit_reference_append(const flashjit_spec* spec,
                                                          const flashjit_append_args* args) FLASHJIT_NOEXCEPT;
 FLASHJIT_C_API flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
                                                         const flashjit_merge_args* args) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API flashjit_status
+flashjit_reference_quantise(const flashjit_spec* spec, const flashjit_quantise_args* args) FLASHJIT_NOEXCEPT;
 
 #ifdef __cplusplus
 }

@@ -187,6 +187,20 @@ struct MergeArgs {
   std::optional<DType> states_type = {}, out_type = {};  ///< fp32, or by default the spec's
 };
 
+/// Arguments of quantise(): x as codes times scales, which are found such that the largest element of what
+/// shares a scale becomes the largest code, and are as forward() takes them. A scale of zeros is 1.
+struct QuantiseArgs {
+  ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
+  TensorView codes;   ///< of x's sizes, of spec.kv_dtype
+  /// Written. Of sizes 1: one for all; else those of x, in the place of sequences or of pages its b; heads
+  /// may be a divisor of its h, as Q's are KV heads. One for each row where rows are s; all are then x's
+  /// sizes.
+  ScaleView scale;
+  /// Rows are multiplied by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of
+  /// two that divides d. Of Q and K alike it leaves Q K^T as it is, and outliers of some dimensions smaller.
+  bool hadamard = false;
+};
+
 /// Whether to compile a kernel that is in no pack and not in the cache.
 enum class JitMode : std::uint8_t { on, off };
 
@@ -270,6 +284,8 @@ class FLASHJIT_API Runtime {
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   /// Joins partial states. Of the spec, element type and head_dim_v are read.
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
+  /// Makes codes of 8 bits of a tensor. Of the spec, element types and head_dim are read.
+  void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
 
   /// Compiles and loads now on the current device, e.g. before a graph capture. spec.pass chooses the pass.
   /// With `config`, that configuration is used for this spec and shape from now on.

@@ -97,7 +97,8 @@ struct AttentionSpec {
   /// The canonical form of equal problems: head_dim_v filled in, options dropped where they have no effect,
   /// int scalars that programs read as floats alone declared float, cache set beside pages, kv_dtype dropped
   /// where it is dtype.
-  /// Of the passes append and merge it keeps what these read: element types, head dimensions and the cache.
+  /// Of the passes append, merge and quantise it keeps what these read: element types, head dimensions and
+  /// the cache.
   FLASHJIT_API AttentionSpec normalized() const;
   /// Throws Error(invalid_argument) that names the first field out of range and the allowed values.
   FLASHJIT_API void validate() const;

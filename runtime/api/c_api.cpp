@@ -21,7 +21,7 @@ struct flashjit_runtime {
 };
 
 struct flashjit_spec {
-  std::array<flashjit::AttentionSpec, 4> of_pass;  ///< by flashjit_pass
+  std::array<flashjit::AttentionSpec, 5> of_pass;  ///< by flashjit_pass
 };
 
 struct flashjit_tile_lists {
@@ -82,11 +82,12 @@ const flashjit_spec& get(const flashjit_spec* spec) {
 }
 
 const flashjit::AttentionSpec& get(const flashjit_spec* spec, flashjit_pass pass) {
-  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_MERGE) return get(spec).of_pass[pass];
-  throw Error(ErrorCode::invalid_argument,
-              fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2) "
-                          "or FLASHJIT_MERGE (3).",
-                          pass));
+  if (pass >= FLASHJIT_FORWARD && pass <= FLASHJIT_QUANTISE) return get(spec).of_pass[pass];
+  throw Error(
+      ErrorCode::invalid_argument,
+      fmt::format("pass is {}: give FLASHJIT_FORWARD (0), FLASHJIT_BACKWARD (1), FLASHJIT_APPEND (2), "
+                  "FLASHJIT_MERGE (3) or FLASHJIT_QUANTISE (4).",
+                  pass));
 }
 
 flashjit::AttentionShape get(const flashjit_shape* shape) {
@@ -289,6 +290,11 @@ flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
           .out_type = dtype("out_type", c.out_type)};
 }
 
+flashjit::QuantiseArgs quantise_args(const flashjit_quantise_args* given) {
+  const auto c = flashjit::read_struct("flashjit_quantise_args", given);
+  return {.x = view(c.x), .codes = view(c.codes), .scale = view(c.scale), .hadamard = c.hadamard != 0};
+}
+
 std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
   switch (jit) {
     case FLASHJIT_JIT_DEFAULT:
@@ -423,7 +429,7 @@ flashjit_status flashjit_spec_create(const char* text, flashjit_spec** spec) noe
         flashjit::parse_spec(&required(text, "text", "give a spec such as \"bf16:d128:causal\""));
     parsed.validate();
     created = new flashjit_spec;
-    for (int pass = FLASHJIT_FORWARD; pass <= FLASHJIT_MERGE; ++pass) {
+    for (int pass = FLASHJIT_FORWARD; pass <= FLASHJIT_QUANTISE; ++pass) {
       created->of_pass[pass] = parsed;
       created->of_pass[pass].pass = static_cast<flashjit::Pass>(pass);
     }
@@ -459,6 +465,11 @@ flashjit_status flashjit_merge(flashjit_runtime* runtime, const flashjit_spec* s
     States room;
     get(runtime).merge(get(spec, FLASHJIT_MERGE), merge_args(args, room), stream);
   });
+}
+
+flashjit_status flashjit_quantise(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                  const flashjit_quantise_args* args, CUstream_st* stream) noexcept {
+  return guarded([&] { get(runtime).quantise(get(spec, FLASHJIT_QUANTISE), quantise_args(args), stream); });
 }
 
 flashjit_status flashjit_prepare(flashjit_runtime* runtime, flashjit_pass pass, const flashjit_spec* spec,
@@ -541,6 +552,11 @@ flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
     States room;
     flashjit::reference_merge(get(spec, FLASHJIT_MERGE), merge_args(args, room));
   });
+}
+
+flashjit_status flashjit_reference_quantise(const flashjit_spec* spec,
+                                            const flashjit_quantise_args* args) noexcept {
+  return guarded([&] { flashjit::reference_quantise(get(spec, FLASHJIT_QUANTISE), quantise_args(args)); });
 }
 
 }  // extern "C"

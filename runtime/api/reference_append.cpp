@@ -102,10 +102,27 @@ class Rotation {
   std::int64_t pairs_;
 };
 
-/// That the row's largest magnitude becomes the type's largest code.
-float scale_of_row(DType type, const std::vector<double>& row) {
+/// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
+void rotate_by_hadamard(std::vector<double>& row) {
+  const std::size_t block = row.size() & -row.size();
+  for (std::size_t step = 1; step < block; step *= 2)
+    for (std::size_t pair = 0; pair < row.size() / 2; ++pair) {
+      const std::size_t first = pair / step * 2 * step + pair % step;
+      const double x = row[first], y = row[first + step];
+      row[first] = x + y, row[first + step] = x - y;
+    }
+  for (double& value : row) value /= std::sqrt(static_cast<double>(block));
+}
+
+float largest_of(const std::vector<double>& row) {
   double largest = 0;
   for (const double value : row) largest = std::isnan(value) ? value : std::max(largest, std::abs(value));
+  return static_cast<float>(largest);
+}
+
+/// That the row's largest magnitude becomes the type's largest code.
+float scale_of_row(DType type, const std::vector<double>& row) {
+  const double largest = largest_of(row);
   return largest == 0 ? 1.0f : static_cast<float>(largest / dtype_info(type).largest);
 }
 
@@ -163,6 +180,34 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
       move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);
+  }
+}
+
+void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args) {
+  check_arguments(spec, args);
+  const auto [batch, heads, rows, dim] = args.x.size;
+  const std::int64_t group = heads / std::max<std::int64_t>(args.scale.size[2], 1);
+  const auto row_at = [&](std::int64_t row) {
+    std::vector<double> values =
+        read_row(spec.dtype, args.x, offset_of(args.x, row / rows / heads, row / rows % heads, row % rows));
+    if (args.hadamard) rotate_by_hadamard(values);
+    return values;
+  };
+  const auto scale_at = [&](std::int64_t row) -> float& {
+    const std::int64_t b = row / rows / heads;
+    return args.scale.data[offset_of_scale(args.scale, b, b, row / rows % heads / group, row % rows)];
+  };
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row) scale_at(row) = 0;
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row)
+    scale_at(row) = std::max(
+        scale_at(row), largest_of(row_at(row)) / static_cast<float>(dtype_info(spec.kv_type()).largest));
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row)
+    if (scale_at(row) == 0) scale_at(row) = 1;
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
+    std::vector<double> values = row_at(row);
+    for (double& value : values) value /= scale_at(row);
+    write_row(spec.kv_type(), args.codes,
+              offset_of(args.codes, row / rows / heads, row / rows % heads, row % rows), values);
   }
 }
 

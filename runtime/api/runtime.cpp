@@ -31,6 +31,10 @@ void Runtime::merge(const AttentionSpec& spec, const MergeArgs& args, Stream str
   impl_->merge(spec, args, stream);
 }
 
+void Runtime::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream) {
+  impl_->quantise(spec, args, stream);
+}
+
 KernelReport Runtime::prepare(const AttentionSpec& spec, const AttentionShape& shape,
                               const std::optional<TileConfig>& config) {
   return impl_->prepare(spec, shape, config);

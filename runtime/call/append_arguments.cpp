@@ -167,6 +167,14 @@ std::vector<NamedPointer> without_nulls(std::vector<NamedPointer> pointers) {
   return pointers;
 }
 
+/// That 32 bits count the rows of all heads; returns how many heads there are.
+std::int64_t check_rows(const char* name, const std::array<std::int64_t, 4>& size) {
+  const std::int64_t heads = size[0] > 0 && size[1] > kMaxInt / size[0] ? kMaxInt : size[0] * size[1];
+  if (heads > 0 && size[2] > kMaxInt / heads)
+    refuse("{} has {} x {} x {} rows: at most 2^31 - 1 are possible.", name, size[0], size[1], size[2]);
+  return heads;
+}
+
 constexpr const char* kStateNames[kMaxPartialStates] = {"states[0].out", "states[1].out", "states[2].out",
                                                         "states[3].out", "states[4].out", "states[5].out",
                                                         "states[6].out", "states[7].out"};
@@ -187,6 +195,11 @@ AttentionShape shape_of(const AttentionSpec& spec, const AppendArgs& args) {
 
 AttentionShape shape_of(const AttentionSpec& /*spec*/, const MergeArgs& args) {
   const auto& size = args.out.size;
+  return {.batch = size[0], .heads_q = size[1], .heads_kv = size[1], .seqlen_q = size[2], .seqlen_kv = 0};
+}
+
+AttentionShape shape_of(const AttentionSpec& /*spec*/, const QuantiseArgs& args) {
+  const auto& size = args.x.size;
   return {.batch = size[0], .heads_q = size[1], .heads_kv = size[1], .seqlen_q = size[2], .seqlen_kv = 0};
 }
 
@@ -227,9 +240,7 @@ void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
                        Size{spec.v_dim(), nullptr}};
   check_tensor("out", args.out, sizes, out_size, Access::write);
   check_pointer("lse", args.lse, alignof(float));
-  const std::int64_t heads = size[0] > 0 && size[1] > kMaxInt / size[0] ? kMaxInt : size[0] * size[1];
-  if (heads > 0 && size[2] > kMaxInt / heads)
-    refuse("out has {} x {} x {} rows: at most 2^31 - 1 are possible.", size[0], size[1], size[2]);
+  const std::int64_t heads = check_rows("out", size);
   for (std::size_t i = 0; i < args.states.size(); ++i) {
     const PartialState& state = args.states[i];
     check_tensor(kStateNames[i], state.out, sizes, state_size, Access::read);
@@ -244,6 +255,34 @@ void check_arguments(const AttentionSpec& spec, const MergeArgs& args) {
     if (const Extent a = lse(args.lse), b = lse(state.lse); args.lse && a.begin < b.end && b.begin < a.end)
       refuse("lse overlaps {}, which is read meanwhile: give memory of its own.", kLseNames[i]);
   }
+}
+
+void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
+  if (!spec.has_scales())
+    refuse("The spec has K and V of {}: set spec.kv_dtype to e4m3, e5m2 or int8.", to_string(spec.kv_type()));
+  const auto [batch, heads, rows, dim] = args.x.size;
+  const Sizes sizes = {Size{batch, "x"}, Size{heads, "x"}, Size{rows, "x"}, Size{spec.head_dim, nullptr}};
+  check_tensor("x", args.x, sizes, size_of(spec.dtype), Access::read);
+  check_tensor("codes", args.codes, sizes, size_of(spec.kv_type()), Access::write);
+  check_rows("x", args.x.size);
+  if (batch * heads * rows == 0) return;
+  if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
+  check_pointer("scale", args.scale.data, alignof(float));
+  const auto& size = args.scale.size;
+  const auto fits = [](std::int64_t n, std::int64_t all) { return n == 1 || n == all; };
+  const bool divides = size[2] >= 1 && heads % size[2] == 0;
+  const bool by_row = size[3] != 1,
+             all_rows = size[0] * size[1] == batch && size[2] == heads && size[3] == rows;
+  if (!fits(size[0], batch) || !fits(size[1], batch) || (size[0] != 1 && size[1] != 1) || !divides ||
+      (by_row && !all_rows))
+    refuse(
+        "scale is [{}, {}, {}, {}], but x is [{}, {}, {}, {}]: in the place of sequences or of pages give 1 "
+        "or "
+        "{}, heads that divide {}, and 1 for the rows, or with all others {}.",
+        size[0], size[1], size[2], size[3], batch, heads, rows, dim, batch, heads, rows);
+  for (std::size_t i = 0; i < size.size(); ++i)
+    if (size[i] != 1 && args.scale.stride[i] <= 0)
+      refuse("scale has stride {}: it is written, so strides must be above 0.", args.scale.stride[i]);
 }
 
 AppendParams make_params(const AttentionSpec& spec, const AppendArgs& args) {
@@ -285,6 +324,21 @@ MergeParams make_params(const AttentionSpec& spec, const MergeArgs& args) {
   return params;
 }
 
+QuantiseParams make_params(const AttentionSpec& spec, const QuantiseArgs& args) {
+  const AttentionShape shape = shape_of(spec, args);
+  ScaleParam scale = scale_param(args.scale);
+  scale.stride_b += scale.stride_page;  // one of which is 0
+  return {.x = tensor_param(args.x),
+          .codes = tensor_param(args.codes),
+          .scale = scale,
+          .batch = static_cast<int>(shape.batch),
+          .heads = static_cast<int>(shape.heads_q),
+          .rows = static_cast<int>(shape.seqlen_q),
+          .heads_of_scale = static_cast<int>(shape.heads_q / std::max<std::int64_t>(args.scale.size[2], 1)),
+          .scale_of_row = args.scale.size[3] != 1,
+          .hadamard = args.hadamard};
+}
+
 std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
   return without_nulls({{"k", memory_of(args.k)},
                         {"v", memory_of(args.v)},
@@ -300,6 +354,11 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
                         {"rope.sin", args.rope.sin},
                         {"rope.positions", args.rope.positions},
                         {"cu_seqlens_q", args.cu_seqlens_q}});
+}
+
+std::vector<NamedPointer> pointers_of(const QuantiseArgs& args) {
+  return without_nulls(
+      {{"x", memory_of(args.x)}, {"codes", memory_of(args.codes)}, {"scale", args.scale.data}});
 }
 
 std::vector<NamedPointer> pointers_of(const MergeArgs& args) {

@@ -126,6 +126,10 @@ void Engine::merge(const AttentionSpec& spec, const MergeArgs& args, Stream stre
   run_plain(with_pass(spec, Pass::merge), args, stream);
 }
 
+void Engine::quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream) {
+  run_plain(with_pass(spec, Pass::quantise), args, stream);
+}
+
 template <class Args>
 void Engine::run_plain(const AttentionSpec& spec, const Args& args, Stream stream) {
   check_arguments(spec, args);

@@ -36,6 +36,7 @@ class Engine {
   void backward(const AttentionSpec& spec, const BackwardArgs& args, Stream stream);
   void append(const AttentionSpec& spec, const AppendArgs& args, Stream stream);
   void merge(const AttentionSpec& spec, const MergeArgs& args, Stream stream);
+  void quantise(const AttentionSpec& spec, const QuantiseArgs& args, Stream stream);
   KernelReport prepare(const AttentionSpec& spec, const AttentionShape& shape,
                        const std::optional<TileConfig>& config);
   std::array<KernelReport, 2> prepare_both(const AttentionSpec& spec, const AttentionShape& shape);

@@ -46,6 +46,9 @@ enum class Step : std::uint8_t {
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
   append,                 ///< new rows of K, V and Q, rotated, into a cache
   merge,                  ///< O and LSE of partial states
+  clear_scales,           ///< before they are found
+  find_scales,            ///< of a tensor's largest elements
+  quantise,               ///< the tensor divided by them
 };
 
 /// A captured tensor whose last two dimensions TMA copies in tiles: rows at a time, its number among the

@@ -95,6 +95,11 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return std::min(heads * q_tiles * kv_tiles, kMostOrderedBlocks);
     case Step::append:
       return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
+    case Step::clear_scales:
+      return tiles(heads, kAuxiliaryThreads);
+    case Step::find_scales:
+    case Step::quantise:
+      return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);
     case Step::merge:
       return tiles(heads * shape.seqlen_q * (kernel.spec.v_dim() / kMergedDims), kAuxiliaryThreads);
   }

@@ -125,8 +125,8 @@ Entry entry(const char* name, const char* header, const TileConfig& config, int 
   return made;
 }
 
-Entry entry_without_tiles(const char* name, const char* params) {
-  Entry made = auxiliary_entry(name);
+Entry entry_without_tiles(const char* name, const char* params, const char* header = "") {
+  Entry made = auxiliary_entry(name, header);
   made.hot = true;
   made.params = params;
   return made;
@@ -136,6 +136,13 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   KernelPlan kernel{.spec = spec, .config = config, .constants = problem_constants(spec, config)};
   if (spec.pass == Pass::append) kernel.add(Step::append, entry_without_tiles("append", "AppendParams"));
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
+  if (spec.pass == Pass::quantise) {
+    const std::pair<Step, const char*> entries[] = {{Step::clear_scales, "clear_scales"},
+                                                    {Step::find_scales, "find_scales"},
+                                                    {Step::quantise, "quantise"}};
+    for (const auto& [step, name] : entries)
+      kernel.add(step, entry_without_tiles(name, "QuantiseParams", "quantise"));
+  }
   if (!is_attention(spec.pass)) return kernel;
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);

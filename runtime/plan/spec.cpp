@@ -187,7 +187,8 @@ class FieldReader {
 
 std::string spec_allowed() {
   std::string allowed =
-      "write [fwd:|bwd:|append:|merge:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most once, "
+      "write [fwd:|bwd:|append:|merge:|quantise:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most "
+      "once, "
       "score{<program>}, a "
       "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>, "
       "kv<e4m3|e5m2|int8>";
@@ -281,7 +282,7 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
 
 bool plan::names_pass(std::string_view spec_text) {
   const std::string_view first = spec_text.substr(0, spec_text.find(':'));
-  return first == "fwd" || first == "bwd" || first == "append" || first == "merge";
+  return first == "fwd" || first == "bwd" || first == "append" || first == "merge" || first == "quantise";
 }
 
 AttentionSpec AttentionSpec::normalized() const {
@@ -296,6 +297,8 @@ AttentionSpec AttentionSpec::normalized() const {
             .kv_dtype = kv_dtype == dtype ? std::nullopt : kv_dtype,
             .key_scales = key_scales};
   if (pass == Pass::merge) return {.pass = pass, .dtype = dtype, .head_dim = v_dim(), .head_dim_v = v_dim()};
+  if (pass == Pass::quantise)
+    return {.pass = pass, .dtype = dtype, .head_dim = head_dim, .head_dim_v = head_dim, .kv_dtype = kv_dtype};
   AttentionSpec out = *this;
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
@@ -333,6 +336,9 @@ void AttentionSpec::validate() const {
         "give the lengths at the call",
         pages ? "pages" : "cache");
   }
+  if (pass == Pass::quantise && !has_scales())
+    refuse("the pass is quantise and K and V are {}; set kv_dtype to e4m3, e5m2 or int8",
+           to_string(kv_type()));
   if (!cached && pass == Pass::append)
     refuse(
         "the pass is append and the spec has no cache: set spec.pages to the rows of a page, or spec.cache");

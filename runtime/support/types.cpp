@@ -17,8 +17,11 @@ namespace {
 template <class Value, std::size_t kCount>
 using Names = std::array<std::pair<Value, std::string_view>, kCount>;
 
-constexpr Names<Pass, 4> kPasses{
-    {{Pass::forward, "fwd"}, {Pass::backward, "bwd"}, {Pass::append, "append"}, {Pass::merge, "merge"}}};
+constexpr Names<Pass, 5> kPasses{{{Pass::forward, "fwd"},
+                                  {Pass::backward, "bwd"},
+                                  {Pass::append, "append"},
+                                  {Pass::merge, "merge"},
+                                  {Pass::quantise, "quantise"}}};
 /// The names of the table of types.
 Names<DType, 6> dtype_names() {
   Names<DType, 6> names;

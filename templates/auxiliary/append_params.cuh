@@ -1,4 +1,4 @@
-// What the append and merge entries take, by value. Host and device include this file.
+// What the append, merge and quantise entries take, by value. Host and device include this file.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -51,6 +51,16 @@ struct MergeParams {
   int count;       ///< of states
   int batch, heads, seqlen;
   int fp32_parts, fp32_out;  ///< else they are of the problem's type
+};
+
+/// What the quantise entries take.
+struct QuantiseParams {
+  TensorParam x, codes;  ///< [batch, heads, rows, dim]
+  ScaleParam scale;      ///< written; strides are 0 where rows share one, pages are the batch
+  int batch, heads, rows;
+  int heads_of_scale;  ///< that share one
+  int scale_of_row;    ///< each row has its own
+  int hadamard;
 };
 
 }  // namespace flashjit

@@ -119,6 +119,52 @@ def test_append_fills_what_attention_reads(dtype, by_key):
     assert (got.float() - want.float()).abs().max() < 0.6
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
+def test_quantise_makes_what_attention_takes(dtype, scales):
+    torch.manual_seed(5)
+    q, k, v = (torch.randn(BATCH, heads, n, DIM).to(DEVICE, DTYPE) for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS)))
+    (k8, k_scale), (v8, v_scale) = (flashjit.quantise(x, dtype, scales=scales) for x in (k, v))
+    assert k8.dtype == dtype and k8.shape == k.shape
+    sizes = {"tensor": (), "head": (BATCH, HEADS_KV), "page": (BATCH, HEADS_KV, 1), "row": (BATCH, HEADS_KV, KEYS)}
+    assert k_scale.shape == sizes[scales]
+    got = attention(q, k8, v8, causal=True, k_scale=k_scale, v_scale=v_scale).float()
+    want = attention(q, k, v, causal=True).float()
+    assert (got - want).norm() < {torch.int8: 0.03, torch.float8_e4m3fn: 0.06, torch.float8_e5m2: 0.12}[dtype] * want.norm()
+
+
+def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
+    torch.manual_seed(6)
+    q, k, v = (torch.randn(BATCH, heads, n, DIM) for heads, n in ((HEADS, QUERIES), (HEADS_KV, KEYS), (HEADS_KV, KEYS)))
+    k[..., 3] *= 30  # a dimension of outliers
+    q, k, v = (x.to(DEVICE, DTYPE) for x in (q, k, v))
+    want, errors = attention(q, k, v, causal=True).float(), []
+    for hadamard in (False, True):
+        q8, q_scale = flashjit.quantise(q, heads=HEADS_KV, hadamard=hadamard)
+        k8, k_scale = flashjit.quantise(k, hadamard=hadamard)
+        v8, v_scale = flashjit.quantise(v)
+        assert q_scale.shape == (BATCH, HEADS_KV)
+        got = attention(q8, k8, v8, causal=True, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale).float()
+        errors.append(((got - want).norm() / want.norm()).item())
+    assert errors[0] < 0.3 and errors[1] < 0.3
+
+
+def test_quantise_names_mistakes():
+    x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
+    for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),
+                         ({"heads": 2, "scales": "row"}, "heads is 2")):
+        with pytest.raises(flashjit.InvalidArgument, match=words):
+            flashjit.quantise(x, **named)
+    with pytest.raises(flashjit.InvalidArgument, match="head_dim is 24"):
+        flashjit.quantise(torch.cat([x, x], -1)[..., :24].contiguous())
+    with pytest.raises(flashjit.WrongType, match="dtype is torch.float16"):
+        flashjit.quantise(x, torch.float16)
+    with pytest.raises(flashjit.Unsupported, match="no gradients"):
+        flashjit.quantise(x.clone().requires_grad_())
+    zeros, scale = flashjit.quantise(torch.zeros_like(x))
+    assert (zeros.float() == 0).all() and (scale == 1).all()
+
+
 def test_mistakes_are_named():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, HEADS_KV)
     for named, words in (({}, "k_scale is null"), ({"k_scale": k_scale}, "v_scale is null"),

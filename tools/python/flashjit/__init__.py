@@ -20,18 +20,18 @@ from .functional import DeviceTileLists, backward, build_lists, forward
 from .programs import Program, trace
 
 if TYPE_CHECKING or "torch" in _sys.modules:
-    from .torch import BlockMap, TileLists, append, attention, merge
+    from .torch import BlockMap, TileLists, append, attention, merge, quantise
 
-__all__ = ["append", "attention", "backward", "build_lists", "forward", "merge", "trace", "runtime", "version", "DeviceTileLists", "BlockMap",
+__all__ = ["append", "attention", "backward", "build_lists", "forward", "merge", "quantise", "trace", "runtime", "version", "DeviceTileLists", "BlockMap",
            "Program", "Runtime", "TileLists", "Error", "InvalidArgument", "WrongType", "Unsupported", "NoDriver", "NoDevice",
            "NoCompiler", "CompileFailed", "KernelMissing", "FileError", "CudaError", "InternalError"]
 
 
 def __getattr__(name: str) -> Any:
     """What needs PyTorch is imported when it is first asked for."""
-    if name in ("append", "attention", "merge", "BlockMap", "TileLists"):
+    if name in ("append", "attention", "merge", "quantise", "BlockMap", "TileLists"):
         from . import torch
-        globals().update(append=torch.append, attention=torch.attention, merge=torch.merge, BlockMap=torch.BlockMap,
-                         TileLists=torch.TileLists)
+        globals().update(append=torch.append, attention=torch.attention, merge=torch.merge, quantise=torch.quantise,
+                         BlockMap=torch.BlockMap, TileLists=torch.TileLists)
         return globals()[name]
     raise AttributeError(f"module 'flashjit' has no attribute {name!r}")

@@ -15,7 +15,7 @@ from ._checks import check_whole
 from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongType
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
-FORWARD, BACKWARD, APPEND, MERGE = range(4)
+FORWARD, BACKWARD, APPEND, MERGE, QUANTISE = range(5)
 MAX_CAPTURES, MAX_CAPTURE_DIMS = 24, 6
 
 #: flashjit_element_type, by the name that programs use.
@@ -108,6 +108,10 @@ class MergeArgs(ctypes.Structure):
                 ("lse", _pointer), ("states_type", ctypes.c_int32), ("out_type", ctypes.c_int32)]
 
 
+class QuantiseArgs(ctypes.Structure):
+    _fields_ = [("struct_size", ctypes.c_size_t), ("x", Tensor), ("codes", Tensor), ("scale", Scales), ("hadamard", ctypes.c_int32)]
+
+
 def words_of(structure: ctypes.Structure) -> "array.array[int]":
     """A copy of the structure as 64-bit words: a call copies these and sets its pointers, which is much quicker than to set
     members of members."""
@@ -134,6 +138,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_backward": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_append": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_merge": (ctypes.c_int32, [_pointer] * 4),
+    "flashjit_quantise": (ctypes.c_int32, [_pointer] * 4),
     "flashjit_prepare": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, ctypes.c_char_p]),
     "flashjit_prepare_both": (ctypes.c_int32, [_pointer] * 3),
     "flashjit_workspace_bytes": (ctypes.c_int32, [_pointer, ctypes.c_int32, _pointer, _pointer, _pointer]),
@@ -145,6 +150,7 @@ _SIGNATURES: dict[str, tuple[Any, list[Any]]] = {
     "flashjit_reference_backward": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_append": (ctypes.c_int32, [_pointer] * 2),
     "flashjit_reference_merge": (ctypes.c_int32, [_pointer] * 2),
+    "flashjit_reference_quantise": (ctypes.c_int32, [_pointer] * 2),
 }
 
 
@@ -344,7 +350,7 @@ class Runtime:
 
 def _pass_of(spec: str, backward: bool) -> int:
     """flashjit_pass: what the text names, where it is not attention."""
-    return {"append": APPEND, "merge": MERGE}.get(spec.partition(":")[0], BACKWARD if backward else FORWARD)
+    return {"append": APPEND, "merge": MERGE, "quantise": QUANTISE}.get(spec.partition(":")[0], BACKWARD if backward else FORWARD)
 
 
 def _stop_tuning(runtime: Handle, process: int) -> None:

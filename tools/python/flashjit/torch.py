@@ -16,9 +16,10 @@ from ._library import runtime
 from ._lists import TileLists
 from ._plans import SPEC_TYPES, bind_context
 from ._problem import BlockMap, causal_option, check_types
+from ._quantise import quantise
 from ._sdpa import scaled_dot_product_attention
 
-__all__ = ["append", "attention", "merge", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
+__all__ = ["append", "attention", "merge", "quantise", "scaled_dot_product_attention", "BlockMap", "TileLists", "prepare", "register_with_diffusers",
            "register_with_transformers", "use_in_diffusers"]
 
 

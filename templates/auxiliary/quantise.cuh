@@ -1,0 +1,122 @@
+// A tensor as codes of 8 bits times scales, such that the largest element of what shares a scale becomes the
+// largest code: three entries, one after the other. Q and K may be rotated before by an orthogonal matrix,
+// which leaves Q K^T alone and spreads outliers over the dimensions.
+#pragma once
+
+#include "flashjit/auxiliary/append_params.cuh"
+#include "flashjit/common/chunk.cuh"
+#include "flashjit/common/ptx.cuh"
+
+namespace flashjit::auxiliary {
+
+/// A row of the tensor, by a warp.
+struct QuantisedRow {
+  int b, h, s;
+  bool exists;
+};
+__device__ __forceinline__ QuantisedRow row_of_warp(const QuantiseParams& p) {
+  const long long row = static_cast<long long>(blockIdx.x) * (blockDim.x / 32) + threadIdx.x / 32;
+  const long long head = row / p.rows;
+  return {static_cast<int>(head / p.heads), static_cast<int>(head % p.heads), static_cast<int>(row % p.rows),
+          head < static_cast<long long>(p.batch) * p.heads};
+}
+
+__device__ __forceinline__ float* scale_of_row(const QuantiseParams& p, const QuantisedRow& at) {
+  return p.scale.data + at.b * p.scale.stride_b + at.h / p.heads_of_scale * p.scale.stride_h +
+         at.s * p.scale.stride_s;
+}
+
+/// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
+template <int kDim>
+__device__ __forceinline__ void rotate_by_hadamard(float* row, int lane) {
+  constexpr int kBlock = kDim & -kDim;
+#pragma unroll
+  for (int step = 1; step < kBlock; step *= 2) {
+    for (int pair = lane; pair < kDim / 2; pair += 32) {
+      const int first = pair / step * 2 * step + pair % step;
+      const float x = row[first], y = row[first + step];
+      row[first] = x + y, row[first + step] = x - y;
+    }
+    __syncwarp();
+  }
+  for (int i = lane; i < kDim; i += 32) row[i] /= sqrtf(static_cast<float>(kBlock));
+  __syncwarp();
+}
+
+/// Fills a warp's row with what is quantised.
+template <class P>
+__device__ __forceinline__ void load_row(const QuantiseParams& p, const QuantisedRow& at, float* row) {
+  using Element = typename P::Element;
+  constexpr int kElements = kChunk<Element>;
+  const int lane = threadIdx.x % 32;
+  const auto* from = reinterpret_cast<const uint4*>(row_of<Element>(p.x, at.b, at.h, at.s));
+  for (int chunk = lane; chunk < P::kHeadDim / kElements; chunk += 32) {
+    float x[kElements];
+    unpack_chunk<Element>(from[chunk], x);
+#pragma unroll
+    for (int i = 0; i < kElements; ++i) row[chunk * kElements + i] = x[i];
+  }
+  __syncwarp();
+  if (p.hadamard) rotate_by_hadamard<P::kHeadDim>(row, lane);
+}
+
+/// What a warp's row asks of its scale; NaN where it has one, as bits of floats that are not negative grow as
+/// these do.
+template <class P>
+__device__ __forceinline__ float scale_for(const float* row) {
+  int largest = 0;
+  for (int i = threadIdx.x % 32; i < P::kHeadDim; i += 32)
+    largest = max(largest, __float_as_int(fabsf(row[i])));
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2)
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, lanes));
+  return __int_as_float(largest) / kLargestCode<typename P::KvElement>;
+}
+
+constexpr int kQuantisedRows = 4;  // of a CTA of 128 threads
+
+/// Clears the scales that rows share.
+template <class P>
+__device__ void clear_scales(const QuantiseParams& p) {
+  const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
+  const int heads = p.heads / p.heads_of_scale;
+  if (p.scale_of_row || i >= p.batch * heads) return;
+  p.scale.data[i / heads * p.scale.stride_b + i % heads * p.scale.stride_h] = 0.0f;
+}
+
+/// Raises them to what each row asks for.
+template <class P>
+__device__ void find_scales(const QuantiseParams& p) {
+  __shared__ float rows[kQuantisedRows][P::kHeadDim];
+  const QuantisedRow at = row_of_warp(p);
+  if (p.scale_of_row || !at.exists) return;
+  float* row = rows[threadIdx.x / 32];
+  load_row<P>(p, at, row);
+  const float scale = scale_for<P>(row);
+  if (threadIdx.x % 32 == 0) atomicMax(reinterpret_cast<int*>(scale_of_row(p, at)), __float_as_int(scale));
+}
+
+/// Divides each row by its scale. Where that is 0 all that share it are zeros; it becomes 1.
+template <class P>
+__device__ void quantise(const QuantiseParams& p) {
+  using Code = typename P::KvElement;
+  __shared__ float rows[kQuantisedRows][P::kHeadDim];
+  const QuantisedRow at = row_of_warp(p);
+  if (!at.exists) return;
+  const int lane = threadIdx.x % 32;
+  float *row = rows[threadIdx.x / 32], *scale = scale_of_row(p, at);
+  load_row<P>(p, at, row);
+  const float found = p.scale_of_row ? scale_for<P>(row) : *scale, divisor = found == 0.0f ? 1.0f : found;
+  __syncwarp();
+  if (lane == 0 && (p.scale_of_row || found == 0.0f)) *scale = divisor;
+  auto* to = reinterpret_cast<unsigned*>(row_of<Code>(p.codes, at.b, at.h, at.s));
+  for (int four = lane; four < P::kHeadDim / 4; four += 32) {
+    unsigned word = 0;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      word |= static_cast<unsigned>(from_float<Code>(row[four * 4 + i] / divisor).bits) << (i * 8);
+    to[four] = word;
+  }
+}
+
+}  // namespace flashjit::auxiliary

@@ -1,0 +1,80 @@
+// quantise() on the GPU: codes times scales are x, rotated or not, as nearly as the codes' type allows.
+#pragma once
+
+#include <cmath>
+#include <vector>
+
+#include "flashjit/reference.hpp"
+#include "tests/support/attention_case.hpp"
+#include "tests/support/scales.hpp"
+
+namespace flashjit::test {
+
+struct QuantiseCase {
+  const char* spec;                  ///< "bf16:d64:kve4m3"
+  std::array<std::int64_t, 3> size;  ///< batch, heads, rows
+  std::array<std::int64_t, 4> scales;
+  bool hadamard = false;
+};
+
+inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
+  SCOPED_TRACE(std::string(test.spec) + (test.hadamard ? " hadamard" : ""));
+  const AttentionSpec spec = parse_spec(test.spec);
+  const auto [batch, heads, rows] = test.size;
+  const std::int64_t dim = spec.head_dim, count = batch * heads * rows * dim;
+  std::mt19937 random(7);
+  std::vector<double> x = normal_values(count, spec.dtype, 3.0, random);
+  // The first head of the first entry is zeros, but where all share a scale.
+  if (test.scales[2] > 1) std::fill_n(x.begin(), heads / test.scales[2] * rows * dim, 0.0);
+  std::int64_t scale_count = 1;
+  for (const std::int64_t size : test.scales) scale_count *= size;
+  const auto args_of = [&](const void* x_data, void* codes, void* scale) {
+    ScaleView view{static_cast<float*>(scale),
+                   test.scales,
+                   {test.scales[1] * test.scales[2] * test.scales[3], test.scales[2] * test.scales[3],
+                    test.scales[3], 1}};
+    return QuantiseArgs{.x = ConstTensorView::bhsd(x_data, batch, heads, rows, dim),
+                        .codes = TensorView::bhsd(codes, batch, heads, rows, dim),
+                        .scale = view,
+                        .hadamard = test.hadamard};
+  };
+  const auto device_x = to_device(spec.dtype, x);
+  const GuardedMemory codes(count), scale(scale_count * sizeof(float));
+  runtime.quantise(spec, args_of(device_x.data(), codes.data(), scale.data()), nullptr);
+  gpu().context->synchronize();
+  EXPECT_TRUE(codes.guards_intact() && scale.guards_intact());
+  const std::vector<double> got = decode(spec.kv_type(), codes.content()),
+                            got_scales = decode(DType::fp32, scale.content());
+
+  std::vector<std::uint8_t> host_x = encode(spec.dtype, x), host_codes(count);
+  std::vector<float> host_scales(scale_count);
+  reference_quantise(spec, args_of(host_x.data(), host_codes.data(), host_scales.data()));
+  const std::vector<double> wanted = decode(spec.kv_type(), host_codes);
+  for (std::int64_t i = 0; i < scale_count; ++i)
+    EXPECT_NEAR(got_scales[i], host_scales[i], 1e-6 * host_scales[i]) << i;
+  // A quotient next to the middle between two codes may become either.
+  std::int64_t other = 0;
+  for (std::int64_t i = 0; i < count; ++i) {
+    other += got[i] != wanted[i];
+    EXPECT_NEAR(got[i], wanted[i], 1 + std::abs(wanted[i]) / 4) << i;
+  }
+  EXPECT_LE(other, count / 200);
+  double largest = 0;
+  for (const double code : got) largest = std::max(largest, std::abs(code));
+  EXPECT_EQ(largest, dtype_info(spec.kv_type()).largest);
+}
+
+/// All types, and scales of a tensor, of heads, of Q's KV heads, of pages and of rows.
+inline const std::vector<QuantiseCase>& quantise_cases() {
+  static const std::vector<QuantiseCase> all = {{"bf16:d128:kve4m3", {3, 4, 37}, {1, 1, 1, 1}},
+                                                {"bf16:d128:kve4m3", {3, 4, 37}, {3, 1, 4, 1}, true},
+                                                {"fp16:d64:kve5m2", {2, 8, 5}, {2, 1, 2, 1}},
+                                                {"fp16:d80:kvint8", {5, 2, 16}, {1, 5, 2, 1}},
+                                                {"fp32:d96:kve4m3", {2, 3, 20}, {2, 1, 3, 20}, true},
+                                                {"bf16:d256:kvint8", {4, 2, 16}, {1, 4, 2, 16}},
+                                                {"fp32:d16:kve4m3", {1, 1, 1}, {1, 1, 1, 1}},
+                                                {"bf16:d576x512:kve4m3", {1, 2, 9}, {1, 1, 2, 1}, true}};
+  return all;
+}
+
+}  // namespace flashjit::test

@@ -1,0 +1,81 @@
+"""quantise(): a tensor as codes of 8 bits times scales."""
+from __future__ import annotations
+
+import ctypes
+from typing import Any, Union
+
+import torch
+from torch import Tensor
+
+from . import _library
+from ._library import QuantiseArgs, spec_handle
+from ._plans import (KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, dense_strides, describe, is_watched, launch, readable, signature,
+                     tensor_struct)
+from .errors import InvalidArgument, Unsupported, WrongType
+
+#: What shares a scale, and the scales' sizes: of x [batch, heads, rows, head_dim], and of as many heads as have one.
+_SIZES = {"tensor": lambda b, h, s: (), "head": lambda b, h, s: (b, h), "page": lambda b, h, s: (b, h, 1), "row": lambda b, h, s: (b, h, s)}
+
+
+def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str = "head", heads: Union[int, None] = None,
+             hadamard: bool = False) -> tuple[Tensor, Tensor]:
+    """Codes of 8 bits and their scales, as attention() takes them: x is codes times scales, as nearly as the type allows.
+
+    x: Q, K or V, [batch, heads, rows, head_dim], or a pool of pages; float16, bfloat16 or float32; head_dim a multiple of 16.
+    dtype: torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.
+    scales: what shares one: "tensor"; "head" of a batch entry; "page" and head, which is the same with sizes as attention() wants
+        them of pages; each "row". The largest element of what shares a scale becomes the largest code.
+    heads: how many heads have scales, if not all: those of K and V, for Q, whose query heads then share one.
+    hadamard: multiply the rows by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of two that divides
+        head_dim. Of Q and K alike it leaves their scores as they are, and makes outliers in few dimensions smaller.
+
+    Returns (codes, scale): codes like x; scale float32. No gradients. Raises flashjit.Error.
+    """
+    if not isinstance(x, Tensor):
+        raise WrongType(f"x is a {type(x).__name__}: give a torch.Tensor.")
+    if dtype not in KV_TYPES:
+        raise WrongType(f"dtype is {dtype}: give torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.")
+    if scales not in _SIZES:
+        raise InvalidArgument(f"scales is {scales!r}: give {', '.join(map(repr, _SIZES))}.")
+    check_alike({"x": x})
+    if torch.is_grad_enabled() and x.requires_grad:
+        raise Unsupported("quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none.")
+    heads = x.shape[1] if heads is None else heads
+    if heads < 1 or x.shape[1] % heads or (heads != x.shape[1] and scales == "row"):
+        raise InvalidArgument(f"heads is {heads} and x is {describe(x)}: give a divisor of its heads, and with scales=\"row\" none.")
+    codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
+    scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
+    run = torch.ops.flashjit.quantise if torch.compiler.is_compiling() or is_watched() else _quantise
+    run(x, codes, scale, bool(hadamard))
+    return codes, scale
+
+
+torch.library.define("flashjit::quantise", "(Tensor x, Tensor(a!) codes, Tensor(b!) scale, bool hadamard) -> ()",
+                     tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.register_fake("flashjit::quantise")(lambda *_: None)
+_calls: dict[Any, Any] = {}
+_PLACES = tuple(_library.word(QuantiseArgs, name) for name in ("x", "codes", "scale"))
+
+
+def _quantise(x: Tensor, codes: Tensor, scale: Tensor, hadamard: bool) -> None:
+    x = readable(x, "x")
+    key = (signature(x), signature(codes), signature(scale), hadamard)
+    call = _calls.get(key)
+    if call is None:
+        sizes = (1, 1, 1, 1) if scale.dim() == 0 else (scale.shape[0], 1, scale.shape[1], scale.shape[2] if scale.dim() == 3 else 1)
+        strides = (sizes[2] * sizes[3], 0, sizes[3], 1)
+        args = QuantiseArgs(struct_size=ctypes.sizeof(QuantiseArgs), x=tensor_struct(x.shape, x.stride()),
+                            codes=tensor_struct(codes.shape, codes.stride()),
+                            scale=_library.Scales(None, (ctypes.c_int64 * 4)(*sizes), (ctypes.c_int64 * 4)(*strides)), hadamard=hadamard)
+        dims = f"{x.shape[3]}" if x.shape[3] <= 512 else f"{x.shape[3]}x512"  # the most that V has
+        call = spec_handle(f"{SPEC_TYPES[x.dtype]}:d{dims}:kv{KV_TYPES[codes.dtype]}"), _library.words_of(args)
+        if len(_calls) >= KEEP_PLANS:
+            _calls.clear()
+        _calls[key] = call
+    spec, words = call[0], call[1][:]
+    for place, tensor in zip(_PLACES, (x, codes, scale)):
+        words[place] = tensor.data_ptr()
+    launch("quantise", spec, words, x.get_device())
+
+
+torch.library.impl("flashjit::quantise", ("cuda", "cpu"))(_quantise)

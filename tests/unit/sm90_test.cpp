@@ -314,7 +314,9 @@ TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80, 128, 128, 2, false, false, false, 1, 1, false}.bytes();
+  const int bytes = sm90::ForwardLayout{192, 80, 128,   128,   2,     false, false, false,
+                                        1,   1,  false, false, false, false, false, 1}
+                        .bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",
                        .function = "flashjit::sm90::forward",

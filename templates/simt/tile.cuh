@@ -246,11 +246,12 @@ __device__ __forceinline__ void store_result(const Result<T, kDim>& result, cons
       const int column = chunk * kChunk + T::lane() * kColumnsPerLane;
       if (row >= to.end || column >= kDim) continue;
       Vector<Element, kColumnsPerLane> value;
-      auto* at = reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.row(row) + column);
 #pragma unroll
-      for (int c = 0; c < kColumnsPerLane; ++c) {
-        value.at[c] = from_float<Element>(result.at[chunk][i][c]);
-        if constexpr (kAdd) value.at[c] += at->at[c];
+      for (int c = 0; c < kColumnsPerLane; ++c) value.at[c] = from_float<Element>(result.at[chunk][i][c]);
+      auto* at = reinterpret_cast<Vector<Element, kColumnsPerLane>*>(to.row(row) + column);
+      if constexpr (kAdd) {
+#pragma unroll
+        for (int c = 0; c < kColumnsPerLane; ++c) value.at[c] += at->at[c];
       }
       *at = value;
     }

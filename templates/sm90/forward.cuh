@@ -232,8 +232,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     barrier_init_fence();
   }
   __syncthreads();
-  zero_unused_rows_of_output<P>(p);
   if constexpr (kLists<P>) wait_for_prior_grid<P>();
+  zero_unused_rows_of_output<P>(p);
   ShareStart start;
   if constexpr (P::kStreamK)
     start = find_share<P>(p, static_cast<int>(blockIdx.x) / p.head_lanes, Storage(0, shared).share_scratch());

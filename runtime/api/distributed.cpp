@@ -47,6 +47,8 @@ class Places {
     used_ += (bytes + 255) / 256 * 256;
     return reinterpret_cast<T*>(place);
   }
+  /// None if nothing is needed: behind the last place is nobody's memory.
+  Workspace take_workspace(std::size_t bytes) { return bytes ? Workspace{take(bytes), bytes} : Workspace{}; }
   std::size_t used() const { return used_; }
 
  private:
@@ -184,8 +186,7 @@ struct SharedAttention::Impl {
     }
     p.part = places.take(out);
     p.part_lse = places.take<float>(lse_bytes());
-    const std::size_t kernels = kernel_bytes(Pass::forward);
-    p.kernels = {places.take(kernels), kernels};
+    p.kernels = places.take_workspace(kernel_bytes(Pass::forward));
     return p;
   }
   BackwardPlaces backward_places(Places& places) const {
@@ -198,8 +199,7 @@ struct SharedAttention::Impl {
     for (KvBlock& sum : p.sums) sum = take_block(places, kFloat);
     p.dq = places.take(s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat);
     p.zeros = places.take<float>(lse_bytes() * chunks());
-    const std::size_t kernels = kernel_bytes(Pass::backward);
-    p.kernels = {places.take(kernels), kernels};
+    p.kernels = places.take_workspace(kernel_bytes(Pass::backward));
     return p;
   }
   std::size_t workspace_bytes(Pass pass) const {

@@ -26,8 +26,7 @@ LaunchedWhen launched_when(Step step) {
   }
 }
 
-/// Whether what a step does follows another launch, for which it waits by itself where kernels can. The first
-/// of the backward pass follows whatever the stream has before it.
+/// Whether what a step does follows another launch, for which it waits by itself where kernels can.
 bool follows_another(Step step, const KernelPlan& kernel) {
   const AnalysedSpec& spec = kernel.spec;
   switch (step) {
@@ -35,7 +34,6 @@ bool follows_another(Step step, const KernelPlan& kernel) {
       return has_term_bounds(spec);
     case Step::main:
       return spec.pass == Pass::backward || spec.has_tile_lists;
-    case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
     case Step::combine_dkdv:

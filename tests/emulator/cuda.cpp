@@ -53,12 +53,14 @@ class Memory {
     return CUDA_SUCCESS;
   }
 
-  bool has(const void* address) {
+  /// Whether an allocation has the address, or the page behind it.
+  bool has(const void* address, std::size_t page_behind = kPage) {
     const std::lock_guard lock(mutex_);
     const auto behind = mappings_.upper_bound(reinterpret_cast<CUdeviceptr>(address));
     if (behind == mappings_.begin()) return false;
     const Mapping& mapping = std::prev(behind)->second;
-    return static_cast<const char*>(address) < static_cast<const char*>(mapping.pages) + mapping.bytes;
+    const char* end = static_cast<const char*>(mapping.pages) + mapping.bytes - kPage;
+    return static_cast<const char*>(address) < end + page_behind;
   }
 
  private:
@@ -104,6 +106,11 @@ void set_memory(Driver& d) {
   };
   d.memcpy_dtod_async = [](CUdeviceptr to, CUdeviceptr from, std::size_t bytes, CUstream) {
     return copy(to, pointer(from), bytes);
+  };
+  d.pointer_get_attribute = [](void* value, CUpointer_attribute attribute, CUdeviceptr address) {
+    static const auto of_fake_driver = FakeDriver::driver()->pointer_get_attribute;
+    return memory().has(pointer(address), 0) ? of_fake_driver(value, attribute, address)
+                                             : CUDA_ERROR_INVALID_VALUE;
   };
   d.memset_d8 = fill<>;
   d.memset_d8_async = fill<CUstream>;

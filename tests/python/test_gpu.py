@@ -377,7 +377,7 @@ def test_dropout_in_compiled_code():
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, *[None] * 11, [], [], [], ":causal", None, 0.0, 0, 0, False)
+    arguments = (q, k, v, *[None] * 13, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 
@@ -446,7 +446,7 @@ def test_a_backward_pass_waits_for_what_the_stream_has_before_it(before, capture
             with torch.cuda.stream(other):
                 dout.mul_(1)
             current.wait_stream(other)
-        return flashjit.backward(q, k, v, out, lse, dout, options="causal:det")
+        return flashjit.backward(q, k, v, out, lse, dout, options="causal:det", stream=current.cuda_stream)
 
     dout.copy_(given)
     want = flashjit.backward(q, k, v, out, lse, dout, options="causal:det")

@@ -155,7 +155,7 @@ def draw_paper(table, figure, path):
         beside.plot([int(row["bc"]) for row in counted], [float(row["l2_gb"]) for row in counted], color="#D55E00", marker="s")
         beside.set_ylabel("L2 traffic, GB", color="#D55E00")
         beside.set_ylim(bottom=0)
-    blocks.set_title("forward over Bc, Br 128, ms")
+    blocks.set_title("forward over Bc, Br 128, ms" + ("" if by_bc else ": not measured"))
     blocks.set_ylim(bottom=0)
     sparse = [row for row in figure if row["part"] == "density"]
     density.plot([100 * float(row["density"]) for row in sparse], [float(row["ms"]) for row in sparse], **LINES["flashjit"])
@@ -231,8 +231,9 @@ def paper_section(table, figure):
              markdown(["", "Gop (computed)", "device memory, GB", "L2, GB", "ms"], lines)]
     by_bc = [[row["config"], row["bc"], *(number(row, name) for name in ("device_gb", "l2_gb", "ms"))]
              for row in figure if row["part"] == "bc"]
-    parts += ["The forward pass of the same model with one Br and each Bc:",
-              markdown(["", "Bc", "device memory, GB", "L2, GB", "ms"], by_bc)]
+    if by_bc:
+        parts += ["The forward pass of the same model with one Br and each Bc:",
+                  markdown(["", "Bc", "device memory, GB", "L2, GB", "ms"], by_bc)]
     by_density = [[f"{100 * float(row['density']):.1f}%" if row["part"] == "density" else "dense", number(row, "ms")]
                   for row in figure if row["part"] in ("density", "dense")]
     parts += ["Block-sparse at 4k (batch 16, 8 heads of 64; 128x128 blocks at random), both passes:",

@@ -211,8 +211,8 @@ __device__ __forceinline__ float largest_by_bits(float first, const float (&s)[k
 }
 
 /// P = exp2(S * scale - m), in place of S, with the row maximum m and the row sum l carried on. `rescale` is
-/// what O and l so far must be multiplied by, exp2(m before - m). `first`: of a work
-/// tile's first KV tile.
+/// what O and l so far must be multiplied by, exp2(m before - m). `first`: of a work tile's
+/// first KV tile.
 template <class P, int kCount>
 __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
                                                int kv_begin, bool full, bool first, float (&s)[kCount],

@@ -1,8 +1,7 @@
 // K and V of 8 bits. TMA brings tiles of codes to slots of their own, and a warp their keys' scales; a
 // warpgroup makes elements of them in the stages of K and V, where the consumers find what they find of 16
-// bits. Scales of heads are the
-// consumers', in the score's scale and in O; of scales of keys, K's are the consumers', in S, and V's are in
-// what this warpgroup writes.
+// bits. Scales of heads are the consumers', in the score's scale and in O; of scales of keys, K's are the
+// consumers', in S, and V's are in what this warpgroup writes.
 #pragma once
 
 #include "flashjit/sm90/forward_mainloop.cuh"

@@ -1,5 +1,6 @@
 """attention() on a cache in pages or slots: against each sequence by itself, on the GPU where there is one."""
 import math
+import pathlib
 
 import pytest
 
@@ -110,6 +111,27 @@ def test_compiled():
         out = step(q, cache.k, cache.v, cache.table, cache.lengths)
     expect_close(out, 2 * flashjit.attention(q, cache.k, cache.v, causal=True, page_table=cache.table,
                                              kv_lengths=cache.lengths).double())
+
+
+def with_prefix(q, prefix_k, prefix_v, k, v, **cache):
+    """As tools/docs/serving.md has it."""
+    page = (pathlib.Path(__file__).parents[2] / "tools" / "docs" / "serving.md").read_text()
+    code = page[page.index("def with_prefix"):]
+    names = {"torch": torch, "flashjit": flashjit}
+    exec(code[:code.index("```")], names)
+    return names["with_prefix"](q, prefix_k, prefix_v, k, v, **cache)
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_prefix_that_sequences_share(queries):
+    cache = Cache(16)
+    q = torch.randn(len(LENGTHS), HEADS, queries, DIM).to(DEVICE, DTYPE)
+    prefix_k, prefix_v = torch.randn(2, 1, HEADS_KV, 50, DIM).to(DEVICE, DTYPE)
+    out = with_prefix(q, prefix_k, prefix_v, cache.k, cache.v, page_table=cache.table, kv_lengths=cache.lengths)
+    assert out.dtype == DTYPE
+    for i, length in enumerate(LENGTHS):
+        if length >= queries:  # else the first queries are of the prefix
+            expect_close(out[i], exact(q[i], *(torch.cat(pair, 1) for pair in ((prefix_k[0], cache.keys[i]), (prefix_v[0], cache.values[i])))))
 
 
 def test_what_makes_no_sense_is_refused():

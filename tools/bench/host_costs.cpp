@@ -89,8 +89,9 @@ void bare_launch(benchmark::State& state, const Bench& bench) {
   Params params = make_params(bench.plan(), args);
   device::TensorMaps maps{};
   if (const auto& boxes = bench.plan().tensor_boxes)
-    maps = device::make_tensor_maps(bench.driver(), *boxes, bench.plan().spec.dtype, args.q, args.k, args.v,
-                                    args.out, "out", params.captures);
+    maps =
+        device::make_tensor_maps(bench.driver(), *boxes, bench.plan().spec.dtype, bench.plan().spec.kv_type(),
+                                 args.q, args.k, args.v, args.out, "out", params.captures);
   std::array<void*, 2> parameters{&params, &maps};
   int launched = 0;
   for (auto _ : state) {

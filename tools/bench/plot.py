@@ -406,6 +406,8 @@ def serving_section(rows):
               *(micros(row, name) for name in columns)] for row in rows if row["heads"]]
     states = [f"{row['problem']}: {float(row[name]):.1f} us, a copy {float(row['copy_us']):.1f}"
               for row in rows for name in ("append_us", "merge_us") if row.get(name)]
+    states += [f"{row['problem']}: one call {float(row['together_us']):.0f} us, two {float(row['apart_us']):.0f}"
+               for row in rows if row.get("together_us")]
     about = (f"Microseconds of a call in a CUDA graph; {' and '.join(values(rows, 'device'))}, commit {' and '.join(values(rows, 'commit'))}, "
              f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}.")
     return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])

@@ -190,6 +190,53 @@ def run_problem(report, problem, flashjit, fa3, rounds, pages):
           + f"  {problem.kv_bytes() / us['contiguous'] / 1e6:.2f} TB/s", flush=True)
 
 
+def run_prefix(report, flashjit, rounds):
+    """64 sequences that share a prefix of 8k keys: two calls and merge() beside one call over a cache in which each has its own."""
+    count, heads, heads_kv, shared, own, dim = 64, 32, 8, 8192, 512, 128
+    make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+    q, lengths = make(count, heads, 1, dim), torch.full((count,), own, dtype=torch.int32, device="cuda")
+    prefix, of_own = [make(1, heads_kv, shared, dim) for _ in "kv"], [make(count, heads_kv, own, dim) for _ in "kv"]
+    whole = [torch.cat([a.expand(count, -1, -1, -1), b], 2) for a, b in zip(prefix, of_own)]
+    state = {"return_lse": True, "out_dtype": torch.float32}
+    rows = q.transpose(0, 1).reshape(1, heads, count, dim)
+
+    def cascade():
+        out, lse = flashjit.attention(rows, *prefix, **state)
+        states = [(out.view(heads, count, 1, dim).transpose(0, 1), lse.view(heads, count, 1).transpose(0, 1)),
+                  flashjit.attention(q, *of_own, causal=True, cache=True, kv_lengths=lengths, **state)]
+        return flashjit.merge(states, dtype=q.dtype)[0]
+
+    one = lambda: flashjit.attention(q, *whole, causal=True, cache=True, kv_lengths=lengths + shared)
+    error = ((cascade() - one()).float().norm() / one().float().norm()).item()
+    if not error <= 0.01:
+        report.failure(f"a shared prefix: two calls differ from one by {error:.3g}")
+    us = microseconds({"apart": [cascade], "together": [one]}, rounds)
+    least = (prefix[0].nbytes + of_own[0].nbytes) * 2
+    report.row(problem="64 share 8k, 512 of their own", kv_bytes=least, **{f"{name}_us": x for name, x in us.items()})
+    print(f"a prefix of 8k shared by 64: two calls and merge {us['apart']:.1f} us, {least / us['apart'] / 1e6:.2f} TB/s of what must be read; "
+          f"one call over whole caches {us['together']:.1f} us", flush=True)
+
+
+def run_mix(report, flashjit, rounds):
+    """8 prefills of 1k and 56 decodes over 4k keys in one call, beside a call for each kind."""
+    make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)
+    k, v = make(64, 8, 4096, 128), make(64, 8, 4096, 128)
+    ints = lambda values: torch.tensor(values, dtype=torch.int32, device="cuda")
+
+    def call(queries, lengths, begin):
+        offsets = ints([0, *torch.tensor(queries).cumsum(0).tolist()])
+        q, of_lengths, end = make(1, 32, sum(queries), 128), ints(lengths), begin + len(queries)
+        return lambda: flashjit.attention(q, k[begin:end], v[begin:end], causal=True, cache=True, kv_lengths=of_lengths,
+                                          cu_seqlens_q=offsets, max_seqlen_q=max(queries))
+
+    prefill, decode = ([1024] * 8, [1024] * 8), ([1] * 56, [4096] * 56)
+    parts = [call(*prefill, 0), call(*decode, 8)]
+    us = microseconds({"together": [call(prefill[0] + decode[0], prefill[1] + decode[1], 0)],
+                       "apart": [lambda: [part() for part in parts]]}, rounds)
+    report.row(problem="8 x 1k prefill and 56 x 4k decode", **{f"{name}_us": x for name, x in us.items()})
+    print(f"8 prefills of 1k and 56 decodes of 4k: one call {us['together']:.1f} us, two {us['apart']:.1f} us", flush=True)
+
+
 def run_states(report, flashjit, rounds):
     """append() of rotated keys and values beside a copy of its bytes, and merge() beside one of its own."""
     like = dict(device="cuda", dtype=torch.bfloat16)
@@ -231,14 +278,16 @@ def main():
         fa3 = None
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us",
-               *(f"pages{rows}_us" for rows in arguments.pages), "e4m3_us", "e4m3_pages16_us", "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us"]
+               *(f"pages{rows}_us" for rows in arguments.pages), "e4m3_us", "e4m3_pages16_us", "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us",
+               "together_us", "apart_us"]
     report = compare.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         for problem in problems():
             if not arguments.only or arguments.only in problem.label():
                 compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages)
         if not arguments.only:
-            compare.guarded(report, "append and merge", run_states, report, flashjit, 15)
+            for name, run in (("append and merge", run_states), ("a shared prefix", run_prefix), ("prefill and decode", run_mix)):
+                compare.guarded(report, name, run, report, flashjit, 15)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

@@ -4,6 +4,7 @@ import random
 import pytest
 from flashjit import simulator
 from flashjit._chunks import Chunk, chunks
+from flashjit.errors import InvalidArgument
 from flashjit.simulator import Machine, Problem, pairs, simulate
 
 
@@ -39,6 +40,37 @@ def test_timelines(scheme, backward):
         for rank in range(ranks):
             own = sorted((e.begin, e.end) for e in plan.events if e.rank == rank and e.what != "send")
             assert all(a[1] <= b[0] + 1e-12 for a, b in zip(own, own[1:]))
+
+
+@pytest.mark.parametrize("changed, words", [
+    (dict(ranks=0), "ranks is 0"), (dict(ranks=-2), "ranks is -2"), (dict(ranks="8"), "ranks is '8'"), (dict(ranks=3), "pad it to 65538"),
+    (dict(problem=Problem(-8)), "tokens is -8"), (dict(problem=Problem(65536, heads_kv=0)), "heads_kv is 0"),
+    (dict(problem=Problem(65536, heads_kv=5)), "heads is 32 and problem.heads_kv 5"), (dict(problem=Problem(65536, dim=0)), "dim is 0"),
+    (dict(problem=Problem(65536, window=0)), "window is 0"), (dict(layout="x"), "layout is 'x'"), (dict(scheme="x"), "scheme is 'x'"),
+    (dict(scheme="two_level", inner=3), "inner is 3"), (dict(scheme="two_level", inner=0), "inner is 0"),
+    (dict(machine=Machine(link_bytes=-1)), "link_bytes is -1"), (dict(machine=Machine(forward_flops=0)), "forward_flops is 0"),
+    (dict(machine=Machine(forward_flops=float("nan"))), "forward_flops is nan"), (dict(machine=Machine(ranks_of_host=0)), "ranks_of_host")])
+def test_what_makes_no_sense_is_refused(changed, words):
+    with pytest.raises(InvalidArgument, match=words):
+        simulate(**{"problem": Problem(65536), "ranks": 8, **changed})
+    if not {"inner", "scheme"} & changed.keys() and "pad" not in words:
+        named = {"problem": Problem(65536), "ranks": 8, **changed}
+        with pytest.raises(InvalidArgument, match=words):
+            simulator.plans(named.pop("problem"), named.pop("ranks"), **named)
+
+
+@pytest.mark.parametrize("arguments, words", [("--ranks 0", "ranks is 0"), ("--link-bytes 0", "link_bytes is 0"),
+                                              ("--tokens abc", "invalid whole_numbers"), ("--layout x", "invalid choice")])
+def test_the_command_names_mistakes(arguments, words, capsys):
+    with pytest.raises(SystemExit):
+        simulator.main(arguments.split())
+    assert words in capsys.readouterr().err
+
+
+def test_the_documented_command_runs(capsys):
+    command = next(line for line in simulator.__doc__.splitlines() if "-m flashjit.simulator" in line)
+    assert simulator.main(command.split("flashjit.simulator")[1].replace(",512", "").split()) == 0
+    assert "ring" in capsys.readouterr().out
 
 
 def test_zigzag_is_balanced_and_contiguous_is_not():

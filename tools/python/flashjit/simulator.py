@@ -1,6 +1,6 @@
 """How long attention over a shared sequence takes, by scheme and number of ranks, without a GPU.
 
-    python3 -m flashjit.simulator --tokens 262144 --ranks 8,64,512 --causal
+    python3 -m flashjit.simulator --tokens 262144 --ranks 8,64,512
 
 A rank's kernels, its memory's copies and its links are each one after the other; a step of a ring begins when its block is there
 and the step before has ended, on both sides. The rates of a Machine are those that kernels and links reach, not their peaks.
@@ -12,9 +12,11 @@ import csv
 import functools
 import itertools
 import sys
+from numbers import Integral
 from typing import Any, Callable, NamedTuple, Sequence, Union
 
-from ._chunks import Chunk, chunks
+from ._chunks import LAYOUTS, Chunk, chunks
+from .errors import InvalidArgument
 
 SCHEMES = ("ring", "all_gather", "ulysses", "two_level")
 
@@ -105,6 +107,13 @@ def pairs(q: Chunk, kv: Chunk, causal: bool, window: Union[int, None]) -> float:
 def simulate(problem: Problem, ranks: int, scheme: str = "ring", layout: str = "zigzag", *, backward: bool = False,
              machine: Machine = Machine(), inner: int = 1, keep_events: bool = False) -> Plan:
     """One pass of one scheme. inner: with two_level, how many ranks share heads."""
+    _check(problem, ranks, layout, machine, (scheme,))
+    parts = ranks * (2 if layout == "zigzag" else 1)
+    if problem.tokens % parts:
+        raise InvalidArgument(f"problem.tokens is {problem.tokens}, which does not divide into {parts} parts for {ranks} ranks and the "
+                              f"layout {layout!r}: pad it to {-(-problem.tokens // parts) * parts}.")
+    if not 1 <= inner <= ranks or ranks % inner:
+        raise InvalidArgument(f"inner is {inner}: give a divisor of the {ranks} ranks.")
     run = _Run(problem, ranks, scheme, layout, backward, machine, inner, keep_events)
     {"ring": run.ring, "all_gather": run.all_gather, "ulysses": run.ulysses, "two_level": run.two_level}[scheme]()
     alone = _Run(problem, 1, scheme, "contiguous", backward, machine, 1, False)
@@ -113,6 +122,28 @@ def simulate(problem: Problem, ranks: int, scheme: str = "ring", layout: str = "
     slowest = run.now.index(seconds)
     return Plan(scheme, layout, ranks, seconds, alone.now[0], seconds - run.busy[slowest],
                 memory_bytes(problem, ranks, scheme, backward, inner), tuple(run.events))
+
+
+def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes: Sequence[str]) -> None:
+    """What no timeline can be made of."""
+    least = {"problem.tokens": (problem.tokens, 0), "problem.heads": (problem.heads, 1), "problem.heads_kv": (problem.heads_kv, 1),
+             "problem.dim": (problem.dim, 1), "problem.batch": (problem.batch, 0), "problem.element": (problem.element, 1),
+             "problem.window": (1 if problem.window is None else problem.window, 1), "ranks": (ranks, 1),
+             "machine.ranks_of_host": (machine.ranks_of_host, 1)}
+    for name, (value, smallest) in least.items():
+        if not isinstance(value, Integral) or value < smallest:
+            raise InvalidArgument(f"{name} is {value!r}: give a whole number of at least {smallest}.")
+    if problem.heads % problem.heads_kv:
+        raise InvalidArgument(f"problem.heads is {problem.heads} and problem.heads_kv {problem.heads_kv}: give a multiple of it.")
+    for name, value in machine._asdict().items():
+        may_be_zero = name in ("link_latency", "port_latency", "launch", "capacity")
+        if not (isinstance(value, (int, float)) and (value > 0 or may_be_zero and value == 0)):
+            raise InvalidArgument(f"machine.{name} is {value!r}: give a number {'of at least' if may_be_zero else 'above'} 0.")
+    if layout not in LAYOUTS:
+        raise InvalidArgument(f"layout is {layout!r}: give one of {', '.join(LAYOUTS)}.")
+    for scheme in schemes:
+        if scheme not in SCHEMES:
+            raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
 
 
 def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1) -> float:
@@ -278,6 +309,7 @@ def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, back
           machine: Machine = Machine(), schemes: Sequence[str] = SCHEMES) -> list[Plan]:
     """Of the schemes that the numbers allow and whose tensors fit, the fastest first; both passes, with `backward`."""
     layout = layout or ("zigzag" if problem.causal else "contiguous")
+    _check(problem, ranks, layout, machine, schemes)
     found = []
     for scheme in schemes:
         inner = _inner_ranks(problem, ranks, machine) if scheme == "two_level" else ranks if scheme == "ulysses" else 1
@@ -314,18 +346,21 @@ FIELDS: dict[str, Callable[[Plan], Any]] = {
     "waiting_ms": lambda p: f"{p.waiting * 1e3:.3f}", "memory_gb": lambda p: f"{p.bytes / 1e9:.2f}"}
 
 
+def whole_numbers(text: str) -> list[int]:
+    return [int(x) for x in text.split(",")]
+
+
 def main(arguments: Union[Sequence[str], None] = None) -> int:
     parser = argparse.ArgumentParser(prog="python3 -m flashjit.simulator", description=__doc__.partition("\n")[0])
-    numbers = lambda text: [int(x) for x in text.split(",")]
-    parser.add_argument("--tokens", type=numbers, default=[131072], help="lengths of the whole sequence; default 131072")
-    parser.add_argument("--ranks", type=numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024])
+    parser.add_argument("--tokens", type=whole_numbers, default=[131072], help="lengths of the whole sequence; default 131072")
+    parser.add_argument("--ranks", type=whole_numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024])
     parser.add_argument("--heads", type=int, default=32)
     parser.add_argument("--heads-kv", type=int, default=8)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--full", action="store_true", help="no causal mask")
     parser.add_argument("--window", type=int)
-    parser.add_argument("--layout", help="default zigzag with a causal mask, else contiguous")
+    parser.add_argument("--layout", choices=LAYOUTS, help="default zigzag with a causal mask, else contiguous")
     parser.add_argument("--forward", action="store_true", help="the forward pass alone")
     for name, value in Machine()._asdict().items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(value), default=value, help=f"default {value:g}")
@@ -335,7 +370,11 @@ def main(arguments: Union[Sequence[str], None] = None) -> int:
     rows = [["tokens", *FIELDS]]
     for tokens, ranks in itertools.product(args.tokens, args.ranks):
         problem = Problem(tokens, args.heads, args.heads_kv, args.dim, args.batch, not args.full, args.window)
-        for plan in plans(problem, ranks, layout=args.layout, backward=not args.forward, machine=machine):
+        try:
+            found = plans(problem, ranks, layout=args.layout, backward=not args.forward, machine=machine)
+        except InvalidArgument as error:
+            parser.error(str(error))
+        for plan in found:
             rows.append([str(tokens), *(str(read(plan)) for read in FIELDS.values())])
     if args.csv:
         csv.writer(sys.stdout, lineterminator="\n").writerows(rows)

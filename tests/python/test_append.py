@@ -268,4 +268,7 @@ def test_merges_that_make_no_sense_are_refused():
     refused(flashjit.WrongType, "states[0] is a Tensor", "pairs (O, LSE)", given=[out, out])
     refused(bad, "states[1][0] is", "[2, 3, 4, 32]", given=[states[0], (out[:, :, :4], lse[:, :, :4])])
     refused(bad, "states[0][1] is float64", "float32 [2, 3, 5]", given=[(out, lse.double())])
+    refused(flashjit.WrongType, "states is a NoneType", given=None)
+    for dtype in (torch.float64, "float16", []):
+        refused(flashjit.WrongType, "dtype is", "torch.float16, torch.bfloat16 or torch.float32", dtype=dtype)
     refused(bad, "out_type is fp16", dtype=torch.float16, given=parts_of(1, torch.bfloat16))

@@ -87,6 +87,12 @@ def test_copies_are_made_of_both_where_strides_ask_for_it():
     assert (flashjit.attention(q, turned, v_columns=32) - exact(q, latent, 32)).abs().max() < LIMIT
 
 
+@pytest.mark.parametrize("k", [None, [1.0]])
+def test_v_columns_of_what_is_no_tensor(k):
+    with pytest.raises(flashjit.WrongType, match="k is a"):
+        flashjit.attention(torch.zeros(1, 1, 1, 16), k, v_columns=8)
+
+
 def test_what_makes_no_sense_is_refused():
     q, latent = tensors(2, 3, 20, 64)
     with pytest.raises(flashjit.InvalidArgument, match="both given"):

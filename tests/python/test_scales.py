@@ -152,7 +152,8 @@ def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
 def test_quantise_names_mistakes():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
     for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),
-                         ({"heads": 2, "scales": "row"}, "heads is 2")):
+                         ({"heads": 2, "scales": "row"}, "heads is 2"), ({"heads": 2.0}, "heads is a float"),
+                         ({"scales": ["row"]}, "scales is a list"), ({"dtype": [torch.int8]}, "dtype is")):
         with pytest.raises(flashjit.InvalidArgument, match=words):
             flashjit.quantise(x, **named)
     with pytest.raises(flashjit.InvalidArgument, match="head_dim is 24"):
@@ -163,6 +164,49 @@ def test_quantise_names_mistakes():
         flashjit.quantise(x.clone().requires_grad_())
     zeros, scale = flashjit.quantise(torch.zeros_like(x))
     assert (zeros.float() == 0).all() and (scale == 1).all()
+
+
+@pytest.mark.parametrize("scales", ["tensor", "head", "page", "row"])
+@pytest.mark.parametrize("size", [(0, HEADS, QUERIES, DIM), (BATCH, 0, QUERIES, DIM), (BATCH, HEADS, 0, DIM)])
+def test_the_scales_of_nothing_are_one(scales, size, monkeypatch):
+    monkeypatch.setattr(torch, "empty", lambda *size, **named: torch.full(*size, 7.0, **named))  # what memory happens to hold
+    codes, scale = flashjit.quantise(torch.zeros(size, device=DEVICE, dtype=DTYPE), scales=scales)
+    assert codes.shape == size and (scale == 1).all()
+
+
+def test_views_that_negate_are_read_as_what_they_mean():
+    x = torch.randn(BATCH, HEADS_KV, 6, DIM).to(DEVICE, DTYPE)
+    negated = torch._neg_view(-x)
+    for got, want in zip(flashjit.quantise(negated), flashjit.quantise(x)):
+        assert torch.equal(got.float(), want.float())
+    scale = torch.full((HEADS_KV,), 0.01, device=DEVICE)
+    lengths = torch.full((BATCH,), 6, dtype=torch.int32, device=DEVICE)
+    caches = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE).to(torch.float8_e4m3fn) for _ in "kvkv"]
+    append(x, x, *caches[:2], kv_lengths=lengths, k_scale=scale, v_scale=scale)
+    append(negated, x, *caches[2:], kv_lengths=lengths, k_scale=scale, v_scale=scale)
+    with pytest.raises(flashjit.InvalidArgument, match="k_scale is a view .* negated"):
+        append(x, x, *caches[2:], kv_lengths=lengths, k_scale=torch._neg_view(-scale), v_scale=scale)
+    for want, got in zip(caches[:2], caches[2:]):
+        assert torch.equal(want.float(), got.float())
+    turned = [append(x, x, *caches[2:], kv_lengths=lengths, k_scale=scale, v_scale=scale, q=q, cos=cos, sin=sin)
+              for q, cos, sin in ((x, x[0, 0, :, ::2].float(), x[0, 0, :, 1::2].float()),
+                                  (negated, x[0, 0, :, ::2].float(), torch._neg_view(-x[0, 0, :, 1::2].float().contiguous())))]
+    assert torch.equal(*turned)
+    q, given = torch.randn_like(x), dict(v_scale=scale, kv_lengths=lengths, cache=True)
+    want = attention(q, *caches[:2], k_scale=scale, **given)
+    expect_close(attention(q, *caches[:2], k_scale=torch._neg_view(-scale), **given), want)
+    state = (x, torch.randn(x.shape[:3], device=DEVICE))
+    for got, want in zip(flashjit.merge([(negated, torch._neg_view(-state[1])), state]), flashjit.merge([state, state])):
+        assert torch.equal(got, want)
+
+
+def test_scales_that_append_writes_have_memory_each():
+    k = torch.randn(BATCH, HEADS_KV, 6, DIM).to(DEVICE, DTYPE)
+    cache = [torch.zeros(BATCH, HEADS_KV, KEYS, DIM, device=DEVICE).to(torch.int8) for _ in "kv"]
+    scale = torch.ones(BATCH, HEADS_KV, KEYS, device=DEVICE)
+    lengths = torch.full((BATCH,), 6, dtype=torch.int32, device=DEVICE)
+    with pytest.raises(flashjit.InvalidArgument, match="v_scale is an expanded tensor"):
+        append(k, k, *cache, kv_lengths=lengths, k_scale=scale, v_scale=scale[:, :, :1].expand_as(scale))
 
 
 def test_mistakes_are_named():
@@ -192,6 +236,12 @@ def test_mistakes_are_named():
         attention(q8, k, v, q_scale=one.repeat(3), **scales)
     with pytest.raises(flashjit.InvalidArgument, match="out_dtype is torch.float64: with q of 8 bits"):
         attention(q8, k, v, q_scale=one, out_dtype=torch.float64, **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="out_dtype is .*: with q of 8 bits"):
+        attention(q8, k, v, q_scale=one, out_dtype=[torch.float16], **scales)
+    with pytest.raises(flashjit.WrongType, match="v is float.*: where k is float8_e4m3fn it must be of that type"):
+        attention(q, k, v_meant, **scales)
+    with pytest.raises(flashjit.InvalidArgument, match="k_scale is float32"):
+        attention(q, k, v, k_scale=k_scale.to_sparse(), v_scale=v_scale)
     with pytest.raises(flashjit.Unsupported, match="8 bits"):
         attention(q.requires_grad_(), k, v, k_scale=k_scale, v_scale=v_scale)
 

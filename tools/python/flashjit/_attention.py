@@ -16,7 +16,7 @@ from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
 from ._transforms import refuse_second, refuse_tangents
-from .errors import InvalidArgument, Unsupported
+from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import named_as_written
 
 PLAIN = frozenset({Tensor, torch.nn.Parameter})
@@ -76,7 +76,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         the keys that its list names, and to no others: the n-th row of k, with cu_seqlens of its sequence's (indices is then [1,
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
         equal; -1, and what is no key of the sequence, is none. causal and mask_mod leave those of them that they allow. Not with
-        block_mask, dropout_p and deterministic gradients.
+        block_mask, dropout_p, q of 8 bits and deterministic gradients.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
@@ -135,7 +135,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
     try:
-        if not plain or is_watched() or _is_negated(q, k, v, sinks, values):
+        if not plain or is_watched() or _is_negated(q, k, v, fixed, values):
             if return_row_max:
                 raise Unsupported("return_row_max cannot be had in compiled code, or under modes and transforms of torch: call "
                                   "attention() outside of them.")
@@ -171,7 +171,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
 
 def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:
     if q.dtype in KV_TYPES:
-        if out_dtype not in SPEC_TYPES:
+        if not isinstance(out_dtype, torch.dtype) or out_dtype not in SPEC_TYPES:
             raise InvalidArgument(f"out_dtype is {out_dtype}: with q of 8 bits give torch.bfloat16, torch.float16 or torch.float32.")
         return out_dtype == torch.float32
     if out_dtype not in (torch.float32, q.dtype):
@@ -186,6 +186,8 @@ def _value_of(k: Tensor, v: Union[Tensor, None], v_columns: Union[int, None]) ->
                               "place v_columns, how many of K's first columns are V.")
     if v is not None:
         return v
+    if not isinstance(k, Tensor):
+        raise WrongType(f"k is a {type(k).__name__}: give a torch.Tensor; flashjit.forward() takes other arrays.")
     if not isinstance(v_columns, int) or not 0 < v_columns <= k.shape[-1]:
         raise InvalidArgument(f"v_columns is {v_columns!r}: give an int from 8 to the {k.shape[-1]} columns of k.")
     return k[..., :v_columns]
@@ -197,11 +199,11 @@ def _refuse_gradients(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None
                           "and V as tensors of the type of Q, without page_table and cache.")
 
 
-def _is_negated(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], values: Sequence[Any]) -> bool:
+def _is_negated(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any]) -> bool:
     """Whether memory holds the numbers with the other sign, as behind z.conj().imag: the dispatcher makes copies."""
-    if q.is_neg() or k.is_neg() or v.is_neg() or (sinks is not None and sinks.is_neg()):
+    if q.is_neg() or k.is_neg() or v.is_neg():
         return True
-    for value in values:
+    for value in values if fixed is NOTHING else (*fixed, *values):
         if isinstance(value, Tensor) and value.is_neg():
             return True
     return False

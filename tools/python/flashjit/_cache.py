@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterable
 from typing import Any, NamedTuple, Sequence, Union
 
 import torch
@@ -89,10 +90,14 @@ torch.library.register_fake("flashjit::append")(lambda *_: None)
 
 def _append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, q: Union[Tensor, None], q_out: Union[Tensor, None],
             *rest: Any) -> None:
-    given, rotation, max_seqlen_kv = _readable_tables(_Given(*rest[:8])), _Rotation(*rest[8:11]), rest[11]
-    k, v = readable(k, "k"), readable(v, "v")
+    given, rotation, max_seqlen_kv = _Given(*rest[:8]), _Rotation(*rest[8:11]), rest[11]
+    for name, x in (("k_cache", k_cache), ("v_cache", v_cache), ("q_out", q_out), ("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+        if x is not None and x.is_neg():
+            raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
+    given = _readable_tables(given)
+    k, v = readable(k.resolve_neg(), "k"), readable(v.resolve_neg(), "v")
     if q is not None and q is not q_out:
-        q = readable(q, "q")
+        q = readable(q.resolve_neg(), "q")
     tensors = (k, v, k_cache, v_cache, q, q_out)
     key = (*[signature(x) for x in (*tensors, *given)], rotation, max_seqlen_kv)
     call = _calls.get(key)
@@ -157,6 +162,8 @@ def _rope(given: _Given, rotation: _Rotation) -> Rope:
 def _readable_tables(given: _Given) -> _Given:
     """The kernel knows one stride of rows for both tables, and one of a page table's rows."""
     cos, sin, table = given.cos, given.sin, given.page_table
+    if cos is not None and sin is not None:
+        cos, sin = cos.resolve_neg(), sin.resolve_neg()
     if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
         cos, sin = cos.contiguous(), sin.contiguous()
     if table is not None and table.stride(-1) != 1:
@@ -199,6 +206,7 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
     if table is not None and table.dim() == 2 and k_cache.shape[2] not in range(1, 257):
         raise InvalidArgument(f"k_cache is {list(k_cache.shape)}: with a page_table its third size is the rows of a page, from 1 to "
                               "256; where it has slots for whole sequences, give a page_table of one dimension, or none.")
+    _check_written_scales(given)
     wanted = {"kv_lengths": sequences, "cu_seqlens_q": sequences + 1}
     for name, size in wanted.items():
         tensor = getattr(given, name)
@@ -215,6 +223,16 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
                                   "[positions, rope_dims / 2], both alike.")
 
 
+def _check_written_scales(given: _Given) -> None:
+    """Each new key's scale needs memory of its own."""
+    if all(scale is None or scale.shape[1] == scale.shape[3] == 1 for scale in (given.k_scale, given.v_scale)):
+        return  # scales of heads, which are read
+    for name, scale in (("k_scale", given.k_scale), ("v_scale", given.v_scale)):
+        if scale is not None and any(size > 1 and stride == 0 for size, stride in zip(scale.shape, scale.stride())):
+            raise InvalidArgument(f"{name} is an expanded tensor, whose elements share memory, and each new key's scale is written: "
+                                  "give its contiguous().")
+
+
 # --- merge ---------------------------------------------------------------------------------------------------------
 
 
@@ -228,9 +246,11 @@ def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, 
     Without any key O is 0 and LSE -inf. Raises flashjit.Error.
     """
     pairs = _check_states(states)
+    if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
+        raise WrongType(f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states.")
     outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
     if (torch.compiler.is_compiling() or is_watched()
-            or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses))):
+            or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)) or any(x.is_neg() for x in (*outs, *lses))):
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]
     return _merge(outs, lses, dtype)
 
@@ -304,6 +324,8 @@ torch.library.register_autograd("flashjit::merge", _merge_gradient, setup_contex
 
 
 def _check_states(states: Any) -> list[tuple[Tensor, Tensor]]:
+    if not isinstance(states, Iterable):
+        raise WrongType(f"states is a {type(states).__name__}: give a list of pairs (O, LSE).")
     pairs = list(states)
     if not 1 <= len(pairs) <= 8:
         raise InvalidArgument(f"states has {len(pairs)} pairs: give 1 to 8, or merge the result with the rest.")

@@ -534,7 +534,9 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
         if tensor.layout is not torch.strided:
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
         if tensor.dtype not in types:
-            raise WrongType(f"{name} is {describe(tensor)}: flashjit computes in float16, bfloat16 and float32; convert it.")
+            raise WrongType(f"{name} is {describe(tensor)}: " + (
+                "flashjit computes in float16, bfloat16 and float32; convert it." if types is SPEC_TYPES else
+                f"where {first_name} is {str(first.dtype).removeprefix('torch.')} it must be of that type, too; see flashjit.quantise()."))
         if tensor.dtype != first.dtype:
             raise InvalidArgument(f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
                                   f"convert one, such as {name}.to({first_name}.dtype).")

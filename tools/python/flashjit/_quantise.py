@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from . import _library
+from ._checks import check_text, check_whole
 from ._library import QuantiseArgs, spec_handle
 from ._plans import (KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, dense_strides, describe, is_watched, launch, readable, signature,
                      tensor_struct)
@@ -33,19 +34,23 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str
     """
     if not isinstance(x, Tensor):
         raise WrongType(f"x is a {type(x).__name__}: give a torch.Tensor.")
-    if dtype not in KV_TYPES:
+    if not isinstance(dtype, torch.dtype) or dtype not in KV_TYPES:
         raise WrongType(f"dtype is {dtype}: give torch.float8_e4m3fn, torch.float8_e5m2 or torch.int8.")
+    check_text("scales", scales)
     if scales not in _SIZES:
         raise InvalidArgument(f"scales is {scales!r}: give {', '.join(map(repr, _SIZES))}.")
     check_alike({"x": x})
     if torch.is_grad_enabled() and x.requires_grad:
         raise Unsupported("quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none.")
-    heads = x.shape[1] if heads is None else heads
-    if heads < 1 or x.shape[1] % heads or (heads != x.shape[1] and scales == "row"):
+    if heads is None:
+        heads = x.shape[1]
+    check_whole("heads", heads)
+    if heads != x.shape[1] and (heads < 1 or x.shape[1] % heads or scales == "row"):
         raise InvalidArgument(f"heads is {heads} and x is {describe(x)}: give a divisor of its heads, and with scales=\"row\" none.")
     codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
-    scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
-    run = torch.ops.flashjit.quantise if torch.compiler.is_compiling() or is_watched() else _quantise
+    # No kernel writes the scales of what has no element: they are 1, like those of zeros.
+    scale = (torch.empty if x.numel() else torch.ones)(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
+    run = torch.ops.flashjit.quantise if torch.compiler.is_compiling() or is_watched() or x.is_neg() else _quantise
     run(x, codes, scale, bool(hadamard))
     return codes, scale
 

@@ -51,7 +51,7 @@ def in_four_dims(name: str, scale: Any, cached: bool) -> Union[Tensor, None]:
         return None
     if not isinstance(scale, Tensor):
         raise WrongType(f"{name} is a {type(scale).__name__}: give a float32 torch.Tensor on the device of K.")
-    if scale.dtype != torch.float32 or scale.dim() > 4:
+    if scale.dtype != torch.float32 or scale.dim() > 4 or scale.layout is not torch.strided:
         raise InvalidArgument(f"{name} is {describe(scale)}: it must be float32: one number, [heads_kv], [sequences, heads_kv], "
                               "[pages, heads_kv, rows], or [sequences, pages, heads_kv, rows], with 1 where all have one.")
     if scale.requires_grad:

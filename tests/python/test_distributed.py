@@ -179,6 +179,9 @@ def check_refusals(rank, ranks):
             (flashjit.InvalidArgument, "scheme is 'star'", dict(scheme="star")),
             (flashjit.InvalidArgument, "give two with", dict(scheme="two_level")),
             (flashjit.InvalidArgument, "a window is of 1 key or more", dict(window=3)),
+            (flashjit.InvalidArgument, "window is 0 and causal is True", dict(window=0, causal=True)),
+            (flashjit.InvalidArgument, "window is 3.5 and causal is True", dict(window=3.5, causal=True)),
+            (flashjit.InvalidArgument, "layout is 'star'", dict(layout="star")),
             (flashjit.InvalidArgument, "cu_seqlens goes from 0 to 40 for 48 rows", dict(cu_seqlens=[0, 40])),
             (flashjit.Unsupported, "layout 'striped'", dict(cu_seqlens=[0, 48], layout="striped")),
             (flashjit.Unsupported, "requires a gradient", dict(score_mod=lambda s, b, h, i, j: s * slopes[h]))):
@@ -194,6 +197,9 @@ def check_disagreement(rank, ranks):
         mine = [x[:, :, :-2] for x in mine]
     with pytest.raises(flashjit.InvalidArgument, match=f"rank {ranks - 1} was given"):
         fd.distributed_attention(*mine)
+    layout = "star" if rank == ranks - 1 else "zigzag"
+    with pytest.raises(flashjit.InvalidArgument, match=f"rank {ranks - 1} was given"):
+        fd.distributed_attention(*[x[:, :, :4] for x in mine], layout=layout)
 
 
 def check_a_peer_that_died(rank, ranks):

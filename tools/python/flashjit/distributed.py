@@ -5,6 +5,7 @@ gradients come back as shards. A mask, a window or a program means what it means
 """
 from __future__ import annotations
 
+from numbers import Integral
 from typing import Any, NamedTuple, Sequence, Union
 
 import torch
@@ -139,7 +140,10 @@ def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int,
         return "two_level"
     problem = simulator.Problem(q.shape[2] * groups.ranks, q.shape[1], k.shape[1], q.shape[3], q.shape[0], causal, window,
                                 q.element_size())
-    return simulator.best(problem, groups.ranks, layout=layout, backward=torch.is_grad_enabled() and q.requires_grad)
+    try:
+        return simulator.best(problem, groups.ranks, layout=layout, backward=torch.is_grad_enabled() and q.requires_grad)
+    except InvalidArgument:  # which the checks of all ranks name: none must wait for this one
+        return "ring"
 
 
 def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], groups: _Groups) -> None:
@@ -148,7 +152,7 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
     if (scheme == "two_level") != (groups.inner is not None):
         raise InvalidArgument(f"scheme is {scheme!r} and group {'two groups' if groups.inner else 'one group'}: give two with "
                               "\"two_level\", (outer, inner), and else one.")
-    if window is not None and (not causal or window < 1):
+    if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
         raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
 
 

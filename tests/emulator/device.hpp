@@ -2,8 +2,8 @@
 // kernel.
 #pragma once
 
-#include <initializer_list>
 #include <math.h>
+#include <initializer_list>
 
 extern "C" int printf(const char*, ...);
 

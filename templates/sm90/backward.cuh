@@ -214,8 +214,8 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
   const BackwardSmem<P> smem(shared, __shfl_sync(kWholeWarp, shared_address(shared), 0));
 
   if (threadIdx.x == 0) smem.init();
-  // While the grid before ends. Tensors without rows have no map.
-  if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {
+  // While the grid before ends. Tensors without rows have no map. In a cluster registers do not suffice.
+  if (Policy::kClusterSize == 1 && threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {
     prefetch_map(maps.q);
     prefetch_map(maps.k);
     prefetch_map(maps.v);

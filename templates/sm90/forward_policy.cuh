@@ -138,9 +138,10 @@ constexpr bool kPartialFirstStep =
 
 /// Row maxima are found by integer instructions, three values at a time: d64 full +3.3%, d128 +2% with 192
 /// rows and +4% with 128, d256 +0.3%. Not for a score that is a line, whose maximum is in other units, and
-/// not beside a partial first step, where registers do not suffice. NOTES.md#exponentials-and-instructions
+/// not beside a partial first step, or a score program over codes, where registers do not suffice.
+/// NOTES.md#exponentials-and-instructions
 template <class P>
-constexpr bool kMaxByBits = !P::kScoreLine && !kPartialFirstStep<P>;
+constexpr bool kMaxByBits = !P::kScoreLine && !kPartialFirstStep<P> && !(kScaledKv<P> && P::kHasScore);
 
 // --- Mask and dropout -------------------------------------------------------------------------------------
 

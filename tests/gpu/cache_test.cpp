@@ -18,65 +18,49 @@ std::vector<CacheCase> cases() {
       {4, 4, 2, 70, 200}, {3, 8, 2, 1, 300}, {5, 4, 1, 16, 517}, {3, 2, 2, 130, 129}};
   std::vector<CacheCase> all;
   unsigned seed = 0;
+  // The next case, in one of so many layouts by turns.
+  const auto add = [&](Family family, const std::string& spec, const AttentionShape& shape,
+                       unsigned layouts) {
+    CacheCase test{.spec = parse_spec(spec),
+                   .shape = shape,
+                   .family = family,
+                   .layout = static_cast<PoolLayout>(seed % layouts),
+                   .slot_table = seed % 2 == 1,
+                   .seed = seed};
+    if (test.spec.v_dim() != test.spec.head_dim && test.layout == PoolLayout::interleaved)
+      test.layout = PoolLayout::hnd;
+    all.push_back(test);
+    ++seed;
+  };
+  const auto add_of_many = [&](Family family, const char* codes, const char* pages, unsigned layouts) {
+    add(family,
+        fmt::format("fwd:{}{}{}{}", kDims[seed % kDims.size()], codes,
+                    kRests[(seed + seed / 6) % kRests.size()], pages),
+        shapes[(seed + seed / 4) % shapes.size()], layouts);
+  };
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const char* pages :
          {":cache", ":pages1", ":pages3", ":pages8", ":pages16", ":pages64", ":pages128", ":pages256"})
-      for (int i = 0; i < 3; ++i, ++seed) {
-        const std::string text = fmt::format("fwd:{}{}{}", kDims[seed % kDims.size()],
-                                             kRests[(seed + seed / 6) % kRests.size()], pages);
-        CacheCase test{.spec = parse_spec(text),
-                       .shape = shapes[(seed + seed / 4) % shapes.size()],
-                       .family = family,
-                       .layout = static_cast<PoolLayout>(seed % 3),
-                       .slot_table = seed % 2 == 1,
-                       .seed = seed};
-        if (test.spec.v_dim() != test.spec.head_dim && test.layout == PoolLayout::interleaved)
-          test.layout = PoolLayout::hnd;
-        all.push_back(test);
-      }
+      for (int i = 0; i < 3; ++i) add_of_many(family, "", pages, 3);
   // Of 8 bits, by the families that take them.
   constexpr std::array kCodes = {
       ":kve4m3",         ":kve4m3:key_scales",        ":kve5m2", ":kvint8", ":kvint8:key_scales",
       ":kve4m3:q_codes", ":kve5m2:q_codes:key_scales"};
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const char* pages : {":cache", ":pages1", ":pages16", ":pages64", ":pages256"})
-      for (const char* codes : kCodes) {
-        const std::string text = fmt::format("fwd:{}{}{}{}", kDims[seed % kDims.size()], codes,
-                                             kRests[(seed + seed / 6) % kRests.size()], pages);
-        all.push_back({.spec = parse_spec(text),
-                       .shape = shapes[(seed + seed / 4) % shapes.size()],
-                       .family = family,
-                       .layout = static_cast<PoolLayout>(seed % 2),
-                       .slot_table = seed % 2 == 1,
-                       .seed = seed});
-        ++seed;
-      }
+      for (const char* codes : kCodes) add_of_many(family, codes, pages, 2);
   // Latents, whose first columns are V.
   constexpr std::array<AttentionShape, 4> kOfLatents = {
       {{4, 16, 1, 1, 700}, {3, 128, 1, 3, 500}, {4, 8, 1, 8, 333}, {3, 24, 1, 70, 200}}};
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const char* pages : {":cache", ":pages16", ":pages64"})
-      for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"}) {
-        all.push_back({.spec = parse_spec(fmt::format("fwd:{}{}:shared_kv", dims, pages)),
-                       .shape = kOfLatents[seed % kOfLatents.size()],
-                       .family = family,
-                       .layout = static_cast<PoolLayout>(seed % 2),
-                       .slot_table = seed % 2 == 1,
-                       .seed = seed});
-        ++seed;
-      }
+      for (const char* dims : {"bf16:d576x512:causal", "fp16:d320x256:causal:varlen"})
+        add(family, fmt::format("fwd:{}{}:shared_kv", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
   // And lists of keys in them.
   for (const Family family : {Family::simt, Family::sm90})
     for (const char* pages : {":cache", ":pages1", ":pages3", ":pages64"})
-      for (const char* dims : {"bf16:d576x512:causal:shared_kv", "fp16:d128:varlen:sinks"}) {
-        all.push_back({.spec = parse_spec(fmt::format("fwd:{}{}:indices", dims, pages)),
-                       .shape = kOfLatents[seed % kOfLatents.size()],
-                       .family = family,
-                       .layout = static_cast<PoolLayout>(seed % 2),
-                       .slot_table = seed % 2 == 1,
-                       .seed = seed});
-        ++seed;
-      }
+      for (const char* dims : {"bf16:d576x512:causal:shared_kv", "fp16:d128:varlen:sinks"})
+        add(family, fmt::format("fwd:{}{}:indices", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
   return all;
 }
 

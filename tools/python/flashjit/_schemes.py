@@ -100,6 +100,13 @@ class Sums:
         return self.sums[index]
 
 
+def _add_piece(dq: Sums, dkv: Sums, piece: Piece, parts: list[Tensor]) -> None:
+    """Adds dQ, dK and dV of a piece to where its rows and keys are."""
+    dq.add(0, piece.rows, parts[0])
+    for i in range(2):
+        dkv.add(i, piece.keys, parts[1 + i])
+
+
 class Saved(NamedTuple):
     """What the backward pass has of all of this rank's rows. With O and LSE of all keys, P and D of a piece are those of the
     whole softmax."""
@@ -176,10 +183,8 @@ class Ring(torch.autograd.Function):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             dkv = Sums(k, v)
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                (part, *parts), _ = saved.gradients(*block, piece)
-                dq.add(0, piece.rows, part)
-                for i in range(2):
-                    dkv.add(i, piece.keys, parts[i])
+                parts, _ = saved.gradients(*block, piece)
+                _add_piece(dq, dkv, piece, parts)
             sums = [dkv.of(i).contiguous() for i in range(2)]
             if coming:  # the sums of the ranks that had this block before
                 for total, before in zip(sums, coming.wait()):
@@ -217,10 +222,8 @@ class AllGather(torch.autograd.Function):
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
         dq, dkv, dsinks = Sums(q), Sums(keys, values), None
         for piece in job.pieces_with_all(q):
-            (part, *parts), of_sinks = saved.gradients(keys, values, piece)
-            dq.add(0, piece.rows, part)
-            for i in range(2):
-                dkv.add(i, piece.keys, parts[i])
+            parts, of_sinks = saved.gradients(keys, values, piece)
+            _add_piece(dq, dkv, piece, parts)
             if of_sinks is not None:
                 dsinks = of_sinks if dsinks is None else dsinks + of_sinks
         dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))

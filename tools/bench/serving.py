@@ -285,8 +285,8 @@ def main():
         for problem in problems():
             if not arguments.only or arguments.only in problem.label():
                 compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, arguments.pages)
-        if not arguments.only:
-            for name, run in (("append and merge", run_states), ("a shared prefix", run_prefix), ("prefill and decode", run_mix)):
+        for name, run in (("append and merge", run_states), ("a shared prefix", run_prefix), ("prefill and decode", run_mix)):
+            if not arguments.only or arguments.only in name:
                 compare.guarded(report, name, run, report, flashjit, 15)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0

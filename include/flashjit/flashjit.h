@@ -313,7 +313,7 @@ typedef struct flashjit_merge_args {
 } flashjit_merge_args;
 
 /** A tensor as codes of 8 bits times scales, which are found such that the largest element of what shares a
- * scale becomes the largest code. A scale of zeros is 1. */
+ * scale becomes the largest code. A scale of zeros or of nothing is 1. */
 typedef struct flashjit_quantise_args {
   size_t struct_size;
   flashjit_tensor x;     /**< [batch, heads, rows, dim] of the spec's type, or a pool of pages; read only */

@@ -188,7 +188,8 @@ struct MergeArgs {
 };
 
 /// Arguments of quantise(): x as codes times scales, which are found such that the largest element of what
-/// shares a scale becomes the largest code, and are as forward() takes them. A scale of zeros is 1.
+/// shares a scale becomes the largest code, and are as forward() takes them. A scale of zeros or of nothing
+/// is 1.
 struct QuantiseArgs {
   ConstTensorView x;  ///< Q, K or V [b, h, s, d], or a pool of pages; of the spec's type
   TensorView codes;   ///< of x's sizes, of spec.kv_dtype

@@ -197,10 +197,18 @@ void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args) {
     const std::int64_t b = row / rows / heads;
     return args.scale.data[offset_of_scale(args.scale, b, b, row / rows % heads / group, row % rows)];
   };
-  for (std::int64_t row = 0; row < batch * heads * rows; ++row) scale_at(row) = 0;
-  for (std::int64_t row = 0; row < batch * heads * rows; ++row)
-    scale_at(row) = std::max(
-        scale_at(row), largest_of(row_at(row)) / static_cast<float>(dtype_info(spec.kv_type()).largest));
+  if (!args.scale.data) return;  // of nothing
+  const auto& scales = args.scale.size;
+  const float of_nothing = batch * heads * rows == 0 ? 1.0f : 0.0f;
+  for (std::int64_t i = 0; i < scales[0] * scales[1] * scales[2] * scales[3]; ++i) {
+    const std::int64_t head = i / scales[3], b = head / scales[2];
+    args.scale.data[offset_of_scale(args.scale, b, b, head % scales[2], i % scales[3])] = of_nothing;
+  }
+  for (std::int64_t row = 0; row < batch * heads * rows; ++row) {
+    const float wanted = largest_of(row_at(row)) / static_cast<float>(dtype_info(spec.kv_type()).largest);
+    float& scale = scale_at(row);
+    if (wanted > scale || std::isnan(wanted)) scale = wanted;  // std::max would drop NaN
+  }
   for (std::int64_t row = 0; row < batch * heads * rows; ++row)
     if (scale_at(row) == 0) scale_at(row) = 1;
   for (std::int64_t row = 0; row < batch * heads * rows; ++row) {

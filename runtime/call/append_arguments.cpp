@@ -265,7 +265,7 @@ void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
   check_tensor("x", args.x, sizes, size_of(spec.dtype), Access::read);
   check_tensor("codes", args.codes, sizes, size_of(spec.kv_type()), Access::write);
   check_rows("x", args.x.size);
-  if (batch * heads * rows == 0) return;
+  if (!args.scale.data && batch * heads * rows == 0) return;
   if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
   check_pointer("scale", args.scale.data, alignof(float));
   const auto& size = args.scale.size;
@@ -334,6 +334,8 @@ QuantiseParams make_params(const AttentionSpec& spec, const QuantiseArgs& args) 
           .batch = static_cast<int>(shape.batch),
           .heads = static_cast<int>(shape.heads_q),
           .rows = static_cast<int>(shape.seqlen_q),
+          .scales_b = args.scale.data ? static_cast<int>(args.scale.size[0] * args.scale.size[1]) : 0,
+          .scales_h = static_cast<int>(args.scale.size[2]),
           .heads_of_scale = static_cast<int>(shape.heads_q / std::max<std::int64_t>(args.scale.size[2], 1)),
           .scale_of_row = args.scale.size[3] != 1,
           .hadamard = args.hadamard};

@@ -94,7 +94,7 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
     case Step::append:
       return kernel.spec.varlen ? shape.seqlen_q : shape.batch * shape.seqlen_q;
     case Step::clear_scales:
-      return tiles(heads, kAuxiliaryThreads);
+      return tiles(std::max<std::int64_t>(heads, 1), kAuxiliaryThreads);  // one scale may be of nothing
     case Step::find_scales:
     case Step::quantise:
       return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);

@@ -58,8 +58,9 @@ struct QuantiseParams {
   TensorParam x, codes;  ///< [batch, heads, rows, dim]
   ScaleParam scale;      ///< written; strides are 0 where rows share one, pages are the batch
   int batch, heads, rows;
-  int heads_of_scale;  ///< that share one
-  int scale_of_row;    ///< each row has its own
+  int scales_b, scales_h;  ///< how many there are, but for rows
+  int heads_of_scale;      ///< that share one
+  int scale_of_row;        ///< each row has its own
   int hadamard;
 };
 

@@ -75,13 +75,13 @@ __device__ __forceinline__ float scale_for(const float* row) {
 
 constexpr int kQuantisedRows = 4;  // of a CTA of 128 threads
 
-/// Clears the scales that rows share.
+/// Clears the scales that rows share. Where there is no row they are 1.
 template <class P>
 __device__ void clear_scales(const QuantiseParams& p) {
   const int i = static_cast<int>(blockIdx.x * blockDim.x + threadIdx.x);
-  const int heads = p.heads / p.heads_of_scale;
-  if (p.scale_of_row || i >= p.batch * heads) return;
-  p.scale.data[i / heads * p.scale.stride_b + i % heads * p.scale.stride_h] = 0.0f;
+  if (p.scale_of_row || i >= p.scales_b * p.scales_h) return;
+  const bool any = p.batch > 0 && p.heads > 0 && p.rows > 0;
+  p.scale.data[i / p.scales_h * p.scale.stride_b + i % p.scales_h * p.scale.stride_h] = any ? 0.0f : 1.0f;
 }
 
 /// Raises them to what each row asks for.

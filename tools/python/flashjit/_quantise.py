@@ -48,8 +48,7 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str
     if heads != x.shape[1] and (heads < 1 or x.shape[1] % heads or scales == "row"):
         raise InvalidArgument(f"heads is {heads} and x is {describe(x)}: give a divisor of its heads, and with scales=\"row\" none.")
     codes = torch.empty_strided(x.shape, dense_strides(x.shape, x.stride()), dtype=dtype, device=x.device)
-    # No kernel writes the scales of what has no element: they are 1, like those of zeros.
-    scale = (torch.empty if x.numel() else torch.ones)(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
+    scale = torch.empty(_SIZES[scales](x.shape[0], heads, x.shape[2]), dtype=torch.float32, device=x.device)
     run = torch.ops.flashjit.quantise if torch.compiler.is_compiling() or is_watched() or x.is_neg() else _quantise
     run(x, codes, scale, bool(hadamard))
     return codes, scale

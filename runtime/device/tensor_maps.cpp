@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <optional>
 
 #include "plan/tiles.hpp"
 
@@ -48,6 +49,16 @@ struct Dimension {
   std::int64_t size, stride;
   int box;
 };
+
+/// The same tensor as elements of two codes each; none where it cannot be.
+std::optional<ConstTensorView> pairs_of_codes(ConstTensorView tensor) {
+  tensor.size[kRank - 1] /= 2;
+  for (int i = 0; i < kRank - 1; ++i) {
+    if (tensor.size[i] > 1 && tensor.stride[i] % 2 != 0) return std::nullopt;
+    tensor.stride[i] /= 2;
+  }
+  return tensor;
+}
 
 /// Boxes of codes are not swizzled, those of 16-bit elements are.
 CUresult encode_tiled(const Driver& driver, CUtensorMap& map, CUtensorMapDataType type, const void* data,
@@ -129,6 +140,17 @@ TensorMaps make_tensor_maps(const Driver& driver, const plan::TensorBoxes& boxes
                             const ConstTensorView& o, const char* o_name,
                             std::span<const CaptureParam> captures) {
   TensorMaps maps{};
+  if (boxes.pairs_of_codes) {
+    const auto pairs = [&](const char* name, const ConstTensorView& tensor) {
+      const std::optional<ConstTensorView> of_pairs = pairs_of_codes(tensor);
+      if (!of_pairs) refuse(driver, CUDA_ERROR_INVALID_VALUE, name, tensor);
+      return *of_pairs;
+    };
+    plan::TensorBoxes of_pairs = boxes;
+    of_pairs.pairs_of_codes = false;
+    return make_tensor_maps(driver, of_pairs, dtype, dtype, pairs("q", q), pairs("k", k), pairs("v", v), o,
+                            o_name, captures);
+  }
   const auto encode_rows = [&](CUtensorMap& map, const char* name, const ConstTensorView& tensor, int rows) {
     if (rows > 0) encode(driver, map, name, tensor, dtype, dimensions_of(tensor, rows));
   };

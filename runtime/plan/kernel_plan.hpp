@@ -65,7 +65,8 @@ struct BiasBox {
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
   bool pack_gqa = false;
-  bool one_query = false;  ///< of those that are packed
+  bool one_query = false;       ///< of those that are packed
+  bool pairs_of_codes = false;  ///< Q, K and V are codes of 8 bits, two of which are copied as an element
   BiasBox bias = {};
 
   bool operator==(const TensorBoxes&) const = default;

@@ -26,8 +26,8 @@ bool has_bias_tile(const AnalysedSpec& spec) { return spec.programs.bias_tile.ha
 /// keys in order.
 bool gathers(const AnalysedSpec& spec) { return spec.indices || spec.pages % sm90::kSwizzledRows != 0; }
 
-/// Warpgroups that convert K and V.
-int converters(const AnalysedSpec& spec) { return spec.has_scales() ? 1 : 0; }
+/// Warpgroups that convert K and V, which are of 8 bits and Q is not.
+int converters(const AnalysedSpec& spec) { return spec.has_scales() && !spec.q_codes ? 1 : 0; }
 
 /// Q tiles that a CTA of the forward pass computes at a time.
 int q_tiles_per_cta(const AnalysedSpec& spec, const TileConfig& c) {
@@ -47,6 +47,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
           c.d_split,
           spec.shared_kv,
           spec.has_scales(),
+          spec.q_codes,
           spec.key_scales,
           c.split,
           spec.indices,
@@ -86,6 +87,10 @@ bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spe
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
+  if (spec.q_codes) {  // P V begins when S is P
+    const int part = spec.v_dim() / sm90::pv_parts(spec.v_dim(), true, true);
+    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + part / 2) + (has_bias_tile(spec) ? 8 : 0);
+  }
   if (is_forward(spec)) {
     return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
            (has_bias_tile(spec) ? 8 : 0);
@@ -104,7 +109,7 @@ int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
 /// accumulators ptxas lets an instruction have, which it counts against the registers at the start.
 int largest_product(const AnalysedSpec& spec, const TileConfig& c) {
-  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), spec.has_scales()));
+  return std::max(c.bc, spec.v_dim() / sm90::pv_parts(spec.v_dim(), spec.has_scales(), false));
 }
 int launched_limit(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kOthers = 30;
@@ -126,8 +131,8 @@ int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;
   // What lies behind the last key is cleared by all groups, what masks and scores read is waited for by all.
-  const bool plain = spec.mask.empty() && !spec.has_lengths() && !spec.varlen && !has_bias_tile(spec) &&
-                     !spec.programs.column_term;
+  const bool plain = !spec.q_codes && spec.mask.empty() && !spec.has_lengths() && !spec.varlen &&
+                     !has_bias_tile(spec) && !spec.programs.column_term;
   return whole || !plain || c.stages < 2 || q_tiles_per_cta(spec, c) > 1 ? c.br : sm90::kWarpgroupRows;
 }
 
@@ -150,6 +155,18 @@ Support supports_indices(const AnalysedSpec& spec) {
       "bits, and h in a mask");
 }
 
+Support supports_q_codes(const AnalysedSpec& spec) {
+  if (!spec.q_codes) return Support::yes();
+  if (spec.key_scales)
+    return Support::no("Q of 8 bits beside scales of keys, which products of codes cannot have");
+  if (gathers(spec))
+    return Support::no(
+        fmt::format("Q of 8 bits beside pages whose rows are no multiple of {}, from which TMA "
+                    "cannot copy",
+                    sm90::kSwizzledRows));
+  return Support::yes();
+}
+
 Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.arch != "sm_90a")
     return Support::no(fmt::format("needs wgmma and TMA of sm_90a, the device is {}", device.arch));
@@ -157,7 +174,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (Support taken = takes_dtype({DType::fp16, DType::bf16}, {DType::e4m3, DType::e5m2, DType::int8}, spec);
       !taken)
     return taken;
-  if (spec.q_codes) return Support::no("Q of 8 bits");
+  if (Support able = supports_q_codes(spec); !able) return able;
   if (spec.has_scales() && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
     return Support::no(fmt::format("K and V of 8 bits are for head dimensions up to {}, not {} and {}",
                                    kMostColumns, spec.head_dim, spec.v_dim()));
@@ -246,6 +263,8 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
           fmt::format("{} leaves no second producer warp to copy rows, or too few registers", to_string(c)));
     if (c.bc < 16 || c.bc > 256 || c.bc % 16 != 0)
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
+    if (spec.q_codes && c.bc % 32 != 0)
+      return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
   } else if (c.bc > sm90::kMostKeys) {
     if (Support able = check_long_tile(spec, c); !able) return able;
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
@@ -278,7 +297,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   if (const int bytes = shared_bytes(spec, c); bytes > most_bytes)
     return Support::no(fmt::format("{} needs {} bytes of shared memory a block, {} has {}", to_string(c),
                                    bytes, device.arch, most_bytes));
-  if (spec.has_scales() && largest_product(spec, c) > launched_limit(spec, c))
+  if (converters(spec) > 0 && largest_product(spec, c) > launched_limit(spec, c))
     return Support::no(fmt::format("{} has products of {} columns, a thread begins with registers for {}",
                                    to_string(c), largest_product(spec, c), launched_limit(spec, c)));
   if (const int values = kept_values(spec, c); values > kept_limit(spec, c))
@@ -344,6 +363,22 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// With Q of 8 bits, too: the largest that are admitted; up to 64 columns of three warpgroups.
+std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
+  const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
+  std::vector<TileConfig> choices;
+  for (const int warps : {12, 8, 4})
+    for (const int bc : {128, 96, 64, 32}) {
+      const TileConfig c = forward_config(warps, bc, 2);
+      if (warps == 12 && !is_narrow(spec)) continue;
+      if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
+      if (!admits(spec, c, hopper)) continue;
+      choices.push_back(c);
+      break;
+    }
+  return choices;
+}
+
 /// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A bias tile
 /// comes in slices of 64 keys.
 std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
@@ -359,6 +394,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     return {config(d <= 64 && spec.block_map.q % 128 == 0 && !reads ? 128 : 64, 128, 8, 2)};
   }
   if (d > kMostColumns) return wide_preferences(spec);
+  if (spec.q_codes) return code_product_preferences(spec);
   if (spec.has_scales()) return code_preferences(spec);
   std::vector<TileConfig> choices;
   const bool bias_tile = has_bias_tile(spec);
@@ -630,18 +666,15 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   TensorBoxes boxes;
   bool copies_bias = false;
   if (is_forward(spec)) {
-    boxes = {sm90::kWarpgroupRows,
-             gathers(spec) ? 0 : sm90::kv_box_rows(spec.pages, c.bc),
-             tma_stores_o(spec, c) ? sm90::kWarpRows : 0,
-             c.pack_gqa,
-             spec.indices,
-             {}};
+    boxes = {sm90::kWarpgroupRows, gathers(spec) ? 0 : sm90::kv_box_rows(spec.pages, c.bc),
+             tma_stores_o(spec, c) ? sm90::kWarpRows : 0, c.pack_gqa, spec.indices};
     copies_bias = has_bias_tile(spec);
   } else {
     const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
-    boxes = {c.br, layout.keys(), c.br, false, false, {}};
+    boxes = {c.br, layout.keys(), c.br};
     copies_bias = layout.has_bias_tile();
   }
+  boxes.pairs_of_codes = spec.q_codes;
   if (copies_bias) boxes.bias = {c.br, spec.programs.bias_tile->capture, spec.programs.bias_tile->rank};
   return boxes;
 }

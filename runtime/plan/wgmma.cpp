@@ -11,16 +11,17 @@
 namespace flashjit::plan {
 namespace {
 
-/// One warpgroup's product of 64 rows, `columns` columns and depth 16, in the words of PTX.
+/// One warpgroup's product of 64 rows, `columns` columns and a depth of 32 bytes, in the words of PTX.
 class Product {
  public:
-  Product(DType dtype, int columns) : dtype_(dtype), columns_(columns) {}
+  Product(DType left, DType right, int columns) : left_(left), right_(right), columns_(columns) {}
+  Product(DType dtype, int columns) : Product(dtype, dtype, columns) {}
 
   /// fp32 accumulators of a thread.
   int accumulators() const { return columns_ / 2; }
   std::string instruction() const {
-    const std::string_view type = dtype_info(dtype_).mma_name;
-    return fmt::format("wgmma.mma_async.sync.aligned.m64n{}k16.f32.{}.{}", columns_, type, type);
+    return fmt::format("wgmma.mma_async.sync.aligned.m64n{}k{}.f32.{}.{}", columns_, 32 / size_of(right_),
+                       dtype_info(left_).mma_name, dtype_info(right_).mma_name);
   }
   /// The accumulators as operands, "{%0, %1, ...}".
   std::string registers() const {
@@ -40,14 +41,14 @@ class Product {
  private:
   static std::string operand(int index) { return fmt::format("%{}", index); }
 
-  DType dtype_;
+  DType left_, right_;
   int columns_;
 };
 
 /// How far each step's operand is from the first step's, in the 16 bytes that descriptors count in.
 using Offsets = std::vector<int>;
 
-/// Of tiles of `rows` rows whose `columns` columns are summed: four steps to a slice of 64.
+/// Of tiles of `rows` rows whose `columns` columns of 16 bits are summed: four steps to a slice of 64.
 Offsets along_columns(int rows, int columns) {
   Offsets offsets;
   for (int step = 0; step * 16 < columns; ++step)
@@ -65,7 +66,8 @@ Offsets along_rows(int rows) {
 enum class Left { shared, registers };
 
 /// A product over several steps. `transposed`: "0, 0" where the tiles' rows are the product's, "1, 1" where
-/// they are summed; of the right tile alone where the left operand is in registers.
+/// they are summed; of the right tile alone where the left operand is in registers; empty for codes, whose
+/// rows are never summed.
 struct Multiplication {
   Product product;
   Left left;
@@ -108,17 +110,35 @@ std::string function(const std::string& name, const Multiplication& of) {
           fmt::format("        \"add.s64 left, {}, {};\\n\"\n", of.product.input(0), of.left_offsets[step]);
     text += fmt::format("        \"add.s64 right, {}, {};\\n\"\n", of.product.input(right),
                         of.right_offsets[step]);
-    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1, {};\\n\"\n", of.product.instruction(),
+    text += fmt::format("        \"{} {}, {}, right, {}, 1, 1{}{};\\n\"\n", of.product.instruction(),
                         of.product.registers(), of.left == Left::shared ? "left" : left[step],
-                        step == 0 ? "first" : "more", of.transposed);
+                        step == 0 ? "first" : "more", *of.transposed ? ", " : "", of.transposed);
   }
   return text + fmt::format("        \"}}\\n\"\n        : {}\n        : {});\n  }}\n", of.product.outputs(),
                             fmt::join(inputs, ", "));
 }
 
+/// The forward pass's products of codes. P is e4m3, and the tile of V is V^T.
+std::string functions_of_codes(const AnalysedSpec& spec, const TileConfig& config) {
+  const DType type = spec.kv_type();
+  const int columns = sm90::tile_columns(spec.head_dim, true);
+  return function("multiply_scores", {{type, config.bc},
+                                      Left::shared,
+                                      "",
+                                      along_columns(sm90::kWarpgroupRows, columns),
+                                      along_columns(config.bc, columns)}) +
+         function("multiply_output",
+                  {{DType::e4m3, type, spec.v_dim() / sm90::pv_parts(spec.v_dim(), true, true)},
+                   Left::registers,
+                   "",
+                   {},
+                   along_columns(spec.v_dim(), sm90::tile_columns(config.bc, true))});
+}
+
 }  // namespace
 
 std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) {
+  if (spec.q_codes) return functions_of_codes(spec, config);
   const DType dtype = spec.dtype;
   // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
   const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
@@ -129,10 +149,10 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
                            along_columns(right_rows, dim)});
   };
   if (spec.pass == Pass::forward) {
-    const bool whole = sm90::has_whole_products(spec.v_dim());
+    const bool whole = sm90::has_whole_products(spec.v_dim(), false);
     return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, whole ? spec.head_dim : 16) +
            function("multiply_output", {{dtype, sm90::own_columns(spec.v_dim(), config.d_split) /
-                                                    sm90::pv_parts(spec.v_dim(), spec.has_scales())},
+                                                    sm90::pv_parts(spec.v_dim(), spec.has_scales(), false)},
                                         Left::registers,
                                         "1",
                                         {},

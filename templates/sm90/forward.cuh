@@ -9,6 +9,7 @@
 //   forward_producer.cuh  the producer's warps
 //   kv_gather.cuh         those that copy K and V row by row, where TMA cannot
 //   kv_codes.cuh          the warpgroup that converts K and V of 8 bits
+//   forward_codes.cuh     Q, K and V of 8 bits: the consumers' loop, and the warps that transpose V
 //   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
 //   forward_softmax.cuh   S to P: score program, mask, online softmax
 //   forward_epilogue.cuh  LSE and O to global memory
@@ -16,6 +17,7 @@
 
 #include "flashjit/async/warp_roles.cuh"
 #include "flashjit/common/unused_rows.cuh"
+#include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_producer.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
@@ -240,7 +242,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
 
   constexpr int kAllWarpgroups = kQTilesPerCta<P> * Storage::kWarpgroups;
   const int wg = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  if constexpr (kScaledKv<P>) {
+  if constexpr (kConvertsKv<P>) {
     if (wg == kAllWarpgroups) {
       lower_register_limit<converter_registers(kAllWarpgroups, P::kMinBlocks)>();
       return convert_kv(p, Storage(0, shared));
@@ -271,16 +273,22 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
         schedule_and_load_q(p, smem, maps, start);
     } else if (warp / kQTilesPerCta<P> == 2) {
       if constexpr (P::kKeyScales) load_key_scales(p, smem);
+      if constexpr (kCodeProducts<P>) transpose_v(p, smem, 0);
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (kGathers<P>) {
       gather_kv(p, smem, 1);
     } else if constexpr (P::kScoreColumnTerm) {
       find_column_terms(p, smem);
+    } else if constexpr (kCodeProducts<P>) {
+      transpose_v(p, smem, 1);
     }
   } else {
     raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>)>();
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
-    consume(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
+    if constexpr (kCodeProducts<P>)
+      consume_codes(p, maps, Storage(slot, shared), wg);
+    else
+      consume(p, maps, Storage(slot, shared), wg - slot * Storage::kWarpgroups);
   }
 }
 

@@ -90,20 +90,21 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     float sum = rows.sum[half];
     sum += __shfl_xor_sync(kWholeWarp, sum, 1);
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
+    const float of_scores = sum / kLargestP<P>;
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
     highest[half] =
         P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale));
     const float factor = exponent_factor<P>(rows.max[half], to_log2);
     const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
-    lse[half] = sum > 0.0f ? highest[half] + (log2_approx(sum) - rest) * kLn2 : -infinity();
+    lse[half] = sum > 0.0f ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();
     if constexpr (P::kSplit && P::kFarScores)
-      if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], sum);
+      if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], of_scores);
     RowEnd end = end_of_row<P>(p, work.h, lse[half]);
     if constexpr (P::kStreamK && P::kSinks)
       if (work.split == kWhole)
         end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse[half]);
     lse[half] = end.lse;
-    const float of_products = sum_of_products<typename P::Element>(sum, rest);
+    const float of_products = kCodeProducts<P> ? sum : sum_of_products<typename P::Element>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
     scale[half] = rows.times_v_scale(scale[half]);
   }

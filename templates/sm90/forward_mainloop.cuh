@@ -15,7 +15,7 @@ using SAccumulator = float[P::kBc / 2];
 template <class P>
 using OAccumulator = float[kOwnColumns<P> / 2];
 template <class P>
-using POperand = unsigned[P::kBc / 16][4];
+using POperand = unsigned[P::kBc / (kCodeProducts<P> ? 32 : 16)][4];
 
 // --- Products ---------------------------------------------------------------------------------------------
 
@@ -35,7 +35,7 @@ __device__ __forceinline__ void find_descriptors(const ForwardStorage<P>& smem, 
 /// S = Q K^T
 template <class P>
 __device__ __forceinline__ void start_qk(SAccumulator<P>& s, unsigned long long q, unsigned long long k) {
-  constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : (P::kHeadDim + 15) / 16;
+  constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : (kQkColumns<P> + 15) / 16;
   pin(s);
   wgmma_fence();
 #pragma unroll
@@ -53,7 +53,7 @@ template <class P>
 __device__ __forceinline__ void start_pv(OAccumulator<P>& o, POperand<P>& p_operand, unsigned long long v,
                                          int& adds) {
   constexpr int kStatements = kOneStatementPerProduct<P> ? 1 : P::kBc / 16,
-                kParts = pv_parts(P::kHeadDimV, kScaledKv<P>), kValues = kOwnColumns<P> / 2 / kParts,
+                kParts = pv_parts(P::kHeadDimV, kScaledKv<P>, false), kValues = kOwnColumns<P> / 2 / kParts,
                 kSlices = slices(kOwnColumns<P>) / kParts;
   pin(o);
   wgmma_fence();
@@ -145,15 +145,9 @@ __device__ __forceinline__ void skip_tile(const ForwardStorage<P>& smem, int n, 
   barrier_wait<P>(smem.v_full(n), smem.phase(n));
   release(smem.v_empty(n));
 }
-/// The tail-wave split: keeps the pipeline going for KV tiles i to 0 of a work tile of which only other
-/// warpgroups have rows.
+/// The same for KV tiles i to 0 of a work tile.
 template <class P>
-__device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
-                                               int i) {
-  if (i >= 0) {
-    release(smem.q_empty(wg, round));
-    release(smem.v_empty(n - 1));
-  }
+__device__ __forceinline__ void skip_tiles(const ForwardStorage<P>& smem, int n, int wg, int round, int i) {
   for (; i >= 0; --i, ++n) {
     ping_pong_wait(smem, wg);
     ping_pong_arrive(smem, wg);
@@ -164,6 +158,17 @@ __device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, in
     wait_terms(smem, n);
     release_terms(smem, n);
   }
+}
+/// The tail-wave split: keeps the pipeline going for KV tiles i to 0 of a work tile of which only other
+/// warpgroups have rows.
+template <class P>
+__device__ __forceinline__ void skip_work_tile(const ForwardStorage<P>& smem, int n, int wg, int round,
+                                               int i) {
+  if (i >= 0) {
+    release(smem.q_empty(wg, round));
+    release(smem.v_empty(n - 1));
+  }
+  skip_tiles(smem, n, wg, round, i);
 }
 /// Finds the keys of tile n, KV tile i of its work tile, and whether all pairs attend.
 template <class P>

@@ -70,11 +70,28 @@ template <class P>
 constexpr bool kGathers = P::kIndices || P::kPageRows % kSwizzledRows != 0;
 constexpr int kGatherWarps = 2;
 
-/// K and V of 8 bits: a warpgroup more converts them. Consumers then have fewer registers.
+/// K and V of 8 bits beside Q of 16: a warpgroup more converts them. Consumers then have fewer registers.
 /// NOTES.md#k-and-v-of-8-bits
 template <class P>
-constexpr int kConverters = kScaledKv<P> ? 1 : 0;
+constexpr bool kConvertsKv = kScaledKv<P> && !P::kQCodes;
+template <class P>
+constexpr int kConverters = kConvertsKv<P> ? 1 : 0;
 constexpr int kConverterThreads = 128;
+
+/// Q, K and V of 8 bits are multiplied as they are: see forward_codes.cuh. Producer warps transpose V.
+template <class P>
+constexpr bool kCodeProducts = P::kQCodes;
+template <class P>
+constexpr int kTransposers = P::kScoreColumnTerm ? 1 : 2;
+
+/// Columns of tiles of Q and K.
+template <class P>
+constexpr int kQkColumns = tile_columns(P::kHeadDim, kCodeProducts<P>);
+
+/// P of a row's largest key, and its logarithm. P as e4m3 has 2^-9 to 448; a power of two is exact.
+template <class P>
+constexpr float kLargestP = kCodeProducts<P> ? 256.0f : 1.0f;
+constexpr float kLargestPLog2 = 8.0f;
 
 // --- Products ---------------------------------------------------------------------------------------------
 
@@ -95,7 +112,7 @@ constexpr bool kFirstPvOverwritesO = P::kHeadDimV > 64 || P::kBlockMap || P::kMa
 /// 1.40 -> 1.27 s; d128 causal runs at 0.983, since ptxas orders fewer columns otherwise then.
 /// NOTES.md#what-a-compilation-consists-of
 template <class P>
-constexpr bool kOneStatementPerProduct = has_whole_products(P::kHeadDimV);
+constexpr bool kOneStatementPerProduct = has_whole_products(P::kHeadDimV, kCodeProducts<P>);
 
 /// V's descriptor is found from K's, since V of a stage is as far from K in every stage. d128 +0.3 to +0.9%,
 /// d64 -3%. NOTES.md#ptxas-orders-equal-sources-differently
@@ -134,7 +151,7 @@ constexpr int kPartialKvTile = (P::kBc / 2 + 15) / 16 * 16;
 template <class P>
 constexpr bool kPartialFirstStep =
     P::kHasMask && !kLists<P> && !P::kPackGqa && P::kHeadDim <= 64 && kPartialKvTile<P> != P::kBc &&
-    (P::kBr > kWarpgroupRows) && kQTilesPerCta<P> == 1;
+    (P::kBr > kWarpgroupRows) && kQTilesPerCta<P> == 1 && !kCodeProducts<P>;
 
 /// Row maxima are found by integer instructions, three values at a time: d64 full +3.3%, d128 +2% with 192
 /// rows and +4% with 128, d256 +0.3%. Not for a score that is a line, whose maximum is in other units, and
@@ -167,10 +184,11 @@ constexpr bool kDrawsEarly = (P::kDropout && P::kHeadDimV > 64 && P::kHeadDimV <
 // --- Shared memory and epilogue ---------------------------------------------------------------------------
 
 template <class P>
-constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,       P::kHeadDim,         P::kHeadDimV,
-                                       P::kStages,       P::kBiasTile, P::kScoreColumnTerm, kLists<P>,
-                                       kQTilesPerCta<P>, P::kDSplit,   P::kSharedKv,        kScaledKv<P>,
-                                       P::kKeyScales,    P::kSplit,    P::kIndices,         P::kMinBlocks};
+constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,        P::kHeadDim,         P::kHeadDimV,
+                                       P::kStages,       P::kBiasTile,  P::kScoreColumnTerm, kLists<P>,
+                                       kQTilesPerCta<P>, P::kDSplit,    P::kSharedKv,        kScaledKv<P>,
+                                       kCodeProducts<P>, P::kKeyScales, P::kSplit,           P::kIndices,
+                                       P::kMinBlocks};
 
 /// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
 /// same rows (d_split). Each computes S and P of them, and O for some of the columns.

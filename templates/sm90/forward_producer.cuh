@@ -28,7 +28,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
   const auto load_v = [&](int n) {
     if constexpr (P::kSharedKv) return;
     barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-    copy_kv_tile<P, P::kHeadDimV>(smem.v_landing(n), maps.v, smem.v_landed(n), loaded);
+    copy_kv_tile<P, tile_columns(P::kHeadDimV, kCodeProducts<P>)>(smem.v_landing(n), maps.v, smem.v_landed(n),
+                                                                  loaded);
   };
   int n = 0;
 #pragma unroll 1
@@ -45,9 +46,9 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const KvTilePlace<P> tile(p, work.sequence, slot, h_kv, begin);
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
-      if constexpr (kProducerPostsEntries<P> && !kScaledKv<P>)
+      if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
         if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
-      copy_kv_tile<P, P::kHeadDim>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
+      copy_kv_tile<P, kQkColumns<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
         if (leads_kv_copies<P>())
@@ -71,7 +72,7 @@ __device__ __forceinline__ void load_packed_q(const Params& p, const ForwardStor
   const unsigned full = smem.q_full(wg, round);
   const int row_bytes = ForwardStorage<P>::kQBytes / kWarpgroupRows;
   barrier_expect(full, more ? p.packed.queries * p.packed.heads * row_bytes : 0);
-  for (int slice = 0; more && slice < slices(P::kHeadDim); ++slice)
+  for (int slice = 0; more && slice < slices(kQkColumns<P>); ++slice)
     load_packed_box(smem.q(wg, round) + slice * kWarpgroupRows * kRowBytes, maps.q, full,
                     slice * kSliceColumns, work.h - work.h_kv * p.packed.shared, row, work.h_kv,
                     work.sequence.batch());
@@ -108,9 +109,9 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
       } else {
         barrier_expect(smem.q_full(wg, round), more ? Storage::kQBytes : 0);
         if (!more) continue;
-        load_tile<kWarpgroupRows, P::kHeadDim>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
-                                               work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows,
-                                               work.h, work.sequence.batch());
+        load_tile<kWarpgroupRows, kQkColumns<P>>(smem.q(wg, round), maps.q, smem.q_full(wg, round),
+                                                 work.sequence.q_row(work.q_begin) + wg * kWarpgroupRows,
+                                                 work.h, work.sequence.batch());
       }
     }
     if (!more) break;

@@ -17,7 +17,7 @@ struct ForwardStorage {
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   static constexpr int kRowGroups = kLayout.warpgroups(), kWarpgroups = kRowGroups * P::kDSplit,
                        kQStages = kLayout.q_stages();
-  static constexpr int kQBytes = tile_bytes(kWarpgroupRows, P::kHeadDim);  // a warpgroup's
+  static constexpr int kQBytes = tile_bytes(kWarpgroupRows, kQkColumns<P>);  // a warpgroup's
   static constexpr int kKBytes = kLayout.k_bytes(), kVBytes = kLayout.v_bytes();
   static constexpr int kSliceBytes = P::kBc * kRowBytes;
   static constexpr int kCodeSlots = max(kLayout.code_slots(), 1);
@@ -116,25 +116,26 @@ struct ForwardStorage {
   __device__ int codes_phase(Count c) const { return c / kCodeSlots & 1; }
 
   // Where TMA puts tile n of K or V, and the barriers of that. Tiles of codes of both are in one ring, in the
-  // order of their loads: K of the next tile before V of this one.
+  // order of their loads: K of the next tile before V of this one. Where codes are multiplied it has V's
+  // alone.
   __device__ Count code_tile_k(Count n) const { return n > 0 ? 2 * n - 1 : 0; }
-  __device__ Count code_tile_v(Count n) const { return 2 * n + 2; }
-  __device__ unsigned k_landing(Count n) const { return kScaledKv<P> ? codes(code_tile_k(n)) : k(n); }
+  __device__ Count code_tile_v(Count n) const { return kCodeProducts<P> ? n : 2 * n + 2; }
+  __device__ unsigned k_landing(Count n) const { return kConvertsKv<P> ? codes(code_tile_k(n)) : k(n); }
   __device__ unsigned v_landing(Count n) const { return kScaledKv<P> ? codes(code_tile_v(n)) : v(n); }
   __device__ unsigned k_landed(Count n) const {
-    return kScaledKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
+    return kConvertsKv<P> ? codes_full(code_tile_k(n)) : k_full(n);
   }
   __device__ unsigned v_landed(Count n) const {
     return kScaledKv<P> ? codes_full(code_tile_v(n)) : v_full(n);
   }
   __device__ unsigned k_may_land(Count n) const {
-    return kScaledKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
+    return kConvertsKv<P> ? codes_empty(code_tile_k(n)) : k_empty(n);
   }
   __device__ unsigned v_may_land(Count n) const {
     return kScaledKv<P> ? codes_empty(code_tile_v(n)) : v_empty(n);
   }
   __device__ int k_landing_phase(Count n) const {
-    return kScaledKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
+    return kConvertsKv<P> ? codes_phase(code_tile_k(n)) : phase(n);
   }
   __device__ int v_landing_phase(Count n) const {
     return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n);
@@ -157,9 +158,10 @@ struct ForwardStorage {
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
-      constexpr int kLoads = kScaledKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
+      constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
       barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0));
-      if constexpr (!P::kSharedKv) barrier_init(v_full(stage), kLoads);
+      if constexpr (!P::kSharedKv)
+        barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       barrier_init(k_empty(stage), kWarpgroups * (kThreadsReleaseK<P> ? 128 : 4));
       if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);
       if constexpr (P::kBiasTile) {
@@ -172,7 +174,7 @@ struct ForwardStorage {
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {
       barrier_init(codes_full(c), (kGathers<P> ? kGatherWarps * 32 : 1) + (P::kKeyScales ? 32 : 0));
-      barrier_init(codes_empty(c), kConverterThreads / 32);
+      barrier_init(codes_empty(c), kCodeProducts<P> ? kTransposers<P> : kConverterThreads / 32);
     }
   }
 };

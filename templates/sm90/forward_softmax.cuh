@@ -20,8 +20,8 @@ __device__ __forceinline__ Range keys_of_all_rows(const Params& p, const typenam
   }
 }
 
-/// What all codes of a work tile's head of K and V are multiplied with: K's with the score's scale, V's with
-/// O. Scales of keys are multiplied with S and V.
+/// What all codes of a work tile's head of K and V are multiplied with: K's, and Q's, with the score's scale,
+/// V's with O. Scales of keys are multiplied with S and V.
 template <class P, bool kOfHeads = kScaledKv<P> && !P::kKeyScales>
 struct HeadScales {
   __device__ void read(const Params&, const WorkTile<P>&) {}
@@ -34,6 +34,7 @@ struct HeadScales<P, true> {
   __device__ void read(const Params& p, const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     k_scale = KvScales<P>(p, p.k_scale, work.sequence, h_kv).of_head();
+    if constexpr (P::kQCodes) k_scale *= q_scale<P>(p, work.sequence.b, h_kv);
     v_scale = KvScales<P>(p, p.v_scale, work.sequence, h_kv).of_head();
   }
   __device__ float times_k_scale(float x) const { return x * k_scale; }
@@ -210,8 +211,8 @@ __device__ __forceinline__ float largest_by_bits(float first, const float (&s)[k
   return __int_as_float(bits);
 }
 
-/// P = exp2(S * scale - m), in place of S, with the row maximum m and the row sum l carried on. `rescale` is
-/// what O and l so far must be multiplied by, exp2(m before - m). `first`: of a work tile's
+/// P = kLargestP exp2(S * scale - m), in place of S, with the row maximum m and the row sum l carried on.
+/// `rescale` is what O and l so far must be multiplied by, exp2(m before - m). `first`: of a work tile's
 /// first KV tile.
 template <class P, int kCount>
 __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P>& work, SoftmaxRows<P>& rows,
@@ -262,6 +263,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     rows.max[half] = highest;
     offset[half] = -shift;
     if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], of_scores, -shift);
+    if constexpr (kCodeProducts<P>) offset[half] += kLargestPLog2;
     // Beside a far line products count for nothing; but one that is -infinity must stay so.
     if constexpr (P::kFarScores)
       row_factor[half] = !P::kScoreLine ? of_scores : of_scores == scale ? factor : 1e-30f;

@@ -42,12 +42,13 @@ struct KvTilePlace {
 };
 
 /// Starts the copy of a tile of K or V, which completes on `full`. By one thread; with pages by a warp. Codes
-/// come in rows one after the other, not in slices.
+/// that are converted come in rows one after the other, not in slices.
 template <class P, int kColumns>
 __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, unsigned full,
                                              const KvTilePlace<P>& at) {
-  constexpr int kBytes = kScaledKv<P> ? P::kBc * kColumns : tile_bytes(P::kBc, kColumns);
-  if constexpr (kScaledKv<P>) {
+  constexpr bool kInRows = kScaledKv<P> && !P::kQCodes;
+  constexpr int kBytes = kInRows ? P::kBc * kColumns : tile_bytes(P::kBc, kColumns);
+  if constexpr (kInRows) {
     const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
     if (lane == 0) barrier_expect(full, kBytes);
     if constexpr (kPaged<P>) __syncwarp();

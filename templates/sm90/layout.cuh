@@ -12,6 +12,10 @@ constexpr int kAlignment = 1024;  ///< of every slice: the period of the swizzle
 
 constexpr int slices(int columns) { return (columns + kSliceColumns - 1) / kSliceColumns; }
 constexpr int tile_bytes(int rows, int columns) { return slices(columns) * rows * kRowBytes; }
+/// Where codes of 8 bits are multiplied, two of them are a column of a tile.
+constexpr int tile_columns(int elements, bool code_products) {
+  return code_products ? elements / 2 : elements;
+}
 
 constexpr int next_power_of_two(int x) {
   int power = 1;
@@ -50,11 +54,17 @@ constexpr int own_columns(int head_dim_v, int groups) {
 /// Whether a product of the forward pass is one asm statement for all its steps of 16 columns, or a statement
 /// for each step. One statement compiles faster by 8% and more, but with fewer columns ptxas then orders the
 /// code differently, which is up to 3% slower.
-constexpr bool has_whole_products(int head_dim_v) { return head_dim_v > 128; }
+constexpr bool has_whole_products(int head_dim_v, bool code_products) {
+  return head_dim_v > 128 || code_products;
+}
 
 /// Into how many parts of the columns of O a product P V is divided: two where the converting warpgroup
-/// leaves a thread 128 registers at the start, which ptxas does not let one instruction exceed.
-constexpr int pv_parts(int head_dim_v, bool codes) { return codes && head_dim_v == 256 ? 2 : 1; }
+/// leaves a thread 128 registers at the start, which ptxas does not let one instruction exceed. Where codes
+/// are multiplied, a part of the product is in registers beside O, to which it is added.
+constexpr int pv_parts(int head_dim_v, bool codes, bool code_products) {
+  if (!code_products) return codes && head_dim_v == 256 ? 2 : 1;
+  return head_dim_v <= 128 ? 1 : head_dim_v > 192 && head_dim_v % 32 == 0 ? 4 : 2;
+}
 
 /// Into how many splits each of the `over` Q tiles of the forward pass's tail wave is divided: at most one a
 /// warpgroup, and so few that all splits run at once in `slots` slots.
@@ -90,7 +100,9 @@ constexpr int kKeptWorkTiles = 8;
 ///   K, V         `stages` each
 ///   bias tile    `stages`, where the score reads one
 ///   O            where it fits
-///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales
+///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales; of V alone where codes
+///   are
+///                multiplied, whose V^T is in V's stages
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes
 ///   work tiles, list entries of `stages` KV tiles where they are listed, which entries of lists of keys
@@ -99,10 +111,11 @@ struct ForwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_column_terms, lists;
   int q_tiles_per_cta;
-  int d_split;      ///< warpgroups with the same rows
-  bool shared_kv;   ///< V is K's tile
-  bool codes;       ///< K and V are of 8 bits
-  bool key_scales;  ///< and their keys have scales
+  int d_split;         ///< warpgroups with the same rows
+  bool shared_kv;      ///< V is K's tile
+  bool codes;          ///< K and V are of 8 bits
+  bool code_products;  ///< and so is Q, and all are multiplied as they are
+  bool key_scales;     ///< and their keys have scales
   bool split;
   bool indices;
   int ctas;  ///< of a multiprocessor; with codes its shared memory is shared out among them
@@ -111,9 +124,13 @@ struct ForwardLayout {
   /// Of a tile of V, also those behind the last that a warpgroup reads.
   constexpr int columns_v() const { return d_split * own_columns(head_dim_v, d_split); }
   constexpr int k_bytes() const {
-    return tile_bytes(bc, shared_kv && columns_v() > head_dim ? columns_v() : head_dim);
+    return tile_bytes(
+        bc, shared_kv && columns_v() > head_dim ? columns_v() : tile_columns(head_dim, code_products));
   }
-  constexpr int v_bytes() const { return shared_kv ? 0 : tile_bytes(bc, columns_v()); }
+  constexpr int v_bytes() const {
+    if (code_products) return tile_bytes(head_dim_v, tile_columns(bc, true));
+    return shared_kv ? 0 : tile_bytes(bc, columns_v());
+  }
   /// Two where they fit: then the next Q tile is loaded before it is needed.
   constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
@@ -127,7 +144,10 @@ struct ForwardLayout {
     return !(codes && split) && bytes_of(q_stages()) + o_bytes() <= limit();
   }
   constexpr int code_tiles() const { return o() + (has_o_tile() ? o_bytes() : 0); }
-  constexpr int code_scales() const { return bc * (head_dim > head_dim_v ? head_dim : head_dim_v); }
+  constexpr int code_scales() const {
+    if (code_products) return tile_bytes(bc, tile_columns(head_dim_v, true));
+    return bc * (head_dim > head_dim_v ? head_dim : head_dim_v);
+  }
   constexpr int code_slot_bytes() const {
     const int bytes = codes ? code_scales() + key_scales_bytes() : 0;
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
@@ -155,11 +175,13 @@ struct ForwardLayout {
   constexpr int list_entries_bytes() const { return lists ? (stages + 1) / 2 * 8 : 0; }
   /// Of twice as many tiles as there are stages: a consumer reads them when it has released K.
   constexpr int present_keys_bytes() const { return indices ? 2 * stages * kPresentKeysBytes : 0; }
-  constexpr int q_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim); }
+  constexpr int q_bytes() const {
+    return warpgroups() * tile_bytes(kWarpgroupRows, tile_columns(head_dim, code_products));
+  }
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
   constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
-  constexpr int fewest_code_slots() const { return codes ? kFewestCodeSlots : 0; }
+  constexpr int fewest_code_slots() const { return code_products ? 1 : codes ? kFewestCodeSlots : 0; }
   /// As many as fit: they are what is on its way from memory.
   constexpr int more_code_slots() const {
     const int more = codes && limit() > bytes_with_o() ? (limit() - bytes_with_o()) / code_slot_cost() : 0;

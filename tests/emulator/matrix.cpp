@@ -34,9 +34,6 @@ const float* floats_of_operand(const Instruction& of, int operand) {
   if (type.starts_with("e5m2")) return floats_of<flashjit::E5m2>().data();
   return (type.starts_with("bf16") ? floats_of<flashjit::Bf16>() : floats_of<flashjit::Fp16>()).data();
 }
-const float* floats_of(const Instruction& of) {
-  return (of.has(".bf16") ? floats_of<flashjit::Bf16>() : floats_of<flashjit::Fp16>()).data();
-}
 
 /// What one lane brings to an instruction.
 struct Lane {
@@ -99,7 +96,6 @@ void store_matrices(Warp& warp, const Brought& brought, unsigned) {
 constexpr int kRows = 16, kDepth = 16;  // of 16-bit elements; of codes twice as many
 template <int depth>
 using LeftOf = std::array<std::array<float, depth>, kRows>;
-using Left = LeftOf<kDepth>;
 
 /// Calls use(place, bits) for the elements of a lane's word, of which eight in a row have `depth`.
 template <int depth, class Use>
@@ -109,7 +105,7 @@ void for_each_element(unsigned word, int first_word, Use use) {
 }
 
 /// The left operand that lanes hold in four words each.
-template <int depth = kDepth>
+template <int depth>
 LeftOf<depth> left_of(const float* floats, const Brought& brought, int argument) {
   LeftOf<depth> left;
   for (int lane = 0; lane < kLanes; ++lane)
@@ -162,8 +158,12 @@ void multiply_in_registers(Warp&, const Brought& brought, unsigned) {
   });
 }
 
-/// A tile of shared memory that wgmma's descriptor names, with rows of 128 bytes, swizzled.
+/// A tile of shared memory that wgmma's descriptor names, with rows of 128 bytes, swizzled. `depth` is the
+/// product's, of 32 bytes.
+template <int depth>
 struct Tile {
+  static constexpr unsigned kBytes = 32 / depth;  // of an element
+  static constexpr unsigned kColumns = 128 / kBytes;
   Block* block;
   unsigned address, slice_bytes, eight_rows_bytes;
   bool transposed;  ///< its rows are the depth
@@ -179,35 +179,36 @@ struct Tile {
   }
   Element at(unsigned row_of_product, unsigned k) const {
     const unsigned row = transposed ? k : row_of_product, column = transposed ? row_of_product : k;
-    const unsigned slice = transposed ? column / 64 : 0;
+    const unsigned slice = transposed ? column / kColumns : 0;
     const unsigned plain = address + slice * slice_bytes + row / 8 * eight_rows_bytes + row % 8 * 128 +
-                           (column - slice * 64) * 2;
+                           (column - slice * kColumns) * kBytes;
     const unsigned swizzled = plain ^ (plain >> 7 & 7) << 4;
-    Element bits;
-    std::memcpy(&bits, block->shared.read_async(swizzled, 2), 2);
+    Element bits = 0;
+    std::memcpy(&bits, block->shared.read_async(swizzled, kBytes), kBytes);
     return bits;
   }
 };
 
 /// One warp's 16 rows of a product, with all that it needs once its operands' registers have changed.
+template <int depth>
 struct Product {
-  const float* floats;
+  const float *left_floats, *right_floats;
   int columns;
   bool accumulates;
-  std::optional<Tile> left_tile;
-  Left left;
+  std::optional<Tile<depth>> left_tile;
+  LeftOf<depth> left;
   unsigned first_row;  ///< of the left tile
-  Tile right_tile;
+  Tile<depth> right_tile;
   std::vector<std::array<float*, kLanes>> accumulators;
 
   void operator()() {
     if (left_tile)
       for (unsigned row = 0; row < kRows; ++row)
-        for (unsigned k = 0; k < kDepth; ++k) left[row][k] = floats[left_tile->at(first_row + row, k)];
-    std::vector<float> right(kDepth * columns), sums(kRows * columns);
-    for (int k = 0; k < kDepth; ++k)
+        for (unsigned k = 0; k < depth; ++k) left[row][k] = left_floats[left_tile->at(first_row + row, k)];
+    std::vector<float> right(depth * columns), sums(kRows * columns);
+    for (int k = 0; k < depth; ++k)
       for (int column = 0; column < columns; ++column)
-        right[k * columns + column] = floats[right_tile.at(column, k)];
+        right[k * columns + column] = right_floats[right_tile.at(column, k)];
     if (accumulates)
       for_each_accumulator(columns, [&](int lane, int i, int row, int column) {
         sums[row * columns + column] = *accumulators[i][lane];
@@ -220,30 +221,36 @@ struct Product {
 };
 
 /// wgmma's operands: the accumulators, the left operand, the right one, whether it accumulates, the signs of
-/// both, and for each operand in shared memory whether its tile's rows are the depth.
+/// both, and for each operand of 16 bits in shared memory whether its tile's rows are the depth.
+template <int depth>
 void start_product(Warp& warp, const Brought& brought, unsigned) {
   const Lane& first = lane_of(brought, 0);
   const Instruction& of = *first.instruction;
   const bool left_in_registers = of.arguments[1].kind == Argument::Kind::vector;
-  const int transposed = 6;
-  if (of.arguments.size() != (left_in_registers ? 7u : 8u) || first.get(4) != 1 || first.get(5) != 1)
+  constexpr bool kHasTransposed = depth == kDepth;
+  constexpr std::size_t kTransposed = 6;
+  const std::size_t flags = !kHasTransposed ? 0 : left_in_registers ? 1 : 2;
+  const auto transposed = [&](std::size_t flag) {
+    return kHasTransposed && first.get(kTransposed + flag) != 0;
+  };
+  if (of.arguments.size() != kTransposed + flags || first.get(4) != 1 || first.get(5) != 1)
     fail(fmt::format("the emulator does not know these operands of {}", of.opcode));
   const unsigned warp_in_group = current().index.x / kLanes % 4;
-  Product product{.floats = floats_of(of),
-                  .columns = static_cast<int>(2 * of.arguments[0].parts.size()),
-                  .accumulates = first.get(3) != 0,
-                  .left_tile = {},
-                  .left = {},
-                  .first_row = warp_in_group * kRows,
-                  .right_tile = {warp.block, first.get(2),
-                                 first.get(left_in_registers ? transposed : transposed + 1) != 0},
-                  .accumulators = {}};
-  if (!of.has(fmt::format("m64n{}k16", product.columns)))
+  Product<depth> product{.left_floats = floats_of_operand(of, 0),
+                         .right_floats = floats_of_operand(of, 1),
+                         .columns = static_cast<int>(2 * of.arguments[0].parts.size()),
+                         .accumulates = first.get(3) != 0,
+                         .left_tile = {},
+                         .left = {},
+                         .first_row = warp_in_group * kRows,
+                         .right_tile = {warp.block, first.get(2), transposed(left_in_registers ? 0 : 1)},
+                         .accumulators = {}};
+  if (!of.has(fmt::format("m64n{}k{}.", product.columns, depth)))
     fail(fmt::format("too few accumulators of {}", of.opcode));
   if (left_in_registers) {
-    product.left = left_of(product.floats, brought, 1);
+    product.left = left_of<depth>(product.left_floats, brought, 1);
   } else {
-    product.left_tile.emplace(warp.block, first.get(1), first.get(transposed) != 0);
+    product.left_tile.emplace(warp.block, first.get(1), transposed(0));
   }
   for (const Argument& accumulator : of.arguments[0].parts) {
     auto& places = product.accumulators.emplace_back();
@@ -287,7 +294,10 @@ Execute find_matrix_execution(const std::string& opcode) {
       is("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"))
     return together<multiply_in_registers<kDepth>>;
   if (is("mma.sync.aligned.m16n8k32.row.col.f32.e")) return together<multiply_in_registers<2 * kDepth>>;
-  if (is("wgmma.mma_async.sync.aligned.m64n")) return together<start_product>;
+  if (is("wgmma.mma_async.sync.aligned.m64n")) {
+    if (opcode.find("k32.") != std::string::npos) return together<start_product<2 * kDepth>>;
+    return together<start_product<kDepth>>;
+  }
   if (is("wgmma.commit_group.")) return together<commit_products>;
   if (is("wgmma.wait_group.")) return wait_for_products;
   if (is("wgmma.fence.")) return [](const Instruction&, Frame&) {};

@@ -1,0 +1,224 @@
+// Q, K and V of 8 bits, multiplied as they are. wgmma has such operands with rows along the depth only, so V
+// is transposed on its way: TMA brings its tiles to slots of their own, and warps of the producer write V^T
+// to V's stages. There the keys are in the order in which S's accumulators, as codes, are the left operand
+// of P V. S and P V of one KV tile are computed by the tensor cores, whose sums have few bits; O is the
+// registers' own sum over KV tiles, so that its error does not grow with the length.
+#pragma once
+
+#include "flashjit/sm90/forward_mainloop.cuh"
+
+namespace flashjit::sm90 {
+
+// --- V^T --------------------------------------------------------------------------------------------------
+
+/// Of 16 keys, a thread has four codes of a column: keys 2t, 2t + 1, 2t + 8 and 2t + 9, t being its number
+/// among four lanes; in S's accumulators, too. Which of them are among the first `count`: a byte of ones
+/// each.
+__device__ __forceinline__ unsigned codes_of_first_keys(int count) {
+  const int own = count - static_cast<int>(threadIdx.x) % 4 * 2;
+  unsigned bytes = 0;
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    if (i % 2 + i / 2 * 8 < own) bytes |= 0xffu << 8 * i;
+  return bytes;
+}
+
+/// Whether rows that meet a KV tile may be without some of its keys, whose V must not count: P is 0, and 0
+/// times NaN is NaN.
+template <class P>
+constexpr bool kHidesKeys = P::kHasMask || P::kBlockMap;
+
+/// The first code that is NaN or infinite; all with the same upper bits are, too.
+template <class Code>
+constexpr unsigned kFirstSpecialCode = 0x7f;
+template <>
+constexpr unsigned kFirstSpecialCode<e5m2> = 0x7c;
+/// Makes them zeros.
+template <class Code>
+__device__ __forceinline__ void clear_special_codes(unsigned (&words)[4]) {
+  constexpr unsigned kFirst = kFirstSpecialCode<Code>, kInEachByte = 0x01010101;
+  unsigned special[4];  // a byte's highest bit
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    special[i] = (words[i] & kFirst * kInEachByte) + (0x80 - kFirst) * kInEachByte & 0x80 * kInEachByte;
+  if ((special[0] | special[1] | special[2] | special[3]) == 0) return;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) words[i] &= ~((special[i] >> 7) * 0xffu);
+}
+
+/// Writes V^T of a tile of V, zeros for keys from `valid` on. By a warp, of kTransposers; 32 keys of 16
+/// columns at a time. ldmatrix gives a thread two columns of two keys in a word, bytes are selected, and
+/// stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of the sixteen, rows 0, 2, 4, 6, 9,
+/// 11, 13 and 15 are one matrix, as the swizzle then gives each its own banks.
+template <class P>
+__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, int warp) {
+  constexpr int kBlocks = P::kBc / 32, kLoads = min(kBlocks, 4);
+  const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 8, odd = (row >= 4) ^ (lane / 8 % 2);
+  const int column = 2 * row + odd;
+  const unsigned read = from + lane * kRowBytes + row * 16;
+  const unsigned write = to + column * kRowBytes + ((lane / 16) ^ (column % 8)) * 16;
+  const unsigned first_bytes = lane < 16 ? 0x6420 : 0x7531, second_bytes = lane < 16 ? 0x7531 : 0x6420;
+#pragma unroll 1
+  for (int group = warp; group < P::kHeadDimV / 16; group += kTransposers<P>) {
+    const unsigned read_group = (read ^ (group % 8 * 16)) + group / 8 * P::kBc * kRowBytes;
+    const unsigned write_group = write + group * 16 * kRowBytes;
+#pragma unroll
+    for (int begin = 0; begin < kBlocks; begin += kLoads) {
+      unsigned words[kLoads][4];
+#pragma unroll
+      for (int load = 0; load < kLoads; ++load)
+        if (begin + load < kBlocks)
+          load_matrix_x4_transposed(words[load], read_group + (begin + load) * 32 * kRowBytes);
+#pragma unroll
+      for (int load = 0; load < kLoads; ++load) {
+        const int block = begin + load;
+        if (block >= kBlocks) break;
+        unsigned(&of)[4] = words[load];
+        unsigned codes[4] = {
+            select_bytes(of[0], of[1], first_bytes), select_bytes(of[0], of[1], second_bytes),
+            select_bytes(of[2], of[3], first_bytes), select_bytes(of[2], of[3], second_bytes)};
+        if (kForeignKeys<P> && valid < P::kBc) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) codes[i] &= codes_of_first_keys(valid - block * 32 - i / 2 * 16);
+        }
+        if constexpr (kHidesKeys<P>) clear_special_codes<typename P::KvElement>(codes);
+        store_matrices((write_group ^ (block % 4 * 32)) + block / 4 * P::kHeadDimV * kRowBytes, codes);
+      }
+    }
+  }
+}
+
+/// Transposes the tiles of V that the CTA meets. By each of kTransposers warps.
+template <class P>
+__device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorage<P>& smem, int warp) {
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      const int valid = kForeignKeys<P> ? work.sequence.seqused_kv(p) - work.kv_begin(i) : P::kBc;
+      barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
+      barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+      transpose_tile<P>(smem.v(n), smem.v_landing(n), valid, warp);
+      publish_to_async_proxy();
+      barrier_arrive(smem.v_full(n));
+      release(smem.v_may_land(n));
+    }
+  }
+}
+
+// --- Consumers --------------------------------------------------------------------------------------------
+
+/// P as the left operand of P V: codes of e4m3, 32 keys a step, in the order of V^T.
+template <class P>
+__device__ __forceinline__ void pack_codes(POperand<P>& codes, const SAccumulator<P>& s) {
+#pragma unroll
+  for (int step = 0; step < P::kBc / 32; ++step)
+#pragma unroll
+    for (int r = 0; r < 4; ++r) {
+      const float* of = s + step * 16 + r / 2 * 8 + r % 2 * 2;
+      codes[step][r] = pack_e4m3(of[0], of[1], of[4], of[5]);
+    }
+}
+/// Zeros where dropout drops a pair.
+template <class P>
+__device__ __forceinline__ void drop_codes(const Params& p, const WorkTile<P>& work,
+                                           const SoftmaxRows<P>& rows, int kv_begin, POperand<P>& codes) {
+  constexpr unsigned kOfEachHalf = 0x6420;
+#pragma unroll
+  for (int keys = 0; keys < P::kBc / 16; ++keys) {
+    unsigned dropped[4];
+    draw_dropout(p, work, rows, kv_begin, keys, dropped);
+#pragma unroll
+    for (int row = 0; row < 2; ++row)
+      codes[keys / 2][keys % 2 * 2 + row] &= ~select_bytes(dropped[row], dropped[row + 2], kOfEachHalf);
+  }
+}
+
+/// O = rescale O + P V, some columns after the other.
+template <class P>
+__device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& codes, unsigned v,
+                                       const float (&rescale)[2]) {
+  constexpr int kParts = pv_parts(P::kHeadDimV, true, true), kColumns = P::kHeadDimV / kParts;
+#pragma unroll
+  for (int part = 0; part < kParts; ++part) {
+    float product[kColumns / 2];
+    pin(product);
+    wgmma_fence();
+    P::multiply_output(product, codes, tile_descriptor(v + part * kColumns * kRowBytes, 0), 0);
+    wgmma_commit();
+    wgmma_wait<0>();
+    pin(product);
+#pragma unroll
+    for (int n = 0; n < kColumns / 2; ++n) {
+      float& sum = o[part * kColumns / 2 + n];
+      sum = fmaf(sum, rescale[n / 2 % 2], product[n]);
+    }
+  }
+}
+
+/// Computes a consumer warpgroup's rows of O, work tile after work tile.
+template <class P>
+__device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps& maps,
+                                              const ForwardStorage<P>& smem, int wg) {
+  using Storage = ForwardStorage<P>;
+  int n = 0;
+  if (wg == Storage::kWarpgroups - 1) ping_pong_arrive(smem, wg);
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    int i = work.count() - 1, entry = 0;
+    if (kSplitTailWave<P> && wg >= work.warpgroups) {  // it has no rows of this one
+      release(smem.q_empty(wg, round));
+      skip_tiles(smem, n, wg, round, i);
+      break;
+    }
+    if (kConsumersReadList<P>) entry = work.kv_tiles.entry(i);
+    SoftmaxRows<P> rows;
+    rows.begin(p, work, wg);
+    OAccumulator<P> o = {};
+    float rescale[2], scale[2];
+#pragma unroll 1
+    for (; i >= 0; --i, ++n) {
+      int kv_begin;
+      bool full;
+      unsigned bias = 0;
+      const auto fill = [&](auto how) { fill_bias(p, maps, smem, work, n, i, wg, bias, how); };
+      fill([](const auto& warp_rows) { warp_rows.start(); });
+      wait_k(smem, n, false);
+      ping_pong_wait(smem, wg);
+      SAccumulator<P> s;
+      start_qk<P>(s, tile_descriptor(smem.q(wg, round), 0), tile_descriptor(smem.k(n), 0));  // S = Q K^T
+      ping_pong_arrive(smem, wg);
+      look_at_tile(p, smem, work, rows, n, i, wg, kv_begin, full, entry);
+      fill([](const auto& warp_rows) { warp_rows.finish(); });
+      wgmma_wait<0>();
+      pin(s);
+      release_k(smem, n, wg, round, i == 0);
+      wait_terms(smem, n);
+      scale_products(rows, s);
+      apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
+      release_terms(smem, n);
+      online_softmax(p, work, rows, kv_begin, full, false, s, rescale);  // P = exp2(S - m)
+      POperand<P> codes;
+      pack_codes<P>(codes, s);
+      if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);
+      barrier_wait<P>(smem.v_full(n), smem.phase(n));
+      add_pv<P>(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V
+      release(smem.v_empty(n));
+    }
+    if (Storage::kQStages == 2) release(smem.q_empty(wg, round));
+    finalize_rows(p, work, rows, wg, scale);  // LSE = m + log(l)
+    scale_o(o, scale);                        // O / l
+    store_o(p, maps, smem, work, wg, o);
+  }
+  if (kTmaStoresO<P> && elected()) bulk_wait_read();  // before the next CTA gets this shared memory
+  if (wg == 0) ping_pong_wait(smem, wg);              // the last arrival, which no other warpgroup waits for
+}
+
+}  // namespace flashjit::sm90

@@ -370,7 +370,7 @@ std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
   for (const int warps : {12, 8, 4})
     for (const int bc : {128, 96, 64, 32}) {
       const TileConfig c = forward_config(warps, bc, 2);
-      if (warps == 12 && !is_narrow(spec)) continue;
+      if (warps == 12 && (!is_narrow(spec) || !spec.score.empty())) continue;  // registers for neither
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
       if (!admits(spec, c, hopper)) continue;
       choices.push_back(c);

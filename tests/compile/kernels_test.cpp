@@ -482,6 +482,27 @@ TEST(KernelsOfProductsOfCodes, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfProductsOfCodes, CompileWithoutSpillsOnHopper) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  std::vector<AttentionSpec> specs = test::covering_specs_of_products_of_codes();
+  for (const char* text :
+       {"fwd:bf16:d256:kve4m3:q_codes", "fwd:bf16:d256:kve4m3:q_codes:causal:varlen:pages16",
+        "fwd:bf16:d240:kve5m2:q_codes:causal:fp32_out", "fwd:bf16:d208:kve4m3:q_codes:kvlen:sinks",
+        "fwd:bf16:d128:kve4m3:q_codes:score{bias: bf16 4d; score + bias[b, h, q, kv]}",
+        "fwd:bf16:d64:kve4m3:q_codes:score{slopes: fp32 1d; score + slopes[h] * to_float(kv - q)}:causal",
+        "fwd:bf16:d128:kve4m3:q_codes:score{by_key: fp32 2d; score + by_key[b, kv]}:causal"})
+    specs.push_back(parse_spec(text).normalized());
+  std::size_t i = 0, compiled = 0;
+  for (const AttentionSpec& spec : specs) {
+    if (!plan::sm90_traits().supports(spec, device)) continue;
+    const AttentionShape shape =
+        ++i % 2 ? AttentionShape{16, 32, 8, 1, 8192} : AttentionShape{4, 32, 8, 1024, 1024};
+    EXPECT_EQ(compile_and_check(spec, plan::sm90_traits().heuristic(spec, shape, device), device), "");
+    ++compiled;
+  }
+  EXPECT_GT(compiled, specs.size() / 2);
+}
+
 TEST(KernelsOfCodes, CompileWithPrograms) {
   for (const char* arch : {"sm_80", "sm_89", "sm_90a"})
     for (const char* text :

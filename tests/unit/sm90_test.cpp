@@ -310,12 +310,31 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
   EXPECT_EQ(chosen("fwd:bf16:d128:mask{q - kv < 256 && q >= kv}", 4096), "sm90:br128:bc128:w8:s2");
 }
 
+TEST(Sm90, MultipliesCodesThatHaveAScaleForEachHead) {
+  const auto supports = [](const char* spec) { return family().supports(parse_spec(spec), kH100); };
+  for (const char* spec : {"fwd:bf16:d128:kve4m3:q_codes", "fwd:fp16:d256:kve5m2:q_codes:causal:varlen",
+                           "fwd:bf16:d16x240:kve4m3:q_codes:pages8:sinks:fp32_out"}) {
+    EXPECT_TRUE(supports(spec)) << spec;
+    const AttentionSpec of_codes = parse_spec(spec);
+    for (const AttentionShape& shape : {AttentionShape{4, 16, 4, 4096, 4096}, {64, 32, 8, 1, 4096}}) {
+      const TileConfig config = family().heuristic(of_codes, shape, kH100);
+      EXPECT_TRUE(family().admits(of_codes, config, kH100)) << spec << " " << to_string(config);
+      EXPECT_TRUE(family().kernel(of_codes, config).tensor_boxes->pairs_of_codes);
+    }
+  }
+  EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:key_scales"));
+  EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:pages3"));
+  EXPECT_FALSE(supports("fwd:bf16:d272:kve4m3:q_codes"));
+  EXPECT_FALSE(family().admits(parse_spec("fwd:bf16:d128:kve4m3:q_codes"),
+                               parse_config("sm90:br128:bc112:w8:s2"), kH100));
+}
+
 TEST(Sm90, PlansOneKernelWithTensorMaps) {
   const AttentionSpec spec = parse_spec("fwd:bf16:d128:causal");
   const ExecutionPlan plan = make_plan(spec, parse_shape("b2:hq16:hkv4:sq1025:skv2000"), kH100, {});
   ASSERT_EQ(to_string(plan.config), "sm90:br192:bc80:w12:s2");
-  const int bytes = sm90::ForwardLayout{192, 80, 128,   128,   2,     false, false, false,
-                                        1,   1,  false, false, false, false, false, 1}
+  const int bytes = sm90::ForwardLayout{192, 80,    128,   128,   2,     false, false, false, 1,
+                                        1,   false, false, false, false, false, false, 1}
                         .bytes();
   const Entry expected{.name = "forward",
                        .header = "flashjit/sm90/forward.cuh",

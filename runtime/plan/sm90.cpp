@@ -57,7 +57,7 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && c.d_split == 1 && !spec.fp32_out;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !spec.fp32_out;
 }
 
 /// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a

@@ -149,14 +149,18 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
                            along_columns(right_rows, dim)});
   };
   if (spec.pass == Pass::forward) {
-    const bool whole = sm90::has_whole_products(spec.v_dim(), false);
-    return scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc, whole ? spec.head_dim : 16) +
-           function("multiply_output", {{dtype, sm90::own_columns(spec.v_dim(), config.d_split) /
-                                                    sm90::pv_parts(spec.v_dim(), spec.has_scales(), false)},
-                                        Left::registers,
-                                        "1",
-                                        {},
-                                        along_rows(whole ? config.bc : 16)});
+    const bool whole = sm90::has_whole_products(spec.v_dim(), false), shares_rows = config.d_split > 1;
+    const Product output(dtype, sm90::own_columns(spec.v_dim(), config.d_split) /
+                                    sm90::pv_parts(spec.v_dim(), spec.has_scales(), false));
+    std::string text =
+        scores("multiply_scores", config.bc, sm90::kWarpgroupRows, config.bc,
+               whole && !shares_rows ? spec.head_dim : 16) +
+        function("multiply_output", {output, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
+    if (shares_rows)
+      text += function("multiply_output_of_tile",
+                       {output, Left::shared, "0, 1", along_columns(sm90::kWarpgroupRows, config.bc),
+                        along_rows(config.bc)});
+    return text;
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);
   const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV

@@ -11,6 +11,7 @@
 //   kv_codes.cuh          the warpgroup that converts K and V of 8 bits
 //   forward_codes.cuh     Q, K and V of 8 bits: the consumers' loop, and the warps that transpose V
 //   forward_mainloop.cuh  the parts of a consumer's step: products, waits, releases, bias tile
+//   forward_wide.cuh      the main loops where two warpgroups share rows
 //   forward_softmax.cuh   S to P: score program, mask, online softmax
 //   forward_epilogue.cuh  LSE and O to global memory
 #pragma once
@@ -20,6 +21,7 @@
 #include "flashjit/sm90/forward_codes.cuh"
 #include "flashjit/sm90/forward_mainloop.cuh"
 #include "flashjit/sm90/forward_producer.cuh"
+#include "flashjit/sm90/forward_wide.cuh"
 #include "flashjit/sm90/kv_codes.cuh"
 #include "flashjit/sm90/kv_gather.cuh"
 
@@ -284,6 +286,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     }
   } else {
     raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>)>();
+    if constexpr (kSharesRows<P>) return consume_wide(p, maps, Storage(0, shared), wg);
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
     if constexpr (kCodeProducts<P>)
       consume_codes(p, maps, Storage(slot, shared), wg);

@@ -190,12 +190,21 @@ constexpr ForwardLayout kForwardLayout{P::kBr,           P::kBc,        P::kHead
                                        kCodeProducts<P>, P::kKeyScales, P::kSplit,           P::kIndices,
                                        P::kMinBlocks};
 
-/// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then the warpgroups have the
-/// same rows (d_split). Each computes S and P of them, and O for some of the columns.
+/// Above 256 columns of V a warpgroup's registers do not hold its rows of O: then two warpgroups have the
+/// same rows (d_split), each for half of O's columns, and the first computes S and P for both. See
+/// forward_wide.cuh.
 template <class P>
 constexpr bool kSharesRows = (P::kDSplit > 1);
 template <class P>
 constexpr int kOwnColumns = own_columns(P::kHeadDimV, P::kDSplit);
+/// With shared_kv the two then release their columns of a tile apart, as parts with barriers of their own:
+/// the right part, columns of V of the second warpgroup, has V's, the left one, which is all others, K's.
+template <class P>
+constexpr bool kTileInParts = (kSharesRows<P> && P::kSharedKv);
+/// And the second warpgroup's P V waits for the first one's S, if K is there already, so that it runs
+/// under the softmax. With one stage it would hold up V.
+template <class P>
+constexpr bool kHoldsPv = (kTileInParts<P> || P::kStages > 1);
 /// Which 64 rows of a Q tile a warpgroup has.
 template <class P>
 __device__ __forceinline__ int row_group(int wg) {

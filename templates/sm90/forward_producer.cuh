@@ -19,17 +19,20 @@ __device__ __forceinline__ void post_entry(const Params& p, const ForwardStorage
 }
 
 /// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
-/// tile's, before V of this one. The bias tile comes with K, since the scores read it before P V. By one
-/// thread; with pages by one warp.
+/// tile's, before V of this one, but where warpgroups share rows. The bias tile comes with K, since the
+/// scores read it before P V. By one thread; with pages by one warp.
 template <class P>
 __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>& smem,
                                         const TensorMaps& maps) {
   KvTilePlace<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
-    if constexpr (P::kSharedKv) return;
+    if constexpr (!ForwardStorage<P>::kHasVBarriers) return;
     barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-    copy_kv_tile<P, tile_columns(P::kHeadDimV, kCodeProducts<P>)>(smem.v_landing(n), maps.v, smem.v_landed(n),
-                                                                  loaded);
+    if constexpr (kTileInParts<P>)
+      copy_kv_tile<P, P::kHeadDim, TilePart::right>(smem.k_landing(n), maps.k, smem.v_landed(n), loaded);
+    else
+      copy_kv_tile<P, tile_columns(P::kHeadDimV, kCodeProducts<P>)>(smem.v_landing(n), maps.v,
+                                                                    smem.v_landed(n), loaded);
   };
   int n = 0;
 #pragma unroll 1
@@ -48,7 +51,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
       if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
         if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
-      copy_kv_tile<P, kQkColumns<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
+      copy_kv_tile<P, kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
         if (leads_kv_copies<P>())
@@ -56,11 +59,12 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
                                                     P::bias_tile(p, work.sequence.head(p, work.h)),
                                                     smem.bias_tile(n), work.q_begin, begin);
       }
-      if (n > 0) load_v(n - 1);
+      if (!kSharesRows<P> && n > 0) load_v(n - 1);
       loaded = tile;
+      if (kSharesRows<P>) load_v(n);
     }
   }
-  if (n > 0) load_v(n - 1);
+  if (!kSharesRows<P> && n > 0) load_v(n - 1);
 }
 
 /// PackGQA: loads a warpgroup's rows of Q of all heads of the work tile; none where there is no more work.

@@ -8,6 +8,13 @@
 
 namespace flashjit::sm90 {
 
+/// What goes with P from the first of two warpgroups with the same rows to the second.
+struct PHandoff {
+  float rescale[kWarpgroupRows];  ///< what O so far must be multiplied by
+  float scale[kWarpgroupRows];    ///< and after a work tile's last KV tile
+  int keys;                       ///< of the KV tile that exist
+};
+
 /// The shared memory of one Q tile slot. `n` counts the slot's KV tiles and `round` its work tiles with keys,
 /// from the kernel's start: a stage is the count modulo the number of stages, its phase the quotient's
 /// parity.
@@ -44,6 +51,11 @@ struct ForwardStorage {
   }
   __device__ unsigned bias_tile(Count n) const {
     return base + kLayout.bias_tile() + n % P::kStages * kLayout.bias_tile_bytes();
+  }
+  __device__ unsigned p_tile() const { return base + kLayout.p_tile(); }
+  __device__ PHandoff& handoff() const {
+    static_assert(sizeof(PHandoff) <= kHandoffBytes);
+    return *reinterpret_cast<PHandoff*>(shared + kLayout.handoff());
   }
   __device__ unsigned o(int wg) const {
     return base + kLayout.o() + wg * tile_bytes(kWarpgroupRows, P::kHeadDimV);
@@ -95,9 +107,10 @@ struct ForwardStorage {
     return base + kLayout.barriers() + kQStages * kRowGroups * 16 + n % P::kStages * 32;
   }
   __device__ unsigned k_empty(Count n) const { return k_full(n) + 8; }
-  // With kSharedKv K's: it is released when P V has read it.
-  __device__ unsigned v_full(Count n) const { return P::kSharedKv ? k_full(n) : k_full(n) + 16; }
-  __device__ unsigned v_empty(Count n) const { return P::kSharedKv ? k_empty(n) : k_full(n) + 24; }
+  // With kSharedKv K's: it is released when P V has read it. But parts have their own.
+  static constexpr bool kHasVBarriers = !P::kSharedKv || kTileInParts<P>;
+  __device__ unsigned v_full(Count n) const { return kHasVBarriers ? k_full(n) + 16 : k_full(n); }
+  __device__ unsigned v_empty(Count n) const { return kHasVBarriers ? k_full(n) + 24 : k_empty(n); }
   __device__ int phase(Count n) const { return n / P::kStages & 1; }
   __device__ unsigned work_full(Count round) const {
     return k_full(0) + P::kStages * 32 + round % kKeptWorkTiles * 8;
@@ -141,11 +154,16 @@ struct ForwardStorage {
     return kScaledKv<P> ? codes_phase(code_tile_v(n)) : phase(n);
   }
 
-  // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup.
+  // Named barriers: the ping-pong among warpgroups, and one for the four warps of a warpgroup. Where
+  // warpgroups share rows there is no ping-pong: P is in shared memory, and has been read there; and the
+  // second one may start P V.
   __device__ int ping_pong(int wg) const {
     return 1 + (kQTilesPerCta<P> > 1 ? slot * 2 * kWarpgroups : 0) + wg;
   }
   __device__ int warpgroup_barrier(int wg) const { return ping_pong(wg) + kWarpgroups; }
+  __device__ int p_full() const { return ping_pong(0); }
+  __device__ int p_empty() const { return ping_pong(1); }
+  __device__ int may_start_pv() const { return warpgroup_barrier(1) + 1; }
 
   /// By one thread. A consumer warp arrives once on what TMA wrote; on what threads wrote each thread
   /// arrives, since racecheck does not take a lane's arrival for its warp's reads.
@@ -153,23 +171,24 @@ struct ForwardStorage {
     for (int wg = 0; wg < kRowGroups; ++wg) {
       for (int round = 0; round < kQStages; ++round) {
         barrier_init(q_full(wg, round), 1);
-        barrier_init(q_empty(wg, round), 4 * P::kDSplit);
+        barrier_init(q_empty(wg, round), 4);
       }
     }
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
       barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0));
-      if constexpr (!P::kSharedKv)
+      if constexpr (kHasVBarriers)
         barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
-      barrier_init(k_empty(stage), kWarpgroups * (kThreadsReleaseK<P> ? 128 : 4));
-      if constexpr (!P::kSharedKv) barrier_init(v_empty(stage), kWarpgroups * 4);
+      // Of warpgroups that share rows only the first reads K, and only the second the right part.
+      barrier_init(k_empty(stage), kRowGroups * (kThreadsReleaseK<P> ? 128 : 4));
+      if constexpr (kHasVBarriers) barrier_init(v_empty(stage), (kTileInParts<P> ? 1 : kWarpgroups) * 4);
       if constexpr (P::kBiasTile) {
         barrier_init(terms_full(stage), 1);
-        barrier_init(terms_empty(stage), kWarpgroups * 4);
+        barrier_init(terms_empty(stage), kRowGroups * 4);
       } else if constexpr (P::kScoreColumnTerm) {
         barrier_init(terms_full(stage), 32);
-        barrier_init(terms_empty(stage), kWarpgroups * 128);
+        barrier_init(terms_empty(stage), kRowGroups * 128);
       }
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {

@@ -5,6 +5,7 @@
 #include "flashjit/async/mbarrier.cuh"
 #include "flashjit/async/tma.cuh"
 #include "flashjit/common/kv_source.cuh"
+#include "flashjit/sm90/forward_policy.cuh"
 #include "flashjit/sm90/wgmma.cuh"
 
 namespace flashjit::sm90 {
@@ -41,13 +42,31 @@ struct KvTilePlace {
   }
 };
 
-/// Starts the copy of a tile of K or V, which completes on `full`. By one thread; with pages by a warp. Codes
-/// that are converted come in rows one after the other, not in slices.
-template <class P, int kColumns>
+/// Which slices of a tile a copy has. Parts: see kTileInParts.
+enum class TilePart { whole, left, right };
+template <class P>
+constexpr bool is_in_part(TilePart part, int slice) {
+  constexpr int kOwn = slices(kOwnColumns<P>);
+  return part == TilePart::whole || (slice >= kOwn && slice < 2 * kOwn) == (part == TilePart::right);
+}
+template <class P>
+constexpr TilePart kKPart = kTileInParts<P> ? TilePart::left : TilePart::whole;
+template <class P>
+constexpr int slices_of_part(TilePart part, int columns) {
+  int count = 0;
+  for (int slice = 0; slice < slices(columns); ++slice) count += is_in_part<P>(part, slice);
+  return count;
+}
+
+/// Starts the copy of a tile of K or V, or of a part of it, which completes on `full`. By one thread; with
+/// pages by a warp. Codes that are converted come in rows one after the other, not in
+/// slices.
+template <class P, int kColumns, TilePart kPart = TilePart::whole>
 __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, unsigned full,
                                              const KvTilePlace<P>& at) {
   constexpr bool kInRows = kScaledKv<P> && !P::kQCodes;
-  constexpr int kBytes = kInRows ? P::kBc * kColumns : tile_bytes(P::kBc, kColumns);
+  constexpr int kBytes =
+      kInRows ? P::kBc * kColumns : slices_of_part<P>(kPart, kColumns) * P::kBc * kRowBytes;
   if constexpr (kInRows) {
     const int lane = kPaged<P> ? static_cast<int>(threadIdx.x) % 32 : 0;
     if (lane == 0) barrier_expect(full, kBytes);
@@ -56,15 +75,19 @@ __device__ __forceinline__ void copy_kv_tile(unsigned to, const TensorMap& map, 
       load_box(to + lane * kKvBoxRows<P> * kColumns, map, full, 0, at.row, at.head, at.batch);
   } else if constexpr (!kPaged<P>) {
     barrier_expect(full, kBytes);
-    load_tile<P::kBc, kColumns>(to, map, full, at.row, at.head, at.batch);
+    for (int slice = 0; slice < slices(kColumns); ++slice)
+      if (is_in_part<P>(kPart, slice))
+        load_box(to + slice * P::kBc * kRowBytes, map, full, slice * kSliceColumns, at.row, at.head,
+                 at.batch);
   } else {
     const int lane = static_cast<int>(threadIdx.x) % 32;
     if (lane == 0) barrier_expect(full, kBytes);
     __syncwarp();
     if (lane < P::kBc / kKvBoxRows<P>)
       for (int slice = 0; slice < slices(kColumns); ++slice)
-        load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
-                 at.row, at.head, at.batch);
+        if (is_in_part<P>(kPart, slice))
+          load_box(to + (slice * P::kBc + lane * kKvBoxRows<P>)*kRowBytes, map, full, slice * kSliceColumns,
+                   at.row, at.head, at.batch);
   }
 }
 

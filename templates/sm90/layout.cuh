@@ -93,18 +93,23 @@ constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
 /// stage of Q, and the scheduler looks for the fourth.
 constexpr int kKeptWorkTiles = 8;
 
+/// What goes with P from the first of two warpgroups with the same rows to the second: see PHandoff.
+constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
+
 /// Shared memory of a CTA of the forward pass. For each of the Q tiles that it computes at a time a slot, in
 /// this order:
 ///
 ///   Q            one or two stages, each warpgroup's 64 rows together
 ///   K, V         `stages` each
 ///   bias tile    `stages`, where the score reads one
+///   P            where warpgroups share rows
 ///   O            where it fits
 ///   codes        slots for tiles of K and V of 8 bits, each with its keys' scales; of V alone where codes
 ///   are
 ///                multiplied, whose V^T is in V's stages
 ///   column terms `stages`, where the score has them
 ///   key scales   `stages`, of K's codes
+///   handoff      what goes with P
 ///   work tiles, list entries of `stages` KV tiles where they are listed, which entries of lists of keys
 ///   are keys, barriers
 struct ForwardLayout {
@@ -138,10 +143,11 @@ struct ForwardLayout {
   constexpr int v() const { return k() + stages * k_bytes(); }
   constexpr int bias_tile() const { return v() + stages * v_bytes(); }
   constexpr int bias_tile_bytes() const { return reads_bias_tile ? tile_bytes(br, bc) : 0; }
-  constexpr int o() const { return bias_tile() + stages * bias_tile_bytes(); }
+  constexpr int p_tile() const { return bias_tile() + stages * bias_tile_bytes(); }
+  constexpr int o() const { return p_tile() + p_bytes(); }
   /// Where a tile of O fits, TMA can store it, and the consumers need not.
   constexpr bool has_o_tile() const {
-    return !(codes && split) && bytes_of(q_stages()) + o_bytes() <= limit();
+    return !(codes && split) && d_split == 1 && bytes_of(q_stages()) + o_bytes() <= limit();
   }
   constexpr int code_tiles() const { return o() + (has_o_tile() ? o_bytes() : 0); }
   constexpr int code_scales() const {
@@ -157,7 +163,8 @@ struct ForwardLayout {
   constexpr int column_terms_bytes() const { return reads_column_terms ? bc * 4 : 0; }
   constexpr int key_scales_begin() const { return column_terms() + stages * column_terms_bytes(); }
   constexpr int key_scales_bytes() const { return key_scales ? bc * 4 : 0; }
-  constexpr int work_tiles() const { return key_scales_begin() + stages * key_scales_bytes(); }
+  constexpr int handoff() const { return key_scales_begin() + stages * key_scales_bytes(); }
+  constexpr int work_tiles() const { return handoff() + handoff_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }
   constexpr int present_keys() const { return list_entries() + list_entries_bytes(); }
   constexpr int barriers() const { return present_keys() + present_keys_bytes(); }
@@ -178,6 +185,8 @@ struct ForwardLayout {
   constexpr int q_bytes() const {
     return warpgroups() * tile_bytes(kWarpgroupRows, tile_columns(head_dim, code_products));
   }
+  constexpr int p_bytes() const { return d_split > 1 ? tile_bytes(kWarpgroupRows, bc) : 0; }
+  constexpr int handoff_bytes() const { return d_split > 1 ? kHandoffBytes : 0; }
   constexpr int o_bytes() const { return warpgroups() * tile_bytes(kWarpgroupRows, head_dim_v); }
   /// Full and empty, for what the score reads.
   constexpr int score_barriers() const { return reads_bias_tile || reads_column_terms ? 2 : 0; }
@@ -192,7 +201,7 @@ struct ForwardLayout {
   /// Of a slot without O, with the fewest slots for codes. Barriers: two for each warpgroup's Q, four for
   /// each stage of K and V and those of the score, one for each work tile, and those of codes.
   constexpr int bytes_of(int q_count) const {
-    return q_count * q_bytes() +
+    return q_count * q_bytes() + p_bytes() + handoff_bytes() +
            stages * (k_bytes() + v_bytes() + bias_tile_bytes() + column_terms_bytes() + key_scales_bytes()) +
            kKeptWorkTiles * kWorkTileBytes + list_entries_bytes() + present_keys_bytes() +
            fewest_code_slots() * code_slot_cost() +

@@ -15,7 +15,7 @@ std::vector<CacheCase> cases() {
       {"fp16:d128:causal:pages64", {3, 4, 1, 3, 300}, PoolLayout::interleaved},
       {"bf16:d64x32:cache", {3, 2, 1, 20, 150}, PoolLayout::hnd},
       {"bf16:d96x64:causal:pages16:shared_kv", {3, 16, 1, 2, 200}, PoolLayout::nhd},
-      {"fp16:d576x512:causal:varlen:pages64:shared_kv", {3, 16, 1, 3, 150}, PoolLayout::hnd},
+      {"fp16:d576x512:causal:varlen:pages64:shared_kv", {3, 16, 1, 3, 450}, PoolLayout::hnd},
       {"bf16:d64:causal:pages3", {3, 4, 2, 1, 100}, PoolLayout::nhd},
       {"fp16:d96:sinks:pages256", {3, 8, 2, 1, 400}, PoolLayout::hnd},
       {"fp16:d72x40:causal:varlen:pages1", {4, 4, 2, 70, 200}, PoolLayout::nhd},

@@ -141,6 +141,129 @@ TEST(ForwardBarriers, TooFewKeptWorkTilesAreFound) {
   EXPECT_NE(forward_model({.kv_tiles = {1, 1, 1, 1}, .kept_work_tiles = 1}).explore(), "");
 }
 
+// --- Forward, two warpgroups that share rows
+// -------------------------------------------------------------------------------------------
+
+struct WideProblem {
+  std::vector<int> kv_tiles;  ///< of each work tile
+  int stages = 2, kept_work_tiles = 8;
+  bool parts = true;         ///< K's tile is V, too, in two parts
+  bool holds = true;         ///< the second group's P V until the first one's S is there
+  bool hands_early = false;  ///< the fault: P is overwritten without waiting
+};
+
+BarrierModel wide_model(const WideProblem& problem) {
+  BarrierModel model;
+  const int stages = problem.stages, kept = problem.kept_work_tiles,
+            rounds = static_cast<int>(problem.kv_tiles.size());
+  const auto q = model.buffers("Q", 1), left = model.buffers("K or left part", stages),
+             right = model.buffers("V or right part", stages), work = model.buffers("work tile", kept),
+             handed = model.buffers("P", 1);
+  const auto q_full = model.mbarriers("q_full", 1, 1), q_empty = model.mbarriers("q_empty", 1, 1),
+             work_full = model.mbarriers("work_full", kept, 1), k_full = model.mbarriers("k_full", stages, 1),
+             k_empty = model.mbarriers("k_empty", stages, 1), v_full = model.mbarriers("v_full", stages, 1),
+             v_empty = model.mbarriers("v_empty", stages, problem.parts ? 1 : 2);
+  const int p_full = model.named_barrier("p_full"), p_empty = model.named_barrier("p_empty"),
+            may_start_pv = model.named_barrier("may_start_pv");
+
+  auto& q_producer = model.agent("Q producer");
+  for (int round = 0; round <= rounds; ++round) {
+    q_producer.write(work[round % kept], round).arrive(work_full[round % kept]);
+    q_producer.wait(q_empty[0], round).expect(q_full[0], round < rounds ? 1 : 0);
+    if (round < rounds) q_producer.copy(q[0], round, q_full[0]);
+  }
+
+  auto& kv_producer = model.agent("KV producer");
+  int loaded = 0;
+  for (int round = 0; round <= rounds; ++round) {
+    kv_producer.wait(work_full[round % kept], uses_before(round, kept) + 1)
+        .begin_read(work[round % kept], round);
+    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++loaded) {
+      const int stage = loaded % stages, uses = uses_before(loaded, stages);
+      kv_producer.wait(k_empty[stage], uses)
+          .expect(k_full[stage], 1)
+          .copy(left[stage], loaded, k_full[stage]);
+      kv_producer.wait(v_empty[stage], uses)
+          .expect(v_full[stage], 1)
+          .copy(right[stage], loaded, v_full[stage]);
+    }
+    kv_producer.end_read(work[round % kept]);
+  }
+
+  auto& first = model.agent("first warpgroup");
+  const auto start_s = [&](int n, bool held) {
+    const int stage = n % stages, uses = uses_before(n, stages) + 1;
+    if (held && !problem.holds) first.named_arrive(may_start_pv);
+    first.wait(k_full[stage], uses).begin_read(left[stage], n);
+    if (problem.parts) first.wait(v_full[stage], uses).begin_read(right[stage], n);
+  };
+  int n = 0;
+  first.wait(q_full[0], 1).begin_read(work[0], 0).begin_read(q[0], 0);
+  start_s(0, false);
+  for (int round = 0; round < rounds; ++round) {
+    for (int tile = 0; tile < problem.kv_tiles[round]; ++tile) {
+      const int stage = n % stages;
+      const bool last = tile + 1 == problem.kv_tiles[round];
+      if (problem.parts)
+        first.end_read(right[stage]);  // S is there
+      else
+        first.end_read(left[stage]).arrive(k_empty[stage]);
+      if (last) first.end_read(q[0]).arrive(q_empty[0]);
+      if (n > 0 && problem.holds) first.named_arrive(may_start_pv);
+      if (n > 0 && !problem.hands_early) first.named_sync(p_empty);
+      first.write(handed[0], n).named_arrive(p_full);
+      if (!problem.parts) first.wait(v_full[stage], uses_before(n, stages) + 1).begin_read(right[stage], n);
+      ++n;
+      if (last) first.wait(q_full[0], round + 2).begin_read(work[(round + 1) % kept], round + 1);
+      if (!last || round + 1 < rounds) {
+        if (last) first.begin_read(q[0], round + 1);
+        start_s(n, true);
+      }
+      // O is there
+      if (problem.parts)
+        first.end_read(left[stage]).arrive(k_empty[stage]);
+      else
+        first.end_read(right[stage]).arrive(v_empty[stage]);
+      if (last) first.end_read(work[round % kept]);
+    }
+  }
+  first.named_arrive(may_start_pv).named_sync(p_empty);
+
+  auto& second = model.agent("second warpgroup");
+  n = 0;
+  for (int round = 0; round <= rounds; ++round) {
+    second.wait(work_full[round % kept], uses_before(round, kept) + 1).begin_read(work[round % kept], round);
+    for (int tile = 0; round < rounds && tile < problem.kv_tiles[round]; ++tile, ++n) {
+      const int stage = n % stages;
+      second.named_sync(p_full).begin_read(handed[0], n).wait(v_full[stage], uses_before(n, stages) + 1);
+      second.named_sync(may_start_pv).read(right[stage], n).arrive(v_empty[stage]);
+      second.end_read(handed[0]).named_arrive(p_empty);
+    }
+    second.end_read(work[round % kept]);
+  }
+  return model;
+}
+
+TEST(WideForwardBarriers, NoInterleavingGoesWrong) {
+  for (const WideProblem& problem :
+       {WideProblem{.kv_tiles = {3, 1, 2}}, WideProblem{.kv_tiles = {3, 1, 2}, .holds = false},
+        WideProblem{.kv_tiles = {1, 1, 1, 1, 1}, .kept_work_tiles = 5},
+        WideProblem{.kv_tiles = {2, 3}, .stages = 3}, WideProblem{.kv_tiles = {2, 3}, .parts = false},
+        WideProblem{.kv_tiles = {3, 1, 2}, .stages = 1, .parts = false, .holds = false}}) {
+    BarrierModel model = wide_model(problem);
+    EXPECT_EQ(model.explore(), "");
+    EXPECT_GT(model.states(), 100u);
+  }
+}
+
+TEST(WideForwardBarriers, POverwrittenBeforeItIsReadIsFound) {
+  EXPECT_NE(wide_model({.kv_tiles = {4}, .hands_early = true}).explore(), "");
+}
+// With one stage V comes when P V has been computed, and S of the next tile comes before that.
+TEST(WideForwardBarriers, HoldingPvWithoutAStageForTheNextTileIsFound) {
+  EXPECT_NE(wide_model({.kv_tiles = {4}, .stages = 1}).explore(), "");
+}
+
 // --- Backward
 // --------------------------------------------------------------------------------------------------------
 

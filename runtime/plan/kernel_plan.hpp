@@ -74,13 +74,14 @@ struct TensorBoxes {
 
 /// How the blocks of the main loop come by their tiles, and what they leave to other entries.
 struct Schedule {
-  int q_tiles_per_cta = 1;     ///< Q tiles that a block of the forward pass computes at a time
-  bool dynamic_tiles = false;  ///< blocks take tiles from a counter until there are none; backward they
-                               ///< convert dQ themselves, too
-  bool early_launch = false;   ///< kernels wait by themselves for the launch before
-  bool row_terms = false;      ///< rows' terms of the score are found beforehand, once
-  bool stream_k = false;       ///< CTAs take equal shares of all KV tiles of all work tiles
-  bool sums_dq = false;        ///< a cluster has one KV tile, whose dQ it sums up
+  int q_tiles_per_cta = 1;        ///< Q tiles that a block of the forward pass computes at a time
+  bool dynamic_tiles = false;     ///< blocks take tiles from a counter until there are none; backward they
+                                  ///< convert dQ themselves, too
+  bool early_launch = false;      ///< kernels wait by themselves for the launch before
+  bool row_terms = false;         ///< rows' terms of the score are found beforehand, once
+  bool stream_k = false;          ///< CTAs take equal shares of all KV tiles of all work tiles
+  bool q_tiles_as_heads = false;  ///< and a sequence's Q tiles, which meet the same KV tiles, count as heads
+  bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up
 
   bool operator==(const Schedule&) const = default;
 };

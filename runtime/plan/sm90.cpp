@@ -74,6 +74,12 @@ bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
          !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
 }
 
+/// Whether the Q tiles of a sequence count as heads, which are in lanes: 128 heads over one of latents are
+/// two Q tiles, which then read its latents at a time.
+bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_stream_k(spec, c) && c.d_split > 1 && spec.mask.empty() && !spec.varlen && !spec.indices;
+}
+
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return forward_layout(spec, c).bytes();
   return sm90_backward_layout(spec, c).bytes();
@@ -103,7 +109,7 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 
 /// How many of them fit, besides addresses and the rows' state.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec)) - 32;
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) - 32;
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
@@ -227,7 +233,7 @@ Support check_long_tile(const AnalysedSpec& spec, const TileConfig& c) {
 bool may_gather(const AnalysedSpec& spec, const TileConfig& c) {
   constexpr int kFewestRegisters = 40;
   return q_tiles_per_cta(spec, c) == 1 &&
-         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks) >= kFewestRegisters;
+         sm90::producer_registers(c.warps / kGroupWarps, c.min_blocks, c.d_split) >= kFewestRegisters;
 }
 
 Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
@@ -686,6 +692,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .early_launch = true,  // with an instruction that all devices of sm90 have
           .row_terms = backward && spec.programs.row_term,
           .stream_k = is_stream_k(spec, c),
+          .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
           .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq()};
 }
 
@@ -703,6 +710,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
     kernel.constants.push_back({"kQTilesPerCta", q_tiles_per_cta(spec, c)});
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
     kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
+    kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
   }
   return kernel;

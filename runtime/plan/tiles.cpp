@@ -155,7 +155,9 @@ std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, c
 
 std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, std::int64_t shares) {
   constexpr std::int64_t kBytesOfRow = 1024;
-  const std::int64_t heads = forward_tiles(kernel.spec, shape, kernel.config).heads;
+  const auto [queries, heads_of_q_tile] = forward_tiles(kernel.spec, shape, kernel.config);
+  const std::int64_t heads =
+      heads_of_q_tile * (kernel.schedule.q_tiles_as_heads ? tiles(shape.seqlen_q, queries) : 1);
   const std::int64_t bytes = 2 * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
   for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;

@@ -251,7 +251,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     }
   }
   if (wg < 0) {
-    lower_register_limit<producer_registers(kAllWarpgroups, P::kMinBlocks)>();
+    lower_register_limit<producer_registers(kAllWarpgroups, P::kMinBlocks, P::kDSplit)>();
     // The roles of the producer's four warps. Two slots share them: then two warps load K and V, and two load
     // Q and write empty rows by their idle threads, which would cost 1 to 3% if they waited for the loading
     // thread (NOTES.md#two-q-tiles-per-cta).
@@ -285,7 +285,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
       transpose_v(p, smem, 1);
     }
   } else {
-    raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>)>();
+    raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>, P::kDSplit)>();
     if constexpr (kSharesRows<P>) return consume_wide(p, maps, Storage(0, shared), wg);
     const int slot = kQTilesPerCta<P> > 1 ? wg / Storage::kWarpgroups : 0;
     if constexpr (kCodeProducts<P>)

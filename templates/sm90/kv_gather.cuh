@@ -73,9 +73,9 @@ __device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& fro
 
 /// Starts the copies of a warp's rows of a tile of K or V. Eight lanes copy a row's 128 bytes of a slice, in
 /// the order that the swizzle gives its chunks.
-template <class P, int kColumns, TilePart kPart = TilePart::whole>
+template <class P, int kColumns>
 __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from, const GatheredKeys<P>& keys,
-                                            int warp) {
+                                            int warp, TilePart part = TilePart::whole) {
   if constexpr (kScaledKv<P>) return gather_codes<P, kColumns>(to, from, keys, warp);
   constexpr int kLanesOfRow = kRowBytes / 16, kRowsAtOnce = 32 / kLanesOfRow;
   constexpr int kRead = (kColumns + 15) / 16 * 16;  // products read whole steps
@@ -97,7 +97,7 @@ __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from
       const unsigned line = to + at * kRowBytes + (chunk ^ at % 8) * 16;
 #pragma unroll
       for (int slice = 0; slice < slices(kColumns); ++slice) {
-        if (!is_in_part<P>(kPart, slice)) continue;
+        if (!is_in_part<P>(part, slice)) continue;
         const int column = slice * kSliceColumns + chunk * 8;
         if ((slice + 1) * kSliceColumns <= kColumns)
           copy_async_16(line + slice * P::kBc * kRowBytes, columns + slice * kSliceColumns, exists);
@@ -118,15 +118,10 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
     Sequence<P> sequence;
     int h_kv;
   } loaded;  // whose K was loaded last
-  const auto load_v = [&](int n) {
-    if constexpr (!ForwardStorage<P>::kHasVBarriers) return;
+  const auto load_v = [&](int n, const Tile& tile) {
+    if constexpr (P::kSharedKv) return;
     barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
-    if constexpr (kTileInParts<P>)
-      gather_rows<P, P::kHeadDim, TilePart::right>(smem.k_landing(n), {p, p.k, loaded.sequence, loaded.h_kv},
-                                                   loaded.keys, warp);
-    else
-      gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, loaded.sequence, loaded.h_kv}, loaded.keys,
-                                   warp);
+    gather_rows<P, P::kHeadDimV>(smem.v_landing(n), {p, p.v, tile.sequence, tile.h_kv}, tile.keys, warp);
     barrier_arrive_after_copies(smem.v_landed(n));
   };
   int n = 0;
@@ -141,15 +136,27 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
       const Tile tile{GatheredKeys<P>(p, work, work.kv_begin(i), warp), work.sequence, h_kv};
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
       if constexpr (P::kIndices) tile.keys.publish(smem.present_keys(n), smem.k_full(n), warp);
-      gather_rows<P, P::kHeadDim, kKPart<P>>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys,
-                                             warp);
+      if constexpr (kTileInParts<P>) {
+#pragma unroll 1  // two copies of the code spill
+        for (int part = 0; part < 2; ++part) {
+          if (part == 1) barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
+          gather_rows<P, P::kHeadDim>(smem.k(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp,
+                                      part == 0 ? TilePart::left : TilePart::right);
+          barrier_arrive_after_copies(part == 0 ? smem.k_full(n) : smem.v_full(n));
+        }
+        continue;
+      }
+      gather_rows<P, P::kHeadDim>(smem.k_landing(n), {p, p.k, tile.sequence, h_kv}, tile.keys, warp);
       barrier_arrive_after_copies(smem.k_landed(n));
-      if (!kSharesRows<P> && n > 0) load_v(n - 1);
+      if constexpr (kSharesRows<P>) {
+        load_v(n, tile);
+        continue;
+      }
+      if (n > 0) load_v(n - 1, loaded);
       loaded = tile;
-      if (kSharesRows<P>) load_v(n);
     }
   }
-  if (!kSharesRows<P> && n > 0) load_v(n - 1);
+  if (!kSharesRows<P> && n > 0) load_v(n - 1, loaded);
 }
 
 }  // namespace flashjit::sm90

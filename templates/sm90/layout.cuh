@@ -35,13 +35,15 @@ constexpr int kWarpRows = 16;       ///< rows of each of its warps
 constexpr int launch_registers(int consumers, int ctas, int converters = 0) {
   return 65536 / ((consumers + 1 + converters) * 128 * ctas) / 8 * 8;
 }
-constexpr int producer_registers(int consumers, int ctas) {
-  return ctas > 1 || consumers > 2 ? 32 : consumers == 2 ? 40 : 56;
+/// Consumers that share rows need fewer.
+constexpr int producer_registers(int consumers, int ctas, int d_split = 1) {
+  return ctas > 1 || consumers > 2 ? 32 : consumers == 2 && d_split == 1 ? 40 : 56;
 }
 constexpr int converter_registers(int consumers, int ctas) { return ctas > 1 || consumers > 1 ? 40 : 56; }
-constexpr int consumer_registers(int consumers, int ctas, int converters = 0) {
+constexpr int consumer_registers(int consumers, int ctas, int converters = 0, int d_split = 1) {
   const int all = launch_registers(consumers, ctas, converters) * (consumers + 1 + converters) -
-                  producer_registers(consumers, ctas) - converters * converter_registers(consumers, ctas);
+                  producer_registers(consumers, ctas, d_split) -
+                  converters * converter_registers(consumers, ctas);
   return all / consumers < 240 ? all / consumers / 8 * 8 : 240;
 }
 

@@ -14,17 +14,39 @@ namespace flashjit::sm90 {
 constexpr int kFewestTilesOfShare = 2;
 
 /// Work tiles come by sequence, Q tile and scheduled head. Those of a Q tile's heads, a row, meet the same KV
-/// tiles, where the mask does not differ by head; else they are taken to meet all. Heads that are side by
+/// tiles, where the mask does not differ by head; else they are taken to meet all. Where Q tiles count as
+/// heads, as those of a sequence all meet the same KV tiles, a sequence is one row. Heads that are side by
 /// side in memory are in lanes: CTA c has a share of the work of each p.head_lanes-th head, from c %
 /// p.head_lanes on, so that neighbours read neighbouring memory at a time. As all lanes have the same work,
 /// what follows is of one.
 template <class P>
+__device__ __forceinline__ int rows_of_sequence(const Params& p) {
+  return P::kQTilesAsHeads ? 1 : static_cast<int>(q_tiles_per_head<P>(p));
+}
+template <class P>
+__device__ __forceinline__ int heads_of_row(const Params& p) {
+  return static_cast<int>(P::kQTilesAsHeads ? scheduled_heads<P>(p) * q_tiles_per_head<P>(p)
+                                            : scheduled_heads<P>(p));
+}
+template <class P>
 __device__ __forceinline__ int work_rows(const Params& p) {
-  return p.batch * static_cast<int>(q_tiles_per_head<P>(p));
+  return p.batch * rows_of_sequence<P>(p);
+}
+/// The place of a row's work tile.
+template <class P>
+__device__ __forceinline__ void place_in_row(const Params& p, int row, int head, TileCoord& found) {
+  const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
+  if constexpr (P::kQTilesAsHeads) {
+    found.batch_head = row * scheduled_heads<P>(p) + head / q_tiles;
+    found.q_tile = head % q_tiles;
+  } else {
+    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
+    found.q_tile = row % q_tiles;
+  }
 }
 template <class P>
 __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
-  const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
+  const int q_tiles = rows_of_sequence<P>(p);
   const Sequence<P> sequence(p, row / q_tiles);
   const Range queries = tile_range(row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
   const int keys = sequence.seqused_kv(p);
@@ -39,7 +61,7 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   const Range tiles = kv_tiles_of_row<P>(p, row);
-  return static_cast<long long>(tiles.end - tiles.begin) * (scheduled_heads<P>(p) / p.head_lanes);
+  return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p) / p.head_lanes);
 }
 
 /// A lane's shares of `tiles` KV tiles.
@@ -132,16 +154,14 @@ struct StreamKScheduler {
   /// The next part; false behind the share.
   __device__ bool next(const Params& p, const ShareStart& start, TileCoord& found) {
     if (left <= 0) return false;
-    const int heads = static_cast<int>(scheduled_heads<P>(p)) / p.head_lanes;
+    const int heads = heads_of_row<P>(p) / p.head_lanes;
     while (count() * heads <= at) {
       at -= count() * heads;
       tiles = kv_tiles_of_row<P>(p, ++row);
     }
-    const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
     const int lane = cta % p.head_lanes, share = cta / p.head_lanes;
     const int head = at / count(), tile = at % count(), size = min(left, count() - tile);
-    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head * p.head_lanes + lane;
-    found.q_tile = row % q_tiles;
+    place_in_row<P>(p, row, head * p.head_lanes + lane, found);
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
     const bool begins = tile == 0, ends = tile + size == count();
@@ -224,12 +244,12 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
     if (const WorkTile<P> work(p, coord); work.count() == 0)
       write_rows_without_keys(p, work, thread, threads);
   // Work tiles without keys are in no share.
-  const unsigned q_tiles = q_tiles_per_head<P>(p), heads = scheduled_heads<P>(p);
   for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
     if (work_of_row<P>(p, row) > 0) continue;
-    for (unsigned head = 0; head < heads; ++head) {
-      const WorkTile<P> work(
-          p, {row / q_tiles * heads + head, row % q_tiles, {0, P::kBr / kWarpgroupRows}, kWhole, {}});
+    for (int head = 0; head < heads_of_row<P>(p); ++head) {
+      TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
+      place_in_row<P>(p, row, head, coord);
+      const WorkTile<P> work(p, coord);
       write_rows_without_keys(p, work, thread, threads);
     }
   }

@@ -34,7 +34,7 @@ using test::Window;
 template <class Mask, int br, int slots = 1, bool split = false, bool pack_gqa = false>
 struct Scheduled : TileProblem<Mask, br, 64, false, split> {
   static constexpr int kQTilesPerCta = slots;
-  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false;
+  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false, kQTilesAsHeads = false;
   static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64);
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
 };
@@ -160,6 +160,10 @@ struct SharedOut : Scheduled<Mask, br, 1, true, pack_gqa> {
   static constexpr bool kStreamK = true, kCache = true, kVarlen = true;
 };
 
+struct QTilesAsHeads : SharedOut<NoMask, 64, false> {
+  static constexpr bool kQTilesAsHeads = true, kVarlen = false;
+};
+
 /// Sequences of a cache: queries and keys of each.
 struct Lengths {
   std::vector<int> queries, keys;
@@ -248,6 +252,10 @@ TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
       expect_equal_shares<SharedOut<Causal, 64, true>>(lengths, shares, 8, 2, shares > 1 ? 2 : 1);
       expect_equal_shares<SharedOut<Window<300>, 64, true>>(lengths, shares, 4, 1, 1);
     }
+  const Lengths folded{{128, 128, 128}, {900, 0, 70}};
+  for (const int lanes : {1, 2})
+    for (const int shares : {2, 132}) expect_equal_shares<QTilesAsHeads>(folded, shares, 1, 1, lanes);
+  expect_equal_shares<QTilesAsHeads>({{130, 130}, {900, 700}}, 132, 2, 1, 3);
 }
 
 }  // namespace

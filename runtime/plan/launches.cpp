@@ -26,7 +26,8 @@ LaunchedWhen launched_when(Step step) {
   }
 }
 
-/// Whether what a step does follows another launch, for which it waits by itself where kernels can.
+/// Whether what a step does follows another launch, for which it waits by itself where kernels can. The first
+/// of the backward pass follows whatever the stream has before it.
 bool follows_another(Step step, const KernelPlan& kernel) {
   const AnalysedSpec& spec = kernel.spec;
   switch (step) {
@@ -34,6 +35,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
       return has_term_bounds(spec);
     case Step::main:
       return spec.pass == Pass::backward || spec.has_tile_lists;
+    case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
     case Step::combine_dkdv:

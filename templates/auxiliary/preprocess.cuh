@@ -147,6 +147,7 @@ __device__ __forceinline__ void reset_semaphores(const Params& p) {
 template <class P>
 __device__ void preprocess(const Params& p) {
   let_next_grid_start<P>();
+  wait_for_prior_grid<P>();
   zero_unused_rows_of_gradients<P>(p);
   if constexpr (P::kIndices) clear_dkdv<P>(p);
   const int tiles = p.seqlen_q_padded / kPreprocessedRows;

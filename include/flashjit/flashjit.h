@@ -180,6 +180,16 @@ typedef struct flashjit_capture {
   double scalar;                             /**< an integer if declared int */
 } flashjit_capture;
 
+/** With "dropout_place" in the spec: where a call is in the problem whose dropout mask it gets. Its pair (b,
+ * h, i, j) is there (batch + b, head + h, q + q_step * i, kv + kv_step * j). Where the steps are 1 and q and
+ * kv multiples of 16 it costs nothing; else each random number is drawn eight times. */
+typedef struct flashjit_dropout_place {
+  int64_t batch, head;
+  int64_t heads; /**< of a batch entry there; 0: as many as here */
+  int64_t q, kv;
+  int64_t q_step, kv_step; /**< 0: 1 */
+} flashjit_dropout_place;
+
 /** With "varlen" in the spec, sequences of different lengths are packed: q [1, heads, rows, dim] and so on.
  * Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
  * cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or
@@ -224,7 +234,8 @@ typedef struct flashjit_forward_args {
   flashjit_scales k_scale, v_scale; /**< with "kv<type>" in the spec; read only */
   flashjit_scales
       q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
-  flashjit_indices indices; /**< with "indices" in the spec */
+  flashjit_indices indices;             /**< with "indices" in the spec */
+  flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -252,7 +263,8 @@ typedef struct flashjit_backward_args {
   const uint64_t* rng_state;
   int32_t zero_unused_rows; /**< of dq, dk and dv */
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
-  flashjit_indices indices; /**< with "indices" in the spec */
+  flashjit_indices indices;             /**< with "indices" in the spec */
+  flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
 } flashjit_backward_args;
 
 /** Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

@@ -100,7 +100,8 @@ struct ForwardArgs {
   ConstScaleView k_scale = {}, v_scale = {};
   /// With Q of 8 bits (spec.q_codes): of all queries, or of those of a sequence and a KV head.
   ConstScaleView q_scale = {};
-  IndicesView indices = {};  ///< with spec.indices: the keys that each query attends to
+  IndicesView indices = {};         ///< with spec.indices: the keys that each query attends to
+  DropoutPlace dropout_place = {};  ///< with spec.dropout_place
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
@@ -131,6 +132,7 @@ struct BackwardArgs {
   bool zero_unused_rows = false;  ///< of dq, dk and dv
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
   IndicesView indices = {};
+  DropoutPlace dropout_place = {};
 };
 
 /// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

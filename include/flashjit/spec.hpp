@@ -79,6 +79,8 @@ struct AttentionSpec {
   /// Backward only: dQ, dK and dV are fp32, and added to what is there: parts of a gradient, as of keys that
   /// are on several GPUs.
   bool add_grads = false;
+  /// With dropout: its mask is that of a larger problem, in which a DropoutPlace at the call puts this one.
+  bool dropout_place = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }

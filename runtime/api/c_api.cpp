@@ -113,6 +113,16 @@ flashjit::IndicesView view(const flashjit_indices& indices) {
   return {indices.data, std::to_array(indices.size), std::to_array(indices.stride)};
 }
 
+flashjit::DropoutPlace view(const flashjit_dropout_place& place) {
+  return {.batch = place.batch,
+          .head = place.head,
+          .heads = place.heads,
+          .q = place.q,
+          .kv = place.kv,
+          .q_step = place.q_step ? place.q_step : 1,
+          .kv_step = place.kv_step ? place.kv_step : 1};
+}
+
 std::optional<float> optional(const float* value) { return value ? std::optional(*value) : std::nullopt; }
 
 static_assert(FLASHJIT_MAX_CAPTURES == flashjit::kMaxCaptures + flashjit::kMaxScalars);
@@ -178,6 +188,7 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.lists = c.lists ? &c.lists->lists : nullptr;
   args.rng_state = c.rng_state;
   args.indices = view(c.indices);
+  args.dropout_place = view(c.dropout_place);
   args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 
@@ -197,13 +208,14 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
        offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
        offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale),
-       offsetof(flashjit_forward_args, indices)});
+       offsetof(flashjit_forward_args, indices), offsetof(flashjit_forward_args, dropout_place)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
       "flashjit_backward_args", args,
       {offsetof(flashjit_backward_args, captures), offsetof(flashjit_backward_args, lists),
-       offsetof(flashjit_backward_args, rng_state), offsetof(flashjit_backward_args, indices)});
+       offsetof(flashjit_backward_args, rng_state), offsetof(flashjit_backward_args, indices),
+       offsetof(flashjit_backward_args, dropout_place)});
 }
 
 flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& room) {

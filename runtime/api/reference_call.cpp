@@ -187,7 +187,8 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
                              .softmax_scale = args.softmax_scale,
                              .dropout_p = args.dropout_p,
                              .seed = args.rng_state ? args.rng_state[0] : args.seed,
-                             .offset = args.rng_state ? args.rng_state[1] : args.offset};
+                             .offset = args.rng_state ? args.rng_state[1] : args.offset,
+                             .dropout_place = args.dropout_place};
   if constexpr (std::is_same_v<Args, ForwardArgs>) {
     problem.q = gather_q(spec, args);
     problem.k = gather_kv(spec, args, args.k, {"k_scale", args.k_scale});

@@ -121,6 +121,32 @@ void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const f
   check_pointer("sinks", sinks, alignof(float));
 }
 
+/// In 32 bits, as kernels count.
+void check_dropout_place(const AttentionSpec& spec, const AttentionShape& shape, const DropoutPlace& place) {
+  if (!spec.dropout_place) {
+    if (place != DropoutPlace{})
+      refuse("dropout_place is given, but the spec has none: set spec.dropout_place.");
+    return;
+  }
+  const auto check = [](const char* name, std::int64_t first, std::int64_t step, std::int64_t count) {
+    const bool fits = first >= 0 && first <= kMaxInt && step >= 1 && step <= kMaxInt &&
+                      first + step * std::max<std::int64_t>(count - 1, 0) <= kMaxInt;
+    if (!fits)
+      refuse(
+          "dropout_place has {} {} and a step of {}, for {} of them: the first is at least 0, the step at "
+          "least 1, "
+          "and the last at most 2^31 - 1.",
+          name, first, step, count);
+  };
+  check("q", place.q, place.q_step, shape.seqlen_q);
+  check("kv", place.kv, place.kv_step, shape.seqlen_kv);
+  check("batch", place.batch, 1, shape.batch);
+  const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
+  if (place.head < 0 || heads < 0 || heads > kMaxInt || place.head > heads - shape.heads_q)
+    refuse("dropout_place has head {} of {}, and the call {} heads: they are among those of the place.",
+           place.head, heads, shape.heads_q);
+}
+
 /// What both passes have besides their tensors.
 template <class Args>
 void check_common(const AttentionSpec& spec, const AttentionShape& shape, const Args& args) {
@@ -134,6 +160,7 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
   if (!spec.dropout && args.rng_state)
     refuse("rng_state is given, but the spec has no dropout: set spec.dropout.");
   check_pointer("rng_state", args.rng_state, kRngStateAlignment);
+  check_dropout_place(spec, shape, args.dropout_place);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
   check_sinks(spec, shape, args.sinks);
@@ -194,6 +221,18 @@ void set_dropout(Params& params, const AttentionSpec& spec, double p, std::uint6
   params.seed_hi = static_cast<unsigned>(seed >> 32);
   params.offset_lo = static_cast<unsigned>(offset);
   params.offset_hi = static_cast<unsigned>(offset >> 32);
+}
+
+DropoutPlaceParam dropout_place_param(const DropoutPlace& place, const AttentionShape& shape) {
+  const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
+  const bool neighbours = place.q_step == 1 && place.kv_step == 1;
+  return {.first_head = static_cast<unsigned>(place.batch * heads + place.head),
+          .heads = static_cast<int>(heads),
+          .q = static_cast<int>(place.q),
+          .q_step = static_cast<int>(place.q_step),
+          .kv = static_cast<int>(place.kv),
+          .kv_step = static_cast<int>(place.kv_step),
+          .whole_cells = neighbours && place.q % 16 == 0 && place.kv % 16 == 0};
 }
 
 void set_block_map(Params& params, const BlockMapView& map) {
@@ -275,6 +314,7 @@ Params common_params(const plan::ExecutionPlan& plan, const Args& args, Pass pas
   params.softmax_scale_log2 = params.softmax_scale * std::numbers::log2e_v<float>;
   set_dropout(params, spec, args.dropout_p, args.seed, args.offset);
   params.rng_state = reinterpret_cast<const unsigned*>(args.rng_state);
+  if (spec.dropout_place) params.dropout_place = dropout_place_param(args.dropout_place, plan.shape);
   params.zero_unused_rows = args.zero_unused_rows;
   set_workspace(params, plan, args.workspace.data);
   set_lists(params, plan,

@@ -355,6 +355,8 @@ void AttentionSpec::validate() const {
            : dropout       ? "dropout"
            : q_codes       ? "q_codes"
                            : "deterministic");
+  if (dropout_place && !dropout)
+    refuse("dropout_place is set without dropout, whose mask it is about; set dropout, or leave it out");
   if (shared_kv && (v_dim() > head_dim || has_scales()))
     refuse(
         "shared_kv is set, head_dim is {}, head_dim_v is {} and K and V are of {} bits; V is then K's first "

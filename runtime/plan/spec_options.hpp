@@ -28,6 +28,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"fp32_out", "kFp32Out", &AttentionSpec::fp32_out, "out_dtype"},
     SpecOption{"fp32_grads", "kFp32Grads", &AttentionSpec::fp32_grads},
     SpecOption{"add_grads", "kAddGrads", &AttentionSpec::add_grads},
+    SpecOption{"dropout_place", "kDropoutPlace", &AttentionSpec::dropout_place},
     SpecOption{"invariant", "kInvariant", &AttentionSpec::batch_invariant, "batch_invariant"},
     SpecOption{"shared_kv", "kSharedKv", &AttentionSpec::shared_kv, "v_columns"},
     SpecOption{"q_codes", "kQCodes", &AttentionSpec::q_codes, "q_scale"},

@@ -285,9 +285,13 @@ double Context::dropout_factor(std::int64_t task, std::int64_t q, std::int64_t k
   if (!spec.dropout) return dropout.keep_scale;
   const auto low = [](std::uint64_t value) { return static_cast<unsigned>(value); };
   const auto high = [](std::uint64_t value) { return static_cast<unsigned>(value >> 32); };
-  const int i = static_cast<int>(q), j = static_cast<int>(kv);
+  const DropoutPlace& place = problem.dropout_place;
+  const std::int64_t heads = place.heads ? place.heads : shape.heads_q;
+  const std::int64_t head = (place.batch + batch_of(task)) * heads + place.head + head_of(task);
+  const int i = static_cast<int>(place.q + place.q_step * q),
+            j = static_cast<int>(place.kv + place.kv_step * kv);
   const Philox4 words = dropout_words(low(problem.seed), high(problem.seed), low(problem.offset),
-                                      high(problem.offset), static_cast<unsigned>(task), i, j);
+                                      high(problem.offset), static_cast<unsigned>(head), i, j);
   const unsigned drawn = draw_dropped(words.word[dropout_word_index(i, j)], dropout.drop_share);
   return is_dropped(drawn, j & 1) ? 0.0 : dropout.keep_scale;
 }

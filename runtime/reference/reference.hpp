@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "flashjit/spec.hpp"
+#include "flashjit/tensor.hpp"
 #include "reference/programs.hpp"
 
 namespace flashjit::reference {
@@ -23,6 +24,7 @@ struct Problem {
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;
   std::uint64_t seed = 0, offset = 0;
+  DropoutPlace dropout_place = {};  ///< with spec.dropout_place
   std::vector<std::int32_t> cu_seqlens_q = {},
                             cu_seqlens_kv = {};  ///< [batch + 1] with spec.varlen, 0 to rows; wrong ones
                                                  ///< are read as kernels do, see check_offsets()

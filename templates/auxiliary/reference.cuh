@@ -100,7 +100,9 @@ __device__ double reference_sink(const ReferenceRow<P>& r) {
 template <class P>
 __device__ double reference_dropout(const ReferenceRow<P>& r, int kv) {
   if constexpr (P::kDropout)
-    return pair_dropped(r.p, r.b * r.p.heads_q + r.h, r.q, kv) ? 0.0 : static_cast<double>(r.p.keep_scale);
+    return pair_dropped<P>(r.p, dropout_head<P>(r.p, r.b, r.h), r.q, kv)
+               ? 0.0
+               : static_cast<double>(r.p.keep_scale);
   return 1.0;
 }
 

@@ -21,26 +21,68 @@ __device__ __forceinline__ uint4 rng_state(const Params& p) {
   return state;
 }
 
+/// The number of a head in the problem that the mask is of.
+template <class P>
+__device__ __forceinline__ unsigned dropout_head(const Params& p, int b, int h) {
+  if constexpr (P::kDropoutPlace) return p.dropout_place.first_head + b * p.dropout_place.heads + h;
+  return b * p.heads_q + h;
+}
+
+/// The word that has the bits of a pair. Selects instead of an index, which would put the words into local
+/// memory.
+__device__ __forceinline__ unsigned word_of_pair(const Philox4& random, int q, int kv) {
+  const int index = dropout_word_index(q, kv);
+  const unsigned low = index & 1 ? random.word[1] : random.word[0];
+  const unsigned high = index & 1 ? random.word[3] : random.word[2];
+  return index & 2 ? high : low;
+}
+
+/// The bits of the eight pairs of a call, which are in calls of their own where the mask's problem has them.
+__device__ __forceinline__ Philox4 gathered_words(const DropoutPlaceParam& place, const uint4& state,
+                                                  unsigned batch_head, int q, int kv) {
+  Philox4 words{};
+#pragma unroll 1  // eight calls at once would spill
+  for (int pair = 0; pair < 8; ++pair) {
+    const int row = place.q + place.q_step * ((q & ~8) | (pair & 1) << 3);
+    const int key = place.kv + place.kv_step * ((kv & ~9) | (pair & 2) << 2 | pair >> 2);
+    const Philox4 random = dropout_words(state.x, state.y, state.z, state.w, batch_head, row, key);
+    const unsigned bits = (word_of_pair(random, row, key) >> (key & 1) * 16 & 0xffffu) << (pair >> 2) * 16;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if ((pair & 3) == i) words.word[i] |= bits;
+  }
+  return words;
+}
+
+template <class P>
 __device__ __forceinline__ Philox4 dropout_words(const Params& p, unsigned batch_head, int q, int kv) {
   const uint4 state = rng_state(p);
+  if constexpr (P::kDropoutPlace) {
+    const DropoutPlaceParam& place = p.dropout_place;
+    if (!place.whole_cells) return gathered_words(place, state, batch_head, q, kv);
+    q += place.q, kv += place.kv;
+  }
   return dropout_words(state.x, state.y, state.z, state.w, batch_head, q, kv);
 }
 
 /// Whether dropout drops the pair.
+template <class P>
 __device__ __forceinline__ bool pair_dropped(const Params& p, unsigned batch_head, int q, int kv) {
-  const Philox4 random = dropout_words(p, batch_head, q, kv);
-  // Selects instead of an index, which would put the words into local memory.
-  const int index = dropout_word_index(q, kv);
-  const unsigned low = index & 1 ? random.word[1] : random.word[0];
-  const unsigned high = index & 1 ? random.word[3] : random.word[2];
-  return is_dropped(draw_dropped(index & 2 ? high : low, p.drop_share), kv & 1);
+  if constexpr (P::kDropoutPlace) {
+    const DropoutPlaceParam& place = p.dropout_place;
+    q = place.q + place.q_step * q, kv = place.kv + place.kv_step * kv;
+  }
+  const uint4 state = rng_state(p);
+  const Philox4 random = dropout_words(state.x, state.y, state.z, state.w, batch_head, q, kv);
+  return is_dropped(draw_dropped(word_of_pair(random, q, kv), p.drop_share), kv & 1);
 }
 
 /// Masks for P as the left operand of P V: in its words for 16 keys, the halves that become zero. The
 /// thread's first pair is (q, kv).
+template <class P>
 __device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p, unsigned batch_head, int q,
                                            int kv) {
-  const Philox4 random = dropout_words(p, batch_head, q, kv);
+  const Philox4 random = dropout_words<P>(p, batch_head, q, kv);
 #pragma unroll
   for (int r = 0; r < 4; ++r) {
     const unsigned drawn = draw_dropped(random.word[r], p.drop_share);
@@ -52,9 +94,10 @@ __device__ __forceinline__ void drop_masks(unsigned (&masks)[4], const Params& p
 /// q + 1, plus 8 for r above 1, and for the key kv, plus 8 for odd r. One call of Philox also has the bits of
 /// kv ^ 1, which another lane needs: the two lanes make one call each, for even and for odd queries, and
 /// exchange halves. By whole warps.
+template <class P>
 __device__ __forceinline__ Philox4 draw_transposed(const Params& p, unsigned batch_head, int q, int kv) {
   const int odd = kv & 1;
-  const Philox4 own = dropout_words(p, batch_head, q + odd, kv);
+  const Philox4 own = dropout_words<P>(p, batch_head, q + odd, kv);
   const unsigned others = odd ? 0x5410 : 0x7632, even_words = odd ? 0x3254 : 0x5410,
                  odd_words = odd ? 0x3276 : 0x7610;
   Philox4 drawn;
@@ -76,13 +119,14 @@ class DroppedValues {
 
  public:
   /// The first value is the pair (q, kv). By whole warps.
+  template <class P>
   __device__ __forceinline__ void draw(const Params& p, unsigned batch_head, int q, int kv) {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       unsigned bits = 0;
 #pragma unroll
       for (int first = 0; first < kOfWord; first += 8) {
-        const Philox4 drawn = draw_transposed(p, batch_head, q + word * 64 + first * 2, kv);
+        const Philox4 drawn = draw_transposed<P>(p, batch_head, q + word * 64 + first * 2, kv);
 #pragma unroll
         for (int r = 0; r < 4; ++r) bits = bits >> 1 | (drawn.word[r] & 0x80008000u);
       }

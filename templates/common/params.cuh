@@ -64,6 +64,15 @@ struct IndicesParam {
   int count;
 };
 
+/// Where the call's rows, keys and heads are in the problem whose dropout mask they get: row i is at q +
+/// q_step * i.
+struct DropoutPlaceParam {
+  unsigned first_head;  ///< among [batch, heads]
+  int heads;            ///< of a batch entry there
+  int q, q_step, kv, kv_step;
+  int whole_cells;  ///< whether the pairs of a Philox call are those of another there, see dropout_words()
+};
+
 /// Scales of K or V, whose strides are 0 where they are shared; those of pages and rows are read with
 /// Problem::kKeyScales only.
 struct ScaleParam {
@@ -121,9 +130,10 @@ struct Params {
   float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
-  ScaleParam k_scale, v_scale;  ///< read with K and V of 8 bits only
-  ScaleParam q_scale;           ///< read with Problem::kQCodes only
-  IndicesParam indices;         ///< read with Problem::kIndices only
+  ScaleParam k_scale, v_scale;      ///< read with K and V of 8 bits only
+  ScaleParam q_scale;               ///< read with Problem::kQCodes only
+  IndicesParam indices;             ///< read with Problem::kIndices only
+  DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

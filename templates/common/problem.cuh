@@ -21,6 +21,7 @@ struct ExampleProblem {
   static constexpr int kHeadDim = 128;
   static constexpr int kHeadDimV = 128;
   static constexpr bool kDropout = false;
+  static constexpr bool kDropoutPlace = false;  // its mask is that of a larger problem
   static constexpr bool kKvLengths = false;
   static constexpr bool kVarlen = false;
   static constexpr bool kCache = false;     // K and V are a cache's; with kVarlen only Q is packed

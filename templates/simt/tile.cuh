@@ -321,7 +321,8 @@ __device__ __forceinline__ Pairs pairs_of_thread(const Params& p, const Visible&
     const int kv = tile.kv.begin + (kRowsAreQueries ? column : row);
     if (!attends<Problem>(p, tile, head, q, kv)) continue;
     pairs.attending |= 1u << pair;
-    if (Problem::kDropout && pair_dropped(p, head.b * p.heads_q + head.h, q, kv)) continue;
+    if (Problem::kDropout && pair_dropped<Problem>(p, dropout_head<Problem>(p, head.b, head.h), q, kv))
+      continue;
     pairs.kept |= 1u << pair;
   }
   return pairs;

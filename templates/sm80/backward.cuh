@@ -112,7 +112,7 @@ __device__ void backward(const Params& p) {
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0) apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin, seqused_kv, in_map);
       exponentials<P>(p, s, lse, lane);  // P = exp(S - LSE)
-      if constexpr (P::kDropout) mark_dropped<P>(s, p, sequence.b * p.heads_q + h, at_q, at_kv);
+      if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       hand_over_p<P>(shared, s, slope, dots, row_warp, lane);
       multiply_by_columns<P, kVPitch, kDvUnits, kUnits != kDvUnits, P::kDropout>(dv, s,
                                                                                  dout_tile);  // dV += P^T dO

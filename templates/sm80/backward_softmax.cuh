@@ -65,7 +65,7 @@ __device__ __forceinline__ void mark_dropped(BackwardScores<P>& s, const Params&
   for (int mt = 0; mt < Policy::kMt; ++mt)
 #pragma unroll
     for (int nt = 0; nt < Policy::kNt; nt += 2) {
-      const Philox4 drawn = draw_transposed(p, batch_head, at_q(nt, 0).at, at_kv(mt, 0).at);
+      const Philox4 drawn = draw_transposed<P>(p, batch_head, at_q(nt, 0).at, at_kv(mt, 0).at);
 #pragma unroll
       for (int i = 0; i < 8; ++i) {
         if (Policy::kNt == 1 && i >= 4) break;  // half of what is drawn

@@ -122,7 +122,7 @@ __device__ void backward_wide(const Params& p) {
       if (tile.full == 0)
         apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin + first_query, seqused_kv, in_map);
       exponentials<P>(p, s, smem.lse(stage) + first_query, lane);  // P = exp(S - LSE)
-      if constexpr (P::kDropout) mark_dropped<P>(s, p, sequence.b * p.heads_q + h, at_q, at_kv);
+      if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       store_p<P>(smem.p_pointer(), s, warp_row, first_query, lane);
       // dP = dO V^T
       multiply_transposed<Element, P::kHeadDimV, 4>(

@@ -137,18 +137,19 @@ __device__ void forward(const Params& p) {
     if constexpr (!Policy::kCodeProducts)
       if (!__all_sync(kWholeWarp, same_max)) rescale_rows<P>(o, rescale);
     if constexpr (Policy::kCodeProducts) {
-      if constexpr (P::kDropout) drop<P>(s, p, sequence.b * p.heads_q + h, at_q, at_kv);
+      if constexpr (P::kDropout) drop<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       add_pv_of_codes<P>(o, rescale, s, smem.v(i) + v_offset,
                          static_cast<unsigned>(seqused_kv) >> 31);  // O = rescale O + P V
     } else if constexpr (Policy::kSharesRows) {
-      store_p<P>(s, smem, p, sequence.b * p.heads_q + h, warp_row, at_q, at_kv);
+      store_p<P>(s, smem, p, dropout_head<P>(p, sequence.b, h), warp_row, at_q, at_kv);
       sync_rows<P>();
       multiply_shared_p<P>(o, smem, smem.v(i) + v_offset, warp_row);  // O += P V
     } else if constexpr (!Policy::kLatePv) {
 #pragma unroll
       for (int k = 0; k < kNt / 2; ++k) {
         pack_p<P>(p_fragments[k], s, k);
-        if constexpr (P::kDropout) drop<P>(p_fragments[k], p, sequence.b * p.heads_q + h, at_q, at_kv, k);
+        if constexpr (P::kDropout)
+          drop<P>(p_fragments[k], p, dropout_head<P>(p, sequence.b, h), at_q, at_kv, k);
         add_pv(i, k, 0.0f);  // O += P V
       }
     }

@@ -154,7 +154,7 @@ __device__ __forceinline__ void drop(unsigned (&fragments)[ForwardPolicy<P>::kMt
 #pragma unroll
   for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
     unsigned masks[4];
-    drop_masks(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+    drop_masks<P>(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
 #pragma unroll
     for (int r = 0; r < 4; ++r) fragments[mt][r] &= ~masks[r];
   }
@@ -169,7 +169,7 @@ __device__ __forceinline__ void drop(ForwardScores<P>& s, const Params& p, unsig
 #pragma unroll
     for (int mt = 0; mt < ForwardPolicy<P>::kMt; ++mt) {
       unsigned masks[4];
-      drop_masks(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
+      drop_masks<P>(masks, p, batch_head, at_q(mt, 0).at, at_kv(2 * k, 0).at);
 #pragma unroll
       for (int r = 0; r < 4; ++r)
 #pragma unroll

@@ -82,7 +82,7 @@ __device__ __forceinline__ void store_p(const ForwardScores<P>& s, const Forward
       const float(&c)[4] = s[mt][nt];
       unsigned words[2] = {pack<typename P::Element>(c[0], c[1]), pack<typename P::Element>(c[2], c[3])};
       if constexpr (P::kDropout) {
-        if (nt % 2 == 0) drop_masks(masks, p, batch_head, at_q(mt, 0).at, at_kv(nt, 0).at);
+        if (nt % 2 == 0) drop_masks<P>(masks, p, batch_head, at_q(mt, 0).at, at_kv(nt, 0).at);
         const bool later = Policy::kNt == 1 ? (at_kv(0, 0).at & 8) != 0 : nt % 2 == 1;
 #pragma unroll
         for (int half = 0; half < 2; ++half) words[half] &= ~(later ? masks[2 + half] : masks[half]);

@@ -147,7 +147,9 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
 
   if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);  // S = Q K^T
   [[maybe_unused]] DroppedValues<kCount> dropped;
-  const auto draw = [&] { dropped.draw(p, sequence.b * p.heads_q + tile.h, tile.q.at, tile.kv.at); };
+  const auto draw = [&] {
+    dropped.template draw<P>(p, dropout_head<P>(p, sequence.b, tile.h), tile.q.at, tile.kv.at);
+  };
   if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
   const bool partial = !smem.q_tile(i).full || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   smem.wait_dout(i);

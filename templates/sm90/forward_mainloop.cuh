@@ -219,8 +219,8 @@ template <class P>
 __device__ __forceinline__ void draw_dropout(const Params& p, const WorkTile<P>& work,
                                              const SoftmaxRows<P>& rows, int kv_begin, int keys,
                                              unsigned (&dropped)[4]) {
-  drop_masks(dropped, p, work.sequence.b * p.heads_q + work.h, rows.first_query(),
-             kv_begin + keys * 16 + static_cast<int>(threadIdx.x) % 4 * 2);
+  drop_masks<P>(dropped, p, dropout_head<P>(p, work.sequence.b, work.h), rows.first_query(),
+                kv_begin + keys * 16 + static_cast<int>(threadIdx.x) % 4 * 2);
 }
 
 }  // namespace flashjit::sm90

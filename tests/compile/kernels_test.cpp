@@ -409,6 +409,18 @@ TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfBlocksOfADropoutMask, CompileWithoutSpills) {
+  for (const char* arch : {"sm_80", "sm_90a"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* text : {"fwd:bf16:d64:causal:varlen", "fwd:bf16:d128:causal",
+                             "bwd:bf16:d64:causal:varlen", "bwd:bf16:d128:causal"}) {
+      const AttentionSpec spec = parse_spec(fmt::format("{}:dropout:dropout_place", text)).normalized();
+      const plan::ExecutionPlan plan = plan::make_plan(spec, {1, 32, 8, 4096, 4096}, device, {});
+      EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+    }
+  }
+}
+
 TEST(KernelsWithGradientsInFp32, CompileWithoutSpills) {
   for (const char* arch : {"sm_80", "sm_90a", "sm_120"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);

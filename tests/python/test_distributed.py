@@ -43,7 +43,7 @@ def exact(q, k, v, causal=False, window=None, score=None, keep=None, cu_seqlens=
         visible &= document(i) == document(j)
         i, j = i - starts[document(i)], j - starts[document(j)]
     if score:
-        s = score(s, torch.arange(HEADS, device=q.device)[:, None, None], i, j)
+        s = score(s, document(torch.arange(s.shape[2], device=q.device))[:, None] if cu_seqlens else 0, torch.arange(HEADS, device=q.device)[:, None, None], i, j)
     if causal:
         visible &= i >= j
     if window:
@@ -57,17 +57,16 @@ def exact(q, k, v, causal=False, window=None, score=None, keep=None, cu_seqlens=
     return (s - lse[..., None]).exp() @ v, lse
 
 
-def one(q, k, v, causal=False, window=None, cu_seqlens=None, sinks=None):
+def one(q, k, v, causal=False, window=None, cu_seqlens=None, **given):
     """What attention() makes of the whole sequence on one device."""
     import flashjit
-    given = {}
     if window:
         given["mask_mod"] = lambda b, h, i, j: (i >= j) & (i - j < window)
     if cu_seqlens:
         lengths = [b - a for a, b in zip(cu_seqlens, cu_seqlens[1:])]
         cu = torch.tensor(cu_seqlens, dtype=torch.int32, device=q.device)
         given |= dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths))
-    return flashjit.attention(q, k, v, causal=causal and not window, sinks=sinks, **given)
+    return flashjit.attention(q, k, v, causal=causal and not window, **given)
 
 
 def errors(got, expected, whole=None):
@@ -142,11 +141,36 @@ def check_two_levels(rank, ranks):
     check(dict(scheme="two_level", layout="zigzag", causal=True), mesh)
 
 
+def check_dropout(rank, ranks, schemes, layouts=LAYOUTS):
+    """The mask of the whole sequence, forward and backward."""
+    import flashjit.distributed as fd
+    device = device_of(rank)
+    inner = dist.device_mesh.init_device_mesh(device.type, (2, ranks // 2)) if "two_level" in schemes else None
+    two = [torch.cat(x) for x in zip(whole(device), whole(device, 5))]
+    for *rule, scheme, layout in ((rule, scheme, layout) for scheme in schemes for layout in layouts for rule in
+                                  (dict(), dict(causal=True), dict(causal=True, cu_seqlens=DOCUMENTS[two[0].shape[2]]))):
+        rule, group = rule[0], inner if scheme == "two_level" else None
+        if layout == "striped" and "cu_seqlens" in rule:
+            continue
+        q, k, v, dout = whole(device) if "cu_seqlens" in rule else two
+        inputs = [x.clone().requires_grad_() for x in (q, k, v)]
+        torch.manual_seed(11)
+        want = one(*inputs, dropout_p=0.3, **rule)
+        wanted = [want.detach(), *torch.autograd.grad(want, inputs, dout)]
+        cut = lambda x: fd.shard(x, layout=layout, group=group)
+        mine = [cut(x.detach()).requires_grad_() for x in inputs]
+        torch.manual_seed(11)
+        out = fd.distributed_attention(*mine, scheme=scheme, layout=layout, group=group, dropout_p=0.3, **rule)
+        found = [out.detach(), *torch.autograd.grad(out, mine, cut(dout))]
+        worst = max(errors(found, map(cut, wanted), wanted))
+        assert worst < (2e-5 if q.dtype == torch.float32 else 2e-2), f"{scheme}, {layout}, {rule}: {worst}"
+
+
 def check_programs(rank, ranks):
     import flashjit.distributed as fd
     slopes = torch.tensor([0.1, 0.2, 0.05, 0.3], device=device_of(rank))
     q, k, v, _ = whole(device_of(rank), 1)
-    want, _ = exact(q, k, v, score=lambda s, h, i, j: s + slopes[h] * (j - i), keep=lambda i, j: i // 10 == j // 10)
+    want, _ = exact(q, k, v, score=lambda s, b, h, i, j: s + slopes[h] * (j - i), keep=lambda i, j: i // 10 == j // 10)
     for scheme in ("ring", "all_gather", "ulysses"):
         for layout in LAYOUTS:
             mine = [fd.shard(x, layout=layout) for x in (q, k, v)]
@@ -160,12 +184,12 @@ def check_programs_of_documents(rank, ranks):
     import flashjit.distributed as fd
     q, k, v, _ = whole(device_of(rank), 2)
     documents = DOCUMENTS[q.shape[2]]
-    score = lambda s, h, i, j: s + 0.1 * torch.sin(1.0 * i) * j
+    score = lambda s, b, h, i, j: s + 0.1 * torch.sin(1.0 * i + b) * j
     want, _ = exact(q, k, v, causal=True, score=score, cu_seqlens=documents)
     for scheme in ("ring", "all_gather", "ulysses"):
         mine = [fd.shard(x) for x in (q, k, v)]
         out = fd.distributed_attention(*mine, scheme=scheme, causal=True, cu_seqlens=torch.tensor(documents),
-                                       score_mod=lambda s, b, h, i, j: score(s, h, i, j))
+                                       score_mod=score)
         error, = errors([out], [fd.shard(want)], [want])
         assert error < (2e-5 if q.dtype == torch.float32 else 1e-2), f"{scheme}: {error}"
 
@@ -181,6 +205,7 @@ def check_refusals(rank, ranks):
             (flashjit.InvalidArgument, "a window is of 1 key or more", dict(window=3)),
             (flashjit.InvalidArgument, "window is 0 and causal is True", dict(window=0, causal=True)),
             (flashjit.InvalidArgument, "window is 3.5 and causal is True", dict(window=3.5, causal=True)),
+            (flashjit.InvalidArgument, "dropout_p is 1.0", dict(dropout_p=1.0)),
             (flashjit.InvalidArgument, "layout is 'star'", dict(layout="star")),
             (flashjit.InvalidArgument, "cu_seqlens goes from 0 to 40 for 48 rows", dict(cu_seqlens=[0, 40])),
             (flashjit.Unsupported, "layout 'striped'", dict(cu_seqlens=[0, 48], layout="striped")),
@@ -197,9 +222,13 @@ def check_disagreement(rank, ranks):
         mine = [x[:, :, :-2] for x in mine]
     with pytest.raises(flashjit.InvalidArgument, match=f"rank {ranks - 1} was given"):
         fd.distributed_attention(*mine)
+    mine = [x[:, :, :4] for x in mine]
+    torch.manual_seed(rank)
+    with pytest.raises(flashjit.InvalidArgument, match="rank 1 was given.*seed of dropout"):
+        fd.distributed_attention(*mine, dropout_p=0.5)
     layout = "star" if rank == ranks - 1 else "zigzag"
     with pytest.raises(flashjit.InvalidArgument, match=f"rank {ranks - 1} was given"):
-        fd.distributed_attention(*[x[:, :, :4] for x in mine], layout=layout)
+        fd.distributed_attention(*mine, layout=layout)
 
 
 def check_a_peer_that_died(rank, ranks):
@@ -329,6 +358,14 @@ def test_three_ranks():
 
 def test_ulysses_inside_of_a_ring():
     spawn("check_two_levels", 4)
+
+
+def test_dropout():
+    spawn("check_dropout", 2, ("ring", "all_gather", "ulysses"))
+
+
+def test_dropout_of_two_levels():
+    spawn("check_dropout", 4, ("two_level",), ("zigzag", "striped"))
 
 
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",

@@ -266,6 +266,19 @@ TEST(Arguments, Dropout) {
   EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dropout_p = 0.1; }), "dropout_p is 0.1",
               "spec.dropout");
   EXPECT_EQ(forward_refusal([](auto& s, auto&) { s.dropout = true; }), "accepted");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.dropout_place.q = 16; }), "dropout_place is given",
+              "spec.dropout_place");
+  const auto placed = [](DropoutPlace place) {
+    return forward_refusal([&](auto& s, auto& args) {
+      s.dropout = s.dropout_place = true;
+      args.dropout_place = place;
+    });
+  };
+  EXPECT_EQ(placed({.batch = 7, .head = 5, .heads = 64, .q = 1 << 20, .kv = 3, .q_step = 8}), "accepted");
+  EXPECT_SAYS(placed({.q = -1}), "dropout_place has q -1", "at least 0");
+  EXPECT_SAYS(placed({.kv_step = 0}), "dropout_place has kv 0 and a step of 0", "at least 1");
+  EXPECT_SAYS(placed({.kv = 2147483647}), "dropout_place has kv 2147483647", "at most 2^31 - 1");
+  EXPECT_SAYS(placed({.head = 1}), "dropout_place has head 1", "among those");
 }
 
 TEST(Arguments, KvLengths) {

@@ -90,6 +90,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"key_scales", [](auto& s) { s.spec.kv_dtype = DType::int8, s.spec.key_scales = true; }},
       {"fp32_out", [](auto& s) { s.spec.fp32_out = true; }},
       {"fp32_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.fp32_grads = true; }},
+      {"dropout_place", [](auto& s) { s.spec.dropout = s.spec.dropout_place = true; }},
       {"add_grads", [](auto& s) { s.spec.pass = Pass::backward, s.spec.add_grads = true; }},
       {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.shared_kv = true; }},
@@ -109,7 +110,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   const AttentionSpec spec = {};
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
                                 key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes,
-                                indices, add_grads] = spec;
+                                indices, add_grads, dropout_place] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

@@ -68,6 +68,7 @@ class Random {
     spec.fp32_out = coin();
     spec.fp32_grads = coin();
     spec.add_grads = coin();
+    spec.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
     return spec;
   }

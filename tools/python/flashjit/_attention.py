@@ -143,7 +143,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
             return (out, lse) if return_lse else out
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
-        rng = _draw(q) if dropout_p else NO_RNG
+        rng = draw_rng(q) if dropout_p else NO_RNG
         plan = plan_of(q, k, v, fixed, values, problem)
         if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
             q, k = readable(q, "q"), readable(k, "k")
@@ -213,7 +213,7 @@ def _any_grad(values: Sequence[Any]) -> bool:
     return any(isinstance(value, Tensor) and value.requires_grad for value in values)
 
 
-def _draw(q: Tensor) -> Rng:
+def draw_rng(q: Tensor) -> Union[tuple[int, int], Tensor]:
     """Seed and offset of a dropout mask, from PyTorch's generator of the device; where that is a GPU's, without a kernel."""
     if not q.is_cuda or torch.cuda.is_current_stream_capturing():  # each replay of a graph draws again
         return draw(q)

@@ -69,16 +69,19 @@ class AllToAll(torch.autograd.Function):
 _agreed: "weakref.WeakKeyDictionary[Any, set[Any]]" = weakref.WeakKeyDictionary()
 
 
-def check_agreement(tensors: Sequence[Tensor], arguments: dict[str, Any], group: Any) -> None:
-    """Once for each kind of call: all ranks tell each other what they were given, so that none waits for another for ever."""
+def check_agreement(tensors: Sequence[Tensor], arguments: dict[str, Any], first: dict[str, Any], group: Any) -> None:
+    """Once for each kind of call: all ranks tell each other what they were given, so that none waits for another for ever.
+
+    first: what may differ from call to call.
+    """
     mine = (*((tuple(x.shape), str(x.dtype)) for x in tensors), *arguments.values())
     agreed = _agreed.setdefault(group or dist.group.WORLD, set())
     if mine in agreed:
         return
     everyone: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, mine, group=group)
+    dist.all_gather_object(everyone, (*mine, *first.values()), group=group)
     for rank, other in enumerate(everyone):
         if other != everyone[0]:
             raise InvalidArgument(f"rank {rank} was given {other}, but rank 0 {everyone[0]} (sizes and types of q, k and v; "
-                                  f"{', '.join(arguments)}): give all ranks the same.")
+                                  f"{', '.join([*arguments, *first])}): give all ranks the same.")
     agreed.add(mine)

@@ -56,6 +56,10 @@ class Indices(ctypes.Structure):
     _fields_ = [("data", _pointer), ("size", _i64 * 4), ("stride", _i64 * 4)]
 
 
+class DropoutPlace(ctypes.Structure):
+    _fields_ = [(name, _i64) for name in ("batch", "head", "heads", "q", "kv", "q_step", "kv_step")]
+
+
 class Capture(ctypes.Structure):
     _fields_ = [("name", ctypes.c_char_p), ("data", _pointer), ("grad", _pointer), ("rank", ctypes.c_int32),
                 ("type", ctypes.c_int32), ("size", _i64 * MAX_CAPTURE_DIMS), ("stride", _i64 * MAX_CAPTURE_DIMS), ("scalar", ctypes.c_double)]
@@ -73,13 +77,15 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
-                                                        ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices)]
+                                                        ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices),
+                                                        ("dropout_place", DropoutPlace)]
 
 
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
-                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer), ("indices", Indices)]
+                ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer), ("indices", Indices),
+                                                                         ("dropout_place", DropoutPlace)]
 
 
 class ListArgs(ctypes.Structure):

@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import functools
-from typing import Any, Callable, NamedTuple, Sequence, Union
+from typing import Any, Callable, Iterable, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -37,8 +37,9 @@ class Packed(NamedTuple):
 class Piece(NamedTuple):
     rows: Chunk
     keys: Chunk
-    given: dict[str, Any]  # to attention()
+    given: dict[str, Any]  # of what attention() takes
     packed: Union[Packed, None] = None
+    place: Union[tuple[int, ...], None] = None  # in the mask of dropout: _library.DropoutPlace
 
     @property
     def is_plain(self) -> bool:
@@ -54,11 +55,13 @@ class Rule(NamedTuple):
     score_mod: Any
     mask_mod: Any
     documents: Union[tuple[int, ...], None] = None  # where each begins, and where the last one ends
+    dropout_p: float = 0.0
     head: int = 0  # the first one's number among all heads
+    heads: int = 0
 
     @property
     def is_simple(self) -> bool:
-        return self.window is None and self.score_mod is self.mask_mod is self.documents is None
+        return self.window is None and not self.dropout_p and self.score_mod is self.mask_mod is self.documents is None
 
     def pieces(self, mine: Sequence[Chunk], theirs: Sequence[Chunk], device: torch.device) -> list[Piece]:
         """No row and key are in two of them, and what is in none does not attend."""
@@ -68,7 +71,7 @@ class Rule(NamedTuple):
         pairs = [(a, b) for a in mine for b in theirs]
         if self.documents is not None:
             return [piece for a, b in pairs for piece in self._of_documents(a, b, device)]
-        found = [Piece(a, b, given) for a, b in pairs if (given := self.arguments(a, b)) is not None]
+        found = self._found((0, a, b) for a, b in pairs)
         return _joined(found) if all(piece.is_plain for piece in found) else found
 
     def seen_by(self, rows: Chunk) -> Chunk:
@@ -79,7 +82,8 @@ class Rule(NamedTuple):
     def _of_documents(self, q: Chunk, kv: Chunk, device: torch.device) -> list[Piece]:
         """Documents of which both chunks have the beginning are one call; the others, at the chunks' ends, are one each."""
         apart, together = [], []
-        for i, (begin, end) in enumerate(zip(self.documents or (), (self.documents or ())[1:])):
+        documents = self.documents or ()
+        for i, (begin, end) in enumerate(zip(documents, documents[1:])):
             rows, keys = _overlap(q, begin, end), _overlap(kv, begin, end)
             if rows.rows <= 0 or keys.rows <= 0:
                 continue
@@ -89,19 +93,32 @@ class Rule(NamedTuple):
                 apart.append((i, rows, keys))
         if len(together) == 1:
             apart, together = apart + together, []
-        found = [Piece(rows, keys, given) for i, rows, keys in apart if (given := self.arguments(rows, keys, i)) is not None]
+        found = self._found(apart)
         if together:
+            first, last = together[0][0], together[-1][0]
             rows, keys = (Chunk(together[0][i].begin, together[-1][i].end, 0) for i in (1, 2))
-            packed = packed_documents(tuple(x.rows for _, x, _ in together), tuple(x.rows for _, _, x in together), device)
-            given = self.arguments(Chunk(0, packed.max_seqlen_q, 0), Chunk(0, packed.max_seqlen_kv, 0), together[0][0]) or {}
+            # With the empty ones between them, so that their numbers follow each other.
+            lengths = [tuple(_overlap(x, *documents[i:i + 2]).rows for i in range(first, last + 1)) for x in (q, kv)]
+            packed = packed_documents(*lengths, device)
+            given = self.arguments(Chunk(0, packed.max_seqlen_q, 0), Chunk(0, packed.max_seqlen_kv, 0), first) or {}
             if "causal" in given:  # both begin where the document does, wherever they end
                 given["causal"] = "top_left"
-            found.append(Piece(rows, keys, {**given, **packed.given()}, packed))
+            found.append(Piece(rows, keys, {**given, **packed.given()}, packed, self._place(first, rows, keys)))
         return found
+
+    def _found(self, blocks: Iterable[tuple[int, Chunk, Chunk]]) -> list[Piece]:
+        """Of rows and keys of a document those of which any pair attends."""
+        return [Piece(rows, keys, given, None, self._place(document, rows, keys)) for document, rows, keys in blocks
+                if (given := self.arguments(rows, keys, document)) is not None]
+
+    def _place(self, document: int, rows: Chunk, keys: Chunk) -> Union[tuple[int, ...], None]:
+        return (document, self.head, self.heads, rows.first, keys.first, rows.step, keys.step) if self.dropout_p else None
 
     def arguments(self, q: Chunk, kv: Chunk, document: int = 0) -> Union[dict[str, Any], None]:
         """What attention() of one chunk and another is given; None: no pair attends."""
         given: dict[str, Any] = {"scale": self.scale}
+        if self.dropout_p:
+            given["dropout_p"] = self.dropout_p
         score_mod, mask_mod = self.score_mod, self.mask_mod
         # Numbers that differ between ranks and steps are read at each call, so that their kernels are the same.
         q_first, kv_first, head, batch = (torch.tensor(x, dtype=torch.int32) for x in (q.first, kv.first, self.head, document))

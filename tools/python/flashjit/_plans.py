@@ -64,12 +64,20 @@ class Lent(NamedTuple):
     lists: int
     seed: int
     rng_state: int
+    dropout_place: int
     fixed: tuple[int, ...]
 
 
 #: Seed and offset of a dropout mask: numbers, or an int64 tensor of both where the kernels read them.
-Rng = Union[tuple[int, int], Tensor]
+Rng = Union[tuple[int, int], Tensor, "Placed"]
 NO_RNG: Rng = (0, 0)
+
+
+class Placed(NamedTuple):
+    """Of a call that has a block of a larger problem's mask, with ":dropout_place" among its options."""
+
+    rng: Union[tuple[int, int], Tensor]
+    place: tuple[int, ...]  # _library.DropoutPlace
 
 
 def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
@@ -80,7 +88,7 @@ _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX = _word(ForwardArgs, "
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
-_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state"), _word(structure, *fixed))
+_F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state", "dropout_place"), _word(structure, *fixed))
                     for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-4])))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
@@ -280,6 +288,9 @@ class Plan:
     def _lend(self, words: Any, at: Lent, needed: int, fixed: Fixed, rng: Rng, lists: Union[BuiltLists, None],
               backward: bool) -> Any:
         """Sets the pointers that both passes have alike. Returns the workspace, which must live until the launch."""
+        if type(rng) is Placed:
+            words[at.dropout_place:at.dropout_place + len(rng.place)] = array.array("Q", rng.place)
+            rng = rng.rng
         if type(rng) is tuple:
             words[at.seed], words[at.seed + 1] = rng
         else:

@@ -8,12 +8,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._attention import attention
 from ._cache import merged_into
 from ._chunks import Chunk, chunks
 from ._exchange import AllToAll, Gathering, Travel, scattered_sum
-from ._pieces import Packed, Piece, Rule, packed_documents
-from ._plans import NO_RNG, plan_of, readable
+from ._pieces import Piece, Rule
+from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import read_problem
 from ._shards import by_rank, in_order
 from .errors import InvalidArgument
@@ -23,6 +22,7 @@ class Job(NamedTuple):
     rule: Rule
     layout: str
     group: Any
+    rng: Rng = NO_RNG
 
     @property
     def rank(self) -> int:
@@ -74,10 +74,31 @@ class State:
         return self.out, self.lse
 
 
-def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None) -> tuple[Tensor, Tensor]:
+class _Call(NamedTuple):
+    """What a piece's plan is called with."""
+
+    plan: Plan
+    qkv: tuple[Tensor, ...]
+    rest: tuple[Any, ...]  # the fixed tensors, the values and the random numbers' seed
+
+    @staticmethod
+    def of(q: Tensor, k: Tensor, v: Tensor, piece: Piece, sinks: Union[Tensor, None], rng: Rng, **types: bool) -> "_Call":
+        qkv = readable(_cut(q, piece.rows), "q"), readable(_cut(k, piece.keys), "k"), readable(_cut(v, piece.keys), "v")
+        given = {"causal": False, "dropout_p": 0.0, "score_mod": None, "mask_mod": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
+                 "max_seqlen_q": None, "max_seqlen_kv": None, **piece.given}
+        fixed, values, problem = read_problem(captures=None, block_mask=None, sinks=sinks, kv_lengths=None, deterministic=None,
+                                              wants_grad=False, **types, **given)
+        if piece.place is not None:
+            problem, rng = problem._replace(options=problem.options + ":dropout_place"), Placed(rng, piece.place)
+        fixed = contiguous(fixed)
+        return _Call(plan_of(*qkv, fixed, values, problem), qkv, (fixed, values, rng))
+
+
+def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None,
+            rng: Rng = NO_RNG) -> tuple[Tensor, Tensor]:
     """O, of `dtype`, and LSE of a piece's rows."""
-    out, lse = attention(_cut(q, piece.rows), _cut(k, piece.keys), _cut(v, piece.keys), return_lse=True, out_dtype=dtype, sinks=sinks,
-                         **piece.given)
+    call = _Call.of(q, k, v, piece, sinks, rng, fp32_out=dtype != q.dtype)
+    out, lse = call.plan.forward(*call.qkv, *call.rest, True)
     return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
 
@@ -117,16 +138,12 @@ class Saved(NamedTuple):
     dout: Tensor
     dlse: Union[Tensor, None]
     sinks: Union[Tensor, None] = None
+    rng: Rng = NO_RNG
 
-    def gradients(self, k: Tensor, v: Tensor, piece: Piece) -> tuple[list[Tensor], Any]:
-        """dQ, dK and dV of a piece, in float32, and dsinks."""
-        rows, keys, packed = piece.rows, piece.keys, piece.packed
-        q, k, v = readable(_cut(self.q, rows), "q"), readable(_cut(k, keys), "k"), readable(_cut(v, keys), "v")
-        given = {"causal": False, "score_mod": None, "mask_mod": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
-                 "max_seqlen_q": None, "max_seqlen_kv": None, **piece.given}
-        fixed, values, problem = read_problem(dropout_p=0.0, captures=None, block_mask=None, sinks=self.sinks, kv_lengths=None,
-                                              deterministic=None, wants_grad=False, fp32_grads=True, **given)
-        plan = plan_of(q, k, v, fixed, values, problem)
+    def gradients(self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True) -> tuple[list[Tensor], Any]:
+        """dQ, dK and dV of a piece, in float32 or in the tensors' type, and dsinks."""
+        rows, packed = piece.rows, piece.packed
+        plan, qkv, rest = _Call.of(self.q, k, v, piece, self.sinks, self.rng, fp32_grads=fp32)
 
         def of_rows(x: Tensor) -> Tensor:
             x = x[:, :, rows.begin:rows.end]
@@ -134,14 +151,15 @@ class Saved(NamedTuple):
         out = _cut(self.out, rows)
         if out.stride() != plan.out_stride or out.data_ptr() % 16:
             out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
-        found, dsinks, _ = plan.backward(_cut(self.dout, rows), None if self.dlse is None else of_rows(self.dlse), q, k, v, out,
-                                         of_rows(self.lse), fixed, values, NO_RNG)
+        found, dsinks, _ = plan.backward(_cut(self.dout, rows), None if self.dlse is None else of_rows(self.dlse), *qkv, out,
+                                         of_rows(self.lse), *rest)
         return found, dsinks
 
 
 def _begin_backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> tuple[Saved, Tensor, Tensor, Tensor]:
     q, k, v, sinks, out, lse = ctx.saved_tensors
-    return Saved(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, sinks), q, k, v
+    dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
+    return Saved(q, out, lse, torch.zeros_like(out) if dout is None else dout, dlse, sinks, ctx.job.rng), q, k, v
 
 
 def _end_forward(ctx: Any, job: Job, *saved: Any) -> None:
@@ -160,7 +178,7 @@ class Ring(torch.autograd.Function):
         for step in range(job.ranks):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                state.add(piece.rows, *compute(q, *block, piece, torch.float32))
+                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng))
             block = travel.wait() if travel else block
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
@@ -209,7 +227,7 @@ class AllGather(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
         pieces = job.pieces_with_all(q)
-        found = [compute(q, keys, values, piece, q.dtype, sinks) for piece in pieces]
+        found = [compute(q, keys, values, piece, q.dtype, sinks, job.rng) for piece in pieces]
         out, lse = found[0] if len(found) == 1 else [torch.cat([x[i] for x in found], 2) for i in range(2)]
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
@@ -229,6 +247,25 @@ class AllGather(torch.autograd.Function):
         dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))
         dsinks = None if saved.sinks is None else dsinks.to(saved.sinks.dtype)
         return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+
+
+class Whole(torch.autograd.Function):
+    """All rows of some heads, which are one piece."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
+        rows = Chunk(0, q.shape[2], 0)
+        ctx.piece, = job.rule.pieces((rows,), (rows,), q.device)
+        out, lse = compute(q, k, v, ctx.piece, q.dtype, sinks, job.rng)
+        _end_forward(ctx, job, q, k, v, sinks, out, lse)
+        return out, lse
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dout: Union[Tensor, None], dlse: Union[Tensor, None]) -> Any:
+        saved, _, k, v = _begin_backward(ctx, dout, dlse)
+        grads, dsinks = saved.gradients(k, v, ctx.piece, fp32=False)
+        return *grads, None if dsinks is None else dsinks.to(saved.sinks.dtype), None
 
 
 def share_heads(q: Tensor, k: Tensor, v: Tensor, group: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -257,24 +294,15 @@ def own_heads(job: Job, heads: int) -> Rule:
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
     shared = [in_order(x, job.layout) for x in share_heads(q, k, v, job.group)]
-    rule = own_heads(job, q.shape[1])
-    whole = Chunk(0, shared[0].shape[2], 0)
     own_sinks = None if sinks is None else sinks.chunk(job.ranks)[job.rank]
-    packed: Union[Packed, None] = None
-    given = rule.arguments(whole, whole) or {}
-    if rule.documents is not None:
-        lengths = tuple(end - begin for begin, end in zip(rule.documents, rule.documents[1:]))
-        packed = packed_documents(lengths, lengths, q.device)
-        given |= packed.given()
-    out, lse = attention(*shared, return_lse=True, sinks=own_sinks, **given)
-    lse = lse if packed is None else packed.rows_of(lse)
+    out, lse = Whole.apply(*shared, own_sinks, job._replace(rule=own_heads(job, q.shape[1])))
     out, lse = (return_heads(by_rank(x, job.ranks, job.layout), job.group) for x in (out, lse[..., None]))
     return out, lse[..., 0]
 
 
 def ring_of_heads(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job, inner: Any) -> tuple[Tensor, Tensor]:
     """Two levels: the ranks of `inner` share the heads of their rows, which are neighbours, and those of job.group go round."""
-    heads = Job(job.rule, "contiguous", inner)
+    heads = job._replace(layout="contiguous", group=inner)
     shared = [x.movedim(0, 2).flatten(2, 3) for x in share_heads(q, k, v, inner)]
     own_sinks = None if sinks is None else sinks.chunk(heads.ranks)[heads.rank]
     out, lse = Ring.apply(*shared, own_sinks, job._replace(rule=own_heads(heads, q.shape[1])))

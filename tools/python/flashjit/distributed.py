@@ -13,9 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from . import simulator
+from ._attention import draw_rng
+from ._checks import check_number
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
+from ._plans import NO_RNG
 from ._problem import autocast, check_types
 from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
@@ -87,7 +90,7 @@ def unshard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = Non
 @torch.compiler.disable
 def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "auto", layout: str = "zigzag",
                           causal: bool = False, window: Union[int, None] = None, scale: Union[float, None] = None,
-                          score_mod: Any = None, mask_mod: Any = None, cu_seqlens: Union[Sequence[int], Tensor, None] = None,
+                          dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None, cu_seqlens: Union[Sequence[int], Tensor, None] = None,
                           sinks: Union[Tensor, None] = None, return_lse: bool = False, group: Any = None) -> Any:
     """attention() of a sequence that the ranks of `group` share, with gradients.
 
@@ -99,6 +102,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
         "two_level": ulysses between the ranks of the inner group, a ring between those of the outer one. "auto": with two groups
         two_level, else the one that flashjit.simulator finds to be the fastest on H100s.
     causal: a query sees the keys at its own position and before. window: and no more than so many of them.
+    dropout_p: probability to drop a pair; seeded by PyTorch's generator, which all ranks seed alike. The mask is that of attention()
+        on the whole sequence.
     score_mod, mask_mod: functions as attention() takes them; q_idx and kv_idx are positions in the whole sequence. Tensors that
         they capture are the same on all ranks and have no gradients.
     cu_seqlens: documents are packed one after the other in the whole sequence, from row cu_seqlens[i] to cu_seqlens[i + 1];
@@ -114,18 +119,19 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     """
     groups = _groups(group)
     check_types(q, k, v)
-    q, k, v = autocast(q, k, v)
+    q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
-    _check_arguments(q, scheme, causal, window, groups)
+    _check_arguments(q, scheme, causal, window, dropout_p, groups)
+    rng = draw_rng(q) if dropout_p else NO_RNG
     documents = None if cu_seqlens is None else tuple(map(int, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
     _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
-                                      no_score_mod=score_mod is None, no_mask_mod=mask_mod is None, cu_seqlens=documents,
-                                      no_sinks=sinks is None, return_lse=return_lse), groups)
+                                      dropout_p=dropout_p, no_score_mod=score_mod is None, no_mask_mod=mask_mod is None, cu_seqlens=documents,
+                                      no_sinks=sinks is None, return_lse=return_lse), rng, groups)
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
     _check_documents(documents, q, layout, groups.ranks)
     _check_captures(score_mod, mask_mod)
-    job = Job(Rule(causal, window, scale, score_mod, mask_mod, documents), layout, groups.outer)
+    job = Job(Rule(causal, window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng)
     if scheme == "two_level":
         out, lse = ring_of_heads(q, k, v, sinks, job, groups.inner)
     elif scheme == "ulysses":
@@ -146,7 +152,8 @@ def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int,
         return "ring"
 
 
-def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], groups: _Groups) -> None:
+def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], dropout_p: float,
+                     groups: _Groups) -> None:
     if scheme not in SCHEMES:
         raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
     if (scheme == "two_level") != (groups.inner is not None):
@@ -154,12 +161,17 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
                               "\"two_level\", (outer, inner), and else one.")
     if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
         raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
+    check_number("dropout_p", dropout_p)
+    if not 0 <= dropout_p < 1:
+        raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
 
 
-def _check_everywhere(tensors: tuple[Tensor, ...], arguments: dict[str, Any], groups: _Groups) -> None:
-    check_agreement(tensors, arguments, groups.outer)
+def _check_everywhere(tensors: tuple[Tensor, ...], arguments: dict[str, Any], rng: Any, groups: _Groups) -> None:
+    captured = isinstance(rng, Tensor) and rng.is_cuda  # in a graph, whose every replay draws
+    first = {"seed of dropout": None if captured else tuple(map(int, rng))}
+    check_agreement(tensors, arguments, first, groups.outer)
     if groups.inner is not None:
-        check_agreement(tensors, arguments, groups.inner)
+        check_agreement(tensors, arguments, first, groups.inner)
 
 
 def _check_documents(documents: Union[tuple[int, ...], None], q: Tensor, layout: str, ranks: int) -> None:

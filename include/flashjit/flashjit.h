@@ -236,6 +236,8 @@ typedef struct flashjit_forward_args {
       q_scale; /**< with "q_codes", too: of all queries, or of those of a sequence and a KV head */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
+  int32_t reserved_sms; /**< how many multiprocessors kernels whose blocks take work by turns leave to others,
+                           such as NCCL's */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -265,6 +267,7 @@ typedef struct flashjit_backward_args {
   const float* dlse; /**< [batch, heads_q, seqlen_q] contiguous: the gradient of LSE; null: there is none */
   flashjit_indices indices;             /**< with "indices" in the spec */
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
+  int32_t reserved_sms;
 } flashjit_backward_args;
 
 /** Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

@@ -102,6 +102,9 @@ struct ForwardArgs {
   ConstScaleView q_scale = {};
   IndicesView indices = {};         ///< with spec.indices: the keys that each query attends to
   DropoutPlace dropout_place = {};  ///< with spec.dropout_place
+  /// How many multiprocessors kernels whose blocks take work by turns leave to others, such as NCCL's. Other
+  /// kernels and stream-K use all. O does not change.
+  int reserved_sms = 0;
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
@@ -133,6 +136,7 @@ struct BackwardArgs {
   const float* dlse = nullptr;    ///< [b, hq, sq] contiguous: the gradient of LSE; null: there is none
   IndicesView indices = {};
   DropoutPlace dropout_place = {};
+  int reserved_sms = 0;
 };
 
 /// Rotary position embedding of the first `dims` dimensions of a head: pair i turns by the position's angle,

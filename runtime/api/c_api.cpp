@@ -189,6 +189,7 @@ void set_common(Args& args, const CArgs& c, Captures& room) {
   args.rng_state = c.rng_state;
   args.indices = view(c.indices);
   args.dropout_place = view(c.dropout_place);
+  args.reserved_sms = c.reserved_sms;
   args.zero_unused_rows = c.zero_unused_rows != 0;
 }
 

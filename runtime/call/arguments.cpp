@@ -161,6 +161,9 @@ void check_common(const AttentionSpec& spec, const AttentionShape& shape, const 
     refuse("rng_state is given, but the spec has no dropout: set spec.dropout.");
   check_pointer("rng_state", args.rng_state, kRngStateAlignment);
   check_dropout_place(spec, shape, args.dropout_place);
+  if (args.reserved_sms < 0)
+    refuse("reserved_sms is {}: give how many multiprocessors are left to others, 0 for none.",
+           args.reserved_sms);
   check_kv_lengths(spec, shape, args.kv_lengths);
   check_block_map(spec, shape, args.block_map);
   check_sinks(spec, shape, args.sinks);

@@ -65,15 +65,16 @@ device::TensorMaps tensor_maps(const device::Driver& driver, const plan::Executi
     return maps_with(args.out, "out");
 }
 
-/// Launches those of an operation's steps that `wanted` says yes to, in order.
+/// Launches those of an operation's steps that `wanted` says yes to, in order. `reserved_sms`:
+/// multiprocessors that persistent kernels leave to others.
 template <class Steps, class Params, class Wanted>
-void launch_steps(const device::Driver& driver, const Steps& steps, Params params, device::TensorMaps maps,
-                  Stream stream, Wanted wanted) {
-  std::array<void*, 2> parameters{&params, &maps};
+void launch_steps(const device::Driver& driver, const Steps& steps, const Params& params,
+                  const device::TensorMaps& maps, Stream stream, Wanted wanted, int reserved_sms = 0) {
+  std::array<void*, 2> parameters{const_cast<Params*>(&params), const_cast<device::TensorMaps*>(&maps)};
   for (const auto& step : steps)
     if (wanted(step))
-      device::launch(driver, step.kernel, step.blocks, step.threads, step.shared_bytes, stream, parameters,
-                     step.early);
+      device::launch(driver, step.kernel, step.blocks_without(static_cast<unsigned>(reserved_sms)),
+                     step.threads, step.shared_bytes, stream, parameters, step.early);
 }
 
 /// Refuses memory that kernels in the current context cannot reach.
@@ -158,8 +159,9 @@ void Engine::run(const AttentionSpec& spec, Pass pass, const Args& args, Stream 
   const plan::ExecutionPlan& plan = operation->plan;
   const auto launch = [&](const Args& computed) {
     const Params params = make_params(plan, computed);
-    launch_steps(driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
-                 [&](const Operation::Step& step) { return step.when != skipped; });
+    launch_steps(
+        driver, operation->steps, params, tensor_maps(driver, plan, computed, params), stream,
+        [&](const Operation::Step& step) { return step.when != skipped; }, args.reserved_sms);
   };
   if constexpr (std::is_same_v<Args, ForwardArgs>)
     if (plan.fold_gqa) return launch(fold_gqa(args));
@@ -418,11 +420,20 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
   for (const plan::Launch& launch : planned.launches) {
     if (launch.blocks == 0) continue;
     const plan::Entry& entry = planned.entries[launch.entry];
-    operation->steps.push_back({operation->kernel->loaded->kernel(launch.entry),
-                                static_cast<unsigned>(launch.blocks), static_cast<unsigned>(entry.threads),
-                                static_cast<unsigned>(entry.shared_bytes), launch.when, launch.early});
+    operation->steps.push_back(
+        {operation->kernel->loaded->kernel(launch.entry), static_cast<unsigned>(launch.blocks),
+         static_cast<unsigned>(entry.threads), static_cast<unsigned>(entry.shared_bytes), launch.when,
+         launch.early,
+         static_cast<unsigned>(entry.persistent && !planned.schedule.stream_k ? entry.min_blocks : 0),
+         static_cast<unsigned>(entry.cluster)});
   }
   return operation;
+}
+
+unsigned Engine::Operation::Step::blocks_without(unsigned reserved_sms) const {
+  const unsigned left_out = reserved_sms * blocks_per_sm / cluster * cluster;
+  return left_out < blocks ? std::max(blocks - left_out, std::min(blocks, cluster))
+                           : std::min(blocks, cluster);
 }
 
 const std::shared_ptr<const device::Driver>& Engine::driver() {

@@ -56,6 +56,11 @@ class Engine {
       unsigned blocks, threads, shared_bytes;
       plan::LaunchedWhen when;
       bool early;
+      unsigned blocks_per_sm,
+          cluster;  ///< blocks_per_sm: of persistent kernels that any number of blocks can compute, else 0
+
+      /// With multiprocessors left to others.
+      unsigned blocks_without(unsigned reserved_sms) const;
     };
     plan::ExecutionPlan plan;
     std::string name;                           ///< spec, shape and configuration: what lists are built for

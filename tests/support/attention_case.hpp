@@ -61,6 +61,7 @@ struct AttentionCase {
   bool dlse = false;             ///< LSE has a gradient, too
   bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
   std::int64_t top_k = 0;        ///< of lists of keys
+  int reserved_sms = 0;          ///< multiprocessors left to others
   std::int64_t unused_rows = 0;  ///< with varlen: NaN behind the last sequence, of which zeros must come
 };
 
@@ -68,6 +69,7 @@ struct AttentionCase {
 inline void vary(AttentionCase& test) {
   test.dlse = test.seed % 3 == 1;
   test.rng_on_device = test.spec.dropout && test.seed % 2 == 1;
+  if (test.seed % 5 == 2) test.reserved_sms = test.seed % 2 == 0 ? 1000 : 3;
   // Without queries there is no launch that could clear rows.
   test.unused_rows = test.spec.varlen && test.shape.seqlen_q > 0 ? test.seed % 4 * 3 : 0;
 }
@@ -549,6 +551,7 @@ class AttentionRun {
     args.softmax_scale = test_.softmax_scale;
     args.dropout_p = problem_.dropout_p;
     args.dropout_place = problem_.dropout_place;
+    args.reserved_sms = test_.reserved_sms;
     if (test_.rng_on_device) {
       args.rng_state = static_cast<const std::uint64_t*>(rng_state_.data());
     } else {

@@ -589,6 +589,28 @@ TEST_F(EngineTest, StridesOfSingleDimensionsDoNotReachTheTensorMaps) {
   EXPECT_EQ(fake().encoded[0].type, CU_TENSOR_MAP_DATA_TYPE_FLOAT16);
 }
 
+TEST_F(EngineTest, PersistentKernelsLeaveMultiprocessorsToOthers) {
+  const AttentionShape shape{4, 32, 32, 4096, 4096};
+  const AttentionSpec spec = backward_spec();
+  const plan::ExecutionPlan plan = plan_of(spec, shape);
+  add_to_pack(spec, shape);
+  const auto runtime = engine();
+  for (const int reserved : {0, 20, 100000}) {
+    fake().launches.clear();
+    BackwardArgs args = backward_args(shape);
+    args.reserved_sms = reserved;
+    runtime->backward(spec, args, nullptr);
+    ASSERT_EQ(fake().launches.size(), plan.launches.size());
+    for (std::size_t i = 0; i < plan.launches.size(); ++i) {
+      const plan::Entry& entry = plan.entries[plan.launches[i].entry];
+      const std::int64_t planned = plan.launches[i].blocks;
+      const std::int64_t left = std::max<std::int64_t>(planned - reserved * entry.min_blocks, entry.cluster);
+      EXPECT_EQ(fake().launches[i].blocks, entry.persistent ? left : planned) << entry.name << reserved;
+    }
+  }
+  EXPECT_TRUE(plan.main().persistent);
+}
+
 TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTheGrid) {
   AttentionSpec spec = kSpec;
   spec.varlen = true;

@@ -78,14 +78,14 @@ class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
                                                         ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices),
-                                                        ("dropout_place", DropoutPlace)]
+                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32)]
 
 
 class BackwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer), ("dout", Tensor), ("dq", Tensor), ("dk", Tensor),
                 ("dv", Tensor)] + _COMMON + [("dsinks", _pointer)] + _LAST + [("dlse", _pointer), ("indices", Indices),
-                                                                         ("dropout_place", DropoutPlace)]
+                                                                         ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32)]
 
 
 class ListArgs(ctypes.Structure):

@@ -55,6 +55,7 @@ class Problem(NamedTuple):
     names: tuple[str, ...]  # of the captures' values
     cached: bool = False  # K and V are a cache's pages or slots
     out_type: str = ""  # the spec's type where Q is of 8 bits: that of O, unless that is fp32
+    reserved_sms: int = 0  # multiprocessors left to others
 
 
 class Lent(NamedTuple):
@@ -194,7 +195,7 @@ class Plan:
         problem = self.problem
         common: dict[str, Any] = {"dropout_p": problem.dropout_p, "capture_count": len(self.captures),
                                   "batch_size": batch, "max_seqlen_q": problem.max_seqlen_q,
-                                  "max_seqlen_kv": problem.max_seqlen_kv,
+                                  "max_seqlen_kv": problem.max_seqlen_kv, "reserved_sms": problem.reserved_sms,
                                   "zero_unused_rows": fixed.cu_seqlens_q is not None}
         if problem.scale is not None:
             self._scale = ctypes.c_float(problem.scale)  # lives as long as the structs that point to it

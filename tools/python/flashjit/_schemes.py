@@ -23,6 +23,7 @@ class Job(NamedTuple):
     layout: str
     group: Any
     rng: Rng = NO_RNG
+    reserved_sms: int = 0  # left to transfers, while there are any
 
     @property
     def rank(self) -> int:
@@ -82,12 +83,15 @@ class _Call(NamedTuple):
     rest: tuple[Any, ...]  # the fixed tensors, the values and the random numbers' seed
 
     @staticmethod
-    def of(q: Tensor, k: Tensor, v: Tensor, piece: Piece, sinks: Union[Tensor, None], rng: Rng, **types: bool) -> "_Call":
+    def of(q: Tensor, k: Tensor, v: Tensor, piece: Piece, sinks: Union[Tensor, None], rng: Rng, reserved_sms: int = 0,
+           **types: bool) -> "_Call":
         qkv = readable(_cut(q, piece.rows), "q"), readable(_cut(k, piece.keys), "k"), readable(_cut(v, piece.keys), "v")
         given = {"causal": False, "dropout_p": 0.0, "score_mod": None, "mask_mod": None, "cu_seqlens_q": None, "cu_seqlens_kv": None,
                  "max_seqlen_q": None, "max_seqlen_kv": None, **piece.given}
         fixed, values, problem = read_problem(captures=None, block_mask=None, sinks=sinks, kv_lengths=None, deterministic=None,
                                               wants_grad=False, **types, **given)
+        if reserved_sms:
+            problem = problem._replace(reserved_sms=reserved_sms)
         if piece.place is not None:
             problem, rng = problem._replace(options=problem.options + ":dropout_place"), Placed(rng, piece.place)
         fixed = contiguous(fixed)
@@ -95,9 +99,9 @@ class _Call(NamedTuple):
 
 
 def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None,
-            rng: Rng = NO_RNG) -> tuple[Tensor, Tensor]:
+            rng: Rng = NO_RNG, reserved_sms: int = 0) -> tuple[Tensor, Tensor]:
     """O, of `dtype`, and LSE of a piece's rows."""
-    call = _Call.of(q, k, v, piece, sinks, rng, fp32_out=dtype != q.dtype)
+    call = _Call.of(q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype)
     out, lse = call.plan.forward(*call.qkv, *call.rest, True)
     return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
@@ -140,10 +144,10 @@ class Saved(NamedTuple):
     sinks: Union[Tensor, None] = None
     rng: Rng = NO_RNG
 
-    def gradients(self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True) -> tuple[list[Tensor], Any]:
+    def gradients(self, k: Tensor, v: Tensor, piece: Piece, fp32: bool = True, reserved_sms: int = 0) -> tuple[list[Tensor], Any]:
         """dQ, dK and dV of a piece, in float32 or in the tensors' type, and dsinks."""
         rows, packed = piece.rows, piece.packed
-        plan, qkv, rest = _Call.of(self.q, k, v, piece, self.sinks, self.rng, fp32_grads=fp32)
+        plan, qkv, rest = _Call.of(self.q, k, v, piece, self.sinks, self.rng, reserved_sms, fp32_grads=fp32)
 
         def of_rows(x: Tensor) -> Tensor:
             x = x[:, :, rows.begin:rows.end]
@@ -177,8 +181,9 @@ class Ring(torch.autograd.Function):
         block = [k.contiguous(), v.contiguous()]
         for step in range(job.ranks):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
+            reserved = job.reserved_sms if travel else 0
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng))
+                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng, reserved))
             block = travel.wait() if travel else block
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
@@ -201,7 +206,7 @@ class Ring(torch.autograd.Function):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             dkv = Sums(k, v)
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                parts, _ = saved.gradients(*block, piece)
+                parts, _ = saved.gradients(*block, piece, reserved_sms=job.reserved_sms if travel or coming else 0)
                 _add_piece(dq, dkv, piece, parts)
             sums = [dkv.of(i).contiguous() for i in range(2)]
             if coming:  # the sums of the ranks that had this block before

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import simulator
 from ._attention import draw_rng
-from ._checks import check_number
+from ._checks import check_number, check_whole
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
@@ -91,7 +91,8 @@ def unshard(x: Tensor, dim: int = 2, *, layout: str = "zigzag", group: Any = Non
 def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "auto", layout: str = "zigzag",
                           causal: bool = False, window: Union[int, None] = None, scale: Union[float, None] = None,
                           dropout_p: float = 0.0, score_mod: Any = None, mask_mod: Any = None, cu_seqlens: Union[Sequence[int], Tensor, None] = None,
-                          sinks: Union[Tensor, None] = None, return_lse: bool = False, group: Any = None) -> Any:
+                          sinks: Union[Tensor, None] = None, return_lse: bool = False, reserved_sms: int = 0,
+                          group: Any = None) -> Any:
     """attention() of a sequence that the ranks of `group` share, with gradients.
 
     q: [batch, heads_q, rows, head_dim], k and v: [batch, heads_kv, rows, ...]: this rank's shard, as shard() makes it with
@@ -112,6 +113,7 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     sinks: float32 [heads_q], the same on all ranks: one more logit of each head, without a value. Its gradient is that of this
         rank's rows: the sum over the ranks is the whole one, as for any parameter that all ranks have.
     return_lse: also LSE, float32 [batch, heads_q, rows], which has gradients too.
+    reserved_sms: how many multiprocessors a ring's kernels leave to transfers while these are under way.
     group: a process group, a mesh of one dimension, or with "two_level" (outer group, inner group) or a mesh of two dimensions.
 
     torch.compile breaks its graph here. Raises flashjit.InvalidArgument on every rank where ranks disagree on sizes, types or
@@ -122,7 +124,7 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
-    _check_arguments(q, scheme, causal, window, dropout_p, groups)
+    _check_arguments(q, scheme, causal, window, dropout_p, reserved_sms, groups)
     rng = draw_rng(q) if dropout_p else NO_RNG
     documents = None if cu_seqlens is None else tuple(map(int, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
     _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
@@ -131,7 +133,8 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
     _check_documents(documents, q, layout, groups.ranks)
     _check_captures(score_mod, mask_mod)
-    job = Job(Rule(causal, window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng)
+    job = Job(Rule(causal, window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng,
+              reserved_sms)
     if scheme == "two_level":
         out, lse = ring_of_heads(q, k, v, sinks, job, groups.inner)
     elif scheme == "ulysses":
@@ -153,7 +156,7 @@ def _fastest(q: Tensor, k: Tensor, layout: str, causal: bool, window: Union[int,
 
 
 def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, None], dropout_p: float,
-                     groups: _Groups) -> None:
+                     reserved_sms: int, groups: _Groups) -> None:
     if scheme not in SCHEMES:
         raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
     if (scheme == "two_level") != (groups.inner is not None):
@@ -162,6 +165,9 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
     if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
         raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
     check_number("dropout_p", dropout_p)
+    check_whole("reserved_sms", reserved_sms)
+    if reserved_sms < 0:
+        raise InvalidArgument(f"reserved_sms is {reserved_sms}: give 0 or more.")
     if not 0 <= dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
 

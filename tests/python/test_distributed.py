@@ -1,21 +1,27 @@
 """flashjit.distributed: ranks against the whole sequence on one, in fp64: over gloo on the CPU, and over NCCL where there are GPUs."""
+import concurrent.futures
+import datetime
+import itertools
 import math
+import multiprocessing
 import os
+import queue
 import sys
 import tempfile
 import time
+import traceback
 
 import pytest
 
 torch = pytest.importorskip("torch")
 import torch.distributed as dist  # noqa: E402
-import torch.multiprocessing as mp  # noqa: E402
 
 if not dist.is_available():
     pytest.skip("PyTorch without torch.distributed", allow_module_level=True)
 
 HEADS, HEADS_KV = 4, 2
 LAYOUTS = ("contiguous", "zigzag", "striped")
+is_small = True  # of tensors on the CPU
 DOCUMENTS = {48: (0, 5, 17, 17, 40, 48), 1024: (0, 100, 300, 300, 900, 1024)}  # by the rows of all ranks
 
 
@@ -25,7 +31,7 @@ def device_of(rank):
 
 def whole(device, seed=0):
     """q, k, v, dO of the whole sequence, in fp32 on the CPU and in bf16 on a GPU."""
-    rows, dim, dtype = (1024, 128, torch.bfloat16) if device.type == "cuda" else (48, 16, torch.float32)
+    rows, dim, dtype = (48, 16, torch.float32) if device.type == "cpu" and is_small else (1024, 128, torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
     make = lambda heads: torch.randn(1, heads, rows, dim, generator=generator).to(dtype).to(device)
     return make(HEADS), make(HEADS_KV), make(HEADS_KV), make(HEADS)
@@ -141,7 +147,7 @@ def check_two_levels(rank, ranks):
     check(dict(scheme="two_level", layout="zigzag", causal=True), mesh)
 
 
-def check_dropout(rank, ranks, schemes, layouts=LAYOUTS):
+def check_dropout(rank, ranks, schemes, layouts=LAYOUTS, with_documents=True):
     """The mask of the whole sequence, forward and backward."""
     import flashjit.distributed as fd
     device = device_of(rank)
@@ -150,7 +156,7 @@ def check_dropout(rank, ranks, schemes, layouts=LAYOUTS):
     for *rule, scheme, layout in ((rule, scheme, layout) for scheme in schemes for layout in layouts for rule in
                                   (dict(), dict(causal=True), dict(causal=True, cu_seqlens=DOCUMENTS[two[0].shape[2]]))):
         rule, group = rule[0], inner if scheme == "two_level" else None
-        if layout == "striped" and "cu_seqlens" in rule:
+        if "cu_seqlens" in rule and (layout == "striped" or not with_documents):
             continue
         q, k, v, dout = whole(device) if "cu_seqlens" in rule else two
         inputs = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -241,8 +247,8 @@ def check_a_peer_that_died(rank, ranks):
     with pytest.raises(RuntimeError):
         for _ in range(2):
             fd.distributed_attention(*mine)
+        torch.cuda.is_available() and torch.cuda.synchronize()
     assert time.monotonic() - begin < 30
-    os._exit(0)  # there is no group left to destroy
 
 
 class Block(torch.nn.Module):
@@ -328,22 +334,165 @@ def check_autocast(rank, ranks):
         assert all(grad.dtype == torch.float32 for grad in torch.autograd.grad(out.float().sum(), mine))
 
 
-def run(rank, ranks, file, name, paths, backend, arguments):
+def peak(call, device):
+    """Of the memory that a call allocates, beside what was there."""
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        call()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in profile.profiler.kineto_results.events() if event.name() == "[memory]")
+    return max(itertools.accumulate(size for _, size in changes))
+
+
+def check_memory(rank, ranks):
+    """The formula of tools/docs/distributed.md."""
+    import flashjit.distributed as fd
+    from flashjit import simulator
+    device = device_of(rank)
+    rows, dim = (16384, 128) if device.type == "cuda" else (128, 32)
+    for heads, heads_kv in ((8, 2), (4, 4)):
+        make = lambda heads: torch.randn(1, heads, rows, dim, dtype=torch.bfloat16, device=device)
+        q, k, v, dout = make(heads).requires_grad_(), make(heads_kv).requires_grad_(), make(heads_kv).requires_grad_(), make(heads)
+        inputs = q.nbytes + k.nbytes + v.nbytes
+        problem = simulator.Problem(rows * ranks, heads, heads_kv, dim)
+        for scheme in ("ring", "all_gather", "ulysses"):
+            attend = lambda: fd.distributed_attention(q, k, v, scheme=scheme, causal=True)
+            forward = lambda: torch.no_grad()(attend)()
+            both = lambda: torch.autograd.grad(attend(), (q, k, v), dout)
+            for call, backward in ((forward, False), (both, True)):
+                call()
+                # gloo lets go of what it sent some time later: the least of three.
+                most = torch.tensor(min(peak(call, device) for _ in range(3)) + inputs + backward * dout.nbytes, device=device)
+                dist.all_reduce(most, dist.ReduceOp.MAX)
+                formula = simulator.memory_bytes(problem, ranks, scheme, backward, workspaces=device.type == "cuda")
+                assert abs(most.item() / formula - 1) < 0.05, (
+                    f"{scheme}, {heads}/{heads_kv} heads, backward {backward}: {most.item()} bytes, the formula says {formula}")
+
+
+def check_negated_views(rank, ranks):
+    """Tensors whose memory has the numbers with the other sign."""
+    import flashjit.distributed as fd
+    mine = [fd.shard(x) for x in whole(device_of(rank))]
+    negated = [torch.complex(x, -x).conj().imag.requires_grad_() for x in mine]
+    assert all(x.is_neg() for x in negated)
+    inputs = [x.requires_grad_() for x in mine[:3]]
+    for scheme in ("ring", "all_gather", "ulysses"):
+        outs = [fd.distributed_attention(*x[:3], scheme=scheme, causal=True) for x in (inputs, negated)]
+        grads = [torch.autograd.grad(out, x[:3], dout.detach()) for out, x, dout in zip(outs, (inputs, negated), (mine[3], negated[3]))]
+        assert all(torch.equal(a, b) for a, b in zip((outs[0], *grads[0]), (outs[1], *grads[1]))), scheme
+
+
+def list_kernels(rank, ranks, checks):
+    """The kernels that checks launch on GPUs: (spec, shape, whether backward); nothing is computed."""
+    global is_small, errors
+    from flashjit import _plans
+    is_small, errors = False, lambda got, *_: [0.0 for _ in got]
+    kernels = set()
+
+    def noted(method, backward):
+        def call(plan, *given, **named):
+            kernels.add((plan.spec_text, plan.shape, backward))
+            return method(plan, *given, **named)
+        return call
+    _plans.Plan.forward, _plans.Plan.backward = noted(_plans.Plan.forward, False), noted(_plans.Plan.backward, True)
+    _plans.launch = lambda *_: None
+    for name, *arguments in checks:
+        globals()[name](rank, ranks, *arguments)
+    return kernels
+
+
+def prepare(rank, ranks, kernels):
+    """Compiles this rank's share of them side by side, for all ranks."""
+    import flashjit
+    runtime = flashjit.runtime()
+
+    def compile_one(kernel):
+        torch.zeros(1, device=device_of(rank))  # binds the thread to the device
+        spec, shape, backward = kernel
+        runtime.prepare(spec, shape, backward=backward)
+    torch.cuda.set_device(rank)
+    with concurrent.futures.ThreadPoolExecutor(max(1, os.cpu_count() // ranks)) as pool:
+        list(pool.map(compile_one, sorted(kernels)[rank::ranks]))
+    dist.barrier()
+
+
+def serve(rank, ranks, store, paths, backend, seconds, calls, results):
+    """Runs checks until there is no more; a result is the rank, what went wrong or None, and what the check returned."""
     sys.path[:0] = paths
     torch.set_num_threads(1)
     if backend == "nccl":
         torch.cuda.set_device(rank)
-    dist.init_process_group(backend, init_method=f"file://{file}", rank=rank, world_size=ranks)
-    globals()[name](rank, ranks, *arguments)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's threads at times abort an interpreter that ends
+    dist.init_process_group(backend, init_method=f"file://{store}", rank=rank, world_size=ranks,
+                            timeout=datetime.timedelta(seconds=seconds))
+    for name, arguments in iter(calls.get, None):
+        try:
+            results.put((rank, None, globals()[name](rank, ranks, *arguments)))
+        except BaseException:
+            results.put((rank, traceback.format_exc(), None))
+    os._exit(0)  # gloo's threads at times abort an interpreter that ends, and NCCL's group waits for the others
+
+
+class Ranks:
+    """Processes of a group, which run one check after the other: to begin one takes longer than a check."""
+
+    def __init__(self, ranks, backend="gloo", seconds=300):
+        context = multiprocessing.get_context("spawn")
+        self.folder = tempfile.TemporaryDirectory()
+        self.calls, self.results = [context.SimpleQueue() for _ in range(ranks)], context.Queue()
+        store = os.path.join(self.folder.name, "store")
+        self.processes = [context.Process(target=serve, args=(rank, ranks, store, sys.path, backend, seconds, calls, self.results),
+                                          daemon=True) for rank, calls in enumerate(self.calls)]
+        for process in self.processes:
+            process.start()
+
+    def run(self, name, *arguments):
+        """What each rank returns, those that end without an answer left out."""
+        for calls in self.calls:
+            calls.put((name, arguments))
+        answers = {}
+        while len(answers) < len(self.processes):
+            try:
+                rank, wrong, answer = self.results.get(timeout=1)
+            except queue.Empty:
+                if any(rank not in answers and process.is_alive() for rank, process in enumerate(self.processes)):
+                    continue
+                break
+            answers[rank] = answer
+            if wrong:
+                self.close()  # whose peers may wait for it
+                pytest.fail(f"rank {rank}: {wrong}")
+        return answers
+
+    def close(self):
+        for process in self.processes:
+            process.kill()
+            process.join()
+        self.folder.cleanup()
+
+
+_ranks = {}
 
 
 def spawn(name, ranks, *arguments, backend="gloo"):
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (ranks, os.path.join(folder, "store"), name, sys.path, backend, arguments), nprocs=ranks)
+    group = _ranks.get((ranks, backend))
+    if group is None or not all(process.is_alive() for process in group.processes):
+        group = _ranks[ranks, backend] = Ranks(ranks, backend)
+    answers = group.run(name, *arguments)
+    assert len(answers) == ranks, f"of {ranks} ranks {sorted(answers)} have answered"
+    return answers
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _end_of_ranks():
+    yield
+    for group in _ranks.values():
+        group.close()
+    _ranks.clear()
 
 
 @pytest.mark.parametrize("scheme", ["ring", "all_gather", "ulysses"])
@@ -368,16 +517,49 @@ def test_dropout_of_two_levels():
     spawn("check_dropout", 4, ("two_level",), ("zigzag", "striped"))
 
 
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_memory_is_the_formula_s(ranks):
+    spawn("check_memory", ranks)
+
+
 @pytest.mark.parametrize("name", ["check_programs", "check_programs_of_documents", "check_refusals", "check_disagreement",
-                                  "check_a_training_step", "check_compile", "check_autocast", "check_a_peer_that_died"])
+                                  "check_a_training_step", "check_compile", "check_autocast", "check_negated_views"])
 def test_two_ranks(name):
     spawn(name, 2)
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
-@pytest.mark.parametrize("name", ["check_on_gpus", "check_programs", "check_disagreement"])
-def test_two_gpus(name):
-    spawn(name, 2, backend="nccl")
+def test_a_peer_that_died():
+    answers = Ranks(2).run("check_a_peer_that_died")
+    assert list(answers) == [0]
+
+
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs are needed")
+ON_GPUS = [("check_on_gpus",), ("check_programs",), ("check_dropout", ("ring", "ulysses"), ("zigzag", "striped"), False)]
+
+
+@pytest.fixture(scope="module")
+def compiled_on_gpus():
+    """The kernels of ON_GPUS, compiled by all processors at once."""
+    group = _ranks[2, "nccl"] = Ranks(2, "nccl", 60)  # begins while the kernels are found
+    kernels = set.union(*spawn("list_kernels", 2, ON_GPUS).values())
+    _ranks.pop((2, "gloo")).close()  # which computes nothing any more
+    group.run("prepare", kernels)
+
+
+@needs_two_gpus
+@pytest.mark.parametrize("check", ON_GPUS + [("check_autocast",), ("check_disagreement",), ("check_memory",)], ids=lambda check: check[0])
+def test_two_gpus(check, compiled_on_gpus):
+    spawn(check[0], 2, *check[1:], backend="nccl")
+
+
+@needs_two_gpus
+def test_two_gpus_of_which_one_dies():
+    """NCCL's watchdog ends the one that is left after the group's time-out."""
+    group = Ranks(2, "nccl", 5)
+    begin = time.monotonic()
+    answers = group.run("check_a_peer_that_died")
+    assert 1 not in answers and time.monotonic() - begin < 90
+    group.close()
 
 
 def ring_in_turn(q, k, v, dout, ranks, layout):

@@ -125,11 +125,13 @@ class Sums:
         return self.sums[index]
 
 
-def _add_piece(dq: Sums, dkv: Sums, piece: Piece, parts: list[Tensor]) -> None:
-    """Adds dQ, dK and dV of a piece to where its rows and keys are."""
+def _add_piece(dq: Sums, dkv: Sums, piece: Piece, found: tuple[list[Tensor], Any]) -> Any:
+    """Adds dQ, dK and dV of a piece to where its rows and keys are, and passes dsinks on. The parts live no longer."""
+    parts, dsinks = found
     dq.add(0, piece.rows, parts[0])
     for i in range(2):
         dkv.add(i, piece.keys, parts[1 + i])
+    return dsinks
 
 
 class Saved(NamedTuple):
@@ -184,7 +186,7 @@ class Ring(torch.autograd.Function):
             reserved = job.reserved_sms if travel else 0
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
                 state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng, reserved))
-            block = travel.wait() if travel else block
+            block, travel = travel.wait() if travel else block, None
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
             joined = torch.logaddexp(lse, sinks.float()[None, :, None])
@@ -206,14 +208,15 @@ class Ring(torch.autograd.Function):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             dkv = Sums(k, v)
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                parts, _ = saved.gradients(*block, piece, reserved_sms=job.reserved_sms if travel or coming else 0)
-                _add_piece(dq, dkv, piece, parts)
+                reserved = job.reserved_sms if travel or coming else 0
+                _add_piece(dq, dkv, piece, saved.gradients(*block, piece, reserved_sms=reserved))
             sums = [dkv.of(i).contiguous() for i in range(2)]
             if coming:  # the sums of the ranks that had this block before
                 for total, before in zip(sums, coming.wait()):
                     total.add_(before)
+                coming = before = None  # their memory
             coming = Travel(sums, job.group) if job.ranks > 1 else None
-            block = travel.wait() if travel else block
+            block, travel = travel.wait() if travel else block, None
         dk, dv = coming.wait() if coming else sums
         return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
@@ -245,8 +248,7 @@ class AllGather(torch.autograd.Function):
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
         dq, dkv, dsinks = Sums(q), Sums(keys, values), None
         for piece in job.pieces_with_all(q):
-            parts, of_sinks = saved.gradients(keys, values, piece)
-            _add_piece(dq, dkv, piece, parts)
+            of_sinks = _add_piece(dq, dkv, piece, saved.gradients(keys, values, piece))
             if of_sinks is not None:
                 dsinks = of_sinks if dsinks is None else dsinks + of_sinks
         dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))

@@ -146,27 +146,40 @@ def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes:
             raise InvalidArgument(f"scheme is {scheme!r}: give one of {', '.join(SCHEMES)}.")
 
 
-def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1) -> float:
-    """A rank's tensors at the peak of a pass, the caller's Q, K, V, O, dO and gradients with them. Of kernels' workspaces dQ's
-    accumulator alone counts."""
+def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1,
+                 workspaces: bool = True) -> float:
+    """The tensors of the rank that has the most at the peak of a pass, in the layout zigzag, the caller's Q, K, V, O, dO and
+    gradients with them. workspaces: with those of kernels, of which dQ's accumulator alone counts."""
     rows = problem.tokens // ranks
     q, kv, fp32 = problem.q_bytes(rows), problem.kv_bytes(rows), 4 / problem.element
     lse = q / problem.dim / problem.element * 4
     inputs = q + kv + lse
+    accumulator = fp32 * q if workspaces else 0
     if backward:
         inputs += 2 * q  # O and dO
     if ranks == 1:
-        return inputs + ((1 + fp32) * q + kv if backward else q)
-    if scheme == "ring":  # two blocks under way; O in fp32 and what joins it; dQ's sum, part and accumulator; dK and dV thrice
-        return inputs + 2 * kv + (3 * fp32 * (q + kv) if backward else 2 * fp32 * q)
-    if scheme == "all_gather":  # K and V as they come and in order; the sums of dK and dV and a part
-        return inputs + ((1 + 2 * fp32) * ranks * kv + 2 * fp32 * q if backward else 2 * ranks * kv + 2 * q)
+        return inputs + (q + kv + accumulator if backward else q)
+    if scheme == "ring":
+        inputs += min(ranks - 1, 2) * kv  # blocks at work and under way
+        if not backward:
+            return inputs + 2 * fp32 * q  # O and what joins it
+        # The sum of dQ and a part; of dK and dV the sums that leave and those that come, and a part, with new sums where it is less.
+        part, new_sums = (kv / 2, kv) if problem.causal else (kv, 0)
+        return inputs + fp32 * (2 * q + 2 * kv + part) + max(accumulator, fp32 * new_sums)
+    if scheme == "all_gather":
+        if not backward:  # K and V as they come and in order, or in order beside two O
+            return inputs + ranks * kv + max(ranks * kv, 2 * q)
+        # The sums; then the parts and O of half of the queries, or the sums by rank and what is left of them.
+        gathered = ranks * kv
+        return inputs + gathered + fp32 * (q + gathered) + max(fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2,
+                                                              fp32 * (gathered + kv))
     ranks_of_heads = ranks if scheme == "ulysses" else inner
     spread = q + kv * max(1, ranks_of_heads / problem.heads_kv)
-    if scheme == "ulysses":  # what is sent, what came and what is in order; the same of the gradients
-        return inputs + (2 * spread + (1 + fp32) * q + 2 * kv if backward else 3 * spread)
+    if scheme == "ulysses":  # what came, in order, and O; then the gradients and dO, or O or dO on their way
+        on_its_way = 3 * q
+        return inputs + spread + (q + max(spread + q + accumulator, on_its_way) if backward else max(spread, on_its_way))
     own = problem._replace(heads=max(1, problem.heads // inner), heads_kv=max(1, problem.heads_kv // inner))
-    return inputs + memory_bytes(own, ranks // inner, "ring", backward)
+    return inputs + memory_bytes(own, ranks // inner, "ring", backward, workspaces=workspaces)
 
 
 class _Run:

@@ -1,12 +1,14 @@
 // Elements of tensors in the host's memory, as the CPU reference reads and writes them.
 #pragma once
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 
 #include "flashjit/error.hpp"
 #include "flashjit/tensor.hpp"
 #include "support/dtypes.hpp"
+#include "support/refuse.hpp"
 #include "support/small_float.hpp"
 
 namespace flashjit {
@@ -48,6 +50,15 @@ std::int64_t offset_of_scale(const BasicScaleView<Float>& scales, std::int64_t b
   for (std::size_t i = 0; i < scales.size.size(); ++i)
     if (scales.size[i] > 1) offset += at[i] * scales.stride[i];
   return offset;
+}
+
+/// A scale of Q, K or V, which only the reference sees.
+inline double checked_scale(const char* name, double scale, std::int64_t b, std::int64_t page, std::int64_t h,
+                            std::int64_t row) {
+  if (!(scale > 0 && std::isfinite(scale)))
+    refuse("{} is {} in sequence {}, page {}, head {}, row {}: scales are finite and above 0.", name, scale,
+           b, page, h, row);
+  return scale;
 }
 
 inline void write_element(DType dtype, void* data, std::int64_t index, double value) {

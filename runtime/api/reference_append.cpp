@@ -163,20 +163,23 @@ void reference_append(const AttentionSpec& spec, const AppendArgs& args) {
       if (rotated) rotation.turn(values, position);
       write_row(spec.dtype, to, offset, values);
     };
-    const auto store = [&](const ConstTensorView& from, const TensorView& cache, const ScaleView& scales,
-                           std::int64_t h, bool rotated) {
+    const auto store = [&](const ConstTensorView& from, const TensorView& cache, const char* scales_name,
+                           const ScaleView& scales, std::int64_t h, bool rotated) {
       const std::int64_t slot = row.key % page_rows, offset = offset_of(cache, page, h, slot);
       if (!spec.has_scales()) return move(from, cache, h, offset, rotated);
       std::vector<double> values = read_row(spec.dtype, from, offset_of(from, row.b, h, row.s));
       if (rotated) rotation.turn(values, position);
       float& scale = scales.data[offset_of_scale(scales, row.sequence, page, h, slot)];
-      if (spec.key_scales) scale = scale_of_row(spec.kv_type(), values);
+      if (spec.key_scales)
+        scale = scale_of_row(spec.kv_type(), values);
+      else
+        checked_scale(scales_name, scale, row.sequence, page, h, slot);
       for (double& value : values) value /= scale;
       write_row(spec.kv_type(), cache, offset, values);
     };
     for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
-      store(args.k, args.k_cache, args.k_scale, h, true);
-      store(args.v, args.v_cache, args.v_scale, h, false);
+      store(args.k, args.k_cache, "k_scale", args.k_scale, h, true);
+      store(args.v, args.v_cache, "v_scale", args.v_scale, h, false);
     }
     for (std::int64_t h = 0; h < shape.heads_q; ++h)
       move(args.q, args.q_out, h, offset_of(args.q_out, row.b, h, row.s), true);

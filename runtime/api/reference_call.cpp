@@ -55,17 +55,12 @@ std::vector<double> gather(DType dtype, const ConstTensorView& view) {
                 [&](std::int64_t offset) { return read_element(dtype, view.data, offset); });
 }
 
-/// Scales of Q, K or V, which only the reference sees.
 struct NamedScales {
   const char* name;
   const ConstScaleView& view;
 
   double at(std::int64_t b, std::int64_t page, std::int64_t h, std::int64_t row) const {
-    const double scale = view.data[offset_of_scale(view, b, page, h, row)];
-    if (!(scale > 0 && std::isfinite(scale)))
-      refuse("{} is {} in sequence {}, page {}, head {}, row {}: scales are finite and above 0.", name, scale,
-             b, page, h, row);
-    return scale;
+    return checked_scale(name, view.data[offset_of_scale(view, b, page, h, row)], b, page, h, row);
   }
 };
 

@@ -1,6 +1,7 @@
 // append() and merge() without a GPU: what a call may be given, and what is planned of it.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <string>
 #include <vector>
@@ -156,6 +157,51 @@ TEST(Append, TheReferenceGivesEachKeyItsScale) {
   EXPECT_EQ(v_cache[kDim], 0);
   EXPECT_EQ(k_cache[0], 0xff);
   EXPECT_EQ(v_cache[3 * kDim], 0xff);
+}
+
+TEST(Append, TheReferenceRefusesScalesThatNoCodeCanHave) {
+  const AttentionSpec spec = parse_spec("append:fp32:d16:kve4m3:cache");
+  std::vector<float> k(16, 1.0f);
+  std::vector<std::uint8_t> k_cache(16), v_cache(16);
+  const std::int32_t length = 1;
+  for (const float wrong : {0.0f, -1.0f, std::nanf(""), INFINITY}) {
+    float k_scale = 1, v_scale = wrong;
+    expect_says(refusal_of([&] {
+                  reference_append(spec, {.k = ConstTensorView::bhsd(k.data(), 1, 1, 1, 16),
+                                          .v = ConstTensorView::bhsd(k.data(), 1, 1, 1, 16),
+                                          .k_cache = TensorView::bhsd(k_cache.data(), 1, 1, 1, 16),
+                                          .v_cache = TensorView::bhsd(v_cache.data(), 1, 1, 1, 16),
+                                          .kv_lengths = &length,
+                                          .k_scale = {&k_scale, {1, 1, 1, 1}},
+                                          .v_scale = {&v_scale, {1, 1, 1, 1}}});
+                }),
+                {"v_scale is", "finite and above 0"});
+  }
+}
+
+/// What shares a scale with NaN has NaN for its scale, wherever the NaN is.
+TEST(Quantise, TheReferenceKeepsNan) {
+  const AttentionSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+  for (const int place : {0, 20, 47}) {
+    std::vector<float> x(3 * 16, 2.0f), scale(1);
+    x[place] = std::nanf("");
+    std::vector<std::uint8_t> codes(x.size());
+    reference_quantise(spec, {.x = ConstTensorView::bhsd(x.data(), 1, 1, 3, 16),
+                              .codes = TensorView::bhsd(codes.data(), 1, 1, 3, 16),
+                              .scale = {scale.data(), {1, 1, 1, 1}}});
+    EXPECT_TRUE(std::isnan(scale[0])) << place;
+  }
+}
+
+TEST(Quantise, ScalesOfNoRowsAreOne) {
+  const AttentionSpec spec = parse_spec("quantise:fp32:d16:kve4m3");
+  float x = 0;
+  std::uint8_t codes = 0;
+  std::vector<float> scales(6, -1.0f);
+  reference_quantise(spec, {.x = ConstTensorView::bhsd(&x, 2, 3, 0, 16),
+                            .codes = TensorView::bhsd(&codes, 2, 3, 0, 16),
+                            .scale = {scales.data(), {2, 1, 3, 1}, {3, 3, 1, 1}}});
+  EXPECT_EQ(scales, std::vector<float>(6, 1.0f));
 }
 
 TEST(Merge, ArgumentsAreChecked) {

@@ -263,7 +263,7 @@ def test_caches_that_make_no_sense_are_refused():
     refused(bad, "k is given without v", k, cache_seqlens=lengths)
     refused(bad, "rotary_cos is given without k", cache_seqlens=lengths, **rotary())
     refused(bad, "rotary_cos is given alone", k, k, cache_seqlens=lengths, rotary_cos=rotary()["rotary_cos"])
-    refused(bad, "rope.dims is 6", k, k, cache_seqlens=lengths, **rotary(6))
+    refused(bad, "rope_dims is 6", k, k, cache_seqlens=lengths, **rotary(6))
     with pytest.raises(bad, match="rotary_cos has 20 positions and the cache 30 rows"):
         fa.flash_attn_with_kvcache(q, torch.zeros(2, 30, 2, 32, device=DEVICE), torch.zeros(2, 30, 2, 32, device=DEVICE), k, k,
                                    cache_seqlens=lengths, **rotary())

@@ -211,7 +211,7 @@ def test_scales_that_append_writes_have_memory_each():
 
 def test_mistakes_are_named():
     q, (k, v), (k_scale, v_scale), (k_meant, v_meant) = tensors(torch.float8_e4m3fn, HEADS_KV)
-    for named, words in (({}, "k_scale is null"), ({"k_scale": k_scale}, "v_scale is null"),
+    for named, words in (({}, "k_scale is missing"), ({"k_scale": k_scale}, "v_scale is missing"),
                          ({"k_scale": k_scale.double(), "v_scale": v_scale}, "k_scale is float64"),
                          ({"k_scale": k_scale[:1].repeat(3), "v_scale": v_scale}, "k_scale has 3 heads")):
         with pytest.raises(flashjit.InvalidArgument, match=words):
@@ -224,7 +224,7 @@ def test_mistakes_are_named():
         attention(q, k, v, k_scale=1.0, v_scale=v_scale)
     scales = {"k_scale": k_scale, "v_scale": v_scale}
     q8, one = q.to(torch.float8_e4m3fn), torch.ones((), device=DEVICE)
-    with pytest.raises(flashjit.InvalidArgument, match="q_scale is null"):
+    with pytest.raises(flashjit.InvalidArgument, match="q_scale is missing"):
         attention(q8, k, v, **scales)
     with pytest.raises(flashjit.InvalidArgument, match="q_scale is given, but q is"):
         attention(q, k, v, q_scale=one, **scales)

@@ -1108,7 +1108,7 @@ def test_docstrings_tell_shapes():
     (dict(k=torch.zeros(2, 3, 13, 16), v=torch.zeros(2, 3, 13, 16)), "multiple", ValueError),
     (dict(q=torch.zeros(2, 4, 9, 12), k=torch.zeros(2, 2, 13, 12)), "multiple of 8", ValueError),
     (dict(causal="left"), "causal is 'left'", ValueError),
-    (dict(scale=-1.0), "softmax_scale is -1", ValueError),
+    (dict(scale=-1.0), "^scale is -1", ValueError),
     (dict(dropout_p=1.0), "dropout_p is 1", ValueError),
     (dict(dropout_p=-0.5), "dropout_p is -0.5", ValueError),
     (dict(kv_lengths=torch.zeros(2, dtype=torch.int64)), "int32", ValueError),

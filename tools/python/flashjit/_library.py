@@ -185,9 +185,16 @@ def library() -> ctypes.CDLL:
     return opened
 
 
+#: What the library's messages call by the names of its structs, and Python by those of its arguments.
+_PYTHON_WORDS = {"softmax_scale": "scale", "rope.dims": "rope_dims", "rope.theta": "theta", "rope.cos": "cos", "rope.sin": "sin",
+                 "rope.positions": "positions", **{f"{x}_scale is null": f"{x}_scale is missing" for x in "qkv"}}
+
+
 def raise_error(status: int) -> None:
     """Raises the last call's error as a Python exception."""
     message = library().flashjit_last_error_message().decode(errors="replace")
+    for word, of_python in _PYTHON_WORDS.items():
+        message = message.replace(word, of_python)
     detail = library().flashjit_last_error_detail().decode(errors="replace")
     error = (BY_STATUS[status - 1] if 0 < status <= len(BY_STATUS) else InternalError)(message)
     error.detail = detail

@@ -158,11 +158,16 @@ std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, s
   const auto [queries, heads_of_q_tile] = forward_tiles(kernel.spec, shape, kernel.config);
   const std::int64_t heads =
       heads_of_q_tile * (kernel.schedule.q_tiles_as_heads ? tiles(shape.seqlen_q, queries) : 1);
+  // With more rows for each head of K and V products take longer than memory, and no share may be lost.
+  constexpr std::int64_t kRowsOfMemory = 256;
+  const bool waits_for_memory =
+      kernel.schedule.q_tiles_as_heads || shape.seqlen_q * shape.heads_q <= kRowsOfMemory * shape.heads_kv;
+  const std::int64_t most_lost = waits_for_memory ? shares / 32 : 0;
   const std::int64_t bytes = 2 * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
   for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;
        ++lanes)
-    if (heads % lanes == 0 && shares % lanes <= shares / 32) found = lanes;
+    if (heads % lanes == 0 && shares % lanes <= most_lost) found = lanes;
   return found;
 }
 

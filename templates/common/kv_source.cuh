@@ -5,15 +5,21 @@
 
 namespace flashjit {
 
-/// The page that has a key of a sequence: its batch index in K and V. A slot is one page with all keys. The
-/// host cannot check a table: a number that no page has becomes the last page's.
+/// What the table says of a key of a sequence: the page that has it. A slot is one page with all keys.
+template <class P>
+__device__ __forceinline__ int table_entry(const Params& p, int b, int kv) {
+  if (P::kPageRows == 0 && p.page_table.pages == nullptr) return b;
+  return p.page_table
+      .pages[static_cast<long long>(b) * p.page_table.stride + (P::kPageRows > 0 ? kv / P::kPageRows : 0)];
+}
+/// The host cannot check a table: a number that no page has becomes the last page's.
+__device__ __forceinline__ int existing_page(const Params& p, int page) {
+  return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
+}
+/// The page that has a key of a sequence: its batch index in K and V.
 template <class P>
 __device__ __forceinline__ int page_of_key(const Params& p, int b, int kv) {
-  int page = b;
-  if (P::kPageRows > 0 || p.page_table.pages != nullptr)
-    page = p.page_table.pages[static_cast<long long>(b) * p.page_table.stride +
-                              (P::kPageRows > 0 ? kv / P::kPageRows : 0)];
-  return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
+  return existing_page(p, table_entry<P>(p, b, kv));
 }
 
 /// Where a key is: its row of all pages' rows, or of its sequence's.

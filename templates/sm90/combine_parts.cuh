@@ -11,6 +11,7 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ void combine_parts(const Params& p) {
   constexpr int kRows = 4, kChunks = P::kHeadDimV / 4, kLaneChunks = (kChunks + 31) / 32;
+  constexpr int kAtOnce = max(8 / kLaneChunks, 2);
   wait_for_prior_grid<P>();
   const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a share
   const int cta = static_cast<int>(blockIdx.x) / blocks, share = cta / p.head_lanes,
@@ -30,31 +31,52 @@ __device__ void combine_parts(const Params& p) {
   const RowPlace place = row_place(p, tile, row / kWarpgroupRows, row % kWarpgroupRows);
   if (place.q < 0) return;
 
-  const auto row_in =
-      [&](int other) {  // the last part is its share's first, the others are their share's last
-        return row_of_part<P>(part_of_share(p, other, lane, other + 1 < cut.shares_end), 0, row);
-      };
+  // The last part is its share's first, the others are their share's last.
+  const auto row_in = [&](int other) {
+    return row_of_part<P>(part_of_share(p, other, lane, other + 1 < cut.shares_end), 0, row);
+  };
   float highest = -infinity(), sum = 0.0f;
-  for (int other = share; other < cut.shares_end; ++other)
-    highest = fmaxf(highest, p.lse_splits[row_in(other)]);
-  const float shift = highest == -infinity() ? 0.0f : highest;
   float4 o[kLaneChunks] = {};
-  for (int other = share; other < cut.shares_end; ++other) {
-    const long long from = row_in(other);
-    const float lse = p.lse_splits[from];
-    if (lse == -infinity()) continue;  // there is memory, but it was not written
-    const float weight = expf(lse - shift);
-    sum += weight;
+  // Several parts at once, and LSE beside O, so that reads do not wait for each other.
+#pragma unroll 1
+  for (int first = share; first < cut.shares_end; first += kAtOnce) {
+    float lse[kAtOnce];
+    float4 x[kAtOnce][kLaneChunks];
 #pragma unroll
-    for (int i = 0; i < kLaneChunks; ++i) {
-      const int chunk = thread + i * 32;
-      if (chunk >= kChunks) break;
-      const float4 x = reinterpret_cast<const float4*>(o_of_part<P>(p, from))[chunk];
-      o[i] = {fmaf(weight, x.x, o[i].x), fmaf(weight, x.y, o[i].y), fmaf(weight, x.z, o[i].z),
-              fmaf(weight, x.w, o[i].w)};
+    for (int part = 0; part < kAtOnce; ++part) {
+      const bool exists = first + part < cut.shares_end;
+      const long long from = exists ? row_in(first + part) : 0;
+      lse[part] = exists ? p.lse_splits[from] : -infinity();
+#pragma unroll
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const int chunk = thread + i * 32;
+        x[part][i] = {};
+        if (exists && chunk < kChunks)
+          x[part][i] = reinterpret_cast<const float4*>(o_of_part<P>(p, from))[chunk];
+      }
+    }
+    const float before = highest;
+#pragma unroll
+    for (int part = 0; part < kAtOnce; ++part) highest = fmaxf(highest, lse[part]);
+    const float shift = highest == -infinity() ? 0.0f : highest, rescale = expf(before - shift);
+    sum *= rescale;
+#pragma unroll
+    for (int i = 0; i < kLaneChunks; ++i)
+      o[i] = {o[i].x * rescale, o[i].y * rescale, o[i].z * rescale, o[i].w * rescale};
+#pragma unroll
+    for (int part = 0; part < kAtOnce; ++part) {
+      const bool has_o = lse[part] != -infinity();  // else there is memory, but it was not written
+      const float weight = expf(lse[part] - shift);
+      sum += weight;
+#pragma unroll
+      for (int i = 0; i < kLaneChunks; ++i) {
+        const auto add = [&](float& to, float value) { to = has_o ? fmaf(weight, value, to) : to; };
+        add(o[i].x, x[part][i].x), add(o[i].y, x[part][i].y);
+        add(o[i].z, x[part][i].z), add(o[i].w, x[part][i].w);
+      }
     }
   }
-  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? shift + logf(sum) : -infinity());
+  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? highest + logf(sum) : -infinity());
   const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
 #pragma unroll
   for (int i = 0; i < kLaneChunks; ++i) {

@@ -235,6 +235,14 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     for (int slot = 0; slot < kQTilesPerCta<P>; ++slot) Storage(slot, shared).init_barriers();
     barrier_init_fence();
   }
+  if constexpr (P::kStreamK) {
+    let_next_grid_start<P>();  // combine_parts, which waits for this one's end by itself
+    if (threadIdx.x == 32 && p.seqlen_q > 0 && p.seqlen_kv > 0) {  // tensors without rows have no map
+      prefetch_map(maps.q);
+      if constexpr (!kGathers<P>) prefetch_map(maps.k);
+      if constexpr (!kGathers<P> && !P::kSharedKv) prefetch_map(maps.v);
+    }
+  }
   __syncthreads();
   if constexpr (kLists<P>) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);

@@ -41,13 +41,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
     const WorkTile<P>& work = smem.work(round);
     if (work.h < 0) break;
     const int h_kv = work.h / p.qhead_per_kvhead();
-    int slot = work.sequence.batch();
-    if constexpr (P::kCache && !kPaged<P>) slot = page_of_key<P>(p, work.sequence.b, 0);
+    const auto begin_of = [&](int i) { return tile_of_entry<P>(work.kv_tiles.entry(i)) * P::kBc; };
+    int page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1));
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
-      const KvTilePlace<P> tile(p, work.sequence, slot, h_kv, begin);
+      const KvTilePlace<P> tile(p, work.sequence, page, h_kv, begin);
       barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
       if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
         if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
@@ -59,6 +59,8 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
                                                     P::bias_tile(p, work.sequence.head(p, work.h)),
                                                     smem.bias_tile(n), work.q_begin, begin);
       }
+      // The page table is read a tile ahead of its copies.
+      if (kPaged<P> && i > 0) page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(i - 1));
       if (!kSharesRows<P> && n > 0) load_v(n - 1);
       loaded = tile;
       if (kSharesRows<P>) load_v(n);

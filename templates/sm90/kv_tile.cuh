@@ -27,18 +27,30 @@ struct KvTilePlace {
   int row = 0, head = 0, batch = 0;
 
   __device__ __forceinline__ KvTilePlace() {}
-  /// `slot`: the batch index of K and V, where there are no pages.
-  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int slot, int h_kv,
+  /// `page`: from page_of_tile().
+  __device__ __forceinline__ KvTilePlace(const Params& p, const Sequence<P>& sequence, int page, int h_kv,
                                          int begin)
-      : head(h_kv), batch(slot) {
+      : head(h_kv), batch(page) {
     if constexpr (kPaged<P>) {
-      const int kv = begin + static_cast<int>(threadIdx.x) % 32 * kKvBoxRows<P>;
+      const int kv = first_key(begin);
       row = kv % P::kPageRows;
       // Rows of a page that does not exist come as zeros.
-      batch = kv < sequence.seqused_kv(p) ? page_of_key<P>(p, sequence.b, kv) : p.page_table.count;
+      batch = kv < sequence.seqused_kv(p) ? existing_page(p, page) : p.page_table.count;
     } else {
       row = sequence.kv_row(begin);
     }
+  }
+  /// The batch index of K and V; with pages the table's entry for the lane's box, if that has keys.
+  static __device__ __forceinline__ int page_of_tile(const Params& p, const Sequence<P>& sequence,
+                                                     int begin) {
+    if constexpr (!kPaged<P>) return P::kCache ? page_of_key<P>(p, sequence.b, 0) : sequence.batch();
+    const int kv = first_key(begin);
+    return kv < sequence.seqused_kv(p) ? table_entry<P>(p, sequence.b, kv) : 0;
+  }
+
+ private:
+  static __device__ __forceinline__ int first_key(int begin) {
+    return begin + static_cast<int>(threadIdx.x) % 32 * kKvBoxRows<P>;
   }
 };
 

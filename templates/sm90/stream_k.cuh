@@ -64,16 +64,25 @@ __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p) / p.head_lanes);
 }
 
-/// A lane's shares of `tiles` KV tiles.
+/// A lane's shares of `tiles` KV tiles: the first `larger` have a tile more than the others.
 struct Shares {
-  long long tiles;
-  int count;
+  int count, larger;
+  long long size;
 
   __device__ Shares(const Params& p, long long tiles)
-      : tiles(tiles),
-        count(static_cast<int>(min(static_cast<long long>(p.num_splits / p.head_lanes),
-                                   max(tiles / kFewestTilesOfShare, 1ll)))) {}
-  __device__ long long begin(int share) const { return tiles * min(share, count) / count; }
+      : count(static_cast<int>(
+            min(static_cast<long long>(p.num_splits / p.head_lanes), max(tiles / kFewestTilesOfShare, 1ll)))),
+        larger(static_cast<int>(tiles % count)),
+        size(tiles / count) {}
+  __device__ long long begin(int share) const {
+    const int before = min(share, count);
+    return before * size + min(before, larger);
+  }
+  /// The share that has a tile.
+  __device__ int of(long long tile) const {
+    const long long in_larger = larger * (size + 1);
+    return static_cast<int>(tile < in_larger ? tile / (size + 1) : larger + (tile - in_larger) / size);
+  }
 };
 
 /// Where a share begins: the KV tiles of all rows, the row, and the KV tiles before that.
@@ -171,8 +180,7 @@ struct StreamKScheduler {
     shares_end = 0;
     if (begins && !ends) {
       const Shares shares(p, start.tiles);
-      const long long end = shares.begin(share + 1) + count() - size;
-      for (shares_end = share + 1; shares.begin(shares_end) < end;) ++shares_end;
+      shares_end = shares.of(shares.begin(share + 1) + count() - size - 1) + 1;
     }
     return true;
   }

@@ -13,14 +13,14 @@ namespace {
 /// More than any GPU runs at once; each block takes tiles until there are no more.
 constexpr std::int64_t kMostOrderedBlocks = 4096;
 
-LaunchedWhen launched_when(Step step) {
+LaunchedWhen launched_when(Step step, const KernelPlan& kernel) {
   switch (step) {
     case Step::term_bounds:
     case Step::tile_lists:
     case Step::list_ranks:
       return LaunchedWhen::lists_are_made;
     case Step::reset_work:
-      return LaunchedWhen::lists_are_given;
+      return kernel.spec.has_tile_lists ? LaunchedWhen::lists_are_given : LaunchedWhen::always;
     default:
       return LaunchedWhen::always;
   }
@@ -34,7 +34,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return spec.pass == Pass::backward || spec.has_tile_lists;
+      return kernel.schedule.dynamic_tiles;
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
@@ -112,7 +112,7 @@ std::vector<Launch> launches_of(const KernelPlan& kernel, const AttentionShape& 
   std::vector<Launch> all;
   for (const Step step : kernel.steps) {
     const bool early = kernel.schedule.early_launch && follows_another(step, kernel);
-    all.push_back({all.size(), blocks_of(step, kernel, shape), launched_when(step), early});
+    all.push_back({all.size(), blocks_of(step, kernel, shape), launched_when(step, kernel), early});
   }
   return all;
 }

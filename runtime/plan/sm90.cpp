@@ -57,13 +57,14 @@ sm90::ForwardLayout forward_layout(const AnalysedSpec& spec, const TileConfig& c
 /// Whether O leaves through shared memory and TMA. Packed sequences have each other's rows behind
 /// their last; splits of the keys have O in fp32.
 bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
-  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !spec.fp32_out;
+  return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa && !spec.fp32_out;
 }
 
 /// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
 /// mask all cost the same.
 bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
-  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && c.br > sm90::kWarpgroupRows;
+  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && !c.pack_gqa &&
+         c.br > sm90::kWarpgroupRows;
 }
 
 /// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows, and
@@ -128,8 +129,16 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
   return !spec.has_tile_lists && !spec.varlen && !spec.has_lengths();
 }
 
+/// Whether blocks take Q tiles from a counter: where tiles differ in cost as only the device knows, and are
+/// so long that a block's start and end are better hidden.
+bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_forward(spec) && (spec.has_tile_lists || (spec.cache && !c.split));
+}
+
 /// Whether blocks take one Q tile after the other, instead of one each.
-bool takes_tiles_in_turn(const AnalysedSpec& spec) { return spec.has_tile_lists || shares_tiles_out(spec); }
+bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c) {
+  return counts_tiles(spec, c) || shares_tiles_out(spec);
+}
 
 /// Rows of a Q tile of which its list says whether they meet a KV tile: all together, or in the forward pass
 /// each warpgroup's, where the blocks of a map divide into those but not into whole tiles.
@@ -204,7 +213,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
 
 Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
   if (!c.pack_gqa) return Support::yes();
-  if (!c.split || !is_forward(spec))
+  if (!is_forward(spec) || (!c.split && (!spec.cache || spec.row_max)))
     return Support::no("pack_gqa is for split keys, in the forward pass: give split, too");
   const bool alike = !spec.dropout && !spec.has_tile_lists && !has_bias_tile(spec) &&
                      !spec.programs.score_uses_head && !spec.programs.mask.uses_head;
@@ -251,7 +260,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (q_tiles_per_cta(spec, c) > 1 && (c.split || !takes_tiles_in_turn(spec)))
+    if (q_tiles_per_cta(spec, c) > 1 && (c.split || !takes_tiles_in_turn(spec, c)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
           "nor for packed sequences or lengths of keys without lists of tiles");
@@ -426,7 +435,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     const bool in_tiles =
         !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
     if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
-        takes_tiles_in_turn(spec))
+        takes_tiles_in_turn(spec, two))
       choices.push_back(two);
     // Three groups pass over what only others meet, with a stage more to do so.
     if (const TileConfig three = forward_config(12, 128, 4);
@@ -589,6 +598,17 @@ TileConfig split_tile(const AnalysedSpec& spec, const TileConfig& preferred) {
   return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : preferred;
 }
 
+/// Tiles with the heads that share K and V packed, if any may be.
+std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const std::vector<TileConfig>& tiles,
+                                              const DeviceInfo& device) {
+  std::vector<TileConfig> packed;
+  for (TileConfig c : tiles) {
+    c.pack_gqa = true;
+    if (admits(spec, c, device)) packed.push_back(c);
+  }
+  return packed.empty() ? tiles : packed;
+}
+
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.indices) return tile_of_indices(spec, device);
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
@@ -610,11 +630,14 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
     // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
     // 0.77 instead of 0.78.
-    constexpr std::int64_t kFewQueries = 512;
+    constexpr std::int64_t kManyQueries = 512;
     const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
-    const bool many_queries = stream_k && shape.seqlen_q > kFewQueries;
+    const bool many_queries = stream_k && shape.seqlen_q >= kManyQueries;
     const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
     if (stream_k && !many_queries) choices.clear();
+    // Beside sequences with many queries there may be some with few, which would read K and V for each head.
+    if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
+      choices = packed_where_admitted(spec, choices, device);
     for (const TileConfig& whole : to_split) {
       const TileConfig alone = split_tile(spec, whole);
       const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
@@ -688,7 +711,7 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
 Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
   const bool backward = !is_forward(spec);
   return {.q_tiles_per_cta = q_tiles_per_cta(spec, c),
-          .dynamic_tiles = backward || spec.has_tile_lists,
+          .dynamic_tiles = backward || counts_tiles(spec, c),
           .early_launch = true,  // with an instruction that all devices of sm90 have
           .row_terms = backward && spec.programs.row_term,
           .stream_k = is_stream_k(spec, c),
@@ -702,7 +725,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
   main.tensor_maps = true;
   main.min_blocks = c.min_blocks;
   main.cluster = is_forward(spec) ? forward_cluster(spec, c) : sm90_backward_layout(spec, c).cluster();
-  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec) || is_stream_k(spec, c);
+  main.persistent = !is_forward(spec) || takes_tiles_in_turn(spec, c) || is_stream_k(spec, c);
   KernelPlan kernel = tensor_core_kernel(spec, c, main, schedule(spec, c));
   kernel.tensor_boxes = tensor_boxes(spec, c);
   kernel.constants.push_back({"kListedRows", listed_rows(spec, c)});
@@ -711,6 +734,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
     kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
     kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});
+    kernel.constants.push_back({"kCountsTiles", counts_tiles(spec, c)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
   }
   return kernel;

@@ -37,7 +37,7 @@ __device__ __forceinline__ void store_of_rows(const Params& p, const WorkTile<P>
   if (count > 8) to[8] = value[1];
 }
 
-/// Stream-K: LSE of a thread's two rows, of a part or of a whole work tile.
+/// LSE of a thread's two rows, of a part or of a whole work tile.
 template <class P>
 __device__ __forceinline__ void store_lse_of_part(const Params& p, const WorkTile<P>& work, int wg,
                                                   const float (&lse)[2]) {
@@ -100,7 +100,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     if constexpr (P::kSplit && P::kFarScores)
       if (sum > 0.0f && is_far(highest[half])) lse[half] = far_lse(highest[half], of_scores);
     RowEnd end = end_of_row<P>(p, work.h, lse[half]);
-    if constexpr (P::kStreamK && P::kSinks)
+    if constexpr (kPlacesRows<P> && P::kSinks)
       if (work.split == kWhole)
         end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse[half]);
     lse[half] = end.lse;
@@ -108,7 +108,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
     scale[half] = rows.times_v_scale(scale[half]);
   }
-  if constexpr (P::kStreamK) {
+  if constexpr (kPlacesRows<P>) {
     store_lse_of_part(p, work, wg, lse);
   } else {
     store_of_rows<P>(p, work, wg, lse_of<P>(p, work.split), lse);
@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_o(const Params& p, const TensorMaps& maps,
     store_row<kCount / 4>(o_of_split<P>(p, work.split) + row * P::kHeadDimV + first_column<P>(wg), half, o,
                           own_chunks<P>(wg));
   };
-  if constexpr (P::kStreamK) {
+  if constexpr (kPlacesRows<P>) {
     store_o_of_part(p, work, wg, o);
   } else if constexpr (P::kPackGqa) {
     for (int half = 0; half < 2; ++half)

@@ -44,24 +44,28 @@ __device__ __forceinline__ unsigned scheduled_heads(const Params& p) {
   return P::kPackGqa ? p.heads_kv * p.packed.sets : p.heads_q;
 }
 
-/// Stream-K: in the place of a split, the whole work tile.
+/// Stream-K and PackGQA: in the place of a split, the whole work tile.
 constexpr int kWhole = -1;
+/// Rows of a work tile are no rows of O one behind the other: each has its own place, and so have those of
+/// parts.
+template <class P>
+constexpr bool kPlacesRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
 
 /// What the scheduler hands out: a Q tile, some of its warpgroups, and one split of its keys.
 struct TileCoord {
   unsigned batch_head;  ///< among batch entries and their scheduled heads
   unsigned q_tile;
   Range warpgroups;
-  int split;       ///< stream-K: a part's number, or kWhole
+  int split;       ///< or kWhole; stream-K: or a part's number
   Range kv_tiles;  ///< stream-K: of the part
 };
 
-/// Hands out the Q tiles, one a wave to each slot of the grid; where KV tiles are listed, and Q tiles
-/// therefore differ in cost, dynamically by a counter. Without a mask the tiles of a head follow each other,
-/// so that its K and V are read once. A mask makes some rows longer: LPT order then balances the CTAs. The
-/// CTAs of a cluster share nothing, but take neighbouring tiles of a head, where its tiles make whole sets of
-/// them: they are near to the same half of L2, and what the other half has of K and V crosses once for all of
-/// them.
+/// Hands out the Q tiles, one a wave to each slot of the grid; where Q tiles differ in cost as only the
+/// device knows, by lists of KV tiles or lengths of a cache, dynamically by a counter. Without a mask the
+/// tiles of a head follow each other, so that its K and V are read once. A mask makes some rows longer: LPT
+/// order then balances the CTAs. The CTAs of a cluster share nothing, but take neighbouring tiles of a head,
+/// where its tiles make whole sets of them: they are near to the same half of L2, and what the other half has
+/// of K and V crosses once for all of them.
 template <class P>
 struct TileScheduler {
   static constexpr unsigned kWarpgroups = P::kBr / kWarpgroupRows;
@@ -85,7 +89,7 @@ struct TileScheduler {
   }
   /// The index of a slot's next work tile.
   __device__ unsigned next(const Params& p, int slot, unsigned wave) const {
-    if constexpr (kLists<P>) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
+    if constexpr (P::kCountsTiles) return static_cast<unsigned>(atomicAdd(q_tile_counter(p), 1));
     return order.index(slot_index<P>(slot), wave, grid_slots<P>(), kWindows);
   }
   /// A slot's next work tile; false behind the last.
@@ -95,7 +99,7 @@ struct TileScheduler {
   /// The tile of an index; false behind the last.
   __device__ bool find(unsigned index, TileCoord& found) const {
     found.warpgroups = {0, static_cast<int>(kWarpgroups)};
-    found.split = static_cast<int>(index % splits);
+    found.split = kPlacesRows<P> ? kWhole : static_cast<int>(index % splits);
     index /= splits;
     if (kSplitTailWave<P> && index >= whole) {
       const unsigned part = (index - whole) % tail_parts, size = (kWarpgroups + tail_parts - 1) / tail_parts;

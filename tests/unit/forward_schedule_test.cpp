@@ -35,7 +35,7 @@ template <class Mask, int br, int slots = 1, bool split = false, bool pack_gqa =
 struct Scheduled : TileProblem<Mask, br, 64, false, split> {
   static constexpr int kQTilesPerCta = slots;
   static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false, kQTilesAsHeads = false;
-  static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64);
+  static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64), kCountsTiles = false;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
 };
 

@@ -61,7 +61,9 @@ inline void check_quantise(Runtime& runtime, const QuantiseCase& test) {
   EXPECT_LE(other, count / 200);
   double largest = 0;
   for (const double code : got) largest = std::max(largest, std::abs(code));
-  if (count > 0) EXPECT_EQ(largest, dtype_info(spec.kv_type()).largest);
+  if (count > 0) {
+    EXPECT_EQ(largest, dtype_info(spec.kv_type()).largest);
+  }
 }
 
 /// All types, and scales of a tensor, of heads, of Q's KV heads, of pages and of rows.

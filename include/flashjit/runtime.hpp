@@ -221,8 +221,9 @@ struct RuntimeOptions {
   std::optional<std::string> template_dir = {};   ///< read templates from here instead of the embedded ones
   std::optional<std::string> nvrtc =
       {};  ///< libnvrtc or its folder; default FLASHJIT_NVRTC, else the usual places
-  std::optional<bool> check_indices = {};  ///< slow kernels that print each index of a captured tensor that
-                                           ///< is out of range; default FLASHJIT_CHECK_INDICES, else false
+  std::optional<bool> check_indices =
+      {};  ///< slow kernels that print each index of a captured tensor, page
+           ///< number and length that is out of range; default FLASHJIT_CHECK_INDICES, else false
   /// Kernels whose waits end with a launch error after 10 seconds, instead of hanging because of a bug in a
   /// kernel or in template_dir. The next synchronisation or call then reports CUDA_ERROR_LAUNCH_FAILED or
   /// CUDA_ERROR_ILLEGAL_INSTRUCTION, and so do all later ones, because the process has lost its context.

@@ -11,8 +11,8 @@ namespace flashjit::plan {
 
 /// Debug modes that are compiled into kernels.
 struct Checks {
-  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped, and each
-                               ///< of AttentionSpec::indices that is no key
+  bool check_indices = false;  ///< kernels print each index of a captured tensor that is clamped, each of
+                               ///< AttentionSpec::indices that is no key, and wrong pages and lengths
   bool check_waits = false;    ///< kernels trap where they would hang
 
   bool operator==(const Checks&) const = default;

@@ -5,16 +5,27 @@
 
 namespace flashjit {
 
+/// A debug mode: prints an entry that names no page.
+template <class P>
+__device__ __noinline__ void check_page(const Params& p, int b, int column, int page) {
+  if (page >= 0 && page < p.page_table.count) return;
+  printf("flashjit: page_table[%d, %d] is %d, but K and V have %d pages; the last is read\n", b, column, page,
+         p.page_table.count);
+}
+
 /// What the table says of a key of a sequence: the page that has it. A slot is one page with all keys.
 template <class P>
 __device__ __forceinline__ int table_entry(const Params& p, int b, int kv) {
   if (P::kPageRows == 0 && p.page_table.pages == nullptr) return b;
-  return p.page_table
-      .pages[static_cast<long long>(b) * p.page_table.stride + (P::kPageRows > 0 ? kv / P::kPageRows : 0)];
+  const int column = P::kPageRows > 0 ? kv / P::kPageRows : 0;
+  const int page = p.page_table.pages[static_cast<long long>(b) * p.page_table.stride + column];
+  if constexpr (P::kCheckIndices) check_page<P>(p, b, column, page);
+  return page;
 }
 /// The host cannot check a table: a number that no page has becomes the last page's.
 __device__ __forceinline__ int existing_page(const Params& p, int page) {
-  return static_cast<int>(min(static_cast<unsigned>(page), static_cast<unsigned>(p.page_table.count - 1)));
+  return static_cast<unsigned>(page) < static_cast<unsigned>(p.page_table.count) ? page
+                                                                                 : p.page_table.count - 1;
 }
 /// The page that has a key of a sequence: its batch index in K and V.
 template <class P>

@@ -8,6 +8,15 @@
 
 namespace flashjit {
 
+/// A debug mode: prints a length of a cache's sequence that is clamped.
+template <class Problem>
+__device__ __noinline__ void check_length(const Params& p, int b) {
+  const int length = p.kv_lengths[b];
+  if ((length >= 0 && length <= p.seqlen_kv) || threadIdx.x % 32 != 0) return;
+  printf("flashjit: kv_lengths[%d] is %d, but a sequence has up to %d keys; it is clamped\n", b, length,
+         p.seqlen_kv);
+}
+
 /// One batch entry: where its rows lie in the tensors, and how many there are. Packed sequences (varlen) lie
 /// one after the other in batch 0. A cache (kCache) has K and V of each elsewhere: KvSource knows where.
 template <class Problem>
@@ -24,6 +33,7 @@ struct Sequence {
     }
     if constexpr (Problem::kCache) {
       kv_length_ = clamped(p.kv_lengths[b], 0, p.seqlen_kv);
+      if constexpr (Problem::kCheckIndices) check_length<Problem>(p, b);
     } else if constexpr (Problem::kVarlen) {
       const PackedRows kv = packed_rows(p.cu_seqlens_kv[b], p.cu_seqlens_kv[b + 1], p.rows_kv, p.seqlen_kv);
       kv_first_ = kv.first, kv_length_ = kv.count;

@@ -1,4 +1,6 @@
 // Caches in slots and pages, read by kernels of every family that the emulator runs.
+#include <cstdio>
+
 #include "tests/support/cache_run.hpp"
 
 namespace flashjit::test {
@@ -56,6 +58,34 @@ class EmulatedCache : public GpuTestWith<CacheCase> {};
 TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
   TemporaryRuntime runtime;
   check_cache(runtime.get(), GetParam());
+}
+
+/// What the host cannot check: pages that do not exist, and lengths.
+class EmulatedWrongCache : public GpuTest {};
+
+TEST_F(EmulatedWrongCache, SpoilsItsSequencesAlone) {
+  struct Wrong {
+    std::int32_t page, length;
+    const char *of_page, *of_length;
+  };
+  for (const Wrong& wrong : {Wrong{1 << 30, 5000, "page_table[0, 0] is 1073741824", "kv_lengths[1] is 5000"},
+                             Wrong{-3, -5, "page_table[0, 0] is -3", "kv_lengths[1] is -5"}})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+      for (const char* spec : {"bf16:d64:causal:pages16", "fp16:d64:pages3"}) {
+        SCOPED_TRACE(std::string(spec) + " " + std::string(to_string(family)));
+        const CacheCase test{.spec = parse_spec(spec), .shape = {3, 4, 2, 5, 100}, .family = family};
+        const TileConfig config = plan::traits(family).heuristic(test.spec, test.shape, gpu().info);
+        for (const bool checked : {false, true}) {
+          TemporaryRuntime runtime(checked);
+          runtime.get().prepare(test.spec, test.shape, config);
+          testing::internal::CaptureStdout();
+          CacheRun(test).check_wrong_entries(runtime.get(), wrong.page, wrong.length);
+          std::fflush(stdout);
+          const std::string text = testing::internal::GetCapturedStdout();
+          EXPECT_EQ(text.find(wrong.of_page) != std::string::npos, checked) << text.substr(0, 500);
+          EXPECT_EQ(text.find(wrong.of_length) != std::string::npos, checked) << text.substr(0, 500);
+        }
+      }
 }
 
 INSTANTIATE_TEST_SUITE_P(All, EmulatedCache, testing::ValuesIn(cases()),

@@ -71,6 +71,23 @@ TEST_P(CacheTest, IsReadAsTheKeysInOrder) {
   check_cache(runtime.get(), GetParam());
 }
 
+class WrongCache : public GpuTest {};
+
+/// What the host cannot check: pages that do not exist, and lengths.
+TEST_F(WrongCache, SpoilsItsSequencesAlone) {
+  TemporaryRuntime runtime;
+  for (const auto [page, length] : {std::pair{1 << 30, 5000}, std::pair{-3, -5}})
+    for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+      for (const char* spec : {"bf16:d64:causal:pages16", "fp16:d64:pages3"}) {
+        SCOPED_TRACE(std::string(spec) + " " + std::string(to_string(family)));
+        const CacheCase test{.spec = parse_spec(spec), .shape = {3, 4, 2, 5, 100}, .family = family};
+        if (!plan::traits(family).supports(test.spec, gpu().info)) continue;
+        runtime.get().prepare(test.spec, test.shape,
+                              plan::traits(family).heuristic(test.spec, test.shape, gpu().info));
+        CacheRun(test).check_wrong_entries(runtime.get(), page, length);
+      }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, CacheTest, testing::ValuesIn(cases()),
                          [](const auto& info) { return name_of(info.param); });
 

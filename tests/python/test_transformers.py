@@ -175,6 +175,29 @@ def test_continuous_batching_gives_the_same_tokens_as_eager(name, fast, monkeypa
     assert len(calls) > 8 and any(calls) == (fast or DEVICE == "cuda" and name == "llama")
 
 
+@pytest.mark.skipif(not SERVES, reason="this transformers has another continuous batching")
+@pytest.mark.parametrize("blocks", [64, 8])
+def test_continuous_batching_shares_pages_of_a_prefix_and_lacks_pages(blocks, monkeypatch):
+    """Prompts with a prefix of three pages, which transformers computes once; with few pages requests wait, or begin again."""
+    from transformers.generation.continuous_batching import initialization
+    flashjit.torch.register_with_transformers()
+    monkeypatch.setattr(initialization, "torch", types.SimpleNamespace(
+        **{**vars(torch), "cuda": types.SimpleNamespace(is_available=lambda: True)}))
+    torch.manual_seed(1)
+    model = transformers.AutoModelForCausalLM.from_config(SERVED["llama"](), attn_implementation="eager").to(DEVICE).eval()
+    prefix = torch.randint(0, 99, (25,)).tolist()
+    prompts = [prefix + torch.randint(0, 99, (n,)).tolist() for n in (1, 9, 4, 16, 2)]
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    want = [model.generate(torch.tensor([prompt], device=DEVICE), attention_mask=torch.ones(1, len(prompt), device=DEVICE),
+                           eos_token_id=None, **options)[0, len(prompt):].tolist() for prompt in prompts]
+    model.set_attn_implementation("jit_attention")
+    found = model.generate_batch(prompts, transformers.GenerationConfig(eos_token_id=-1, **options), progress_bar=False,
+                                 continuous_batching_config=transformers.ContinuousBatchingConfig(
+                                     page_size=8, num_blocks=blocks, max_batch_tokens=24))
+    got = {tuple(result.prompt_ids): result.generated_tokens for result in found.values()}
+    assert [got[tuple(prompt)] for prompt in prompts] == want
+
+
 def test_pages_are_attended_to_through_a_window():
     """What transformers keeps in rings today: the forms of the mask and the score in pages, against packed keys."""
     torch.manual_seed(0)

@@ -768,9 +768,10 @@ inline std::vector<Wanted> kernels_of(const std::vector<AttentionCase>& cases) {
 /// stays.
 class TemporaryRuntime {
  public:
-  TemporaryRuntime()
-      : runtime_(
-            RuntimeOptions{.cache_dir = kept() ? kept() : own_.string(), .log = [](std::string_view) {}}) {}
+  explicit TemporaryRuntime(std::optional<bool> check_indices = {})
+      : runtime_(RuntimeOptions{.cache_dir = kept() ? kept() : own_.string(),
+                                .check_indices = check_indices,
+                                .log = [](std::string_view) {}}) {}
   ~TemporaryRuntime() {
     std::error_code ignored;
     std::filesystem::remove_all(own_, ignored);

@@ -48,6 +48,26 @@ class CacheRun {
         << "LSE";
   }
 
+  /// With a page that does not exist in the first sequence and a wrong length of the second one: nothing
+  /// outside of the tensors is written, and O of the last sequence stays right. For specs without varlen.
+  void check_wrong_entries(Runtime& runtime, std::int32_t page, std::int32_t length) {
+    std::vector<std::int32_t> table = cache_.table, lengths = cache_.problem.kv_lengths;
+    table[0] = page, lengths[0] = 1, lengths[1] = length;
+    table_.upload(table.data(), table.size() * sizeof(table[0]));
+    lengths_.upload(lengths.data(), lengths.size() * sizeof(lengths[0]));
+    const GuardedMemory work(runtime.workspace_bytes(test_.spec, test_.shape));
+    runtime.forward(test_.spec, args(work), nullptr);
+    gpu().context->synchronize();
+    EXPECT_TRUE(out_.guards_intact() && lse_.guards_intact() && work.guards_intact());
+    const auto last = [&](std::vector<double> values) {
+      values.erase(values.begin(), values.end() - std::ssize(values) / test_.shape.batch);
+      return values;
+    };
+    const auto [error, limit] = reference::judge(last(decode(test_.spec.dtype, out_.content())),
+                                                 last(exact_.out), last(rounded_.out), 2);
+    EXPECT_LE(error, limit);
+  }
+
  private:
   ForwardArgs args(const GuardedMemory& work) {
     const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = test_.shape;

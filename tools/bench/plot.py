@@ -399,7 +399,7 @@ def tuner_section(rows):
 
 def serving_section(rows):
     """tools/docs/serving.md"""
-    columns = {"contiguous": "contiguous", "pages128": "pages of 128", "pages64": "64", "pages16": "16", "pages8": "8", "pages1": "1",
+    columns = {"contiguous": "contiguous", "invariant": "batch_invariant", "pages128": "pages of 128", "pages64": "64", "pages16": "16", "pages8": "8", "pages1": "1",
                "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
     micros = lambda row, name: f"{float(row[f'{name}_us']):.0f}" if row.get(f"{name}_us") else "-"
     lines = [[row["problem"], f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}", row["queries"],

@@ -122,7 +122,8 @@ def calls_of(problem, caches, flashjit, fa3, pages):
         return call
 
     whole = [cache.contiguous() for cache in caches]
-    found = {"contiguous": [ours(cache, *kv, cache=True) for cache, kv in zip(caches, whole)]}
+    found = {name: [ours(cache, *kv, cache=True, **option) for cache, kv in zip(caches, whole)]
+             for name, option in (("contiguous", {}), ("invariant", {"batch_invariant": True}))}
     for rows in pages:
         found[f"pages{rows}"] = [ours(cache, k, v, page_table=table) for cache in caches for k, v, table in [cache.pages(rows)]]
     for rows in (0, 16):  # of 8 bits
@@ -278,7 +279,7 @@ def main():
     except ImportError:
         fa3 = None
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
-    columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us",
+    columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us", "invariant_us",
                *(f"pages{rows}_us" for rows in arguments.pages), "e4m3_us", "e4m3_pages16_us", "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us",
                "together_us", "apart_us"]
     report = compare.Report(arguments.csv, columns, constants)

@@ -548,16 +548,17 @@ bool takes_half_tiles(const AnalysedSpec& spec, const AttentionShape& shape, con
 
 /// Whether a cluster that has all keys of a row is quicker, measured: two blocks nearly always, but for up to
 /// 64 columns if the second has few keys; four, which not all multiprocessors can be part of, if all have
-/// keys, and rows attend to all, and heads are many.
+/// keys, and rows attend to all, and heads are many, or so few that all run at once.
 bool suits_two_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const bool halves_suffice = shape.seqlen_kv <= 128 && takes_half_tiles(spec, shape, device);
   const int fewest = !is_narrow(spec) ? 0 : spec.varlen ? 128 : 64;
   return shape.seqlen_kv > fewest && shape.seqlen_kv <= 256 && !halves_suffice;
 }
 bool suits_four_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
+  const std::int64_t heads = shape.batch * shape.heads_kv, at_once = device.multiprocessors * 10 / 11 / 4;
   return shape.seqlen_kv > (is_narrow(spec) ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
          !spec.has_lengths() && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
-         shape.batch * shape.heads_kv >= device.multiprocessors;
+         (heads >= device.multiprocessors || heads <= at_once);
 }
 
 /// A KV tile of all keys of a row, if that is quicker and can be.

@@ -83,6 +83,9 @@ struct BackwardPolicy {
       P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;
+  /// dS of sixteen queries is stored when that of the next ones is computed. Scores of programs leave no
+  /// registers for it.
+  static constexpr bool kStoresDsLate = !P::kHasScore && !P::kDropout && !P::kMaskTerms;
   /// The loops that clear rows are unrolled. Elsewhere the values that live across the copies spill (24 to 32
   /// bytes). NOTES.md#order-of-a-step-registers
   static constexpr bool kUnrollsClearing = kWide || kSumsDq || P::kHeadDim <= 64;

@@ -172,9 +172,14 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   // Before the first Q tile this does not wait.
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   if constexpr (Policy::kReadsDs) barrier_wait<P>(smem.ds_added(i), i / 2 & 1 ^ 1);
+  const auto store_step = [&](int step) {
+    if constexpr (Policy::kWide) store(smem.p(i), step, p_operand[step]);
+    store(smem.ds(i), step, ds[step]);
+  };
   const auto eight_queries_at_a_time = [&](auto masked) {
     const bool any = !masked.value || kTestsMask<P> || P::mask(p, head, tile.q, tile.kv);
     [[maybe_unused]] unsigned bias[4];
+    constexpr bool late = Policy::kStoresDsLate && !(masked.value && kTestsMask<P>);
 #pragma unroll
     for (int n = 0; n < kCount; n += 4) {
       const float2 lse = n == 0 ? first_lse : tile.of_queries(tile.lse, n);
@@ -236,8 +241,13 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
         ds[n / 8][n % 8 / 2 + e / 2] = pack<Element>(dp[n + e], dp[n + e + 1]);
       }
       if (n % 8 == 0) continue;
-      if constexpr (Policy::kWide) store(smem.p(i), n / 8, p_operand[n / 8]);
-      store(smem.ds(i), n / 8, ds[n / 8]);
+      // Sixteen queries late, as loads of LSE and D of the next ones stay behind the store.
+      if constexpr (late) {
+        if (n > 8) store_step(n / 8 - 1);
+        if (n + 4 == kCount) store_step(n / 8);
+      } else {
+        store_step(n / 8);
+      }
     }
   };
   // Two copies, since a branch inside costs what it saves.

@@ -556,9 +556,11 @@ bool suits_two_blocks(const AnalysedSpec& spec, const AttentionShape& shape, con
 }
 bool suits_four_blocks(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   const std::int64_t heads = shape.batch * shape.heads_kv, at_once = device.multiprocessors * 10 / 11 / 4;
-  return shape.seqlen_kv > (is_narrow(spec) ? 448 : 384) && shape.seqlen_kv <= 512 && spec.mask.empty() &&
-         !spec.has_lengths() && !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
-         (heads >= device.multiprocessors || heads <= at_once);
+  const bool all_at_once = heads <= at_once && (is_narrow(spec) || heads > at_once / 3);
+  const int fewest = !is_narrow(spec) ? 384 : all_at_once ? 320 : 448;
+  return shape.seqlen_kv > fewest && shape.seqlen_kv <= 512 && spec.mask.empty() && !spec.has_lengths() &&
+         !spec.varlen && std::min(spec.head_dim, spec.v_dim()) >= 64 &&
+         (heads >= device.multiprocessors || all_at_once);
 }
 
 /// A KV tile of all keys of a row, if that is quicker and can be.

@@ -182,7 +182,7 @@ TEST(Sm90, TheHeuristicFillsTheDevice) {
   EXPECT_EQ(chosen("bwd:bf16:d128", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", kLarge), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256:map64x64", kLarge), "sm90:br64:bc64:w8:s2");
-  const AttentionShape half = parse_shape("b1:hq16:hkv16:sq384:skv384");  // 96 tiles of 64 keys
+  const AttentionShape half = parse_shape("b1:hq16:hkv16:sq512:skv320");  // 80 tiles of 64 keys
   EXPECT_EQ(chosen("bwd:bf16:d128", half), "sm90:br64:bc64:w8:s3");
   EXPECT_EQ(chosen("bwd:bf16:d64", half), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d256", half), "sm90:br64:bc128:w8:s2");
@@ -212,7 +212,10 @@ TEST(Sm90, TheHeuristicGivesShortRowsToClusters) {
   EXPECT_EQ(chosen("bwd:bf16:d64:varlen", "b256:hq32:hkv32:sq129:skv129"), "sm90:br128:bc256:w8:s2");
   // Four blocks: 120 of 132 multiprocessors at a time.
   EXPECT_EQ(chosen("bwd:bf16:d64", "b1:hq16:hkv16:sq512:skv512"), "sm90:br128:bc512:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64", "b1:hq8:hkv8:sq512:skv384"), "sm90:br128:bc512:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d64:causal", "b1:hq16:hkv16:sq512:skv512"), "sm90:br64:bc64:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", "b1:hq30:hkv30:sq512:skv512"), "sm90:br64:bc512:w8:s2");
+  EXPECT_EQ(chosen("bwd:bf16:d128", "b1:hq8:hkv8:sq512:skv512"), "sm90:br64:bc64:w8:s3");
   EXPECT_EQ(chosen("bwd:bf16:d128", "b1:hq31:hkv31:sq512:skv512"), "sm90:br64:bc128:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d128", "b32:hq16:hkv16:sq512:skv512"), "sm90:br64:bc512:w8:s2");
   EXPECT_EQ(chosen("bwd:bf16:d64", "b32:hq32:hkv32:sq512:skv512"), "sm90:br128:bc512:w8:s2");

@@ -3,6 +3,7 @@ import csv
 import importlib
 import json
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -12,6 +13,7 @@ flex = pytest.importorskip("torch.nn.attention.flex_attention")
 np = pytest.importorskip("numpy")
 import child  # noqa: E402
 import flashjit  # noqa: E402
+from flashjit import _library  # noqa: E402
 
 BENCH = pathlib.Path(__file__).resolve().parents[2] / "tools" / "bench"
 LENGTH, HEADS = 256, 2
@@ -364,3 +366,18 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
     assert table.splitlines()[-1] == "| normal, full, 4k | 46.8 | 46.8 |"
     far = {"method": "flashjit", "kernel": "0.031"}
     assert eight_bits.beyond([far, {**far, "kernel": "0.026"}, {**far, "method": "fa3"}]) == [far]
+
+
+def test_the_scaling_run_works_on_the_cpu(plot, tmp_path):
+    """Of four ranks and all schemes, from the command to the table."""
+    path = tmp_path / "scaling.csv"
+    run = subprocess.run([sys.executable, BENCH / "distributed.py", "--cpu", "--gpus", "4", "--tokens", "16", "--repeats", "1", "--csv", path],
+                         capture_output=True, text=True, timeout=300, env=child.environment(FLASHJIT_LIBRARY=_library.library_path()))
+    assert run.returncode == 0, run.stdout + run.stderr
+    with open(path, newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["scheme"], row["pass"]) for row in rows] == [(scheme, passes) for scheme in plot.SCHEMES for passes in ("forward", "both")]
+    assert all(float(row["ms"]) > 0 and float(row["predicted_ms"]) > 0 for row in rows)
+    assert "| `two_level` | both |" in plot.scaling_section(rows, "scaling.png")
+    pytest.importorskip("matplotlib")
+    plot.draw_scaling(rows, tmp_path / "scaling.png")

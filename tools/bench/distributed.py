@@ -1,17 +1,23 @@
 """Measure attention over a sequence that GPUs of one host share: flashjit.distributed over NCCL.
 
-bf16, 32 heads and 8 of K and V, head dimension 128, causal, zigzag: the forward pass, and both passes, of ring, all_gather and
-ulysses, against attention() on one GPU, and against what flashjit.simulator predicts of them. The time of a call is the slowest
-rank's, from one barrier to all ranks' ends; medians count. Results are checked against one GPU's first.
+bf16, 32 heads and 8 of K and V, head dimension 128, causal, zigzag: the forward pass, and both passes, of ring, all_gather,
+ulysses, and from four GPUs on two_level with pairs of GPUs inside, against attention() on one GPU, and against what
+flashjit.simulator predicts of them. The time of a call is the slowest rank's, from one barrier to all ranks' ends; medians count.
+Results are checked against one GPU's first.
 
     python3 tools/bench/distributed.py --lib build/libflashjit.so --csv tools/bench/results/h100_distributed.csv
+    python3 tools/bench/distributed.py --lib build/libflashjit.so --gpus 2,4,8 --tokens 65536,262144,1048576 \
+        --csv tools/bench/results/h100_scaling.csv     # the scaling run
+    python3 tools/bench/distributed.py --lib build/libflashjit.so --cpu --gpus 2,4,8 --tokens 256   # the same without GPUs
 
 Columns: ms is the slowest rank's time, alone_ms one GPU's, scaling alone_ms / ms, imbalance the slowest over the fastest
-rank's time at its kernels, predicted_ms the simulator's, memory_gb the peak of a rank's allocations, formula_gb what
-simulator.memory_bytes() says. Exit code: 0 if everything ran and was right, 1 if not, 3 without two GPUs or PyTorch.
+rank's time at its kernels with the most tokens, predicted_ms the simulator's, memory_gb the peak of a rank's allocations,
+formula_gb what simulator.memory_bytes() says, reserved_sms what a ring leaves to NCCL. Rows are written as they come.
+Exit code: 0 if everything ran and was right, 1 if not, 3 without the GPUs or PyTorch.
 """
 import argparse
 import csv
+import json
 import os
 import statistics
 import sys
@@ -31,9 +37,10 @@ import flashjit  # noqa: E402
 import flashjit.distributed as fd  # noqa: E402
 from flashjit import simulator  # noqa: E402
 
-HEADS, HEADS_KV, DIM, LAYOUT = 32, 8, 128, "zigzag"
-FIELDS = ("device", "ranks", "tokens", "scheme", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms", "memory_gb",
-          "formula_gb")
+HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
+LONG = 5.0  # seconds of a call of which one is measured
+FIELDS = ("device", "ranks", "tokens", "scheme", "reserved_sms", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms",
+          "memory_gb", "formula_gb")
 
 
 class Shard:
@@ -54,101 +61,164 @@ class Shard:
             return attend(self.q, self.k, self.v)
 
 
-def measured(call, repeats):
-    """Seconds of the slowest rank, of this rank without the others' waits, and the peak of memory beside what was there."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(repeats):
-        dist.barrier()
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        call()
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - begin)
-    slowest = torch.tensor([statistics.median(seconds), torch.cuda.max_memory_allocated()], dtype=torch.float64, device="cuda")
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return slowest.tolist()
+CALLS = {"forward": Shard.forward, "both": Shard.both_passes}
 
 
-def kernel_seconds(call):
-    """Of this rank's attention kernels, by the profiler, and of the slowest and the fastest rank."""
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
-        torch.cuda.synchronize()
-    own = sum(event.self_device_time_total for event in profile.key_averages() if "nccl" not in event.key.lower())
-    times = torch.zeros(dist.get_world_size(), dtype=torch.float64, device="cuda")
-    times[dist.get_rank()] = own
-    dist.all_reduce(times)
-    return times.max().item() / max(times.min().item(), 1e-9)
+class Team:
+    """The ranks of one run."""
+
+    def __init__(self, rank, ranks, device):
+        self.rank, self.ranks, self.device = rank, ranks, device
+        self.pairs = dist.device_mesh.init_device_mesh(device.type, (ranks // INNER, INNER)) if ranks % INNER == 0 and ranks > INNER else None
+
+    def attend(self, scheme, **given):
+        group = self.pairs if scheme == "two_level" else None
+        return lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=True, group=group, **given)
+
+    def synchronize(self):
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def largest(self, *numbers):
+        numbers = torch.tensor(numbers, dtype=torch.float64, device=self.device)
+        dist.all_reduce(numbers, dist.ReduceOp.MAX)
+        return numbers.tolist()
+
+    def measured(self, call, repeats):
+        """Seconds of the slowest rank, and the peak of a rank's memory. The first call, which compiles, does not count."""
+        on_gpu = self.device.type == "cuda"
+        seconds = []
+        for repeat in range(1 + repeats):
+            if repeat == 1 and on_gpu:
+                torch.cuda.reset_peak_memory_stats()
+            dist.barrier()
+            self.synchronize()
+            begin = time.perf_counter()
+            call()
+            self.synchronize()
+            seconds += self.largest(time.perf_counter() - begin)
+            if len(seconds) > 1 and seconds[-1] > LONG:
+                break
+        peak, = self.largest(torch.cuda.max_memory_allocated() if on_gpu else 0)
+        return statistics.median(seconds[1:]), peak
+
+    def imbalance(self, call):
+        """The slowest over the fastest rank's time at its attention kernels, by the profiler."""
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+            call()
+            self.synchronize()
+        own = sum(event.self_device_time_total for event in profile.key_averages() if "nccl" not in event.key.lower())
+        slowest, minus_fastest = self.largest(own, -own)
+        return slowest / max(-minus_fastest, 1e-9)
+
+    def schemes(self, wanted):
+        return [scheme for scheme in wanted if scheme != "two_level" or self.pairs is not None]
 
 
-def check(rank, ranks, device):
-    """Every scheme's results on a shorter sequence, against one GPU's."""
-    whole = Shard(16384, 1, 0, device)
-    alone = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
-    expected = [alone(whole.q, whole.k, whole.v).detach(), *whole.both_passes(alone)]
-    mine = Shard(16384, ranks, rank, device)
-    mine.q, mine.k, mine.v, mine.dout = (fd.shard(x.detach(), layout=LAYOUT) for x in (whole.q, whole.k, whole.v, whole.dout))
+def one(q, k, v):
+    return flashjit.attention(q, k, v, causal=True)
+
+
+def check(team, args):
+    """Every scheme's results on a shorter sequence, against one GPU's: the largest difference, relative to the largest element."""
+    tokens = min(16384, *args.tokens)
+    whole = Shard(tokens, 1, 0, team.device)
+    expected = [one(whole.q, whole.k, whole.v).detach(), *whole.both_passes(one)]
     worst = 0.0
-    for scheme in simulator.SCHEMES[:3]:
-        attend = lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=True)
+    for scheme in team.schemes(args.schemes):
+        group = team.pairs if scheme == "two_level" else None
+        cut = lambda x: fd.shard(x.detach(), layout=LAYOUT, group=group)
+        mine = Shard(tokens, team.ranks, team.rank, team.device)
+        mine.q, mine.k, mine.v, mine.dout = map(cut, (whole.q, whole.k, whole.v, whole.dout))
+        attend = team.attend(scheme)
         for got, want in zip([mine.forward(attend), *mine.both_passes(attend)], expected):
-            want = fd.shard(want, layout=LAYOUT).float()
+            want = cut(want).float()
             worst = max(worst, ((got.float() - want).abs().max() / want.abs().max()).item())
-    return worst
+    return team.largest(worst)[0]
 
 
-def measure(rank, ranks, args, device, rows):
-    calls = {"forward": Shard.forward, "both": Shard.both_passes}
+def alone(team, tokens, args):
+    """Seconds of one GPU, by pass; of none for which its memory is too small."""
+    found = {}
+    try:
+        shard = Shard(tokens, 1, team.rank, team.device)
+        for name, run in CALLS.items():
+            found[name], _ = team.measured(lambda: run(shard, one), args.repeats)
+    except torch.OutOfMemoryError:  # on all ranks alike
+        pass
+    return found
+
+
+def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalance, memory):
+    problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM)
+    both = name == "both"
+    inner = INNER if scheme == "two_level" else 1
+    predicted = sum(simulator.simulate(problem, team.ranks, scheme, LAYOUT, backward=backward, inner=inner).seconds
+                    for backward in ([False, True] if both else [False]))
+    formula = simulator.memory_bytes(problem, team.ranks, scheme, both, inner)
+    if not both:  # in which dO is here, too
+        formula += problem.q_bytes(tokens // team.ranks)
+    device = torch.cuda.get_device_name() if team.device.type == "cuda" else "CPU"
+    milliseconds = lambda x: f"{x * 1e3:.3f}" if x else ""
+    return dict(zip(FIELDS, (
+        device, team.ranks, tokens, scheme, reserved, name, milliseconds(seconds), milliseconds(alone_seconds),
+        f"{alone_seconds / seconds:.3f}" if alone_seconds else "", f"{imbalance:.3f}" if imbalance else "", milliseconds(predicted),
+        f"{memory / 1e9:.3f}" if memory else "", f"{formula / 1e9:.3f}")))
+
+
+def measure(team, args, times_alone, write):
+    empty = torch.cuda.empty_cache if team.device.type == "cuda" else lambda: None
     for tokens in args.tokens:
-        alone_attend = lambda q, k, v: flashjit.attention(q, k, v, causal=True)
-        shard, alone = Shard(tokens, 1, rank, device), {}
-        for name, run in calls.items():
-            run(shard, alone_attend)
-            alone[name], _ = measured(lambda: run(shard, alone_attend), args.repeats)
-        del shard
-        torch.cuda.empty_cache()
-        for scheme in args.schemes:
-            attend = lambda q, k, v: fd.distributed_attention(q, k, v, scheme=scheme, layout=LAYOUT, causal=True)
-            shard = Shard(tokens, ranks, rank, device)
-            for name, run in calls.items():
-                run(shard, attend)
-                seconds, memory = measured(lambda: run(shard, attend), args.repeats)
-                imbalance = kernel_seconds(lambda: run(shard, attend)) if tokens == max(args.tokens) else 0
-                problem = simulator.Problem(tokens, HEADS, HEADS_KV, DIM)
-                both = [False, True] if name == "both" else [False]
-                predicted = sum(simulator.simulate(problem, ranks, scheme, LAYOUT, backward=b).seconds for b in both)
-                formula = simulator.memory_bytes(problem, ranks, scheme, both[-1]) + (0 if both[-1] else shard.dout.nbytes)
-                rows.append(dict(zip(FIELDS, (
-                    torch.cuda.get_device_name(), ranks, tokens, scheme, name, f"{seconds * 1e3:.3f}", f"{alone[name] * 1e3:.3f}",
-                    f"{alone[name] / seconds:.3f}", f"{imbalance:.3f}" if imbalance else "", f"{predicted * 1e3:.3f}",
-                    f"{memory / 1e9:.3f}", f"{formula / 1e9:.3f}"))))
-                if rank == 0:
-                    print("  ".join(f"{name} {x}" for name, x in rows[-1].items() if name != "device"), flush=True)
-            del shard
-            torch.cuda.empty_cache()
+        of_one = times_alone.get(str(tokens))
+        if of_one is None:
+            of_one = times_alone[str(tokens)] = alone(team, tokens, args)
+            empty()
+        for scheme in team.schemes(args.schemes):
+            for reserved in args.reserved_sms if scheme == "ring" else [0]:
+                attend = team.attend(scheme, reserved_sms=reserved)
+                shard = Shard(tokens, team.ranks, team.rank, team.device)
+                for name, run in CALLS.items():
+                    call = lambda: run(shard, attend)
+                    seconds, memory = team.measured(call, args.repeats)
+                    profiled = tokens == max(args.tokens) and team.device.type == "cuda" and seconds < LONG
+                    imbalance = team.imbalance(call) if profiled else 0
+                    write(row_of(team, tokens, scheme, reserved, name, seconds, of_one.get(name), imbalance, memory))
+                del shard, call
+                empty()
 
 
-def run(rank, ranks, store, args):
-    torch.cuda.set_device(rank)
-    device = torch.device("cuda", rank)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=rank, world_size=ranks, device_id=device)
+def run(rank, ranks, folder, args):
+    if args.cpu:
+        torch.set_num_threads(1)
+        device = torch.device("cpu")
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
+    else:
+        torch.cuda.set_device(rank)
+        device = torch.device("cuda", rank)
+        dist.init_process_group("nccl", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks, device_id=device)
+    team = Team(rank, ranks, device)
     begin = time.perf_counter()
-    worst = check(rank, ranks, device)
+    worst = check(team, args)
     if rank == 0:
-        print(f"checked in {time.perf_counter() - begin:.0f} s: the largest difference is {worst:.3g} of the largest element", flush=True)
-    rows = []
-    measure(rank, ranks, args, device, rows)
-    if rank == 0 and args.csv:
-        with open(args.csv, "w", newline="") as file:
-            writer = csv.DictWriter(file, FIELDS, lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(rows)
+        print(f"{ranks} ranks checked in {time.perf_counter() - begin:.0f} s: the largest difference is {worst:.3g} of the largest "
+              "element", flush=True)
+    known = os.path.join(folder, "alone.json")
+    times_alone = json.load(open(known)) if os.path.exists(known) else {}
+
+    def write(row):
+        if rank != 0:
+            return
+        print("  ".join(f"{name} {x}" for name, x in row.items() if name != "device" and x != ""), flush=True)
+        if args.csv:
+            with open(args.csv, "a", newline="") as file:
+                csv.DictWriter(file, FIELDS, lineterminator="\n").writerow(row)
+    measure(team, args, times_alone, write)
     dist.barrier()
-    dist.destroy_process_group()
-    if worst > 0.02:
-        sys.exit(1)
+    if rank == 0:
+        with open(known, "w") as file:
+            json.dump(times_alone, file)
+    sys.stdout.flush()
+    os._exit(1 if worst > 0.02 else 0)  # gloo's threads at times abort an interpreter that ends
 
 
 def main():
@@ -156,19 +226,26 @@ def main():
     numbers = lambda text: [int(x) for x in text.split(",")]
     parser.add_argument("--lib", help="libflashjit.so")
     parser.add_argument("--csv")
-    parser.add_argument("--gpus", type=int, default=0, help="default all")
+    parser.add_argument("--gpus", type=numbers, help="how many, such as 2,4,8; default all")
+    parser.add_argument("--cpu", action="store_true", help="processes on the CPU instead, over gloo")
     parser.add_argument("--tokens", type=numbers, default=[32768, 131072, 262144])
-    parser.add_argument("--schemes", type=lambda text: text.split(","), default=list(simulator.SCHEMES[:3]))
+    parser.add_argument("--schemes", type=lambda text: text.split(","), default=list(simulator.SCHEMES))
+    parser.add_argument("--reserved-sms", type=numbers, default=[0], help="of ring, such as 0,16")
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
-    gpus = args.gpus or torch.cuda.device_count()
-    if gpus < 2 or torch.cuda.device_count() < gpus:
-        print(f"distributed: {gpus} GPUs are asked for, and {torch.cuda.device_count()} are here", file=sys.stderr)
+    here = torch.cuda.device_count()
+    gpus = args.gpus or [2 if args.cpu else here]
+    if not args.cpu and (min(gpus) < 2 or max(gpus) > here):
+        print(f"distributed: {max(gpus)} GPUs are asked for, and {here} are here", file=sys.stderr)
         return 3
     if args.lib:
         os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(args.lib)
+    if args.csv:
+        with open(args.csv, "w", newline="") as file:
+            csv.DictWriter(file, FIELDS, lineterminator="\n").writeheader()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run, (gpus, os.path.join(folder, "store"), args), nprocs=gpus)
+        for ranks in gpus:
+            mp.spawn(run, (ranks, folder, args), nprocs=ranks)
     return 0
 
 

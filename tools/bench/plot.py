@@ -11,6 +11,7 @@ The sections between the markers <!-- name --> and <!-- /name --> are replaced:
     tools/docs/serving.md      figures  h100_serving.csv of serving.py
     tools/docs/distributed.md  plans    plans.csv of `python3 -m flashjit.simulator --tokens 131072,1048576,4194304 --csv`
                                figures  h100_distributed.csv of distributed.py
+    tools/docs/benchmarks.md   scaling  h100_scaling.csv of distributed.py on up to eight GPUs, where that was run
     tools/docs/paper.md        figures  h100_paper.csv and h100_paper_figure.csv of paper.py
 """
 import argparse
@@ -450,10 +451,46 @@ def plans_section(rows, png):
 
 def shared_section(rows):
     """tools/docs/distributed.md"""
-    lines = [[f"{int(row['tokens']) >> 10}k", f"`{row['scheme']}`", row["pass"], row["alone_ms"], row["ms"], row["predicted_ms"],
-              row["scaling"], row["memory_gb"], row["formula_gb"]] for row in rows]
+    left = lambda row: "" if int(row.get("reserved_sms") or 0) == 0 else f", {row['reserved_sms']} SMs left"
+    lines = [[f"{int(row['tokens']) >> 10}k", f"`{row['scheme']}`{left(row)}", row["pass"], row["alone_ms"], row["ms"],
+              row["predicted_ms"], row["scaling"], row["memory_gb"], row["formula_gb"]] for row in rows]
     return markdown(["tokens", "scheme", "passes", "one GPU, ms", f"{rows[0]['ranks']} GPUs, ms", "predicted, ms", "times as fast",
                      "peak, GB", "formula, GB"], lines)
+
+
+def draw_scaling(rows, path):
+    """Measured, and dashed as predicted."""
+    plt = pyplot()
+    rows = [row for row in rows if row["pass"] == "both" and row["scaling"]]
+    lengths = list(dict.fromkeys(row["tokens"] for row in rows))
+    figure, axes = plt.subplots(1, len(lengths), figsize=(5 * len(lengths), 4), sharey=True, layout="constrained", squeeze=False)
+    for axis, tokens in zip(axes[0], lengths):
+        for scheme, color in SCHEMES.items():
+            points = [(int(row["ranks"]), float(row["scaling"]), float(row["alone_ms"]) / float(row["predicted_ms"]))
+                      for row in rows if row["tokens"] == tokens and row["scheme"] == scheme]
+            axis.plot([n for n, _, _ in points], [times / n for n, times, _ in points], color=color, marker="o", label=scheme)
+            axis.plot([n for n, _, _ in points], [times / n for n, _, times in points], color=color, linestyle="--")
+        axis.set_title(f"{int(tokens) >> 10}k tokens", fontsize=12)
+        axis.set_xscale("log", base=2)
+        axis.set_xlabel("GPUs", fontsize=11)
+        axis.set_ylim(0, 1.1)
+        axis.grid(color="#dddddd", linewidth=0.7)
+    axes[0][0].set_ylabel("share of linear speed", fontsize=11)
+    axes[0][0].legend(frameon=False, fontsize=11)
+    figure.suptitle(f"Both passes, bf16, 32/8 heads, d128, causal, zigzag, on {rows[0]['device']}; dashed: predicted", fontsize=13)
+    figure.savefig(path, dpi=100)
+
+
+def scaling_section(rows, png):
+    """tools/docs/benchmarks.md"""
+    ranks = list(dict.fromkeys(row["ranks"] for row in rows))
+    lines = []
+    for tokens, scheme, passes in dict.fromkeys((row["tokens"], row["scheme"], row["pass"]) for row in rows):
+        of = {row["ranks"]: row for row in rows if (row["tokens"], row["scheme"], row["pass"]) == (tokens, scheme, passes)}
+        times = [f"{float(of[n]['scaling']):.2f}" if n in of and of[n]["scaling"] else "-" for n in ranks]
+        lines.append([f"{int(tokens) >> 10}k", f"`{scheme}`", passes, *times])
+    table = markdown(["tokens", "scheme", "passes", *(f"{n} GPUs" for n in ranks)], lines)
+    return "\n\n".join(["One sequence on GPUs of one host, as times as fast as one of them:", f"![shares of linear speed]({link(png, BENCHMARKS)})", table])
 
 
 def replace(path, name, text):
@@ -476,9 +513,12 @@ def main():
     dense, other, few, sparse = (read(result(f"h100_dense{name}.csv")) for name in ("", "_other", "_few", "_sparse"))
     paper = [result(f"h100_paper{name}.csv") for name in ("", "_figure")]
     paper = [read(path) for path in paper] if all(map(os.path.exists, paper)) else None
+    scaling = read(result("h100_scaling.csv")) if os.path.exists(result("h100_scaling.csv")) else None
     if not arguments.tables:
         draw(dense, result("h100_dense.png"))
         draw_plans(read(result("plans.csv")), result("plans.png"))
+        if scaling:
+            draw_scaling(scaling, result("h100_scaling.png"))
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
@@ -488,6 +528,8 @@ def main():
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
     if os.path.exists(result("h100_distributed.csv")):
         replace(DISTRIBUTED, "figures", shared_section(read(result("h100_distributed.csv"))))
+    if scaling:
+        replace(BENCHMARKS, "scaling", scaling_section(scaling, result("h100_scaling.png")))
     if paper:
         replace(PAPER, "figures", paper_section(*paper))
     return 0

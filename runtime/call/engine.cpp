@@ -375,6 +375,7 @@ std::vector<plan::ExecutionPlan> Engine::alternatives(const plan::ExecutionPlan&
     plans.push_back(
         plan::make_plan(failed.spec, failed.shape, info, library_.records(), config, failed.spec.checks));
     plans.back().config_source = "heuristic";
+    plans.back().fold_gqa = failed.fold_gqa;  // its spec and shape are folded already
   }
   return plans;
 }

@@ -48,6 +48,8 @@ const Fault kFaults[] = {
     {"outside_of_a_tensor", "simt/backward.cuh", "p.lse[sequence.lse_row(p, h) + q]",
      "p.lse[sequence.lse_row(p, h) + q + 600]", 80, "--spec bwd:fp32:d64 --shape b1:hq2:hkv1:sq300:skv100",
      kFailure, "a fault at address"},
+    {"another_family_takes_over", "sm90/forward.cuh", "#pragma once", "#error", 90,
+     "--spec fwd:bf16:d64:cache --shape b2:hq4:hkv2:sq1:skv300", kDone, "all within their limits"},
     {"unknown_instruction", "common/ptx.cuh", "ex2.approx.ftz.f32", "ex2.approx.ftz.f64", 80, kForward,
      kFailure, "does not know the PTX instruction ex2.approx.ftz.f64"},
 };

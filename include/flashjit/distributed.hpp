@@ -6,6 +6,7 @@
 #include <memory>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "flashjit/runtime.hpp"
 
@@ -18,21 +19,31 @@ enum class SharingScheme : std::uint8_t { ring, all_gather };
 enum class ShardLayout : std::uint8_t { contiguous, zigzag };
 
 struct SharedSequence {
-  AttentionSpec spec;  ///< element type, head dimensions, and as mask `causal` or none; nothing else
+  AttentionSpec spec;  ///< element type, head dimensions, as mask `causal` or none, and dropout; nothing else
   std::int64_t batch = 1, heads_q = 1, heads_kv = 1;
   std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
   SharingScheme scheme = SharingScheme::ring;
   ShardLayout layout = ShardLayout::zigzag;
+  std::int64_t window = 0;  ///< with `causal`: a query sees its own and so many less one keys before; 0: all
+  /// Where packed documents begin in the whole sequence, and where the last one ends: masks count in each.
+  /// Each part of one in a chunk is a call, and the batch is 1. Empty: there are none.
+  std::vector<std::int64_t> documents = {};
+  int reserved_sms = 0;  ///< left to transfers of a ring while these are under way, see ForwardArgs
 };
 
 /// Of this rank: q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
-/// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two.
+/// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two; with documents [hq, rows] of each part
+/// of one in a chunk, one after the other. With spec.dropout the mask is that of the whole sequence, and with
+/// documents (b, q, kv) are a document's number and places in it: all ranks give the same dropout_p, seed and
+/// offset.
 struct SharedForwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr;
   void* out = nullptr;
   float* lse = nullptr;
   std::optional<float> softmax_scale = {};
   Workspace workspace = {};  ///< at least workspace_bytes(Pass::forward)
+  double dropout_p = 0.0;
+  std::uint64_t seed = 0, offset = 0;
 };
 
 /// `out` and `lse` are the forward pass's.
@@ -43,6 +54,8 @@ struct SharedBackwardArgs {
   void *dq = nullptr, *dk = nullptr, *dv = nullptr;
   std::optional<float> softmax_scale = {};
   Workspace workspace = {};
+  double dropout_p = 0.0;
+  std::uint64_t seed = 0, offset = 0;
 };
 
 /// Calls of one problem by all ranks of a communicator. Partial O and gradients are fp32 and rounded once. It

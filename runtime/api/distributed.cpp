@@ -1,6 +1,7 @@
 #include "flashjit/distributed.hpp"
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 #include <algorithm>
 #include <array>
@@ -8,6 +9,7 @@
 #include <utility>
 #include <vector>
 
+#include "api/shared_schedule.hpp"
 #include "device/nccl.hpp"
 #include "device/resources.hpp"
 #include "flashjit/attention_programs.hpp"
@@ -16,13 +18,6 @@
 
 namespace flashjit {
 namespace {
-
-/// What a chunk of this rank's queries sees of a block of keys: its first rows, up to the last, or with the
-/// last query at the last key. No rows: nothing.
-struct Seen {
-  std::int64_t rows = 0;
-  bool causal = false;
-};
 
 /// Rows of a tensor [b, h, rows, dim] in memory.
 struct Rows {
@@ -61,11 +56,11 @@ struct KvBlock {
 };
 
 struct ForwardPlaces {
-  std::array<KvBlock, 2> blocks;             ///< ring: that under way and that at work
-  KvBlock all;                               ///< all_gather: every rank's
-  std::array<void*, 2> state;                ///< O of each chunk of queries
-  void* part;                                ///< and of a step
-  std::array<std::array<float*, 2>, 2> lse;  ///< of each chunk, by turns
+  std::array<KvBlock, 2> blocks;  ///< ring: that under way and that at work
+  KvBlock all;                    ///< all_gather: every rank's
+  void* state;                    ///< O of all rows
+  void* part;                     ///< and of a call
+  std::array<float*, 2> lse;      ///< of each segment, by turns
   float* part_lse;
   Workspace kernels;
 };
@@ -88,6 +83,7 @@ struct SharedAttention::Impl {
   std::shared_ptr<const device::Driver> driver;
   device::Event step_begins, arrived, sums_ready;
   int rank = 0, ranks = 1;
+  std::vector<RowChunk> segments;  ///< of this rank's rows
 
   Impl(Runtime& given, const SharedSequence& sequence, void* communicator, const Environment& environment,
        const std::string& library)
@@ -99,15 +95,18 @@ struct SharedAttention::Impl {
         step_begins(driver),
         arrived(driver),
         sums_ready(driver) {
-    AttentionSpec plain{.dtype = s.spec.dtype, .head_dim = s.spec.head_dim, .head_dim_v = s.spec.v_dim()};
+    AttentionSpec plain{.dtype = s.spec.dtype,
+                        .head_dim = s.spec.head_dim,
+                        .head_dim_v = s.spec.v_dim(),
+                        .dropout = s.spec.dropout};
     if (!s.spec.mask.empty()) plain.mask = causal();
     AttentionSpec asked = s.spec;
     asked.pass = plain.pass;
     if (asked.normalized() != plain.normalized())
       refuse(
-          "the spec of a shared sequence is {}: it has an element type, head dimensions, and the mask causal "
-          "or "
-          "none; nothing else.",
+          "the spec of a shared sequence is {}: it has an element type, head dimensions, the mask causal or "
+          "none, and "
+          "dropout; nothing else.",
           to_string(s.spec));
     if (s.batch < 1 || s.heads_kv < 1 || s.heads_q % s.heads_kv != 0 || s.rows < 1)
       refuse(
@@ -118,52 +117,88 @@ struct SharedAttention::Impl {
     if (s.rows % chunks() != 0)
       refuse("{} rows a rank are odd, and zigzag has two blocks of them: pad them to {}.", s.rows,
              s.rows + 1);
+    if (s.window < 0 || (s.window > 0 && s.spec.mask.empty()))
+      refuse(
+          "the window of a shared sequence is {}: it is of 1 key or more with the mask causal, or 0 for "
+          "none.",
+          s.window);
+    if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
     nccl->check(nccl->comm_count(comm, &ranks), "ncclCommCount");
     nccl->check(nccl->comm_user_rank(comm, &rank), "ncclCommUserRank");
+    check_documents();
+    segments = segments_of(s, rank, ranks);
+  }
+  void check_documents() const {
+    const auto& ends = s.documents;
+    if (ends.empty()) return;
+    if (ends.front() != 0 || ends.back() != s.rows * ranks || !std::ranges::is_sorted(ends))
+      refuse(
+          "the documents of a shared sequence go from {} to {} for {} rows of all ranks: they begin with 0, "
+          "do not fall, "
+          "and end with the rows.",
+          ends.front(), ends.back(), s.rows * ranks);
+    if (s.batch != 1) refuse("a shared sequence of documents has batch {}: it is 1.", s.batch);
   }
 
   int chunks() const { return s.layout == ShardLayout::zigzag ? 2 : 1; }
-  std::int64_t chunk_rows() const { return s.rows / chunks(); }
   int element() const { return size_of(s.spec.dtype); }
   std::size_t k_bytes(int element) const { return s.batch * s.heads_kv * s.rows * s.spec.head_dim * element; }
   std::size_t v_bytes(int element) const { return s.batch * s.heads_kv * s.rows * s.spec.v_dim() * element; }
-  std::size_t lse_bytes() const { return s.batch * s.heads_q * chunk_rows() * sizeof(float); }
+  std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
+  /// Of a segment, in an LSE of all rows.
+  float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
+  std::int64_t longest_segment() const {
+    return std::ranges::max_element(segments, {}, &RowChunk::count)->count;
+  }
   bool is_ring() const { return s.scheme == SharingScheme::ring && ranks > 1; }
   bool gathers() const { return s.scheme == SharingScheme::all_gather && ranks > 1; }
 
-  Seen seen(int chunk, int owner) const {
-    if (s.spec.mask.empty()) return {s.rows, false};
-    if (s.layout == ShardLayout::contiguous) {
-      if (owner > rank) return {};
-      return {s.rows, owner == rank};
-    }
-    // Block `rank` of 2 * ranks sees first blocks alone; the other one all of these, and second ones of
-    // higher ranks.
-    if (chunk == 0) return owner > rank ? Seen{} : Seen{chunk_rows(), owner == rank};
-    return {owner < rank ? chunk_rows() : s.rows, owner == rank};
-  }
-  AttentionSpec spec(Pass pass, bool causal_mask) const {
-    AttentionSpec result{
-        .pass = pass, .dtype = s.spec.dtype, .head_dim = s.spec.head_dim, .head_dim_v = s.spec.v_dim()};
-    if (causal_mask) result.mask = causal();
+  AttentionSpec spec(Pass pass, CallMask mask) const {
+    AttentionSpec result{.pass = pass,
+                         .dtype = s.spec.dtype,
+                         .head_dim = s.spec.head_dim,
+                         .head_dim_v = s.spec.v_dim(),
+                         .dropout = s.spec.dropout};
+    if (mask == CallMask::causal) result.mask = causal();
+    // Queries and keys are `shift` positions apart, which differs between calls; their kernels are the same.
+    if (mask == CallMask::window || mask == CallMask::causal_window)
+      result.mask = MaskProgram(fmt::format("shift: int; {}q + shift - kv < {}",
+                                            mask == CallMask::window ? "" : "q + shift >= kv && ", s.window));
     result.fp32_out = pass == Pass::forward;
     result.add_grads = pass == Pass::backward;
+    result.dropout_place = s.spec.dropout;
     return result;
   }
-  AttentionShape shape(const Seen& what) const {
-    return {s.batch, s.heads_q, s.heads_kv, chunk_rows(), what.rows};
+  AttentionShape shape(const SharedCall& call) const {
+    return {s.batch, s.heads_q, s.heads_kv, segments[call.segment].count, call.keys.count};
+  }
+  /// What the two passes' arguments have alike. `capture` has the place of the call's own.
+  template <class Args, class Given>
+  void set_common(Args& args, const Given& given, const SharedCall& call, Capture& capture,
+                  const Workspace& workspace, bool travelling) const {
+    const RowChunk& rows = segments[call.segment];
+    args.softmax_scale = given.softmax_scale;
+    args.workspace = workspace;
+    args.dropout_p = given.dropout_p;
+    args.seed = given.seed;
+    args.offset = given.offset;
+    if (s.spec.dropout) args.dropout_place = {.batch = rows.document, .q = rows.first, .kv = call.keys.first};
+    if (call.mask == CallMask::window || call.mask == CallMask::causal_window) {
+      capture = {.name = "shift", .scalar = static_cast<double>(rows.first - call.keys.first)};
+      args.captures = {&capture, 1};
+    }
+    if (is_ring() && travelling) args.reserved_sms = s.reserved_sms;
   }
   /// All calls that this rank makes, each once.
   template <class Call>
   void for_each_call(Call call) const {
     for (int owner = 0; owner < ranks; ++owner)
-      for (int chunk = 0; chunk < chunks(); ++chunk)
-        if (const Seen what = seen(chunk, owner); what.rows > 0) call(what);
+      for (const SharedCall& one : calls_with(s, rank, owner, ranks)) call(one);
   }
   std::size_t kernel_bytes(Pass pass) const {
     std::size_t most = 0;
-    for_each_call([&](const Seen& what) {
-      most = std::max(most, runtime.workspace_bytes(spec(pass, what.causal), shape(what)));
+    for_each_call([&](const SharedCall& call) {
+      most = std::max(most, runtime.workspace_bytes(spec(pass, call.mask), shape(call)));
     });
     return most;
   }
@@ -176,16 +211,14 @@ struct SharedAttention::Impl {
   }
   ForwardPlaces forward_places(Places& places) const {
     ForwardPlaces p{};
-    const std::size_t out = s.batch * s.heads_q * chunk_rows() * s.spec.v_dim() * sizeof(float);
     if (is_ring())
       for (KvBlock& block : p.blocks) block = take_block(places, element());
     if (gathers()) p.all = take_block(places, element(), ranks);
-    for (int i = 0; i < chunks(); ++i) {
-      p.state[i] = places.take(out);
-      for (float*& lse : p.lse[i]) lse = places.take<float>(lse_bytes());
-    }
-    p.part = places.take(out);
-    p.part_lse = places.take<float>(lse_bytes());
+    const std::int64_t longest = longest_segment();
+    p.state = places.take(lse_bytes(s.rows) * s.spec.v_dim());
+    for (float*& lse : p.lse) lse = places.take<float>(lse_bytes(s.rows));
+    p.part = places.take(lse_bytes(longest) * s.spec.v_dim());
+    p.part_lse = places.take<float>(lse_bytes(longest));
     p.kernels = places.take_workspace(kernel_bytes(Pass::forward));
     return p;
   }
@@ -198,7 +231,7 @@ struct SharedAttention::Impl {
       p.all = take_block(places, element(), ranks), p.all_sums = take_block(places, kFloat, ranks);
     for (KvBlock& sum : p.sums) sum = take_block(places, kFloat);
     p.dq = places.take(s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat);
-    p.zeros = places.take<float>(lse_bytes() * chunks());
+    p.zeros = places.take<float>(lse_bytes(s.rows));
     p.kernels = places.take_workspace(kernel_bytes(Pass::backward));
     return p;
   }
@@ -288,50 +321,51 @@ struct SharedAttention::Impl {
     check_workspace(Pass::forward, args.workspace);
     Places places(args.workspace.data);
     const ForwardPlaces p = forward_places(places);
-    std::array<int, 2> joined{};  // states so far, of each chunk
-    const auto fp32_rows = [&](void* data) {
-      return Rows{data, s.heads_q, chunk_rows(), s.spec.v_dim(), sizeof(float)}.view(s.batch, 0,
-                                                                                     chunk_rows());
+    std::vector<int> joined(segments.size());  // states so far, of each segment
+    const auto state = [&](const RowChunk& rows) {
+      return Rows{p.state, s.heads_q, s.rows, s.spec.v_dim(), sizeof(float)}.view(s.batch, rows.begin,
+                                                                                  rows.count);
+    };
+    const auto lse = [&](std::size_t segment, int turn) {
+      return lse_of(p.lse[turn % 2], segments[segment]);
     };
     const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
     const auto step = [&](int owner, const KvBlock& block) {
-      for (int i = 0; i < chunks(); ++i) {
-        const Seen what = seen(i, owner);
-        if (what.rows == 0) continue;
-        const bool first = joined[i] == 0;
-        float* const lse = first ? p.lse[i][0] : p.part_lse;
-        runtime.forward(spec(Pass::forward, what.causal),
-                        {.q = q_rows(args.q).view(s.batch, i * chunk_rows(), chunk_rows()),
-                         .k = k_rows(block.k, element()).view(s.batch, 0, what.rows),
-                         .v = v_rows(block.v, element()).view(s.batch, 0, what.rows),
-                         .out = fp32_rows(first ? p.state[i] : p.part),
-                         .lse = lse,
-                         .softmax_scale = args.softmax_scale,
-                         .workspace = p.kernels},
-                        stream);
-        if (!first) {
-          const int turn = (joined[i] - 1) % 2;
-          const std::array<PartialState, 2> states{PartialState{fp32_rows(p.state[i]), p.lse[i][turn]},
-                                                   PartialState{fp32_rows(p.part), p.part_lse}};
+      for (const SharedCall& call : calls_with(s, rank, owner, ranks)) {
+        const RowChunk &rows = segments[call.segment], &keys = call.keys;
+        int& count = joined[call.segment];
+        const TensorView part =
+            Rows{p.part, s.heads_q, rows.count, s.spec.v_dim(), sizeof(float)}.view(s.batch, 0, rows.count);
+        ForwardArgs given{.q = q_rows(args.q).view(s.batch, rows.begin, rows.count),
+                          .k = k_rows(block.k, element()).view(s.batch, keys.begin, keys.count),
+                          .v = v_rows(block.v, element()).view(s.batch, keys.begin, keys.count),
+                          .out = count == 0 ? state(rows) : part,
+                          .lse = count == 0 ? lse(call.segment, 0) : p.part_lse};
+        Capture capture;
+        set_common(given, args, call, capture, p.kernels, owner != (rank + 1) % ranks);
+        runtime.forward(spec(Pass::forward, call.mask), given, stream);
+        if (count > 0) {
+          const std::array<PartialState, 2> states{PartialState{state(rows), lse(call.segment, count - 1)},
+                                                   PartialState{part, p.part_lse}};
           runtime.merge(s.spec,
                         {.states = states,
-                         .out = fp32_rows(p.state[i]),
-                         .lse = p.lse[i][1 - turn],
+                         .out = state(rows),
+                         .lse = lse(call.segment, count),
                          .states_type = DType::fp32,
                          .out_type = DType::fp32},
                         stream);
         }
-        ++joined[i];
+        ++count;
       }
     };
     for_each_block(mine, p.blocks, p.all, stream, copies, step);
-    for (int i = 0; i < chunks(); ++i) {
-      const std::array<PartialState, 1> state{
-          PartialState{fp32_rows(p.state[i]), p.lse[i][(joined[i] - 1) % 2]}};
+    for (std::size_t i = 0; i < segments.size(); ++i) {
+      const RowChunk& rows = segments[i];
+      const std::array<PartialState, 1> whole{PartialState{state(rows), lse(i, joined[i] - 1)}};
       runtime.merge(s.spec,
-                    {.states = state,
-                     .out = o_rows(args.out).view(s.batch, i * chunk_rows(), chunk_rows()),
-                     .lse = args.lse ? args.lse + i * (lse_bytes() / sizeof(float)) : nullptr,
+                    {.states = whole,
+                     .out = o_rows(args.out).view(s.batch, rows.begin, rows.count),
+                     .lse = args.lse ? lse_of(args.lse, rows) : nullptr,
                      .states_type = DType::fp32},
                     stream);
     }
@@ -356,7 +390,7 @@ struct SharedAttention::Impl {
     const BackwardPlaces p = backward_places(places);
     constexpr int kFloat = sizeof(float);
     clear(p.dq, s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat, stream);
-    clear(p.zeros, lse_bytes() * chunks(), stream);
+    clear(p.zeros, lse_bytes(s.rows), stream);
     const auto clear_block = [&](const KvBlock& block, int count) {
       clear(block.k, k_bytes(kFloat) * count, stream), clear(block.v, v_bytes(kFloat) * count, stream);
     };
@@ -370,9 +404,8 @@ struct SharedAttention::Impl {
       // The sums of a block follow it: those of the ranks before have come when this one adds its own.
       const KvBlock sums = gathers() ? of_owner(p.all_sums, owner, kFloat) : p.sums[steps % 2];
       if (is_ring() && steps > 0) wait(stream, sums_ready);
-      for (int i = 0; i < chunks(); ++i)
-        if (const Seen what = seen(i, owner); what.rows > 0)
-          add_gradients(args, p, i, what, block, sums, stream);
+      for (const SharedCall& call : calls_with(s, rank, owner, ranks))
+        add_gradients(args, p, call, block, sums, stream);
       ++steps;
       if (!is_ring()) return;
       step_begins.record(stream);
@@ -400,36 +433,37 @@ struct SharedAttention::Impl {
     round(home.k, args.dk, s.heads_kv, s.spec.head_dim, p.zeros, stream);
     round(home.v, args.dv, s.heads_kv, s.spec.v_dim(), p.zeros, stream);
   }
-  void add_gradients(const SharedBackwardArgs& args, const BackwardPlaces& p, int chunk, const Seen& what,
+  void add_gradients(const SharedBackwardArgs& args, const BackwardPlaces& p, const SharedCall& call,
                      const KvBlock& block, const KvBlock& sums, CUstream stream) {
     constexpr int kFloat = sizeof(float);
-    const auto own = [&](const Rows& rows) { return rows.view(s.batch, chunk * chunk_rows(), chunk_rows()); };
-    runtime.backward(spec(Pass::backward, what.causal),
-                     {.q = own(q_rows(args.q)),
-                      .k = k_rows(block.k, element()).view(s.batch, 0, what.rows),
-                      .v = v_rows(block.v, element()).view(s.batch, 0, what.rows),
-                      .out = own(o_rows(args.out)),
-                      .lse = args.lse + chunk * (lse_bytes() / sizeof(float)),
-                      .dout = own(o_rows(args.dout)),
-                      .dq = own({p.dq, s.heads_q, s.rows, s.spec.head_dim, kFloat}),
-                      .dk = k_rows(sums.k, kFloat).view(s.batch, 0, what.rows),
-                      .dv = v_rows(sums.v, kFloat).view(s.batch, 0, what.rows),
-                      .softmax_scale = args.softmax_scale,
-                      .workspace = p.kernels},
-                     stream);
+    const RowChunk& rows = segments[call.segment];
+    const auto own = [&](const Rows& all) { return all.view(s.batch, rows.begin, rows.count); };
+    const auto seen = [&](const Rows& all) { return all.view(s.batch, call.keys.begin, call.keys.count); };
+    BackwardArgs given{.q = own(q_rows(args.q)),
+                       .k = seen(k_rows(block.k, element())),
+                       .v = seen(v_rows(block.v, element())),
+                       .out = own(o_rows(args.out)),
+                       .lse = lse_of(const_cast<float*>(args.lse), rows),
+                       .dout = own(o_rows(args.dout)),
+                       .dq = own({p.dq, s.heads_q, s.rows, s.spec.head_dim, kFloat}),
+                       .dk = seen(k_rows(sums.k, kFloat)),
+                       .dv = seen(v_rows(sums.v, kFloat))};
+    Capture capture;
+    set_common(given, args, call, capture, p.kernels, true);
+    runtime.backward(spec(Pass::backward, call.mask), given, stream);
   }
 
   /// What all ranks must have alike, as a number.
   std::uint64_t digest(Pass pass) const {
     AttentionSpec of_pass = s.spec;
     of_pass.pass = pass;
-    return std::hash<std::string>{}(fmt::format("{} {} {} {} {} {} {}", to_string(of_pass), s.batch,
-                                                s.heads_q, s.heads_kv, s.rows, static_cast<int>(s.scheme),
-                                                static_cast<int>(s.layout)));
+    return std::hash<std::string>{}(fmt::format(
+        "{} {} {} {} {} {} {} {} {}", to_string(of_pass), s.batch, s.heads_q, s.heads_kv, s.rows,
+        static_cast<int>(s.scheme), static_cast<int>(s.layout), s.window, fmt::join(s.documents, ",")));
   }
   void prepare(Pass pass, const Workspace& workspace, CUstream stream) {
     check_workspace(pass, workspace);
-    for_each_call([&](const Seen& what) { runtime.prepare(spec(pass, what.causal), shape(what)); });
+    for_each_call([&](const SharedCall& call) { runtime.prepare(spec(pass, call.mask), shape(call)); });
     const std::uint64_t own = digest(pass);
     std::vector<std::uint64_t> all(ranks);
     if ((ranks + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter

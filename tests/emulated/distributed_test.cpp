@@ -28,28 +28,48 @@ Function nccl_function(const char* name) {
   return reinterpret_cast<Function>(::dlsym(library, name));
 }
 
+constexpr std::int64_t kHeads = 2, kHeadsKv = 1, kRows = 34;  // of a rank
+
 struct SharedCase {
   const char* spec;
   int ranks;
   SharingScheme scheme;
   ShardLayout layout;
+  std::int64_t window = 0;
+  bool documents = false;
+
+  std::int64_t batch() const { return documents ? 1 : 2; }
+  /// Of many rows, of none, and across ranks.
+  std::vector<std::int64_t> ends() const {
+    const std::int64_t all = kRows * ranks;
+    return documents ? std::vector<std::int64_t>{0, 9, 9, all / 2 + 5, all - 3, all}
+                     : std::vector<std::int64_t>{};
+  }
 };
 void PrintTo(const SharedCase& test, std::ostream* out) {
   *out << test.spec << " on " << test.ranks
        << (test.scheme == SharingScheme::ring ? ", ring" : ", all_gather")
-       << (test.layout == ShardLayout::zigzag ? ", zigzag" : ", contiguous");
+       << (test.layout == ShardLayout::zigzag ? ", zigzag" : ", contiguous") << ", window " << test.window
+       << (test.documents ? ", documents" : "");
 }
 
-constexpr std::int64_t kBatch = 2, kHeads = 2, kHeadsKv = 1, kRows = 34;  // of a rank
-
 reference::Problem whole_problem(const SharedCase& test) {
-  const AttentionSpec spec = parse_spec(test.spec);
+  AttentionSpec spec = parse_spec(test.spec);
   const std::int64_t rows = kRows * test.ranks;
-  reference::Problem problem{.spec = spec, .shape = {kBatch, kHeads, kHeadsKv, rows, rows}};
+  if (test.window > 0) spec.mask = MaskProgram(fmt::format("q >= kv && q - kv < {}", test.window));
+  reference::Problem problem{.spec = spec, .shape = {test.batch(), kHeads, kHeadsKv, rows, rows}};
+  if (test.documents) {
+    problem.spec.varlen = true;
+    const std::vector<std::int64_t> ends = test.ends();
+    problem.shape.batch = std::ssize(ends) - 1;
+    problem.cu_seqlens_q.assign(ends.begin(), ends.end());
+    problem.cu_seqlens_kv = problem.cu_seqlens_q;
+  }
+  if (spec.dropout) problem.dropout_p = 0.25, problem.seed = 77, problem.offset = 5;
   std::mt19937 random(test.ranks);
   std::normal_distribution<double> normal;
   const auto fill = [&](std::vector<double>& x, std::int64_t heads, int dim) {
-    x.resize(kBatch * heads * rows * dim);
+    x.resize(test.batch() * heads * rows * dim);
     for (double& value : x) value = reference::round_to(spec.dtype, normal(random));
   };
   fill(problem.q, kHeads, spec.head_dim);
@@ -65,7 +85,7 @@ std::vector<double> shard(const SharedCase& test, int rank, const std::vector<do
   const bool zigzag = test.layout == ShardLayout::zigzag;
   const std::int64_t rows = zigzag ? kRows / 2 : kRows, all = kRows * test.ranks;
   std::vector<double> result;
-  for (std::int64_t head = 0; head < kBatch * heads; ++head)
+  for (std::int64_t head = 0; head < test.batch() * heads; ++head)
     for (int chunk = 0; chunk < (zigzag ? 2 : 1); ++chunk) {
       const std::int64_t block = chunk == 0 ? rank : 2 * test.ranks - 1 - rank;
       const auto first = x.begin() + (head * all + block * rows) * dim;
@@ -81,16 +101,19 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   gpu().context->make_current();
   Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
   const reference::Problem problem = whole_problem(test);
-  const AttentionSpec& spec = problem.spec;
+  const AttentionSpec spec = parse_spec(test.spec);
   const int d = spec.head_dim, dv = spec.v_dim();
   SharedAttention shared(runtime,
                          {.spec = spec,
-                          .batch = kBatch,
+                          .batch = test.batch(),
                           .heads_q = kHeads,
                           .heads_kv = kHeadsKv,
                           .rows = kRows,
                           .scheme = test.scheme,
-                          .layout = test.layout},
+                          .layout = test.layout,
+                          .window = test.window,
+                          .documents = test.ends(),
+                          .reserved_sms = 2},
                          comm, FLASHJIT_FAKE_NCCL);
   const auto mine = [&](const std::vector<double>& x, std::int64_t heads, int dim) {
     return shard(test, rank, x, heads, dim);
@@ -98,7 +121,7 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   const auto upload = [&](const std::vector<double>& x) { return to_device(spec.dtype, x); };
   const auto q = upload(mine(problem.q, kHeads, d)), k = upload(mine(problem.k, kHeadsKv, d)),
              v = upload(mine(problem.v, kHeadsKv, dv)), dout = upload(mine(problem.dout, kHeads, dv));
-  const auto out = poisoned(dout.bytes()), lse = poisoned(kBatch * kHeads * kRows * sizeof(float)),
+  const auto out = poisoned(dout.bytes()), lse = poisoned(test.batch() * kHeads * kRows * sizeof(float)),
              dq = poisoned(q.bytes()), dk = poisoned(k.bytes()), dvalues = poisoned(v.bytes());
   const auto forward_space = poisoned(shared.workspace_bytes(Pass::forward)),
              backward_space = poisoned(shared.workspace_bytes(Pass::backward));
@@ -112,7 +135,10 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                     .v = v.data(),
                     .out = out.data(),
                     .lse = static_cast<float*>(lse.data()),
-                    .workspace = of_forward},
+                    .workspace = of_forward,
+                    .dropout_p = problem.dropout_p,
+                    .seed = problem.seed,
+                    .offset = problem.offset},
                    nullptr, nullptr);
     shared.backward({.q = q.data(),
                      .k = k.data(),
@@ -123,7 +149,10 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                      .dq = dq.data(),
                      .dk = dk.data(),
                      .dv = dvalues.data(),
-                     .workspace = of_backward},
+                     .workspace = of_backward,
+                     .dropout_p = problem.dropout_p,
+                     .seed = problem.seed,
+                     .offset = problem.offset},
                     nullptr, nullptr);
   }
   gpu().context->synchronize();
@@ -189,7 +218,14 @@ INSTANTIATE_TEST_SUITE_P(
                     SharedCase{"fp16:d64", 2, SharingScheme::ring, ShardLayout::contiguous},
                     SharedCase{"fp32:d16x8:causal", 3, SharingScheme::ring, ShardLayout::contiguous},
                     SharedCase{"bf16:d64:causal", 3, SharingScheme::all_gather, ShardLayout::zigzag},
-                    SharedCase{"bf16:d32x64:causal", 1, SharingScheme::ring, ShardLayout::zigzag}));
+                    SharedCase{"bf16:d32x64:causal", 1, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{"bf16:d64:causal", 2, SharingScheme::ring, ShardLayout::zigzag, 11},
+                    SharedCase{"fp16:d64:causal", 3, SharingScheme::all_gather, ShardLayout::contiguous, 40},
+                    SharedCase{"bf16:d64:causal", 2, SharingScheme::ring, ShardLayout::zigzag, 0, true},
+                    SharedCase{"bf16:d64", 2, SharingScheme::all_gather, ShardLayout::contiguous, 0, true},
+                    SharedCase{"bf16:d64:causal:dropout", 2, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{"bf16:d64:causal:dropout", 2, SharingScheme::ring, ShardLayout::zigzag, 30,
+                               true}));
 
 class EmulatedRanksThatDiffer : public GpuTest {};
 
@@ -233,7 +269,10 @@ TEST_F(EmulatedRanksThatDiffer, BadInputIsRefused) {
     return testing::AssertionResult(message.find(words) != std::string::npos) << message;
   };
   const AttentionSpec plain = parse_spec("bf16:d32");
-  EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:dropout"), .rows = 8}), "nothing else"));
+  EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:sinks"), .rows = 8}), "nothing else"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .window = 3}), "with the mask causal"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .documents = {0, 5}}), "go from 0 to 5 for 8 rows"));
+  EXPECT_TRUE(has(refusal({.spec = plain, .batch = 2, .rows = 8, .documents = {0, 8}}), "has batch 2"));
   EXPECT_TRUE(has(refusal({.spec = plain, .heads_q = 3, .heads_kv = 2, .rows = 8}), "divide"));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 7}), "pad them to 8"));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8}, "/nowhere/libnccl.so"), "FLASHJIT_NCCL"));

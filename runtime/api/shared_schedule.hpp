@@ -1,0 +1,41 @@
+// Which of its rows a rank of a SharedAttention computes with which keys: a function of sizes alone.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "flashjit/distributed.hpp"
+
+namespace flashjit {
+
+/// Rows of a shard that are neighbours in the sequence: row begin + i is at position first + i, of the
+/// sequence or of its document.
+struct RowChunk {
+  std::int64_t begin = 0, count = 0, first = 0;
+  std::int64_t document = 0;
+
+  std::int64_t end() const { return begin + count; }
+  std::int64_t last() const { return first + count - 1; }
+  bool operator==(const RowChunk&) const = default;
+};
+
+/// How a call's pairs are masked: not at all, by spec.mask causal with the last query at the last key, or by
+/// a program.
+enum class CallMask : std::uint8_t { none, causal, window, causal_window };
+
+struct SharedCall {
+  std::size_t segment;  ///< whose rows are the queries
+  RowChunk keys;        ///< in the owner's block
+  CallMask mask;
+
+  bool operator==(const SharedCall&) const = default;
+};
+
+/// A rank's rows: with documents those of each document in each chunk apart, as each has a state of its own.
+std::vector<RowChunk> segments_of(const SharedSequence& sequence, int rank, int ranks);
+
+/// What a rank computes with the keys of `owner`: no pair is in two calls, and what is in none does not
+/// attend.
+std::vector<SharedCall> calls_with(const SharedSequence& sequence, int rank, int owner, int ranks);
+
+}  // namespace flashjit

@@ -467,6 +467,88 @@ FLASHJIT_C_API flashjit_status flashjit_reference_merge(const flashjit_spec* spe
 FLASHJIT_C_API flashjit_status
 flashjit_reference_quantise(const flashjit_spec* spec, const flashjit_quantise_args* args) FLASHJIT_NOEXCEPT;
 
+/** Attention over a sequence whose rows the ranks of an NCCL communicator share. */
+typedef struct flashjit_shared_attention flashjit_shared_attention;
+
+/** How keys come to queries: in a ring, or all at once. */
+typedef int32_t flashjit_sharing_scheme;
+enum { FLASHJIT_RING = 0, FLASHJIT_ALL_GATHER = 1 };
+/** Which rows a rank has: of twice as many blocks as ranks, block r and the r-th from the end; or neighbours.
+ */
+typedef int32_t flashjit_shard_layout;
+enum { FLASHJIT_ZIGZAG = 0, FLASHJIT_CONTIGUOUS = 1 };
+
+typedef struct flashjit_shared_sequence {
+  size_t struct_size;
+  int64_t batch, heads_q, heads_kv;
+  int64_t rows; /**< of each rank's shard; even with FLASHJIT_ZIGZAG */
+  flashjit_sharing_scheme scheme;
+  flashjit_shard_layout layout;
+  int64_t window;           /**< with causal: a query sees its own and so many less one keys before; 0: all */
+  const int64_t* documents; /**< on the host, [document_count + 1]: where each begins in the whole sequence,
+                               and where the last one ends; null: there are none. With them the batch is 1 */
+  size_t document_count;
+  int32_t reserved_sms; /**< left to transfers of a ring while these are under way */
+} flashjit_shared_sequence;
+
+/** Of this rank: q, out [batch, heads_q, rows, ...], k, v [batch, heads_kv, rows, ...], contiguous, 16-byte
+ * aligned, and lse with batch * heads_q * rows floats, in an order of its own, which the backward pass takes.
+ */
+typedef struct flashjit_shared_forward_args {
+  size_t struct_size;
+  const void *q, *k, *v;
+  void* out;
+  float* lse;
+  const float* softmax_scale; /**< on the host; null: 1 / sqrt(head_dim) */
+  void* workspace;
+  size_t workspace_bytes; /**< at least flashjit_shared_workspace_bytes() */
+  double dropout_p;       /**< with "dropout" in the spec; this and the two below are the same on all ranks */
+  uint64_t seed, offset;
+} flashjit_shared_forward_args;
+
+/** `out` and `lse` are the forward pass's. */
+typedef struct flashjit_shared_backward_args {
+  size_t struct_size;
+  const void *q, *k, *v, *out;
+  const float* lse;
+  const void* dout;
+  void *dq, *dk, *dv;
+  const float* softmax_scale;
+  void* workspace;
+  size_t workspace_bytes;
+  double dropout_p;
+  uint64_t seed, offset;
+} flashjit_shared_backward_args;
+
+/** The spec has an element type, head dimensions, "causal" or no mask, and "dropout". `communicator` is an
+ * ncclComm_t of the current device. It and the runtime must live longer. NCCL is opened at run time: `nccl`,
+ * null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads at once. */
+FLASHJIT_C_API flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                                      const flashjit_shared_sequence* sequence,
+                                                      void* communicator, const char* nccl,
+                                                      flashjit_shared_attention** shared) FLASHJIT_NOEXCEPT;
+/** Null is allowed. */
+FLASHJIT_C_API void flashjit_shared_destroy(flashjit_shared_attention* shared) FLASHJIT_NOEXCEPT;
+
+/** Bytes of device memory that a call needs besides the shards. */
+FLASHJIT_C_API flashjit_status flashjit_shared_workspace_bytes(flashjit_shared_attention* shared,
+                                                               flashjit_pass pass,
+                                                               size_t* bytes) FLASHJIT_NOEXCEPT;
+/** Compiles and loads the pass's kernels, and compares what the ranks were given: an error on all of them
+ * where they differ. Waits for the other ranks. */
+FLASHJIT_C_API flashjit_status flashjit_shared_prepare(flashjit_shared_attention* shared, flashjit_pass pass,
+                                                       void* workspace, size_t workspace_bytes,
+                                                       struct CUstream_st* stream) FLASHJIT_NOEXCEPT;
+/** Kernels on `stream`, transfers on `copies`, which may be the same. Both passes are called by all ranks. */
+FLASHJIT_C_API flashjit_status flashjit_shared_forward(flashjit_shared_attention* shared,
+                                                       const flashjit_shared_forward_args* args,
+                                                       struct CUstream_st* stream,
+                                                       struct CUstream_st* copies) FLASHJIT_NOEXCEPT;
+FLASHJIT_C_API flashjit_status flashjit_shared_backward(flashjit_shared_attention* shared,
+                                                        const flashjit_shared_backward_args* args,
+                                                        struct CUstream_st* stream,
+                                                        struct CUstream_st* copies) FLASHJIT_NOEXCEPT;
+
 #ifdef __cplusplus
 }
 #endif

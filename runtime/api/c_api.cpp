@@ -8,6 +8,7 @@
 #include <string_view>
 
 #include "api/versioned_struct.hpp"
+#include "flashjit/distributed.hpp"
 #include "flashjit/flashjit.h"
 #include "flashjit/flashjit.hpp"
 #include "flashjit/reference.hpp"
@@ -22,6 +23,10 @@ struct flashjit_runtime {
 
 struct flashjit_spec {
   std::array<flashjit::AttentionSpec, 5> of_pass;  ///< by flashjit_pass
+};
+
+struct flashjit_shared_attention {
+  flashjit::SharedAttention shared;
 };
 
 struct flashjit_tile_lists {
@@ -308,6 +313,52 @@ flashjit::QuantiseArgs quantise_args(const flashjit_quantise_args* given) {
   return {.x = view(c.x), .codes = view(c.codes), .scale = view(c.scale), .hadamard = c.hadamard != 0};
 }
 
+flashjit::SharedAttention& get(flashjit_shared_attention* shared) {
+  return required(shared, "shared", "make one with flashjit_shared_create()").shared;
+}
+
+/// Of a pass that a shared sequence has.
+flashjit::Pass shared_pass(flashjit_pass pass) {
+  if (pass == FLASHJIT_FORWARD || pass == FLASHJIT_BACKWARD) return static_cast<flashjit::Pass>(pass);
+  throw Error(ErrorCode::invalid_argument,
+              fmt::format("pass is {}: give FLASHJIT_FORWARD (0) or FLASHJIT_BACKWARD (1).", pass));
+}
+
+flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashjit_shared_sequence* given) {
+  const auto c = flashjit::read_struct("flashjit_shared_sequence", given);
+  if (c.scheme != FLASHJIT_RING && c.scheme != FLASHJIT_ALL_GATHER)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("scheme is {}: give FLASHJIT_RING (0) or FLASHJIT_ALL_GATHER (1).", c.scheme));
+  if (c.layout != FLASHJIT_ZIGZAG && c.layout != FLASHJIT_CONTIGUOUS)
+    throw Error(ErrorCode::invalid_argument,
+                fmt::format("layout is {}: give FLASHJIT_ZIGZAG (0) or FLASHJIT_CONTIGUOUS (1).", c.layout));
+  flashjit::SharedSequence sequence{.spec = get(spec, FLASHJIT_FORWARD),
+                                    .batch = c.batch,
+                                    .heads_q = c.heads_q,
+                                    .heads_kv = c.heads_kv,
+                                    .rows = c.rows,
+                                    .scheme = c.scheme == FLASHJIT_RING ? flashjit::SharingScheme::ring
+                                                                        : flashjit::SharingScheme::all_gather,
+                                    .layout = c.layout == FLASHJIT_ZIGZAG ? flashjit::ShardLayout::zigzag
+                                                                          : flashjit::ShardLayout::contiguous,
+                                    .window = c.window,
+                                    .reserved_sms = c.reserved_sms};
+  if (c.documents) sequence.documents.assign(c.documents, c.documents + c.document_count + 1);
+  return sequence;
+}
+
+/// What the arguments of both passes have alike.
+template <class Args, class CArgs>
+Args shared_args(const CArgs& c) {
+  Args args{.q = c.q, .k = c.k, .v = c.v, .out = c.out, .lse = c.lse};
+  args.softmax_scale = optional(c.softmax_scale);
+  args.workspace = {c.workspace, c.workspace_bytes};
+  args.dropout_p = c.dropout_p;
+  args.seed = c.seed;
+  args.offset = c.offset;
+  return args;
+}
+
 std::optional<flashjit::JitMode> jit_mode(flashjit_jit jit) {
   switch (jit) {
     case FLASHJIT_JIT_DEFAULT:
@@ -570,6 +621,58 @@ flashjit_status flashjit_reference_merge(const flashjit_spec* spec,
 flashjit_status flashjit_reference_quantise(const flashjit_spec* spec,
                                             const flashjit_quantise_args* args) noexcept {
   return guarded([&] { flashjit::reference_quantise(get(spec, FLASHJIT_QUANTISE), quantise_args(args)); });
+}
+
+flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,
+                                       const flashjit_shared_sequence* sequence, void* communicator,
+                                       const char* nccl, flashjit_shared_attention** shared) noexcept {
+  return guarded([&] {
+    flashjit_shared_attention*& created =
+        required(shared, "shared", "give the address of a flashjit_shared_attention*");
+    created = nullptr;
+    if (!communicator) throw Error(ErrorCode::invalid_argument, "communicator is null: give an ncclComm_t.");
+    created = new flashjit_shared_attention{flashjit::SharedAttention(
+        get(runtime), shared_sequence(spec, sequence), communicator, nccl ? nccl : "")};
+  });
+}
+
+void flashjit_shared_destroy(flashjit_shared_attention* shared) noexcept { delete shared; }
+
+flashjit_status flashjit_shared_workspace_bytes(flashjit_shared_attention* shared, flashjit_pass pass,
+                                                size_t* bytes) noexcept {
+  return guarded([&] {
+    size_t& needed = required(bytes, "bytes", "give the address of a size_t");
+    needed = get(shared).workspace_bytes(shared_pass(pass));
+  });
+}
+
+flashjit_status flashjit_shared_prepare(flashjit_shared_attention* shared, flashjit_pass pass,
+                                        void* workspace, size_t workspace_bytes,
+                                        CUstream_st* stream) noexcept {
+  return guarded([&] { get(shared).prepare(shared_pass(pass), {workspace, workspace_bytes}, stream); });
+}
+
+flashjit_status flashjit_shared_forward(flashjit_shared_attention* shared,
+                                        const flashjit_shared_forward_args* args, CUstream_st* stream,
+                                        CUstream_st* copies) noexcept {
+  return guarded([&] {
+    const auto c = flashjit::read_struct("flashjit_shared_forward_args", args);
+    get(shared).forward(shared_args<flashjit::SharedForwardArgs>(c), stream, copies);
+  });
+}
+
+flashjit_status flashjit_shared_backward(flashjit_shared_attention* shared,
+                                         const flashjit_shared_backward_args* args, CUstream_st* stream,
+                                         CUstream_st* copies) noexcept {
+  return guarded([&] {
+    const auto c = flashjit::read_struct("flashjit_shared_backward_args", args);
+    auto read = shared_args<flashjit::SharedBackwardArgs>(c);
+    read.dout = c.dout;
+    read.dq = c.dq;
+    read.dk = c.dk;
+    read.dv = c.dv;
+    get(shared).backward(read, stream, copies);
+  });
 }
 
 }  // extern "C"

@@ -596,7 +596,7 @@ DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ranks", [2, 8, 64])
+@pytest.mark.parametrize("ranks", [2, 4, 8, 64])
 def test_long_rings_are_as_exact_as_one_gpu(ranks, device):
     import flashjit
     generator = torch.Generator().manual_seed(ranks)

@@ -349,7 +349,7 @@ std::vector<TileConfig> wide_preferences(const AnalysedSpec& spec) {
     if (choices.empty() && admits(spec, c, hopper)) choices.push_back(c);
   };
   if (spec.v_dim() > kMostColumns) {
-    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {32, 2}, {64, 1}, {32, 1}}) {
+    for (const auto& [bc, stages] : {std::pair{64, 2}, {48, 2}, {64, 1}, {32, 2}, {32, 1}}) {
       TileConfig c = config(sm90::kWarpgroupRows, bc, 8, stages);
       c.d_split = 2;
       consider(c);
@@ -442,8 +442,17 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
         d <= 64 && !spec.dropout && spec.score.empty() && listed_rows(spec, three) < three.br)
       choices.push_back(three);
   } else if (d <= 192) {
-    const int bc = spec.v_dim() <= 128 ? 112 : 80;
-    choices = {forward_config(8, bias_tile ? 64 : bc, 2), forward_config(4, bias_tile ? 64 : 96, 2)};
+    const bool narrow_v = spec.v_dim() <= 128;
+    choices = {forward_config(8,
+                              bias_tile  ? 64
+                              : narrow_v ? 112
+                                         : 80,
+                              2),
+               forward_config(4, bias_tile ? 64 : 96, 2)};
+    // Under a causal mask tiles that end where it does are better; and of long sequences three groups' tiles.
+    if (narrow_v && spec.is_causal && !bias_tile && !spec.dropout && spec.score.empty() &&
+        !spec.has_block_map())
+      choices = {forward_config(12, 80, 2), forward_config(8, 128, 2), forward_config(4, 96, 2)};
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
     // Fewer steps rescale O less often, where registers hold no more than the plain softmax.
@@ -456,10 +465,11 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
 }
 
 /// What a Q tile of so many warpgroups costs for a key, measured: three hide each other's waits best, one is
-/// alone with its own.
+/// alone with its own. At (192, 128) three are quicker from 8k on, two at 4k.
 double cost_of_groups(const AnalysedSpec& spec, int groups) {
   const double exposed = is_narrow(spec) ? 1.18 : 1.1;
-  return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : 192;
+  const double three = std::max(spec.head_dim, spec.v_dim()) > 128 ? 196 : 192;
+  return groups == 1 ? 100 * exposed : groups == 2 ? 128 * exposed : three;
 }
 /// Of two Q tiles of two warpgroups at a time, each; and where a CTA has only one of them.
 constexpr double kCostOfOneOfTwo = 290, kCostOfOneAlone = 170;

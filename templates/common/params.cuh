@@ -84,6 +84,8 @@ struct ScaleParam {
 struct CutTile {
   int batch_head, q_tile;
   int shares_end;  ///< the end of the shares that have parts of it; 0: there is none
+  int continues;   ///< the share in which the tile of this share's first part begins, if in an earlier one;
+                   ///< else -1
 };
 
 struct Params {

@@ -45,9 +45,11 @@ __device__ __forceinline__ void store_lse_of_part(const Params& p, const WorkTil
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = own_row() + half * 8;
+    const RowPlace place = row_place(p, work, wg, row);
+    if (place.q < 0) continue;
     if (work.split != kWhole) {
       p.lse_splits[row_of_part<P>(work.split, wg, row)] = lse[half];
-    } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0 && p.lse != nullptr) {
+    } else if (p.lse != nullptr) {
       p.lse[work.sequence.lse_row(p, place.h) + place.q] = lse[half];
     }
   }
@@ -59,10 +61,12 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int row = own_row() + half * 8;
+    const RowPlace place = row_place(p, work, wg, row);
+    if (place.q < 0) continue;  // 16 heads are a quarter of a tile's rows
     if (work.split != kWhole) {
       store_row<kCount / 4>(o_of_part<P>(p, row_of_part<P>(work.split, wg, row)) + first_column<P>(wg), half,
                             o, own_chunks<P>(wg));
-    } else if (const RowPlace place = row_place(p, work, wg, row); place.q >= 0) {
+    } else {
       OutElement<P>* row_of_o =
           work.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q) + first_column<P>(wg);
       if constexpr (P::kFp32Out) {

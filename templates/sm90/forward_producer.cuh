@@ -90,7 +90,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
                                                     const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
   auto scheduler = make_scheduler<P>(p, start);
-  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = {0, 0, 0};
+  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
 #pragma unroll 1
   for (int round = 0, wave = 0;; ++wave) {
     WorkTile<P>& work = smem.work(round);
@@ -98,9 +98,12 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
     bool more;
     if constexpr (P::kStreamK) {
       more = scheduler.next(p, start, coord);
-      if (more && scheduler.shares_end > 0)
-        p.cut_tiles[blockIdx.x] = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile),
-                                   scheduler.shares_end};
+      if (more && scheduler.continues >= 0) p.cut_tiles[blockIdx.x].continues = scheduler.continues;
+      if (more && scheduler.shares_end > 0) {
+        CutTile& cut = p.cut_tiles[blockIdx.x];
+        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
+        cut.shares_end = scheduler.shares_end;
+      }
     } else {
       more = scheduler.next(p, smem.slot, wave, coord);
     }

@@ -64,36 +64,55 @@ __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p) / p.head_lanes);
 }
 
-/// A lane's shares of `tiles` KV tiles: the first `larger` have a tile more than the others.
-struct Shares {
-  int count, larger;
-  long long size;
+/// How many shares a lane's `tiles` KV tiles make. Where all its `work_tiles` are alike (else that is 0),
+/// shares that have whole ones, or of which some make a whole one, leave fewest parts: a part is O in fp32,
+/// written and read. One CTA of 16 may be idle for that.
+__device__ __forceinline__ int count_of_shares(const Params& p, long long tiles, int work_tiles) {
+  const int most = static_cast<int>(
+      min(static_cast<long long>(p.num_splits / p.head_lanes), max(tiles / kFewestTilesOfShare, 1ll)));
+  if (work_tiles == 0) return most;
+  const int of_share = (work_tiles + most - 1) / most;
+  const int even = work_tiles <= most           ? most / work_tiles * work_tiles
+                   : work_tiles % of_share == 0 ? work_tiles / of_share
+                                                : 0;
+  return even * 16 >= most * 15 ? even : most;
+}
 
-  __device__ Shares(const Params& p, long long tiles)
-      : count(static_cast<int>(
-            min(static_cast<long long>(p.num_splits / p.head_lanes), max(tiles / kFewestTilesOfShare, 1ll)))),
-        larger(static_cast<int>(tiles % count)),
-        size(tiles / count) {}
+/// A lane's shares of its KV tiles, which differ by a tile at most.
+struct Shares {
+  long long each = 0;  ///< tiles of a share, rounded down
+  int rest = 0;        ///< and those that are left
+  int count = 1;
+
+  Shares() = default;
+  __device__ Shares(long long tiles, int count)
+      : each(tiles / count), rest(static_cast<int>(tiles - each * count)), count(count) {}
   __device__ long long begin(int share) const {
-    const int before = min(share, count);
-    return before * size + min(before, larger);
+    const int at = min(share, count);
+    return each * at + rest * at / count;
   }
-  /// The share that has a tile.
-  __device__ int of(long long tile) const {
-    const long long in_larger = larger * (size + 1);
-    return static_cast<int>(tile < in_larger ? tile / (size + 1) : larger + (tile - in_larger) / size);
+  /// The first share that begins at a tile or behind it.
+  __device__ int first_from(long long tile) const {
+    const float size = static_cast<float>(each) + static_cast<float>(rest) / static_cast<float>(count);
+    int share = static_cast<int>(static_cast<float>(tile) / size);  // or one next to it
+    while (share > 0 && begin(share - 1) >= tile) --share;
+    while (begin(share) < tile) ++share;
+    return share;
   }
+  __device__ int share_of(long long tile) const { return first_from(tile + 1) - 1; }
 };
 
-/// Where a share begins: the KV tiles of all rows, the row, and the KV tiles before that.
+/// Where a share begins: the row, and the KV tiles of all rows before that.
 struct ShareStart {
-  long long tiles = 0, before = 0;
+  Shares shares;
+  long long before = 0;
   int row = 0;
 };
 
 /// What find_share() needs of shared memory.
 struct ShareScratch {
   long long of_warp[32];
+  bool alike[32];  ///< the work of a warp's rows
   ShareStart start;
 };
 
@@ -104,32 +123,42 @@ __device__ ShareStart find_share(const Params& p, int share, ShareScratch& scrat
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
   const int rows = work_rows<P>(p), threads = static_cast<int>(blockDim.x);
   const int each = (rows + threads - 1) / threads, first = static_cast<int>(threadIdx.x) * each;
+  const long long of_first = rows > 0 ? work_of_row<P>(p, 0) : 0;
   long long own = 0;
-  for (int row = first; row < min(first + each, rows); ++row) own += work_of_row<P>(p, row);
+  bool alike = true;
+  for (int row = first; row < min(first + each, rows); ++row) {
+    const long long work = work_of_row<P>(p, row);
+    own += work;
+    alike = alike && work == of_first;
+  }
   long long end = own;  // with the work of the threads before
 #pragma unroll
   for (int lanes = 1; lanes < 32; lanes *= 2) {
     const long long other = __shfl_up_sync(kWholeWarp, end, lanes);
     if (lane >= lanes) end += other;
   }
-  if (lane == 31) scratch.of_warp[warp] = end;
+  alike = __all_sync(kWholeWarp, alike);
+  if (lane == 31) scratch.of_warp[warp] = end, scratch.alike[warp] = alike;
   if (threadIdx.x == 0) scratch.start = {};
   __syncthreads();
   long long tiles = 0;
   for (int other = 0; other < threads / 32; ++other) {
     if (other == warp) end += tiles;
     tiles += scratch.of_warp[other];
+    alike = alike && scratch.alike[other];
   }
-  const long long begin = Shares(p, tiles).begin(share);
+  const Shares shares(tiles,
+                      count_of_shares(p, tiles, alike ? rows * (heads_of_row<P>(p) / p.head_lanes) : 0));
+  const long long begin = shares.begin(share);
   long long before = end - own;
   if (before <= begin && begin < end) {
     int row = first;
     for (long long work; (work = work_of_row<P>(p, row)) <= begin - before; ++row) before += work;
-    scratch.start = {tiles, before, row};
+    scratch.start = {{}, before, row};
   }
   __syncthreads();
   ShareStart start = scratch.start;
-  start.tiles = tiles;
+  start.shares = shares;
   __syncthreads();
   return start;
 }
@@ -148,10 +177,11 @@ struct StreamKScheduler {
   int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
   int shares_end;  ///< of the part handed out last, if it begins a work tile and does not end it: the end of
                    ///< the shares that have its other parts; else 0
+  int continues;   ///< if it does not begin one: the share in which that begins; else -1
 
   __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
-      : cta(cta), row(start.row), shares_end(0) {
-    const Shares shares(p, start.tiles);
+      : cta(cta), row(start.row), shares_end(0), continues(-1) {
+    const Shares& shares = start.shares;
     const int share = cta / p.head_lanes;
     const long long begin = shares.begin(share);
     at = static_cast<int>(begin - start.before);
@@ -177,11 +207,9 @@ struct StreamKScheduler {
     found.split = begins && ends ? kWhole : part_of_share(p, share, lane, !ends);
     at += size;
     left -= size;
-    shares_end = 0;
-    if (begins && !ends) {
-      const Shares shares(p, start.tiles);
-      shares_end = shares.of(shares.begin(share + 1) + count() - size - 1) + 1;
-    }
+    const Shares& shares = start.shares;
+    shares_end = begins && !ends ? shares.first_from(shares.begin(share + 1) + count() - size) : 0;
+    continues = begins ? -1 : shares.share_of(shares.begin(share) - tile);
     return true;
   }
 };

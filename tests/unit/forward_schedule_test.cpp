@@ -188,10 +188,17 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   }
   // As find_share() finds it, of a lane.
   long long sum = 0;
-  for (int row = 0; row < work_rows<P>(p); ++row) sum += work_of_row<P>(p, row);
+  bool alike = true;
+  for (int row = 0; row < work_rows<P>(p); ++row) {
+    sum += work_of_row<P>(p, row);
+    alike = alike && work_of_row<P>(p, row) == work_of_row<P>(p, 0);
+  }
+  const int work_tiles = alike ? work_rows<P>(p) * (heads_of_row<P>(p) / lanes) : 0;
+  const Shares all(sum, count_of_shares(p, sum, work_tiles));
+  ASSERT_LE(all.count, std::max(shares / lanes, 1));
   const auto start_of = [&](int share) {
-    ShareStart start{sum, 0, 0};
-    const long long begin = Shares(p, sum).begin(share);
+    ShareStart start{all, 0, 0};
+    const long long begin = all.begin(share);
     for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin;
          ++start.row)
       start.before += work_of_row<P>(p, start.row);
@@ -201,26 +208,28 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   std::map<std::tuple<unsigned, unsigned, int>, int> visits;  // batch and head, Q tile, KV tile
   std::map<int, std::pair<unsigned, unsigned>> parts;
   std::vector<CutTile> cut_tiles;
-  const long long fewest = Shares(p, sum).begin(1);
+  const long long fewest = all.begin(1);
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
     const ShareStart start = start_of(share / lanes);
     StreamKScheduler<P> scheduler(p, share, start);
-    CutTile cut{0, 0, 0};
+    CutTile cut{0, 0, 0, -1};
     for (TileCoord coord; scheduler.next(p, start, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
       for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
         ++visits[{coord.batch_head, coord.q_tile, tile}];
+      if (scheduler.continues >= 0) cut.continues = scheduler.continues;
       if (scheduler.shares_end > 0)
-        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), scheduler.shares_end};
+        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), scheduler.shares_end,
+               cut.continues};
       if (coord.split != kWhole) {
         ASSERT_EQ(coord.split / 2, share);
         ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);
       }
     }
     cut_tiles.push_back(cut);
-    if (share / lanes < Shares(p, sum).count) {
+    if (share / lanes < all.count) {
       ASSERT_LE(std::abs(size - fewest), 1) << share;
     } else {
       ASSERT_EQ(size, 0);
@@ -232,6 +241,8 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   for (int share = 0; share < shares; ++share) {
     const CutTile& cut = cut_tiles[share];
     for (int other = share / lanes; other < cut.shares_end; ++other, ++joined) {
+      ASSERT_TRUE(other == share / lanes ||
+                  cut_tiles[other * lanes + share % lanes].continues == share / lanes);
       const auto part = parts.find(part_of_share(p, other, share % lanes, other + 1 < cut.shares_end));
       ASSERT_NE(part, parts.end());
       ASSERT_EQ(part->second,
@@ -256,6 +267,21 @@ TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
   for (const int lanes : {1, 2})
     for (const int shares : {2, 132}) expect_equal_shares<QTilesAsHeads>(folded, shares, 1, 1, lanes);
   expect_equal_shares<QTilesAsHeads>({{130, 130}, {900, 700}}, 132, 2, 1, 3);
+}
+
+TEST(StreamK, WorkTilesThatAreAlikeAreCutLittle) {
+  Params p = {};
+  p.num_splits = 132, p.head_lanes = 1;
+  EXPECT_EQ(count_of_shares(p, 128 * 16, 128), 128);  // one each
+  EXPECT_EQ(count_of_shares(p, 256 * 16, 256), 128);  // two each
+  EXPECT_EQ(count_of_shares(p, 32 * 64, 32), 128);    // four for each
+  EXPECT_EQ(count_of_shares(p, 128 * 16, 0), 132);    // not alike
+  EXPECT_EQ(count_of_shares(p, 100 * 16, 100), 132);  // too many would be idle
+  EXPECT_EQ(count_of_shares(p, 133 * 16, 133), 132);
+  EXPECT_EQ(count_of_shares(p, 1 * 20, 1), 10);
+  EXPECT_EQ(count_of_shares(p, 0, 0), 1);
+  p.head_lanes = 2;
+  EXPECT_EQ(count_of_shares(p, 64 * 16, 64), 64);
 }
 
 }  // namespace

@@ -157,9 +157,8 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
                whole && !shares_rows ? spec.head_dim : 16) +
         function("multiply_output", {output, Left::registers, "1", {}, along_rows(whole ? config.bc : 16)});
     if (shares_rows)
-      text += function("multiply_output_of_tile",
-                       {output, Left::shared, "0, 1", along_columns(sm90::kWarpgroupRows, config.bc),
-                        along_rows(config.bc)});
+      text += function("multiply_output_of_tile", {output, Left::shared, "0, 1",
+                                                   along_columns(sm90::kWarpgroupRows, 16), along_rows(16)});
     return text;
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);

@@ -63,9 +63,13 @@ __device__ __forceinline__ void start_wide_qk(const ForwardStorage<P>& smem, int
 template <class P>
 __device__ __forceinline__ void start_wide_pv(const ForwardStorage<P>& smem, int n, OAccumulator<P>& o,
                                               int adds) {
+  const unsigned long long v = own_v_descriptor(smem, n, 1), p_tile = tile_descriptor(smem.p_tile(), 0);
   pin(o);
   wgmma_fence();
-  P::multiply_output_of_tile(o, tile_descriptor(smem.p_tile(), 0), own_v_descriptor(smem, n, 1), adds);
+#pragma unroll
+  for (int step = 0; step < P::kBc / 16; ++step)
+    P::multiply_output_of_tile(o, p_tile + (step / 4 * kWarpgroupRows * kRowBytes + step % 4 * 32 >> 4),
+                               v + (step * 16 * kRowBytes >> 4), step > 0 ? 1 : adds);
   pin(o);
 }
 

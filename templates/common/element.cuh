@@ -132,6 +132,29 @@ __device__ __forceinline__ unsigned fp16_of_upper_codes<e4m3>(unsigned codes) {
 }
 #endif
 
+/// The first code that is NaN or infinite. All with its upper bits are.
+template <class Code>
+constexpr unsigned kFirstSpecialCode = 0x80;
+template <>
+constexpr unsigned kFirstSpecialCode<e4m3> = 0x7f;
+template <>
+constexpr unsigned kFirstSpecialCode<e5m2> = 0x7c;
+/// Makes them zeros.
+template <class Code, int kWords>
+__device__ __forceinline__ void clear_special_codes(unsigned (&words)[kWords]) {
+  constexpr unsigned kFirst = kFirstSpecialCode<Code>, kInEachByte = 0x01010101;
+  if constexpr (kFirst == 0x80) return;
+  unsigned special[kWords], any = 0;  // a byte's highest bit
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) {
+    special[i] = ((words[i] & kFirst * kInEachByte) + (0x80 - kFirst) * kInEachByte) & 0x80 * kInEachByte;
+    any |= special[i];
+  }
+  if (any == 0) return;
+#pragma unroll
+  for (int i = 0; i < kWords; ++i) words[i] &= ~((special[i] >> 7) * 0xffu);
+}
+
 /// A code of one bit of sign, 7 - kMantissa of exponent and kMantissa of mantissa. The highest code is NaN.
 template <int kMantissa>
 __device__ __forceinline__ unsigned code_of_float(float x, float largest) {

@@ -23,35 +23,12 @@ __device__ __forceinline__ unsigned codes_of_first_keys(int count) {
   return bytes;
 }
 
-/// Whether rows that meet a KV tile may be without some of its keys, whose V must not count: P is 0, and 0
-/// times NaN is NaN.
+/// Writes V^T of a tile of V, zeros for keys from `valid` on; `cut`: and for codes that are NaN. By a warp,
+/// of kTransposers; 32 keys of 16 columns at a time. ldmatrix gives a thread two columns of two keys in a
+/// word, bytes are selected, and stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of the
+/// sixteen, rows 0, 2, 4, 6, 9, 11, 13 and 15 are one matrix, as the swizzle then gives each its own banks.
 template <class P>
-constexpr bool kHidesKeys = P::kHasMask || P::kBlockMap;
-
-/// The first code that is NaN or infinite; all with the same upper bits are, too.
-template <class Code>
-constexpr unsigned kFirstSpecialCode = 0x7f;
-template <>
-constexpr unsigned kFirstSpecialCode<e5m2> = 0x7c;
-/// Makes them zeros.
-template <class Code>
-__device__ __forceinline__ void clear_special_codes(unsigned (&words)[4]) {
-  constexpr unsigned kFirst = kFirstSpecialCode<Code>, kInEachByte = 0x01010101;
-  unsigned special[4];  // a byte's highest bit
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    special[i] = (words[i] & kFirst * kInEachByte) + (0x80 - kFirst) * kInEachByte & 0x80 * kInEachByte;
-  if ((special[0] | special[1] | special[2] | special[3]) == 0) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] &= ~((special[i] >> 7) * 0xffu);
-}
-
-/// Writes V^T of a tile of V, zeros for keys from `valid` on. By a warp, of kTransposers; 32 keys of 16
-/// columns at a time. ldmatrix gives a thread two columns of two keys in a word, bytes are selected, and
-/// stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of the sixteen, rows 0, 2, 4, 6, 9,
-/// 11, 13 and 15 are one matrix, as the swizzle then gives each its own banks.
-template <class P>
-__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, int warp) {
+__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, bool cut, int warp) {
   constexpr int kBlocks = P::kBc / 32, kLoads = min(kBlocks, 4);
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 8, odd = (row >= 4) ^ (lane / 8 % 2);
   const int column = 2 * row + odd;
@@ -81,7 +58,7 @@ __device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int v
 #pragma unroll
           for (int i = 0; i < 4; ++i) codes[i] &= codes_of_first_keys(valid - block * 32 - i / 2 * 16);
         }
-        if constexpr (kHidesKeys<P>) clear_special_codes<typename P::KvElement>(codes);
+        if (kHidesKeys<P> && cut) clear_special_codes<typename P::KvElement>(codes);
         store_matrices((write_group ^ (block % 4 * 32)) + block / 4 * P::kHeadDimV * kRowBytes, codes);
       }
     }
@@ -97,12 +74,13 @@ __device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorag
     barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
     const WorkTile<P>& work = smem.work(round);
     if (work.h < 0) break;
+    const Range met = keys_of_work_tile(p, work);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
-      const int valid = kForeignKeys<P> ? work.sequence.seqused_kv(p) - work.kv_begin(i) : P::kBc;
+      const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
       barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
       barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-      transpose_tile<P>(smem.v(n), smem.v_landing(n), valid, warp);
+      transpose_tile<P>(smem.v(n), smem.v_landing(n), valid, !has_tile<P>(met, begin), warp);
       publish_to_async_proxy();
       barrier_arrive(smem.v_full(n));
       release(smem.v_may_land(n));

@@ -20,6 +20,23 @@ __device__ __forceinline__ Range keys_of_all_rows(const Params& p, const typenam
   }
 }
 
+/// The keys that all rows of a work tile attend to, as far as the mask's bounds say so, be they padding or
+/// not. In other KV tiles V must have no codes that are NaN: P of a hidden key is 0, and 0 times NaN is NaN.
+template <class P>
+constexpr bool kHidesKeys = P::kHasMask || P::kBlockMap;
+template <class P>
+__device__ __forceinline__ Range keys_of_work_tile(const Params& p, const WorkTile<P>& work) {
+  if constexpr (!kHidesKeys<P>) return {0, 0x7fffffff};
+  const int end = min(work.q_begin + queries_per_tile<P>(p), work.sequence.seqlen_q(p));
+  if constexpr (kFullTilesByBounds<P>)
+    return keys_of_all_rows<P>(p, work.sequence.head(p, work.h), {work.q_begin, end}, 0x7fffffff);
+  return {0, 0};
+}
+template <class P>
+__device__ __forceinline__ bool has_tile(Range keys, int kv_begin) {
+  return keys.begin <= kv_begin && kv_begin + P::kBc <= keys.end;
+}
+
 /// What all codes of a work tile's head of K and V are multiplied with: K's, and Q's, with the score's scale,
 /// V's with O. Scales of keys are multiplied with S and V.
 template <class P, bool kOfHeads = kScaledKv<P> && !P::kKeyScales>

@@ -28,6 +28,12 @@ TEST_P(EmulatedCodes, ThatAreNanInKBehindAMaskReachNothing) {
   check_nan_behind_mask(runtime.get(), GetParam());
 }
 
+TEST_P(EmulatedCodes, ThatAreNanInVBehindAMaskReachNothing) {
+  if (GetParam() != Family::sm90) GTEST_SKIP() << "zero times NaN is NaN there";
+  TemporaryRuntime runtime;
+  check_nan_in_v_behind_mask(runtime.get(), GetParam());
+}
+
 INSTANTIATE_TEST_SUITE_P(Families, EmulatedCodes, testing::Values(Family::simt, Family::sm80, Family::sm90),
                          [](const auto& info) { return to_string(info.param); });
 

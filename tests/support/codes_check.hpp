@@ -133,19 +133,21 @@ inline void check_long_mean(Runtime& runtime, Family family, std::int64_t keys) 
   EXPECT_NEAR(decode(DType::fp32, lse.content())[0], std::log(count), 1e-5);
 }
 
-/// K's codes are NaN from the middle on, which a causal mask hides from the queries before: their O is the
-/// mean of V so far.
-inline void check_nan_behind_mask(Runtime& runtime, Family family) {
+/// K's codes are NaN from the middle on, and so are V's where families hide them, which a causal mask hides
+/// from the queries before: their O is the mean of V so far.
+inline void check_nan_behind_mask(Runtime& runtime, Family family,
+                                  const char* of_codes = "bf16:d16:kve4m3:causal", bool in_v = false) {
   constexpr int kDim = 16, kRows = 40, kFirstNan = 20;
-  const AttentionSpec spec = parse_spec("bf16:d16:kve4m3:causal");
+  const AttentionSpec spec = parse_spec(of_codes);
   const AttentionShape shape{1, 1, 1, kRows, kRows};
   std::mt19937 random(3);
   std::vector<double> k(kRows * kDim), v(kRows * kDim);
   for (std::size_t i = 0; i < k.size(); ++i) {
-    k[i] = i / kDim < kFirstNan ? random_code(spec.kv_type(), random) : std::nan("");
-    v[i] = random_code(spec.kv_type(), random);
+    const bool is_nan = i / kDim >= kFirstNan;
+    k[i] = is_nan ? std::nan("") : random_code(spec.kv_type(), random);
+    v[i] = is_nan && in_v ? std::nan("") : random_code(spec.kv_type(), random);
   }
-  const auto q = to_device(spec.dtype, std::vector<double>(kRows * kDim)),
+  const auto q = to_device(spec.q_type(), std::vector<double>(kRows * kDim)),
              device_k = to_device(spec.kv_type(), k), device_v = to_device(spec.kv_type(), v),
              scale = to_device(DType::fp32, std::vector<double>{0.5});
   const GuardedMemory out(kRows * kDim * size_of(spec.dtype));
@@ -159,7 +161,8 @@ inline void check_nan_behind_mask(Runtime& runtime, Family family) {
                    .out = TensorView::bhsd(out.data(), 1, 1, kRows, kDim),
                    .workspace = {work.data(), work.bytes()},
                    .k_scale = view,
-                   .v_scale = view},
+                   .v_scale = view,
+                   .q_scale = spec.q_codes ? view : ConstScaleView{}},
                   nullptr);
   gpu().context->synchronize();
   const std::vector<double> got = decode(spec.dtype, out.content());
@@ -170,6 +173,19 @@ inline void check_nan_behind_mask(Runtime& runtime, Family family) {
       EXPECT_NEAR(got[row * kDim + column], sum / (row + 1), 0x1p-7 * size / (row + 1)) << row;
     }
   }
+}
+
+/// V's, too, where a KV tile has keys that some rows do not attend to; the second mask is the first as no
+/// bounds say it.
+inline void check_nan_in_v_behind_mask(Runtime& runtime, Family family) {
+  for (const char* codes : {"bf16:d16:kve4m3", "fp16:d16:kve5m2", "bf16:d16:kve4m3:key_scales",
+                            "bf16:d16:kve4m3:q_codes", "bf16:d16:kve5m2:q_codes"})
+    for (const char* mask : {":causal", ":mask{max(q, kv) == q}"}) {
+      const std::string spec = std::string(codes) + mask;
+      if (!plan::traits(family).supports(parse_spec(spec), gpu().info)) continue;
+      SCOPED_TRACE(spec);
+      check_nan_behind_mask(runtime, family, spec.c_str(), true);
+    }
 }
 
 /// Scales are powers of two, so that nothing rounds but what must.

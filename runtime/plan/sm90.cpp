@@ -95,8 +95,9 @@ bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spe
 /// away by the compiler.
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.q_codes) {  // P V begins when S is P
-    const int part = spec.v_dim() / sm90::pv_parts(spec.v_dim(), true, true);
-    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + part / 2) + (has_bias_tile(spec) ? 8 : 0);
+    const int parts = sm90::pv_parts(spec.v_dim(), true, true);
+    const int products = std::min(parts, 2) * spec.v_dim() / parts / 2;
+    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0);
   }
   if (is_forward(spec)) {
     return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
@@ -108,9 +109,11 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   return gradients + c.br;
 }
 
-/// How many of them fit, besides addresses and the rows' state.
+/// How many of them fit, besides addresses and the rows' state, of which the loop of products of codes keeps
+/// little while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
-  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) - 32;
+  return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
+         (spec.q_codes ? 8 : 32);
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose

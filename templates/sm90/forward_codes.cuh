@@ -116,26 +116,39 @@ __device__ __forceinline__ void drop_codes(const Params& p, const WorkTile<P>& w
   }
 }
 
-/// O = rescale O + P V, some columns after the other.
+/// O = rescale O + P V, some columns after the other. A part's product is under way while the one before is
+/// added.
 template <class P>
 __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& codes, unsigned v,
                                        const float (&rescale)[2]) {
-  constexpr int kParts = pv_parts(P::kHeadDimV, true, true), kColumns = P::kHeadDimV / kParts;
-#pragma unroll
-  for (int part = 0; part < kParts; ++part) {
-    float product[kColumns / 2];
-    pin(product);
+  constexpr int kParts = pv_parts(P::kHeadDimV, true, true), kColumns = P::kHeadDimV / kParts,
+                kBuffers = min(kParts, 2);
+  float products[kBuffers][kColumns / 2];
+  const auto start = [&](int part) {
+    pin(products[part % kBuffers]);
     wgmma_fence();
-    P::multiply_output(product, codes, tile_descriptor(v + part * kColumns * kRowBytes, 0), 0);
+    P::multiply_output(products[part % kBuffers], codes, tile_descriptor(v + part * kColumns * kRowBytes, 0),
+                       0);
     wgmma_commit();
-    wgmma_wait<0>();
+  };
+  const auto add = [&](int part) {
+    float(&product)[kColumns / 2] = products[part % kBuffers];
     pin(product);
 #pragma unroll
     for (int n = 0; n < kColumns / 2; ++n) {
       float& sum = o[part * kColumns / 2 + n];
       sum = fmaf(sum, rescale[n / 2 % 2], product[n]);
     }
+  };
+  start(0);
+#pragma unroll
+  for (int part = 1; part < kParts; ++part) {
+    start(part);
+    wgmma_wait<1>();
+    add(part - 1);
   }
+  wgmma_wait<0>();
+  add(kParts - 1);
 }
 
 /// Computes a consumer warpgroup's rows of O, work tile after work tile.

@@ -1,15 +1,19 @@
-"""Errors of attention in 8 bits against fp64, over the length: flashjit's, FlashAttention-3's and cuDNN's, on one GPU.
+"""Errors of attention in 8 bits against fp64, over the length, and its speed: flashjit's, FlashAttention-3's and cuDNN's, on one GPU.
 
-    python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv   # measures, and writes the file, the picture and the page
-    python3 tools/bench/eight_bits.py --tables                           # writes picture and page again, without a GPU
+    python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv   # measures errors, and writes file, picture and page
+    python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv --speed   # measures speeds, and writes file and page
+    python3 tools/bench/eight_bits.py --tables                           # writes picture and pages again, without a GPU
 
 The file is tools/bench/results/h100_eight_bits.csv: of each method the relative RMS error against the inputs before they were
 rounded (rel) and against what their codes mean (kernel), the RMS and the largest error. The page is the section of
-tools/docs/accuracy.md; the picture needs matplotlib. Codes are e4m3, with a scale for each sequence and KV head.
+tools/docs/accuracy.md; the picture needs matplotlib. Codes are e4m3, with a scale for each sequence and KV head. Speeds are
+those of 16k tokens of hidden size 2048 in [batch, length, heads, d], and of flashjit in bf16: h100_eight_bits_speed.csv, and a
+section of tools/docs/eight-bits.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
 import argparse
 import csv
+import functools
 import importlib
 import math
 import os
@@ -24,9 +28,12 @@ except ImportError:
     torch = None
 
 FILE, PICTURE = (os.path.join(RESULTS, f"h100_eight_bits.{kind}") for kind in ("csv", "png"))
-PAGE = os.path.join(ROOT, "tools", "docs", "accuracy.md")
+SPEED_FILE = os.path.join(RESULTS, "h100_eight_bits_speed.csv")
+PAGE, SPEED_PAGE = (os.path.join(ROOT, "tools", "docs", name) for name in ("accuracy.md", "eight-bits.md"))
 COLUMNS = ("inputs", "head_dim", "causal", "seqlen", "method", "rel", "kernel", "rmse", "largest")
+SPEED_COLUMNS = ("head_dim", "causal", "seqlen", "method", "us", "tflops")
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
+SPEED_LENGTHS, TOKENS, HIDDEN = (1024, 4096, 16384), 16384, 2048
 INPUTS, DIMS, MASKS = ("normal", "outliers"), (64, 128, 256), (0, 1)
 HEADS, ROWS = 4, 256  # of which errors are found
 LARGEST_CODE = 448.0
@@ -84,29 +91,35 @@ def exact(q, k, v, causal, rows):
     return torch.stack(out)[None]
 
 
-def flashjit_method(q, k, v, scales, causal):
+# A method prepares a call from codes and scales; the call returns O.
+
+def flashjit_method(q, k, v, scales, causal, out_dtype=None):
     import flashjit
     q_scale, k_scale, v_scale = scales
-    return flashjit.attention(q, k, v, causal=causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, out_dtype=torch.float32)
+    return functools.partial(flashjit.attention, q, k, v, causal=causal, q_scale=q_scale, k_scale=k_scale, v_scale=v_scale,
+                             out_dtype=out_dtype or torch.float32)
 
 
 def fa3_method():
     function = importlib.import_module("fa3_fwd_interface").flash_attn_func
 
-    def run(q, k, v, scales, causal):
+    def prepare(q, k, v, scales, causal):
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = function(q, k, v, causal=causal, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
-        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
-    return run
+
+        def run():
+            out = function(q, k, v, causal=causal, q_descale=scales[0], k_descale=scales[1], v_descale=scales[2])
+            return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+        return run
+    return prepare
 
 
 def cudnn_method():
     cudnn = importlib.import_module("cudnn")
 
-    def run(q, k, v, scales, causal):
+    def prepare(q, k, v, scales, causal):
         # cuDNN has one scale for each tensor: codes of the largest.
         whole = [s.amax() for s in scales]
-        codes = [(meant(x, s) / one).to(torch.float8_e4m3fn) for x, s, one in zip((q, k, v), scales, whole)]
+        codes = [(x.double() * (s / one)[..., None, None]).to(torch.float8_e4m3fn) for x, s, one in zip((q, k, v), scales, whole)]
         graph = cudnn.pygraph(io_data_type=cudnn.data_type.FP8_E4M3, intermediate_data_type=cudnn.data_type.FLOAT,
                               compute_data_type=cudnn.data_type.FLOAT)
         tensors = [graph.tensor_like(x) for x in codes]
@@ -118,17 +131,20 @@ def cudnn_method():
             q=tensors[0], k=tensors[1], v=tensors[2], descale_q=named[0], descale_k=named[1], descale_v=named[2],
             descale_s=named[3], scale_s=named[4], scale_o=named[5], generate_stats=False,
             attn_scale=1 / math.sqrt(q.shape[3]), use_causal_mask=causal)
-        result = torch.empty(q.shape, dtype=torch.bfloat16, device=q.device)
+        result = torch.empty_like(q, dtype=torch.bfloat16)
         out.set_output(True).set_dim(result.shape).set_stride(result.stride()).set_data_type(cudnn.data_type.BFLOAT16)
         largest = [torch.empty(1, 1, 1, 1, device=q.device) for _ in "so"]
         for tensor in (amax_s, amax_o):
             tensor.set_output(True).set_dim((1, 1, 1, 1)).set_stride((1, 1, 1, 1)).set_data_type(cudnn.data_type.FLOAT)
         graph.build([cudnn.heur_mode.A])
         space = torch.empty(graph.get_workspace_size(), dtype=torch.uint8, device=q.device)
-        graph.execute({**dict(zip(tensors, codes)), **dict(zip(named, factors)), out: result, amax_s: largest[0],
-                       amax_o: largest[1]}, space)
-        return result
-    return run
+        given = {**dict(zip(tensors, codes)), **dict(zip(named, factors)), out: result, amax_s: largest[0], amax_o: largest[1]}
+
+        def run():
+            graph.execute(given, space)
+            return result
+        return run
+    return prepare
 
 
 def methods():
@@ -166,11 +182,11 @@ def measure_case(kind, dim, causal, length, people, device="cuda", heads=HEADS):
         codes, scales = [x for x, _ in given], [scale for _, scale in given]
         of_codes = exact(*(meant(*x) for x in given), causal, rows)
         add("inputs" + suffix, of_codes, of_codes)
-        for name, run in people.items():
+        for name, prepare in people.items():
             if name == "cudnn" and suffix:
                 continue
             try:
-                add(name + suffix, run(*codes, scales, causal)[:, :, rows], of_codes)
+                add(name + suffix, prepare(*codes, scales, causal)()[:, :, rows], of_codes)
             except Exception as error:  # a peer that does not take the case is left out
                 if name == "flashjit":
                     raise
@@ -194,6 +210,55 @@ def measure(path):
                                              for name, value in row.items()})
                             print(*row.values(), sep="  ")
                         file.flush()
+
+
+def measure_speeds(path):
+    import flashjit
+    from compare import interleaved_ms
+    people = methods()
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, SPEED_COLUMNS)
+        writer.writeheader()
+        for dim in DIMS:
+            for length in SPEED_LENGTHS:
+                torch.manual_seed(0)
+                # [batch, heads, length, d] of rows that lie as [batch, length, heads, d]
+                q, k, v = (torch.randn(TOKENS // length, length, HIDDEN // dim, dim, device="cuda").to(torch.bfloat16).transpose(1, 2)
+                           for _ in "qkv")
+                codes, scales = zip(*(quantised(x) for x in (q, k, v)))
+                for causal in MASKS:
+                    calls = {"flashjit bf16": functools.partial(flashjit.attention, q, k, v, causal=bool(causal))}
+                    for name, prepare in people.items():
+                        options = {"out_dtype": torch.bfloat16} if name == "flashjit" else {}
+                        try:
+                            calls[name] = prepare(*codes, scales, bool(causal), **options)
+                            calls[name]()
+                        except Exception as error:
+                            calls.pop(name, None)
+                            if name == "flashjit":
+                                raise
+                            print(f"  {name} refuses d{dim} {length}: {str(error).splitlines()[0][:120]}")
+                    products = 4 * TOKENS * length * HIDDEN / (2 if causal else 1)
+                    for name, ms in interleaved_ms(calls, 30).items():
+                        row = {"head_dim": dim, "causal": causal, "seqlen": length, "method": name, "us": f"{1e3 * ms:.1f}",
+                               "tflops": f"{products / ms / 1e9:.0f}"}
+                        writer.writerow(row)
+                        print(*row.values(), sep="  ")
+                    file.flush()
+
+
+def speed_table(rows):
+    """TFLOP/s by head dimension and length, full and causal."""
+    names = [name for name in ("flashjit bf16", "flashjit", "fa3", "cudnn") if any(row["method"] == name for row in rows)]
+    lines = []
+    for dim in DIMS:
+        for length in SPEED_LENGTHS:
+            of = {(row["method"], row["causal"]): row["tflops"] for row in rows
+                  if (row["head_dim"], row["seqlen"]) == (dim, length)}
+            if of:
+                lines.append([f"d{dim}, {length // 1024}k", *(", ".join(of.get((name, causal), "-") for causal in MASKS)
+                                                              for name in names)])
+    return markdown(["TFLOP/s, full, causal", *names], lines)
 
 
 def beyond(rows):
@@ -241,9 +306,13 @@ def draw(rows, path):
 
 
 def write_pages():
-    rows = read(FILE)
-    draw(rows, PICTURE)
-    replace(PAGE, "eight_bits", f"{table(rows)}\n\n![Errors over the length](../bench/results/{os.path.basename(PICTURE)})")
+    """Those whose files there are."""
+    if os.path.exists(FILE):
+        rows = read(FILE)
+        draw(rows, PICTURE)
+        replace(PAGE, "eight_bits", f"{table(rows)}\n\n![Errors over the length](../bench/results/{os.path.basename(PICTURE)})")
+    if os.path.exists(SPEED_FILE):
+        replace(SPEED_PAGE, "speed", speed_table(read(SPEED_FILE)))
     return 0
 
 
@@ -251,6 +320,7 @@ def main():
     options = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     options.add_argument("--lib", help="libflashjit.so")
     options.add_argument("--csv", action="store_true", help="write the file, the picture and the page")
+    options.add_argument("--speed", action="store_true", help="measure speeds instead of errors")
     options.add_argument("--tables", action="store_true", help="write picture and page of the file")
     given = options.parse_args()
     if given.tables:
@@ -262,9 +332,13 @@ def main():
         os.environ["FLASHJIT_LIBRARY"] = os.path.abspath(given.lib)
     sys.path.insert(0, os.path.join(ROOT, "tools", "python"))
     with tempfile.TemporaryDirectory() as folder:
-        path = FILE if given.csv else os.path.join(folder, "errors.csv")
-        measure(path)
-        wrong = beyond(read(path))
+        path = (SPEED_FILE if given.speed else FILE) if given.csv else os.path.join(folder, "measured.csv")
+        if given.speed:
+            measure_speeds(path)
+            wrong = []
+        else:
+            measure(path)
+            wrong = beyond(read(path))
     for row in wrong:
         print(f"beyond {KERNEL_LIMIT:.4f}:", *row.values())
     if given.csv:

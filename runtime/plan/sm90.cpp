@@ -96,7 +96,8 @@ bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spe
 int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   if (spec.q_codes) {  // P V begins when S is P
     const int parts = sm90::pv_parts(spec.v_dim(), true, true);
-    const int products = std::min(parts, 2) * spec.v_dim() / parts / 2;
+    const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);
+    const int products = at_a_time * spec.v_dim() / parts / 2;
     return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0);
   }
   if (is_forward(spec)) {
@@ -113,7 +114,7 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// little while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
-         (spec.q_codes ? 8 : 32);
+         (!spec.q_codes ? 32 : c.warps / kGroupWarps == 3 ? 24 : 8);
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose

@@ -281,16 +281,16 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
           schedule_and_load_q(p, smem, maps, start);
       } else if (elected())
         schedule_and_load_q(p, smem, maps, start);
+    } else if (kCodeProducts<P> && warp < 2 + kTransposers<P>) {
+      if constexpr (kCodeProducts<P>) transpose_v(p, smem, warp - 2);
+      if (warp == 2) write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if (warp / kQTilesPerCta<P> == 2) {
       if constexpr (P::kKeyScales) load_key_scales(p, smem);
-      if constexpr (kCodeProducts<P>) transpose_v(p, smem, 0);
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (kGathers<P>) {
       gather_kv(p, smem, 1);
     } else if constexpr (P::kScoreColumnTerm) {
       find_column_terms(p, smem);
-    } else if constexpr (kCodeProducts<P>) {
-      transpose_v(p, smem, 1);
     }
   } else {
     raise_register_limit<consumer_registers(kAllWarpgroups, P::kMinBlocks, kConverters<P>, P::kDSplit)>();

@@ -23,13 +23,14 @@ __device__ __forceinline__ unsigned codes_of_first_keys(int count) {
   return bytes;
 }
 
-/// Writes V^T of a tile of V, zeros for keys from `valid` on; `cut`: and for codes that are NaN. By a warp,
-/// of kTransposers; 32 keys of 16 columns at a time. ldmatrix gives a thread two columns of two keys in a
-/// word, bytes are selected, and stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of the
-/// sixteen, rows 0, 2, 4, 6, 9, 11, 13 and 15 are one matrix, as the swizzle then gives each its own banks.
-template <class P>
-__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, bool cut, int warp) {
-  constexpr int kBlocks = P::kBc / 32, kLoads = min(kBlocks, 4);
+/// Writes V^T of a tile of V; `kSomeKeys`: zeros for keys from `valid` on, and for codes that are NaN. By a
+/// warp, of kTransposers; 32 keys of 16 columns at a time. ldmatrix gives a thread two columns of two keys in
+/// a word, bytes are selected, and stmatrix writes eight columns of V, each a row of V^T, with 16 keys. Of
+/// the sixteen, rows 0, 2, 4, 6, 9, 11, 13 and 15 are one matrix, as the swizzle then gives each its own
+/// banks.
+template <class P, bool kSomeKeys>
+__device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int valid, int warp) {
+  constexpr int kBlocks = P::kBc / 32, kLoads = min(kBlocks, kSomeKeys ? 2 : 4);
   const int lane = static_cast<int>(threadIdx.x) % 32, row = lane % 8, odd = (row >= 4) ^ (lane / 8 % 2);
   const int column = 2 * row + odd;
   const unsigned read = from + lane * kRowBytes + row * 16;
@@ -54,11 +55,11 @@ __device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int v
         unsigned codes[4] = {
             select_bytes(of[0], of[1], first_bytes), select_bytes(of[0], of[1], second_bytes),
             select_bytes(of[2], of[3], first_bytes), select_bytes(of[2], of[3], second_bytes)};
-        if (kForeignKeys<P> && valid < P::kBc) {
+        if constexpr (kSomeKeys) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) codes[i] &= codes_of_first_keys(valid - block * 32 - i / 2 * 16);
+          clear_special_codes<typename P::KvElement>(codes);
         }
-        if (kHidesKeys<P> && cut) clear_special_codes<typename P::KvElement>(codes);
         store_matrices((write_group ^ (block % 4 * 32)) + block / 4 * P::kHeadDimV * kRowBytes, codes);
       }
     }
@@ -80,7 +81,10 @@ __device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorag
       const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
       barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
       barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-      transpose_tile<P>(smem.v(n), smem.v_landing(n), valid, !has_tile<P>(met, begin), warp);
+      if ((kForeignKeys<P> && valid < P::kBc) || (kHidesKeys<P> && !has_tile<P>(met, begin)))
+        transpose_tile<P, true>(smem.v(n), smem.v_landing(n), valid, warp);
+      else
+        transpose_tile<P, false>(smem.v(n), smem.v_landing(n), valid, warp);
       publish_to_async_proxy();
       barrier_arrive(smem.v_full(n));
       release(smem.v_may_land(n));
@@ -122,7 +126,7 @@ template <class P>
 __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& codes, unsigned v,
                                        const float (&rescale)[2]) {
   constexpr int kParts = pv_parts(P::kHeadDimV, true, true), kColumns = P::kHeadDimV / kParts,
-                kBuffers = min(kParts, 2);
+                kBuffers = pv_parts_at_a_time(kParts, P::kWarps / 4);
   float products[kBuffers][kColumns / 2];
   const auto start = [&](int part) {
     pin(products[part % kBuffers]);
@@ -140,15 +144,16 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
       sum = fmaf(sum, rescale[n / 2 % 2], product[n]);
     }
   };
-  start(0);
 #pragma unroll
-  for (int part = 1; part < kParts; ++part) {
+  for (int part = 0; part < kParts; ++part) {
     start(part);
-    wgmma_wait<1>();
-    add(part - 1);
+    if (part + 1 < kBuffers) continue;
+    wgmma_wait<kBuffers - 1>();
+    add(part + 1 - kBuffers);
   }
   wgmma_wait<0>();
-  add(kParts - 1);
+#pragma unroll
+  for (int part = kParts + 1 - kBuffers; part < kParts; ++part) add(part);
 }
 
 /// Computes a consumer warpgroup's rows of O, work tile after work tile.

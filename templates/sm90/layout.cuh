@@ -62,15 +62,19 @@ constexpr bool has_whole_products(int head_dim_v, bool code_products) {
 
 /// Into how many parts of the columns of O a product P V is divided: two where the converting warpgroup
 /// leaves a thread 128 registers at the start, which ptxas does not let one instruction exceed. Where codes
-/// are multiplied, up to two parts of the product are in registers beside O, to which they are added: above
-/// 128 columns the fewest parts of whole chunks of eight columns, 64 columns at most if five parts suffice.
+/// are multiplied, parts of the product are in registers beside O, to which they are added: above 96 columns
+/// the fewest parts of whole chunks of eight columns, 64 columns at most if five parts suffice.
 constexpr int pv_parts(int head_dim_v, bool codes, bool code_products) {
   if (!code_products) return codes && head_dim_v == 256 ? 2 : 1;
-  if (head_dim_v <= 128) return 1;
-  for (int parts = 3; parts <= 5; ++parts)
+  if (head_dim_v <= 96) return 1;
+  for (int parts = 2; parts <= 5; ++parts)
     if (head_dim_v % (8 * parts) == 0 && head_dim_v / parts <= 64) return parts;
   return 2;
 }
+
+/// Parts of a product of codes that are in registers at a time: one is added while the next is under way, if
+/// registers suffice.
+constexpr int pv_parts_at_a_time(int parts, int consumers) { return parts > 1 && consumers < 3 ? 2 : 1; }
 
 /// Into how many splits each of the `over` Q tiles of the forward pass's tail wave is divided: at most one a
 /// warpgroup, and so few that all splits run at once in `slots` slots.

@@ -151,7 +151,7 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
     wgmma_wait<kBuffers - 1>();
     add(part + 1 - kBuffers);
   }
-  wgmma_wait<0>();
+  if constexpr (kBuffers > 1) wgmma_wait<0>();
 #pragma unroll
   for (int part = kParts + 1 - kBuffers; part < kParts; ++part) add(part);
 }

@@ -280,7 +280,7 @@ typedef struct flashjit_rope {
   float theta;                /**< without tables */
   int32_t dims;               /**< a multiple of 16; 0: all of head_dim */
   int32_t interleaved;        /**< not 0: pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2) */
-  const int32_t* positions;   /**< one for each new row, on the device; null: the number of its key */
+  const int32_t* positions;   /**< one for each row, on the device; null: the number of its key */
 } flashjit_rope;
 
 /** New rows of K and V, which are rotated and stored into a cache, and those of Q, which are rotated. New row
@@ -337,6 +337,8 @@ typedef struct flashjit_quantise_args {
                             that divide x's, and with all others x's rows */
   int32_t hadamard;      /**< whether rows are multiplied by blocks of a Hadamard matrix, of the largest power
                               of two that divides dim: of Q and K alike it leaves their products alone */
+  flashjit_rope rope; /**< before that, rows are rotated by their positions, [batch, rows], by default 0, 1,
+                         2 ... of each entry; one without a position in the tables is not */
 } flashjit_quantise_args;
 
 /** Inputs of tile lists: the arguments of the calls that will use them, as far as masks read them. */

@@ -149,7 +149,7 @@ struct RopeView {
   float theta = 0;                            ///< without tables; 0 and no tables: nothing is rotated
   int dims = 0;                               ///< a multiple of 16; 0: all of head_dim
   bool interleaved = false;                   ///< pairs of dimensions (2i, 2i + 1); else (i, i + dims / 2)
-  const std::int32_t* positions = nullptr;    ///< one for each new row, on the device; null: its key's number
+  const std::int32_t* positions = nullptr;    ///< one for each row, on the device; null: its key's number
 };
 
 /// Arguments of append(): new rows of K and V, which are rotated and stored into a cache, and those of Q,
@@ -206,6 +206,9 @@ struct QuantiseArgs {
   /// Rows are multiplied by an orthogonal matrix first: blocks of a Hadamard matrix, of the largest power of
   /// two that divides d. Of Q and K alike it leaves Q K^T as it is, and outliers of some dimensions smaller.
   bool hadamard = false;
+  /// Before that, rows are rotated by their positions, [b, s], by default 0, 1, 2 ... of each b. A row
+  /// without a position in the tables is not rotated.
+  RopeView rope = {};
 };
 
 /// Whether to compile a kernel that is in no pack and not in the cache.

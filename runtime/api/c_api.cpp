@@ -263,6 +263,18 @@ std::optional<flashjit::DType> dtype(const char* name, flashjit_element_type typ
                           name, type));
 }
 
+flashjit::RopeView view(const flashjit_rope& rope) {
+  return {.cos = rope.cos,
+          .sin = rope.sin,
+          .table_rows = rope.table_rows,
+          .stride = rope.stride,
+          .type = dtype("rope.type", rope.type).value_or(flashjit::DType::fp32),
+          .theta = rope.theta,
+          .dims = rope.dims,
+          .interleaved = rope.interleaved != 0,
+          .positions = rope.positions};
+}
+
 flashjit::AppendArgs append_args(const flashjit_append_args* given) {
   const auto c =
       flashjit::read_struct("flashjit_append_args", given, {offsetof(flashjit_append_args, k_scale)});
@@ -274,15 +286,7 @@ flashjit::AppendArgs append_args(const flashjit_append_args* given) {
           .page_table = view(c.page_table),
           .q = view(c.q),
           .q_out = view(c.q_out),
-          .rope = {.cos = c.rope.cos,
-                   .sin = c.rope.sin,
-                   .table_rows = c.rope.table_rows,
-                   .stride = c.rope.stride,
-                   .type = dtype("rope.type", c.rope.type).value_or(flashjit::DType::fp32),
-                   .theta = c.rope.theta,
-                   .dims = c.rope.dims,
-                   .interleaved = c.rope.interleaved != 0,
-                   .positions = c.rope.positions},
+          .rope = view(c.rope),
           .cu_seqlens_q = c.cu_seqlens_q,
           .batch_size = c.batch_size,
           .max_seqlen_kv = c.max_seqlen_kv,
@@ -309,8 +313,13 @@ flashjit::MergeArgs merge_args(const flashjit_merge_args* given, States& room) {
 }
 
 flashjit::QuantiseArgs quantise_args(const flashjit_quantise_args* given) {
-  const auto c = flashjit::read_struct("flashjit_quantise_args", given);
-  return {.x = view(c.x), .codes = view(c.codes), .scale = view(c.scale), .hadamard = c.hadamard != 0};
+  const auto c =
+      flashjit::read_struct("flashjit_quantise_args", given, {offsetof(flashjit_quantise_args, rope)});
+  return {.x = view(c.x),
+          .codes = view(c.codes),
+          .scale = view(c.scale),
+          .hadamard = c.hadamard != 0,
+          .rope = view(c.rope)};
 }
 
 flashjit::SharedAttention& get(flashjit_shared_attention* shared) {

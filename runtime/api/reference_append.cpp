@@ -190,9 +190,12 @@ void reference_quantise(const AttentionSpec& spec, const QuantiseArgs& args) {
   check_arguments(spec, args);
   const auto [batch, heads, rows, dim] = args.x.size;
   const std::int64_t group = heads / std::max<std::int64_t>(args.scale.size[2], 1);
+  const Rotation rotation(spec, args.rope);
   const auto row_at = [&](std::int64_t row) {
-    std::vector<double> values =
-        read_row(spec.dtype, args.x, offset_of(args.x, row / rows / heads, row / rows % heads, row % rows));
+    const std::int64_t b = row / rows / heads, s = row % rows;
+    std::vector<double> values = read_row(spec.dtype, args.x, offset_of(args.x, b, row / rows % heads, s));
+    const std::int64_t position = args.rope.positions ? args.rope.positions[b * rows + s] : s;
+    if (rotation.has(position)) rotation.turn(values, position);
     if (args.hadamard) rotate_by_hadamard(values);
     return values;
   };

@@ -265,6 +265,7 @@ void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
   check_tensor("x", args.x, sizes, size_of(spec.dtype), Access::read);
   check_tensor("codes", args.codes, sizes, size_of(spec.kv_type()), Access::write);
   check_rows("x", args.x.size);
+  check_rope(spec, args.rope);
   if (!args.scale.data && batch * heads * rows == 0) return;
   if (!args.scale.data) refuse("scale is null: give fp32 in device memory, one float or more.");
   check_pointer("scale", args.scale.data, alignof(float));
@@ -338,7 +339,8 @@ QuantiseParams make_params(const AttentionSpec& spec, const QuantiseArgs& args) 
           .scales_h = static_cast<int>(args.scale.size[2]),
           .heads_of_scale = static_cast<int>(shape.heads_q / std::max<std::int64_t>(args.scale.size[2], 1)),
           .scale_of_row = args.scale.size[3] != 1,
-          .hadamard = args.hadamard};
+          .hadamard = args.hadamard,
+          .rope = rope_param(spec, args.rope)};
 }
 
 std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
@@ -359,8 +361,12 @@ std::vector<NamedPointer> pointers_of(const AppendArgs& args) {
 }
 
 std::vector<NamedPointer> pointers_of(const QuantiseArgs& args) {
-  return without_nulls(
-      {{"x", memory_of(args.x)}, {"codes", memory_of(args.codes)}, {"scale", args.scale.data}});
+  return without_nulls({{"x", memory_of(args.x)},
+                        {"codes", memory_of(args.codes)},
+                        {"scale", args.scale.data},
+                        {"rope.cos", args.rope.cos},
+                        {"rope.sin", args.rope.sin},
+                        {"rope.positions", args.rope.positions}});
 }
 
 std::vector<NamedPointer> pointers_of(const MergeArgs& args) {

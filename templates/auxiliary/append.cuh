@@ -3,6 +3,7 @@
 #pragma once
 
 #include "flashjit/auxiliary/append_params.cuh"
+#include "flashjit/auxiliary/rope.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/kv_source.cuh"
 
@@ -47,27 +48,6 @@ __device__ __forceinline__ KeyPlace place_of_key(const AppendParams& p, NewKey a
             .pages[static_cast<long long>(at.b) * p.page_table.stride + (kPaged ? at.key / P::kPageRows : 0)];
   const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(p.page_table.count);
   return {exists ? page : -1, kPaged ? at.key % P::kPageRows : at.key};
-}
-
-/// cos and sin of a pair's angle. Whole turns are dropped in fp64, which keeps the rest exact for positions
-/// of millions.
-template <class Element>
-__device__ __forceinline__ float2 rotation(const RopeParam& rope, int position, int pair) {
-  if (rope.cos == nullptr) {
-    double turns = position * rope.turns;
-#pragma unroll
-    for (int n = 0; n < kRopeFactors; ++n)
-      if (pair >> n & 1) turns *= rope.factors[n];
-    float2 result;
-    sincospif(2.0f * static_cast<float>(turns - rint(turns)), &result.y, &result.x);
-    return result;
-  }
-  const long long at = position * rope.stride + pair;
-  const auto read = [&]<class T>(T) {
-    return float2{to_float(static_cast<const T*>(rope.cos)[at]),
-                  to_float(static_cast<const T*>(rope.sin)[at])};
-  };
-  return rope.fp32_tables ? read(float{}) : read(Element{});
 }
 
 /// Two chunks of a row that a thread moves, negative where there is none: of rotated dimensions one of each
@@ -152,8 +132,7 @@ __device__ void append(const AppendParams& p) {
   __shared__ float2 all_angles[P::kHeadDim / 2];
   if (rope.pairs > 0) {
     const int position = rope.positions != nullptr ? rope.positions[row] : at.key;
-    if (rope.cos != nullptr && static_cast<unsigned>(position) >= static_cast<unsigned>(rope.table_rows))
-      return;
+    if (!has_angles(rope, position)) return;
     for (int pair = threadIdx.x; pair < rope.pairs; pair += kThreads)
       all_angles[pair] = rotation<Element>(rope, position, pair);
     __syncthreads();

@@ -20,7 +20,7 @@ struct RopeParam {
   int fp32_tables;
   int pairs;                     ///< 0: nothing is rotated
   int interleaved;               ///< pairs of dimensions (2i, 2i + 1); else (i, i + pairs)
-  const int* positions;          ///< one for each new row; null: the number of its key
+  const int* positions;          ///< one for each row; null: the number of its key
   double turns;                  ///< of pair 0 for each position
   double factors[kRopeFactors];  ///< turns of pair i + 2^n over those of pair i
 };
@@ -62,6 +62,7 @@ struct QuantiseParams {
   int heads_of_scale;      ///< that share one
   int scale_of_row;        ///< each row has its own
   int hadamard;
+  RopeParam rope;  ///< positions [batch, rows]; null: the number of the row
 };
 
 }  // namespace flashjit

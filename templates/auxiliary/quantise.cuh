@@ -1,9 +1,10 @@
 // A tensor as codes of 8 bits times scales, such that the largest element of what shares a scale becomes the
-// largest code: three entries, one after the other. Q and K may be rotated before by an orthogonal matrix,
-// which leaves Q K^T alone and spreads outliers over the dimensions.
+// largest code: three entries, one after the other. Q and K may be rotated before: by their positions (RoPE),
+// and by an orthogonal matrix, which leaves Q K^T alone and spreads outliers over the dimensions.
 #pragma once
 
 #include "flashjit/auxiliary/append_params.cuh"
+#include "flashjit/auxiliary/rope.cuh"
 #include "flashjit/common/chunk.cuh"
 #include "flashjit/common/ptx.cuh"
 
@@ -24,6 +25,24 @@ __device__ __forceinline__ QuantisedRow row_of_warp(const QuantiseParams& p) {
 __device__ __forceinline__ float* scale_of_row(const QuantiseParams& p, const QuantisedRow& at) {
   return p.scale.data + at.b * p.scale.stride_b + at.h / p.heads_of_scale * p.scale.stride_h +
          at.s * p.scale.stride_s;
+}
+
+/// Turns the pairs of a row by its position's angles, if it has any.
+template <class P>
+__device__ __forceinline__ void rotate_by_position(const QuantiseParams& p, const QuantisedRow& at,
+                                                   float* row, int lane) {
+  const RopeParam& rope = p.rope;
+  const int position = rope.positions != nullptr ? rope.positions[at.b * p.rows + at.s] : at.s;
+  if (!has_angles(rope, position)) return;
+  for (int pair = lane; pair < rope.pairs; pair += 32) {
+    const float2 angle = rotation<typename P::Element>(rope, position, pair);
+    float &x = row[rope.interleaved ? 2 * pair : pair],
+          &y = row[rope.interleaved ? 2 * pair + 1 : pair + rope.pairs];
+    const float before = x;
+    x = x * angle.x - y * angle.y;
+    y = before * angle.y + y * angle.x;
+  }
+  __syncwarp();
 }
 
 /// Multiplies a row by blocks of a Hadamard matrix, of the largest power of two that divides it.
@@ -57,6 +76,7 @@ __device__ __forceinline__ void load_row(const QuantiseParams& p, const Quantise
     for (int i = 0; i < kElements; ++i) row[chunk * kElements + i] = x[i];
   }
   __syncwarp();
+  if (p.rope.pairs > 0) rotate_by_position<P>(p, at, row, lane);
   if (p.hadamard) rotate_by_hadamard<P::kHeadDim>(row, lane);
 }
 

@@ -10,6 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 import child  # noqa: E402
+import flashjit  # noqa: E402
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 
@@ -31,6 +32,38 @@ def test_a_gpt_learns_the_same_with_both(tmp_path):
     rows = table(tmp_path / "gpt.csv")
     assert len(rows) == 40 and float(rows[-1]["flashjit_loss"]) < float(rows[0]["flashjit_loss"]) - 0.1
     assert all(abs(float(row["flashjit_loss"]) - float(row["pytorch_loss"])) < 1e-2 for row in rows)
+
+
+def over_codes(dtype):
+    """Causal attention over a cache of 8 bits that append() fills, with a scale for each key."""
+    def attention(q, k, v):
+        lengths = torch.full((k.shape[0],), k.shape[2], dtype=torch.int32, device=k.device)
+        cache = [torch.zeros_like(x, memory_format=torch.contiguous_format, dtype=torch.float32).to(dtype) for x in (k, v)]
+        scales = dict(zip(("k_scale", "v_scale"), (torch.ones(k.shape[:3], device=k.device) for _ in "kv")))
+        flashjit.append(k, v, *cache, kv_lengths=lengths, **scales)
+        return flashjit.attention(q, *cache, causal=True, kv_lengths=lengths, cache=True, **scales)
+    return attention
+
+
+def test_a_gpt_s_loss_stays_with_a_cache_of_8_bits(monkeypatch):
+    """Within 1%, of a model that needs its attention."""
+    monkeypatch.syspath_prepend(ROOT / "tools/examples/python")
+    gpt = importlib.import_module("gpt")
+    length, text = 64, gpt.corpus()
+    options = argparse.Namespace(device="cpu", layers=2, width=64, heads=2, length=length, batch=8, rate=0.01, seed=1)
+    _, _, model = gpt.train("pytorch", text, options, 200)
+    begin = torch.randint(0, len(text) - length - 1, (4, 1), generator=torch.Generator().manual_seed(5))
+    window = text[begin + torch.arange(length + 1)].long()
+
+    def loss(attention):
+        for block in model.blocks:
+            block.attention = attention
+        with torch.no_grad():
+            return torch.nn.functional.cross_entropy(model(window[:, :-1]).flatten(0, 1), window[:, 1:].flatten()).item()
+    exact = loss(gpt.ATTENTION["pytorch"])
+    assert loss(lambda q, k, v: torch.zeros_like(q)) > 1.02 * exact
+    for dtype in (torch.float8_e4m3fn, torch.int8):
+        assert 1e-7 < abs(loss(over_codes(dtype)) - exact) < 0.01 * exact
 
 
 def test_serving_gives_the_tokens_of_a_padded_cache(tmp_path, monkeypatch):

@@ -149,11 +149,43 @@ def test_quantised_queries_share_a_kv_head_s_scale_and_may_be_rotated():
     assert errors[0] < 0.3 and errors[1] < 0.3
 
 
+@pytest.mark.parametrize("given", [{"theta": 1e4}, {"theta": 500.0, "rope_dims": 16, "interleaved": True}, {"tables": torch.float32},
+                                   {"tables": DTYPE, "positions": True, "hadamard": True}])
+def test_quantise_rotates_by_position_first(given):
+    """As append() does, which then quantises a cache."""
+    torch.manual_seed(7)
+    x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
+    given, rope_dims = dict(given), given.get("rope_dims") or DIM
+    positions = torch.arange(QUERIES).repeat(BATCH, 1)
+    if given.pop("positions", False):
+        positions = positions.flip(1) * 5 + 2
+        given["positions"] = positions.int().to(DEVICE)
+    angles = positions[:, :, None] * given.get("theta", 1e4) ** (-2 * torch.arange(rope_dims // 2) / rope_dims)
+    if table_type := given.pop("tables", None):
+        table = torch.arange(6 * QUERIES)[:, None] * 1e4 ** (-2 * torch.arange(rope_dims // 2) / rope_dims)
+        given.update(cos=table.cos().to(DEVICE, table_type), sin=table.sin().to(DEVICE, table_type))
+    cos, sin = (f(angles)[:, None].to(DEVICE) for f in (torch.cos, torch.sin))
+    turned = x.float()
+    first, second = ((turned[..., :rope_dims:2], turned[..., 1:rope_dims:2]) if given.get("interleaved")
+                     else (turned[..., :rope_dims // 2], turned[..., rope_dims // 2:rope_dims]))
+    pair = first * cos - second * sin, first * sin + second * cos
+    head = torch.stack(pair, -1).flatten(-2) if given.get("interleaved") else torch.cat(pair, -1)
+    want, want_scale = flashjit.quantise(torch.cat([head, turned[..., rope_dims:]], -1).contiguous(), hadamard=given.get("hadamard", False))
+    got, scale = flashjit.quantise(x, **given)
+    assert torch.allclose(scale, want_scale, rtol=2e-2 if table_type == DTYPE else 1e-4)
+    got, want = got.float() * scale[..., None, None], want.float() * want_scale[..., None, None]
+    assert (got - want).norm() < (0.05 if table_type == DTYPE else 0.005) * want.norm()
+    assert (got - x.float()).norm() > 0.3 * want.norm()
+
+
 def test_quantise_names_mistakes():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
     for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),
                          ({"heads": 2, "scales": "row"}, "heads is 2"), ({"heads": 2.0}, "heads is a float"),
-                         ({"scales": ["row"]}, "scales is a list"), ({"dtype": [torch.int8]}, "dtype is")):
+                         ({"scales": ["row"]}, "scales is a list"), ({"dtype": [torch.int8]}, "dtype is"),
+                         ({"cos": torch.ones(9, DIM // 2, device=DEVICE)}, "cos is given alone"), ({"theta": -1.0}, "rope.theta is -1"),
+                         ({"theta": 1e4, "rope_dims": 24}, "rope.dims is 24"), ({"theta": 1e4, "positions": [1]}, "positions is a list"),
+                         ({"theta": 1e4, "positions": torch.ones(3, dtype=torch.int32, device=DEVICE)}, "positions is")):
         with pytest.raises(flashjit.InvalidArgument, match=words):
             flashjit.quantise(x, **named)
     with pytest.raises(flashjit.InvalidArgument, match="head_dim is 24"):

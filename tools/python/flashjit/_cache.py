@@ -13,6 +13,7 @@ from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
 from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
                      is_watched, launch, readable, scales_struct, signature, tensor_struct)
+from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from .errors import InvalidArgument, Unsupported, WrongType
 
@@ -126,7 +127,7 @@ class _AppendCall:
         options += kv_options(named["k_cache"], given.k_scale, given.v_scale)
         self.spec = spec_handle(f"{SPEC_TYPES[k.dtype]}:d{dims}{options}")
         self.index = k.get_device()
-        args = AppendArgs(struct_size=ctypes.sizeof(AppendArgs), max_seqlen_kv=max_seqlen_kv, rope=_rope(given, rotation),
+        args = AppendArgs(struct_size=ctypes.sizeof(AppendArgs), max_seqlen_kv=max_seqlen_kv, rope=rope_struct(given.cos, rotation.theta, rotation.dims, rotation.interleaved),
                           k_scale=scales_struct(given.k_scale), v_scale=scales_struct(given.v_scale),
                           **{name: tensor_struct(x.shape, x.stride()) for name, x in named.items() if x is not None})
         if table is not None:
@@ -149,23 +150,10 @@ _PLACES = (*[_library.word(AppendArgs, name) for name in ("k", "v", "k_cache", "
 _calls: dict[Any, _AppendCall] = {}
 
 
-def _rope(given: _Given, rotation: _Rotation) -> Rope:
-    rope = Rope(theta=rotation.theta, dims=rotation.dims, interleaved=rotation.interleaved)
-    if given.cos is not None:
-        rope.table_rows, pairs = given.cos.shape
-        rope.stride, rope.type = given.cos.stride(0), _library.ELEMENT_TYPES[ELEMENTS[given.cos.dtype]]
-        if not rotation.dims:
-            rope.dims = 2 * pairs
-    return rope
-
-
 def _readable_tables(given: _Given) -> _Given:
     """The kernel knows one stride of rows for both tables, and one of a page table's rows."""
-    cos, sin, table = given.cos, given.sin, given.page_table
-    if cos is not None and sin is not None:
-        cos, sin = cos.resolve_neg(), sin.resolve_neg()
-    if cos is not None and sin is not None and (cos.stride() != sin.stride() or cos.stride(-1) != 1):
-        cos, sin = cos.contiguous(), sin.contiguous()
+    table = given.page_table
+    cos, sin = readable_angles(given.cos, given.sin)
     if table is not None and table.stride(-1) != 1:
         table = table.contiguous()
     return _Given(given.kv_lengths.contiguous(), table, cos, sin, None if given.positions is None else given.positions.contiguous(),
@@ -180,8 +168,7 @@ def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
             raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
     if tensors["q"] is None and tensors["q_out"] is not None:
         raise InvalidArgument("q_out is given without q: give both or neither.")
-    if (given.cos is None) != (given.sin is None):
-        raise InvalidArgument(f"{'cos' if given.sin is None else 'sin'} is given alone: give both tables, or theta.")
+    check_both_tables(given.cos, given.sin)
 
 
 def _check(tensors: dict[str, Any], given: _Given) -> None:
@@ -213,14 +200,7 @@ def _check(tensors: dict[str, Any], given: _Given) -> None:
         if tensor is not None and (tensor.dtype != torch.int32 or tuple(tensor.shape) != (size,)):
             raise InvalidArgument(f"{name} is {describe(tensor)}: it must be int32 [{size}].")
     rows = k.shape[0] * k.shape[2]
-    if given.positions is not None and (given.positions.dtype != torch.int32 or given.positions.numel() != rows):
-        raise InvalidArgument(f"positions is {describe(given.positions)}: it must be int32 with one number for each of the {rows} "
-                              "new rows.")
-    for name, angles in (("cos", given.cos), ("sin", given.sin)):
-        if angles is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, k.dtype)
-                                   or angles.shape != given.cos.shape or angles.dtype != given.cos.dtype):
-            raise InvalidArgument(f"{name} is {describe(angles)}: cos and sin must be float32 or {str(k.dtype).removeprefix('torch.')} "
-                                  "[positions, rope_dims / 2], both alike.")
+    check_angles(k.dtype, rows, given.cos, given.sin, given.positions)
 
 
 def _check_written_scales(given: _Given) -> None:

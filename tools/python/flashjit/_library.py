@@ -115,7 +115,8 @@ class MergeArgs(ctypes.Structure):
 
 
 class QuantiseArgs(ctypes.Structure):
-    _fields_ = [("struct_size", ctypes.c_size_t), ("x", Tensor), ("codes", Tensor), ("scale", Scales), ("hadamard", ctypes.c_int32)]
+    _fields_ = [("struct_size", ctypes.c_size_t), ("x", Tensor), ("codes", Tensor), ("scale", Scales), ("hadamard", ctypes.c_int32),
+                ("rope", Rope)]
 
 
 def words_of(structure: ctypes.Structure) -> "array.array[int]":

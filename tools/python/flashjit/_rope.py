@@ -1,0 +1,49 @@
+"""Rotary position embeddings (RoPE) as append() and quantise() take them."""
+from __future__ import annotations
+
+from typing import Union
+
+import torch
+from torch import Tensor
+
+from ._library import ELEMENT_TYPES, Rope
+from ._plans import ELEMENTS, describe
+from .errors import InvalidArgument
+
+
+def rope_struct(cos: Union[Tensor, None], theta: float, dims: int, interleaved: bool) -> Rope:
+    """Without pointers."""
+    rope = Rope(theta=theta, dims=dims, interleaved=interleaved)
+    if cos is not None:
+        rope.table_rows, pairs = cos.shape
+        rope.stride, rope.type = cos.stride(0), ELEMENT_TYPES[ELEMENTS[cos.dtype]]
+        if not dims:
+            rope.dims = 2 * pairs
+    return rope
+
+
+def readable_angles(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> tuple[Union[Tensor, None], Union[Tensor, None]]:
+    """The kernels know one stride of rows for both tables."""
+    if cos is None or sin is None:
+        return cos, sin
+    cos, sin = cos.resolve_neg(), sin.resolve_neg()
+    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+        cos, sin = cos.contiguous(), sin.contiguous()
+    return cos, sin
+
+
+def check_both_tables(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> None:
+    if (cos is None) != (sin is None):
+        raise InvalidArgument(f"{'cos' if sin is None else 'sin'} is given alone: give both tables, or theta.")
+
+
+def check_angles(dtype: torch.dtype, rows: int, cos: Union[Tensor, None], sin: Union[Tensor, None],
+                 positions: Union[Tensor, None]) -> None:
+    """Of `rows` rows of `dtype`."""
+    if positions is not None and (positions.dtype != torch.int32 or positions.numel() != rows):
+        raise InvalidArgument(f"positions is {describe(positions)}: it must be int32 with one number for each of the {rows} rows.")
+    for name, angles in (("cos", cos), ("sin", sin)):
+        if angles is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, dtype) or angles.shape != cos.shape
+                                   or angles.dtype != cos.dtype):
+            raise InvalidArgument(f"{name} is {describe(angles)}: cos and sin must be float32 or {str(dtype).removeprefix('torch.')} "
+                                  "[positions, rope_dims / 2], both alike.")

@@ -249,10 +249,10 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   }
   float top[2] = {rows.max[0], rows.max[1]};  // no less than m so far, no more than m
   const bool by_bits = kMaxByBits<P> && !first, negative = by_bits && any_negative(top);
-  if (!full || negative) {  // one branch for both: with two, ptxas serialises products
+  if (!full || negative) {  // one branch for both: with two, ptxas serialises products, if any are under way
     if constexpr (P::kIndices)
       mask_entries(rows, s);
-    else
+    else if (!kCodeProducts<P> || !full)
       mask_scores(p, work, rows, kv_begin, s);
     if (by_bits)
       for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);

@@ -114,7 +114,9 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
 /// little while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
-         (!spec.q_codes ? 32 : c.warps / kGroupWarps == 3 ? 24 : 8);
+         (!spec.q_codes                ? 32
+          : c.warps / kGroupWarps == 3 ? 24
+                                       : 8);
 }
 
 /// With a converting warpgroup: the most columns of a product of the forward pass, and of one whose
@@ -453,9 +455,9 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
                                          : 80,
                               2),
                forward_config(4, bias_tile ? 64 : 96, 2)};
-    // Under a causal mask tiles that end where it does are better; and of long sequences three groups' tiles.
-    if (narrow_v && spec.is_causal && !bias_tile && !spec.dropout && spec.score.empty() &&
-        !spec.has_block_map())
+    // Tiles of 128 keys, which end where a causal mask does; and of long sequences three groups' tiles.
+    const bool simple = spec.mask.empty() || spec.is_causal;
+    if (narrow_v && simple && !bias_tile && !spec.dropout && spec.score.empty() && !spec.has_block_map())
       choices = {forward_config(12, 80, 2), forward_config(8, 128, 2), forward_config(4, 96, 2)};
   } else {
     choices = {forward_config(8, 64, 2), forward_config(4, 64, 2)};
@@ -469,7 +471,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
 }
 
 /// What a Q tile of so many warpgroups costs for a key, measured: three hide each other's waits best, one is
-/// alone with its own. At (192, 128) three are quicker from 8k on, two at 4k.
+/// alone with its own. At (192, 128) three are quicker in long rows, causal from 8k on.
 double cost_of_groups(const AnalysedSpec& spec, int groups) {
   const double exposed = is_narrow(spec) ? 1.18 : 1.1;
   const double three = std::max(spec.head_dim, spec.v_dim()) > 128 ? 196 : 192;

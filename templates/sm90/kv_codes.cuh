@@ -95,12 +95,11 @@ __device__ __forceinline__ uint2 without_special_codes(uint2 codes) {
   return {words[0], words[1]};
 }
 
-/// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN; `cut`: zeros for all
+/// Writes a tile of elements, rows of zeros from `valid` on, whose codes may be NaN; `kCut`: zeros for all
 /// such codes. By a warpgroup: a thread has eight columns of every kRowStep-th row, at addresses that differ
 /// by constants.
-template <class P, int kColumns, bool kScaled>
-__device__ __forceinline__ void convert_tile(char* tile, const char* codes, const float* scales, int valid,
-                                             bool cut) {
+template <class P, int kColumns, bool kScaled, bool kCut = false>
+__device__ __forceinline__ void convert_tile(char* tile, const char* codes, const float* scales, int valid) {
   constexpr int kChunks = kColumns / 8, kLanes = next_power_of_two(kChunks);
   constexpr int kRowStep = kConverterThreads / kLanes, kSteps = (P::kBc + kRowStep - 1) / kRowStep;
   static_assert(kRowStep % 4 == 0 && kLanes * 8 >= kColumns);
@@ -127,7 +126,7 @@ __device__ __forceinline__ void convert_tile(char* tile, const char* codes, cons
       const int rows = (begin + load) * kRowStep, row = first + rows;
       if (!exists(row)) break;
       if (kForeignKeys<P> && row >= valid) eight[load] = {0, 0};
-      if (cut) eight[load] = without_special_codes<P>(eight[load]);
+      if constexpr (kCut) eight[load] = without_special_codes<P>(eight[load]);
       // Where four rows are a step, each second step's swizzle is another.
       const int flipped = kRowStep % 8 == 0 || load % 2 == 0 ? to : to ^ 4 * 16;
       uint4& at = *reinterpret_cast<uint4*>(tile + flipped + rows * kRowBytes);
@@ -149,6 +148,7 @@ __device__ __forceinline__ void convert_kv(const Params& p, const ForwardStorage
     barrier_arrive(full);
     release(codes_empty);
   };
+  constexpr bool kClearsNan = kHidesKeys<P> && kFirstSpecialCode<typename P::KvElement> < 0x80;
   struct Keys {
     int valid;
     bool cut;  // a mask may hide some
@@ -162,19 +162,22 @@ __device__ __forceinline__ void convert_kv(const Params& p, const ForwardStorage
         barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
         if constexpr (kProducerPostsEntries<P>)
           if (thread == 0) post_entry(p, smem, work, n, entry);
-        convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid, false);
+        convert_tile<P, P::kHeadDim, false>(at(smem.k(n)), at(smem.k_landing(n)), nullptr, valid);
         if constexpr (P::kKeyScales)
           for (int row = thread; row < P::kBc; row += kConverterThreads)
             smem.key_scales(n)[row] = smem.code_scales(smem.code_tile_k(n))[row];
         finish(smem.k_full(n), smem.k_may_land(n));
-        return Keys{valid, kHidesKeys<P> && !has_tile<P>(keys_of_work_tile(p, work), begin)};
+        return Keys{valid, kClearsNan && !has_tile<P>(keys_of_work_tile(p, work), begin)};
       },
       [&](const Keys& keys, int n) {
         barrier_wait<P>(smem.v_landed(n), smem.v_landing_phase(n));
         barrier_wait<P>(smem.v_empty(n), smem.phase(n) ^ 1);
-        convert_tile<P, P::kHeadDimV, P::kKeyScales>(at(smem.v(n)), at(smem.v_landing(n)),
-                                                     smem.code_scales(smem.code_tile_v(n)), keys.valid,
-                                                     keys.cut);
+        char *tile = at(smem.v(n)), *codes = at(smem.v_landing(n));
+        const float* scales = smem.code_scales(smem.code_tile_v(n));
+        if (kClearsNan && keys.cut)
+          convert_tile<P, P::kHeadDimV, P::kKeyScales, kClearsNan>(tile, codes, scales, keys.valid);
+        else
+          convert_tile<P, P::kHeadDimV, P::kKeyScales>(tile, codes, scales, keys.valid);
         finish(smem.v_full(n), smem.v_may_land(n));
       });
 }

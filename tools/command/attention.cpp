@@ -37,7 +37,10 @@ Results reference_results(const reference::Problem& problem, Precision precision
 
 std::vector<Comparison> compare(const Results& got, const Results& exact, const Results& rounded,
                                 const reference::Problem& problem) {
-  constexpr double kLseLimit = 1e-3, kForwardFactor = 2, kGradientFactor = 3;
+  constexpr double kForwardFactor = 2, kGradientFactor = 3;
+  // Tensor cores sum products of codes with about 14 bits: a score, and LSE of a row with few keys, may be
+  // off by several times 2^-14 of a sum of products, which is a few units.
+  const double lse_limit = problem.spec.q_codes ? 4e-3 : 1e-3;
   std::vector<Comparison> comparisons;
   const auto judge = [&](std::string output, const std::vector<double>& g, const std::vector<double>& e,
                          const std::vector<double>& r, double factor) {
@@ -48,7 +51,7 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
   comparisons.push_back({"lse",
                          reference::max_abs_error(reference::existing_rows(problem, got.lse),
                                                   reference::existing_rows(problem, exact.lse)),
-                         kLseLimit});
+                         lse_limit});
   if (problem.spec.pass == Pass::forward) return comparisons;
   judge("dq", got.dq, exact.dq, rounded.dq, kGradientFactor);
   judge("dk", got.dk, exact.dk, rounded.dk, kGradientFactor);

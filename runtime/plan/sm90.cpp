@@ -389,7 +389,8 @@ std::vector<TileConfig> code_preferences(const AnalysedSpec& spec) {
 std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
   const DeviceInfo hopper = DeviceInfo::parse("sm_90a");
   const bool simple = spec.mask.empty() || spec.is_causal;
-  const bool plain = simple && !spec.dropout && !spec.has_block_map();
+  const bool plain = simple && !spec.dropout && !spec.has_block_map() &&
+                     std::min(spec.head_dim, spec.v_dim()) >= 96;  // d80 spills
   std::vector<TileConfig> choices;
   for (const int warps : {12, 8, 4})
     for (const int bc : {128, 96, 64, 32}) {

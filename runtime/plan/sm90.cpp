@@ -141,6 +141,9 @@ bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.has_tile_lists || (spec.cache && !c.split));
 }
 
+/// Whether a block may compute two Q tiles at a time: not of a cache, whose keys are often split.
+bool suits_two_q_tiles(const AnalysedSpec& spec) { return spec.has_tile_lists || shares_tiles_out(spec); }
+
 /// Whether blocks take one Q tile after the other, instead of one each.
 bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c) {
   return counts_tiles(spec, c) || shares_tiles_out(spec);
@@ -266,7 +269,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
     if (c.br != rows && c.br * 2 != rows)
       return Support::no(
           fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
-    if (q_tiles_per_cta(spec, c) > 1 && (c.split || !takes_tiles_in_turn(spec, c)))
+    if (q_tiles_per_cta(spec, c) > 1 && (c.split || !suits_two_q_tiles(spec)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for split keys, "
           "nor for packed sequences or lengths of keys without lists of tiles");
@@ -444,8 +447,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
     const TileConfig two = two_q_tiles_config(64, spec.has_tile_lists ? 4 : 3);
     const bool in_tiles =
         !spec.has_block_map() || (spec.block_map.q % two.br == 0 && spec.block_map.kv % two.bc == 0);
-    if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles &&
-        takes_tiles_in_turn(spec, two))
+    if (d <= 64 && !spec.dropout && spec.score.empty() && !mask_reads && in_tiles && suits_two_q_tiles(spec))
       choices.push_back(two);
     // Three groups pass over what only others meet, with a stage more to do so.
     if (const TileConfig three = forward_config(12, 128, 4);
@@ -760,6 +762,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
     kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
     kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});
     kernel.constants.push_back({"kCountsTiles", counts_tiles(spec, c)});
+    kernel.constants.push_back({"kFp16Products", multiplies_as_fp16(spec)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});
   }
   return kernel;
@@ -769,6 +772,11 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
 
 sm90::BackwardLayout sm90_backward_layout(const AnalysedSpec& spec, const TileConfig& c) {
   return {c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, has_bias_tile(spec), spec.programs.row_term};
+}
+
+bool multiplies_as_fp16(const AnalysedSpec& spec) {
+  return is_forward(spec) && converters(spec) > 0 && !spec.key_scales && spec.score.empty() &&
+         spec.head_dim == spec.v_dim() && spec.head_dim <= 192;
 }
 
 const FamilyTraits& sm90_traits() {

@@ -139,7 +139,7 @@ std::string functions_of_codes(const AnalysedSpec& spec, const TileConfig& confi
 
 std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) {
   if (spec.q_codes) return functions_of_codes(spec, config);
-  const DType dtype = spec.dtype;
+  const DType dtype = multiplies_as_fp16(spec) ? DType::fp16 : spec.dtype;
   // Of columns of the product, from so many rows of the left tile and of the right one, over columns `dim`.
   const auto scores = [&](const char* name, int columns, int left_rows, int right_rows, int dim) {
     return function(name, {{dtype, columns},

@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     }
   };
   const auto pack_p = [&] {
-    as_left_operand<typename P::Element>(p_operand, s);
+    as_left_operand<ProductElement<P>>(p_operand, s);
     if constexpr (P::kDropout) {
 #pragma unroll
       for (int keys = 0; keys < P::kBc / 16; ++keys) {
@@ -127,6 +127,8 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     if (kSplitTailWave<P> && wg >= smem.work(round).warpgroups) break;  // it has no rows of this one
     const bool has_previous = n > 0;
     q_tile = tile_descriptor(smem.q(wg, round), 0);
+    [[maybe_unused]] float q_scale[2];  // of the thread's rows
+    if constexpr (kConvertsQ<P>) convert_q(smem, wg, round, q_scale);
     wait_k(smem, n, k_ready);
     if constexpr (kEntriesHaveRowBits<P>) {
       for (; !computes(n, true); --i) {
@@ -146,6 +148,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
     find_descriptors(smem, n + 1, wg, k_tile, v_tile);
     if (has_previous) finalize_rows(p, smem.work(round - 1), rows, wg, scale);  // LSE = m + log(l)
     rows.begin(p, smem.work(round), wg);
+    if constexpr (kConvertsQ<P>) rows.k_scale[0] *= q_scale[0], rows.k_scale[1] *= q_scale[1];
     look_at(n);
     draw_early();
     start_bias(n);
@@ -269,6 +272,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     if (warp / kQTilesPerCta<P> == 0) {
       if constexpr (kGathers<P>)
         gather_kv(p, smem, 0);
+      else if constexpr (kLoadsKvApart<P>)
+        load_kv<P, KvPart::k>(p, smem, maps);
       else if (kPaged<P> || elected())
         load_kv(p, smem, maps);
     } else if (warp / kQTilesPerCta<P> == 1) {
@@ -289,6 +294,8 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (kGathers<P>) {
       gather_kv(p, smem, 1);
+    } else if constexpr (kLoadsKvApart<P>) {
+      load_kv<P, KvPart::v>(p, smem, maps);
     } else if constexpr (P::kScoreColumnTerm) {
       find_column_terms(p, smem);
     }

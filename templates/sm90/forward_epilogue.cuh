@@ -87,7 +87,7 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
 template <class P>
 __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
                                               const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
-  const float to_log2 = exponent_scale(p, rows);
+  const float to_log2[] = {exponent_scale(p, rows, 0), exponent_scale(p, rows, 1)};
   float lse[2], highest[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
@@ -97,8 +97,8 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     const float of_scores = sum / kLargestP<P>;
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
     highest[half] =
-        P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale));
-    const float factor = exponent_factor<P>(rows.max[half], to_log2);
+        P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
+    const float factor = exponent_factor<P>(rows.max[half], to_log2[half]);
     const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
     lse[half] = sum > 0.0f ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();
     if constexpr (P::kSplit && P::kFarScores)
@@ -108,7 +108,7 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
       if (work.split == kWhole)
         end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse[half]);
     lse[half] = end.lse;
-    const float of_products = kCodeProducts<P> ? sum : sum_of_products<typename P::Element>(sum, rest);
+    const float of_products = kCodeProducts<P> ? sum : sum_of_products<ProductElement<P>>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
     scale[half] = rows.times_v_scale(scale[half]);
   }

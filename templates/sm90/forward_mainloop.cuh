@@ -127,6 +127,50 @@ __device__ __forceinline__ void release_terms(const ForwardStorage<P>& smem, int
     barrier_arrive(smem.terms_empty(n));
 }
 
+// --- Q ----------------------------------------------------------------------------------------------------
+
+/// Converts a warpgroup's rows of Q in shared memory to fp16, each times the power of two that brings its
+/// largest element next to fp16's largest: what is 2^39 times smaller is lost. Each four lanes convert the
+/// two rows that they have in accumulators; `undo` is what makes scores of these.
+template <class P>
+__device__ __forceinline__ void convert_q(const ForwardStorage<P>& smem, int wg, int round,
+                                          float (&undo)[2]) {
+  constexpr int kChunks = 2 * slices(P::kHeadDim);
+  char* tile = smem.shared + (smem.q(wg, round) - smem.base);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = own_row() + half * 8;
+    // Neighbouring rows at different chunks, so that banks are different.
+    const auto chunk = [&](int i) -> uint4& {
+      const int at = static_cast<int>(threadIdx.x) % 4 + (i + row) % 2 * 4;
+      return *reinterpret_cast<uint4*>(tile + (i / 2 * kWarpgroupRows + row) * kRowBytes + at * 16);
+    };
+    int largest = 0;  // as bits, which of floats without sign are ordered as these
+#pragma unroll 2
+    for (int i = 0; i < kChunks; ++i) {
+      const uint4 eight = chunk(i);
+      for (const unsigned two : {eight.x, eight.y, eight.z, eight.w})
+        largest = max(largest, max(two << 16 & 0x7fff0000u, two & 0x7fff0000u));
+    }
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 1));
+    largest = max(largest, __shfl_xor_sync(kWholeWarp, largest, 2));
+    const int exponent = max(largest >> 23, 15);
+    const float factor = __int_as_float((268 - exponent) << 23);
+    undo[half] = __int_as_float((exponent - 14) << 23);
+#pragma unroll 2
+    for (int i = 0; i < kChunks; ++i) {
+      using Element = typename P::Element;
+      const auto converted = [&](unsigned two) {
+        return pack<fp16>(low_of<Element>(two) * factor, high_of<Element>(two) * factor);
+      };
+      const uint4 eight = chunk(i);
+      chunk(i) = {converted(eight.x), converted(eight.y), converted(eight.z), converted(eight.w)};
+    }
+  }
+  publish_to_async_proxy();
+  named_barrier_sync(smem.warpgroup_barrier(wg), 128);
+}
+
 // --- KV tiles ---------------------------------------------------------------------------------------------
 
 /// Whether any of the warpgroup's rows meet tile n, as its list entry says.

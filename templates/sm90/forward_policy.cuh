@@ -70,6 +70,12 @@ template <class P>
 constexpr bool kGathers = P::kIndices || P::kPageRows % kSwizzledRows != 0;
 constexpr int kGatherWarps = 2;
 
+/// K and V of pages are copied by a warp each, as many small boxes take long.
+template <class P>
+constexpr bool kLoadsKvApart = (P::kPageRows > 0 && !kGathers<P> && !P::kSharedKv && !P::kBiasTile &&
+                                !P::kScoreColumnTerm && !P::kQCodes && kQTilesPerCta<P> == 1 &&
+                                P::kDSplit == 1);
+
 /// K and V of 8 bits beside Q of 16: a warpgroup more converts them. Consumers then have fewer registers.
 /// NOTES.md#k-and-v-of-8-bits
 template <class P>
@@ -94,6 +100,22 @@ constexpr float kLargestP = kCodeProducts<P> ? 256.0f : 1.0f;
 constexpr float kLargestPLog2 = 8.0f;
 
 // --- Products ---------------------------------------------------------------------------------------------
+
+/// With P::kFp16Products codes are multiplied as fp16, which has all of them exactly, also where Q is bf16: a
+/// pair is one instruction instead of four. Q is then converted, each row times a power of two, so that
+/// nothing that counts is lost. NOTES.md#k-and-v-of-8-bits
+template <class P>
+constexpr bool kConvertsQ = (P::kFp16Products && !kIsFp16<typename P::Element>);
+template <bool kFp16, class Element>
+struct ProductElementOf {
+  using Type = Element;
+};
+template <class Element>
+struct ProductElementOf<true, Element> {
+  using Type = fp16;
+};
+template <class P>
+using ProductElement = typename ProductElementOf<P::kFp16Products, typename P::Element>::Type;
 
 /// Intra-warpgroup overlap (FlashAttention-3, section 3.2): a warpgroup's own P V runs under its softmax,
 /// too. d128 +1 to +5%, d256 +1%, d64 -2 to -10%: for few columns P V is so short that the other warpgroups'

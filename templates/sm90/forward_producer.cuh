@@ -18,15 +18,18 @@ __device__ __forceinline__ void post_entry(const Params& p, const ForwardStorage
   smem.entry(n) = end <= work.sequence.seqused_kv(p) ? entry : entry & ~1;
 }
 
+/// What a warp loads.
+enum class KvPart { both, k, v };
+
 /// Loads K and V in the order in which they are needed: K of the next KV tile, which may be another work
 /// tile's, before V of this one, but where warpgroups share rows. The bias tile comes with K, since the
-/// scores read it before P V. By one thread; with pages by one warp.
-template <class P>
+/// scores read it before P V. By one thread; with pages by one warp, or by a warp each.
+template <class P, KvPart kPart = KvPart::both>
 __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>& smem,
                                         const TensorMaps& maps) {
   KvTilePlace<P> loaded;  // of the tile whose K was loaded last
   const auto load_v = [&](int n) {
-    if constexpr (!ForwardStorage<P>::kHasVBarriers) return;
+    if constexpr (!ForwardStorage<P>::kHasVBarriers || kPart == KvPart::k) return;
     barrier_wait<P>(smem.v_may_land(n), smem.v_landing_phase(n) ^ 1);
     if constexpr (kTileInParts<P>)
       copy_kv_tile<P, P::kHeadDim, TilePart::right>(smem.k_landing(n), maps.k, smem.v_landed(n), loaded);
@@ -48,10 +51,12 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       // The KV tile: the next of the work tile's range or list.
       const int entry = work.kv_tiles.entry(i), begin = tile_of_entry<P>(entry) * P::kBc;
       const KvTilePlace<P> tile(p, work.sequence, page, h_kv, begin);
-      barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
-      if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
-        if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
-      copy_kv_tile<P, kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
+      if constexpr (kPart != KvPart::v) {
+        barrier_wait<P>(smem.k_may_land(n), smem.k_landing_phase(n) ^ 1);
+        if constexpr (kProducerPostsEntries<P> && !kConvertsKv<P>)
+          if (leads_kv_copies<P>()) post_entry(p, smem, work, n, entry);
+        copy_kv_tile<P, kQkColumns<P>, kKPart<P>>(smem.k_landing(n), maps.k, smem.k_landed(n), tile);
+      }
       if constexpr (P::kBiasTile) {
         barrier_wait<P>(smem.terms_empty(n), smem.phase(n) ^ 1);
         if (leads_kv_copies<P>())
@@ -61,12 +66,13 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       }
       // The page table is read a tile ahead of its copies.
       if (kPaged<P> && i > 0) page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(i - 1));
-      if (!kSharesRows<P> && n > 0) load_v(n - 1);
+      constexpr bool kVFollows = !kSharesRows<P> && kPart != KvPart::v;
+      if (kVFollows && n > 0) load_v(n - 1);
       loaded = tile;
-      if (kSharesRows<P>) load_v(n);
+      if (!kVFollows) load_v(n);
     }
   }
-  if (!kSharesRows<P> && n > 0) load_v(n - 1);
+  if (!kSharesRows<P> && kPart != KvPart::v && n > 0) load_v(n - 1);
 }
 
 /// PackGQA: loads a warpgroup's rows of Q of all heads of the work tile; none where there is no more work.

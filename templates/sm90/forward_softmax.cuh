@@ -42,19 +42,22 @@ __device__ __forceinline__ bool has_tile(Range keys, int kv_begin) {
 template <class P, bool kOfHeads = kScaledKv<P> && !P::kKeyScales>
 struct HeadScales {
   __device__ void read(const Params&, const WorkTile<P>&) {}
-  __device__ float times_k_scale(float x) const { return x; }
+  __device__ float times_k_scale(float x, int) const { return x; }
   __device__ float times_v_scale(float x) const { return x; }
 };
 template <class P>
 struct HeadScales<P, true> {
-  float k_scale, v_scale;
+  static constexpr int kOwn = kConvertsQ<P> ? 2 : 1;
+  float k_scale[kOwn];  ///< of each of the thread's rows, with Q's, where that was converted
+  float v_scale;
   __device__ void read(const Params& p, const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
-    k_scale = KvScales<P>(p, p.k_scale, work.sequence, h_kv).of_head();
-    if constexpr (P::kQCodes) k_scale *= q_scale<P>(p, work.sequence.b, h_kv);
+    k_scale[0] = KvScales<P>(p, p.k_scale, work.sequence, h_kv).of_head();
+    if constexpr (P::kQCodes) k_scale[0] *= q_scale<P>(p, work.sequence.b, h_kv);
+    k_scale[kOwn - 1] = k_scale[0];
     v_scale = KvScales<P>(p, p.v_scale, work.sequence, h_kv).of_head();
   }
-  __device__ float times_k_scale(float x) const { return x * k_scale; }
+  __device__ float times_k_scale(float x, int half) const { return x * k_scale[half % kOwn]; }
   __device__ float times_v_scale(float x) const { return x * v_scale; }
 };
 
@@ -98,17 +101,17 @@ struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices> {
   __device__ int to_second() const { return P::kPackGqa ? packed_query[1] - packed_query[0] : 8; }
 };
 
-/// What takes S to exponents of a power of two.
+/// What takes S of one of a thread's rows to exponents of a power of two.
 template <class P>
-__device__ __forceinline__ float exponent_scale(const Params& p, const SoftmaxRows<P>& rows) {
-  return P::kHasScore ? scale_operand<P>(p) : rows.times_k_scale(scale_operand<P>(p));
+__device__ __forceinline__ float exponent_scale(const Params& p, const SoftmaxRows<P>& rows, int half) {
+  return P::kHasScore ? scale_operand<P>(p) : rows.times_k_scale(scale_operand<P>(p), half);
 }
 /// S *= K's scale, where a program makes scores of it.
 template <class P, int kCount>
 __device__ __forceinline__ void scale_products(const SoftmaxRows<P>& rows, float (&s)[kCount]) {
   if constexpr (kScaledKv<P> && P::kHasScore && !P::kKeyScales) {
 #pragma unroll
-    for (int n = 0; n < kCount; ++n) s[n] *= rows.k_scale;
+    for (int n = 0; n < kCount; ++n) s[n] *= rows.k_scale[n / 2 % SoftmaxRows<P>::kOwn];
   }
 }
 /// S *= the scales of K's keys, `scales` being of the thread's first on.
@@ -236,7 +239,9 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
                                                int kv_begin, bool full, bool first, float (&s)[kCount],
                                                float (&rescale)[2]) {
   const int lane = threadIdx.x % 32, row = rows.first_query(), column = kv_begin + lane % 4 * 2;
-  const float scale = exponent_scale(p, rows);
+  const float first_scale = exponent_scale(p, rows, 0),
+              second_scale = kConvertsQ<P> ? exponent_scale(p, rows, 1) : first_scale;
+  const auto scale = [&](int half) { return half == 0 ? first_scale : second_scale; };
   // A score that is a line along the keys stays in units of dot products, without its value at this thread's
   // first key: `unit` and `line` make it a score. With a scale below 1e-30 no slope could be recovered.
   [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
@@ -258,7 +263,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
       for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);
   }
   float offset[2], sum[2] = {0.0f, 0.0f};
-  const float factor = P::kScoreLine ? unit * scale : scale;
+  const auto factor = [&](int half) { return P::kScoreLine ? unit * scale(half) : scale(half); };
   [[maybe_unused]] float row_factor[2];  // with kFarScores
   // The row maximum: of this thread's columns, then of the four lanes that share the row.
   const auto find_max = [&](int half) {
@@ -274,7 +279,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     }
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 1));
     highest = fmaxf(highest, __shfl_xor_sync(kWholeWarp, highest, 2));
-    const float of_scores = exponent_factor<P>(highest, scale);
+    const float of_scores = exponent_factor<P>(highest, scale(half));
     const float shift = highest == -infinity() ? 0.0f : __fmul_rn(highest, of_scores);
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, of_scores) - shift);
     rows.max[half] = highest;
@@ -283,11 +288,11 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     if constexpr (kCodeProducts<P>) offset[half] += kLargestPLog2;
     // Beside a far line products count for nothing; but one that is -infinity must stay so.
     if constexpr (P::kFarScores)
-      row_factor[half] = !P::kScoreLine ? of_scores : of_scores == scale ? factor : 1e-30f;
+      row_factor[half] = !P::kScoreLine ? of_scores : of_scores == scale(half) ? factor(half) : 1e-30f;
   };
   const auto exponentiate = [&](int n) {
     const int half = n / 2 % 2;
-    float by = factor;
+    float by = factor(half);
     if constexpr (P::kFarScores) by = row_factor[half];
     s[n] = exp2_approx(fmaf(s[n], by, offset[half]));
     sum[half] += s[n];

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_key_scales(const Params& p, const ForwardSt
 template <class P, class... Scale>
 __device__ __forceinline__ uint4 elements_of_codes(uint2 codes, Scale... scale) {
   using Code = typename P::KvElement;
-  const auto pair = [&](unsigned two) { return pair_of_fp16<typename P::Element>(two, scale..., scale...); };
+  const auto pair = [&](unsigned two) { return pair_of_fp16<ProductElement<P>>(two, scale..., scale...); };
   return {pair(fp16_of_codes<Code>(codes.x)), pair(fp16_of_upper_codes<Code>(codes.x)),
           pair(fp16_of_codes<Code>(codes.y)), pair(fp16_of_upper_codes<Code>(codes.y))};
 }

@@ -146,8 +146,9 @@ struct ForwardLayout {
     if (code_products) return tile_bytes(head_dim_v, tile_columns(bc, true));
     return shared_kv ? 0 : tile_bytes(bc, columns_v());
   }
-  /// Two where they fit: then the next Q tile is loaded before it is needed.
-  constexpr int q_stages() const { return bytes_of(2) <= limit() ? 2 : 1; }
+  /// Two where they fit: then the next Q tile is loaded before it is needed. One where codes are converted,
+  /// of which then more tiles are on their way.
+  constexpr int q_stages() const { return !(codes && !code_products) && bytes_of(2) <= limit() ? 2 : 1; }
   constexpr int q() const { return 0; }
   constexpr int k() const { return q_stages() * q_bytes(); }
   constexpr int v() const { return k() + stages * k_bytes(); }

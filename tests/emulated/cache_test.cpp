@@ -53,6 +53,8 @@ std::vector<CacheCase> cases() {
   return all;
 }
 
+class EmulatedQ : public GpuTest {};
+
 class EmulatedCache : public GpuTestWith<CacheCase> {};
 
 TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
@@ -61,6 +63,19 @@ TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
 }
 
 /// What the host cannot check: pages that do not exist, and lengths.
+/// Products of codes may be of a type of less range than Q's.
+TEST_F(EmulatedQ, OfAnyMagnitudeIsMultipliedWithCodes) {
+  TemporaryRuntime runtime;
+  for (const char* spec :
+       {"bf16:d128:kve4m3:causal:cache", "bf16:d64x96:kve5m2:varlen:pages16", "bf16:d48:kvint8:cache"})
+    for (const int exponent : {-60, 60})
+      check_cache(runtime.get(), {.spec = parse_spec(spec),
+                                  .shape = {3, 4, 2, 5, 200},
+                                  .family = Family::sm90,
+                                  .seed = 3,
+                                  .q_exponent = exponent});
+}
+
 class EmulatedWrongCache : public GpuTest {};
 
 TEST_F(EmulatedWrongCache, SpoilsItsSequencesAlone) {

@@ -36,6 +36,7 @@ struct CacheCase {
   bool slot_table = false;  ///< of slots: they are in no order
   bool own_scales = false;  ///< with key_scales: each key has its own
   unsigned seed = 0;
+  int q_exponent = 0;  ///< Q is 2^q_exponent as large as usual, the scale of scores as much smaller
 };
 
 inline std::string name_of(const CacheCase& test) {
@@ -114,7 +115,11 @@ inline Cache make_cache(const CacheCase& test) {
     return all;
   };
   const DType kv_type = spec.kv_type();
-  cache.q = problem.q = values(heads_q * queries * spec.head_dim);
+  problem.q = values(heads_q * queries * spec.head_dim);
+  for (double& value : problem.q) value = std::ldexp(value, test.q_exponent);
+  if (test.q_exponent != 0)
+    problem.softmax_scale = std::ldexp(1 / std::sqrt(spec.head_dim), -test.q_exponent);
+  cache.q = problem.q;
   if (spec.q_codes) {
     cache.q_scale = make_scales(false, test.seed + 1, {batch, 1, heads_kv, 1});
     const std::int64_t rows = spec.varlen ? queries : seqlen_q;

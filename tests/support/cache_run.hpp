@@ -91,6 +91,7 @@ class CacheRun {
                      .k_scale = cache_.k_scale.view(k_scale_.data()),
                      .v_scale = cache_.v_scale.view(v_scale_.data()),
                      .q_scale = cache_.q_scale.view(q_scale_.data())};
+    if (const auto& scale = cache_.problem.softmax_scale) args.softmax_scale = static_cast<float>(*scale);
     if (test_.spec.indices && rows * b > 0)
       args.indices =
           IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,

@@ -558,6 +558,18 @@ TEST(Sm90Render, WideForwardProductsAreOneStatementOfAllSteps) {
   EXPECT_EQ(steps("fwd:bf16:d192x128"), 2);
 }
 
+TEST(Sm90, ChoosesForCachesWhatItAdmits) {
+  for (const char* type : {"bf16:d128", "fp16:d64", "bf16:d64x32", "bf16:d256", "bf16:d64:kve4m3"})
+    for (const char* rest : {":causal:varlen", "", ":causal", ":varlen:sinks", ":mask{q - kv < 40}:varlen"})
+      for (const char* cache : {":cache", ":pages16", ":pages3", ":cache:invariant"})
+        for (const char* shape : {"b4:hq4:hkv2:sq70:skv200", "b3:hq8:hkv2:sq1:skv300",
+                                  "b3:hq2:hkv2:sq130:skv129", "b4:hq32:hkv8:sq1024:skv4096"}) {
+          const AnalysedSpec spec(parse_spec(std::string("fwd:") + type + rest + cache));
+          const TileConfig config = family().heuristic(spec, parse_shape(shape), kH100);
+          EXPECT_EQ(family().admits(spec, config, kH100).reason, "") << type << rest << cache << " " << shape;
+        }
+}
+
 TEST(Sm90Render, ProductsFollowElementTypeAndWidths) {
   const std::string text =
       wgmma_functions(parse_spec("fwd:bf16:d192x128"), parse_config("sm90:br128:bc112:w8:s2"));

@@ -14,6 +14,7 @@ namespace flashjit::plan {
 /// What a call needs besides its tensors; workspace.hpp turns it into offsets.
 struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
+  bool lse_log2 = false;   ///< and LSE in units of log2
   bool row_terms = false;  ///< what the score reads of each query
   bool dq_accum = false;
   bool clears_dq = false;   ///< the main entry clears dq_accum as it goes, but for the first heads

@@ -82,6 +82,7 @@ struct Schedule {
   bool stream_k = false;          ///< CTAs take equal shares of all KV tiles of all work tiles
   bool q_tiles_as_heads = false;  ///< and a sequence's Q tiles, which meet the same KV tiles, count as heads
   bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up
+  bool lse_log2 = false;          ///< backward: LSE in units of log2, too
 
   bool operator==(const Schedule&) const = default;
 };

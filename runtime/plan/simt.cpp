@@ -144,6 +144,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
       kernel.add(step, entry_without_tiles(name, "QuantiseParams", "quantise"));
   }
   if (!is_attention(spec.pass)) return kernel;
+  kernel.constants.push_back({"kLseLog2", false});
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);

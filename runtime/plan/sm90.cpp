@@ -743,7 +743,8 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .row_terms = backward && spec.programs.row_term,
           .stream_k = is_stream_k(spec, c),
           .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
-          .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq()};
+          .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq(),
+          .lse_log2 = backward && spec.score.empty() && !(is_wide(spec) && spec.has_tile_lists)};
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {

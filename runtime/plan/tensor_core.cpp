@@ -26,6 +26,7 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   KernelPlan kernel{
       .spec = spec, .config = config, .constants = problem_constants(spec, config), .schedule = schedule};
   kernel.constants.push_back({"kSharedBytes", main.shared_bytes});
+  kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
   if (backward) kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
   if (backward && spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
   if (has_term_bounds(spec)) kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
@@ -55,6 +56,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
   // Where a cluster has all keys of a row, what it sums up is dQ.
   const bool adds_dq = backward && !(kernel.schedule.sums_dq && kv_tiles == 1);
   return {.row_stats = backward,
+          .lse_log2 = kernel.schedule.lse_log2,
           .row_terms = kernel.schedule.row_terms,
           .dq_accum = adds_dq,
           .clears_dq = adds_dq && dynamic,

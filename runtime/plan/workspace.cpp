@@ -62,7 +62,9 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   Allocator allocator(shape);
   WorkspaceLayout out;
   out.d = allocator.place(needs.row_stats, {heads, rows});
-  out.lse_padded = allocator.place(needs.row_stats, {heads, rows});
+  // And what templates/common/lse_log2.cuh has behind it.
+  const std::int64_t words_of_log2 = needs.lse_log2 ? rows + rows / kLseRows / kWordBytes : 0;
+  out.lse_padded = allocator.place(needs.row_stats, {heads, rows + words_of_log2});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
   const bool parts = needs.num_splits > 0 && needs.part_rows > 0;

@@ -2,6 +2,7 @@
 // zeros in the dQ accumulator (all of it, or the first heads) and in rows of no sequence, and the semaphores.
 #pragma once
 
+#include "flashjit/common/lse_log2.cuh"
 #include "flashjit/common/ptx.cuh"
 #include "flashjit/common/semaphores.cuh"
 #include "flashjit/common/unused_rows.cuh"
@@ -13,6 +14,7 @@ constexpr int kPreprocessedRows = 128;
 
 /// Eight lanes share the columns of a row, and a warp has eight times as many rows as it loads at once.
 constexpr int kLanesOfRow = 8, kRowsAtOnce = 32 / kLanesOfRow, kRowsOfWarp = kRowsAtOnce * kLanesOfRow;
+static_assert(kRowsOfWarp == kLseRows);
 
 /// LSE of a row and its gradient, zero if there is none.
 struct RowStats {
@@ -87,9 +89,9 @@ __device__ __forceinline__ float sum_of_own_row(float (&sums)[kLanesOfRow]) {
 }
 
 /// D, LSE and the row term of one row, by one thread. Rows that attend to nothing, or that
-/// do not exist, get LSE = inf, so that their P is zero.
+/// do not exist, get LSE = inf, so that their P is zero. Whether LSE is large.
 template <class P>
-__device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<P>& sequence, int h, int head,
+__device__ __forceinline__ bool store_row_stats(const Params& p, const Sequence<P>& sequence, int h, int head,
                                                 int row, const RowStats& stats, float dot) {
   const long long at = static_cast<long long>(head) * p.seqlen_q_padded + row;
   const bool has_p = lse_gives_p(stats.lse);
@@ -99,6 +101,9 @@ __device__ __forceinline__ void store_row_stats(const Params& p, const Sequence<
   // Also behind the last row: else P of a NaN score would not be 0.
   if constexpr (P::kScoreRowTerm)
     if (p.row_terms != nullptr) p.row_terms[at] = P::score_row_term(p, sequence.head(p, h), position(row));
+  const float log2 = stats.lse * kLog2E;
+  if constexpr (P::kLseLog2) lse_log2(p)[at] = has_p ? log2 : infinity();
+  return has_p && !(fabsf(log2) < kLargeLseLog2);
 }
 
 /// Zeros where dQ is added up.
@@ -172,7 +177,11 @@ __device__ void preprocess(const Params& p) {
     chunks.load(p, sequence, h, row, chunk);
     chunks.add_to(sums);
   }
-  store_row_stats<P>(p, sequence, h, head, own_row, stats, sum_of_own_row(sums));
+  const bool large = store_row_stats<P>(p, sequence, h, head, own_row, stats, sum_of_own_row(sums));
+  if constexpr (P::kLseLog2) {
+    const bool any_large = __any_sync(kWholeWarp, large);
+    if (lane == 0) *large_lse(p, static_cast<long long>(head) * p.seqlen_q_padded + row) = any_large;
+  }
 }
 
 }  // namespace flashjit::auxiliary

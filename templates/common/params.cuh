@@ -28,6 +28,9 @@ constexpr int tiles_of_split(int bc) { return bc < kKeysOfSplit ? kKeysOfSplit /
 
 constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 
+/// Rows of whose LSE the preprocess entry says together whether any is large: a warp's.
+constexpr int kLseRows = 32;
+
 /// How many ints Params::semaphores has (common/semaphores.cuh): tile counters, semaphores for each KV head,
 /// and with ordered additions at most kDqSemaphores for each Q tile of a head.
 constexpr int kTileCounters = 4, kHeadSemaphores = 2, kDqSemaphores = 4;
@@ -94,7 +97,8 @@ struct Params {
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
   float* lse_padded;      ///< [batch, heads_q, seqlen_q_padded]: LSE, but +inf for rows without P, see
-                          ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0
+                          ///< lse_gives_p(), or that do not exist: it is exp2(S - inf) = 0; with kLseLog2
+                          ///< what common/lse_log2.cuh says follows
   float* dq_accum;        ///< [batch, heads_q, seqlen_q_padded, head_dim]: dQ / softmax_scale in fp32
   int* semaphores;        ///< tile counters and semaphores, see common/semaphores.cuh
   const unsigned char* block_map;  ///< [map_batch, map_heads, map_rows, map_columns]

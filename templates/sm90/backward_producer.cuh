@@ -2,6 +2,7 @@
 // meet, as soon as there is room.
 #pragma once
 
+#include "flashjit/common/lse_log2.cuh"
 #include "flashjit/sm90/backward_schedule.cuh"
 #include "flashjit/sm90/bias_tile.cuh"
 
@@ -11,9 +12,9 @@ namespace flashjit::sm90 {
 template <class P>
 __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem,
                                        int stage, unsigned full, int row, int head, int batch,
-                                       long long stats_row) {
+                                       long long stats_row, const float* lse) {
   load_tile<P::kBr, BackwardPolicy<P>::kDim>(smem.q(stage), maps.q, full, row, head, batch);
-  load_line(smem.lse(stage), p.lse_padded + stats_row, P::kBr * 4, full);
+  load_line(smem.lse(stage), lse + stats_row, P::kBr * 4, full);
   if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
 
@@ -64,20 +65,29 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     // Without keys of its own a CTA loads none, and the consumers clear the tile.
     const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);
     const auto wait_kv_empty = [&] { barrier_wait<P>(smem.kv_empty(), n & 1 ^ 1); };
+    // Whether rows of a Q tile have a large LSE: read a tile ahead.
+    const auto large_of = [&](const StagedTile& tile) {
+      if (!P::kLseLog2 || tile.head < 0) return 0u;
+      return large_lse_of_tile<P>(p, sequence.stats_row(p, tile.head) + tile.tile * P::kBr);
+    };
+    unsigned large = large_of(now);
     bool first = true;
 #pragma unroll 1
     while (now.head >= 0) {
       const StagedTile next = walk.next(p, sequence);
+      const unsigned next_large = large_of(next);
       const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long stats_row = sequence.stats_row(p, now.head) + q_begin;
       const int last = next.head < 0 ? work.split + 1 : 0;
+      const float* lse = P::kLseLog2 && large == 0 ? lse_log2(p) : p.lse_padded;
+      if (P::kLseLog2 && large != 0) now.full = kLargeLse;
       smem.q_tile(i) = {now, stats_row, kv_slot, first, static_cast<short>(last)};
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       const unsigned q_full = smem.q_full(stage), dout_full = smem.dout_full(dout_stage);
       smem.wait_q_empty(i);
       barrier_expect(q_full,
                      Smem::kQStageBytes + (first && has_keys ? Smem::kKBytes + Smem::kOtherKBytes : 0));
-      load_q(p, maps, smem, stage, q_full, q_row, now.head, batch, stats_row);
+      load_q(p, maps, smem, stage, q_full, q_row, now.head, batch, stats_row, lse);
       smem.wait_dout_empty(i);
       // Consumers that clear K and V begin when dO is here.
       if (first && !has_keys) wait_kv_empty();
@@ -97,6 +107,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       }
       first = false;
       now = next;
+      large = next_large;
       ++i;
     }
     ++n;

@@ -15,6 +15,8 @@ struct KvTileInfo {
   int kv_begin;    ///< this CTA's first key
   int seqused_kv;  ///< keys of the sequence that are no padding
 };
+/// QTileInfo::full where rows have a large LSE, which then is in natural units: common/lse_log2.cuh.
+constexpr int kLargeLse = -1;
 /// What it posts about a Q tile. A negative head: there are no more.
 struct alignas(16) QTileInfo : StagedTile {
   long long stats_row;  ///< its first row in [batch, heads_q, seqlen_q_padded]

@@ -151,7 +151,9 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
     dropped.template draw<P>(p, dropout_head<P>(p, sequence.b, tile.h), tile.q.at, tile.kv.at);
   };
   if constexpr (P::kDropout && !Policy::kDrawsBesideDp) draw();
-  const bool partial = !smem.q_tile(i).full || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
+  const int full = smem.q_tile(i).full;
+  const bool partial =
+      (P::kLseLog2 ? full <= 0 : full == 0) || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   smem.wait_dout(i);
   float dp[kCount];
   start_dp(smem, i, wg, dp);  // dP = dO V^T
@@ -172,6 +174,11 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   // Before the first Q tile this does not wait.
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   if constexpr (Policy::kReadsDs) barrier_wait<P>(smem.ds_added(i), i / 2 & 1 ^ 1);
+  // LSE's, see common/lse_log2.cuh.
+  struct {
+    float scale, log2;
+  } units{p.softmax_scale, kLog2E};
+  if (P::kLseLog2 && full != kLargeLse) units = {p.softmax_scale_log2, 1.0f};
   const auto store_step = [&](int step) {
     if constexpr (Policy::kWide) store(smem.p(i), step, p_operand[step]);
     store(smem.ds(i), step, ds[step]);
@@ -220,7 +227,10 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         // P = exp(S - LSE)
-        const float pair_p = p_of_pair<P>(p, s[n + e], e % 2 ? lse.y : lse.x);
+        const float of_query = e % 2 ? lse.y : lse.x;
+        const float pair_p = !P::kLseLog2   ? p_of_pair<P>(p, s[n + e], of_query)
+                             : masked.value ? exp2_approx(fmaf(s[n + e], units.scale, -of_query) * units.log2)
+                                            : exp2_approx(fmaf(s[n + e], p.softmax_scale_log2, -of_query));
         const bool drop = P::kDropout && dropped[n + e];
         const float pair_dp = !P::kDropout ? dp[n + e] : drop ? 0.0f : dp[n + e] * p.keep_scale;
         s[n + e] = drop ? 0.0f : pair_p;

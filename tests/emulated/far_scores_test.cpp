@@ -85,5 +85,29 @@ TEST_P(FarScores, GiveTheMeanOfV) {
 INSTANTIATE_TEST_SUITE_P(Attention, FarScores, testing::ValuesIn(cases()),
                          [](const auto& test) { return name_of(test.param); });
 
+class LargeScores : public SupportedCase {};
+
+/// P of a row's only key is 1 for scores of 1e5, too, of which units of log2 lose the third digit.
+TEST_P(LargeScores, GiveTheOnlyKeyAllOfP) {
+  const AttentionCase& test = GetParam();
+  TemporaryRuntime runtime;
+  AttentionRun run(test);
+  run.check_forward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::forward));
+  run.check_backward(runtime.get(), heuristic(test.family, test.spec, test.shape, Pass::backward));
+  EXPECT_EQ(run.dv(), run.problem().dout);
+}
+
+std::vector<AttentionCase> of_one_key() {
+  std::vector<AttentionCase> all;
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const char* spec : {"bf16:d64", "bf16:d256:causal"})  // whose scale is a power of two
+      all.push_back(
+          {.spec = parse_spec(spec), .shape = {40, 2, 2, 1, 1}, .family = family, .score_size = 1e5});
+  return all;
+}
+
+INSTANTIATE_TEST_SUITE_P(Attention, LargeScores, testing::ValuesIn(of_one_key()),
+                         [](const auto& test) { return name_of(test.param); });
+
 }  // namespace
 }  // namespace flashjit::test

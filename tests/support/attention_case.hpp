@@ -397,6 +397,8 @@ class AttentionRun {
   void use(Stream stream) { stream_ = stream; }
   /// What the last forward pass made.
   std::vector<double> out() const { return out_.get(); }
+  /// What the last backward pass made.
+  std::vector<double> dv() const { return grads_[2].get(); }
 
   /// Whether the reference's results are finite in both precisions, and so set limits.
   bool has_limits() const {

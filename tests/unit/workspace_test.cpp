@@ -58,9 +58,9 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   const auto pick = [&](int max) { return static_cast<std::int64_t>(random() % (max + 1)); };
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
-    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
-                               pick(20),     pick(4),      pick(20),     pick(3)};
+    const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
+                               pick(1) == 1, pick(1) == 1, pick(3),      pick(20),     pick(20),
+                               pick(4),      pick(20),     pick(3)};
     AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
@@ -68,8 +68,11 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     const std::size_t heads = shape.batch * shape.heads_q, rows = padded_seqlen_q(shape);
     const std::size_t sets = needs.list_sets, cells = sets * needs.list_rows * needs.list_columns;
     std::vector<std::pair<std::size_t, std::size_t>> parts;  // offset, bytes
+    // LSE in the other unit, and a byte for 32 rows.
+    const std::size_t log2_rows = needs.lse_log2 ? rows + rows / 128 : 0;
     if (needs.row_stats)
-      parts.insert(parts.end(), {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * rows * 4}});
+      parts.insert(parts.end(),
+                   {{layout.d, heads * rows * 4}, {layout.lse_padded, heads * (rows + log2_rows) * 4}});
     if (needs.row_terms) parts.emplace_back(layout.row_terms, heads * rows * 4);
     if (needs.dq_accum)
       parts.emplace_back(layout.dq_accum, heads * rows * ((spec.head_dim + 15) / 16 * 16) * 4);

@@ -735,6 +735,14 @@ std::optional<TensorBoxes> tensor_boxes(const AnalysedSpec& spec, const TileConf
   return boxes;
 }
 
+/// Whether P comes from LSE in units of log2 (templates/common/lse_log2.cuh). Scores of programs are in
+/// natural ones; with lists above 128 columns, and where clusters sum up dQ of packed sequences, a kernel
+/// spilled.
+bool reads_lse_log2(const AnalysedSpec& spec, const TileConfig& c) {
+  return spec.score.empty() && !(is_wide(spec) && spec.has_tile_lists) &&
+         !(spec.varlen && sm90_backward_layout(spec, c).sums_dq());
+}
+
 Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
   const bool backward = !is_forward(spec);
   return {.q_tiles_per_cta = q_tiles_per_cta(spec, c),
@@ -744,7 +752,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .stream_k = is_stream_k(spec, c),
           .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
           .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq(),
-          .lse_log2 = backward && spec.score.empty() && !(is_wide(spec) && spec.has_tile_lists)};
+          .lse_log2 = backward && reads_lse_log2(spec, c)};
 }
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {

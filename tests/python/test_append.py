@@ -180,7 +180,7 @@ def test_appends_that_make_no_sense_are_refused():
     refused(bad, "theta is 5", "tables or theta", cos=cos, sin=sin, theta=5.0)
     refused(bad, "rope_dims is 24", "multiple of 16", theta=5.0, rope_dims=24)
     refused(bad, "neither tables nor theta", rope_dims=16)
-    refused(bad, "positions is int64", "12 new rows", positions=torch.arange(12, device=DEVICE), theta=5.0)
+    refused(bad, "positions is int64", "each of the 12 rows", positions=torch.arange(12, device=DEVICE), theta=5.0)
     refused(bad, "max_seqlen_kv is 100", "room for 80", max_seqlen_kv=100)
     refused(bad, "with cu_seqlens_q its batch is 1", cu_seqlens_q=torch.zeros(5, dtype=torch.int32, device=DEVICE))
     refused(flashjit.Unsupported, "no gradients", k=k.clone().requires_grad_())

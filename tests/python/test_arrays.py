@@ -265,7 +265,7 @@ def replaced(position, value):
     (lambda: (replaced(1, np.zeros((3, 2, 13, 16), np.float32)), {}), "k has batch 3"),
     (lambda: (replaced(1, np.zeros((2, 3, 13, 16), np.float32)), {}), "must be equal|multiple"),
     (lambda: (arrays()[:3], {"options": "slide"}), "slide"),
-    (lambda: (arrays()[:3], {"scale": -1.0}), "softmax_scale is -1"),
+    (lambda: (arrays()[:3], {"scale": -1.0}), "scale is -1"),
     (lambda: (arrays()[:3], {"dropout_p": 1.0}), "dropout_p is 1"),
     (lambda: (arrays()[:3], {"kv_lengths": np.zeros(2, np.int64)}), "kv_lengths is int64"),
     (lambda: (arrays()[:3], {"kv_lengths": np.zeros(3, np.int32)}), "kv_lengths has shape"),

@@ -217,7 +217,7 @@ def test_the_calls_of_an_engine_agree(serving):
     for lengths in ([128, 128], [5, 130, 64]):
         problem = serving.Problem("small", 16, 4, 2, 3, lengths)
         calls = serving.calls_of(problem, [serving.Cache(problem, "cpu")], flashjit, None, (1, 8, 16))
-        assert list(calls) == ["contiguous", "pages1", "pages8", "pages16", "e4m3", "e4m3_pages16"]
+        assert list(calls) == ["contiguous", "invariant", "pages1", "pages8", "pages16", "e4m3", "e4m3_pages16"]
         outs = {name: function().float() for name, (function,) in calls.items()}
         for name, out in outs.items():
             limit = 0.1 if "e4m3" in name else 1e-3

@@ -183,7 +183,7 @@ def test_quantise_names_mistakes():
     for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),
                          ({"heads": 2, "scales": "row"}, "heads is 2"), ({"heads": 2.0}, "heads is a float"),
                          ({"scales": ["row"]}, "scales is a list"), ({"dtype": [torch.int8]}, "dtype is"),
-                         ({"cos": torch.ones(9, DIM // 2, device=DEVICE)}, "cos is given alone"), ({"theta": -1.0}, "rope.theta is -1"),
+                         ({"cos": torch.ones(9, DIM // 2, device=DEVICE)}, "cos is given alone"), ({"theta": -1.0}, "theta is -1"),
                          ({"theta": 1e4, "rope_dims": 24}, "rope.dims is 24"), ({"theta": 1e4, "positions": [1]}, "positions is a list"),
                          ({"theta": 1e4, "positions": torch.ones(3, dtype=torch.int32, device=DEVICE)}, "positions is")):
         with pytest.raises(flashjit.InvalidArgument, match=words):

@@ -5,6 +5,18 @@
 
 namespace flashjit {
 
+template <bool kCondition, class Then, class Else>
+struct ConditionalType {
+  using Type = Then;
+};
+template <class Then, class Else>
+struct ConditionalType<false, Then, Else> {
+  using Type = Else;
+};
+/// One of two types.
+template <bool kCondition, class Then, class Else>
+using Conditional = typename ConditionalType<kCondition, Then, Else>::Type;
+
 __device__ __forceinline__ float to_float(float x) { return x; }
 __device__ __forceinline__ float to_float(bf16 x) {
   return __uint_as_float(static_cast<unsigned>(x.bits) << 16);

@@ -6,19 +6,11 @@
 
 namespace flashjit {
 
-template <bool kFp32, class Element>
-struct OutElementOf {
-  using Type = Element;
-};
-template <class Element>
-struct OutElementOf<true, Element> {
-  using Type = float;
-};
 template <class P>
-using OutElement = typename OutElementOf<P::kFp32Out, typename P::Element>::Type;
+using OutElement = Conditional<P::kFp32Out, float, typename P::Element>;
 /// Of dQ, dK and dV.
 template <class P>
-using GradElement = typename OutElementOf<P::kFp32Grads, typename P::Element>::Type;
+using GradElement = Conditional<P::kFp32Grads, float, typename P::Element>;
 
 /// Elements of O in 16 bytes.
 template <class P>

@@ -106,16 +106,8 @@ constexpr float kLargestPLog2 = 8.0f;
 /// nothing that counts is lost. NOTES.md#k-and-v-of-8-bits
 template <class P>
 constexpr bool kConvertsQ = (P::kFp16Products && !kIsFp16<typename P::Element>);
-template <bool kFp16, class Element>
-struct ProductElementOf {
-  using Type = Element;
-};
-template <class Element>
-struct ProductElementOf<true, Element> {
-  using Type = fp16;
-};
 template <class P>
-using ProductElement = typename ProductElementOf<P::kFp16Products, typename P::Element>::Type;
+using ProductElement = Conditional<P::kFp16Products, fp16, typename P::Element>;
 
 /// Intra-warpgroup overlap (FlashAttention-3, section 3.2): a warpgroup's own P V runs under its softmax,
 /// too. d128 +1 to +5%, d256 +1%, d64 -2 to -10%: for few columns P V is so short that the other warpgroups'

@@ -125,7 +125,7 @@ __device__ __forceinline__ void store_rows(const float (&c)[kCount], int chunks,
 
 /// What a gradient is stored as.
 template <class P>
-using GradBits = typename OutElementOf<P::kFp32Grads, unsigned short>::Type;
+using GradBits = Conditional<P::kFp32Grads, float, unsigned short>;
 
 /// The same of a gradient, which may be fp32.
 template <class P, int kCount>

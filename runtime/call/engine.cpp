@@ -433,8 +433,7 @@ Engine::OperationPtr Engine::load(plan::ExecutionPlan plan, const DeviceInfo& in
 
 unsigned Engine::Operation::Step::blocks_without(unsigned reserved_sms) const {
   const unsigned left_out = reserved_sms * blocks_per_sm / cluster * cluster;
-  return left_out < blocks ? std::max(blocks - left_out, std::min(blocks, cluster))
-                           : std::min(blocks, cluster);
+  return std::max(blocks - std::min(left_out, blocks), std::min(blocks, cluster));
 }
 
 const std::shared_ptr<const device::Driver>& Engine::driver() {

@@ -56,8 +56,8 @@ class Engine {
       unsigned blocks, threads, shared_bytes;
       plan::LaunchedWhen when;
       bool early;
-      unsigned blocks_per_sm,
-          cluster;  ///< blocks_per_sm: of persistent kernels that any number of blocks can compute, else 0
+      unsigned blocks_per_sm;  ///< of persistent kernels that any number of blocks can compute, else 0
+      unsigned cluster;
 
       /// With multiprocessors left to others.
       unsigned blocks_without(unsigned reserved_sms) const;

@@ -100,6 +100,22 @@ void expect_ok(flashjit_status status) {
   if (status != FLASHJIT_OK) throw Error(ErrorCode::internal, flashjit_last_error_message());
 }
 
+/// What the arguments of both passes have alike.
+template <class CArgs, class Args>
+CArgs args_in_c(const Args& a) {
+  CArgs args{};
+  args.struct_size = sizeof args;
+  args.q = a.q, args.k = a.k, args.v = a.v;
+  args.out = a.out, args.lse = a.lse;
+  args.softmax_scale = a.softmax_scale ? &*a.softmax_scale : nullptr;
+  args.workspace = a.workspace.data;
+  args.workspace_bytes = a.workspace.bytes;
+  args.dropout_p = a.dropout_p;
+  args.seed = a.seed;
+  args.offset = a.offset;
+  return args;
+}
+
 /// SharedAttention by the C interface.
 class SharedInC {
  public:
@@ -137,37 +153,13 @@ class SharedInC {
         flashjit_shared_prepare(shared_, static_cast<flashjit_pass>(pass), space.data, space.bytes, stream));
   }
   void forward(const SharedForwardArgs& a, Stream stream, Stream copies) {
-    const flashjit_shared_forward_args args{.struct_size = sizeof args,
-                                            .q = a.q,
-                                            .k = a.k,
-                                            .v = a.v,
-                                            .out = a.out,
-                                            .lse = a.lse,
-                                            .softmax_scale = a.softmax_scale ? &*a.softmax_scale : nullptr,
-                                            .workspace = a.workspace.data,
-                                            .workspace_bytes = a.workspace.bytes,
-                                            .dropout_p = a.dropout_p,
-                                            .seed = a.seed,
-                                            .offset = a.offset};
+    const auto args = args_in_c<flashjit_shared_forward_args>(a);
     expect_ok(flashjit_shared_forward(shared_, &args, stream, copies));
   }
   void backward(const SharedBackwardArgs& a, Stream stream, Stream copies) {
-    const flashjit_shared_backward_args args{.struct_size = sizeof args,
-                                             .q = a.q,
-                                             .k = a.k,
-                                             .v = a.v,
-                                             .out = a.out,
-                                             .lse = a.lse,
-                                             .dout = a.dout,
-                                             .dq = a.dq,
-                                             .dk = a.dk,
-                                             .dv = a.dv,
-                                             .softmax_scale = a.softmax_scale ? &*a.softmax_scale : nullptr,
-                                             .workspace = a.workspace.data,
-                                             .workspace_bytes = a.workspace.bytes,
-                                             .dropout_p = a.dropout_p,
-                                             .seed = a.seed,
-                                             .offset = a.offset};
+    auto args = args_in_c<flashjit_shared_backward_args>(a);
+    args.dout = a.dout;
+    args.dq = a.dq, args.dk = a.dk, args.dv = a.dv;
     expect_ok(flashjit_shared_backward(shared_, &args, stream, copies));
   }
 

@@ -12,6 +12,7 @@ section of tools/docs/eight-bits.md.
 Exit code: 0, 1 where an error is beyond its limit, 3 where there is no GPU or PyTorch.
 """
 import argparse
+import contextlib
 import csv
 import functools
 import importlib
@@ -194,11 +195,23 @@ def measure_case(kind, dim, causal, length, people, device="cuda", heads=HEADS):
     return found
 
 
+@contextlib.contextmanager
+def rows_of(path, columns):
+    """A new file; calls add rows, which are printed, too, and there if the next ones never come."""
+    with open(path, "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+
+        def add(row):
+            writer.writerow(row)
+            file.flush()
+            print(*row.values(), sep="  ")
+        yield add
+
+
 def measure(path):
     people = methods()
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, COLUMNS)
-        writer.writeheader()
+    with rows_of(path, COLUMNS) as add:
         for kind in INPUTS:
             for dim in DIMS:
                 for causal in MASKS:
@@ -206,19 +219,14 @@ def measure(path):
                         if length > 16384 and not (causal and dim == 128):
                             continue
                         for row in measure_case(kind, dim, bool(causal), length, people):
-                            writer.writerow({name: f"{value:.4g}" if isinstance(value, float) else value
-                                             for name, value in row.items()})
-                            print(*row.values(), sep="  ")
-                        file.flush()
+                            add({name: f"{value:.4g}" if isinstance(value, float) else value for name, value in row.items()})
 
 
 def measure_speeds(path):
     import flashjit
     from compare import interleaved_ms
     people = methods()
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, SPEED_COLUMNS)
-        writer.writeheader()
+    with rows_of(path, SPEED_COLUMNS) as add:
         for dim in DIMS:
             for length in SPEED_LENGTHS:
                 torch.manual_seed(0)
@@ -240,11 +248,8 @@ def measure_speeds(path):
                             print(f"  {name} refuses d{dim} {length}: {str(error).splitlines()[0][:120]}")
                     products = 4 * TOKENS * length * HIDDEN / (2 if causal else 1)
                     for name, ms in interleaved_ms(calls, 30).items():
-                        row = {"head_dim": dim, "causal": causal, "seqlen": length, "method": name, "us": f"{1e3 * ms:.1f}",
-                               "tflops": f"{products / ms / 1e9:.0f}"}
-                        writer.writerow(row)
-                        print(*row.values(), sep="  ")
-                    file.flush()
+                        add({"head_dim": dim, "causal": causal, "seqlen": length, "method": name, "us": f"{1e3 * ms:.1f}",
+                             "tflops": f"{products / ms / 1e9:.0f}"})
 
 
 def speed_table(rows):

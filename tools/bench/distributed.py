@@ -38,7 +38,7 @@ import flashjit.distributed as fd  # noqa: E402
 from flashjit import simulator  # noqa: E402
 
 HEADS, HEADS_KV, DIM, LAYOUT, INNER = 32, 8, 128, "zigzag", 2
-LONG = 5.0  # seconds of a call of which one is measured
+LONG = 5.0  # seconds of a call of which one is measured: check() has compiled it
 FIELDS = ("device", "ranks", "tokens", "scheme", "reserved_sms", "pass", "ms", "alone_ms", "scaling", "imbalance", "predicted_ms",
           "memory_gb", "formula_gb")
 
@@ -85,11 +85,11 @@ class Team:
         return numbers.tolist()
 
     def measured(self, call, repeats):
-        """Seconds of the slowest rank, and the peak of a rank's memory. The first call, which compiles, does not count."""
+        """Seconds of the slowest rank, and the peak of a rank's memory. The first call does not count, unless it is LONG."""
         on_gpu = self.device.type == "cuda"
         seconds = []
         for repeat in range(1 + repeats):
-            if repeat == 1 and on_gpu:
+            if repeat < 2 and on_gpu:
                 torch.cuda.reset_peak_memory_stats()
             dist.barrier()
             self.synchronize()
@@ -97,10 +97,10 @@ class Team:
             call()
             self.synchronize()
             seconds += self.largest(time.perf_counter() - begin)
-            if len(seconds) > 1 and seconds[-1] > LONG:
+            if seconds[-1] > LONG:
                 break
         peak, = self.largest(torch.cuda.max_memory_allocated() if on_gpu else 0)
-        return statistics.median(seconds[1:]), peak
+        return statistics.median(seconds[1:] or seconds), peak
 
     def imbalance(self, call):
         """The slowest over the fastest rank's time at its attention kernels, by the profiler."""

@@ -14,7 +14,7 @@ from ._exchange import AllToAll, Gathering, Travel, scattered_sum
 from ._pieces import Piece, Rule
 from ._plans import NO_RNG, Placed, Plan, Rng, contiguous, plan_of, readable
 from ._problem import read_problem
-from ._shards import by_rank, in_order
+from ._shards import ByRank, InOrder, by_rank, in_order
 from .errors import InvalidArgument
 
 
@@ -300,10 +300,10 @@ def own_heads(job: Job, heads: int) -> Rule:
 
 
 def ulysses(q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
-    shared = [in_order(x, job.layout) for x in share_heads(q, k, v, job.group)]
+    shared = [InOrder.apply(x, job.layout) for x in share_heads(q, k, v, job.group)]
     own_sinks = None if sinks is None else sinks.chunk(job.ranks)[job.rank]
     out, lse = Whole.apply(*shared, own_sinks, job._replace(rule=own_heads(job, q.shape[1])))
-    out, lse = (return_heads(by_rank(x, job.ranks, job.layout), job.group) for x in (out, lse[..., None]))
+    out, lse = (return_heads(ByRank.apply(x, job.ranks, job.layout), job.group) for x in (out, lse[..., None]))
     return out, lse[..., 0]
 
 

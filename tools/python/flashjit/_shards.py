@@ -1,6 +1,8 @@
 """Tensors of a shared sequence: by position, and by rank."""
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -16,20 +18,53 @@ def positions(rank: int, ranks: int, rows: int, layout: str = "zigzag") -> Tenso
 
 def in_order(parts: Tensor, layout: str) -> Tensor:
     """Rows by position, [batch, heads, all rows, dim], of all ranks' shards, [ranks, batch, heads, rows, dim]."""
-    ranks, rows = parts.shape[0], parts.shape[3]
+    ranks, batch, heads, rows, dim = parts.shape
     if layout == "striped":
         return parts.movedim(0, 3).flatten(2, 3)
-    pieces = [(c.first, parts[rank][:, :, c.begin:c.end]) for rank in range(ranks) for c in chunks(rank, ranks, rows, layout)]
-    return torch.cat([part for _, part in sorted(pieces, key=lambda piece: piece[0])], 2)
+    result = parts.new_empty(batch, heads, ranks * rows, dim)
+    for rank in range(ranks):
+        for c in chunks(rank, ranks, rows, layout):
+            result[:, :, c.first:c.last + 1] = parts[rank, :, :, c.begin:c.end]
+    return result
 
 
 def by_rank(x: Tensor, ranks: int, layout: str) -> Tensor:
     """The inverse of in_order()."""
-    rows = x.shape[2] // ranks
+    batch, heads, all_rows, dim = x.shape
+    rows = all_rows // ranks
     if layout == "striped":
         return x.unflatten(2, (rows, ranks)).movedim(3, 0)
-    return torch.stack([torch.cat([x[:, :, c.first:c.first + c.rows] for c in chunks(rank, ranks, rows, layout)], 2)
-                        for rank in range(ranks)])
+    result = x.new_empty(ranks, batch, heads, rows, dim)
+    for rank in range(ranks):
+        for c in chunks(rank, ranks, rows, layout):
+            result[rank, :, :, c.begin:c.end] = x[:, :, c.first:c.last + 1]
+    return result
+
+
+class InOrder(torch.autograd.Function):
+    """in_order() with gradients: one copy, where each slice's own gradient would be of all rows."""
+
+    @staticmethod
+    def forward(ctx: Any, parts: Tensor, layout: str) -> Tensor:
+        ctx.ranks, ctx.layout = parts.shape[0], layout
+        return in_order(parts, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return ByRank.apply(grad, ctx.ranks, ctx.layout), None
+
+
+class ByRank(torch.autograd.Function):
+    """by_rank() with gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, ranks: int, layout: str) -> Tensor:
+        ctx.layout = layout
+        return by_rank(x, ranks, layout)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return InOrder.apply(grad, ctx.layout), None, None
 
 
 def check_layout(layout: str, ranks: int, rows: int) -> None:

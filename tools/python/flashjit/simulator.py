@@ -147,14 +147,15 @@ def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes:
 
 
 def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1,
-                 workspaces: bool = True) -> float:
+                 on_gpu: bool = True) -> float:
     """The tensors of the rank that has the most at the peak of a pass, in the layout zigzag, the caller's Q, K, V, O, dO and
-    gradients with them. workspaces: with those of kernels, of which dQ's accumulator alone counts."""
+    gradients with them. on_gpu: with the workspaces of kernels, of which dQ's accumulator alone counts; else with gloo's copy of
+    what it adds up."""
     rows = problem.tokens // ranks
     q, kv, fp32 = problem.q_bytes(rows), problem.kv_bytes(rows), 4 / problem.element
     lse = q / problem.dim / problem.element * 4
     inputs = q + kv + lse
-    accumulator = fp32 * q if workspaces else 0
+    accumulator = fp32 * q if on_gpu else 0
     if backward:
         inputs += 2 * q  # O and dO
     if ranks == 1:
@@ -169,17 +170,16 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
     if scheme == "all_gather":
         if not backward:  # K and V as they come and in order, or in order beside two O
             return inputs + ranks * kv + max(ranks * kv, 2 * q)
-        # The sums; then the parts and O of half of the queries, or the sums by rank and what is left of them.
+        # The sums, and the parts and O of half of the queries.
         gathered = ranks * kv
-        return inputs + gathered + fp32 * (q + gathered) + max(fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2,
-                                                              fp32 * (gathered + kv))
+        parts = fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2
+        return inputs + gathered + fp32 * (q + gathered) + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
     ranks_of_heads = ranks if scheme == "ulysses" else inner
     spread = q + kv * max(1, ranks_of_heads / problem.heads_kv)
-    if scheme == "ulysses":  # what came, in order, and O; then the gradients and dO, or O or dO on their way
-        on_its_way = 3 * q
-        return inputs + spread + (q + max(spread + q + accumulator, on_its_way) if backward else max(spread, on_its_way))
+    if scheme == "ulysses":  # what came, in order, and O on its way; or O, dO and the gradients
+        return inputs + spread + (spread + 2 * q + accumulator if backward else max(spread, 3 * q))
     own = problem._replace(heads=max(1, problem.heads // inner), heads_kv=max(1, problem.heads_kv // inner))
-    return inputs + memory_bytes(own, ranks // inner, "ring", backward, workspaces=workspaces)
+    return inputs + memory_bytes(own, ranks // inner, "ring", backward, on_gpu=on_gpu)
 
 
 class _Run:

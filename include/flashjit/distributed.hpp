@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -13,13 +14,17 @@
 namespace flashjit {
 
 /// ring: K and V go round while the kernels of the step before run. all_gather: every rank gathers them once.
-enum class SharingScheme : std::uint8_t { ring, all_gather };
+/// ulysses: each rank gets all rows of its share of the heads, which both kinds of heads must divide into.
+enum class SharingScheme : std::uint8_t { ring, all_gather, ulysses };
 /// Which rows a rank has: neighbours; or, of twice as many blocks as ranks, block r and the r-th from the
 /// end, so that a causal mask leaves all ranks the same work.
 enum class ShardLayout : std::uint8_t { contiguous, zigzag };
 
 struct SharedSequence {
-  AttentionSpec spec;  ///< element type, head dimensions, as mask `causal` or none, and dropout; nothing else
+  /// Element type, head dimensions, programs, dropout and sinks; nothing else. Programs see positions, heads
+  /// and lengths of the whole sequence, or with documents, whose number is `b`, of the document. They have no
+  /// gradients, and no names that begin with "part_".
+  AttentionSpec spec;
   std::int64_t batch = 1, heads_q = 1, heads_kv = 1;
   std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
   SharingScheme scheme = SharingScheme::ring;
@@ -33,9 +38,10 @@ struct SharedSequence {
 
 /// Of this rank: q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
 /// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two; with documents [hq, rows] of each part
-/// of one in a chunk, one after the other. With spec.dropout the mask is that of the whole sequence, and with
-/// documents (b, q, kv) are a document's number and places in it: all ranks give the same dropout_p, seed and
-/// offset.
+/// of one in a chunk, one after the other; with ulysses the same of all rows of this rank's heads, in one
+/// chunk. Captures and sinks are those of the whole problem, the same on all ranks. With spec.dropout the
+/// mask is that of the whole sequence, and with documents (b, q, kv) are a document's number and places in
+/// it: all ranks give the same dropout_p, seed and offset.
 struct SharedForwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr;
   void* out = nullptr;
@@ -44,6 +50,8 @@ struct SharedForwardArgs {
   Workspace workspace = {};  ///< at least workspace_bytes(Pass::forward)
   double dropout_p = 0.0;
   std::uint64_t seed = 0, offset = 0;
+  std::span<const Capture> captures = {};
+  const float* sinks = nullptr;  ///< [heads_q]
 };
 
 /// `out` and `lse` are the forward pass's.
@@ -56,6 +64,9 @@ struct SharedBackwardArgs {
   Workspace workspace = {};
   double dropout_p = 0.0;
   std::uint64_t seed = 0, offset = 0;
+  std::span<const Capture> captures = {};
+  const float* sinks = nullptr;
+  float* dsinks = nullptr;  ///< [heads_q]: this rank's part of the sum over ranks is ADDED; null: not wanted
 };
 
 /// Calls of one problem by all ranks of a communicator. Partial O and gradients are fp32 and rounded once. It

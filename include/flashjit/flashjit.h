@@ -472,9 +472,10 @@ flashjit_reference_quantise(const flashjit_spec* spec, const flashjit_quantise_a
 /** Attention over a sequence whose rows the ranks of an NCCL communicator share. */
 typedef struct flashjit_shared_attention flashjit_shared_attention;
 
-/** How keys come to queries: in a ring, or all at once. */
+/** How keys come to queries: in a ring, or all at once; or each rank gets all rows of its share of the heads.
+ */
 typedef int32_t flashjit_sharing_scheme;
-enum { FLASHJIT_RING = 0, FLASHJIT_ALL_GATHER = 1 };
+enum { FLASHJIT_RING = 0, FLASHJIT_ALL_GATHER = 1, FLASHJIT_ULYSSES = 2 };
 /** Which rows a rank has: of twice as many blocks as ranks, block r and the r-th from the end; or neighbours.
  */
 typedef int32_t flashjit_shard_layout;
@@ -504,8 +505,11 @@ typedef struct flashjit_shared_forward_args {
   const float* softmax_scale; /**< on the host; null: 1 / sqrt(head_dim) */
   void* workspace;
   size_t workspace_bytes; /**< at least flashjit_shared_workspace_bytes() */
-  double dropout_p;       /**< with "dropout" in the spec; this and the two below are the same on all ranks */
+  double dropout_p;       /**< with "dropout" in the spec; this and all below are the same on all ranks */
   uint64_t seed, offset;
+  const flashjit_capture* captures; /**< one for each name declared by the spec's programs, in any order */
+  size_t capture_count;
+  const float* sinks; /**< [heads_q] on the device, with "sinks" in the spec */
 } flashjit_shared_forward_args;
 
 /** `out` and `lse` are the forward pass's. */
@@ -520,11 +524,17 @@ typedef struct flashjit_shared_backward_args {
   size_t workspace_bytes;
   double dropout_p;
   uint64_t seed, offset;
+  const flashjit_capture* captures;
+  size_t capture_count;
+  const float* sinks;
+  float* dsinks; /**< [heads_q]: this rank's part of the sum over ranks is added; null: not wanted */
 } flashjit_shared_backward_args;
 
-/** The spec has an element type, head dimensions, "causal" or no mask, and "dropout". `communicator` is an
- * ncclComm_t of the current device. It and the runtime must live longer. NCCL is opened at run time: `nccl`,
- * null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads at once. */
+/** The spec has an element type, head dimensions, programs, "dropout" and "sinks". Programs see the whole
+ * sequence, or with documents, whose number is `b`, the document. They have no gradients, and no names that
+ * begin with "part_". `communicator` is an ncclComm_t of the current device. It and the runtime must live
+ * longer. NCCL is opened at run time: `nccl`, null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads
+ * at once. */
 FLASHJIT_C_API flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                       const flashjit_shared_sequence* sequence,
                                                       void* communicator, const char* nccl,

@@ -335,9 +335,11 @@ flashjit::Pass shared_pass(flashjit_pass pass) {
 
 flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashjit_shared_sequence* given) {
   const auto c = flashjit::read_struct("flashjit_shared_sequence", given);
-  if (c.scheme != FLASHJIT_RING && c.scheme != FLASHJIT_ALL_GATHER)
+  if (c.scheme < FLASHJIT_RING || c.scheme > FLASHJIT_ULYSSES)
     throw Error(ErrorCode::invalid_argument,
-                fmt::format("scheme is {}: give FLASHJIT_RING (0) or FLASHJIT_ALL_GATHER (1).", c.scheme));
+                fmt::format("scheme is {}: give FLASHJIT_RING (0), FLASHJIT_ALL_GATHER (1) or "
+                            "FLASHJIT_ULYSSES (2).",
+                            c.scheme));
   if (c.layout != FLASHJIT_ZIGZAG && c.layout != FLASHJIT_CONTIGUOUS)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("layout is {}: give FLASHJIT_ZIGZAG (0) or FLASHJIT_CONTIGUOUS (1).", c.layout));
@@ -346,8 +348,7 @@ flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashj
                                     .heads_q = c.heads_q,
                                     .heads_kv = c.heads_kv,
                                     .rows = c.rows,
-                                    .scheme = c.scheme == FLASHJIT_RING ? flashjit::SharingScheme::ring
-                                                                        : flashjit::SharingScheme::all_gather,
+                                    .scheme = static_cast<flashjit::SharingScheme>(c.scheme),
                                     .layout = c.layout == FLASHJIT_ZIGZAG ? flashjit::ShardLayout::zigzag
                                                                           : flashjit::ShardLayout::contiguous,
                                     .window = c.window,
@@ -358,13 +359,15 @@ flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashj
 
 /// What the arguments of both passes have alike.
 template <class Args, class CArgs>
-Args shared_args(const CArgs& c) {
+Args shared_args(const CArgs& c, Captures& room) {
   Args args{.q = c.q, .k = c.k, .v = c.v, .out = c.out, .lse = c.lse};
   args.softmax_scale = optional(c.softmax_scale);
   args.workspace = {c.workspace, c.workspace_bytes};
   args.dropout_p = c.dropout_p;
   args.seed = c.seed;
   args.offset = c.offset;
+  args.captures = captures(c, room);
+  args.sinks = c.sinks;
   return args;
 }
 
@@ -665,8 +668,10 @@ flashjit_status flashjit_shared_forward(flashjit_shared_attention* shared,
                                         const flashjit_shared_forward_args* args, CUstream_st* stream,
                                         CUstream_st* copies) noexcept {
   return guarded([&] {
-    const auto c = flashjit::read_struct("flashjit_shared_forward_args", args);
-    get(shared).forward(shared_args<flashjit::SharedForwardArgs>(c), stream, copies);
+    const auto c = flashjit::read_struct("flashjit_shared_forward_args", args,
+                                         {offsetof(flashjit_shared_forward_args, captures)});
+    Captures room;
+    get(shared).forward(shared_args<flashjit::SharedForwardArgs>(c, room), stream, copies);
   });
 }
 
@@ -674,12 +679,15 @@ flashjit_status flashjit_shared_backward(flashjit_shared_attention* shared,
                                          const flashjit_shared_backward_args* args, CUstream_st* stream,
                                          CUstream_st* copies) noexcept {
   return guarded([&] {
-    const auto c = flashjit::read_struct("flashjit_shared_backward_args", args);
-    auto read = shared_args<flashjit::SharedBackwardArgs>(c);
+    const auto c = flashjit::read_struct("flashjit_shared_backward_args", args,
+                                         {offsetof(flashjit_shared_backward_args, captures)});
+    Captures room;
+    auto read = shared_args<flashjit::SharedBackwardArgs>(c, room);
     read.dout = c.dout;
     read.dq = c.dq;
     read.dk = c.dk;
     read.dv = c.dv;
+    read.dsinks = c.dsinks;
     get(shared).backward(read, stream, copies);
   });
 }

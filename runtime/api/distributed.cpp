@@ -6,13 +6,16 @@
 #include <algorithm>
 #include <array>
 #include <functional>
+#include <initializer_list>
+#include <limits>
 #include <utility>
 #include <vector>
 
+#include "api/shared_programs.hpp"
 #include "api/shared_schedule.hpp"
+#include "call/captures.hpp"
 #include "device/nccl.hpp"
 #include "device/resources.hpp"
-#include "flashjit/attention_programs.hpp"
 #include "support/environment.hpp"
 #include "support/refuse.hpp"
 
@@ -73,60 +76,122 @@ struct BackwardPlaces {
   Workspace kernels;
 };
 
+/// With ulysses: all rows of this rank's heads.
+struct HeadPlaces {
+  void *q, *out, *dout = nullptr, *dq = nullptr;
+  KvBlock kv, dkv = {};
+};
+
+/// A tensor of some rows and all heads, and of all rows and `heads` of them.
+struct SharedHeads {
+  const void *shard, *whole;
+  std::int64_t heads;
+  int dim;
+};
+
 }  // namespace
 
 struct SharedAttention::Impl {
   Runtime& runtime;
-  SharedSequence s;
+  SharedSequence sequence;
+  SharedSequence s;  ///< what is computed: `sequence`, or with ulysses the whole of this rank's heads
   void* comm;
   std::shared_ptr<const device::Nccl> nccl;
   std::shared_ptr<const device::Driver> driver;
   device::Event step_begins, arrived, sums_ready;
-  int rank = 0, ranks = 1;
-  std::vector<RowChunk> segments;  ///< of this rank's rows
+  int peers = 1, peer = 0;                     ///< of the communicator
+  int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
+  std::vector<RowChunk> segments;              ///< of this rank's rows
+  std::vector<std::vector<SharedCall>> calls;  ///< by the owner of the keys
+  std::vector<expr::Declaration> declared;     ///< by the programs as they are given
+  AttentionSpec plain;                         ///< of a call without a mask and without sinks
+  MaskProgram moved_mask;
 
-  Impl(Runtime& given, const SharedSequence& sequence, void* communicator, const Environment& environment,
+  Impl(Runtime& made, const SharedSequence& given, void* communicator, const Environment& environment,
        const std::string& library)
-      : runtime(given),
-        s(sequence),
+      : runtime(made),
+        sequence(given),
+        s(given),
         comm(communicator),
         nccl(device::Nccl::open(library.empty() ? environment.nccl : library)),
         driver(device::Driver::open(environment.libcuda)),
         step_begins(driver),
         arrived(driver),
         sums_ready(driver) {
-    AttentionSpec plain{.dtype = s.spec.dtype,
-                        .head_dim = s.spec.head_dim,
-                        .head_dim_v = s.spec.v_dim(),
-                        .dropout = s.spec.dropout};
-    if (!s.spec.mask.empty()) plain.mask = causal();
+    const AttentionSpec allowed{.dtype = s.spec.dtype,
+                                .head_dim = s.spec.head_dim,
+                                .head_dim_v = s.spec.v_dim(),
+                                .score = s.spec.score,
+                                .mask = s.spec.mask,
+                                .dropout = s.spec.dropout,
+                                .sinks = s.spec.sinks};
     AttentionSpec asked = s.spec;
-    asked.pass = plain.pass;
-    if (asked.normalized() != plain.normalized())
+    asked.pass = allowed.pass;
+    if (asked.normalized() != allowed.normalized())
       refuse(
-          "the spec of a shared sequence is {}: it has an element type, head dimensions, the mask causal or "
-          "none, and "
-          "dropout; nothing else.",
+          "the spec of a shared sequence is {}: it has an element type, head dimensions, programs, "
+          "dropout and sinks; nothing else.",
           to_string(s.spec));
+    take_programs();
     if (s.batch < 1 || s.heads_kv < 1 || s.heads_q % s.heads_kv != 0 || s.rows < 1)
       refuse(
           "a shared sequence has batch {}, {} heads, {} of K and V, and {} rows a rank: they are at least 1, "
-          "and the "
-          "heads of K and V divide the others.",
+          "and the heads of K and V divide the others.",
           s.batch, s.heads_q, s.heads_kv, s.rows);
     if (s.rows % chunks() != 0)
       refuse("{} rows a rank are odd, and zigzag has two blocks of them: pad them to {}.", s.rows,
              s.rows + 1);
-    if (s.window < 0 || (s.window > 0 && s.spec.mask.empty()))
+    if (s.window < 0 || (s.window > 0 && s.spec.mask != causal()))
       refuse(
           "the window of a shared sequence is {}: it is of 1 key or more with the mask causal, or 0 for "
           "none.",
           s.window);
     if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
-    nccl->check(nccl->comm_count(comm, &ranks), "ncclCommCount");
-    nccl->check(nccl->comm_user_rank(comm, &rank), "ncclCommUserRank");
+    nccl->check(nccl->comm_count(comm, &peers), "ncclCommCount");
+    nccl->check(nccl->comm_user_rank(comm, &peer), "ncclCommUserRank");
+    if (s.rows > std::numeric_limits<std::int32_t>::max() / peers)
+      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers, s.rows);
+    if (shares_heads())
+      take_heads();
+    else
+      rank = peer, ranks = peers;
     check_documents();
     segments = segments_of(s, rank, ranks);
+    for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
+  }
+  /// The whole sequence, of a share of the heads.
+  void take_heads() {
+    if (s.heads_q % peers != 0 || s.heads_kv % peers != 0)
+      refuse(
+          "{} heads, and {} of K and V, do not divide into {} ranks, as ulysses needs: use ring or "
+          "all_gather.",
+          s.heads_q, s.heads_kv, peers);
+    s.rows *= peers;
+    s.heads_q /= peers;
+    s.heads_kv /= peers;
+    s.layout = ShardLayout::contiguous;
+  }
+  void take_programs() {
+    declared = expr::declarations(s.spec.score, mask_of(s));
+    for (const expr::Declaration& one : declared) {
+      if (one.wants_grad)
+        refuse(
+            "the program of a shared sequence declares a gradient of '{}', which ranks would have to add up: "
+            "declare it without \"grad\".",
+            one.name);
+      if (one.name.starts_with("part_"))
+        refuse(
+            "the program of a shared sequence declares '{}': give it a name that does not begin with part_.",
+            one.name);
+    }
+    const PartMoves moves{.heads = shares_heads(), .batch = !s.documents.empty()};
+    plain = s.spec;
+    plain.mask = {};
+    plain.sinks = false;
+    plain.dropout_place = s.spec.dropout;
+    plain.score = moved(s.spec.score, moves);
+    moved_mask = moved(mask_of(s), moves);
+    expr::declarations(plain.score, moved_mask);  // refuses too many
   }
   void check_documents() const {
     const auto& ends = s.documents;
@@ -150,31 +215,51 @@ struct SharedAttention::Impl {
   std::int64_t longest_segment() const {
     return std::ranges::max_element(segments, {}, &RowChunk::count)->count;
   }
+  bool shares_heads() const { return sequence.scheme == SharingScheme::ulysses; }
+  /// Of this rank, among all.
+  std::int64_t first_head() const { return shares_heads() ? peer * s.heads_q : 0; }
   bool is_ring() const { return s.scheme == SharingScheme::ring && ranks > 1; }
   bool gathers() const { return s.scheme == SharingScheme::all_gather && ranks > 1; }
 
-  AttentionSpec spec(Pass pass, CallMask mask) const {
-    AttentionSpec result{.pass = pass,
-                         .dtype = s.spec.dtype,
-                         .head_dim = s.spec.head_dim,
-                         .head_dim_v = s.spec.v_dim(),
-                         .dropout = s.spec.dropout};
-    if (mask == CallMask::causal) result.mask = causal();
-    // Queries and keys are `shift` positions apart, which differs between calls; their kernels are the same.
-    if (mask == CallMask::window || mask == CallMask::causal_window)
-      result.mask = MaskProgram(fmt::format("shift: int; {}q + shift - kv < {}",
-                                            mask == CallMask::window ? "" : "q + shift >= kv && ", s.window));
+  AttentionSpec spec(Pass pass, const SharedCall& call) const {
+    AttentionSpec result = plain;
+    result.pass = pass;
+    if (call.mask == CallMask::causal) result.mask = causal();
+    if (call.mask == CallMask::program) result.mask = moved_mask;
+    result.sinks = s.spec.sinks && call.first;  // one call of each row has it
     result.fp32_out = pass == Pass::forward;
     result.add_grads = pass == Pass::backward;
-    result.dropout_place = s.spec.dropout;
     return result;
   }
   AttentionShape shape(const SharedCall& call) const {
     return {s.batch, s.heads_q, s.heads_kv, segments[call.segment].count, call.keys.count};
   }
-  /// What the two passes' arguments have alike. `capture` has the place of the call's own.
+  PartPlace place_of(const SharedCall& call) const {
+    const RowChunk& rows = segments[call.segment];
+    return {.q = rows.first,
+            .kv = call.keys.first,
+            .head = first_head(),
+            .head_kv = first_head() * s.heads_kv / s.heads_q,
+            .batch = rows.document,
+            .length = length_of(s, rows.document, ranks)};
+  }
+  /// Values of the names that a call's programs declare: the caller's, and the call's place.
+  std::vector<Capture> captures_of(const AttentionSpec& spec, std::span<const Capture> all,
+                                   const SharedCall& call) const {
+    const std::array<std::int64_t, 6> places = place_of(call).values();
+    std::vector<Capture> values;
+    for (const expr::Declaration& one : expr::declarations(spec.score, spec.mask)) {
+      const auto part = std::ranges::find(kPartNames, one.name);
+      if (part != kPartNames.end())
+        values.push_back({.name = *part, .scalar = static_cast<double>(places[part - kPartNames.begin()])});
+      else
+        values.push_back(*std::ranges::find(all, one.name, &Capture::name));
+    }
+    return values;
+  }
+  /// What the two passes' arguments have alike.
   template <class Args, class Given>
-  void set_common(Args& args, const Given& given, const SharedCall& call, Capture& capture,
+  void set_common(Args& args, const Given& given, const SharedCall& call, std::span<const Capture> captures,
                   const Workspace& workspace, bool travelling) const {
     const RowChunk& rows = segments[call.segment];
     args.softmax_scale = given.softmax_scale;
@@ -182,23 +267,32 @@ struct SharedAttention::Impl {
     args.dropout_p = given.dropout_p;
     args.seed = given.seed;
     args.offset = given.offset;
-    if (s.spec.dropout) args.dropout_place = {.batch = rows.document, .q = rows.first, .kv = call.keys.first};
-    if (call.mask == CallMask::window || call.mask == CallMask::causal_window) {
-      capture = {.name = "shift", .scalar = static_cast<double>(rows.first - call.keys.first)};
-      args.captures = {&capture, 1};
-    }
+    args.captures = captures;
+    if (s.spec.dropout)
+      args.dropout_place = {.batch = rows.document,
+                            .head = first_head(),
+                            .heads = sequence.heads_q,
+                            .q = rows.first,
+                            .kv = call.keys.first};
+    if (s.spec.sinks && call.first) args.sinks = given.sinks + first_head();
     if (is_ring() && travelling) args.reserved_sms = s.reserved_sms;
+  }
+  template <class Args>
+  void check_given(Pass pass, const Args& args) const {
+    check_workspace(pass, args.workspace);
+    check_captures(declared, args.captures, pass);
+    if (s.spec.sinks && !args.sinks) refuse("sinks is null: the spec has them, give [heads_q].");
   }
   /// All calls that this rank makes, each once.
   template <class Call>
   void for_each_call(Call call) const {
-    for (int owner = 0; owner < ranks; ++owner)
-      for (const SharedCall& one : calls_with(s, rank, owner, ranks)) call(one);
+    for (const std::vector<SharedCall>& with_owner : calls)
+      for (const SharedCall& one : with_owner) call(one);
   }
   std::size_t kernel_bytes(Pass pass) const {
     std::size_t most = 0;
     for_each_call([&](const SharedCall& call) {
-      most = std::max(most, runtime.workspace_bytes(spec(pass, call.mask), shape(call)));
+      most = std::max(most, runtime.workspace_bytes(spec(pass, call), shape(call)));
     });
     return most;
   }
@@ -235,8 +329,22 @@ struct SharedAttention::Impl {
     p.kernels = places.take_workspace(kernel_bytes(Pass::backward));
     return p;
   }
+  HeadPlaces head_places(Places& places, Pass pass) const {
+    const auto of_queries = [&](int dim) {
+      return places.take(s.batch * s.heads_q * s.rows * dim * element());
+    };
+    HeadPlaces p{.q = of_queries(s.spec.head_dim),
+                 .out = of_queries(s.spec.v_dim()),
+                 .kv = take_block(places, element())};
+    if (pass == Pass::forward) return p;
+    p.dout = of_queries(s.spec.v_dim());
+    p.dq = of_queries(s.spec.head_dim);
+    p.dkv = take_block(places, element());
+    return p;
+  }
   std::size_t workspace_bytes(Pass pass) const {
     Places counted(nullptr);
+    if (shares_heads()) head_places(counted, pass);
     if (pass == Pass::forward)
       forward_places(counted);
     else
@@ -285,6 +393,42 @@ struct SharedAttention::Impl {
     arrived.record(copies);
     wait(stream, arrived);
   }
+  /// All-to-all: rows of other ranks' heads go to these, and rows of this rank's heads come, each to its
+  /// place; or, with `back`, the other way round.
+  void exchange(std::initializer_list<SharedHeads> tensors, bool back, CUstream stream,
+                CUstream copies) const {
+    step_begins.record(stream);
+    wait(copies, step_begins);
+    for (const SharedHeads& tensor : tensors)
+      for (std::int64_t entry = 0; entry < s.batch; ++entry) exchange(tensor, entry, back, copies);
+    arrived.record(copies);
+    wait(stream, arrived);
+  }
+  void exchange(const SharedHeads& tensor, std::int64_t entry, bool back, CUstream copies) const {
+    const std::int64_t row = tensor.dim * element();
+    const auto move = [&](const void* base, std::int64_t first_row, std::int64_t count, int other,
+                          bool sends) {
+      void* const data = static_cast<char*>(const_cast<void*>(base)) + first_row * row;
+      if (sends)
+        nccl->check(nccl->send(data, count * row, device::Nccl::kBytes, other, comm, copies), "ncclSend");
+      else
+        nccl->check(nccl->recv(data, count * row, device::Nccl::kBytes, other, comm, copies), "ncclRecv");
+    };
+    const std::vector<RowChunk> mine = chunks_of(sequence, peer, peers);
+    nccl->check(nccl->group_start(), "ncclGroupStart");
+    for (int other = 0; other < peers; ++other) {
+      const std::vector<RowChunk> theirs = chunks_of(sequence, other, peers);
+      for (std::int64_t head = 0; head < tensor.heads; ++head) {
+        const std::int64_t in_shard = ((entry * peers + other) * tensor.heads + head) * sequence.rows;
+        const std::int64_t in_whole = (entry * tensor.heads + head) * s.rows;
+        for (const RowChunk& chunk : mine)
+          move(tensor.shard, in_shard + chunk.begin, chunk.count, other, !back);
+        for (const RowChunk& chunk : theirs)
+          move(tensor.whole, in_whole + chunk.first, chunk.count, other, back);
+      }
+    }
+    nccl->check(nccl->group_end(), "ncclGroupEnd");
+  }
   void clear(void* data, std::size_t bytes, CUstream stream) const {
     driver->check(driver->memset_d8_async(reinterpret_cast<CUdeviceptr>(data), 0, bytes, stream),
                   "cuMemsetD8Async");
@@ -318,9 +462,19 @@ struct SharedAttention::Impl {
   }
 
   void forward(const SharedForwardArgs& args, CUstream stream, CUstream copies) {
-    check_workspace(Pass::forward, args.workspace);
+    check_given(Pass::forward, args);
     Places places(args.workspace.data);
-    const ForwardPlaces p = forward_places(places);
+    if (!shares_heads()) return forward_rows(args, forward_places(places), stream, copies);
+    const HeadPlaces p = head_places(places, Pass::forward);
+    const int d = s.spec.head_dim, dv = s.spec.v_dim();
+    exchange({{args.q, p.q, s.heads_q, d}, {args.k, p.kv.k, s.heads_kv, d}, {args.v, p.kv.v, s.heads_kv, dv}},
+             false, stream, copies);
+    SharedForwardArgs whole = args;
+    whole.q = p.q, whole.k = p.kv.k, whole.v = p.kv.v, whole.out = p.out;
+    forward_rows(whole, forward_places(places), stream, copies);
+    exchange({{args.out, p.out, s.heads_q, dv}}, true, stream, copies);
+  }
+  void forward_rows(const SharedForwardArgs& args, const ForwardPlaces& p, CUstream stream, CUstream copies) {
     std::vector<int> joined(segments.size());  // states so far, of each segment
     const auto state = [&](const RowChunk& rows) {
       return Rows{p.state, s.heads_q, s.rows, s.spec.v_dim(), sizeof(float)}.view(s.batch, rows.begin,
@@ -331,7 +485,7 @@ struct SharedAttention::Impl {
     };
     const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
     const auto step = [&](int owner, const KvBlock& block) {
-      for (const SharedCall& call : calls_with(s, rank, owner, ranks)) {
+      for (const SharedCall& call : calls[owner]) {
         const RowChunk &rows = segments[call.segment], &keys = call.keys;
         int& count = joined[call.segment];
         const TensorView part =
@@ -341,9 +495,10 @@ struct SharedAttention::Impl {
                           .v = v_rows(block.v, element()).view(s.batch, keys.begin, keys.count),
                           .out = count == 0 ? state(rows) : part,
                           .lse = count == 0 ? lse(call.segment, 0) : p.part_lse};
-        Capture capture;
-        set_common(given, args, call, capture, p.kernels, owner != (rank + 1) % ranks);
-        runtime.forward(spec(Pass::forward, call.mask), given, stream);
+        const AttentionSpec spec = this->spec(Pass::forward, call);
+        const std::vector<Capture> captures = captures_of(spec, args.captures, call);
+        set_common(given, args, call, captures, p.kernels, owner != (rank + 1) % ranks);
+        runtime.forward(spec, given, stream);
         if (count > 0) {
           const std::array<PartialState, 2> states{PartialState{state(rows), lse(call.segment, count - 1)},
                                                    PartialState{part, p.part_lse}};
@@ -385,9 +540,28 @@ struct SharedAttention::Impl {
   }
 
   void backward(const SharedBackwardArgs& args, CUstream stream, CUstream copies) {
-    check_workspace(Pass::backward, args.workspace);
+    check_given(Pass::backward, args);
     Places places(args.workspace.data);
-    const BackwardPlaces p = backward_places(places);
+    if (!shares_heads()) return backward_rows(args, backward_places(places), stream, copies);
+    const HeadPlaces p = head_places(places, Pass::backward);
+    const int d = s.spec.head_dim, dv = s.spec.v_dim();
+    exchange({{args.q, p.q, s.heads_q, d},
+              {args.k, p.kv.k, s.heads_kv, d},
+              {args.v, p.kv.v, s.heads_kv, dv},
+              {args.out, p.out, s.heads_q, dv},
+              {args.dout, p.dout, s.heads_q, dv}},
+             false, stream, copies);
+    SharedBackwardArgs whole = args;
+    whole.q = p.q, whole.k = p.kv.k, whole.v = p.kv.v, whole.out = p.out, whole.dout = p.dout;
+    whole.dq = p.dq, whole.dk = p.dkv.k, whole.dv = p.dkv.v;
+    backward_rows(whole, backward_places(places), stream, copies);
+    exchange({{args.dq, p.dq, s.heads_q, d},
+              {args.dk, p.dkv.k, s.heads_kv, d},
+              {args.dv, p.dkv.v, s.heads_kv, dv}},
+             true, stream, copies);
+  }
+  void backward_rows(const SharedBackwardArgs& args, const BackwardPlaces& p, CUstream stream,
+                     CUstream copies) {
     constexpr int kFloat = sizeof(float);
     clear(p.dq, s.batch * s.heads_q * s.rows * s.spec.head_dim * kFloat, stream);
     clear(p.zeros, lse_bytes(s.rows), stream);
@@ -404,8 +578,7 @@ struct SharedAttention::Impl {
       // The sums of a block follow it: those of the ranks before have come when this one adds its own.
       const KvBlock sums = gathers() ? of_owner(p.all_sums, owner, kFloat) : p.sums[steps % 2];
       if (is_ring() && steps > 0) wait(stream, sums_ready);
-      for (const SharedCall& call : calls_with(s, rank, owner, ranks))
-        add_gradients(args, p, call, block, sums, stream);
+      for (const SharedCall& call : calls[owner]) add_gradients(args, p, call, block, sums, stream);
       ++steps;
       if (!is_ring()) return;
       step_begins.record(stream);
@@ -448,25 +621,28 @@ struct SharedAttention::Impl {
                        .dq = own({p.dq, s.heads_q, s.rows, s.spec.head_dim, kFloat}),
                        .dk = seen(k_rows(sums.k, kFloat)),
                        .dv = seen(v_rows(sums.v, kFloat))};
-    Capture capture;
-    set_common(given, args, call, capture, p.kernels, true);
-    runtime.backward(spec(Pass::backward, call.mask), given, stream);
+    const AttentionSpec spec = this->spec(Pass::backward, call);
+    const std::vector<Capture> captures = captures_of(spec, args.captures, call);
+    set_common(given, args, call, captures, p.kernels, true);
+    if (spec.sinks && args.dsinks) given.dsinks = args.dsinks + first_head();
+    runtime.backward(spec, given, stream);
   }
 
   /// What all ranks must have alike, as a number.
   std::uint64_t digest(Pass pass) const {
-    AttentionSpec of_pass = s.spec;
+    AttentionSpec of_pass = sequence.spec;
     of_pass.pass = pass;
-    return std::hash<std::string>{}(fmt::format(
-        "{} {} {} {} {} {} {} {} {}", to_string(of_pass), s.batch, s.heads_q, s.heads_kv, s.rows,
-        static_cast<int>(s.scheme), static_cast<int>(s.layout), s.window, fmt::join(s.documents, ",")));
+    return std::hash<std::string>{}(
+        fmt::format("{} {} {} {} {} {} {} {} {}", to_string(of_pass), sequence.batch, sequence.heads_q,
+                    sequence.heads_kv, sequence.rows, static_cast<int>(sequence.scheme),
+                    static_cast<int>(sequence.layout), sequence.window, fmt::join(sequence.documents, ",")));
   }
   void prepare(Pass pass, const Workspace& workspace, CUstream stream) {
     check_workspace(pass, workspace);
-    for_each_call([&](const SharedCall& call) { runtime.prepare(spec(pass, call.mask), shape(call)); });
+    for_each_call([&](const SharedCall& call) { runtime.prepare(spec(pass, call), shape(call)); });
     const std::uint64_t own = digest(pass);
-    std::vector<std::uint64_t> all(ranks);
-    if ((ranks + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter
+    std::vector<std::uint64_t> all(peers);
+    if ((peers + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter
     const auto place = reinterpret_cast<CUdeviceptr>(workspace.data);
     driver->check(driver->memcpy_htod(place, &own, sizeof(own)), "cuMemcpyHtoD");
     nccl->check(nccl->all_gather(workspace.data, static_cast<char*>(workspace.data) + sizeof(own),
@@ -475,13 +651,14 @@ struct SharedAttention::Impl {
     driver->check(driver->stream_synchronize(stream), "cuStreamSynchronize");
     driver->check(driver->memcpy_dtoh(all.data(), place + sizeof(own), all.size() * sizeof(own)),
                   "cuMemcpyDtoH");
-    for (int other = 0; other < ranks; ++other)
+    for (int other = 0; other < peers; ++other)
       if (all[other] != all[0])
         refuse(
             "rank {} was given another shared sequence, or pass, than rank 0; rank {}, this one, has {} of "
             "batch {}, {} and "
             "{} heads, {} rows a rank: give all ranks the same.",
-            other, rank, to_string(s.spec), s.batch, s.heads_q, s.heads_kv, s.rows);
+            other, peer, to_string(sequence.spec), sequence.batch, sequence.heads_q, sequence.heads_kv,
+            sequence.rows);
   }
 };
 

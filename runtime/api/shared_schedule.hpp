@@ -19,17 +19,27 @@ struct RowChunk {
   bool operator==(const RowChunk&) const = default;
 };
 
-/// How a call's pairs are masked: not at all, by spec.mask causal with the last query at the last key, or by
-/// a program.
-enum class CallMask : std::uint8_t { none, causal, window, causal_window };
+/// How a call's pairs are masked: not at all, by causal() with the last query at the last key, or by the
+/// sequence's mask as moved() to the call.
+enum class CallMask : std::uint8_t { none, causal, program };
 
 struct SharedCall {
   std::size_t segment;  ///< whose rows are the queries
   RowChunk keys;        ///< in the owner's block
   CallMask mask;
+  bool first = false;  ///< of its segment: each has one, with the rank's own keys
 
   bool operator==(const SharedCall&) const = default;
 };
+
+/// The whole sequence's, with its window.
+MaskProgram mask_of(const SharedSequence& sequence);
+
+/// What a rank has of the sequence, in the order of its rows.
+std::vector<RowChunk> chunks_of(const SharedSequence& sequence, int rank, int ranks);
+
+/// Rows of a document, or without any of the sequence.
+std::int64_t length_of(const SharedSequence& sequence, std::int64_t document, int ranks);
 
 /// A rank's rows: with documents those of each document in each chunk apart, as each has a state of its own.
 std::vector<RowChunk> segments_of(const SharedSequence& sequence, int rank, int ranks);

@@ -9,11 +9,15 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
+#include <array>
 #include <filesystem>
 #include <random>
+#include <span>
 #include <string>
 #include <vector>
 
+#include "expr/declarations.hpp"
 #include "reference/reference.hpp"
 #include "tests/support/gpu_support.hpp"
 
@@ -29,7 +33,7 @@ Function nccl_function(const char* name) {
   return reinterpret_cast<Function>(::dlsym(library, name));
 }
 
-constexpr std::int64_t kHeads = 2, kHeadsKv = 1, kRows = 34;  // of a rank
+constexpr std::int64_t kRows = 34;  // of a rank
 
 struct SharedCase {
   const char* spec;
@@ -40,6 +44,8 @@ struct SharedCase {
   bool documents = false;
   bool in_c = false;
 
+  std::int64_t heads_kv() const { return scheme == SharingScheme::ulysses ? ranks : 1; }
+  std::int64_t heads() const { return 2 * heads_kv(); }
   std::int64_t batch() const { return documents ? 1 : 2; }
   /// Of many rows, of none, and across ranks.
   std::vector<std::int64_t> ends() const {
@@ -50,16 +56,53 @@ struct SharedCase {
 };
 void PrintTo(const SharedCase& test, std::ostream* out) {
   *out << test.spec << " on " << test.ranks
-       << (test.scheme == SharingScheme::ring ? ", ring" : ", all_gather")
+       << std::array{", ring", ", all_gather", ", ulysses"}[static_cast<std::size_t>(test.scheme)]
        << (test.layout == ShardLayout::zigzag ? ", zigzag" : ", contiguous") << ", window " << test.window
        << (test.documents ? ", documents" : "") << (test.in_c ? ", in C" : "");
 }
+
+/// Of a name that a case's programs declare, for the whole sequence.
+reference::Captured captured(const SharedCase& test, const std::string& name) {
+  reference::Captured made{.name = name};
+  const auto fill = [&](std::int64_t size, auto value) {
+    made.size = {size};
+    for (std::int64_t i = 0; i < size; ++i) made.values.push_back(value(i));
+  };
+  if (name == "reach") made.values = {20};
+  if (name == "slopes") fill(test.heads(), [](std::int64_t head) { return 0.0625 * (head + 1); });
+  if (name == "ids")
+    fill(kRows * test.ranks, [](std::int64_t row) { return static_cast<double>(row / 7 % 3); });
+  return made;
+}
+
+/// Captures on the device, as a rank gives them.
+class DeviceCaptures {
+ public:
+  explicit DeviceCaptures(const std::vector<reference::Captured>& all) {
+    for (const reference::Captured& one : all) {
+      if (one.size.empty()) {
+        captures_.push_back({.name = one.name, .scalar = one.values[0]});
+        continue;
+      }
+      memory_.push_back(one.name == "ids"
+                            ? to_device(std::vector<std::int32_t>(one.values.begin(), one.values.end()))
+                            : to_device(std::vector<float>(one.values.begin(), one.values.end())));
+      captures_.push_back(Capture::tensor(one.name, memory_.back().data(), {one.size[0]}));
+    }
+  }
+  std::span<const Capture> all() const { return captures_; }
+
+ private:
+  std::vector<device::DeviceBuffer> memory_;
+  std::vector<Capture> captures_;
+};
 
 reference::Problem whole_problem(const SharedCase& test) {
   AttentionSpec spec = parse_spec(test.spec);
   const std::int64_t rows = kRows * test.ranks;
   if (test.window > 0) spec.mask = MaskProgram(fmt::format("q >= kv && q - kv < {}", test.window));
-  reference::Problem problem{.spec = spec, .shape = {test.batch(), kHeads, kHeadsKv, rows, rows}};
+  reference::Problem problem{.spec = spec,
+                             .shape = {test.batch(), test.heads(), test.heads_kv(), rows, rows}};
   if (test.documents) {
     problem.spec.varlen = true;
     const std::vector<std::int64_t> ends = test.ends();
@@ -68,16 +111,20 @@ reference::Problem whole_problem(const SharedCase& test) {
     problem.cu_seqlens_kv = problem.cu_seqlens_q;
   }
   if (spec.dropout) problem.dropout_p = 0.25, problem.seed = 77, problem.offset = 5;
+  for (const expr::Declaration& one : expr::declarations(problem.spec.score, problem.spec.mask))
+    problem.captures.push_back(captured(test, one.name));
+  if (spec.sinks)
+    for (int head = 0; head < test.heads(); ++head) problem.sinks.push_back(1.5 - head);
   std::mt19937 random(test.ranks);
   std::normal_distribution<double> normal;
   const auto fill = [&](std::vector<double>& x, std::int64_t heads, int dim) {
     x.resize(test.batch() * heads * rows * dim);
     for (double& value : x) value = reference::round_to(spec.dtype, normal(random));
   };
-  fill(problem.q, kHeads, spec.head_dim);
-  fill(problem.k, kHeadsKv, spec.head_dim);
-  fill(problem.v, kHeadsKv, spec.v_dim());
-  fill(problem.dout, kHeads, spec.v_dim());
+  fill(problem.q, test.heads(), spec.head_dim);
+  fill(problem.k, test.heads_kv(), spec.head_dim);
+  fill(problem.v, test.heads_kv(), spec.v_dim());
+  fill(problem.dout, test.heads(), spec.v_dim());
   return problem;
 }
 
@@ -102,7 +149,7 @@ void expect_ok(flashjit_status status) {
 
 /// What the arguments of both passes have alike.
 template <class CArgs, class Args>
-CArgs args_in_c(const Args& a) {
+CArgs args_in_c(const Args& a, std::vector<flashjit_capture>& room) {
   CArgs args{};
   args.struct_size = sizeof args;
   args.q = a.q, args.k = a.k, args.v = a.v;
@@ -113,6 +160,17 @@ CArgs args_in_c(const Args& a) {
   args.dropout_p = a.dropout_p;
   args.seed = a.seed;
   args.offset = a.offset;
+  args.sinks = a.sinks;
+  for (const Capture& one : a.captures) {
+    flashjit_capture made{};
+    made.name = one.name.data();
+    made.data = one.data, made.rank = one.rank, made.scalar = one.scalar;
+    std::ranges::copy(one.size, made.size);
+    std::ranges::copy(one.stride, made.stride);
+    room.push_back(made);
+  }
+  args.captures = room.data();
+  args.capture_count = room.size();
   return args;
 }
 
@@ -132,7 +190,7 @@ class SharedInC {
         .heads_q = s.heads_q,
         .heads_kv = s.heads_kv,
         .rows = s.rows,
-        .scheme = s.scheme == SharingScheme::ring ? FLASHJIT_RING : FLASHJIT_ALL_GATHER,
+        .scheme = static_cast<flashjit_sharing_scheme>(s.scheme),
         .layout = s.layout == ShardLayout::zigzag ? FLASHJIT_ZIGZAG : FLASHJIT_CONTIGUOUS,
         .window = s.window,
         .documents = s.documents.empty() ? nullptr : s.documents.data(),
@@ -153,12 +211,15 @@ class SharedInC {
         flashjit_shared_prepare(shared_, static_cast<flashjit_pass>(pass), space.data, space.bytes, stream));
   }
   void forward(const SharedForwardArgs& a, Stream stream, Stream copies) {
-    const auto args = args_in_c<flashjit_shared_forward_args>(a);
+    std::vector<flashjit_capture> captures;
+    const auto args = args_in_c<flashjit_shared_forward_args>(a, captures);
     expect_ok(flashjit_shared_forward(shared_, &args, stream, copies));
   }
   void backward(const SharedBackwardArgs& a, Stream stream, Stream copies) {
-    auto args = args_in_c<flashjit_shared_backward_args>(a);
+    std::vector<flashjit_capture> captures;
+    auto args = args_in_c<flashjit_shared_backward_args>(a, captures);
     args.dout = a.dout;
+    args.dsinks = a.dsinks;
     args.dq = a.dq, args.dk = a.dk, args.dv = a.dv;
     expect_ok(flashjit_shared_backward(shared_, &args, stream, copies));
   }
@@ -167,6 +228,15 @@ class SharedInC {
   flashjit_runtime* runtime_ = nullptr;
   flashjit_shared_attention* shared_ = nullptr;
 };
+
+std::vector<double> sum_of_ranks(const std::vector<float>& mine, int ranks, void* comm) {
+  std::vector<float> all(mine.size() * ranks);
+  nccl_function<int (*)(const void*, void*, std::size_t, int, void*, void*)>("ncclAllGather")(
+      mine.data(), all.data(), mine.size() * sizeof(float), 1, comm, nullptr);
+  std::vector<double> sums(mine.size());
+  for (std::size_t i = 0; i < all.size(); ++i) sums[i % sums.size()] += all[i];
+  return sums;
+}
 
 /// What a rank finds wrong; it is empty where all is right.
 template <class Shared>
@@ -181,8 +251,8 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   Shared shared(runtime,
                 {.spec = spec,
                  .batch = test.batch(),
-                 .heads_q = kHeads,
-                 .heads_kv = kHeadsKv,
+                 .heads_q = test.heads(),
+                 .heads_kv = test.heads_kv(),
                  .rows = kRows,
                  .scheme = test.scheme,
                  .layout = test.layout,
@@ -194,14 +264,19 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
     return shard(test, rank, x, heads, dim);
   };
   const auto upload = [&](const std::vector<double>& x) { return to_device(spec.dtype, x); };
-  const auto q = upload(mine(problem.q, kHeads, d)), k = upload(mine(problem.k, kHeadsKv, d)),
-             v = upload(mine(problem.v, kHeadsKv, dv)), dout = upload(mine(problem.dout, kHeads, dv));
-  const auto out = poisoned(dout.bytes()), lse = poisoned(test.batch() * kHeads * kRows * sizeof(float)),
-             dq = poisoned(q.bytes()), dk = poisoned(k.bytes()), dvalues = poisoned(v.bytes());
+  const auto q = upload(mine(problem.q, test.heads(), d)), k = upload(mine(problem.k, test.heads_kv(), d)),
+             v = upload(mine(problem.v, test.heads_kv(), dv)),
+             dout = upload(mine(problem.dout, test.heads(), dv));
+  const auto out = poisoned(dout.bytes()),
+             lse = poisoned(test.batch() * test.heads() * kRows * sizeof(float)), dq = poisoned(q.bytes()),
+             dk = poisoned(k.bytes()), dvalues = poisoned(v.bytes());
   const auto forward_space = poisoned(shared.workspace_bytes(Pass::forward)),
              backward_space = poisoned(shared.workspace_bytes(Pass::backward));
   const Workspace of_forward{forward_space.data(), forward_space.bytes()},
       of_backward{backward_space.data(), backward_space.bytes()};
+  const DeviceCaptures captures(problem.captures);
+  const auto sinks = to_device(std::vector<float>(problem.sinks.begin(), problem.sinks.end()));
+  device::DeviceBuffer dsinks = device_bytes(problem.sinks.size() * sizeof(float));
   shared.prepare(Pass::forward, of_forward, nullptr);
   shared.prepare(Pass::backward, of_backward, nullptr);
   for (int i = 0; i < 2; ++i) {  // again in memory that was used
@@ -213,8 +288,11 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                     .workspace = of_forward,
                     .dropout_p = problem.dropout_p,
                     .seed = problem.seed,
-                    .offset = problem.offset},
+                    .offset = problem.offset,
+                    .captures = captures.all(),
+                    .sinks = static_cast<const float*>(sinks.data())},
                    nullptr, nullptr);
+    if (dsinks.bytes()) dsinks.fill(0);
     shared.backward({.q = q.data(),
                      .k = k.data(),
                      .v = v.data(),
@@ -227,7 +305,10 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                      .workspace = of_backward,
                      .dropout_p = problem.dropout_p,
                      .seed = problem.seed,
-                     .offset = problem.offset},
+                     .offset = problem.offset,
+                     .captures = captures.all(),
+                     .sinks = static_cast<const float*>(sinks.data()),
+                     .dsinks = static_cast<float*>(dsinks.data())},
                     nullptr, nullptr);
   }
   gpu().context->synchronize();
@@ -242,10 +323,16 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
              rounded = reference::forward(problem, reference::Precision::rounded);
   const auto grads = reference::backward(problem),
              rounded_grads = reference::backward(problem, reference::Precision::rounded);
-  check("out", out, exact.out, rounded.out, kHeads, dv);
-  check("dq", dq, grads.dq, rounded_grads.dq, kHeads, d);
-  check("dk", dk, grads.dk, rounded_grads.dk, kHeadsKv, d);
-  check("dv", dvalues, grads.dv, rounded_grads.dv, kHeadsKv, dv);
+  check("out", out, exact.out, rounded.out, test.heads(), dv);
+  check("dq", dq, grads.dq, rounded_grads.dq, test.heads(), d);
+  check("dk", dk, grads.dk, rounded_grads.dk, test.heads_kv(), d);
+  check("dv", dvalues, grads.dv, rounded_grads.dv, test.heads_kv(), dv);
+  if (spec.sinks) {
+    const auto [error, limit] = reference::judge_dsinks(
+        problem.shape, sum_of_ranks(device::download<float>(dsinks), test.ranks, comm),
+        {grads.dsinks, grads.dsink_rows}, {rounded_grads.dsinks, rounded_grads.dsink_rows}, 3);
+    if (!(error <= limit)) wrong += fmt::format("dsinks are off by {} of {}; ", error, limit);
+  }
   return wrong;
 }
 
@@ -279,6 +366,18 @@ void expect_right_on_all(int ranks, const Run& run) {
   std::filesystem::remove_all(id.text);
 }
 
+// Programs that see positions, heads, documents and lengths; by a tensor of positions, too.
+constexpr const char *kAlibi =
+                         "bf16:d64:score{slopes: fp32 1d; score - slopes[h] * to_float(q - kv)}:causal:sinks",
+                     *kReach =
+                         "bf16:d64:mask{reach: int; ids: int32 1d; ids[q] == ids[kv] && q - kv < reach && "
+                         "kv - q < reach}:sinks",
+                     *kLater =
+                         "fp16:d32:mask{kv >= q + 40}:sinks",  // some rows see no key of their rank, or none
+                         *kOfDocuments =
+                             "bf16:d64:score{score + to_float(b * 2) * to_float(q - seqlen_q) / "
+                             "to_float(seqlen_kv)}:mask{kv <= q && q - kv < 12 + b}";
+
 class EmulatedRanks : public GpuTestWith<SharedCase> {};
 
 TEST_P(EmulatedRanks, ShareASequence) {
@@ -301,7 +400,14 @@ INSTANTIATE_TEST_SUITE_P(
                     SharedCase{"bf16:d64", 2, SharingScheme::all_gather, ShardLayout::contiguous, 0, true},
                     SharedCase{"bf16:d64:causal:dropout", 2, SharingScheme::ring, ShardLayout::zigzag},
                     SharedCase{"bf16:d64:causal:dropout", 2, SharingScheme::ring, ShardLayout::zigzag, 30,
-                               true, true}));
+                               true, true},
+                    SharedCase{kAlibi, 2, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{kReach, 3, SharingScheme::ring, ShardLayout::zigzag},
+                    SharedCase{kLater, 2, SharingScheme::ring, ShardLayout::contiguous},
+                    SharedCase{kOfDocuments, 2, SharingScheme::ring, ShardLayout::zigzag, 0, true},
+                    SharedCase{"fp16:d32x64:causal:dropout:sinks", 3, SharingScheme::ulysses,
+                               ShardLayout::contiguous, 25, true},
+                    SharedCase{kAlibi, 2, SharingScheme::ulysses, ShardLayout::zigzag, 0, false, true}));
 
 class EmulatedRanksThatDiffer : public GpuTest {};
 
@@ -320,6 +426,24 @@ TEST_F(EmulatedRanksThatDiffer, AreToldOnAllRanks) {
       return error.message().find("rank 1 was given another shared sequence") == std::string::npos
                  ? error.message()
                  : "";
+    }
+    return "nothing was refused";
+  });
+}
+
+TEST_F(EmulatedRanksThatDiffer, UlyssesNeedsHeadsForAllRanks) {
+  expect_right_on_all(2, [](int rank, const Id& id) -> std::string {
+    void* comm = nullptr;
+    nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 2, id, rank);
+    gpu().context->make_current();
+    Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
+    try {
+      SharedAttention(
+          runtime,
+          {.spec = parse_spec("bf16:d32"), .heads_q = 2, .rows = 16, .scheme = SharingScheme::ulysses}, comm,
+          FLASHJIT_FAKE_NCCL);
+    } catch (const Error& error) {
+      return error.message().find("use ring or all_gather") == std::string::npos ? error.message() : "";
     }
     return "nothing was refused";
   });
@@ -345,7 +469,13 @@ TEST_F(EmulatedRanksThatDiffer, BadInputIsRefused) {
     return testing::AssertionResult(message.find(words) != std::string::npos) << message;
   };
   const AttentionSpec plain = parse_spec("bf16:d32");
-  EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:sinks"), .rows = 8}), "nothing else"));
+  EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:varlen"), .rows = 8}), "nothing else"));
+  EXPECT_TRUE(
+      has(refusal({.spec = parse_spec("bf16:d32:score{part_q: int; score * to_float(part_q)}"), .rows = 8}),
+          "does not begin with part_"));
+  EXPECT_TRUE(
+      has(refusal({.spec = parse_spec("bf16:d32:score{bias: fp32 1d grad; score + bias[q]}"), .rows = 8}),
+          "without \"grad\""));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .window = 3}), "with the mask causal"));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .documents = {0, 5}}), "go from 0 to 5 for 8 rows"));
   EXPECT_TRUE(has(refusal({.spec = plain, .batch = 2, .rows = 8, .documents = {0, 8}}), "has batch 2"));

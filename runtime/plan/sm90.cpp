@@ -98,7 +98,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
     const int parts = sm90::pv_parts(spec.v_dim(), true, true);
     const int at_a_time = sm90::pv_parts_at_a_time(parts, c.warps / kGroupWarps);
     const int products = at_a_time * spec.v_dim() / parts / 2;
-    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0);
+    return spec.v_dim() / 2 + std::max(c.bc / 2, c.bc / 4 + products) + (has_bias_tile(spec) ? 8 : 0) +
+           (spec.key_scales ? 8 : 0);
   }
   if (is_forward(spec)) {
     return c.bc / 2 + sm90::own_columns(spec.v_dim(), c.d_split) / 2 + c.bc / 4 +
@@ -181,8 +182,9 @@ Support supports_indices(const AnalysedSpec& spec) {
 
 Support supports_q_codes(const AnalysedSpec& spec) {
   if (!spec.q_codes) return Support::yes();
-  if (spec.key_scales)
-    return Support::no("Q of 8 bits beside scales of keys, which products of codes cannot have");
+  if (spec.key_scales && (spec.row_max || spec.programs.column_term))
+    return Support::no(
+        "Q of 8 bits beside scales of keys is for specs without row_max and what scores read of keys");
   if (gathers(spec))
     return Support::no(
         fmt::format("Q of 8 bits beside pages whose rows are no multiple of {}, from which TMA "
@@ -398,7 +400,7 @@ std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
   for (const int warps : {12, 8, 4})
     for (const int bc : {128, 96, 64, 32}) {
       const TileConfig c = forward_config(warps, bc, warps == 12 && !is_narrow(spec) ? 3 : 2);
-      if (warps == 12 && (!spec.score.empty() || !(is_narrow(spec) || plain))) continue;
+      if (warps == 12 && (!spec.score.empty() || spec.key_scales || !(is_narrow(spec) || plain))) continue;
       if (has_bias_tile(spec) && bc % sm90::kSliceColumns != 0) continue;
       if (!admits(spec, c, hopper)) continue;
       choices.push_back(c);

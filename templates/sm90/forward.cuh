@@ -289,8 +289,10 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     } else if (kCodeProducts<P> && warp < 2 + kTransposers<P>) {
       if constexpr (kCodeProducts<P>) transpose_v(p, smem, warp - 2);
       if (warp == 2) write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
+    } else if (kKeyFactors<P> && warp == 3) {
+      if constexpr (kKeyFactors<P>) find_key_factors(p, smem);
     } else if (warp / kQTilesPerCta<P> == 2) {
-      if constexpr (P::kKeyScales) load_key_scales(p, smem);
+      if constexpr (P::kKeyScales && !kKeyFactors<P>) load_key_scales(p, smem);
       write_empty_rows<P>(p, start, slot, threadIdx.x % 32, 32);
     } else if constexpr (kGathers<P>) {
       gather_kv(p, smem, 1);

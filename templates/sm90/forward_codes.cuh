@@ -92,6 +92,46 @@ __device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorag
   }
 }
 
+/// Finds three factors of each key that the CTA meets: what makes scores of S, or what a program takes; and
+/// the logarithm and the inverse of V's scale. P times V's scale is what becomes codes, so the logarithm is
+/// added to scores, and the row sum l, which is of P alone, is multiplied by the inverse. By a warp.
+template <class P>
+__device__ __forceinline__ void find_key_factors(const Params& p, const ForwardStorage<P>& smem) {
+  constexpr int kPerLane = P::kBc / 32;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  int n = 0;
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    const int h_kv = work.h / p.qhead_per_kvhead();
+    const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv),
+        v_scales(p, p.v_scale, work.sequence, h_kv);
+    const float of_all = q_scale<P>(p, work.sequence.b, h_kv) * (P::kHasScore ? 1.0f : p.softmax_scale);
+#pragma unroll 1
+    for (int i = work.count() - 1; i >= 0; --i, ++n) {
+      const int begin = work.kv_begin(i), valid = work.sequence.seqused_kv(p) - begin;
+      float k[kPerLane], v[kPerLane];
+#pragma unroll
+      for (int own = 0; own < kPerLane; ++own) {
+        const int row = own * 32 + lane;
+        k[own] = row < valid ? *k_scales.of_key(begin + row) : 1.0f;
+        v[own] = row < valid ? *v_scales.of_key(begin + row) : 1.0f;
+      }
+      barrier_wait<P>(smem.k_empty(n), smem.phase(n) ^ 1);
+#pragma unroll
+      for (int own = 0; own < kPerLane; ++own) {
+        float* to = smem.key_scales(n) + own * 32 + lane;
+        to[kOfScore * P::kBc] = k[own] * of_all;
+        to[kLogOfV * P::kBc] = log2_approx(v[own]) * kLn2;
+        to[kInverseOfV * P::kBc] = __fdividef(1.0f, v[own]);
+      }
+      barrier_arrive(smem.k_full(n));
+    }
+  }
+}
+
 // --- Consumers --------------------------------------------------------------------------------------------
 
 /// P as the left operand of P V: codes of e4m3, 32 keys a step, in the order of V^T.
@@ -195,12 +235,17 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       fill([](const auto& warp_rows) { warp_rows.finish(); });
       wgmma_wait<0>();
       pin(s);
-      release_k(smem, n, wg, round, i == 0);
+      if constexpr (kKeyFactors<P>)
+        rows.factors = smem.key_scales(n) + threadIdx.x % 4 * 2;
+      else
+        release_k(smem, n, wg, round, i == 0);
       wait_terms(smem, n);
       scale_products(rows, s);
       apply_score(p, rows, kv_begin, bias, smem.column_terms(n) + threadIdx.x % 4 * 2, s);
       release_terms(smem, n);
+      add_log_of_v_scales(rows, s);
       online_softmax(p, work, rows, kv_begin, full, false, s, rescale);  // P = exp2(S - m)
+      if constexpr (kKeyFactors<P>) release_k(smem, n, wg, round, i == 0);
       POperand<P> codes;
       pack_codes<P>(codes, s);
       if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);

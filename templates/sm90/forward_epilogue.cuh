@@ -96,8 +96,9 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     sum += __shfl_xor_sync(kWholeWarp, sum, 2);
     const float of_scores = sum / kLargestP<P>;
     // As in sm80/forward.cuh: the sum is relative to a rounded shift, and the LSE is not.
-    highest[half] =
-        P::kHasScore ? rows.max[half] : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
+    highest[half] = kSoftmaxOfScores<P>
+                        ? rows.max[half]
+                        : __fmul_rn(rows.max[half], rows.times_k_scale(p.softmax_scale, half));
     const float factor = exponent_factor<P>(rows.max[half], to_log2[half]);
     const float rest = fmaf(rows.max[half], factor, -__fmul_rn(rows.max[half], factor));
     lse[half] = sum > 0.0f ? highest[half] + (log2_approx(of_scores) - rest) * kLn2 : -infinity();

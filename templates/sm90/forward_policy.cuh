@@ -88,7 +88,17 @@ constexpr int kConverterThreads = 128;
 template <class P>
 constexpr bool kCodeProducts = P::kQCodes;
 template <class P>
-constexpr int kTransposers = P::kScoreColumnTerm ? 1 : 2;
+constexpr int kTransposers = P::kScoreColumnTerm || P::kKeyScales ? 1 : 2;
+
+/// Scales of keys are then factors that consumers read: see find_key_factors(). S becomes scores before its
+/// softmax, also without a score program.
+template <class P>
+constexpr bool kKeyFactors = kCodeProducts<P>&& P::kKeyScales;
+template <class P>
+constexpr bool kSoftmaxOfScores = P::kHasScore || kKeyFactors<P>;
+/// The score is a line along the keys, which the softmax adds to products.
+template <class P>
+constexpr bool kAddsScoreLine = P::kScoreLine && !kKeyFactors<P>;
 
 /// Columns of tiles of Q and K.
 template <class P>
@@ -172,7 +182,7 @@ constexpr bool kPartialFirstStep =
 /// not beside a partial first step, or a score program over codes, where registers do not suffice.
 /// NOTES.md#exponentials-and-instructions
 template <class P>
-constexpr bool kMaxByBits = !P::kScoreLine && !kPartialFirstStep<P> && !(kScaledKv<P> && P::kHasScore);
+constexpr bool kMaxByBits = !kAddsScoreLine<P> && !kPartialFirstStep<P> && !(kScaledKv<P> && P::kHasScore);
 
 // --- Mask and dropout -------------------------------------------------------------------------------------
 

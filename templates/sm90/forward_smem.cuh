@@ -67,7 +67,7 @@ struct ForwardStorage {
   __device__ float* code_scales(Count c) const {
     return reinterpret_cast<float*>(shared + (codes(c) - base) + kLayout.code_scales());
   }
-  /// Scales of the keys of K of tile n.
+  /// Scales of the keys of K of tile n, or three factors of each, see KeyFactors.
   __device__ float* key_scales(Count n) const {
     return reinterpret_cast<float*>(shared + kLayout.key_scales_begin() +
                                     n % P::kStages * kLayout.key_scales_bytes());
@@ -177,7 +177,7 @@ struct ForwardStorage {
     for (int round = 0; round < kKeptWorkTiles; ++round) barrier_init(work_full(round), 1);
     for (int stage = 0; stage < P::kStages; ++stage) {
       constexpr int kLoads = kConvertsKv<P> ? kConverterThreads : kGathers<P> ? kGatherWarps * 32 : 1;
-      barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0));
+      barrier_init(k_full(stage), kLoads + (P::kIndices ? kGatherWarps : 0) + (kKeyFactors<P> ? 32 : 0));
       if constexpr (kHasVBarriers)
         barrier_init(v_full(stage), kCodeProducts<P> ? kTransposers<P> * 32 : kLoads);
       // Of warpgroups that share rows only the first reads K, and only the second the right part.
@@ -192,7 +192,8 @@ struct ForwardStorage {
       }
     }
     for (int c = 0; c < kLayout.code_slots(); ++c) {
-      barrier_init(codes_full(c), (kGathers<P> ? kGatherWarps * 32 : 1) + (P::kKeyScales ? 32 : 0));
+      barrier_init(codes_full(c),
+                   (kGathers<P> ? kGatherWarps * 32 : 1) + (P::kKeyScales && !kKeyFactors<P> ? 32 : 0));
       barrier_init(codes_empty(c), kCodeProducts<P> ? kTransposers<P> : kConverterThreads / 32);
     }
   }

@@ -69,10 +69,24 @@ struct PresentKeys<true> {
   const unsigned* present = nullptr;
 };
 
+/// Products of codes beside scales of keys: what consumers read of the KV tile's keys, from the thread's
+/// first on; three rows of Bc floats.
+template <bool kOfKeys>
+struct KeyFactors {};
+template <>
+struct KeyFactors<true> {
+  const float* factors = nullptr;
+};
+enum KeyFactor { kOfScore, kLogOfV, kInverseOfV };
+template <class P, int kFactor>
+__device__ __forceinline__ float2 factors_of_keys(const KeyFactors<true>& keys, int n) {
+  return *reinterpret_cast<const float2*>(keys.factors + kFactor * P::kBc + n / 4 * 8);
+}
+
 /// The softmax state of a warpgroup's rows of a Q tile. A thread has two rows, the second eight after the
 /// first.
 template <class P>
-struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices> {
+struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices>, KeyFactors<kKeyFactors<P>> {
   Range q{0, 0};          ///< the warpgroup's queries
   Range full_keys{0, 0};  ///< that all of them attend to
   int seqused_kv = 0;
@@ -104,14 +118,34 @@ struct SoftmaxRows : HeadScales<P>, PresentKeys<P::kIndices> {
 /// What takes S of one of a thread's rows to exponents of a power of two.
 template <class P>
 __device__ __forceinline__ float exponent_scale(const Params& p, const SoftmaxRows<P>& rows, int half) {
+  if constexpr (kKeyFactors<P>) return kLog2E;
   return P::kHasScore ? scale_operand<P>(p) : rows.times_k_scale(scale_operand<P>(p), half);
 }
-/// S *= K's scale, where a program makes scores of it.
+/// S *= K's scale, where a program makes scores of it, or keys have their own.
 template <class P, int kCount>
 __device__ __forceinline__ void scale_products(const SoftmaxRows<P>& rows, float (&s)[kCount]) {
-  if constexpr (kScaledKv<P> && P::kHasScore && !P::kKeyScales) {
+  if constexpr (kKeyFactors<P>) {
+#pragma unroll
+    for (int n = 0; n < kCount; n += 4) {
+      const float2 factor = factors_of_keys<P, kOfScore>(rows, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n + e] *= e % 2 ? factor.y : factor.x;
+    }
+  } else if constexpr (kScaledKv<P> && P::kHasScore && !P::kKeyScales) {
 #pragma unroll
     for (int n = 0; n < kCount; ++n) s[n] *= rows.k_scale[n / 2 % SoftmaxRows<P>::kOwn];
+  }
+}
+/// S += log of V's scales: so P has them before it is rounded, and the row maximum is that of what P will be.
+template <class P, int kCount>
+__device__ __forceinline__ void add_log_of_v_scales(const SoftmaxRows<P>& rows, float (&s)[kCount]) {
+  if constexpr (kKeyFactors<P>) {
+#pragma unroll
+    for (int n = 0; n < kCount; n += 4) {
+      const float2 log = factors_of_keys<P, kLogOfV>(rows, n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) s[n + e] += e % 2 ? log.y : log.x;
+    }
   }
 }
 /// S *= the scales of K's keys, `scales` being of the thread's first on.
@@ -130,7 +164,7 @@ __device__ __forceinline__ void scale_keys(float (&s)[kCount], const float* scal
 template <class P, int kCount>
 __device__ __forceinline__ void apply_score(const Params& p, const SoftmaxRows<P>& rows, int kv_begin,
                                             unsigned bias, const float* column_terms, float (&s)[kCount]) {
-  if constexpr (P::kHasScore && !P::kScoreLine) {
+  if constexpr (P::kHasScore && !kAddsScoreLine<P>) {
     const Position row = position(rows.first_query()),
                    column = position(kv_begin + static_cast<int>(threadIdx.x) % 4 * 2);
     [[maybe_unused]] unsigned elements[4];
@@ -246,7 +280,7 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
   // first key: `unit` and `line` make it a score. With a scale below 1e-30 no slope could be recovered.
   [[maybe_unused]] const float unit = fmaxf(p.softmax_scale, 1e-30f);
   [[maybe_unused]] float line[2], slope;
-  if constexpr (P::kScoreLine) {
+  if constexpr (kAddsScoreLine<P>) {
     slope = __fdividef(P::score_slope(p, rows.head), unit);
 #pragma unroll
     for (int half = 0; half < 2; ++half)
@@ -263,13 +297,13 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
       for (int half = 0; half < 2; ++half) top[half] = largest(top[half], s, half);
   }
   float offset[2], sum[2] = {0.0f, 0.0f};
-  const auto factor = [&](int half) { return P::kScoreLine ? unit * scale(half) : scale(half); };
+  const auto factor = [&](int half) { return kAddsScoreLine<P> ? unit * scale(half) : scale(half); };
   [[maybe_unused]] float row_factor[2];  // with kFarScores
   // The row maximum: of this thread's columns, then of the four lanes that share the row.
   const auto find_max = [&](int half) {
     const float before = rows.max[half];
     float highest;
-    if constexpr (P::kScoreLine) {
+    if constexpr (kAddsScoreLine<P>) {
 #pragma unroll
       for (int n = 2 * half; n < kCount; n += 4)
         for (int e = 0; e < 2; ++e) s[n + e] = fmaf(slope, static_cast<float>(n / 4 * 8 + e), s[n + e]);
@@ -284,18 +318,23 @@ __device__ __forceinline__ void online_softmax(const Params& p, const WorkTile<P
     rescale[half] = before == -infinity() ? 0.0f : exp2_approx(__fmul_rn(before, of_scores) - shift);
     rows.max[half] = highest;
     offset[half] = -shift;
-    if constexpr (P::kScoreLine) offset[half] = fmaf(line[half], of_scores, -shift);
+    if constexpr (kAddsScoreLine<P>) offset[half] = fmaf(line[half], of_scores, -shift);
     if constexpr (kCodeProducts<P>) offset[half] += kLargestPLog2;
     // Beside a far line products count for nothing; but one that is -infinity must stay so.
     if constexpr (P::kFarScores)
-      row_factor[half] = !P::kScoreLine ? of_scores : of_scores == scale(half) ? factor(half) : 1e-30f;
+      row_factor[half] = !kAddsScoreLine<P> ? of_scores : of_scores == scale(half) ? factor(half) : 1e-30f;
   };
   const auto exponentiate = [&](int n) {
     const int half = n / 2 % 2;
     float by = factor(half);
     if constexpr (P::kFarScores) by = row_factor[half];
     s[n] = exp2_approx(fmaf(s[n], by, offset[half]));
-    sum[half] += s[n];
+    if constexpr (kKeyFactors<P>) {
+      const float2 inverse = factors_of_keys<P, kInverseOfV>(rows, n);
+      sum[half] = fmaf(s[n], n % 2 ? inverse.y : inverse.x, sum[half]);
+    } else {
+      sum[half] += s[n];
+    }
   };
   const auto add_sum = [&](int half) { rows.sum[half] = rows.sum[half] * rescale[half] + sum[half]; };
   if constexpr (kAlternatesRows<P>) {

@@ -96,6 +96,7 @@ constexpr int kCodeAlignment = 128;  ///< of a tile of codes, which TMA does not
 /// Tiles of codes that are loaded or wait to be converted: K and V of a KV tile, and more where they fit.
 constexpr int kFewestCodeSlots = 2, kMoreCodeSlots = 4;
 constexpr int kCodeSlotBarriers = 2;   ///< full and empty
+constexpr int kKeyFactorBytes = 12;    ///< what consumers of products of codes read of a key with scales
 constexpr int kPresentKeysBytes = 32;  ///< a bit for each key of a tile
 
 constexpr int kWorkTileBytes = 64;  ///< of a WorkTile
@@ -118,7 +119,7 @@ constexpr int kHandoffBytes = 2 * kWarpgroupRows * 4 + 16;
 ///   are
 ///                multiplied, whose V^T is in V's stages
 ///   column terms `stages`, where the score has them
-///   key scales   `stages`, of K's codes
+///   key scales   `stages`, of K's codes; where codes are multiplied three factors of each key
 ///   handoff      what goes with P
 ///   work tiles, list entries of `stages` KV tiles where they are listed, which entries of lists of keys
 ///   are keys, barriers
@@ -166,14 +167,16 @@ struct ForwardLayout {
     return bc * (head_dim > head_dim_v ? head_dim : head_dim_v);
   }
   constexpr int code_slot_bytes() const {
-    const int bytes = codes ? code_scales() + key_scales_bytes() : 0;
+    const int bytes = codes ? code_scales() + (code_products ? 0 : key_scales_bytes()) : 0;
     return (bytes + kCodeAlignment - 1) / kCodeAlignment * kCodeAlignment;
   }
   constexpr int code_slots() const { return fewest_code_slots() + more_code_slots(); }
   constexpr int column_terms() const { return code_tiles() + code_slots() * code_slot_bytes(); }
   constexpr int column_terms_bytes() const { return reads_column_terms ? bc * 4 : 0; }
   constexpr int key_scales_begin() const { return column_terms() + stages * column_terms_bytes(); }
-  constexpr int key_scales_bytes() const { return key_scales ? bc * 4 : 0; }
+  constexpr int key_scales_bytes() const {
+    return key_scales ? bc * (code_products ? kKeyFactorBytes : 4) : 0;
+  }
   constexpr int handoff() const { return key_scales_begin() + stages * key_scales_bytes(); }
   constexpr int work_tiles() const { return handoff() + handoff_bytes(); }
   constexpr int list_entries() const { return work_tiles() + kKeptWorkTiles * kWorkTileBytes; }

@@ -178,8 +178,9 @@ inline void check_nan_behind_mask(Runtime& runtime, Family family,
 /// V's, too, where a KV tile has keys that some rows do not attend to; the second mask is the first as no
 /// bounds say it.
 inline void check_nan_in_v_behind_mask(Runtime& runtime, Family family) {
-  for (const char* codes : {"bf16:d16:kve4m3", "fp16:d16:kve5m2", "bf16:d16:kve4m3:key_scales",
-                            "bf16:d16:kve4m3:q_codes", "bf16:d16:kve5m2:q_codes"})
+  for (const char* codes :
+       {"bf16:d16:kve4m3", "fp16:d16:kve5m2", "bf16:d16:kve4m3:key_scales", "bf16:d16:kve4m3:q_codes",
+        "bf16:d16:kve5m2:q_codes", "bf16:d16:kve4m3:q_codes:key_scales"})
     for (const char* mask : {":causal", ":mask{max(q, kv) == q}"}) {
       const std::string spec = std::string(codes) + mask;
       if (!plan::traits(family).supports(parse_spec(spec), gpu().info)) continue;
@@ -193,7 +194,8 @@ inline void check_all_codes(Runtime& runtime, Family family) {
   for (const char* spec :
        {"bf16:d16:kve4m3", "fp16:d16:kve4m3", "bf16:d16:kve5m2", "fp16:d16:kve5m2", "bf16:d16:kvint8",
         "fp16:d16:kvint8", "bf16:d16:kve4m3:key_scales", "fp16:d16:kve5m2:key_scales",
-        "bf16:d16:kvint8:key_scales", "bf16:d16:kve4m3:q_codes", "fp16:d16:kve5m2:q_codes"})
+        "bf16:d16:kvint8:key_scales", "bf16:d16:kve4m3:q_codes", "fp16:d16:kve5m2:q_codes",
+        "bf16:d16:kve4m3:q_codes:key_scales"})
     for (const double scale : {1.0, 0x1p-20, 0x1p20}) {
       const AttentionSpec parsed = parse_spec(spec);
       if (!plan::traits(family).supports(parsed, gpu().info)) continue;

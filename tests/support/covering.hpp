@@ -117,7 +117,7 @@ inline std::vector<AttentionSpec> covering_specs_of_products_of_codes() {
   return specs_covering({{"fwd"},
                          {":bf16", ":fp16"},
                          {":d128", ":d64", ":d16", ":d80", ":d192", ":d256x128", ":d192x128"},
-                         {":kve4m3:q_codes", ":kve5m2:q_codes"},
+                         {":kve4m3:q_codes", ":kve5m2:q_codes", ":kve4m3:q_codes:key_scales"},
                          kMasks,
                          {"", ":dropout", ":score{50.0 * tanh(score / 50.0)}"},
                          {"", ":kvlen", ":varlen", ":varlen:pages16", ":cache", ":pages3"},

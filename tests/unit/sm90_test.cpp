@@ -316,10 +316,11 @@ TEST(Sm90, TheHeuristicComputesFewPairsInVain) {
   EXPECT_EQ(chosen("fwd:bf16:d128:mask{q - kv < 256 && q >= kv}", 4096), "sm90:br128:bc128:w8:s2");
 }
 
-TEST(Sm90, MultipliesCodesThatHaveAScaleForEachHead) {
+TEST(Sm90, MultipliesCodes) {
   const auto supports = [](const char* spec) { return family().supports(parse_spec(spec), kH100); };
   for (const char* spec : {"fwd:bf16:d128:kve4m3:q_codes", "fwd:fp16:d256:kve5m2:q_codes:causal:varlen",
-                           "fwd:bf16:d16x240:kve4m3:q_codes:pages8:sinks:fp32_out"}) {
+                           "fwd:bf16:d16x240:kve4m3:q_codes:pages8:sinks:fp32_out",
+                           "fwd:bf16:d128:kve4m3:q_codes:key_scales:pages16:causal"}) {
     EXPECT_TRUE(supports(spec)) << spec;
     const AttentionSpec of_codes = parse_spec(spec);
     for (const AttentionShape& shape : {AttentionShape{4, 16, 4, 4096, 4096}, {64, 32, 8, 1, 4096}}) {
@@ -328,7 +329,7 @@ TEST(Sm90, MultipliesCodesThatHaveAScaleForEachHead) {
       EXPECT_TRUE(family().kernel(of_codes, config).tensor_boxes->pairs_of_codes);
     }
   }
-  EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:key_scales"));
+  EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:key_scales:row_max"));
   EXPECT_FALSE(supports("fwd:bf16:d128:kve4m3:q_codes:pages3"));
   EXPECT_FALSE(supports("fwd:bf16:d272:kve4m3:q_codes"));
   EXPECT_FALSE(family().admits(parse_spec("fwd:bf16:d128:kve4m3:q_codes"),

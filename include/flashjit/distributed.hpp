@@ -34,14 +34,18 @@ struct SharedSequence {
   /// Each part of one in a chunk is a call, and the batch is 1. Empty: there are none.
   std::vector<std::int64_t> documents = {};
   int reserved_sms = 0;  ///< left to transfers of a ring while these are under way, see ForwardArgs
+  /// Two levels, with ring and all_gather: the ncclComm_t of ranks that share heads, as in ulysses, such as
+  /// those of one host. Theirs are consecutive parts of a shard, of as many times the rows, which the ranks
+  /// of the other communicator have.
+  void* heads_communicator = nullptr;
 };
 
 /// Of this rank: q, out [b, hq, rows, ...], k, v [b, hkv, rows, ...], contiguous, 16-byte aligned, and LSE
 /// [chunks, b, hq, rows / chunks] with one chunk, or with zigzag two; with documents [hq, rows] of each part
-/// of one in a chunk, one after the other; with ulysses the same of all rows of this rank's heads, in one
-/// chunk. Captures and sinks are those of the whole problem, the same on all ranks. With spec.dropout the
-/// mask is that of the whole sequence, and with documents (b, q, kv) are a document's number and places in
-/// it: all ranks give the same dropout_p, seed and offset.
+/// of one in a chunk, one after the other. Where ranks share heads it is that of this rank's heads, of all
+/// rows that the ranks have, with ulysses in one chunk. Captures and sinks are those of the whole problem,
+/// the same on all ranks. With spec.dropout the mask is that of the whole sequence, and with documents (b, q,
+/// kv) are a document's number and places in it: all ranks give the same dropout_p, seed and offset.
 struct SharedForwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr;
   void* out = nullptr;
@@ -66,6 +70,7 @@ struct SharedBackwardArgs {
   std::uint64_t seed = 0, offset = 0;
   std::span<const Capture> captures = {};
   const float* sinks = nullptr;
+  const float* dlse = nullptr;  ///< like lse: the gradient of LSE; null: there is none
   float* dsinks = nullptr;  ///< [heads_q]: this rank's part of the sum over ranks is ADDED; null: not wanted
 };
 

@@ -491,7 +491,10 @@ typedef struct flashjit_shared_sequence {
   const int64_t* documents; /**< on the host, [document_count + 1]: where each begins in the whole sequence,
                                and where the last one ends; null: there are none. With them the batch is 1 */
   size_t document_count;
-  int32_t reserved_sms; /**< left to transfers of a ring while these are under way */
+  int32_t reserved_sms;     /**< left to transfers of a ring while these are under way */
+  void* heads_communicator; /**< two levels, with FLASHJIT_RING and FLASHJIT_ALL_GATHER: the ncclComm_t of
+                               ranks that share heads; theirs are consecutive parts of a shard, which the
+                               ranks of the other communicator have; null: there are none */
 } flashjit_shared_sequence;
 
 /** Of this rank: q, out [batch, heads_q, rows, ...], k, v [batch, heads_kv, rows, ...], contiguous, 16-byte
@@ -527,7 +530,8 @@ typedef struct flashjit_shared_backward_args {
   const flashjit_capture* captures;
   size_t capture_count;
   const float* sinks;
-  float* dsinks; /**< [heads_q]: this rank's part of the sum over ranks is added; null: not wanted */
+  const float* dlse; /**< like lse: the gradient of LSE; null: there is none */
+  float* dsinks;     /**< [heads_q]: this rank's part of the sum over ranks is added; null: not wanted */
 } flashjit_shared_backward_args;
 
 /** The spec has an element type, head dimensions, programs, "dropout" and "sinks". Programs see the whole

@@ -334,7 +334,8 @@ flashjit::Pass shared_pass(flashjit_pass pass) {
 }
 
 flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashjit_shared_sequence* given) {
-  const auto c = flashjit::read_struct("flashjit_shared_sequence", given);
+  const auto c = flashjit::read_struct("flashjit_shared_sequence", given,
+                                       {offsetof(flashjit_shared_sequence, heads_communicator)});
   if (c.scheme < FLASHJIT_RING || c.scheme > FLASHJIT_ULYSSES)
     throw Error(ErrorCode::invalid_argument,
                 fmt::format("scheme is {}: give FLASHJIT_RING (0), FLASHJIT_ALL_GATHER (1) or "
@@ -352,7 +353,8 @@ flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashj
                                     .layout = c.layout == FLASHJIT_ZIGZAG ? flashjit::ShardLayout::zigzag
                                                                           : flashjit::ShardLayout::contiguous,
                                     .window = c.window,
-                                    .reserved_sms = c.reserved_sms};
+                                    .reserved_sms = c.reserved_sms,
+                                    .heads_communicator = c.heads_communicator};
   if (c.documents) sequence.documents.assign(c.documents, c.documents + c.document_count + 1);
   return sequence;
 }
@@ -687,6 +689,7 @@ flashjit_status flashjit_shared_backward(flashjit_shared_attention* shared,
     read.dq = c.dq;
     read.dk = c.dk;
     read.dv = c.dv;
+    read.dlse = c.dlse;
     read.dsinks = c.dsinks;
     get(shared).backward(read, stream, copies);
   });

@@ -8,6 +8,7 @@
 #include <functional>
 #include <initializer_list>
 #include <limits>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -76,7 +77,7 @@ struct BackwardPlaces {
   Workspace kernels;
 };
 
-/// With ulysses: all rows of this rank's heads.
+/// Where ranks share heads: all rows of this rank's heads.
 struct HeadPlaces {
   void *q, *out, *dout = nullptr, *dq = nullptr;
   KvBlock kv, dkv = {};
@@ -94,8 +95,8 @@ struct SharedHeads {
 struct SharedAttention::Impl {
   Runtime& runtime;
   SharedSequence sequence;
-  SharedSequence s;  ///< what is computed: `sequence`, or with ulysses the whole of this rank's heads
-  void* comm;
+  SharedSequence s;  ///< what is computed: `sequence`, or all rows of this rank's heads
+  void *comm, *heads_comm;
   std::shared_ptr<const device::Nccl> nccl;
   std::shared_ptr<const device::Driver> driver;
   device::Event step_begins, arrived, sums_ready;
@@ -113,6 +114,7 @@ struct SharedAttention::Impl {
         sequence(given),
         s(given),
         comm(communicator),
+        heads_comm(given.scheme == SharingScheme::ulysses ? communicator : given.heads_communicator),
         nccl(device::Nccl::open(library.empty() ? environment.nccl : library)),
         driver(device::Driver::open(environment.libcuda)),
         step_begins(driver),
@@ -147,29 +149,33 @@ struct SharedAttention::Impl {
           "none.",
           s.window);
     if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
-    nccl->check(nccl->comm_count(comm, &peers), "ncclCommCount");
-    nccl->check(nccl->comm_user_rank(comm, &peer), "ncclCommUserRank");
-    if (s.rows > std::numeric_limits<std::int32_t>::max() / peers)
-      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers, s.rows);
-    if (shares_heads())
-      take_heads();
-    else
-      rank = peer, ranks = peers;
+    if (shares_heads()) std::tie(peer, peers) = place_in(heads_comm);
+    if (!is_ulysses()) std::tie(rank, ranks) = place_in(comm);
+    if (s.rows > std::numeric_limits<std::int32_t>::max() / (peers * ranks))
+      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers * ranks, s.rows);
+    if (shares_heads()) take_heads();
     check_documents();
     segments = segments_of(s, rank, ranks);
     for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
   }
-  /// The whole sequence, of a share of the heads.
+  /// Rank and ranks.
+  std::pair<int, int> place_in(void* communicator) const {
+    int own = 0, count = 1;
+    nccl->check(nccl->comm_user_rank(communicator, &own), "ncclCommUserRank");
+    nccl->check(nccl->comm_count(communicator, &count), "ncclCommCount");
+    return {own, count};
+  }
+  /// All rows of the ranks that share heads, of a share of the heads.
   void take_heads() {
     if (s.heads_q % peers != 0 || s.heads_kv % peers != 0)
       refuse(
-          "{} heads, and {} of K and V, do not divide into {} ranks, as ulysses needs: use ring or "
+          "{} heads, and {} of K and V, do not divide into the {} ranks that share them: use ring or "
           "all_gather.",
           s.heads_q, s.heads_kv, peers);
     s.rows *= peers;
     s.heads_q /= peers;
     s.heads_kv /= peers;
-    s.layout = ShardLayout::contiguous;
+    if (is_ulysses()) s.layout = ShardLayout::contiguous;
   }
   void take_programs() {
     declared = expr::declarations(s.spec.score, mask_of(s));
@@ -215,9 +221,15 @@ struct SharedAttention::Impl {
   std::int64_t longest_segment() const {
     return std::ranges::max_element(segments, {}, &RowChunk::count)->count;
   }
-  bool shares_heads() const { return sequence.scheme == SharingScheme::ulysses; }
+  bool is_ulysses() const { return sequence.scheme == SharingScheme::ulysses; }
+  bool shares_heads() const { return heads_comm != nullptr; }
   /// Of this rank, among all.
-  std::int64_t first_head() const { return shares_heads() ? peer * s.heads_q : 0; }
+  std::int64_t first_head() const { return peer * s.heads_q; }
+  /// The rows of one of the ranks that share heads, among those of all of them.
+  std::vector<RowChunk> shared_rows(int of) const {
+    if (is_ulysses()) return chunks_of(sequence, of, peers);
+    return {{0, sequence.rows, of * sequence.rows}};
+  }
   bool is_ring() const { return s.scheme == SharingScheme::ring && ranks > 1; }
   bool gathers() const { return s.scheme == SharingScheme::all_gather && ranks > 1; }
 
@@ -410,14 +422,16 @@ struct SharedAttention::Impl {
                           bool sends) {
       void* const data = static_cast<char*>(const_cast<void*>(base)) + first_row * row;
       if (sends)
-        nccl->check(nccl->send(data, count * row, device::Nccl::kBytes, other, comm, copies), "ncclSend");
+        nccl->check(nccl->send(data, count * row, device::Nccl::kBytes, other, heads_comm, copies),
+                    "ncclSend");
       else
-        nccl->check(nccl->recv(data, count * row, device::Nccl::kBytes, other, comm, copies), "ncclRecv");
+        nccl->check(nccl->recv(data, count * row, device::Nccl::kBytes, other, heads_comm, copies),
+                    "ncclRecv");
     };
-    const std::vector<RowChunk> mine = chunks_of(sequence, peer, peers);
+    const std::vector<RowChunk> mine = shared_rows(peer);
     nccl->check(nccl->group_start(), "ncclGroupStart");
     for (int other = 0; other < peers; ++other) {
-      const std::vector<RowChunk> theirs = chunks_of(sequence, other, peers);
+      const std::vector<RowChunk> theirs = shared_rows(other);
       for (std::int64_t head = 0; head < tensor.heads; ++head) {
         const std::int64_t in_shard = ((entry * peers + other) * tensor.heads + head) * sequence.rows;
         const std::int64_t in_whole = (entry * tensor.heads + head) * s.rows;
@@ -624,6 +638,7 @@ struct SharedAttention::Impl {
     const AttentionSpec spec = this->spec(Pass::backward, call);
     const std::vector<Capture> captures = captures_of(spec, args.captures, call);
     set_common(given, args, call, captures, p.kernels, true);
+    if (args.dlse) given.dlse = lse_of(const_cast<float*>(args.dlse), rows);
     if (spec.sinks && args.dsinks) given.dsinks = args.dsinks + first_head();
     runtime.backward(spec, given, stream);
   }
@@ -640,24 +655,28 @@ struct SharedAttention::Impl {
   void prepare(Pass pass, const Workspace& workspace, CUstream stream) {
     check_workspace(pass, workspace);
     for_each_call([&](const SharedCall& call) { runtime.prepare(spec(pass, call), shape(call)); });
-    const std::uint64_t own = digest(pass);
-    std::vector<std::uint64_t> all(peers);
-    if ((peers + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter
+    compare_ranks(digest(pass), heads_comm, workspace, stream);
+    if (!is_ulysses()) compare_ranks(digest(pass), comm, workspace, stream);
+  }
+  void compare_ranks(std::uint64_t own, void* communicator, const Workspace& workspace, CUstream stream) {
+    if (!communicator) return;
+    const auto [me, count] = place_in(communicator);
+    std::vector<std::uint64_t> all(count);
+    if ((count + 1) * sizeof(own) > workspace.bytes) return;  // a problem too small to matter
     const auto place = reinterpret_cast<CUdeviceptr>(workspace.data);
     driver->check(driver->memcpy_htod(place, &own, sizeof(own)), "cuMemcpyHtoD");
     nccl->check(nccl->all_gather(workspace.data, static_cast<char*>(workspace.data) + sizeof(own),
-                                 sizeof(own), device::Nccl::kBytes, comm, stream),
+                                 sizeof(own), device::Nccl::kBytes, communicator, stream),
                 "ncclAllGather");
     driver->check(driver->stream_synchronize(stream), "cuStreamSynchronize");
     driver->check(driver->memcpy_dtoh(all.data(), place + sizeof(own), all.size() * sizeof(own)),
                   "cuMemcpyDtoH");
-    for (int other = 0; other < peers; ++other)
+    for (int other = 0; other < count; ++other)
       if (all[other] != all[0])
         refuse(
             "rank {} was given another shared sequence, or pass, than rank 0; rank {}, this one, has {} of "
-            "batch {}, {} and "
-            "{} heads, {} rows a rank: give all ranks the same.",
-            other, peer, to_string(sequence.spec), sequence.batch, sequence.heads_q, sequence.heads_kv,
+            "batch {}, {} and {} heads, {} rows a rank: give all ranks the same.",
+            other, me, to_string(sequence.spec), sequence.batch, sequence.heads_q, sequence.heads_kv,
             sequence.rows);
   }
 };

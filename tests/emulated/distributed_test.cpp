@@ -43,8 +43,10 @@ struct SharedCase {
   std::int64_t window = 0;
   bool documents = false;
   bool in_c = false;
+  int inner = 1;  ///< with two levels, how many ranks share heads
 
-  std::int64_t heads_kv() const { return scheme == SharingScheme::ulysses ? ranks : 1; }
+  int share_heads() const { return scheme == SharingScheme::ulysses ? ranks : inner; }
+  std::int64_t heads_kv() const { return share_heads(); }
   std::int64_t heads() const { return 2 * heads_kv(); }
   std::int64_t batch() const { return documents ? 1 : 2; }
   /// Of many rows, of none, and across ranks.
@@ -58,7 +60,8 @@ void PrintTo(const SharedCase& test, std::ostream* out) {
   *out << test.spec << " on " << test.ranks
        << std::array{", ring", ", all_gather", ", ulysses"}[static_cast<std::size_t>(test.scheme)]
        << (test.layout == ShardLayout::zigzag ? ", zigzag" : ", contiguous") << ", window " << test.window
-       << (test.documents ? ", documents" : "") << (test.in_c ? ", in C" : "");
+       << ", heads of " << test.share_heads() << (test.documents ? ", documents" : "")
+       << (test.in_c ? ", in C" : "");
 }
 
 /// Of a name that a case's programs declare, for the whole sequence.
@@ -125,22 +128,73 @@ reference::Problem whole_problem(const SharedCase& test) {
   fill(problem.k, test.heads_kv(), spec.head_dim);
   fill(problem.v, test.heads_kv(), spec.v_dim());
   fill(problem.dout, test.heads(), spec.v_dim());
+  if (!test.documents) fill(problem.dlse, test.heads(), 1);
   return problem;
+}
+
+/// Which rows are computed with a rank's heads: those of the ranks that share heads, in their order.
+std::vector<std::int64_t> rows_of_heads(const SharedCase& test, int rank) {
+  const bool whole = test.scheme == SharingScheme::ulysses;
+  const std::int64_t place = whole ? 0 : rank / test.inner, places = whole ? 1 : test.ranks / test.inner;
+  const std::int64_t count = kRows * test.ranks / places;
+  const bool zigzag = test.layout == ShardLayout::zigzag && !whole;
+  std::vector<std::int64_t> rows;
+  for (std::int64_t i = 0; i < count; ++i) {
+    if (!zigzag) rows.push_back(place * count + i);
+    if (zigzag && i < count / 2) rows.push_back(place * (count / 2) + i);
+    if (zigzag && i >= count / 2) rows.push_back((2 * places - 2 - place) * (count / 2) + i);
+  }
+  return rows;
+}
+
+/// A rank's own.
+std::vector<std::int64_t> rows_of(const SharedCase& test, int rank) {
+  if (test.scheme == SharingScheme::ulysses) {
+    SharedCase of_rows = test;
+    of_rows.scheme = SharingScheme::ring;
+    return rows_of_heads(of_rows, rank);
+  }
+  const std::vector<std::int64_t> all = rows_of_heads(test, rank);
+  const auto first = all.begin() + rank % test.inner * kRows;
+  return {first, first + kRows};
 }
 
 /// A rank's rows of [b, h, rows of all, dim].
 std::vector<double> shard(const SharedCase& test, int rank, const std::vector<double>& x, std::int64_t heads,
                           int dim) {
-  const bool zigzag = test.layout == ShardLayout::zigzag;
-  const std::int64_t rows = zigzag ? kRows / 2 : kRows, all = kRows * test.ranks;
   std::vector<double> result;
   for (std::int64_t head = 0; head < test.batch() * heads; ++head)
-    for (int chunk = 0; chunk < (zigzag ? 2 : 1); ++chunk) {
-      const std::int64_t block = chunk == 0 ? rank : 2 * test.ranks - 1 - rank;
-      const auto first = x.begin() + (head * all + block * rows) * dim;
-      result.insert(result.end(), first, first + rows * dim);
+    for (const std::int64_t row : rows_of(test, rank)) {
+      const auto first = x.begin() + (head * kRows * test.ranks + row) * dim;
+      result.insert(result.end(), first, first + dim);
     }
   return result;
+}
+
+/// What a rank has of LSE [b, h, rows of all], without documents.
+std::vector<double> shard_of_lse(const SharedCase& test, int rank, const std::vector<double>& x) {
+  const std::vector<std::int64_t> rows = rows_of_heads(test, rank);
+  const std::int64_t own = test.heads() / test.share_heads(), first_head = rank % test.share_heads() * own;
+  const std::size_t chunks =
+      test.layout == ShardLayout::zigzag && test.scheme != SharingScheme::ulysses ? 2 : 1;
+  std::vector<double> result;
+  for (std::size_t chunk = 0; chunk < chunks; ++chunk)
+    for (std::int64_t b = 0; b < test.batch(); ++b)
+      for (std::int64_t head = first_head; head < first_head + own; ++head)
+        for (std::size_t i = chunk * rows.size() / chunks; i < (chunk + 1) * rows.size() / chunks; ++i)
+          result.push_back(x[(b * test.heads() + head) * kRows * test.ranks + rows[i]]);
+  return result;
+}
+
+/// A communicator of `ranks` of the world's, which have a name for it.
+void* part_of_world(const Id& world, const std::string& name, int rank, int ranks) {
+  Id id{};
+  const std::string folder = fmt::format("{}/{}", world.text, name);
+  std::filesystem::create_directory(folder);
+  std::ranges::copy(folder, id.text);
+  void* comm = nullptr;
+  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, ranks, id, rank);
+  return comm;
 }
 
 void expect_ok(flashjit_status status) {
@@ -195,7 +249,8 @@ class SharedInC {
         .window = s.window,
         .documents = s.documents.empty() ? nullptr : s.documents.data(),
         .document_count = s.documents.empty() ? 0 : s.documents.size() - 1,
-        .reserved_sms = s.reserved_sms};
+        .reserved_sms = s.reserved_sms,
+        .heads_communicator = s.heads_communicator};
     expect_ok(flashjit_shared_create(runtime_, spec, &sequence, comm, nccl.c_str(), &shared_));
     flashjit_spec_destroy(spec);
   }
@@ -219,6 +274,7 @@ class SharedInC {
     std::vector<flashjit_capture> captures;
     auto args = args_in_c<flashjit_shared_backward_args>(a, captures);
     args.dout = a.dout;
+    args.dlse = a.dlse;
     args.dsinks = a.dsinks;
     args.dq = a.dq, args.dk = a.dk, args.dv = a.dv;
     expect_ok(flashjit_shared_backward(shared_, &args, stream, copies));
@@ -243,8 +299,14 @@ template <class Shared>
 std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   void* comm = nullptr;
   nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, test.ranks, id, rank);
+  void *of_rows = comm, *of_heads = nullptr;
+  if (const int inner = test.inner; inner > 1) {
+    of_rows = part_of_world(id, fmt::format("rows{}", rank % inner), rank / inner, test.ranks / inner);
+    of_heads = part_of_world(id, fmt::format("heads{}", rank / inner), rank % inner, inner);
+  }
   gpu().context->make_current();
-  Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
+  Runtime runtime(
+      RuntimeOptions{.cache_dir = fmt::format("{}/kernels", id.text), .log = [](std::string_view) {}});
   const reference::Problem problem = whole_problem(test);
   const AttentionSpec spec = parse_spec(test.spec);
   const int d = spec.head_dim, dv = spec.v_dim();
@@ -258,8 +320,9 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                  .layout = test.layout,
                  .window = test.window,
                  .documents = test.ends(),
-                 .reserved_sms = 2},
-                comm, FLASHJIT_FAKE_NCCL);
+                 .reserved_sms = 2,
+                 .heads_communicator = of_heads},
+                of_rows, FLASHJIT_FAKE_NCCL);
   const auto mine = [&](const std::vector<double>& x, std::int64_t heads, int dim) {
     return shard(test, rank, x, heads, dim);
   };
@@ -275,6 +338,9 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   const Workspace of_forward{forward_space.data(), forward_space.bytes()},
       of_backward{backward_space.data(), backward_space.bytes()};
   const DeviceCaptures captures(problem.captures);
+  const std::vector<double> own_dlse =
+      test.documents ? std::vector<double>{} : shard_of_lse(test, rank, problem.dlse);
+  const auto dlse = to_device(std::vector<float>(own_dlse.begin(), own_dlse.end()));
   const auto sinks = to_device(std::vector<float>(problem.sinks.begin(), problem.sinks.end()));
   device::DeviceBuffer dsinks = device_bytes(problem.sinks.size() * sizeof(float));
   shared.prepare(Pass::forward, of_forward, nullptr);
@@ -308,6 +374,7 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                      .offset = problem.offset,
                      .captures = captures.all(),
                      .sinks = static_cast<const float*>(sinks.data()),
+                     .dlse = static_cast<const float*>(dlse.data()),
                      .dsinks = static_cast<float*>(dsinks.data())},
                     nullptr, nullptr);
   }
@@ -327,6 +394,13 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
   check("dq", dq, grads.dq, rounded_grads.dq, test.heads(), d);
   check("dk", dk, grads.dk, rounded_grads.dk, test.heads_kv(), d);
   check("dv", dvalues, grads.dv, rounded_grads.dv, test.heads_kv(), dv);
+  if (!test.documents) {
+    const std::vector<float> got = device::download<float>(lse);
+    const auto [error, limit] =
+        reference::judge({got.begin(), got.end()}, shard_of_lse(test, rank, exact.lse),
+                         shard_of_lse(test, rank, rounded.lse), 3);
+    if (!(error <= limit)) wrong += fmt::format("lse is off by {} of {}; ", error, limit);
+  }
   if (spec.sinks) {
     const auto [error, limit] = reference::judge_dsinks(
         problem.shape, sum_of_ranks(device::download<float>(dsinks), test.ranks, comm),
@@ -407,6 +481,7 @@ INSTANTIATE_TEST_SUITE_P(
                     SharedCase{kOfDocuments, 2, SharingScheme::ring, ShardLayout::zigzag, 0, true},
                     SharedCase{"fp16:d32x64:causal:dropout:sinks", 3, SharingScheme::ulysses,
                                ShardLayout::contiguous, 25, true},
+                    SharedCase{kAlibi, 4, SharingScheme::ring, ShardLayout::zigzag, 0, false, true, 2},
                     SharedCase{kAlibi, 2, SharingScheme::ulysses, ShardLayout::zigzag, 0, false, true}));
 
 class EmulatedRanksThatDiffer : public GpuTest {};

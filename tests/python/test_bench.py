@@ -360,6 +360,7 @@ def test_eight_bits_are_measured_against_what_their_codes_mean(eight_bits):
                                                                   "cpu", heads=1)}
     assert rows["flashjit"]["kernel"] < 1e-6 and rows["flashjit"]["rel"] == pytest.approx(rows["inputs"]["rel"], rel=1e-3)
     assert 0.02 < rows["inputs hadamard"]["rel"] < rows["inputs"]["rel"]  # which spreads the outliers
+    assert [x.float().mean().item() for x in eight_bits.draw_inputs("mean", 512, 64, "cpu")] == pytest.approx([0, 0, 2], abs=0.05)
     x = torch.randn(1, 1, 5, 96, dtype=torch.float64)
     turned = eight_bits.hadamard(x).double()
     assert torch.allclose(turned @ turned.mT, x @ x.mT, atol=1e-5)  # the same scores

@@ -1,6 +1,7 @@
 """Errors of attention in 8 bits against fp64, over the length, and its speed: flashjit's, FlashAttention-3's and cuDNN's, on one GPU.
 
     python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv   # measures errors, and writes file, picture and page
+    python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv --inputs mean   # the errors of these inputs alone, again
     python3 tools/bench/eight_bits.py --lib build/libflashjit.so --csv --speed   # measures speeds, and writes file and page
     python3 tools/bench/eight_bits.py --tables                           # writes picture and pages again, without a GPU
 
@@ -35,7 +36,7 @@ COLUMNS = ("inputs", "head_dim", "causal", "seqlen", "method", "rel", "kernel", 
 SPEED_COLUMNS = ("head_dim", "causal", "seqlen", "method", "us", "tflops")
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 SPEED_LENGTHS, TOKENS, HIDDEN = (1024, 4096, 16384), 16384, 2048
-INPUTS, DIMS, MASKS = ("normal", "outliers"), (64, 128, 256), (0, 1)
+INPUTS, DIMS, MASKS = ("normal", "outliers", "mean"), (64, 128, 256), (0, 1)
 HEADS, ROWS = 4, 256  # of which errors are found
 LARGEST_CODE = 448.0
 #: Of rounding to e4m3: 2^-3 / sqrt(12) of a binade's beginning, over floats whose logarithms are spread evenly in it.
@@ -47,13 +48,15 @@ COLOURS = {"inputs": "#999999", "flashjit bf16": "#009E73", "flashjit": "#0072B2
 
 
 def draw_inputs(kind, length, dim, device, heads=HEADS, seed=0):
-    """Q, K and V in bf16; `outliers`: one element of a thousand is ten times as large."""
+    """Q, K and V in bf16; `outliers`: one element of a thousand is ten times as large; `mean`: V's mean is two deviations."""
     torch.manual_seed(seed)
     made = []
-    for _ in "qkv":
+    for name in "qkv":
         x = torch.randn(1, heads, length, dim, device=device)
         if kind == "outliers":
             x = torch.where(torch.rand_like(x) < 1e-3, 10 * x, x)
+        if kind == "mean" and name == "v":
+            x = x + 2
         made.append(x.to(torch.bfloat16))
     return made
 
@@ -209,10 +212,13 @@ def rows_of(path, columns):
         yield add
 
 
-def measure(path):
+def measure(path, kinds, kept):
+    """Errors of these kinds of inputs, after the rows that are kept."""
     people = methods()
     with rows_of(path, COLUMNS) as add:
-        for kind in INPUTS:
+        for row in kept:
+            add(row)
+        for kind in kinds:
             for dim in DIMS:
                 for causal in MASKS:
                     for length in LENGTHS:
@@ -295,7 +301,7 @@ def draw(rows, path):
         return
     matplotlib.use("Agg")
     from matplotlib import pyplot
-    figure, axes = pyplot.subplots(1, len(INPUTS), figsize=(10, 4), sharey=True)
+    figure, axes = pyplot.subplots(1, len(INPUTS), figsize=(14, 4), sharey=True)
     for axis, kind in zip(axes, INPUTS):
         for name, colour in COLOURS.items():
             points = sorted((row["seqlen"], float(row["rel"])) for row in rows
@@ -326,6 +332,7 @@ def main():
     options.add_argument("--lib", help="libflashjit.so")
     options.add_argument("--csv", action="store_true", help="write the file, the picture and the page")
     options.add_argument("--speed", action="store_true", help="measure speeds instead of errors")
+    options.add_argument("--inputs", choices=INPUTS, help="errors of these inputs alone; the file keeps its rows of others")
     options.add_argument("--tables", action="store_true", help="write picture and page of the file")
     given = options.parse_args()
     if given.tables:
@@ -342,7 +349,8 @@ def main():
             measure_speeds(path)
             wrong = []
         else:
-            measure(path)
+            kept = [row for row in read(FILE) if row["inputs"] != given.inputs] if given.inputs else []
+            measure(path, [given.inputs] if given.inputs else INPUTS, kept)
             wrong = beyond(read(path))
     for row in wrong:
         print(f"beyond {KERNEL_LIMIT:.4f}:", *row.values())

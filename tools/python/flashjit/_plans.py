@@ -88,6 +88,7 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
 _F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX = _word(ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max")
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
+_F_OUT_STRIDE = _F_OUT + _library.word(_library.Tensor, "stride")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state", "dropout_place"), _word(structure, *fixed))
                     for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-4])))
@@ -316,13 +317,18 @@ class Plan:
         return rows.fill_(-math.inf) if self.lse_partial else rows  # past a sequence's end
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng, want_lse: bool,
-                lists: Union[BuiltLists, None] = None, row_max: Union[Tensor, None] = None) -> tuple[Tensor, Any]:
-        """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable()."""
+                lists: Union[BuiltLists, None] = None, row_max: Union[Tensor, None] = None,
+                out: Union[Tensor, None] = None) -> tuple[Tensor, Any]:
+        """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out: where
+        O is written, if not to memory of its own."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
-        out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
         words = self.forward_words[:]
+        if out is None:
+            out = self.empty_strided(self.out_size, self.out_stride, dtype=self.out_dtype, device=self.device)
+        else:
+            words[_F_OUT_STRIDE:_F_OUT_STRIDE + 4] = array.array("Q", out.stride())
         words[_F_Q], words[_F_K], words[_F_V], words[_F_OUT] = q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr()
         lse = None
         if want_lse:

@@ -58,14 +58,19 @@ class State:
         self.like, self.dim_v = q, dim_v
         self.out, self.lse = None, None
 
-    def add(self, rows: Chunk, out: Tensor, lse: Tensor) -> None:
-        """Joins what disjoint keys gave: LSE = log(exp(LSE) + exp(LSE_i)), O = sum of exp(LSE_i - LSE) O_i."""
+    def add(self, rows: Chunk, out: Tensor, lse: Tensor, dtype: torch.dtype = torch.float32) -> None:
+        """Joins what disjoint keys gave: LSE = log(exp(LSE) + exp(LSE_i)), O = sum of exp(LSE_i - LSE) O_i. dtype: of O from
+        now on, with the last part."""
         if self.out is None and rows.rows == self.like.shape[2]:
-            self.out, self.lse = out, lse
+            self.out, self.lse = out.to(dtype), lse
             return
         mine, before = self.whole()
-        mine, before = _cut(mine, rows), before[:, :, rows.begin:rows.end]
-        _, joined = merged_into((mine, torch.empty_like(lse)), [mine, out], [before, lse])
+        before = before[:, :, rows.begin:rows.end]
+        self.out = mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
+        if self.out is not mine:
+            for others in (slice(0, rows.begin), slice(rows.end, None)):
+                self.out[:, :, others] = mine[:, :, others]
+        _, joined = merged_into((_cut(self.out, rows), torch.empty_like(lse)), [_cut(mine, rows), out], [before, lse])
         before.copy_(joined)
 
     def whole(self) -> tuple[Tensor, Tensor]:
@@ -99,10 +104,10 @@ class _Call(NamedTuple):
 
 
 def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None,
-            rng: Rng = NO_RNG, reserved_sms: int = 0) -> tuple[Tensor, Tensor]:
-    """O, of `dtype`, and LSE of a piece's rows."""
+            rng: Rng = NO_RNG, reserved_sms: int = 0, out: Union[Tensor, None] = None) -> tuple[Tensor, Tensor]:
+    """O, of `dtype`, and LSE of a piece's rows. out: where all rows' O is."""
     call = _Call.of(q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype)
-    out, lse = call.plan.forward(*call.qkv, *call.rest, True)
+    out, lse = call.plan.forward(*call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows))
     return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
 
@@ -181,11 +186,14 @@ class Ring(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
         state = State(q, v.shape[3])
         block = [k.contiguous(), v.contiguous()]
-        for step in range(job.ranks):
+        steps = [job.pieces_with((job.rank - step) % job.ranks, q) for step in range(job.ranks)]
+        last = [piece for pieces in steps for piece in pieces][-1:]
+        for step, pieces in enumerate(steps):
             travel = Travel(block, job.group) if step + 1 < job.ranks else None
             reserved = job.reserved_sms if travel else 0
-            for piece in job.pieces_with((job.rank - step) % job.ranks, q):
-                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng, reserved))
+            for piece in pieces:
+                dtype = q.dtype if sinks is None and piece is last[0] else torch.float32
+                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng, reserved), dtype)
             block, travel = travel.wait() if travel else block, None
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
@@ -234,9 +242,11 @@ class AllGather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
-        pieces = job.pieces_with_all(q)
-        found = [compute(q, keys, values, piece, q.dtype, sinks, job.rng) for piece in pieces]
-        out, lse = found[0] if len(found) == 1 else [torch.cat([x[i] for x in found], 2) for i in range(2)]
+        out = q.new_empty(*q.shape[:3], v.shape[3])
+        lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+        for piece in job.pieces_with_all(q):
+            rows = piece.rows
+            lse[:, :, rows.begin:rows.end] = compute(q, keys, values, piece, q.dtype, sinks, job.rng, out=out)[1]
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
 

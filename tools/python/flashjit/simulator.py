@@ -161,15 +161,15 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
     if ranks == 1:
         return inputs + (q + kv + accumulator if backward else q)
     if scheme == "ring":
-        inputs += min(ranks - 1, 2) * kv  # blocks at work and under way
-        if not backward:
-            return inputs + 2 * fp32 * q  # O and what joins it
+        blocks = min(ranks - 1, 2) * kv  # at work and under way
+        if not backward:  # O and what joins it; and with the last block O as it is returned
+            return inputs + 2 * fp32 * q + max(blocks, kv + q)
         # The sum of dQ and a part; of dK and dV the sums that leave and those that come, and a part, with new sums where it is less.
         part, new_sums = (kv / 2, kv) if problem.causal else (kv, 0)
-        return inputs + fp32 * (2 * q + 2 * kv + part) + max(accumulator, fp32 * new_sums)
+        return inputs + blocks + fp32 * (2 * q + 2 * kv + part) + max(accumulator, fp32 * new_sums)
     if scheme == "all_gather":
-        if not backward:  # K and V as they come and in order, or in order beside two O
-            return inputs + ranks * kv + max(ranks * kv, 2 * q)
+        if not backward:  # K and V as they come and in order, or in order beside O
+            return inputs + ranks * kv + max(ranks * kv, q)
         # The sums, and the parts and O of half of the queries.
         gathered = ranks * kv
         parts = fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2

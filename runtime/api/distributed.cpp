@@ -69,6 +69,13 @@ struct ForwardPlaces {
   Workspace kernels;
 };
 
+/// O and LSE of some keys, or of all.
+struct OutState {
+  TensorView out;
+  float* lse;
+  DType type;
+};
+
 struct BackwardPlaces {
   std::array<KvBlock, 2> blocks, sums;
   KvBlock all, all_sums;
@@ -104,6 +111,7 @@ struct SharedAttention::Impl {
   int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
   std::vector<RowChunk> segments;              ///< of this rank's rows
   std::vector<std::vector<SharedCall>> calls;  ///< by the owner of the keys
+  std::vector<int> parts;                      ///< by the segment: how many calls it has
   std::vector<expr::Declaration> declared;     ///< by the programs as they are given
   AttentionSpec plain;                         ///< of a call without a mask and without sinks
   MaskProgram moved_mask;
@@ -157,6 +165,8 @@ struct SharedAttention::Impl {
     check_documents();
     segments = segments_of(s, rank, ranks);
     for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
+    parts.resize(segments.size());
+    for_each_call([&](const SharedCall& call) { ++parts[call.segment]; });
   }
   /// Rank and ranks.
   std::pair<int, int> place_in(void* communicator) const {
@@ -218,8 +228,12 @@ struct SharedAttention::Impl {
   std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
   /// Of a segment, in an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
-  std::int64_t longest_segment() const {
-    return std::ranges::max_element(segments, {}, &RowChunk::count)->count;
+  /// Of the segments of several calls; 0: there are none.
+  std::int64_t longest_joined() const {
+    std::int64_t longest = 0;
+    for (std::size_t i = 0; i < segments.size(); ++i)
+      if (parts[i] > 1) longest = std::max(longest, segments[i].count);
+    return longest;
   }
   bool is_ulysses() const { return sequence.scheme == SharingScheme::ulysses; }
   bool shares_heads() const { return heads_comm != nullptr; }
@@ -239,7 +253,7 @@ struct SharedAttention::Impl {
     if (call.mask == CallMask::causal) result.mask = causal();
     if (call.mask == CallMask::program) result.mask = moved_mask;
     result.sinks = s.spec.sinks && call.first;  // one call of each row has it
-    result.fp32_out = pass == Pass::forward;
+    result.fp32_out = pass == Pass::forward && parts[call.segment] > 1;
     result.add_grads = pass == Pass::backward;
     return result;
   }
@@ -320,9 +334,9 @@ struct SharedAttention::Impl {
     if (is_ring())
       for (KvBlock& block : p.blocks) block = take_block(places, element());
     if (gathers()) p.all = take_block(places, element(), ranks);
-    const std::int64_t longest = longest_segment();
-    p.state = places.take(lse_bytes(s.rows) * s.spec.v_dim());
-    for (float*& lse : p.lse) lse = places.take<float>(lse_bytes(s.rows));
+    const std::int64_t longest = longest_joined(), rows = longest > 0 ? s.rows : 0;
+    p.state = places.take(lse_bytes(rows) * s.spec.v_dim());
+    for (float*& lse : p.lse) lse = places.take<float>(lse_bytes(rows));
     p.part = places.take(lse_bytes(longest) * s.spec.v_dim());
     p.part_lse = places.take<float>(lse_bytes(longest));
     p.kernels = places.take_workspace(kernel_bytes(Pass::forward));
@@ -364,7 +378,8 @@ struct SharedAttention::Impl {
     return counted.used();
   }
   void check_workspace(Pass pass, const Workspace& given) const {
-    if (const std::size_t needed = workspace_bytes(pass); !given.data || given.bytes < needed)
+    const std::size_t needed = workspace_bytes(pass);
+    if (needed > 0 && (!given.data || given.bytes < needed))
       refuse("the workspace has {} bytes: workspace_bytes() asks for {}.", given.data ? given.bytes : 0,
              needed);
   }
@@ -374,6 +389,9 @@ struct SharedAttention::Impl {
   }
   Rows o_rows(const void* data) const {
     return {const_cast<void*>(data), s.heads_q, s.rows, s.spec.v_dim(), element()};
+  }
+  Rows fp32_rows(void* data, std::int64_t rows) const {
+    return {data, s.heads_q, rows, s.spec.v_dim(), sizeof(float)};
   }
   Rows k_rows(void* data, int element) const { return {data, s.heads_kv, s.rows, s.spec.head_dim, element}; }
   Rows v_rows(void* data, int element) const { return {data, s.heads_kv, s.rows, s.spec.v_dim(), element}; }
@@ -489,55 +507,46 @@ struct SharedAttention::Impl {
     exchange({{args.out, p.out, s.heads_q, dv}}, true, stream, copies);
   }
   void forward_rows(const SharedForwardArgs& args, const ForwardPlaces& p, CUstream stream, CUstream copies) {
-    std::vector<int> joined(segments.size());  // states so far, of each segment
-    const auto state = [&](const RowChunk& rows) {
-      return Rows{p.state, s.heads_q, s.rows, s.spec.v_dim(), sizeof(float)}.view(s.batch, rows.begin,
-                                                                                  rows.count);
-    };
-    const auto lse = [&](std::size_t segment, int turn) {
-      return lse_of(p.lse[turn % 2], segments[segment]);
-    };
+    std::vector<int> computed(segments.size());  // calls so far, of each segment
     const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
     const auto step = [&](int owner, const KvBlock& block) {
       for (const SharedCall& call : calls[owner]) {
         const RowChunk &rows = segments[call.segment], &keys = call.keys;
-        int& count = joined[call.segment];
-        const TensorView part =
-            Rows{p.part, s.heads_q, rows.count, s.spec.v_dim(), sizeof(float)}.view(s.batch, 0, rows.count);
+        const int before = computed[call.segment]++;
+        const OutState whole{o_rows(args.out).view(s.batch, rows.begin, rows.count),
+                             args.lse ? lse_of(args.lse, rows) : nullptr, s.spec.dtype};
+        const OutState part{fp32_rows(p.part, rows.count).view(s.batch, 0, rows.count), p.part_lse,
+                            DType::fp32};
+        const auto joined = [&](int count) {
+          if (count == parts[call.segment]) return whole;
+          return OutState{fp32_rows(p.state, s.rows).view(s.batch, rows.begin, rows.count),
+                          lse_of(p.lse[count % 2], rows), DType::fp32};
+        };
+        const OutState own = before == 0 ? joined(1) : part;
         ForwardArgs given{.q = q_rows(args.q).view(s.batch, rows.begin, rows.count),
                           .k = k_rows(block.k, element()).view(s.batch, keys.begin, keys.count),
                           .v = v_rows(block.v, element()).view(s.batch, keys.begin, keys.count),
-                          .out = count == 0 ? state(rows) : part,
-                          .lse = count == 0 ? lse(call.segment, 0) : p.part_lse};
+                          .out = own.out,
+                          .lse = own.lse};
         const AttentionSpec spec = this->spec(Pass::forward, call);
         const std::vector<Capture> captures = captures_of(spec, args.captures, call);
         set_common(given, args, call, captures, p.kernels, owner != (rank + 1) % ranks);
         runtime.forward(spec, given, stream);
-        if (count > 0) {
-          const std::array<PartialState, 2> states{PartialState{state(rows), lse(call.segment, count - 1)},
-                                                   PartialState{part, p.part_lse}};
-          runtime.merge(s.spec,
-                        {.states = states,
-                         .out = state(rows),
-                         .lse = lse(call.segment, count),
-                         .states_type = DType::fp32,
-                         .out_type = DType::fp32},
-                        stream);
-        }
-        ++count;
+        if (before > 0) join(joined(before), part, joined(before + 1), stream);
       }
     };
     for_each_block(mine, p.blocks, p.all, stream, copies, step);
-    for (std::size_t i = 0; i < segments.size(); ++i) {
-      const RowChunk& rows = segments[i];
-      const std::array<PartialState, 1> whole{PartialState{state(rows), lse(i, joined[i] - 1)}};
-      runtime.merge(s.spec,
-                    {.states = whole,
-                     .out = o_rows(args.out).view(s.batch, rows.begin, rows.count),
-                     .lse = args.lse ? lse_of(args.lse, rows) : nullptr,
-                     .states_type = DType::fp32},
-                    stream);
-    }
+  }
+  /// fp32 states; the result is one, or the output.
+  void join(const OutState& a, const OutState& b, const OutState& result, CUstream stream) const {
+    const std::array<PartialState, 2> states{PartialState{a.out, a.lse}, PartialState{b.out, b.lse}};
+    runtime.merge(s.spec,
+                  {.states = states,
+                   .out = result.out,
+                   .lse = result.lse,
+                   .states_type = DType::fp32,
+                   .out_type = result.type},
+                  stream);
   }
 
   /// Sums in fp32 to the spec's type.

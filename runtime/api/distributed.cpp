@@ -107,7 +107,7 @@ struct SharedAttention::Impl {
   std::shared_ptr<const device::Nccl> nccl;
   std::shared_ptr<const device::Driver> driver;
   device::Event step_begins, arrived, sums_ready;
-  int peers = 1, peer = 0;                     ///< of the communicator
+  int peers = 1, peer = 0;                     ///< those that share heads
   int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
   std::vector<RowChunk> segments;              ///< of this rank's rows
   std::vector<std::vector<SharedCall>> calls;  ///< by the owner of the keys
@@ -128,6 +128,21 @@ struct SharedAttention::Impl {
         step_begins(driver),
         arrived(driver),
         sums_ready(driver) {
+    check_spec();
+    check_sizes();
+    take_programs();
+    if (shares_heads()) std::tie(peer, peers) = place_in(heads_comm);
+    if (!is_ulysses()) std::tie(rank, ranks) = place_in(comm);
+    if (s.rows > std::numeric_limits<std::int32_t>::max() / (peers * ranks))
+      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers * ranks, s.rows);
+    if (shares_heads()) take_heads();
+    check_documents();
+    segments = segments_of(s, rank, ranks);
+    for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
+    parts.resize(segments.size());
+    for_each_call([&](const SharedCall& call) { ++parts[call.segment]; });
+  }
+  void check_spec() const {
     const AttentionSpec allowed{.dtype = s.spec.dtype,
                                 .head_dim = s.spec.head_dim,
                                 .head_dim_v = s.spec.v_dim(),
@@ -142,7 +157,8 @@ struct SharedAttention::Impl {
           "the spec of a shared sequence is {}: it has an element type, head dimensions, programs, "
           "dropout and sinks; nothing else.",
           to_string(s.spec));
-    take_programs();
+  }
+  void check_sizes() const {
     if (s.batch < 1 || s.heads_kv < 1 || s.heads_q % s.heads_kv != 0 || s.rows < 1)
       refuse(
           "a shared sequence has batch {}, {} heads, {} of K and V, and {} rows a rank: they are at least 1, "
@@ -157,16 +173,6 @@ struct SharedAttention::Impl {
           "none.",
           s.window);
     if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
-    if (shares_heads()) std::tie(peer, peers) = place_in(heads_comm);
-    if (!is_ulysses()) std::tie(rank, ranks) = place_in(comm);
-    if (s.rows > std::numeric_limits<std::int32_t>::max() / (peers * ranks))
-      refuse("{} ranks of {} rows are more than programs and kernels can count.", peers * ranks, s.rows);
-    if (shares_heads()) take_heads();
-    check_documents();
-    segments = segments_of(s, rank, ranks);
-    for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
-    parts.resize(segments.size());
-    for_each_call([&](const SharedCall& call) { ++parts[call.segment]; });
   }
   /// Rank and ranks.
   std::pair<int, int> place_in(void* communicator) const {
@@ -215,8 +221,7 @@ struct SharedAttention::Impl {
     if (ends.front() != 0 || ends.back() != s.rows * ranks || !std::ranges::is_sorted(ends))
       refuse(
           "the documents of a shared sequence go from {} to {} for {} rows of all ranks: they begin with 0, "
-          "do not fall, "
-          "and end with the rows.",
+          "do not fall, and end with the rows.",
           ends.front(), ends.back(), s.rows * ranks);
     if (s.batch != 1) refuse("a shared sequence of documents has batch {}: it is 1.", s.batch);
   }

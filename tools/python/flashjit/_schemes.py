@@ -124,19 +124,15 @@ class Sums:
         else:
             _cut(self.of(index), chunk).add_(part)
 
+    def add_keys(self, piece: Piece, parts: list[Tensor]) -> None:
+        """dK and dV of dQ, dK and dV."""
+        for i in range(2):
+            self.add(i, piece.keys, parts[1 + i])
+
     def of(self, index: int) -> Tensor:
         if self.sums[index] is None:
             self.sums[index] = torch.zeros(self.like[index].shape, dtype=torch.float32, device=self.like[index].device)
         return self.sums[index]
-
-
-def _add_piece(dq: Sums, dkv: Sums, piece: Piece, found: tuple[list[Tensor], Any]) -> Any:
-    """Adds dQ, dK and dV of a piece to where its rows and keys are, and passes dsinks on. The parts live no longer."""
-    parts, dsinks = found
-    dq.add(0, piece.rows, parts[0])
-    for i in range(2):
-        dkv.add(i, piece.keys, parts[1 + i])
-    return dsinks
 
 
 class Saved(NamedTuple):
@@ -217,7 +213,10 @@ class Ring(torch.autograd.Function):
             dkv = Sums(k, v)
             for piece in job.pieces_with((job.rank - step) % job.ranks, q):
                 reserved = job.reserved_sms if travel or coming else 0
-                _add_piece(dq, dkv, piece, saved.gradients(*block, piece, reserved_sms=reserved))
+                parts, _ = saved.gradients(*block, piece, reserved_sms=reserved)
+                dq.add(0, piece.rows, parts[0])
+                dkv.add_keys(piece, parts)
+                del parts  # their memory
             sums = [dkv.of(i).contiguous() for i in range(2)]
             if coming:  # the sums of the ranks that had this block before
                 for total, before in zip(sums, coming.wait()):
@@ -256,14 +255,17 @@ class AllGather(torch.autograd.Function):
         saved, q, k, v = _begin_backward(ctx, dout, dlse)
         job: Job = ctx.job
         keys, values = (in_order(x.wait(), job.layout) for x in [Gathering(k, job.group), Gathering(v, job.group)])
-        dq, dkv, dsinks = Sums(q), Sums(keys, values), None
+        dq, dkv, dsinks = torch.empty_like(q), Sums(keys, values), None
         for piece in job.pieces_with_all(q):
-            of_sinks = _add_piece(dq, dkv, piece, saved.gradients(keys, values, piece))
+            parts, of_sinks = saved.gradients(keys, values, piece)
+            dq[:, :, piece.rows.begin:piece.rows.end] = parts[0]
+            dkv.add_keys(piece, parts)
+            del parts  # their memory
             if of_sinks is not None:
                 dsinks = of_sinks if dsinks is None else dsinks + of_sinks
         dk, dv = (scattered_sum(by_rank(dkv.of(i), job.ranks, job.layout), job.group) for i in range(2))
         dsinks = None if saved.sinks is None else dsinks.to(saved.sinks.dtype)
-        return dq.of(0).to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), dsinks, None
+        return dq, dk.to(k.dtype), dv.to(v.dtype), dsinks, None
 
 
 class Whole(torch.autograd.Function):

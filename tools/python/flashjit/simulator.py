@@ -170,10 +170,10 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
     if scheme == "all_gather":
         if not backward:  # K and V as they come and in order, or in order beside O
             return inputs + ranks * kv + max(ranks * kv, q)
-        # The sums, and the parts and O of half of the queries.
+        # dQ, the sums, and the parts and O of half of the queries.
         gathered = ranks * kv
         parts = fp32 * (q / 2 + gathered) + q / 2 + accumulator / 2
-        return inputs + gathered + fp32 * (q + gathered) + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
+        return inputs + gathered + q + fp32 * gathered + (parts if on_gpu else max(parts, fp32 * (gathered + kv)))
     ranks_of_heads = ranks if scheme == "ulysses" else inner
     spread = q + kv * max(1, ranks_of_heads / problem.heads_kv)
     if scheme == "ulysses":  # what came, in order, and O on its way; or O, dO and the gradients

@@ -22,8 +22,8 @@ enum class ShardLayout : std::uint8_t { contiguous, zigzag };
 
 struct SharedSequence {
   /// Element type, head dimensions, programs, dropout and sinks; nothing else. Programs see positions, heads
-  /// and lengths of the whole sequence, or with documents, whose number is `b`, of the document. They have no
-  /// gradients, and no names that begin with "part_".
+  /// and lengths of the whole sequence, or with documents, whose number is `b`, of the document. Their names
+  /// do not begin with "part_".
   AttentionSpec spec;
   std::int64_t batch = 1, heads_q = 1, heads_kv = 1;
   std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
@@ -58,7 +58,8 @@ struct SharedForwardArgs {
   const float* sinks = nullptr;  ///< [heads_q]
 };
 
-/// `out` and `lse` are the forward pass's.
+/// `out` and `lse` are the forward pass's. To gradients of captures and sinks this rank's part of the sum
+/// over ranks is ADDED.
 struct SharedBackwardArgs {
   const void *q = nullptr, *k = nullptr, *v = nullptr, *out = nullptr;
   const float* lse = nullptr;
@@ -71,7 +72,7 @@ struct SharedBackwardArgs {
   std::span<const Capture> captures = {};
   const float* sinks = nullptr;
   const float* dlse = nullptr;  ///< like lse: the gradient of LSE; null: there is none
-  float* dsinks = nullptr;  ///< [heads_q]: this rank's part of the sum over ranks is ADDED; null: not wanted
+  float* dsinks = nullptr;      ///< [heads_q]; null: not wanted
 };
 
 /// Calls of one problem by all ranks of a communicator. Partial O and gradients are fp32 and rounded once. It

@@ -515,7 +515,8 @@ typedef struct flashjit_shared_forward_args {
   const float* sinks; /**< [heads_q] on the device, with "sinks" in the spec */
 } flashjit_shared_forward_args;
 
-/** `out` and `lse` are the forward pass's. */
+/** `out` and `lse` are the forward pass's. To gradients of captures and sinks this rank's part of the sum
+ * over ranks is added. */
 typedef struct flashjit_shared_backward_args {
   size_t struct_size;
   const void *q, *k, *v, *out;
@@ -531,12 +532,12 @@ typedef struct flashjit_shared_backward_args {
   size_t capture_count;
   const float* sinks;
   const float* dlse; /**< like lse: the gradient of LSE; null: there is none */
-  float* dsinks;     /**< [heads_q]: this rank's part of the sum over ranks is added; null: not wanted */
+  float* dsinks;     /**< [heads_q]; null: not wanted */
 } flashjit_shared_backward_args;
 
 /** The spec has an element type, head dimensions, programs, "dropout" and "sinks". Programs see the whole
- * sequence, or with documents, whose number is `b`, the document. They have no gradients, and no names that
- * begin with "part_". `communicator` is an ncclComm_t of the current device. It and the runtime must live
+ * sequence, or with documents, whose number is `b`, the document. Their names do not begin with "part_".
+ * `communicator` is an ncclComm_t of the current device. It and the runtime must live
  * longer. NCCL is opened at run time: `nccl`, null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads
  * at once. */
 FLASHJIT_C_API flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,

@@ -195,17 +195,11 @@ struct SharedAttention::Impl {
   }
   void take_programs() {
     declared = expr::declarations(s.spec.score, mask_of(s));
-    for (const expr::Declaration& one : declared) {
-      if (one.wants_grad)
-        refuse(
-            "the program of a shared sequence declares a gradient of '{}', which ranks would have to add up: "
-            "declare it without \"grad\".",
-            one.name);
+    for (const expr::Declaration& one : declared)
       if (one.name.starts_with("part_"))
         refuse(
             "the program of a shared sequence declares '{}': give it a name that does not begin with part_.",
             one.name);
-    }
     const PartMoves moves{.heads = shares_heads(), .batch = !s.documents.empty()};
     plain = s.spec;
     plain.mask = {};

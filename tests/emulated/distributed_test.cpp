@@ -91,12 +91,19 @@ class DeviceCaptures {
                             ? to_device(std::vector<std::int32_t>(one.values.begin(), one.values.end()))
                             : to_device(std::vector<float>(one.values.begin(), one.values.end())));
       captures_.push_back(Capture::tensor(one.name, memory_.back().data(), {one.size[0]}));
+      if (one.name == "slopes") {
+        grad_ = device_bytes(one.size[0] * sizeof(float));
+        captures_.back().grad = static_cast<float*>(grad_.data());
+      }
     }
   }
   std::span<const Capture> all() const { return captures_; }
+  /// Of slopes.
+  device::DeviceBuffer& grad() { return grad_; }
 
  private:
   std::vector<device::DeviceBuffer> memory_;
+  device::DeviceBuffer grad_ = device_bytes(0);
   std::vector<Capture> captures_;
 };
 
@@ -218,7 +225,7 @@ CArgs args_in_c(const Args& a, std::vector<flashjit_capture>& room) {
   for (const Capture& one : a.captures) {
     flashjit_capture made{};
     made.name = one.name.data();
-    made.data = one.data, made.rank = one.rank, made.scalar = one.scalar;
+    made.data = one.data, made.grad = one.grad, made.rank = one.rank, made.scalar = one.scalar;
     std::ranges::copy(one.size, made.size);
     std::ranges::copy(one.stride, made.stride);
     room.push_back(made);
@@ -337,7 +344,7 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
              backward_space = poisoned(shared.workspace_bytes(Pass::backward));
   const Workspace of_forward{forward_space.data(), forward_space.bytes()},
       of_backward{backward_space.data(), backward_space.bytes()};
-  const DeviceCaptures captures(problem.captures);
+  DeviceCaptures captures(problem.captures);
   const std::vector<double> own_dlse =
       test.documents ? std::vector<double>{} : shard_of_lse(test, rank, problem.dlse);
   const auto dlse = to_device(std::vector<float>(own_dlse.begin(), own_dlse.end()));
@@ -358,7 +365,8 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                     .captures = captures.all(),
                     .sinks = static_cast<const float*>(sinks.data())},
                    nullptr, nullptr);
-    if (dsinks.bytes()) dsinks.fill(0);
+    for (device::DeviceBuffer* sums : {&dsinks, &captures.grad()})
+      if (sums->bytes()) sums->fill(0);
     shared.backward({.q = q.data(),
                      .k = k.data(),
                      .v = v.data(),
@@ -401,6 +409,12 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                          shard_of_lse(test, rank, rounded.lse), 3);
     if (!(error <= limit)) wrong += fmt::format("lse is off by {} of {}; ", error, limit);
   }
+  if (captures.grad().bytes()) {
+    const auto [error, limit] = reference::judge_capture(
+        spec.dtype, sum_of_ranks(device::download<float>(captures.grad()), test.ranks, comm),
+        {grads.captures[0], grads.capture_squares[0], grads.capture_counts[0]}, rounded_grads.captures[0], 3);
+    if (!(error <= limit)) wrong += fmt::format("the slopes' gradient is off by {} of {}; ", error, limit);
+  }
   if (spec.sinks) {
     const auto [error, limit] = reference::judge_dsinks(
         problem.shape, sum_of_ranks(device::download<float>(dsinks), test.ranks, comm),
@@ -441,16 +455,15 @@ void expect_right_on_all(int ranks, const Run& run) {
 }
 
 // Programs that see positions, heads, documents and lengths; by a tensor of positions, too.
-constexpr const char *kAlibi =
-                         "bf16:d64:score{slopes: fp32 1d; score - slopes[h] * to_float(q - kv)}:causal:sinks",
-                     *kReach =
-                         "bf16:d64:mask{reach: int; ids: int32 1d; ids[q] == ids[kv] && q - kv < reach && "
-                         "kv - q < reach}:sinks",
-                     *kLater =
-                         "fp16:d32:mask{kv >= q + 40}:sinks",  // some rows see no key of their rank, or none
-                         *kOfDocuments =
-                             "bf16:d64:score{score + to_float(b * 2) * to_float(q - seqlen_q) / "
-                             "to_float(seqlen_kv)}:mask{kv <= q && q - kv < 12 + b}";
+constexpr const char
+    *kAlibi = "bf16:d64:score{slopes: fp32 1d grad; score - slopes[h] * to_float(q - kv)}:causal:sinks",
+    *kReach =
+        "bf16:d64:mask{reach: int; ids: int32 1d; ids[q] == ids[kv] && q - kv < reach && "
+        "kv - q < reach}:sinks",
+    *kLater = "fp16:d32:mask{kv >= q + 40}:sinks",  // some rows see no key of their rank, or none
+        *kOfDocuments =
+            "bf16:d64:score{score + to_float(b * 2) * to_float(q - seqlen_q) / "
+            "to_float(seqlen_kv)}:mask{kv <= q && q - kv < 12 + b}";
 
 class EmulatedRanks : public GpuTestWith<SharedCase> {};
 
@@ -548,9 +561,6 @@ TEST_F(EmulatedRanksThatDiffer, BadInputIsRefused) {
   EXPECT_TRUE(
       has(refusal({.spec = parse_spec("bf16:d32:score{part_q: int; score * to_float(part_q)}"), .rows = 8}),
           "does not begin with part_"));
-  EXPECT_TRUE(
-      has(refusal({.spec = parse_spec("bf16:d32:score{bias: fp32 1d grad; score + bias[q]}"), .rows = 8}),
-          "without \"grad\""));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .window = 3}), "with the mask causal"));
   EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .documents = {0, 5}}), "go from 0 to 5 for 8 rows"));
   EXPECT_TRUE(has(refusal({.spec = plain, .batch = 2, .rows = 8, .documents = {0, 8}}), "has batch 2"));

@@ -97,24 +97,32 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
   using Storage = ForwardStorage<P>;
   auto scheduler = make_scheduler<P>(p, start);
   if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
+  // Of a part, when nothing waits for it any more.
+  const auto write_cut = [&](const TileCoord& coord) {
+    if constexpr (P::kStreamK) {
+      CutTile& cut = p.cut_tiles[blockIdx.x];
+      if (const int share = scheduler.continues(start.shares); share >= 0) cut.continues = share;
+      if (const int end = scheduler.shares_end(start.shares); end > 0) {
+        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
+        cut.shares_end = end;
+      }
+    }
+  };
 #pragma unroll 1
   for (int round = 0, wave = 0;; ++wave) {
     WorkTile<P>& work = smem.work(round);
     TileCoord coord;
     bool more;
     if constexpr (P::kStreamK) {
-      more = scheduler.next(p, start, coord);
-      if (more && scheduler.continues >= 0) p.cut_tiles[blockIdx.x].continues = scheduler.continues;
-      if (more && scheduler.shares_end > 0) {
-        CutTile& cut = p.cut_tiles[blockIdx.x];
-        cut.batch_head = static_cast<int>(coord.batch_head), cut.q_tile = static_cast<int>(coord.q_tile);
-        cut.shares_end = scheduler.shares_end;
-      }
+      more = scheduler.next(p, coord);
     } else {
       more = scheduler.next(p, smem.slot, wave, coord);
     }
     work = more ? WorkTile<P>(p, coord) : WorkTile<P>();
-    if (more && work.count() == 0) continue;
+    if (more && work.count() == 0) {
+      write_cut(coord);
+      continue;
+    }
     barrier_arrive(smem.work_full(round));
 #pragma unroll 1
     for (int wg = 0; wg < Storage::kRowGroups; ++wg) {
@@ -130,6 +138,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
       }
     }
     if (!more) break;
+    write_cut(coord);
     ++round;
   }
 }

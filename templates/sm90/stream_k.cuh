@@ -102,11 +102,12 @@ struct Shares {
   __device__ int share_of(long long tile) const { return first_from(tile + 1) - 1; }
 };
 
-/// Where a share begins: the row, and the KV tiles of all rows before that.
+/// Where a share begins: the row, its KV tiles, and those of all rows before it.
 struct ShareStart {
   Shares shares;
   long long before = 0;
   int row = 0;
+  Range tiles{0, 0};
 };
 
 /// What find_share() needs of shared memory.
@@ -154,7 +155,7 @@ __device__ ShareStart find_share(const Params& p, int share, ShareScratch& scrat
   if (before <= begin && begin < end) {
     int row = first;
     for (long long work; (work = work_of_row<P>(p, row)) <= begin - before; ++row) before += work;
-    scratch.start = {{}, before, row};
+    scratch.start = {{}, before, row, kv_tiles_of_row<P>(p, row)};
   }
   __syncthreads();
   ShareStart start = scratch.start;
@@ -172,45 +173,50 @@ __device__ __forceinline__ int part_of_share(const Params& p, int share, int lan
 /// warps have few registers.
 template <class P>
 struct StreamKScheduler {
-  int cta, row;
-  Range tiles;     ///< of the row's work tiles
-  int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
-  int shares_end;  ///< of the part handed out last, if it begins a work tile and does not end it: the end of
-                   ///< the shares that have its other parts; else 0
-  int continues;   ///< if it does not begin one: the share in which that begins; else -1
+  int share, lane, heads;  ///< and the lane's heads of a row
+  int row;
+  Range tiles;   ///< of the row's work tiles
+  int at, left;  ///< the next KV tile of the share, counted from the row's first, and how many there are
+  int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
 
   __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
-      : cta(cta), row(start.row), shares_end(0), continues(-1) {
-    const Shares& shares = start.shares;
-    const int share = cta / p.head_lanes;
-    const long long begin = shares.begin(share);
+      : share(cta / p.head_lanes),
+        lane(cta - share * p.head_lanes),
+        heads(heads_of_row<P>(p) / p.head_lanes),
+        row(start.row),
+        tiles(start.tiles),
+        before(0) {
+    const long long begin = start.shares.begin(share);
     at = static_cast<int>(begin - start.before);
-    left = static_cast<int>(shares.begin(share + 1) - begin);
-    tiles = left > 0 ? kv_tiles_of_row<P>(p, row) : Range{0, 0};
+    left = static_cast<int>(start.shares.begin(share + 1) - begin);
   }
   __device__ int count() const { return tiles.end - tiles.begin; }
 
   /// The next part; false behind the share.
-  __device__ bool next(const Params& p, const ShareStart& start, TileCoord& found) {
+  __device__ bool next(const Params& p, TileCoord& found) {
     if (left <= 0) return false;
-    const int heads = heads_of_row<P>(p) / p.head_lanes;
     while (count() * heads <= at) {
       at -= count() * heads;
       tiles = kv_tiles_of_row<P>(p, ++row);
     }
-    const int lane = cta % p.head_lanes, share = cta / p.head_lanes;
-    const int head = at / count(), tile = at % count(), size = min(left, count() - tile);
+    const int head = at / count(), tile = at - head * count(), size = min(left, count() - tile);
     place_in_row<P>(p, row, head * p.head_lanes + lane, found);
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
-    const bool begins = tile == 0, ends = tile + size == count();
-    found.split = begins && ends ? kWhole : part_of_share(p, share, lane, !ends);
+    before = tile, behind = count() - tile - size;
+    found.split = before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
     at += size;
     left -= size;
-    const Shares& shares = start.shares;
-    shares_end = begins && !ends ? shares.first_from(shares.begin(share + 1) + count() - size) : 0;
-    continues = begins ? -1 : shares.share_of(shares.begin(share) - tile);
     return true;
+  }
+  /// If the part handed out last begins a work tile and does not end it: the end of the shares that have its
+  /// other parts; else 0.
+  __device__ int shares_end(const Shares& shares) const {
+    return before == 0 && behind > 0 ? shares.first_from(shares.begin(share + 1) + behind) : 0;
+  }
+  /// If it does not begin one: the share in which that begins; else -1.
+  __device__ int continues(const Shares& shares) const {
+    return before == 0 ? -1 : shares.share_of(shares.begin(share) - before);
   }
 };
 
@@ -275,10 +281,12 @@ __device__ __forceinline__ void write_rows_without_keys(const Params& p, const W
 template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,
                                                   int threads) {
-  StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x), start);
-  for (TileCoord coord; scheduler.next(p, start, coord);)
-    if (const WorkTile<P> work(p, coord); work.count() == 0)
-      write_rows_without_keys(p, work, thread, threads);
+  if constexpr (P::kMaskUsesHead) {
+    StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x), start);
+    for (TileCoord coord; scheduler.next(p, coord);)
+      if (const WorkTile<P> work(p, coord); work.count() == 0)
+        write_rows_without_keys(p, work, thread, threads);
+  }
   // Work tiles without keys are in no share.
   for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
     if (work_of_row<P>(p, row) > 0) continue;

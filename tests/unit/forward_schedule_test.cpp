@@ -197,11 +197,12 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   const Shares all(sum, count_of_shares(p, sum, work_tiles));
   ASSERT_LE(all.count, std::max(shares / lanes, 1));
   const auto start_of = [&](int share) {
-    ShareStart start{all, 0, 0};
+    ShareStart start{all, 0, 0, {0, 0}};
     const long long begin = all.begin(share);
     for (; start.row < work_rows<P>(p) - 1 && start.before + work_of_row<P>(p, start.row) <= begin;
          ++start.row)
       start.before += work_of_row<P>(p, start.row);
+    start.tiles = kv_tiles_of_row<P>(p, start.row);
     return start;
   };
 
@@ -214,15 +215,14 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     const ShareStart start = start_of(share / lanes);
     StreamKScheduler<P> scheduler(p, share, start);
     CutTile cut{0, 0, 0, -1};
-    for (TileCoord coord; scheduler.next(p, start, coord);) {
+    for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
       size += coord.kv_tiles.end - coord.kv_tiles.begin;
       for (int tile = coord.kv_tiles.begin; tile < coord.kv_tiles.end; ++tile)
         ++visits[{coord.batch_head, coord.q_tile, tile}];
-      if (scheduler.continues >= 0) cut.continues = scheduler.continues;
-      if (scheduler.shares_end > 0)
-        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), scheduler.shares_end,
-               cut.continues};
+      if (const int first = scheduler.continues(all); first >= 0) cut.continues = first;
+      if (const int end = scheduler.shares_end(all); end > 0)
+        cut = {static_cast<int>(coord.batch_head), static_cast<int>(coord.q_tile), end, cut.continues};
       if (coord.split != kWhole) {
         ASSERT_EQ(coord.split / 2, share);
         ASSERT_TRUE(parts.insert({coord.split, {coord.batch_head, coord.q_tile}}).second);

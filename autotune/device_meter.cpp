@@ -137,6 +137,9 @@ class Inputs {
                                                    static_cast<std::int32_t>(problem_.shape.seqlen_kv)),
                          stream_);
     }
+    if (problem_.spec.shared_prefix)
+      prefix_length_ =
+          device::upload(driver_, std::vector{reference::plausible_prefix(problem_.shape)}, stream_);
     map_ = plausible_map(problem_.spec, problem_.shape, options.map_density);
     map_blocks_ = device::upload(driver_, map_.blocks, stream_);
     if (problem_.spec.varlen) {
@@ -322,6 +325,8 @@ class Inputs {
     if (problem_.spec.pages != 0)
       args.page_table = {static_cast<const std::int32_t*>(page_table_.data()), problem_.shape.batch,
                          pages_of_sequence(problem_)};
+    if (problem_.spec.shared_prefix)
+      args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
     if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
     if (problem_.spec.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));
@@ -343,7 +348,7 @@ class Inputs {
   CUstream stream_;
   std::vector<TensorSet> sets_;
   DeviceBuffer kv_lengths_, page_table_, map_blocks_, workspace_, cu_seqlens_q_, cu_seqlens_kv_, sinks_,
-      dsinks_, scales_, indices_;
+      dsinks_, scales_, indices_, prefix_length_;
   DeviceCaptures captures_;
   BlockPattern map_;
 };

@@ -238,6 +238,9 @@ typedef struct flashjit_forward_args {
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
   int32_t reserved_sms; /**< how many multiprocessors kernels whose blocks take work by turns leave to others,
                            such as NCCL's */
+  const int32_t* prefix_length; /**< with "shared_prefix" in the spec: one number on the device. The first so
+                                     many keys of all sequences are those of the first sequence, and each has
+                                   at least so many besides those of its queries */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With

@@ -105,6 +105,9 @@ struct ForwardArgs {
   /// How many multiprocessors kernels whose blocks take work by turns leave to others, such as NCCL's. Other
   /// kernels and stream-K use all. O does not change.
   int reserved_sms = 0;
+  /// With spec.shared_prefix: one number on the device. The first so many keys of all sequences are those of
+  /// the first sequence, and each sequence has at least so many besides those of its queries.
+  const std::int32_t* prefix_length = nullptr;
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;

@@ -81,6 +81,10 @@ struct AttentionSpec {
   bool add_grads = false;
   /// With dropout: its mask is that of a larger problem, in which a DropoutPlace at the call puts this one.
   bool dropout_place = false;
+  /// With pages and varlen: a number of keys at the call, prefix_length, says that all sequences have the
+  /// same first keys. The results are those without; the keys may be read once for all sequences. Forward
+  /// only.
+  bool shared_prefix = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }

@@ -214,7 +214,8 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
       {offsetof(flashjit_forward_args, captures), offsetof(flashjit_forward_args, lists),
        offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
        offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale),
-       offsetof(flashjit_forward_args, indices), offsetof(flashjit_forward_args, dropout_place)});
+       offsetof(flashjit_forward_args, indices), offsetof(flashjit_forward_args, dropout_place),
+       offsetof(flashjit_forward_args, prefix_length)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
@@ -233,6 +234,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   args.k_scale = view(c.k_scale);
   args.v_scale = view(c.v_scale);
   args.q_scale = view(c.q_scale);
+  args.prefix_length = c.prefix_length;
   return args;
 }
 

@@ -121,6 +121,14 @@ void check_sinks(const AttentionSpec& spec, const AttentionShape& shape, const f
   check_pointer("sinks", sinks, alignof(float));
 }
 
+void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const std::int32_t* length) {
+  if (!spec.shared_prefix && length)
+    refuse("prefix_length is given, but the spec has no shared_prefix: set spec.shared_prefix.");
+  if (spec.shared_prefix && !length && shape.batch > 0)
+    refuse("prefix_length is null, but the spec has shared_prefix: give one int32 in device memory.");
+  check_pointer("prefix_length", length, alignof(std::int32_t));
+}
+
 /// In 32 bits, as kernels count.
 void check_dropout_place(const AttentionSpec& spec, const AttentionShape& shape, const DropoutPlace& place) {
   if (!spec.dropout_place) {
@@ -265,6 +273,8 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
   set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
   set_part(params.cut_tiles, split && plan.needs.part_rows > 0, memory, at.cut_tiles);
+  set_part(params.shares_of_tile, plan.needs.cascade.tiles() > 0, memory, at.shares_of_tile);
+  params.part_rows = static_cast<int>(plan.needs.cascade.own_rows);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 
@@ -419,6 +429,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_shared(spec, args);
   check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
   check_row_max(spec, shape_of(spec, args), args.row_max);
+  check_prefix(spec, shape_of(spec, args), args.prefix_length);
   check_scales("k_scale", spec, shape_of(spec, args), args.k, args.k_scale);
   check_scales("v_scale", spec, shape_of(spec, args), args.v, args.v_scale);
   check_q_scale(spec, shape_of(spec, args), args.q_scale);
@@ -493,6 +504,7 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   params.k_scale = scale_param(args.k_scale);
   params.v_scale = scale_param(args.v_scale);
   params.q_scale = scale_param(args.q_scale);
+  params.prefix_length = args.prefix_length;
   return params;
 }
 
@@ -517,6 +529,7 @@ Params make_params(const plan::ExecutionPlan& plan, const BackwardArgs& args) {
 std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"row_max", args.row_max},
+                              {"prefix_length", args.prefix_length},
                               {"k_scale", args.k_scale.data},
                               {"v_scale", args.v_scale.data},
                               {"q_scale", args.q_scale.data}});

@@ -42,6 +42,7 @@ enum class Step : std::uint8_t {
   convert_dq,             ///< dQ from its fp32 accumulator
   combine,                ///< O and LSE of all splits of the keys (split-KV)
   combine_parts,          ///< O and LSE of the work tiles that shares cut (stream-K)
+  combine_cascade,        ///< O and LSE of all rows, from parts of their own keys and of the prefix
   combine_dkdv,           ///< dK and dV of all splits of the queries (split-Q)
   ordered_capture_grads,  ///< gradients of captured tensors, added up in one order
   append,                 ///< new rows of K, V and Q, rotated, into a cache
@@ -81,6 +82,7 @@ struct Schedule {
   bool row_terms = false;         ///< rows' terms of the score are found beforehand, once
   bool stream_k = false;          ///< CTAs take equal shares of all KV tiles of all work tiles
   bool q_tiles_as_heads = false;  ///< and a sequence's Q tiles, which meet the same KV tiles, count as heads
+  bool cascade = false;           ///< and what all sequences share is one sequence more, read once
   bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up
   bool lse_log2 = false;          ///< backward: LSE in units of log2, too
 

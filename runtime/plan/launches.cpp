@@ -38,6 +38,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:
+    case Step::combine_cascade:
     case Step::combine_dkdv:
       return true;
     default:
@@ -53,14 +54,6 @@ std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) 
   if (kernel.spec.pass == Pass::forward || kernel.spec.indices) return tiles(q_tiles, kernel.main().cluster);
   const std::int64_t kv_tiles = shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kernel.config.bc);
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
-}
-
-/// Up to the last that may exist: with PackGQA a query's heads have rows one behind the other.
-std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
-  const std::int64_t all = kernel.config.br;
-  if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
-  const PackedHeadsParam packed = packed_heads(shape, kernel.spec.indices);
-  return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
 }
 
 std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
@@ -89,6 +82,8 @@ std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape
       return heads * q_tiles;
     case Step::combine:
       return heads * shape.seqlen_q;
+    case Step::combine_cascade:
+      return tiles(heads * shape.seqlen_q, kAuxiliaryThreads / 32);
     case Step::combine_dkdv:
       return shape.batch * shape.heads_kv * tiles(shape.seqlen_kv, kCombinedRows);
     case Step::ordered_capture_grads:

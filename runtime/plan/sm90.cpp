@@ -81,6 +81,13 @@ bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
   return is_stream_k(spec, c) && c.d_split > 1 && spec.mask.empty() && !spec.varlen && !spec.indices;
 }
 
+/// Whether the prefix that all sequences share is read once. Its queries are those of all sequences, which
+/// have scales of their own where Q is of 8 bits, and positions that programs would have to see.
+bool is_cascade(const AnalysedSpec& spec, const TileConfig& c) {
+  return is_stream_k(spec, c) && spec.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
+         spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes;
+}
+
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
   if (is_forward(spec)) return forward_layout(spec, c).bytes();
   return sm90_backward_layout(spec, c).bytes();
@@ -753,6 +760,7 @@ Schedule schedule(const AnalysedSpec& spec, const TileConfig& c) {
           .row_terms = backward && spec.programs.row_term,
           .stream_k = is_stream_k(spec, c),
           .q_tiles_as_heads = counts_q_tiles_as_heads(spec, c),
+          .cascade = is_cascade(spec, c),
           .sums_dq = backward && sm90_backward_layout(spec, c).sums_dq(),
           .lse_log2 = backward && reads_lse_log2(spec, c)};
 }
@@ -772,6 +780,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& c) {
     kernel.constants.push_back({"kTmaStoresO", tma_stores_o(spec, c)});
     kernel.constants.push_back({"kStreamK", is_stream_k(spec, c)});
     kernel.constants.push_back({"kQTilesAsHeads", counts_q_tiles_as_heads(spec, c)});
+    kernel.constants.push_back({"kCascade", is_cascade(spec, c)});
     kernel.constants.push_back({"kCountsTiles", counts_tiles(spec, c)});
     kernel.constants.push_back({"kFp16Products", multiplies_as_fp16(spec)});
     kernel.constants.push_back({"kSplitTailWave", splits_tail_wave(spec, c)});

@@ -349,6 +349,11 @@ void AttentionSpec::validate() const {
         pages ? "pages" : "cache");
   }
   check_scaled(*this);
+  if (shared_prefix && (pages == 0 || !varlen))
+    refuse(
+        "shared_prefix is set without {}; it is for packed queries over pages, so set that, too, or leave it "
+        "out",
+        pages == 0 ? "pages" : "varlen");
   if (indices && (has_block_map() || dropout || q_codes || (deterministic && pass == Pass::backward)))
     refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out",
            has_block_map() ? "block_map"

@@ -33,6 +33,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"shared_kv", "kSharedKv", &AttentionSpec::shared_kv, "v_columns"},
     SpecOption{"q_codes", "kQCodes", &AttentionSpec::q_codes, "q_scale"},
     SpecOption{"indices", "kIndices", &AttentionSpec::indices, "indices"},
+    SpecOption{"shared_prefix", "kSharedPrefix", &AttentionSpec::shared_prefix, "prefix_length"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

@@ -10,6 +10,13 @@ bool has_ranks(const AnalysedSpec& spec) {
   return spec.pass == Pass::backward && spec.deterministic && spec.has_tile_lists;
 }
 
+CascadeTiles cascade_tiles(const KernelPlan& kernel, const AttentionShape& shape) {
+  const auto [queries, heads] = forward_tiles(kernel.spec, shape, kernel.config);
+  return {.own = shape.batch * tiles(shape.seqlen_q, queries) * heads,
+          .prefix = tiles(shape.batch * shape.seqlen_q, queries) * heads,
+          .own_rows = rows_of_work_tile(kernel, shape)};
+}
+
 }  // namespace
 
 Entry main_entry(Family family, const AnalysedSpec& spec, int threads, int shared_bytes) {
@@ -39,6 +46,9 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
     kernel.add(Step::convert_dq, family_entry(config.family, "convert_dq", "convert_dq", kAuxiliaryThreads));
   if (config.split && backward)
     kernel.add(Step::combine_dkdv, auxiliary_entry("combine_dkdv"));
+  else if (schedule.cascade)
+    kernel.add(Step::combine_cascade,
+               family_entry(config.family, "combine_cascade", "combine_parts", kAuxiliaryThreads));
   else if (schedule.stream_k)
     kernel.add(Step::combine_parts,
                family_entry(config.family, "combine_parts", "combine_parts", kAuxiliaryThreads));
@@ -67,7 +77,8 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .list_columns = backward ? q_tiles : kv_tiles,
           .term_bounds = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
           .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
-          .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0};
+          .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,
+          .cascade = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : CascadeTiles{}};
 }
 
 }  // namespace flashjit::plan

@@ -49,6 +49,14 @@ class Allocator {
   std::int64_t end_ = 0;
 };
 
+/// Of stream-K. A cascade has a part for each work tile, and one more where a share ends within one.
+std::int64_t rows_of_parts(const WorkspaceNeeds& needs) {
+  const CascadeTiles& cascade = needs.cascade;
+  if (cascade.tiles() == 0) return 2 * needs.num_splits * needs.part_rows;
+  return (cascade.own + needs.num_splits) * cascade.own_rows +
+         (cascade.prefix + needs.num_splits) * needs.part_rows;
+}
+
 }  // namespace
 
 std::int64_t padded_seqlen_q(const AttentionShape& shape) { return round_up(shape.seqlen_q, kRowMultiple); }
@@ -73,11 +81,15 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_splits =
       allocator.place(kv_splits, {spec.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
   if (parts) {
-    out.o_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows, spec.v_dim()});
-    out.lse_splits = allocator.place(true, {2 * needs.num_splits, needs.part_rows});
+    const std::int64_t rows = rows_of_parts(needs);
+    out.o_splits = allocator.place(true, {rows, spec.v_dim()});
+    out.lse_splits = allocator.place(true, {rows});
   }
   constexpr std::int64_t kCutTileWords = sizeof(CutTile) / kWordBytes;
   out.cut_tiles = allocator.place(parts, {needs.num_splits, kCutTileWords});
+  const CascadeTiles& cascade = needs.cascade;
+  constexpr std::int64_t kSharesWords = sizeof(SharesOfTile) / kWordBytes;
+  out.shares_of_tile = allocator.place(cascade.tiles() > 0, {cascade.tiles(), kSharesWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

@@ -260,6 +260,19 @@ std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed)
   return pages;
 }
 
+std::int32_t plausible_prefix(const AttentionShape& shape) {
+  return static_cast<std::int32_t>(std::max<std::int64_t>(shape.seqlen_kv - shape.seqlen_q, 0) * 3 / 4);
+}
+
+void share_prefix(const AttentionShape& shape, std::int32_t keys, std::int64_t dim,
+                  std::vector<double>& values, std::vector<std::int32_t>& lengths) {
+  const auto least = static_cast<std::int32_t>(std::min(keys + shape.seqlen_q, shape.seqlen_kv));
+  for (std::int32_t& length : lengths) length = std::max(length, least);
+  for (std::int64_t head = shape.heads_kv; head < shape.batch * shape.heads_kv; ++head)
+    std::copy_n(values.begin() + head % shape.heads_kv * shape.seqlen_kv * dim, keys * dim,
+                values.begin() + head * shape.seqlen_kv * dim);
+}
+
 std::vector<double> first_columns(const std::vector<double>& values, std::int64_t dim, std::int64_t columns) {
   std::vector<double> taken;
   for (auto row = values.begin(); row != values.end(); row += dim)

@@ -32,6 +32,14 @@ std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longes
 /// The numbers 0 to count - 1 in any order: the pages of a table [batch, columns], row by row.
 std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed);
 
+/// How many first keys the sequences of a cache share where nobody says: at most all but a sequence's
+/// queries.
+std::int32_t plausible_prefix(const AttentionShape& shape);
+/// Gives all sequences the first `keys` of the first one, in K or V [batch, heads_kv, seqlen_kv, dim], and at
+/// least so many besides those of their queries.
+void share_prefix(const AttentionShape& shape, std::int32_t keys, std::int64_t dim,
+                  std::vector<double>& values, std::vector<std::int32_t>& lengths);
+
 /// The first `columns` of each row of `dim` values.
 std::vector<double> first_columns(const std::vector<double>& values, std::int64_t dim, std::int64_t columns);
 

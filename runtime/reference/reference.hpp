@@ -20,6 +20,7 @@ struct Problem {
   std::vector<double> q = {}, k = {}, v = {}, dout = {};  ///< dout: backward only
   std::optional<double> softmax_scale = {};               ///< default 1 / sqrt(head_dim)
   std::vector<std::int32_t> kv_lengths = {};              ///< [batch] with spec.has_lengths()
+  std::int32_t prefix_length = 0;                         ///< with spec.shared_prefix; it changes nothing
   std::vector<std::uint8_t> block_map = {};  ///< [map_batch, map_heads, rows, columns] with spec.block_map
   std::int64_t map_batch = 1, map_heads = 1;
   double dropout_p = 0;

@@ -91,6 +91,11 @@ struct CutTile {
                    ///< else -1
 };
 
+/// Cascade: the shares that have parts of a work tile.
+struct SharesOfTile {
+  int begin, end;
+};
+
 struct Params {
   TensorParam q, k, v, o, dout, dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
@@ -131,6 +136,7 @@ struct Params {
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
   int head_lanes;             ///< stream-K: how many heads are computed at a time, see sm90/stream_k.cuh
+  int part_rows;              ///< cascade: rows that parts of sequences' own work tiles have room for
   CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
                        ///< [2 num_splits, Br], of the parts of work tiles
   float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
@@ -140,6 +146,8 @@ struct Params {
   ScaleParam q_scale;               ///< read with Problem::kQCodes only
   IndicesParam indices;             ///< read with Problem::kIndices only
   DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
+  const int* prefix_length;         ///< how many first keys all sequences share; read with kCascade only
+  SharesOfTile* shares_of_tile;     ///< cascade: of each work tile; o_splits and lse_splits are then of parts
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

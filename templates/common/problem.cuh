@@ -24,10 +24,11 @@ struct ExampleProblem {
   static constexpr bool kDropoutPlace = false;  // its mask is that of a larger problem
   static constexpr bool kKvLengths = false;
   static constexpr bool kVarlen = false;
-  static constexpr bool kCache = false;     // K and V are a cache's; with kVarlen only Q is packed
-  static constexpr int kPageRows = 0;       // of its pages; 0: it has slots
-  static constexpr bool kSharedKv = false;  // forward: V is K's first columns
-  static constexpr bool kIndices = false;   // queries have lists of keys: index_list.cuh
+  static constexpr bool kCache = false;         // K and V are a cache's; with kVarlen only Q is packed
+  static constexpr int kPageRows = 0;           // of its pages; 0: it has slots
+  static constexpr bool kSharedKv = false;      // forward: V is K's first columns
+  static constexpr bool kIndices = false;       // queries have lists of keys: index_list.cuh
+  static constexpr bool kSharedPrefix = false;  // all sequences have the same first keys
   static constexpr bool kSinks = false;
   static constexpr bool kRowMax = false;     // forward: the largest score of each row is a result
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
@@ -69,6 +70,7 @@ struct ExampleProblem {
   //   kFp16Products   sm90 forward: codes of 8 bits are multiplied as fp16
   //   kStreamK        sm90 forward: with kSplit, all CTAs have equal shares of all work (stream_k.cuh)
   //   kQTilesAsHeads  sm90 forward: with kStreamK, the Q tiles of a sequence meet the same KV tiles
+  //   kCascade        sm90 forward: with kStreamK, keys that all sequences share are read once for all
   //   kSplitTailWave  sm90 forward: the Q tiles of the last, partial wave are split
 
   // What follows is generated from the programs: runtime/expr/facts.hpp, runtime/expr/emit.cpp.

@@ -1,5 +1,5 @@
 // After the forward pass by stream-K: O and LSE of the work tiles that shares cut, each from its parts, by
-// the formula of combine.cuh.
+// the formula of combine.cuh; after a cascade those of all rows.
 #pragma once
 
 #include "flashjit/sm90/stream_k.cuh"
@@ -67,6 +67,27 @@ struct JoinedParts {
   }
 };
 
+/// Stores a row's O and LSE, by kWarps warps.
+template <class P, int kWarps>
+__device__ __forceinline__ void store_joined(const Params& p, const Sequence<P>& sequence,
+                                             const RowPlace& place, const JoinedParts<P>& joined, int warp) {
+  constexpr int kChunks = JoinedParts<P>::kChunks, kLaneChunks = JoinedParts<P>::kLaneChunks;
+  const int thread = static_cast<int>(threadIdx.x) % 32;
+  const float sum = joined.sum;
+  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? joined.highest + logf(sum) : -infinity());
+  const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
+  OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
+#pragma unroll
+  for (int i = 0; i < kLaneChunks; ++i) {
+    const int chunk = thread + i * 32;
+    if (i % kWarps != warp || chunk >= kChunks) continue;
+    const float4 o = joined.o[i];
+    store_columns(to + chunk * 4, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
+  }
+  if (p.lse != nullptr && warp == 0 && thread == 0)
+    p.lse[sequence.lse_row(p, place.h) + place.q] = row_end.lse;
+}
+
 /// Joins a row of a cut work tile, whose first part is of share `first`. By kWarps warps that share its
 /// parts.
 template <class P, int kWarps>
@@ -118,19 +139,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
     }
     __syncthreads();  // before another row
   }
-  const float sum = joined.sum;
-  const RowEnd row_end = with_sink<P>(p, place.h, sum > 0.0f ? joined.highest + logf(sum) : -infinity());
-  const float factor = sum > 0.0f ? row_end.factor / sum : 0.0f;
-  OutElement<P>* to = tile.sequence.template q_pointer<OutElement<P>>(p.o, place.h, place.q);
-#pragma unroll
-  for (int i = 0; i < kLaneChunks; ++i) {
-    const int chunk = thread + i * 32;
-    if (i % kWarps != warp || chunk >= kChunks) continue;
-    const float4 o = joined.o[i];
-    store_columns(to + chunk * 4, {o.x * factor, o.y * factor, o.z * factor, o.w * factor});
-  }
-  if (p.lse != nullptr && warp == 0 && thread == 0)
-    p.lse[tile.sequence.lse_row(p, place.h) + place.q] = row_end.lse;
+  store_joined<P, kWarps>(p, tile.sequence, place, joined, warp);
 }
 
 /// Grid: shares * rows that a work tile may have / kJoinedRows.
@@ -152,6 +161,29 @@ __device__ void combine_parts(const Params& p) {
     if (cut.shares_end > first + kFewParts && row < blocks * kJoinedRows)
       join_parts<P, kJoinedRows>(p, cut, first, lane, row);
   }
+}
+
+/// After a cascade. A warp for a row of O; grid: batch * heads_q * seqlen_q / kJoinedRows.
+template <class P>
+__device__ void combine_cascade(const Params& p) {
+  wait_for_prior_grid<P>();
+  const long long at = static_cast<long long>(blockIdx.x) * kJoinedRows + threadIdx.x / 32;
+  const int q = static_cast<int>(at % p.seqlen_q), h = static_cast<int>(at / p.seqlen_q % p.heads_q),
+            b = static_cast<int>(at / p.seqlen_q / p.heads_q);
+  if (b >= p.batch) return;
+  const Sequence<P> sequence(p, b), prefix = sequence_at<P>(p, p.batch);
+  if (q >= sequence.seqlen_q(p)) return;
+  const PartsOfRow own = parts_of_row<P>(p, b, q, h);
+  PartsOfRow shared{};
+  if (const int query = sequence.q_row(q) - prefix.q_row(0); query >= 0 && query < prefix.seqlen_q(p))
+    shared = parts_of_row<P>(p, p.batch, query, h);
+  JoinedParts<P> joined;
+  joined.template add<1>(p, 0, own.count + shared.count, [&](int part) {
+    const bool is_own = part < own.count;
+    const PartsOfRow& of = is_own ? own : shared;
+    return of.first + static_cast<long long>(is_own ? part : part - own.count) * of.stride;
+  });
+  store_joined<P, 1>(p, sequence, {q, h}, joined, 0);
 }
 
 }  // namespace flashjit::sm90

@@ -96,10 +96,16 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
                                                     const TensorMaps& maps, const ShareStart& start) {
   using Storage = ForwardStorage<P>;
   auto scheduler = make_scheduler<P>(p, start);
-  if constexpr (P::kStreamK) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
+  if constexpr (P::kStreamK && !P::kCascade) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
   // Of a part, when nothing waits for it any more.
   const auto write_cut = [&](const TileCoord& coord) {
-    if constexpr (P::kStreamK) {
+    if constexpr (P::kCascade) {
+      const int heads = scheduled_heads<P>(p), b = static_cast<int>(coord.batch_head) / heads;
+      if (const int end = scheduler.end_of_begun(start.shares); end > 0)
+        p.shares_of_tile[tile_index<P>(p, {b, static_cast<int>(coord.q_tile)},
+                                       static_cast<int>(coord.batch_head) - b * heads)] = {scheduler.share,
+                                                                                           end};
+    } else if constexpr (P::kStreamK) {
       CutTile& cut = p.cut_tiles[blockIdx.x];
       if (const int share = scheduler.continues(start.shares); share >= 0) cut.continues = share;
       if (const int end = scheduler.shares_end(start.shares); end > 0) {

@@ -51,12 +51,37 @@ constexpr int kWhole = -1;
 template <class P>
 constexpr bool kPlacesRows = P::kStreamK || (P::kPackGqa && !P::kSplit);
 
+/// Cascade: the whole KV tiles of the prefix that all sequences share.
+template <class P>
+__device__ __forceinline__ int prefix_tiles(const Params& p) {
+  return clamped(p.prefix_length[0], 0, p.seqlen_kv) / P::kBc;
+}
+/// A sequence; with a cascade the one behind the last is the prefix. Its queries are those of all sequences,
+/// and as many keys follow its own, so that a causal mask lets each query see all of these. Its pages are
+/// those of the first sequence.
+template <class P>
+__device__ __forceinline__ Sequence<P> sequence_at(const Params& p, int b) {
+  if constexpr (P::kCascade) {
+    if (b == p.batch) {
+      Sequence<P> prefix;
+      const long long most = static_cast<long long>(p.batch) * p.seqlen_q;
+      const PackedRows q = packed_rows(p.cu_seqlens_q[0], p.cu_seqlens_q[p.batch], p.rows_q,
+                                       static_cast<int>(min(most, static_cast<long long>(p.rows_q))));
+      prefix.b = 0;
+      prefix.q_first_ = q.first, prefix.q_length_ = q.count;
+      prefix.kv_length_ = prefix_tiles<P>(p) * P::kBc + q.count;
+      return prefix;
+    }
+  }
+  return Sequence<P>(p, b);
+}
+
 /// What the scheduler hands out: a Q tile, some of its warpgroups, and one split of its keys.
 struct TileCoord {
   unsigned batch_head;  ///< among batch entries and their scheduled heads
   unsigned q_tile;
   Range warpgroups;
-  int split;       ///< or kWhole; stream-K: or a part's number
+  int split;       ///< or kWhole; stream-K: or a part's number; cascade: the first row of the part
   Range kv_tiles;  ///< stream-K: of the part
 };
 
@@ -145,7 +170,7 @@ struct WorkTile : WorkTileHeads<P::kPackGqa> {
 
   __device__ WorkTile() {}
   __device__ WorkTile(const Params& p, const TileCoord& coord)
-      : sequence(p, static_cast<int>(coord.batch_head / scheduled_heads<P>(p))),
+      : sequence(sequence_at<P>(p, static_cast<int>(coord.batch_head / scheduled_heads<P>(p)))),
         h(static_cast<int>(coord.batch_head % scheduled_heads<P>(p))),
         q_begin(static_cast<int>(coord.q_tile) * queries_per_tile<P>(p) +
                 coord.warpgroups.begin * kWarpgroupRows),

@@ -28,27 +28,51 @@ __device__ __forceinline__ int heads_of_row(const Params& p) {
   return static_cast<int>(P::kQTilesAsHeads ? scheduled_heads<P>(p) * q_tiles_per_head<P>(p)
                                             : scheduled_heads<P>(p));
 }
+/// Rows of the sequences, and behind them, with a cascade, those of the prefix.
+template <class P>
+__device__ __forceinline__ int own_rows(const Params& p) {
+  return p.batch * rows_of_sequence<P>(p);
+}
+template <class P>
+__device__ __forceinline__ int prefix_rows(const Params& p) {
+  const int queries = queries_per_tile<P>(p);
+  return P::kCascade
+             ? static_cast<int>((static_cast<long long>(p.batch) * p.seqlen_q + queries - 1) / queries)
+             : 0;
+}
 template <class P>
 __device__ __forceinline__ int work_rows(const Params& p) {
-  return p.batch * rows_of_sequence<P>(p);
+  return own_rows<P>(p) + prefix_rows<P>(p);
+}
+/// The sequence that a row is of, and its Q tile there.
+struct WorkRow {
+  int sequence, q_tile;
+};
+template <class P>
+__device__ __forceinline__ WorkRow work_row(const Params& p, int row) {
+  const int q_tiles = rows_of_sequence<P>(p);
+  int sequence = row / q_tiles;
+  if constexpr (P::kCascade) sequence = min(sequence, p.batch);
+  return {sequence, row - sequence * q_tiles};
 }
 /// The place of a row's work tile.
 template <class P>
 __device__ __forceinline__ void place_in_row(const Params& p, int row, int head, TileCoord& found) {
-  const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
   if constexpr (P::kQTilesAsHeads) {
+    const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
     found.batch_head = row * scheduled_heads<P>(p) + head / q_tiles;
     found.q_tile = head % q_tiles;
   } else {
-    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
-    found.q_tile = row % q_tiles;
+    const WorkRow at = work_row<P>(p, row);
+    found.batch_head = at.sequence * scheduled_heads<P>(p) + head;
+    found.q_tile = at.q_tile;
   }
 }
 template <class P>
 __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
-  const int q_tiles = rows_of_sequence<P>(p);
-  const Sequence<P> sequence(p, row / q_tiles);
-  const Range queries = tile_range(row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
+  const WorkRow at = work_row<P>(p, row);
+  const Sequence<P> sequence = sequence_at<P>(p, at.sequence);
+  const Range queries = tile_range(at.q_tile, queries_per_tile<P>(p), sequence.seqlen_q(p));
   const int keys = sequence.seqused_kv(p);
   if (queries.begin >= queries.end || keys == 0) return {0, 0};
   if constexpr (P::kIndices) return {0, tiles_of_list<P>(p)};
@@ -56,7 +80,16 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
-  return {bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc};
+  Range tiles{bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc};
+  if constexpr (P::kCascade) {
+    const int prefix = prefix_tiles<P>(p);
+    if (at.sequence == p.batch)
+      tiles.end = prefix;
+    else
+      tiles.begin = max(tiles.begin, prefix);
+    if (tiles.begin >= tiles.end) return {0, 0};
+  }
+  return tiles;
 }
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
@@ -169,6 +202,49 @@ __device__ __forceinline__ int part_of_share(const Params& p, int share, int lan
   return 2 * (share * p.head_lanes + lane) + last;
 }
 
+/// Cascade: the place of a work tile in Params::shares_of_tile.
+template <class P>
+__device__ __forceinline__ long long tile_index(const Params& p, const WorkRow& at, int head) {
+  return static_cast<long long>(at.sequence * rows_of_sequence<P>(p) + at.q_tile) * heads_of_row<P>(p) + head;
+}
+/// Cascade: the rows of a work tile's parts. All work tiles are parts, for a row of O has two. The number of
+/// a part among its lane's is the sum of those of the work tile and the share, so the parts of a work tile
+/// are one behind the other.
+struct RowsOfParts {
+  int first;  ///< as if share 0 had a part
+  int count;  ///< of a part
+};
+template <class P>
+__device__ __forceinline__ RowsOfParts rows_of_parts(const Params& p, int row, int head) {
+  const int lanes = p.head_lanes, lane = head % lanes, shares = p.num_splits / lanes;
+  const int heads = heads_of_row<P>(p) / lanes, own = own_rows<P>(p) * heads;
+  const int tile = row * heads + head / lanes;
+  if (tile < own) return {(lane * (own + shares) + tile) * p.part_rows, p.part_rows};
+  const int all = prefix_rows<P>(p) * heads + shares;
+  return {lanes * (own + shares) * p.part_rows + (lane * all + tile - own) * P::kBr, P::kBr};
+}
+
+/// Where the parts of a row of O are, of a sequence's own keys or of the prefix.
+struct PartsOfRow {
+  int first, stride, count;
+};
+template <class P>
+__device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence, int query, int h) {
+  const int tile_queries = queries_per_tile<P>(p), q_tile = query / tile_queries;
+  int row = query - q_tile * tile_queries, head = h;
+  if constexpr (P::kPackGqa) {
+    const int h_kv = h / p.packed.shared, of_shared = h - h_kv * p.packed.shared;
+    const int set = of_shared / p.packed.heads, group = row / p.packed.queries;
+    head = h_kv * p.packed.sets + set;
+    row = group * kWarpgroupRows + (row - group * p.packed.queries) * p.packed.heads + of_shared -
+          set * p.packed.heads;
+  }
+  const WorkRow at{sequence, q_tile};
+  const SharesOfTile shares = p.shares_of_tile[tile_index<P>(p, at, head)];
+  const RowsOfParts parts = rows_of_parts<P>(p, sequence * rows_of_sequence<P>(p) + q_tile, head);
+  return {parts.first + shares.begin * parts.count + row, parts.count, shares.end - shares.begin};
+}
+
 /// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
 /// warps have few registers.
 template <class P>
@@ -204,7 +280,12 @@ struct StreamKScheduler {
     found.warpgroups = {0, P::kBr / kWarpgroupRows};
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
     before = tile, behind = count() - tile - size;
-    found.split = before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
+    if constexpr (P::kCascade) {
+      const RowsOfParts parts = rows_of_parts<P>(p, row, head * p.head_lanes + lane);
+      found.split = parts.first + share * parts.count;
+    } else {
+      found.split = before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
+    }
     at += size;
     left -= size;
     return true;
@@ -213,6 +294,10 @@ struct StreamKScheduler {
   /// other parts; else 0.
   __device__ int shares_end(const Shares& shares) const {
     return before == 0 && behind > 0 ? shares.first_from(shares.begin(share + 1) + behind) : 0;
+  }
+  /// If it begins a work tile: the end of the shares that have its parts; else 0.
+  __device__ int end_of_begun(const Shares& shares) const {
+    return before > 0 ? 0 : behind > 0 ? shares_end(shares) : share + 1;
   }
   /// If it does not begin one: the share in which that begins; else -1.
   __device__ int continues(const Shares& shares) const {
@@ -250,7 +335,8 @@ __device__ __forceinline__ RowPlace row_place(const Params& p, const WorkTile<P>
 /// LSE and O of a row of a part, which are in no order that a tensor has.
 template <class P>
 __device__ __forceinline__ long long row_of_part(int part, int wg, int row) {
-  return static_cast<long long>(part) * P::kBr + row_group<P>(wg) * kWarpgroupRows + row;
+  const long long first = P::kCascade ? part : static_cast<long long>(part) * P::kBr;
+  return first + row_group<P>(wg) * kWarpgroupRows + row;
 }
 template <class P>
 __device__ __forceinline__ float* o_of_part(const Params& p, long long row) {
@@ -290,6 +376,11 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
   // Work tiles without keys are in no share.
   for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
     if (work_of_row<P>(p, row) > 0) continue;
+    if constexpr (P::kCascade) {
+      for (int head = thread; head < heads_of_row<P>(p); head += threads)
+        p.shares_of_tile[tile_index<P>(p, work_row<P>(p, row), head)] = {0, 0};
+      continue;
+    }
     for (int head = 0; head < heads_of_row<P>(p); ++head) {
       TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
       place_in_row<P>(p, row, head, coord);

@@ -1,6 +1,5 @@
 """attention() on a cache in pages or slots: against each sequence by itself, on the GPU where there is one."""
 import math
-import pathlib
 
 import pytest
 
@@ -113,25 +112,29 @@ def test_compiled():
                                              kv_lengths=cache.lengths).double())
 
 
-def with_prefix(q, prefix_k, prefix_v, k, v, **cache):
-    """As tools/docs/serving.md has it."""
-    page = (pathlib.Path(__file__).parents[2] / "tools" / "docs" / "serving.md").read_text()
-    code = page[page.index("def with_prefix"):]
-    names = {"torch": torch, "flashjit": flashjit}
-    exec(code[:code.index("```")], names)
-    return names["with_prefix"](q, prefix_k, prefix_v, k, v, **cache)
-
-
+@pytest.mark.parametrize("rows", [16, 5])
 @pytest.mark.parametrize("queries", [1, 3])
-def test_a_prefix_that_sequences_share(queries):
-    cache = Cache(16)
-    q = torch.randn(len(LENGTHS), HEADS, queries, DIM).to(DEVICE, DTYPE)
-    prefix_k, prefix_v = torch.randn(2, 1, HEADS_KV, 50, DIM).to(DEVICE, DTYPE)
-    out = with_prefix(q, prefix_k, prefix_v, cache.k, cache.v, page_table=cache.table, kv_lengths=cache.lengths)
-    assert out.dtype == DTYPE
-    for i, length in enumerate(LENGTHS):
-        if length >= queries:  # else the first queries are of the prefix
-            expect_close(out[i], exact(q[i], *(torch.cat(pair, 1) for pair in ((prefix_k[0], cache.keys[i]), (prefix_v[0], cache.values[i])))))
+@pytest.mark.parametrize("shared", [0, 150, 320])
+def test_a_prefix_that_sequences_share(rows, queries, shared):
+    torch.manual_seed(shared)
+    own, columns = [7, 200, 64, 5], -(-(shared + 200) // rows)
+    whole = shared // rows  # of its pages; a sequence has the rest in a page of its own
+    pages = torch.randperm(4 * columns).view(4, columns).to(DEVICE, torch.int32)
+    pages[:, :whole] = pages[0, :whole]
+    k, v = torch.randn(2, 4 * columns, rows, HEADS_KV, DIM).to(DEVICE, DTYPE).transpose(2, 3)
+    of = lambda pool, i, n: pool[pages[i].long()].transpose(0, 1).flatten(1, 2)[:, :n]
+    for pool in (k, v):
+        for i in range(1, 4):
+            if shared % rows:
+                pool[pages[i, whole], :, :shared % rows] = pool[pages[0, whole], :, :shared % rows]
+    ints = lambda values: torch.tensor(values, dtype=torch.int32, device=DEVICE)
+    q = torch.randn(1, HEADS, 4 * queries, DIM).to(DEVICE, DTYPE)
+    out, lse = flashjit.attention(q, k, v, causal=True, page_table=pages, kv_lengths=ints([shared + n for n in own]), max_seqlen_q=queries,
+                                  cu_seqlens_q=ints(range(0, 4 * queries + 1, queries)), prefix_length=ints([shared]), return_lse=True)
+    assert out.dtype == DTYPE and torch.isfinite(lse).all()
+    for i, n in enumerate(own):
+        expect_close(out[0, :, i * queries:(i + 1) * queries],
+                     exact(q[0, :, i * queries:(i + 1) * queries], of(k, i, shared + n), of(v, i, shared + n)))
 
 
 def test_what_makes_no_sense_is_refused():
@@ -149,6 +152,9 @@ def test_what_makes_no_sense_is_refused():
     refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table.long())
     refused(flashjit.InvalidArgument, ["page_table", "int32 [4, pages"], page_table=cache.table[:3])
     refused(flashjit.InvalidArgument, ["room for"], max_seqlen_kv=10_000)
+    refused(flashjit.InvalidArgument, ["prefix_length is for packed queries", "cu_seqlens_q"], prefix_length=cache.lengths[:1])
+    packed = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32, device=DEVICE), "max_seqlen_q": 1}
+    refused(flashjit.InvalidArgument, ["prefix_length is int32 [4]", "int32 [1]"], q=q.transpose(0, 2), prefix_length=cache.lengths, **packed)
     refused(flashjit.InvalidArgument, ["v the pages or slots"], v=cache.v[:2])
     refused(flashjit.InvalidArgument, ["cu_seqlens_kv"], cu_seqlens_kv=cache.lengths)
     refused(flashjit.InvalidArgument, ["max_seqlen_q"], cu_seqlens_q=cache.lengths)

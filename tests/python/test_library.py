@@ -59,7 +59,8 @@ def test_options_of_a_spec_are_the_library_s():
             assert option in ("fp32_grads", "add_grads", "dropout_place")
             continue
         assert argument in arguments, option
-        kind = "bf16:d64:kve4m3" if option in ("key_scales", "q_codes") else "bf16:d64"
+        kinds = {"key_scales": "bf16:d64:kve4m3", "q_codes": "bf16:d64:kve4m3", "shared_prefix": "bf16:d64:varlen:pages16"}
+        kind = kinds.get(option, "bf16:d64")
         _library.spec_handle(f"{kind}{_library.options_of({argument: True}, _library.spec_options())}")
     given = {"sinks": True, "dropout_p": True, "deterministic": False}
     assert _library.options_of(given, _library.spec_options()) == ":dropout:sinks"

@@ -155,6 +155,11 @@ inline Cache make_cache(const CacheCase& test) {
   for (std::int64_t b = 0; b < batch; ++b) problem.kv_lengths.push_back(length(random));
   if (batch > 1) problem.kv_lengths[1] = 0;
   if (batch > 2) problem.kv_lengths[2] = static_cast<std::int32_t>(seqlen_kv);
+  if (spec.shared_prefix) {
+    problem.prefix_length = reference::plausible_prefix(test.shape);
+    reference::share_prefix(test.shape, problem.prefix_length, spec.head_dim, problem.k, problem.kv_lengths);
+    reference::share_prefix(test.shape, problem.prefix_length, spec.v_dim(), problem.v, problem.kv_lengths);
+  }
 
   const std::int64_t rows = spec.pages ? spec.pages : seqlen_kv + 3;
   const std::int64_t of_sequence = spec.pages ? (seqlen_kv + rows - 1) / rows : 1;
@@ -187,7 +192,8 @@ inline Cache make_cache(const CacheCase& test) {
   if (tabled) cache.table.assign(batch * cache.table_stride, std::numeric_limits<std::int32_t>::max());
   for (std::int64_t b = 0; b < batch; ++b) {
     for (std::int64_t n = 0; n < problem.kv_lengths[b]; ++n) {
-      const std::int32_t page = order[b * of_sequence + n / rows];
+      const bool shares = (n / rows + 1) * rows <= problem.prefix_length;  // the whole page
+      const std::int32_t page = order[(shares ? 0 : b) * of_sequence + n / rows];
       if (tabled) cache.table[b * cache.table_stride + n / rows] = page;
       for (std::int64_t h = 0; h < heads_kv; ++h) {
         const std::int64_t row = (b * heads_kv + h) * seqlen_kv + n;

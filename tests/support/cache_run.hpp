@@ -27,6 +27,7 @@ class CacheRun {
         sinks_(to_device(DType::fp32, cache_.problem.sinks)),
         indices_(to_device(cache_.problem.indices)),
         table_(to_device(cache_.table)),
+        prefix_length_(to_device(std::vector<std::int32_t>{cache_.problem.prefix_length})),
         captures_(gpu().driver(), test.spec, cache_.problem.captures),
         out_(cache_.problem.q.size() / test.spec.head_dim * test.spec.v_dim() * size_of(test.spec.dtype)),
         lse_(exact_.lse.size() * sizeof(float)) {}
@@ -96,6 +97,8 @@ class CacheRun {
       args.indices =
           IndicesView::contiguous(static_cast<const std::int32_t*>(indices_.data()), b, rows, heads_kv,
                                   std::ssize(cache_.problem.indices) / (b * rows * heads_kv));
+    if (test_.spec.shared_prefix)
+      args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
     if (varlen) {
       args.cu_seqlens_q = static_cast<const std::int32_t*>(cu_seqlens_q_.data());
       args.batch_size = batch;
@@ -108,7 +111,7 @@ class CacheRun {
   Cache cache_;
   reference::Forward exact_, rounded_;
   device::DeviceBuffer q_, k_, v_, k_scale_, v_scale_, q_scale_, lengths_, cu_seqlens_q_, sinks_, indices_,
-      table_;
+      table_, prefix_length_;
   DeviceCaptures captures_;
   GuardedMemory out_, lse_;
 };

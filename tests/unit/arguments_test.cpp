@@ -400,6 +400,27 @@ TEST(Arguments, TheGradientOfLseAndTheStateOfDropoutAreAligned) {
   EXPECT_SAYS(at(0x108), "rng_state is at 0x108", "16 bytes");
 }
 
+TEST(Arguments, PrefixLength) {
+  const auto with = [](const std::int32_t* length, bool shares) {
+    return forward_refusal([&](auto& s, auto& args) {
+      s.pages = 16, s.varlen = true, s.shared_prefix = shares;
+      args.q = ConstTensorView::bhsd(address(0x10000), 1, kHeadsQ, kQueries, kDim);
+      args.out = TensorView::bhsd(address(0x40000), 1, kHeadsQ, kQueries, kDim);
+      args.k = ConstTensorView::bhsd(address(0x20000), 10, kHeadsKv, 16, kDim);
+      args.v = ConstTensorView::bhsd(address(0x30000), 10, kHeadsKv, 16, kDim);
+      args.cu_seqlens_q = args.kv_lengths = address<const std::int32_t>(0x100);
+      args.page_table = {address<const std::int32_t>(0x200), kBatch, 5};
+      args.batch_size = kBatch, args.max_seqlen_q = kQueries;
+      args.prefix_length = length;
+    });
+  };
+  const auto* length = address<const std::int32_t>(0x300);
+  EXPECT_EQ(with(length, true), "accepted");
+  EXPECT_SAYS(with(nullptr, true), "prefix_length is null", "one int32");
+  EXPECT_SAYS(with(length, false), "prefix_length is given", "spec.shared_prefix");
+  EXPECT_SAYS(with(address<const std::int32_t>(0x302), true), "prefix_length is at 0x302");
+}
+
 TEST(Arguments, Sinks) {
   EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.row_max = true; }), "row_max is null", "fp32 [batch");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.row_max = address<float>(0x100); }),

@@ -34,7 +34,8 @@ using test::Window;
 template <class Mask, int br, int slots = 1, bool split = false, bool pack_gqa = false>
 struct Scheduled : TileProblem<Mask, br, 64, false, split> {
   static constexpr int kQTilesPerCta = slots;
-  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false, kQTilesAsHeads = false;
+  static constexpr bool kTmaStoresO = false, kPackGqa = pack_gqa, kStreamK = false, kQTilesAsHeads = false,
+                        kCascade = false;
   static constexpr bool kSplitTailWave = !Mask::kHasMask && !split && (br > 64), kCountsTiles = false;
   static constexpr int kHeadDim = 64, kHeadDimV = 64;
 };
@@ -267,6 +268,93 @@ TEST(StreamK, SharesAreEqualAndHaveEachTileOnce) {
   for (const int lanes : {1, 2})
     for (const int shares : {2, 132}) expect_equal_shares<QTilesAsHeads>(folded, shares, 1, 1, lanes);
   expect_equal_shares<QTilesAsHeads>({{130, 130}, {900, 700}}, 132, 2, 1, 3);
+}
+
+template <class Mask, int br, bool pack_gqa>
+struct Cascade : SharedOut<Mask, br, pack_gqa> {
+  static constexpr bool kCascade = true;
+};
+
+/// Each row of O finds, by the shares that have parts of its work tile and of the prefix's, a part of every
+/// KV tile that it meets, once. Parts have rows of their own within the memory that the host gives them.
+template <class P>
+void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int heads_q, int heads_kv,
+                    int lanes) {
+  const int batch = static_cast<int>(lengths.keys.size());
+  std::vector<int> offsets{0};
+  for (const int queries : lengths.queries) offsets.push_back(offsets.back() + queries);
+  Params p = {};
+  p.batch = batch, p.heads_q = heads_q, p.heads_kv = heads_kv;
+  p.seqlen_q = *std::ranges::max_element(lengths.queries);
+  p.seqlen_kv = *std::ranges::max_element(lengths.keys);
+  p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
+  p.num_splits = shares, p.head_lanes = lanes, p.prefix_length = &prefix_length;
+  p.part_rows = std::min(P::kBr, p.seqlen_q);
+  if (P::kPackGqa) {
+    const int shared = heads_q / heads_kv;
+    p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
+    p.part_rows = p.seqlen_q > p.packed.queries ? P::kBr : p.seqlen_q * shared;
+  }
+  const int heads = heads_of_row<P>(p), rows = work_rows<P>(p);
+  std::vector<SharesOfTile> shares_of_tile(static_cast<std::size_t>(rows * heads), {0, 0});
+  p.shares_of_tile = shares_of_tile.data();
+  long long sum = 0;
+  for (int row = 0; row < rows; ++row) sum += work_of_row<P>(p, row);
+  const Shares all(sum, count_of_shares(p, sum, 0));
+
+  std::map<int, Range> parts;  // by the first row
+  for (int share = 0; share < shares; ++share) {
+    ShareStart start{all, 0, 0, {0, 0}};
+    const long long begin = all.begin(share / lanes);
+    for (; start.row < rows - 1 && start.before + work_of_row<P>(p, start.row) <= begin; ++start.row)
+      start.before += work_of_row<P>(p, start.row);
+    start.tiles = kv_tiles_of_row<P>(p, start.row);
+    StreamKScheduler<P> scheduler(p, share, start);
+    for (TileCoord coord; scheduler.next(p, coord);) {
+      ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
+      const int b = static_cast<int>(coord.batch_head) / scheduled_heads<P>(p);
+      if (const int end = scheduler.end_of_begun(all); end > 0)
+        p.shares_of_tile[tile_index<P>(p, {b, static_cast<int>(coord.q_tile)},
+                                       static_cast<int>(coord.batch_head) % scheduled_heads<P>(p))] = {
+            share / lanes, end};
+    }
+  }
+  const long long room = static_cast<long long>(own_rows<P>(p) * heads + shares) * p.part_rows +
+                         static_cast<long long>(prefix_rows<P>(p) * heads + shares) * P::kBr;
+  const Sequence<P> prefix = sequence_at<P>(p, batch);
+  std::set<long long> used;
+  for (int b = 0; b < batch; ++b)
+    for (int q = 0; q < lengths.queries[b]; ++q)
+      for (int h = 0; h < heads_q; ++h) {
+        const Sequence<P> sequence(p, b);
+        int next = 0;  // KV tile
+        for (const PartsOfRow& of :
+             {parts_of_row<P>(p, batch, sequence.q_row(q) - prefix.q_row(0), h), parts_of_row<P>(p, b, q, h)})
+          for (int part = 0; part < of.count; ++part) {
+            const long long row = of.first + static_cast<long long>(part) * of.stride;
+            ASSERT_TRUE(used.insert(row).second && row < room);
+            const auto found = std::prev(parts.upper_bound(static_cast<int>(row)));
+            ASSERT_LT(row - found->first, of.stride);
+            ASSERT_EQ(found->second.begin, next);
+            next = found->second.end;
+          }
+        const int keys = lengths.keys[b] - (P::kHasMask ? lengths.queries[b] - 1 - q : 0);
+        ASSERT_GE(next * P::kBc, keys);
+      }
+}
+
+TEST(StreamK, RowsOfACascadeFindTheirParts) {
+  const Lengths decode{{1, 1, 1, 1, 1}, {700, 900, 640, 641, 2000}};
+  const Lengths few{{3, 1, 5, 2}, {705, 1300, 2000, 650}};
+  const Lengths many{{70, 1, 130}, {1000, 900, 771}};
+  for (const Lengths& lengths : {decode, few, many})
+    for (const int prefix : {0, 63, 64, 600, 640})
+      for (const int shares : {4, 132}) {
+        expect_cascade<Cascade<Causal, 64, true>>(lengths, prefix, shares, 8, 2, 2);
+        expect_cascade<Cascade<Causal, 128, true>>(lengths, prefix, shares, 8, 2, 1);
+        expect_cascade<Cascade<NoMask, 64, false>>(lengths, prefix, shares, 4, 4, 4);
+        expect_cascade<Cascade<NoMask, 128, false>>(lengths, prefix, shares, 4, 2, 1);
+      }
 }
 
 TEST(StreamK, WorkTilesThatAreAlikeAreCutLittle) {

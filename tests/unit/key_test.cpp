@@ -95,6 +95,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"batch_invariant", [](auto& s) { s.spec.batch_invariant = true; }},
       {"shared_kv", [](auto& s) { s.spec.shared_kv = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
+      {"shared_prefix", [](auto& s) { s.spec.shared_prefix = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -110,7 +111,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   const AttentionSpec spec = {};
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
                                 key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes,
-                                indices, add_grads, dropout_place] = spec;
+                                indices, add_grads, dropout_place, shared_prefix] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

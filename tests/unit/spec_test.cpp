@@ -58,6 +58,7 @@ class Random {
     if (spec.pass == Pass::forward && !spec.kv_lengths && coin()) {
       spec.cache = true;
       spec.pages = coin() ? static_cast<int>(from_to(1, 256)) : 0;
+      spec.shared_prefix = spec.pages != 0 && spec.varlen && coin();
     }
     spec.row_max = coin();
     if (spec.pass == Pass::forward && spec.head_dim % 16 == 0 && spec.v_dim() % 16 == 0 && coin()) {
@@ -219,6 +220,9 @@ TEST(Spec, ValidateNamesTheField) {
   };
   refused({}, {"head_dim is 0", "a multiple of 8 from 8 to 576"});
   refused({.head_dim = 584}, {"head_dim is 584"});
+  refused({.head_dim = 64, .pages = 16, .shared_prefix = true}, {"shared_prefix", "without varlen"});
+  refused({.head_dim = 64, .varlen = true, .cache = true, .shared_prefix = true},
+          {"shared_prefix", "without pages"});
   refused({.head_dim = 64, .head_dim_v = 128, .shared_kv = true}, {"shared_kv", "head_dim_v is 128"});
   refused({.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}, {"shared_kv", "of 8 bits"});
   refused({.head_dim = 520}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});

@@ -409,6 +409,8 @@ def serving_section(rows):
               for row in rows for name in ("append_us", "merge_us") if row.get(name)]
     states += [f"{row['problem']}: one call {float(row['together_us']):.0f} us, two {float(row['apart_us']):.0f}"
                for row in rows if row.get("together_us")]
+    states += [f"{row['problem']}: {float(row['prefix_us']):.0f} us with prefix_length, {float(row['plain_us']):.0f} without"
+               for row in rows if row.get("prefix_us")]
     about = (f"Microseconds of a call in a CUDA graph; {' and '.join(values(rows, 'device'))}, commit {' and '.join(values(rows, 'commit'))}, "
              f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}.")
     return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])

@@ -193,30 +193,27 @@ def run_problem(report, problem, flashjit, fa3, rounds, pages):
 
 
 def run_prefix(report, flashjit, rounds):
-    """64 sequences that share a prefix of 8k keys: two calls and merge() beside one call over a cache in which each has its own."""
-    count, heads, heads_kv, shared, own, dim = 64, 32, 8, 8192, 512, 128
-    make = lambda *size: torch.randn(*size, device="cuda", dtype=torch.bfloat16)
-    q, lengths = make(count, heads, 1, dim), torch.full((count,), own, dtype=torch.int32, device="cuda")
-    prefix, of_own = [make(1, heads_kv, shared, dim) for _ in "kv"], [make(count, heads_kv, own, dim) for _ in "kv"]
-    whole = [torch.cat([a.expand(count, -1, -1, -1), b], 2) for a, b in zip(prefix, of_own)]
-    state = {"return_lse": True, "out_dtype": torch.float32}
-    rows = q.transpose(0, 1).reshape(1, heads, count, dim)
-
-    def cascade():
-        out, lse = flashjit.attention(rows, *prefix, **state)
-        states = [(out.view(heads, count, 1, dim).transpose(0, 1), lse.view(heads, count, 1).transpose(0, 1)),
-                  flashjit.attention(q, *of_own, causal=True, cache=True, kv_lengths=lengths, **state)]
-        return flashjit.merge(states, dtype=q.dtype)[0]
-
-    one = lambda: flashjit.attention(q, *whole, causal=True, cache=True, kv_lengths=lengths + shared)
-    error = ((cascade() - one()).float().norm() / one().float().norm()).item()
-    if not error <= 0.01:
-        report.failure(f"a shared prefix: two calls differ from one by {error:.3g}")
-    us = microseconds({"apart": [cascade], "together": [one]}, rounds)
-    least = (prefix[0].nbytes + of_own[0].nbytes) * 2
+    """64 sequences of 8k keys that they share and 512 of their own, in pages: with and without prefix_length."""
+    count, heads, heads_kv, shared, own, dim, page = 64, 32, 8, 8192, 512, 128, 16
+    pages = (shared + count * own) // page
+    k, v = (torch.randn(pages, page, heads_kv, dim, device="cuda", dtype=torch.bfloat16).transpose(1, 2) for _ in "kv")
+    place = torch.randperm(pages, device="cuda").to(torch.int32)
+    prefix, rest = place[:shared // page], place[shared // page:].view(count, -1)
+    ints = lambda values: torch.tensor(values, device="cuda", dtype=torch.int32)
+    length = ints([shared])
+    table = torch.cat([prefix.expand(count, -1), rest], 1)
+    q = torch.randn(1, heads, count, dim, device="cuda", dtype=torch.bfloat16)
+    where = dict(causal=True, page_table=table, kv_lengths=ints([shared + own] * count), cu_seqlens_q=ints(range(count + 1)), max_seqlen_q=1)
+    calls = {"plain": lambda: flashjit.attention(q, k, v, **where),
+             "prefix": lambda: flashjit.attention(q, k, v, prefix_length=length, **where)}
+    plain, once = (call().float() for call in calls.values())
+    if not (error := ((once - plain).norm() / plain.norm()).item()) <= 0.01:
+        report.failure(f"a shared prefix: O differs by {error:.3g} with prefix_length")
+    us = microseconds({name: [call] for name, call in calls.items()}, rounds)
+    least = k.nbytes + v.nbytes
     report.row(problem="64 share 8k, 512 of their own", kv_bytes=least, **{f"{name}_us": x for name, x in us.items()})
-    print(f"a prefix of 8k shared by 64: two calls and merge {us['apart']:.1f} us, {least / us['apart'] / 1e6:.2f} TB/s of what must be read; "
-          f"one call over whole caches {us['together']:.1f} us", flush=True)
+    print(f"a prefix of 8k shared by 64, 512 keys of their own: {us['prefix']:.1f} us, {least / us['prefix'] / 1e6:.2f} TB/s of what must be "
+          f"read; without prefix_length {us['plain']:.1f} us", flush=True)
 
 
 def run_mix(report, flashjit, rounds):
@@ -281,7 +278,7 @@ def main():
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     columns = [*constants, "head_dim", "heads", "heads_kv", "problem", "queries", "kv_bytes", "contiguous_us", "invariant_us",
                *(f"pages{rows}_us" for rows in arguments.pages), "e4m3_us", "e4m3_pages16_us", "fa3_us", "cudnn_us", "append_us", "merge_us", "copy_us",
-               "together_us", "apart_us"]
+               "together_us", "apart_us", "prefix_us", "plain_us"]
     report = compare.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         for problem in problems():

@@ -140,12 +140,17 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
   problem.k = normal_values(keys * spec.head_dim, spec.dtype, random);
   problem.v = spec.shared_kv ? reference::first_columns(problem.k, spec.head_dim, spec.v_dim())
                              : normal_values(keys * spec.v_dim(), spec.dtype, random);
-  quantise(problem);
-  if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_lengths()) {
     std::uniform_int_distribution<std::int32_t> length(0, static_cast<std::int32_t>(shape.seqlen_kv));
     for (std::int64_t b = 0; b < shape.batch; ++b) problem.kv_lengths.push_back(length(random));
   }
+  if (spec.shared_prefix) {
+    problem.prefix_length = reference::plausible_prefix(shape);
+    reference::share_prefix(shape, problem.prefix_length, spec.head_dim, problem.k, problem.kv_lengths);
+    reference::share_prefix(shape, problem.prefix_length, spec.v_dim(), problem.v, problem.kv_lengths);
+  }
+  quantise(problem);
+  if (spec.pass == Pass::backward) problem.dout = normal_values(queries * spec.v_dim(), spec.dtype, random);
   if (spec.has_block_map()) {
     problem.map_batch = shape.batch;
     problem.map_heads = shape.heads_q;

@@ -80,7 +80,7 @@ DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const 
 
 /// The arguments of both passes besides their tensors, in device memory.
 struct Extras {
-  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks, indices;
+  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks, indices, prefix_length;
   DeviceCaptures captures;
 
   Extras(const DriverHandle& driver, const reference::Problem& problem)
@@ -90,6 +90,7 @@ struct Extras {
         cu_seqlens_kv(device::upload(driver, problem.cu_seqlens_kv)),
         sinks(device::upload(driver, std::vector<float>(problem.sinks.begin(), problem.sinks.end()))),
         indices(device::upload(driver, problem.indices)),
+        prefix_length(device::upload(driver, std::vector{problem.prefix_length})),
         captures(driver, problem.spec, problem.captures) {}
 };
 
@@ -222,6 +223,7 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   set_common(args, problem, extras);
   if (rows != 0) args.page_table = {static_cast<const std::int32_t*>(page_table.data()), batch, columns};
   if (cached) args.max_seqlen_kv = longest_kv;
+  if (spec.shared_prefix) args.prefix_length = static_cast<const std::int32_t*>(extras.prefix_length.data());
   if (problem.spec.has_scales()) {
     args.k_scale = k_scale.scale_view(cached);
     args.v_scale = v_scale.scale_view(cached);

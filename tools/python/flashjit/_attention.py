@@ -31,6 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
               page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
               v_scale: Union[Tensor, None] = None, q_scale: Union[Tensor, None] = None, indices: Union[Tensor, None] = None,
+              prefix_length: Union[Tensor, None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
               out_dtype: Union[torch.dtype, None] = None, batch_invariant: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
@@ -77,6 +78,9 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
         equal; -1, and what is no key of the sequence, is none. causal and mask_mod leave those of them that they allow. Not with
         block_mask, dropout_p, q of 8 bits and deterministic gradients.
+    prefix_length: int32 [1], with page_table and cu_seqlens_q: the first so many keys of all sequences are those of the first
+        sequence, and each has at least so many besides those of its queries. It changes no results: where that is possible the
+        keys are read once for all sequences.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
@@ -108,7 +112,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
     if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
             and (scale is None or type(scale) is float) and dropout_p == 0 and score_mod is mask_mod is captures is block_mask
-            is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is sinks is kv_lengths is indices is None):  # most calls, in a seventh of the time
+            is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
@@ -119,7 +123,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         fixed, values, problem = read_problem(causal, scale, dropout_p, score_mod, mask_mod, captures, block_mask, cu_seqlens_q,
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max,
-                                              fp32_out, bool(batch_invariant), indices=indices)
+                                              fp32_out, bool(batch_invariant), indices=indices,
+                                              prefix_length=prefix_length)
         if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
             raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
                                   "cache=True too where the last query is to see a sequence's own last key, or "

@@ -78,7 +78,7 @@ class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
                                                         ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices),
-                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32)]
+                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32), ("prefix_length", _pointer)]
 
 
 class BackwardArgs(ctypes.Structure):

@@ -16,7 +16,7 @@ from ._plans import (NO_RNG, NOTHING, Fixed, Plan, Problem, Rng, contiguous, den
 from ._transforms import refuse_second, through_transforms
 
 _FIXED_SCHEMA = ("Tensor? block_map, Tensor? kv_lengths, Tensor? cu_seqlens_q, Tensor? cu_seqlens_kv, Tensor? sinks, "
-                 "Tensor? indices, Tensor? page_table, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, ")
+                 "Tensor? indices, Tensor? page_table, Tensor? prefix_length, Tensor? k_scale, Tensor? v_scale, Tensor? q_scale, ")
 _PROBLEM_SCHEMA = ("Tensor? rng, Tensor? lists_forward, Tensor? lists_backward, Tensor[] captures, float[] numbers, "
                    "str[] names, str options, float? scale, float dropout_p, SymInt max_seqlen_q, SymInt max_seqlen_kv, "
                    "bool cached, str out_type")

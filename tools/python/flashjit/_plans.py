@@ -36,6 +36,7 @@ class Fixed(NamedTuple):
     indices: Any = None
     # Of the forward pass alone: a cache's, and in four dimensions those of K, V and Q of 8 bits.
     page_table: Any = None
+    prefix_length: Any = None
     k_scale: Any = None
     v_scale: Any = None
     q_scale: Any = None
@@ -91,7 +92,7 @@ _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPT
 _F_OUT_STRIDE = _F_OUT + _library.word(_library.Tensor, "stride")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state", "dropout_place"), _word(structure, *fixed))
-                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-4])))
+                    for structure, fixed in ((ForwardArgs, Fixed._fields), (BackwardArgs, Fixed._fields[:-5])))
 _C_SIZE = ctypes.sizeof(Capture) // 8
 _C_DATA, _C_GRAD, _C_SCALAR = _word(Capture, "data", "grad", "scalar")
 
@@ -601,7 +602,7 @@ def _check_fixed(q: Tensor, k: Tensor, fixed: Fixed, problem: Problem) -> None:
             raise InvalidArgument(f"cu_seqlens_q has {fixed.cu_seqlens_q.numel()} numbers and cu_seqlens_kv "
                                   f"{fixed.cu_seqlens_kv.numel()}: both need one more than there are sequences.")
     wanted = {"kv_lengths": (torch.int32, (batch,)), "cu_seqlens_q": (torch.int32, (batch + 1,)),
-              "cu_seqlens_kv": (torch.int32, (batch + 1,)), "sinks": (torch.float32, (q.shape[1],))}
+              "cu_seqlens_kv": (torch.int32, (batch + 1,)), "prefix_length": (torch.int32, (1,)), "sinks": (torch.float32, (q.shape[1],))}
     for name, (dtype, shape) in wanted.items():
         tensor = getattr(fixed, name)
         if tensor is None:

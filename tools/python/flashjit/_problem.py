@@ -56,7 +56,8 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                  max_seqlen_q: Union[int, None], max_seqlen_kv: Union[int, None], sinks: Any, kv_lengths: Any,
                  deterministic: Union[bool, None], wants_grad: bool, compiling: bool = False, page_table: Any = None,
                  pages: Union[int, None] = None, row_max: bool = False, fp32_out: bool = False,
-                 batch_invariant: bool = False, fp32_grads: bool = False, indices: Any = None) -> tuple[Fixed, tuple[Any, ...], Problem]:
+                 batch_invariant: bool = False, fp32_grads: bool = False, indices: Any = None,
+                 prefix_length: Any = None) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
@@ -78,12 +79,16 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
         values = (*program.tensors, *program.scalars)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None or indices is not None:
-        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths), ("indices", indices)):
+        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths), ("indices", indices), ("prefix_length", prefix_length)):
             if value is not None and not isinstance(value, Tensor):
                 raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
-        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks, indices, page_table)
+        fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks, indices, page_table,
+                      prefix_length)
+    if prefix_length is not None and (not pages or cu_seqlens_q is None):
+        raise InvalidArgument("prefix_length is for packed queries over pages: give page_table, int32 [sequences, pages of the "
+                              "longest], and cu_seqlens_q too, or leave it out.")
     if pages is not None:
         _check_cache(page_table, kv_lengths, cu_seqlens_q, cu_seqlens_kv, max_seqlen_q, max_seqlen_kv)
     elif varlen:
@@ -95,7 +100,7 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
            (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max,
-            fp32_out, batch_invariant, fp32_grads, indices is not None))
+            fp32_out, batch_invariant, fp32_grads, indices is not None, prefix_length is not None))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
@@ -190,7 +195,7 @@ def _options(key: tuple[Any, ...]) -> str:
     if pages:
         text += f":pages{pages}"
     names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max", "out_dtype",
-             "batch_invariant", "fp32_grads", "indices")
+             "batch_invariant", "fp32_grads", "indices", "prefix_length")
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")
 

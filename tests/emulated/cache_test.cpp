@@ -36,11 +36,14 @@ std::vector<CacheCase> cases() {
       {"bf16:d64:kve4m3:q_codes:causal:varlen:pages16", {4, 4, 2, 70, 200}, PoolLayout::nhd},
       {"fp16:d128x96:kve5m2:q_codes:cache:key_scales", {3, 8, 2, 1, 300}, PoolLayout::hnd},
       {"bf16:d128:kve4m3:q_codes:key_scales:causal:varlen:pages16", {4, 8, 2, 70, 200}, PoolLayout::nhd},
-      {"bf16:d64:causal:varlen:pages16:shared_prefix", {5, 8, 2, 3, 700}, PoolLayout::nhd},
-      {"fp16:d128:varlen:pages64:sinks:shared_prefix", {3, 4, 4, 70, 500}, PoolLayout::hnd},
       {"fp16:d32:kve4m3:score{16.0 * tanh(score / 16.0)}:cache:key_scales",
        {3, 2, 1, 5, 90},
        PoolLayout::hnd},
+  };
+  const std::vector<Kind> prefixes = {
+      {"bf16:d64:causal:varlen:pages16:shared_prefix", {5, 8, 2, 3, 700}, PoolLayout::nhd},
+      {"fp16:d128:varlen:pages64:sinks:shared_prefix", {3, 4, 4, 70, 500}, PoolLayout::hnd},
+      {"bf16:d96:causal:varlen:pages3:shared_prefix", {4, 6, 2, 1, 500}, PoolLayout::interleaved},
   };
   std::vector<CacheCase> all;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
@@ -53,6 +56,13 @@ std::vector<CacheCase> cases() {
                      .slot_table = seed % 2 == 1,
                      .seed = seed});
     }
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const Kind& kind : prefixes)
+      all.push_back({.spec = parse_spec(kind.spec),
+                     .shape = kind.shape,
+                     .family = family,
+                     .layout = kind.layout,
+                     .seed = static_cast<unsigned>(all.size())});
   return all;
 }
 

@@ -61,6 +61,15 @@ std::vector<CacheCase> cases() {
     for (const char* pages : {":cache", ":pages1", ":pages3", ":pages64"})
       for (const char* dims : {"bf16:d576x512:causal:shared_kv", "fp16:d128:varlen:sinks"})
         add(family, fmt::format("fwd:{}{}:indices", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
+  // Prefixes that sequences share.
+  constexpr std::array<AttentionShape, 4> kOfPrefixes = {
+      {{64, 32, 8, 1, 1500}, {5, 8, 2, 3, 4000}, {3, 4, 4, 130, 900}, {9, 16, 1, 1, 700}}};
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90})
+    for (const char* pages : {":pages1", ":pages16", ":pages64"})
+      for (const char* dims : {"bf16:d128:causal:varlen", "fp16:d64:varlen:sinks",
+                               "bf16:d96:kve4m3:causal:varlen", "bf16:d576x512:causal:varlen:shared_kv"})
+        add(family, fmt::format("fwd:{}{}:shared_prefix", dims, pages),
+            kOfPrefixes[seed % kOfPrefixes.size()], 2);
   return all;
 }
 

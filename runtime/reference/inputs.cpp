@@ -261,7 +261,7 @@ std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed)
 }
 
 std::int32_t plausible_prefix(const AttentionShape& shape) {
-  return static_cast<std::int32_t>(std::max<std::int64_t>(shape.seqlen_kv - shape.seqlen_q, 0) * 3 / 4);
+  return static_cast<std::int32_t>(std::max<std::int64_t>(shape.seqlen_kv - shape.seqlen_q, 0) * 15 / 16);
 }
 
 void share_prefix(const AttentionShape& shape, std::int32_t keys, std::int64_t dim,

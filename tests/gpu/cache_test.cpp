@@ -63,7 +63,7 @@ std::vector<CacheCase> cases() {
         add(family, fmt::format("fwd:{}{}:indices", dims, pages), kOfLatents[seed % kOfLatents.size()], 2);
   // Prefixes that sequences share.
   constexpr std::array<AttentionShape, 4> kOfPrefixes = {
-      {{64, 32, 8, 1, 1500}, {5, 8, 2, 3, 4000}, {3, 4, 4, 130, 900}, {9, 16, 1, 1, 700}}};
+      {{16, 8, 2, 1, 1500}, {5, 8, 2, 3, 2000}, {3, 4, 4, 130, 900}, {9, 16, 1, 1, 700}}};
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})
     for (const char* pages : {":pages1", ":pages16", ":pages64"})
       for (const char* dims : {"bf16:d128:causal:varlen", "fp16:d64:varlen:sinks",

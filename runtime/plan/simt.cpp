@@ -134,7 +134,12 @@ Entry entry_without_tiles(const char* name, const char* params, const char* head
 
 KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   KernelPlan kernel{.spec = spec, .config = config, .constants = problem_constants(spec, config)};
-  if (spec.pass == Pass::append) kernel.add(Step::append, entry_without_tiles("append", "AppendParams"));
+  if (spec.pass == Pass::append) {
+    Entry append = entry_without_tiles("append", "AppendParams");
+    // Blocks wait for memory. With scales they spill with so few registers.
+    if (!spec.has_scales()) append.min_blocks = 8;
+    kernel.add(Step::append, append);
+  }
   if (spec.pass == Pass::merge) kernel.add(Step::merge, entry_without_tiles("merge", "MergeParams"));
   if (spec.pass == Pass::quantise) {
     const std::pair<Step, const char*> entries[] = {{Step::clear_scales, "clear_scales"},

@@ -62,10 +62,11 @@ __device__ __forceinline__ ChunkPair chunk_pair(int i, int chunks, int rotated) 
   return {other < half ? begin + other : -1, other + half < rest ? begin + other + half : -1};
 }
 
-/// Rotates the pairs of two chunks: of neighbours in each, or of one element of each.
+/// Rotates the pairs of two chunks, chunk `mine` of each half of the rotated dimensions: of neighbours in
+/// each, or of one element of each.
 template <bool kInterleaved, int kCount>
-__device__ __forceinline__ void rotate(float (&first)[kCount], float (&second)[kCount],
-                                       const float2 (&angles)[kCount]) {
+__device__ __forceinline__ void rotate(float (&first)[kCount], float (&second)[kCount], const float2* angles,
+                                       int mine, int rotated) {
   const auto rotate_pair = [](float& x, float& y, float2 angle) {
     const float before = x;
     x = x * angle.x - y * angle.y;
@@ -74,11 +75,12 @@ __device__ __forceinline__ void rotate(float (&first)[kCount], float (&second)[k
 #pragma unroll
   for (int i = 0; i < kCount; ++i) {
     if constexpr (!kInterleaved)
-      rotate_pair(first[i], second[i], angles[i]);
+      rotate_pair(first[i], second[i], angles[mine * kCount + i]);
     else if (i < kCount / 2)
-      rotate_pair(first[2 * i], first[2 * i + 1], angles[i]);
+      rotate_pair(first[2 * i], first[2 * i + 1], angles[mine * kCount / 2 + i]);
     else
-      rotate_pair(second[2 * i - kCount], second[2 * i - kCount + 1], angles[i]);
+      rotate_pair(second[2 * i - kCount], second[2 * i - kCount + 1],
+                  angles[(mine + rotated - 1) * kCount / 2 + i]);
   }
 }
 
@@ -115,8 +117,17 @@ __device__ __forceinline__ void store_codes(Code* to, const float (&x)[kCount], 
   for (int i = 0; i < kCount / 4; ++i) reinterpret_cast<unsigned*>(to)[i] = words[i];
 }
 
+/// What a thread has of a row of a head, of Q, or of new K or V.
+struct HeadPart {
+  bool exists, is_k, is_v;
+  int h;
+  ChunkPair chunks;
+  bool has_first, has_second;
+};
+
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. A row without a
-/// sequence, a place in the cache or an angle in the tables is left out.
+/// sequence, a place in the cache or an angle in the tables is left out. The first heads' rows are read
+/// before anything is known of their place.
 template <class P>
 __device__ void append(const AppendParams& p) {
   using Element = typename P::Element;
@@ -126,70 +137,77 @@ __device__ void append(const AppendParams& p) {
   constexpr int kPairs = (max(kChunks, kChunksV) + 1) / 2, kHeadsAtOnce = kThreads / kPairs;
   const RopeParam& rope = p.rope;
   const int row = static_cast<int>(blockIdx.x);
+  const int b = P::kVarlen ? 0 : row / p.rows, s = P::kVarlen ? row : row % p.rows;
+  const int mine = threadIdx.x % kPairs, rotated = rope.pairs / kElements;
+  // A thread beyond the last head waits with the others, where these wait.
+  const int slot = threadIdx.x / kPairs, heads = 2 * p.heads_kv + p.heads_q;
+  const auto part_of = [&](int begin) {
+    HeadPart part;
+    const int head = begin + slot;
+    part.exists = slot < kHeadsAtOnce && head < heads;
+    part.is_k = head < p.heads_kv, part.is_v = !part.is_k && head < 2 * p.heads_kv;
+    part.h = part.is_k ? head : part.is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
+    part.chunks = part.is_v ? chunk_pair(mine, kChunksV, 0) : chunk_pair(mine, kChunks, rotated);
+    part.has_first = part.exists && part.chunks.first >= 0;
+    part.has_second = part.exists && part.chunks.second >= 0;
+    return part;
+  };
+  uint4 first = {}, second = {};
+  const auto load = [&](int begin) {
+    const HeadPart part = part_of(begin);
+    const TensorParam& of = part.is_k ? p.k : part.is_v ? p.v : p.q;
+    const uint4* from = reinterpret_cast<const uint4*>(row_of<Element>(of, b, part.h, s));
+    first = part.has_first ? from[part.chunks.first] : uint4{};
+    second = part.has_second ? from[part.chunks.second] : uint4{};
+  };
+  load(0);
+
   const NewKey at = new_key<P>(p, row);
   const KeyPlace place = place_of_key<P>(p, at);
-  if (place.page < 0) return;
-  __shared__ float2 all_angles[P::kHeadDim / 2];
+  __shared__ float2 angles[P::kHeadDim / 2];
   if (rope.pairs > 0) {
     const int position = rope.positions != nullptr ? rope.positions[row] : at.key;
     if (!has_angles(rope, position)) return;
     for (int pair = threadIdx.x; pair < rope.pairs; pair += kThreads)
-      all_angles[pair] = rotation<Element>(rope, position, pair);
+      angles[pair] = rotation<Element>(rope, position, pair);
     __syncthreads();
   }
+  if (place.page < 0) return;
 
-  const int mine = threadIdx.x % kPairs, rotated = rope.pairs / kElements;
-  float2 angles[kElements];
-  if (mine < rotated) {
-#pragma unroll
-    for (int i = 0; i < kElements; ++i) {
-      const int neighbours =
-          i < kElements / 2 ? mine * kElements / 2 + i : (mine + rotated - 1) * kElements / 2 + i;
-      angles[i] = all_angles[rope.interleaved ? neighbours : mine * kElements + i];
-    }
-  }
-  // A thread beyond the last head waits with the others, where these wait.
-  const int slot = threadIdx.x / kPairs, heads = 2 * p.heads_kv + p.heads_q;
-  const int b = P::kVarlen ? 0 : at.b, s = P::kVarlen ? row : row % p.rows;
   for (int begin = 0; begin < heads; begin += kHeadsAtOnce) {
-    const int head = begin + slot;
-    const bool exists = slot < kHeadsAtOnce && head < heads;
-    if (!(kScaledKv<P> && P::kKeyScales) && !exists) continue;
-    const bool is_k = head < p.heads_kv, is_v = !is_k && head < 2 * p.heads_kv;
-    const int h = is_k ? head : is_v ? head - p.heads_kv : head - 2 * p.heads_kv;
-    const Element* from = row_of<Element>(is_k ? p.k : is_v ? p.v : p.q, b, h, s);
-    const ChunkPair chunks = is_v ? chunk_pair(mine, kChunksV, 0) : chunk_pair(mine, kChunks, rotated);
-    const bool has_first = exists && chunks.first >= 0, has_second = exists && chunks.second >= 0;
-    uint4 first = {}, second = {};
-    if (has_first) first = reinterpret_cast<const uint4*>(from)[chunks.first];
-    if (has_second) second = reinterpret_cast<const uint4*>(from)[chunks.second];
-    const bool rotates = !is_v && mine < rotated;
+    const HeadPart part = part_of(begin);
+    if (begin > 0) load(begin);
+    if (!(kScaledKv<P> && P::kKeyScales) && !part.exists) continue;
+    const bool rotates = !part.is_v && mine < rotated;
     float x[kElements], y[kElements];
     if (kScaledKv<P> || rotates) {
       unpack_chunk<Element>(first, x), unpack_chunk<Element>(second, y);
-      if (rotates) rope.interleaved ? rotate<true>(x, y, angles) : rotate<false>(x, y, angles);
+      if (rotates && rope.interleaved)
+        rotate<true>(x, y, angles, mine, rotated);
+      else if (rotates)
+        rotate<false>(x, y, angles, mine, rotated);
       first = pack_chunk<Element>(x), second = pack_chunk<Element>(y);
     }
     if constexpr (kScaledKv<P>) {
       float largest = 0.0f;
       if constexpr (P::kKeyScales) largest = largest_of_row<kHeadsAtOnce>(slot, x, y);
-      if (exists && (is_k || is_v)) {
-        float* scale = scale_at(is_k ? p.k_scale : p.v_scale, at.b, place, h);
+      if (part.exists && (part.is_k || part.is_v)) {
+        float* scale = scale_at(part.is_k ? p.k_scale : p.v_scale, at.b, place, part.h);
         const float divisor = !P::kKeyScales    ? *scale
                               : largest == 0.0f ? 1.0f
                                                 : largest / kLargestCode<Stored>;
         if (P::kKeyScales && mine == 0) *scale = divisor;
-        Stored* to = row_of<Stored>(is_k ? p.k_cache : p.v_cache, place.page, h, place.row);
-        if (has_first) store_codes(to + chunks.first * kElements, x, divisor);
-        if (has_second) store_codes(to + chunks.second * kElements, y, divisor);
+        Stored* to = row_of<Stored>(part.is_k ? p.k_cache : p.v_cache, place.page, part.h, place.row);
+        if (part.has_first) store_codes(to + part.chunks.first * kElements, x, divisor);
+        if (part.has_second) store_codes(to + part.chunks.second * kElements, y, divisor);
       }
-      if (!exists || is_k || is_v) continue;
+      if (!part.exists || part.is_k || part.is_v) continue;
     }
-    Element* to = is_k   ? row_of<Element>(p.k_cache, place.page, h, place.row)
-                  : is_v ? row_of<Element>(p.v_cache, place.page, h, place.row)
-                         : row_of<Element>(p.q_out, b, h, s);
-    if (has_first) reinterpret_cast<uint4*>(to)[chunks.first] = first;
-    if (has_second) reinterpret_cast<uint4*>(to)[chunks.second] = second;
+    Element* to = part.is_k   ? row_of<Element>(p.k_cache, place.page, part.h, place.row)
+                  : part.is_v ? row_of<Element>(p.v_cache, place.page, part.h, place.row)
+                              : row_of<Element>(p.q_out, b, part.h, s);
+    if (part.has_first) reinterpret_cast<uint4*>(to)[part.chunks.first] = first;
+    if (part.has_second) reinterpret_cast<uint4*>(to)[part.chunks.second] = second;
   }
 }
 

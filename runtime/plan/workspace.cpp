@@ -86,8 +86,8 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
     out.lse_splits = allocator.place(true, {rows});
   }
   constexpr std::int64_t kCutTileWords = sizeof(CutTile) / kWordBytes;
-  out.cut_tiles = allocator.place(parts, {needs.num_splits, kCutTileWords});
   const CascadeTiles& cascade = needs.cascade;
+  out.cut_tiles = allocator.place(parts && cascade.tiles() == 0, {needs.num_splits, kCutTileWords});
   constexpr std::int64_t kSharesWords = sizeof(SharesOfTile) / kWordBytes;
   out.shares_of_tile = allocator.place(cascade.tiles() > 0, {cascade.tiles(), kSharesWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;

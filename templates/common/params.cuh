@@ -118,7 +118,10 @@ struct Params {
   unsigned drop_share;       ///< 2^15 p in each half, see draw_dropped()
   unsigned seed_lo, seed_hi, offset_lo, offset_hi;
   const int* cu_seqlens_q;  ///< varlen: [batch + 1]
-  const int* cu_seqlens_kv;
+  union {
+    const int* cu_seqlens_kv;
+    const int* prefix_length;  ///< of a cache: first keys that all sequences share; read with kCascade only
+  };
   const float* sinks;  ///< [heads_q]
   float* dsinks;
   float* o_splits;      ///< [num_splits, batch, heads_q, seqlen_q, head_dim_v]: O of one split of the keys
@@ -137,17 +140,18 @@ struct Params {
   PageTableParam page_table;  ///< read with Problem::kCache only
   int head_lanes;             ///< stream-K: how many heads are computed at a time, see sm90/stream_k.cuh
   int part_rows;              ///< cascade: rows that parts of sequences' own work tiles have room for
-  CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
-                       ///< [2 num_splits, Br], of the parts of work tiles
-  float* row_max;      ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
+  union {
+    CutTile* cut_tiles;  ///< stream-K: [num_splits], the number of shares; o_splits and lse_splits are then
+                         ///< [2 num_splits, Br], of the parts of work tiles
+    SharesOfTile* shares_of_tile;  ///< cascade: of each work tile; o_splits and lse_splits have rows of parts
+  };
+  float* row_max;  ///< [batch, heads_q, seqlen_q]: the largest score of a row; read with kRowMax only
   unsigned scalars[kMaxScalars];  ///< bits of an int or a float
   CaptureParam captures[kMaxCaptures];
   ScaleParam k_scale, v_scale;      ///< read with K and V of 8 bits only
   ScaleParam q_scale;               ///< read with Problem::kQCodes only
   IndicesParam indices;             ///< read with Problem::kIndices only
   DropoutPlaceParam dropout_place;  ///< read with Problem::kDropoutPlace only
-  const int* prefix_length;         ///< how many first keys all sequences share; read with kCascade only
-  SharesOfTile* shares_of_tile;     ///< cascade: of each work tile; o_splits and lse_splits are then of parts
 
   /// How many query heads share a head of K and V.
   constexpr int qhead_per_kvhead() const { return heads_q / heads_kv; }

@@ -71,7 +71,11 @@ TEST_F(CAbi, OptionsOfASpecAreParsed) {
   for (; flashjit_spec_option(count, &option, &argument) != 0; ++count) {
     const bool of_codes = option == std::string_view("key_scales") || option == std::string_view("q_codes");
     const bool of_dropout = option == std::string_view("dropout_place");
-    const std::string text = of_codes ? "bf16:d64:kve4m3" : of_dropout ? "bf16:d64:dropout" : "bf16:d64";
+    const bool of_pages = option == std::string_view("shared_prefix");
+    const std::string text = of_codes     ? "bf16:d64:kve4m3"
+                             : of_dropout ? "bf16:d64:dropout"
+                             : of_pages   ? "bf16:d64:varlen:pages16"
+                                          : "bf16:d64";
     const auto parsed = flashjit::parse_spec(text + ":" + option);
     EXPECT_NE(parsed, flashjit::parse_spec(text)) << option;
     const bool of_parts = std::string_view(option).ends_with("_grads");  // which attention() does not have

@@ -409,6 +409,20 @@ TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfSharedPrefixes, CompileWithoutSpills) {
+  const DeviceInfo device = DeviceInfo::parse("sm_90a");
+  for (const char* text : {"bf16:d64:causal", "fp16:d128:sinks", "bf16:d256:causal",
+                           "bf16:d128:kve4m3:causal", "bf16:d576x512:causal:shared_kv"})
+    for (const std::int64_t queries : {1, 100}) {
+      const AttentionSpec spec =
+          parse_spec(fmt::format("fwd:{}:varlen:pages{}:shared_prefix", text, queries == 1 ? 16 : 3))
+              .normalized();
+      const plan::ExecutionPlan plan = plan::make_plan(spec, {64, 32, 8, queries, 8704}, device, {});
+      EXPECT_TRUE(plan.schedule.cascade) << text;
+      EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+    }
+}
+
 TEST(KernelsOfBlocksOfADropoutMask, CompileWithoutSpills) {
   for (const char* arch : {"sm_80", "sm_90a"}) {
     const DeviceInfo device = DeviceInfo::parse(arch);

@@ -379,13 +379,13 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
     if constexpr (P::kCascade) {
       for (int head = thread; head < heads_of_row<P>(p); head += threads)
         p.shares_of_tile[tile_index<P>(p, work_row<P>(p, row), head)] = {0, 0};
-      continue;
-    }
-    for (int head = 0; head < heads_of_row<P>(p); ++head) {
-      TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
-      place_in_row<P>(p, row, head, coord);
-      const WorkTile<P> work(p, coord);
-      write_rows_without_keys(p, work, thread, threads);
+    } else {
+      for (int head = 0; head < heads_of_row<P>(p); ++head) {
+        TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
+        place_in_row<P>(p, row, head, coord);
+        const WorkTile<P> work(p, coord);
+        write_rows_without_keys(p, work, thread, threads);
+      }
     }
   }
 }

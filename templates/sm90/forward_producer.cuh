@@ -100,11 +100,8 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
   // Of a part, when nothing waits for it any more.
   const auto write_cut = [&](const TileCoord& coord) {
     if constexpr (P::kCascade) {
-      const int heads = scheduled_heads<P>(p), b = static_cast<int>(coord.batch_head) / heads;
       if (const int end = scheduler.end_of_begun(start.shares); end > 0)
-        p.shares_of_tile[tile_index<P>(p, {b, static_cast<int>(coord.q_tile)},
-                                       static_cast<int>(coord.batch_head) - b * heads)] = {scheduler.share,
-                                                                                           end};
+        p.shares_of_tile[scheduler.index] = {scheduler.share, end};
     } else if constexpr (P::kStreamK) {
       CutTile& cut = p.cut_tiles[blockIdx.x];
       if (const int share = scheduler.continues(start.shares); share >= 0) cut.continues = share;

@@ -23,56 +23,52 @@ template <class P>
 __device__ __forceinline__ int rows_of_sequence(const Params& p) {
   return P::kQTilesAsHeads ? 1 : static_cast<int>(q_tiles_per_head<P>(p));
 }
-template <class P>
-__device__ __forceinline__ int heads_of_row(const Params& p) {
-  return static_cast<int>(P::kQTilesAsHeads ? scheduled_heads<P>(p) * q_tiles_per_head<P>(p)
-                                            : scheduled_heads<P>(p));
-}
-/// Rows of the sequences, and behind them, with a cascade, those of the prefix.
+/// Rows of the sequences; with a cascade the prefix is one row more. Its heads are those of all its Q tiles,
+/// of one head after the other, so that the Q tiles that need a KV tile are in lanes: at the time when L2 has
+/// it.
 template <class P>
 __device__ __forceinline__ int own_rows(const Params& p) {
   return p.batch * rows_of_sequence<P>(p);
 }
 template <class P>
-__device__ __forceinline__ int prefix_rows(const Params& p) {
-  const int queries = queries_per_tile<P>(p);
-  return P::kCascade
-             ? static_cast<int>((static_cast<long long>(p.batch) * p.seqlen_q + queries - 1) / queries)
-             : 0;
-}
-template <class P>
 __device__ __forceinline__ int work_rows(const Params& p) {
-  return own_rows<P>(p) + prefix_rows<P>(p);
+  return own_rows<P>(p) + P::kCascade;
 }
-/// The sequence that a row is of, and its Q tile there.
-struct WorkRow {
-  int sequence, q_tile;
-};
 template <class P>
-__device__ __forceinline__ WorkRow work_row(const Params& p, int row) {
-  const int q_tiles = rows_of_sequence<P>(p);
-  int sequence = row / q_tiles;
-  if constexpr (P::kCascade) sequence = min(sequence, p.batch);
-  return {sequence, row - sequence * q_tiles};
+__device__ __forceinline__ bool is_prefix(const Params& p, int row) {
+  return P::kCascade && row == own_rows<P>(p);
+}
+template <class P>
+__device__ __forceinline__ int prefix_q_tiles(const Params& p) {
+  const int queries = queries_per_tile<P>(p);
+  return (sequence_at<P>(p, p.batch).seqlen_q(p) + queries - 1) / queries;
+}
+template <class P>
+__device__ __forceinline__ int heads_of_row(const Params& p, int row) {
+  if (is_prefix<P>(p, row)) return static_cast<int>(scheduled_heads<P>(p)) * prefix_q_tiles<P>(p);
+  return static_cast<int>(P::kQTilesAsHeads ? scheduled_heads<P>(p) * q_tiles_per_head<P>(p)
+                                            : scheduled_heads<P>(p));
 }
 /// The place of a row's work tile.
 template <class P>
 __device__ __forceinline__ void place_in_row(const Params& p, int row, int head, TileCoord& found) {
-  if constexpr (P::kQTilesAsHeads) {
-    const int q_tiles = static_cast<int>(q_tiles_per_head<P>(p));
-    found.batch_head = row * scheduled_heads<P>(p) + head / q_tiles;
+  const int q_tiles = is_prefix<P>(p, row) ? prefix_q_tiles<P>(p) : static_cast<int>(q_tiles_per_head<P>(p));
+  if (P::kQTilesAsHeads || is_prefix<P>(p, row)) {
+    const int sequence = P::kQTilesAsHeads ? row : p.batch;
+    found.batch_head = sequence * scheduled_heads<P>(p) + head / q_tiles;
     found.q_tile = head % q_tiles;
   } else {
-    const WorkRow at = work_row<P>(p, row);
-    found.batch_head = at.sequence * scheduled_heads<P>(p) + head;
-    found.q_tile = at.q_tile;
+    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
+    found.q_tile = row % q_tiles;
   }
 }
 template <class P>
 __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
-  const WorkRow at = work_row<P>(p, row);
-  const Sequence<P> sequence = sequence_at<P>(p, at.sequence);
-  const Range queries = tile_range(at.q_tile, queries_per_tile<P>(p), sequence.seqlen_q(p));
+  const int q_tiles = rows_of_sequence<P>(p);
+  const bool of_prefix = is_prefix<P>(p, row);
+  const Sequence<P> sequence = sequence_at<P>(p, of_prefix ? p.batch : row / q_tiles);
+  const Range queries =
+      tile_range(of_prefix ? 0 : row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
   const int keys = sequence.seqused_kv(p);
   if (queries.begin >= queries.end || keys == 0) return {0, 0};
   if constexpr (P::kIndices) return {0, tiles_of_list<P>(p)};
@@ -83,7 +79,7 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   Range tiles{bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc};
   if constexpr (P::kCascade) {
     const int prefix = prefix_tiles<P>(p);
-    if (at.sequence == p.batch)
+    if (of_prefix)
       tiles.end = prefix;
     else
       tiles.begin = max(tiles.begin, prefix);
@@ -94,7 +90,7 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
   const Range tiles = kv_tiles_of_row<P>(p, row);
-  return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p) / p.head_lanes);
+  return static_cast<long long>(tiles.end - tiles.begin) * (heads_of_row<P>(p, row) / p.head_lanes);
 }
 
 /// How many shares a lane's `tiles` KV tiles make. Where all its `work_tiles` are alike (else that is 0),
@@ -182,7 +178,7 @@ __device__ ShareStart find_share(const Params& p, int share, ShareScratch& scrat
     alike = alike && scratch.alike[other];
   }
   const Shares shares(tiles,
-                      count_of_shares(p, tiles, alike ? rows * (heads_of_row<P>(p) / p.head_lanes) : 0));
+                      count_of_shares(p, tiles, alike ? rows * (heads_of_row<P>(p, 0) / p.head_lanes) : 0));
   const long long begin = shares.begin(share);
   long long before = end - own;
   if (before <= begin && begin < end) {
@@ -202,10 +198,10 @@ __device__ __forceinline__ int part_of_share(const Params& p, int share, int lan
   return 2 * (share * p.head_lanes + lane) + last;
 }
 
-/// Cascade: the place of a work tile in Params::shares_of_tile.
+/// Cascade: the place of a row's work tile in Params::shares_of_tile.
 template <class P>
-__device__ __forceinline__ long long tile_index(const Params& p, const WorkRow& at, int head) {
-  return static_cast<long long>(at.sequence * rows_of_sequence<P>(p) + at.q_tile) * heads_of_row<P>(p) + head;
+__device__ __forceinline__ long long tile_index(const Params& p, int row, int head) {
+  return static_cast<long long>(row) * static_cast<int>(scheduled_heads<P>(p)) + head;
 }
 /// Cascade: the rows of a work tile's parts. All work tiles are parts, for a row of O has two. The number of
 /// a part among its lane's is the sum of those of the work tile and the share, so the parts of a work tile
@@ -217,11 +213,11 @@ struct RowsOfParts {
 template <class P>
 __device__ __forceinline__ RowsOfParts rows_of_parts(const Params& p, int row, int head) {
   const int lanes = p.head_lanes, lane = head % lanes, shares = p.num_splits / lanes;
-  const int heads = heads_of_row<P>(p) / lanes, own = own_rows<P>(p) * heads;
-  const int tile = row * heads + head / lanes;
-  if (tile < own) return {(lane * (own + shares) + tile) * p.part_rows, p.part_rows};
-  const int all = prefix_rows<P>(p) * heads + shares;
-  return {lanes * (own + shares) * p.part_rows + (lane * all + tile - own) * P::kBr, P::kBr};
+  const int heads = static_cast<int>(scheduled_heads<P>(p)) / lanes, own = own_rows<P>(p) * heads;
+  if (!is_prefix<P>(p, row))
+    return {(lane * (own + shares) + row * heads + head / lanes) * p.part_rows, p.part_rows};
+  const int all = heads_of_row<P>(p, row) / lanes + shares;
+  return {lanes * (own + shares) * p.part_rows + (lane * all + head / lanes) * P::kBr, P::kBr};
 }
 
 /// Where the parts of a row of O are, of a sequence's own keys or of the prefix.
@@ -231,35 +227,40 @@ struct PartsOfRow {
 template <class P>
 __device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence, int query, int h) {
   const int tile_queries = queries_per_tile<P>(p), q_tile = query / tile_queries;
-  int row = query - q_tile * tile_queries, head = h;
+  int row_of_tile = query - q_tile * tile_queries, head = h;
   if constexpr (P::kPackGqa) {
     const int h_kv = h / p.packed.shared, of_shared = h - h_kv * p.packed.shared;
-    const int set = of_shared / p.packed.heads, group = row / p.packed.queries;
+    const int set = of_shared / p.packed.heads, group = row_of_tile / p.packed.queries;
     head = h_kv * p.packed.sets + set;
-    row = group * kWarpgroupRows + (row - group * p.packed.queries) * p.packed.heads + of_shared -
-          set * p.packed.heads;
+    row_of_tile = group * kWarpgroupRows + (row_of_tile - group * p.packed.queries) * p.packed.heads +
+                  of_shared - set * p.packed.heads;
   }
-  const WorkRow at{sequence, q_tile};
-  const SharesOfTile shares = p.shares_of_tile[tile_index<P>(p, at, head)];
-  const RowsOfParts parts = rows_of_parts<P>(p, sequence * rows_of_sequence<P>(p) + q_tile, head);
-  return {parts.first + shares.begin * parts.count + row, parts.count, shares.end - shares.begin};
+  int row = own_rows<P>(p);
+  if (sequence == p.batch)
+    head = head * prefix_q_tiles<P>(p) + q_tile;
+  else
+    row = sequence * rows_of_sequence<P>(p) + q_tile;
+  const SharesOfTile shares = p.shares_of_tile[tile_index<P>(p, row, head)];
+  const RowsOfParts parts = rows_of_parts<P>(p, row, head);
+  return {parts.first + shares.begin * parts.count + row_of_tile, parts.count, shares.end - shares.begin};
 }
 
 /// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
 /// warps have few registers.
 template <class P>
 struct StreamKScheduler {
-  int share, lane, heads;  ///< and the lane's heads of a row
-  int row;
-  Range tiles;   ///< of the row's work tiles
-  int at, left;  ///< the next KV tile of the share, counted from the row's first, and how many there are
+  int share, lane;
+  int row, heads;  ///< and the lane's heads of it
+  Range tiles;     ///< of the row's work tiles
+  int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
   int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
+  long long index = 0;     ///< cascade: of that work tile
 
   __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
       : share(cta / p.head_lanes),
         lane(cta - share * p.head_lanes),
-        heads(heads_of_row<P>(p) / p.head_lanes),
         row(start.row),
+        heads(heads_of_row<P>(p, row) / p.head_lanes),
         tiles(start.tiles),
         before(0) {
     const long long begin = start.shares.begin(share);
@@ -274,6 +275,7 @@ struct StreamKScheduler {
     while (count() * heads <= at) {
       at -= count() * heads;
       tiles = kv_tiles_of_row<P>(p, ++row);
+      if constexpr (P::kCascade) heads = heads_of_row<P>(p, row) / p.head_lanes;
     }
     const int head = at / count(), tile = at - head * count(), size = min(left, count() - tile);
     place_in_row<P>(p, row, head * p.head_lanes + lane, found);
@@ -281,6 +283,7 @@ struct StreamKScheduler {
     found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
     before = tile, behind = count() - tile - size;
     if constexpr (P::kCascade) {
+      index = tile_index<P>(p, row, head * p.head_lanes + lane);
       const RowsOfParts parts = rows_of_parts<P>(p, row, head * p.head_lanes + lane);
       found.split = parts.first + share * parts.count;
     } else {
@@ -377,10 +380,10 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
   for (int row = static_cast<int>(blockIdx.x); row < work_rows<P>(p); row += static_cast<int>(gridDim.x)) {
     if (work_of_row<P>(p, row) > 0) continue;
     if constexpr (P::kCascade) {
-      for (int head = thread; head < heads_of_row<P>(p); head += threads)
-        p.shares_of_tile[tile_index<P>(p, work_row<P>(p, row), head)] = {0, 0};
+      for (int head = thread; head < heads_of_row<P>(p, row); head += threads)
+        p.shares_of_tile[tile_index<P>(p, row, head)] = {0, 0};
     } else {
-      for (int head = 0; head < heads_of_row<P>(p); ++head) {
+      for (int head = 0; head < heads_of_row<P>(p, row); ++head) {
         TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
         place_in_row<P>(p, row, head, coord);
         const WorkTile<P> work(p, coord);

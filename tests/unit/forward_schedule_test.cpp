@@ -194,7 +194,7 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     sum += work_of_row<P>(p, row);
     alike = alike && work_of_row<P>(p, row) == work_of_row<P>(p, 0);
   }
-  const int work_tiles = alike ? work_rows<P>(p) * (heads_of_row<P>(p) / lanes) : 0;
+  const int work_tiles = alike ? work_rows<P>(p) * (heads_of_row<P>(p, 0) / lanes) : 0;
   const Shares all(sum, count_of_shares(p, sum, work_tiles));
   ASSERT_LE(all.count, std::max(shares / lanes, 1));
   const auto start_of = [&](int share) {
@@ -295,8 +295,10 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
     p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
     p.part_rows = p.seqlen_q > p.packed.queries ? P::kBr : p.seqlen_q * shared;
   }
-  const int heads = heads_of_row<P>(p), rows = work_rows<P>(p);
-  std::vector<SharesOfTile> shares_of_tile(static_cast<std::size_t>(rows * heads), {0, 0});
+  const int heads = static_cast<int>(scheduled_heads<P>(p)), rows = work_rows<P>(p);
+  const long long prefix_tiles = (static_cast<long long>(batch) * p.seqlen_q + queries_per_tile<P>(p) - 1) /
+                                 queries_per_tile<P>(p) * heads;
+  std::vector<SharesOfTile> shares_of_tile(static_cast<std::size_t>(own_rows<P>(p) * heads + prefix_tiles));
   p.shares_of_tile = shares_of_tile.data();
   long long sum = 0;
   for (int row = 0; row < rows; ++row) sum += work_of_row<P>(p, row);
@@ -312,15 +314,12 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
     StreamKScheduler<P> scheduler(p, share, start);
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
-      const int b = static_cast<int>(coord.batch_head) / scheduled_heads<P>(p);
       if (const int end = scheduler.end_of_begun(all); end > 0)
-        p.shares_of_tile[tile_index<P>(p, {b, static_cast<int>(coord.q_tile)},
-                                       static_cast<int>(coord.batch_head) % scheduled_heads<P>(p))] = {
-            share / lanes, end};
+        p.shares_of_tile[scheduler.index] = {share / lanes, end};
     }
   }
   const long long room = static_cast<long long>(own_rows<P>(p) * heads + shares) * p.part_rows +
-                         static_cast<long long>(prefix_rows<P>(p) * heads + shares) * P::kBr;
+                         (prefix_tiles + shares) * P::kBr;
   const Sequence<P> prefix = sequence_at<P>(p, batch);
   std::set<long long> used;
   for (int b = 0; b < batch; ++b)

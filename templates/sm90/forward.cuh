@@ -47,13 +47,7 @@ __device__ __forceinline__ void consume(const Params& p, const TensorMaps& maps,
   SAccumulator<P> s;
   POperand<P> p_operand;
   unsigned bias = 0;  // this lane's address in the bias tile
-  const auto next_work = [&] {
-    barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    i = work.count() - 1;
-    if (kConsumersReadList<P> && i >= 0) entry = work.kv_tiles.entry(i);
-    return work.h >= 0;
-  };
+  const auto next_work = [&] { return next_work_tile(smem, wg, round, i, entry); };
   unsigned long long q_tile, k_tile = 0, v_tile;  // wgmma's descriptors
   bool k_ready = false;                           // polled in the step before
   [[maybe_unused]] bool v_ready = false;

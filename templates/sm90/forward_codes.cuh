@@ -70,11 +70,7 @@ __device__ __forceinline__ void transpose_tile(unsigned to, unsigned from, int v
 template <class P>
 __device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorage<P>& smem, int warp) {
   int n = 0;
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const Range met = keys_of_work_tile(p, work);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
@@ -89,7 +85,7 @@ __device__ __forceinline__ void transpose_v(const Params& p, const ForwardStorag
       barrier_arrive(smem.v_full(n));
       release(smem.v_may_land(n));
     }
-  }
+  });
 }
 
 /// Finds three factors of each key that the CTA meets: what makes scores of S, or what a program takes; and

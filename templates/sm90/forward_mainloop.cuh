@@ -173,6 +173,17 @@ __device__ __forceinline__ void convert_q(const ForwardStorage<P>& smem, int wg,
 
 // --- KV tiles ---------------------------------------------------------------------------------------------
 
+/// Waits for a work tile and its Q; `i` becomes its last KV tile's number. Whether there is one.
+template <class P>
+__device__ __forceinline__ bool next_work_tile(const ForwardStorage<P>& smem, int wg, int round, int& i,
+                                               int& entry) {
+  barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
+  const WorkTile<P>& work = smem.work(round);
+  i = work.count() - 1;
+  if (kConsumersReadList<P> && i >= 0) entry = work.kv_tiles.entry(i);
+  return work.h >= 0;
+}
+
 /// Whether any of the warpgroup's rows meet tile n, as its list entry says.
 template <class P>
 __device__ __forceinline__ bool meets(const ForwardStorage<P>& smem, int n, int wg) {

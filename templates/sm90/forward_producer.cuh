@@ -38,11 +38,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
                                                                     smem.v_landed(n), loaded);
   };
   int n = 0;
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     const auto begin_of = [&](int i) { return tile_of_entry<P>(work.kv_tiles.entry(i)) * P::kBc; };
     int page = KvTilePlace<P>::page_of_tile(p, work.sequence, begin_of(work.count() - 1));
@@ -71,7 +67,7 @@ __device__ __forceinline__ void load_kv(const Params& p, const ForwardStorage<P>
       loaded = tile;
       if (!kVFollows) load_v(n);
     }
-  }
+  });
   if (!kSharesRows<P> && kPart != KvPart::v && n > 0) load_v(n - 1);
 }
 
@@ -152,11 +148,7 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
   constexpr int kPerLane = (P::kBc + 31) / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int n = 0;
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const auto head = work.sequence.head(p, work.h);
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
@@ -170,7 +162,7 @@ __device__ __forceinline__ void find_column_terms(const Params& p, const Forward
         if (own * 32 + lane < P::kBc) smem.column_terms(n)[own * 32 + lane] = terms[own];
       barrier_arrive(smem.terms_full(n));
     }
-  }
+  });
 }
 
 /// Writes O and LSE, and the largest scores, of the Q tiles without keys, which the other warps skip: not O

@@ -199,4 +199,16 @@ struct ForwardStorage {
   }
 };
 
+/// Visits the work tiles in the order in which the scheduler hands them out.
+template <class P, class Visit>
+__device__ __forceinline__ void for_each_work_tile(const ForwardStorage<P>& smem, const Visit& visit) {
+#pragma unroll 1
+  for (int round = 0;; ++round) {
+    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
+    const WorkTile<P>& work = smem.work(round);
+    if (work.h < 0) break;
+    visit(work);
+  }
+}
+
 }  // namespace flashjit::sm90

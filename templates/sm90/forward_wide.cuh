@@ -115,13 +115,7 @@ __device__ __forceinline__ void consume_left(const Params& p, const TensorMaps& 
     if (held) named_barrier_arrive(smem.may_start_pv(), 256);
     held = false;
   };
-  const auto next_work = [&] {
-    barrier_wait<P>(smem.q_full(wg, round), smem.q_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    i = work.count() - 1;
-    if (kConsumersReadList<P> && i >= 0) entry = work.kv_tiles.entry(i);
-    return work.h >= 0;
-  };
+  const auto next_work = [&] { return next_work_tile(smem, wg, round, i, entry); };
   const auto start_s = [&] {
     const bool ready = barrier_ready(smem.k_full(n), smem.phase(n));
     if (!__all_sync(kWholeWarp, ready)) let_pv_start();
@@ -195,10 +189,8 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
   const int row = own_row();
   const PHandoff& handoff = smem.handoff();
   OAccumulator<P> o;
-  for (int round = 0, n = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  int n = 0;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     float scale[2];
     int adds = 0;
     for (int i = work.count(); i > 0; --i, ++n) {
@@ -219,7 +211,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
     }
     scale_o(o, scale);  // O / l
     store_o(p, maps, smem, work, wg, o);
-  }
+  });
 }
 
 template <class P>

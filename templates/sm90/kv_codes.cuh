@@ -16,18 +16,14 @@ __device__ __forceinline__ void visit_kv_tiles(const ForwardStorage<P>& smem, co
                                                const VisitV& visit_v) {
   int n = 0;
   decltype(visit_k(smem.work(0), 0, 0)) before{};
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
       const auto found = visit_k(work, i, n);
       if (n > 0) visit_v(before, n - 1);
       before = found;
     }
-  }
+  });
   if (n > 0) visit_v(before, n - 1);
 }
 

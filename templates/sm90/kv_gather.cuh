@@ -125,11 +125,7 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
     barrier_arrive_after_copies(smem.v_landed(n));
   };
   int n = 0;
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
 #pragma unroll 1
     for (int i = work.count() - 1; i >= 0; --i, ++n) {
@@ -155,7 +151,7 @@ __device__ __forceinline__ void gather_kv(const Params& p, const ForwardStorage<
       if (n > 0) load_v(n - 1, loaded);
       loaded = tile;
     }
-  }
+  });
   if (!kSharesRows<P> && n > 0) load_v(n - 1, loaded);
 }
 

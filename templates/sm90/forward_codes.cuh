@@ -96,11 +96,7 @@ __device__ __forceinline__ void find_key_factors(const Params& p, const ForwardS
   constexpr int kPerLane = P::kBc / 32;
   const int lane = static_cast<int>(threadIdx.x) % 32;
   int n = 0;
-#pragma unroll 1
-  for (int round = 0;; ++round) {
-    barrier_wait<P>(smem.work_full(round), smem.work_phase(round));
-    const WorkTile<P>& work = smem.work(round);
-    if (work.h < 0) break;
+  for_each_work_tile(smem, [&](const WorkTile<P>& work) {
     const int h_kv = work.h / p.qhead_per_kvhead();
     const KvScales<P> k_scales(p, p.k_scale, work.sequence, h_kv),
         v_scales(p, p.v_scale, work.sequence, h_kv);
@@ -125,7 +121,7 @@ __device__ __forceinline__ void find_key_factors(const Params& p, const ForwardS
       }
       barrier_arrive(smem.k_full(n));
     }
-  }
+  });
 }
 
 // --- Consumers --------------------------------------------------------------------------------------------

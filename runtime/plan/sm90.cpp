@@ -15,8 +15,9 @@ namespace {
 
 constexpr int kGroupWarps = 4;  // of a warpgroup, which computes together
 constexpr int kProducerThreads = 128;
-constexpr int kMostBlocks = 3;     // on a multiprocessor
-constexpr int kMostColumns = 256;  // of a warpgroup's rows of O, and of the backward pass
+constexpr int kMostBlocks = 3;             // on a multiprocessor
+constexpr int kMostColumns = 256;          // of a warpgroup's rows of O
+constexpr int kMostBackwardColumns = 512;  // of two blocks that split them
 
 bool is_forward(const AnalysedSpec& spec) { return spec.pass == Pass::forward; }
 
@@ -97,6 +98,8 @@ bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;
 }
 bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
+/// Whether the blocks of a cluster of the backward pass split columns.
+bool splits_columns(const AnalysedSpec& spec) { return sm90::splits_columns(spec.head_dim, spec.v_dim()); }
 
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
@@ -215,9 +218,13 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
   if (spec.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
-  if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostColumns)
+  if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
-                                   kMostColumns, spec.head_dim, spec.v_dim()));
+                                   kMostBackwardColumns, spec.head_dim, spec.v_dim()));
+  if (!is_forward(spec) && splits_columns(spec) && spec.has_capture_grads)
+    return Support::no(
+        fmt::format("gradients of captured tensors are for head dimensions up to {}, not {} and {}",
+                    sm90::kMostCtaColumns, spec.head_dim, spec.v_dim()));
   if (Support able = supports_indices(spec); !able) return able;
   if (gathers(spec) && (spec.has_tile_lists || has_bias_tile(spec) || spec.programs.column_term))
     return Support::no(
@@ -298,6 +305,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
     if (spec.q_codes && c.bc % 32 != 0)
       return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
+  } else if (splits_columns(spec) && (c.br != 64 || c.bc != 64 || c.warps != 8)) {
+    return Support::no(fmt::format("above {} columns the backward pass has 8 warps, Br 64 and Bc 64, not {}",
+                                   sm90::kMostCtaColumns, to_string(c)));
   } else if (c.bc > sm90::kMostKeys) {
     if (Support able = check_long_tile(spec, c); !able) return able;
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
@@ -424,6 +434,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = spec.programs.mask_reads_tensors;
   if (!is_forward(spec)) {
+    if (splits_columns(spec)) return {config(64, 64, 8, 2)};
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair

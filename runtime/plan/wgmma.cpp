@@ -175,8 +175,8 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
     }
     return function(name, product);
   };
-  return transposed_scores("multiply_scores", spec.head_dim) +
-         transposed_scores("multiply_dp", spec.v_dim()) + gradient("multiply_dv", layout.columns_v()) +
+  return transposed_scores("multiply_scores", layout.cta_dim()) +
+         transposed_scores("multiply_dp", layout.cta_dim_v()) + gradient("multiply_dv", layout.columns_v()) +
          gradient("multiply_dk", layout.columns()) +
          function("multiply_dq", {{dtype, layout.dq_columns()},
                                   Left::shared,

@@ -16,7 +16,7 @@
 //   3     writes zeros for keys without queries (backward_epilogue.cuh), then clears and converts dQ
 //         (convert_dq.cuh), which the consumers do, too, when they are done
 //
-// CTAs and consumers share a KV tile in one of four ways (backward_policy.cuh):
+// CTAs and consumers share a KV tile in one of five ways (backward_policy.cuh):
 //
 // - Narrow: up to 128 columns a CTA has 128 keys, each consumer 64 of them. P^T and dS^T feed dV and dK
 //   from registers. Only dQ needs the other consumer's dS.
@@ -26,6 +26,10 @@
 // - Wide: above 128 columns the registers of one consumer do not hold its rows of dK and dV. There, and in KV
 //   tiles of 64 keys, both consumers have the same 64 keys. Each computes half of the queries of S and dP,
 //   and half of the columns of dK and dV, from P and dS in shared memory.
+// - Wide, columns split: above 256 columns the registers of a CTA do not hold its rows of dK and dV either.
+//   Two CTAs share a KV tile of 64 keys, and each has half of all columns. Its S and dP are sums over its own
+//   columns: of half of the pairs it sends them to the other CTA, of the other half it gets the other's, adds
+//   them up, and sends P and dS to the other. dQ is added as without a cluster, by columns.
 // - Wide, in a cluster: above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
 //   products. So two CTAs share a KV tile of 128 keys: each has 64 of them, sends the other its dS, and
 //   computes half of the columns of dQ for all 128.
@@ -41,13 +45,12 @@
 
 namespace flashjit::sm90 {
 
-/// Waits for Q tile i and starts S, where nothing is to be cleared first. False: there is no such tile; S is
-/// then not used.
+/// Waits for Q tile i, and starts S if that is to be early. False: there is no such tile; S is then not used.
 template <class P>
 __device__ __forceinline__ bool begin_q_tile(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                              unsigned long long q, typename BackwardFragments<P>::S& s) {
   smem.wait_q(i);
-  if constexpr (!kForeignKeys<P>) start_s(smem, wg, q, s);
+  if constexpr (BackwardPolicy<P>::kStartsSEarly) start_s(smem, wg, q, s);
   const QTileInfo& now = smem.q_tile(i);
   if (now.head < 0) return false;
   if (kForeignKeys<P> && now.first) clear_foreign_keys(p, smem, i, wg);
@@ -111,7 +114,8 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
 }
 
 /// A consumer warpgroup that has the same 64 keys as the other: half of the queries of S and dP, half of the
-/// columns of dK, dV and dQ, for which both write P and dS to shared memory.
+/// columns of dK, dV and dQ, for which both write P and dS to shared memory. Where CTAs split columns these
+/// are the CTA's columns, and half of P and dS come from the other CTA.
 template <class P>
 __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& maps,
                                              const BackwardSmem<P>& smem, int wg) {
@@ -131,8 +135,9 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
-    barrier_arrive(smem.ds_full(i));
+    smem.signal_ds(i);
     smem.wait_ds(i);
+    if constexpr (Policy::kSplitsColumns) publish_to_async_proxy();  // what the other CTA has sent
     typename Fragments::Dq dq;
     start_dq(smem, i, wg, dq);                        // dQ += dS K
     start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q

@@ -101,7 +101,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   using Policy = BackwardPolicy<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = Policy::first_dq_column(wg);
-  const int steps = min(kColumns - first_column, Policy::kDqColumns) / 8;
+  const int steps = min(Policy::end_column(kColumns) - first_column, Policy::kDqColumns) / 8;
   const bool one = !Policy::kReadsDs || elected();
   // dS is so many Q tiles ahead of dQ.
   constexpr int kAhead = Policy::kWide ? 0 : 1;

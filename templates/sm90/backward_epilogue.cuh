@@ -54,14 +54,15 @@ template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                int wg, float (&c)[kCount], int columns, float scale,
                                                const TensorParam& to, float* splits) {
+  using Policy = BackwardPolicy<P>;
   constexpr int kChunks = kCount / 4;  // of a warpgroup
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
-  const int first_chunk = BackwardPolicy<P>::kWide ? wg * kChunks : 0;
-  const int thread = thread_now(),
-            row = smem.kv_begin(i) + BackwardPolicy<P>::first_row(wg) + own_row(thread);
+  const int first_chunk = Policy::first_column(columns) / 8 + (Policy::kWide ? wg * kChunks : 0);
+  const int thread = thread_now(), row = smem.kv_begin(i) + Policy::first_row(wg) + own_row(thread);
 #pragma unroll
   for (float& value : c) value *= scale;
-  const int chunks = min(columns / 8 - first_chunk, kChunks), rows = kv_tile.sequence.seqlen_kv(p) - row;
+  const int chunks = min(Policy::end_column(columns) / 8 - first_chunk, kChunks),
+            rows = kv_tile.sequence.seqlen_kv(p) - row;
   if constexpr (P::kSplit) {
     const int split = smem.q_tile(i).last - 1;
     const long long at =

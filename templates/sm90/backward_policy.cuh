@@ -20,12 +20,23 @@ struct BackwardPolicy {
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
   static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each CTA computes some columns of dQ
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
+  static constexpr bool kSplitsColumns = kLayout.splits_columns();  ///< each CTA has half of all columns
+  /// Of the KV tile, a CTA's first key.
+  static __device__ int first_key(int rank) { return kSplitsColumns ? 0 : rank * kKeys; }
+  // Of a tensor's columns, a CTA's.
+  static __device__ int first_column(int columns) {
+    return kSplitsColumns ? rank() * cta_columns(columns, true) : 0;
+  }
+  static __device__ int end_column(int columns) {
+    return kSplitsColumns ? min(columns, first_column(columns) + cta_columns(columns, true)) : columns;
+  }
 
   // Two consumer warpgroups share a CTA's keys: each has 64 of 128 keys, or, "wide", both have the same
   // 64 and each half of the queries of S and dP and half of the columns of dK and dV.
   // NOTES.md#kv-tiles-of-64-keys
   static constexpr int kWgs = kDqWgs;
   static constexpr bool kWide = kLayout.wide();
+  static constexpr int kCtaDim = kLayout.cta_dim(), kCtaDimV = kLayout.cta_dim_v();
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kWgQueries = kWide ? P::kBr / 2 : P::kBr;
   static constexpr int kWgDim = kWide ? kDim / 2 : kDim, kWgDimV = kWide ? kDimV / 2 : kDimV;
@@ -34,6 +45,11 @@ struct BackwardPolicy {
   /// A warpgroup's first row and column of a CTA's S^T and dP^T.
   static __device__ int first_row(int wg) { return kWide ? 0 : wg * 64; }
   static __device__ int first_query(int wg) { return kWide ? wg * kWgQueries : 0; }
+  /// Of these queries, those whose P and dS a warpgroup computes: all, or half where CTAs split columns.
+  static constexpr int kPairQueries = kSplitsColumns ? kWgQueries / 2 : kWgQueries;
+  static __device__ int first_pair_query(int wg) {
+    return first_query(wg) + (kSplitsColumns ? rank() * kPairQueries : 0);
+  }
 
   // A warpgroup computes 64 rows of dQ where a Q tile has 128, else some of the columns.
   // NOTES.md#q-tiles-of-128-rows-at-d64
@@ -42,9 +58,13 @@ struct BackwardPolicy {
   /// Which CTA of the cluster this is.
   static __device__ int rank() { return kClusterSize > 1 ? cluster_rank() : 0; }
   /// Which of the Q tile's parts of dQ a warpgroup computes, and the part's first row and column.
-  static __device__ int dq_part(int wg) { return (kExchangesDs ? rank() * kWgs : 0) + wg; }
+  static __device__ int dq_part(int wg) { return (kExchangesDs || kSplitsColumns ? rank() * kWgs : 0) + wg; }
   static __device__ int first_dq_row(int wg) { return kSplitsDqRows ? wg * kDqRows : 0; }
-  static __device__ int first_dq_column(int wg) { return kSplitsDqRows ? 0 : dq_part(wg) * kDqColumns; }
+  static __device__ int first_dq_column(int wg) {
+    return kSplitsDqRows    ? 0
+           : kSplitsColumns ? first_column(P::kHeadDim) + wg * kDqColumns
+                            : dq_part(wg) * kDqColumns;
+  }
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
   // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
@@ -83,6 +103,9 @@ struct BackwardPolicy {
       P::kScoreColumnTerm && (P::kHeadDim <= 64 || P::kScoreRowTerm || !kForeignKeys<P>);
   /// Dropout's bits are drawn while S is computed. Wide, registers suffice to draw them beside dP, too.
   static constexpr bool kDrawsBesideDp = kWide;
+  /// S starts before it is known whether there is a Q tile. Where S is read while dP is computed, ptxas
+  /// serialises all products then.
+  static constexpr bool kStartsSEarly = !kForeignKeys<P> && !kSplitsColumns;
   /// dS of sixteen queries is stored when that of the next ones is computed. Scores of programs leave no
   /// registers for it.
   static constexpr bool kStoresDsLate = !P::kHasScore && !P::kDropout && !P::kMaskTerms;

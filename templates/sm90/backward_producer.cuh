@@ -13,7 +13,9 @@ template <class P>
 __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem,
                                        int stage, unsigned full, int row, int head, int batch,
                                        long long stats_row, const float* lse) {
-  load_tile<P::kBr, BackwardPolicy<P>::kDim>(smem.q(stage), maps.q, full, row, head, batch);
+  using Policy = BackwardPolicy<P>;
+  load_tile<P::kBr, Policy::kDim>(smem.q(stage), maps.q, full, row, head, batch,
+                                  Policy::first_column(P::kHeadDim));
   load_line(smem.lse(stage), lse + stats_row, P::kBr * 4, full);
   if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
@@ -23,7 +25,9 @@ template <class P>
 __device__ __forceinline__ void load_dout(const Params& p, const TensorMaps& maps,
                                           const BackwardSmem<P>& smem, int stage, int dout_stage,
                                           unsigned full, int row, int head, int batch, long long stats_row) {
-  load_tile<P::kBr, BackwardPolicy<P>::kDimV>(smem.dout(dout_stage), maps.o, full, row, head, batch);
+  using Policy = BackwardPolicy<P>;
+  load_tile<P::kBr, Policy::kDimV>(smem.dout(dout_stage), maps.o, full, row, head, batch,
+                                   Policy::first_column(P::kHeadDimV));
   load_line(smem.d(stage), p.d + stats_row, P::kBr * 4, full);
 }
 
@@ -32,12 +36,14 @@ template <class P>
 __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSmem<P>& smem, unsigned q_full,
                                         unsigned dout_full, int row, int own, int h_kv, int batch) {
   using Policy = BackwardPolicy<P>;
-  load_tile<Policy::kKeys, Policy::kDim>(smem.k(), maps.k, q_full, row, h_kv, batch);
+  load_tile<Policy::kKeys, Policy::kDim>(smem.k(), maps.k, q_full, row, h_kv, batch,
+                                         Policy::first_column(P::kHeadDim));
   if constexpr (Policy::kExchangesDs) {
     load_tile<Policy::kKeys, Policy::kDim / 2>(smem.other_k(), maps.k, q_full, row + Policy::kKeys - 2 * own,
-                                               h_kv, batch, smem.first_other_column() / kSliceColumns);
+                                               h_kv, batch, smem.first_other_column());
   }
-  load_tile<Policy::kKeys, Policy::kDimV>(smem.v(), maps.v, dout_full, row, h_kv, batch);
+  load_tile<Policy::kKeys, Policy::kDimV>(smem.v(), maps.v, dout_full, row, h_kv, batch,
+                                          Policy::first_column(P::kHeadDimV));
 }
 
 template <class P>
@@ -60,7 +66,7 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
     if (now.head < 0) continue;
     send_tile_index(smem, n, index);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
-    const int own = Policy::rank() * Policy::kKeys, kv_begin = work.kv_tile * P::kBc + own;
+    const int own = Policy::first_key(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
     // Without keys of its own a CTA loads none, and the consumers clear the tile.
     const bool has_keys = !Policy::kSumsDq || !kForeignKeys<P> || kv_begin < sequence.seqused_kv(p);

@@ -6,12 +6,15 @@
 
 namespace flashjit::sm90 {
 
+/// The named barrier of both consumers; 2 and 3 are each one's.
+constexpr int kBothConsumers = 4;
+
 /// What a consumer thread has of the products: two columns of each eight, in two rows.
 template <class P>
 struct BackwardFragments {
   using Policy = BackwardPolicy<P>;
-  using S = float[Policy::kWgQueries / 2];               ///< S^T, dP^T
-  using Operand = unsigned[Policy::kWgQueries / 16][4];  ///< P^T, dS^T, in the element type
+  using S = float[Policy::kWgQueries / 2];                 ///< S^T, dP^T
+  using Operand = unsigned[Policy::kPairQueries / 16][4];  ///< P^T, dS^T, in the element type
   using Dq = float[Policy::kDqColumns / 2];
   using Dk = float[Policy::kWgDim / 2];
   using Dv = float[Policy::kWgDimV / 2];
@@ -25,11 +28,11 @@ template <class P>
 __device__ __forceinline__ void clear_foreign_keys(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                    int wg) {
   using Policy = BackwardPolicy<P>;
-  const int own = Policy::rank() * Policy::kKeys, valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
+  const int own = Policy::first_key(Policy::rank()), valid = smem.seqused_kv(p, i) - smem.kv_begin(i);
   if (valid + own >= P::kBc) return;
   smem.wait_dout(i);
-  clear_rows<Policy::kKeys, P::kHeadDim>(smem.pointer(smem.k()), valid);
-  clear_rows<Policy::kKeys, P::kHeadDimV>(smem.pointer(smem.v()), valid);
+  clear_rows<Policy::kKeys, Policy::kCtaDim>(smem.pointer(smem.k()), valid);
+  clear_rows<Policy::kKeys, Policy::kCtaDimV>(smem.pointer(smem.v()), valid);
   if constexpr (Policy::kExchangesDs)
     clear_rows<Policy::kKeys, Policy::kDim / 2>(smem.pointer(smem.other_k()),
                                                 valid - Policy::kKeys + 2 * own);
@@ -41,17 +44,16 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
 template <class P>
 __device__ __forceinline__ void clear_foreign_queries(const Params& p, const BackwardSmem<P>& smem,
                                                       unsigned i, int wg) {
+  using Policy = BackwardPolicy<P>;
   if constexpr (P::kVarlen) {
     const int length = smem.kv_tile_of(i).sequence.seqlen_q(p);
     if (const int valid = length - smem.q_tile(i).tile * P::kBr; valid < P::kBr) {
-      const auto count = [](int known) {
-        return BackwardPolicy<P>::kUnrollsClearing ? known : opaque(known);
-      };
-      const int stage = i % P::kStages, dout_stage = i % BackwardPolicy<P>::kDoutStages;
+      const auto count = [](int known) { return Policy::kUnrollsClearing ? known : opaque(known); };
+      const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       smem.wait_dout(i);
-      clear_rows<P::kBr, P::kHeadDim>(smem.pointer(smem.q(stage)), valid, count(slices(P::kHeadDim)));
-      clear_rows<P::kBr, P::kHeadDimV>(smem.pointer(smem.dout(dout_stage)), valid,
-                                       count(slices(P::kHeadDimV)));
+      clear_rows<P::kBr, Policy::kCtaDim>(smem.pointer(smem.q(stage)), valid, count(slices(Policy::kCtaDim)));
+      clear_rows<P::kBr, Policy::kCtaDimV>(smem.pointer(smem.dout(dout_stage)), valid,
+                                           count(slices(Policy::kCtaDimV)));
       publish_to_async_proxy();
       named_barrier_sync(2 + wg, 128);
     }
@@ -133,7 +135,7 @@ __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i
                                          typename BackwardFragments<P>::Dq& dq) {
   using Policy = BackwardPolicy<P>;
   using Smem = BackwardSmem<P>;
-  const int first_column = Policy::first_dq_column(wg);
+  const int first_column = Policy::first_dq_column(wg) - Policy::first_column(P::kHeadDim);
   const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
     const unsigned long long left = tile_descriptor(ds, Smem::kKvSlice);
     const unsigned long long right = tile_descriptor(Smem::column(k, column, Smem::kKvSlice), Smem::kKvSlice);

@@ -34,7 +34,7 @@ __device__ __forceinline__ bool writes_dq(const Params& p) {
 /// The keys of CTA `rank` of a cluster.
 template <class P>
 __device__ __forceinline__ CtaKeys cta_keys(const Params& p, int rank) {
-  return {rank * BackwardPolicy<P>::kKeys, BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
+  return {BackwardPolicy<P>::first_key(rank), BackwardPolicy<P>::kKeys, writes_dq<P>(p)};
 }
 
 }  // namespace flashjit::sm90

@@ -75,10 +75,16 @@ struct BackwardSmem {
   __device__ const char* d_at(int at) const { return shared + kLayout.d() + at; }
   __device__ const char* row_terms_at(int at) const { return shared + kLayout.row_terms() + at; }
 
-  // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each.
-  __device__ unsigned ds(unsigned i) const { return base + kLayout.ds() + i % 2 * kDsBytes; }
-  __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % 2 * kDsBytes; }
+  // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each, or one where CTAs split columns.
+  __device__ unsigned ds(unsigned i) const {
+    return base + kLayout.ds() + i % kLayout.ds_buffers() * kDsBytes;
+  }
+  __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % kLayout.ds_buffers() * kDsBytes; }
   __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
+  /// Where CTAs split columns, the other CTA's S and then dP of those pairs whose P this one computes.
+  __device__ unsigned partial_sums(int wg) const {
+    return base + kLayout.partial_sums() + wg * kLayout.partial_sums_bytes();
+  }
   __device__ unsigned zeros() const { return base + kLayout.zeros(); }
 
   /// A step of a warpgroup's dQ. Wide, its first steps overlap what this warpgroup alone reads of the
@@ -152,6 +158,10 @@ struct BackwardSmem {
   __device__ unsigned other_ds_full(unsigned i) const {
     return barrier(kLayout.exchange_barriers()) + i % 2 * 8;
   }
+  /// Where CTAs split columns: the other CTA's partial sums for a warpgroup are here.
+  __device__ unsigned partial_sums_full(int wg) const {
+    return barrier(kLayout.exchange_barriers()) + wg * 8;
+  }
   __device__ unsigned tile_index_full(unsigned n) const {
     return barrier(kLayout.tile_index_barriers()) + n % kKeptTileIndices * 8;
   }
@@ -183,6 +193,8 @@ struct BackwardSmem {
       *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};
     if constexpr (Policy::kExchangesDs)
       for (int buffer = 0; buffer < 2; ++buffer) barrier_init(other_ds_full(buffer), 1);
+    if constexpr (Policy::kSplitsColumns)
+      for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_sums_full(wg), 1);
     if constexpr (Policy::kClusterSize > 1)
       for (int n = 0; n < kKeptTileIndices; ++n) barrier_init(tile_index_full(n), 1);
     barrier_init_fence();
@@ -201,6 +213,14 @@ struct BackwardSmem {
   }
   __device__ void wait_dout(unsigned i) const {
     barrier_wait<P>(dout_full(i % Policy::kDoutStages), i / Policy::kDoutStages & 1);
+  }
+  /// Of P and dS of Q tile i all that this thread stores is stored. Where CTAs split columns, the other CTA
+  /// sends half of both.
+  __device__ __forceinline__ void signal_ds(unsigned i) const {
+    if (Policy::kSplitsColumns && threadIdx.x == 128)
+      barrier_expect(ds_full(i), kDsBytes);
+    else
+      barrier_arrive(ds_full(i));
   }
   __device__ __forceinline__ void wait_ds(unsigned i) const { barrier_wait<P>(ds_full(i), i / 2 & 1); }
   __device__ __forceinline__ void release_q(unsigned i) const { barrier_arrive(q_empty(i % P::kStages)); }

@@ -14,11 +14,11 @@ using PairSums = CaptureSums<P::kCaptureGrads - BackwardPolicy<P>::kGradsFromDs,
 
 /// A consumer thread's pairs of Q tile i and the KV tile, in the order of its values of S^T: four at a time,
 /// the first two are of neighbouring queries and one key, the others of the same queries and the key eight
-/// on.
+/// on. Where CTAs split columns, these are half of the pairs whose partial S it has.
 template <class P>
 struct ScoreTile {
   using Policy = BackwardPolicy<P>;
-  static constexpr int kCount = Policy::kWgQueries / 2;  ///< values of a thread
+  static constexpr int kCount = Policy::kPairQueries / 2;  ///< values of a thread
 
   unsigned i;
   int wg, lane;
@@ -32,7 +32,7 @@ struct ScoreTile {
   __device__ __forceinline__ ScoreTile(const BackwardSmem<P>& smem, unsigned i, int wg)
       : i(i), wg(wg), lane(threadIdx.x % 32) {
     const int warp = threadIdx.x / 32 % 4;
-    const int first_query = Policy::first_query(wg), stage = i % P::kStages;
+    const int first_query = Policy::first_pair_query(wg), stage = i % P::kStages;
     warp_row = Policy::first_row(wg) + warp * 16;
     const QTileInfo& now = smem.q_tile(i);
     h = now.head, q_begin = now.tile * P::kBr + first_query;
@@ -93,7 +93,7 @@ __device__ __forceinline__ unsigned find_map_bits(const Params& p, const Backwar
 template <class P>
 __device__ __forceinline__ void apply_mask(const Params& p, const BackwardSmem<P>& smem,
                                            const typename P::Head& head, const ScoreTile<P>& tile, int n,
-                                           const TileMask<P, BackwardPolicy<P>::kWgQueries>& mask,
+                                           const TileMask<P, BackwardPolicy<P>::kPairQueries>& mask,
                                            unsigned map_bits, bool any, typename BackwardFragments<P>::S& s) {
   const bool block = !kTestsMap<P> || (map_bits >> (n / 4) & 1u) != 0;
   const auto columns = mask.columns(n * 2);
@@ -113,15 +113,53 @@ struct OperandStore {
 
   __device__ __forceinline__ OperandStore(const ScoreTile<P>& tile)
       : first_offset(opaque(chunk_offset<BackwardPolicy<P>::kKeys>(
-            tile.warp_row + tile.lane % 16, BackwardPolicy<P>::first_query(tile.wg) / 8 + tile.lane / 16))) {}
+            tile.warp_row + tile.lane % 16,
+            BackwardPolicy<P>::first_pair_query(tile.wg) / 8 + tile.lane / 16))) {}
   __device__ __forceinline__ void operator()(unsigned to, int step, const unsigned (&words)[4]) const {
     store_matrices(to + (first_offset ^ (step % 4 * 32)) + step / 4 * BackwardSmem<P>::kKvSlice, words);
   }
+  /// Sends the other CTA the first sixteen queries of a tile that the warp has stored, a row of a matrix a
+  /// lane.
+  __device__ __forceinline__ void send(const BackwardSmem<P>& smem, unsigned tile, unsigned full) const {
+    const int other = 1 - BackwardPolicy<P>::rank();
+    const float4 row = *reinterpret_cast<const float4*>(smem.pointer(tile + first_offset));
+    store_remote(in_cta(tile + first_offset, other), row, in_cta(full, other));
+  }
 };
+
+/// Where CTAs split columns: sends the other CTA partial S or dP of the pairs whose P it computes.
+template <class P>
+__device__ __forceinline__ void send_partial(const BackwardSmem<P>& smem, int wg, int which,
+                                             const typename BackwardFragments<P>::S& c) {
+  constexpr int kCount = ScoreTile<P>::kCount;
+  const int rank = BackwardPolicy<P>::rank(), other = 1 - rank;
+  const unsigned to = in_cta(smem.partial_sums(wg) + threadIdx.x % 128 * 16, other);
+  const unsigned full = in_cta(smem.partial_sums_full(wg), other);
+  const auto of_other = [&](int n) { return rank == 0 ? c[kCount + n] : c[n]; };
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4)
+    store_remote(to + (which * kCount + n) / 4 * 128 * 16,
+                 float4{of_other(n), of_other(n + 1), of_other(n + 2), of_other(n + 3)}, full);
+}
+/// Makes partial S or dP whole: of the pairs whose P this CTA computes, which then are the first.
+template <class P>
+__device__ __forceinline__ void add_partial(const BackwardSmem<P>& smem, int wg, int which,
+                                            typename BackwardFragments<P>::S& c) {
+  constexpr int kCount = ScoreTile<P>::kCount;
+  const int rank = BackwardPolicy<P>::rank();
+  const char* from = smem.pointer(smem.partial_sums(wg)) + threadIdx.x % 128 * 16;
+#pragma unroll
+  for (int n = 0; n < kCount; n += 4) {
+    const float4 part = *reinterpret_cast<const float4*>(from + (which * kCount + n) / 4 * 128 * 16);
+    const float parts[4] = {part.x, part.y, part.z, part.w};
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[n + e] = (rank == 0 ? c[n + e] : c[kCount + n + e]) + parts[e];
+  }
+}
 
 /// A warpgroup's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
 /// warpgroup reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
-/// captures. S has been started, or, where rows of other sequences are cleared first, is started here.
+/// captures. S has been started early, or is started here.
 template <class P>
 __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMaps& maps,
                                                  const BackwardSmem<P>& smem, unsigned i, int wg,
@@ -145,7 +183,7 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
     for (int half = 0; half < 2; ++half)
       column_term[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
 
-  if constexpr (kForeignKeys<P>) start_s(smem, wg, q_rows, s);  // S = Q K^T
+  if constexpr (!Policy::kStartsSEarly) start_s(smem, wg, q_rows, s);  // S = Q K^T
   [[maybe_unused]] DroppedValues<kCount> dropped;
   const auto draw = [&] {
     dropped.template draw<P>(p, dropout_head<P>(p, sequence.b, tile.h), tile.q.at, tile.kv.at);
@@ -155,10 +193,10 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   const bool partial =
       (P::kLseLog2 ? full <= 0 : full == 0) || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   smem.wait_dout(i);
-  float dp[kCount];
+  typename BackwardFragments<P>::S dp;
   start_dp(smem, i, wg, dp);  // dP = dO V^T
   if constexpr (P::kDropout && Policy::kDrawsBesideDp) draw();
-  TileMask<P, Policy::kWgQueries> mask;
+  TileMask<P, Policy::kPairQueries> mask;
   const auto key_at = [&](int half) { return tile.kv.at + half * 8; };
   if (partial) mask.find(p, head, key_at, tile.q_begin);
   [[maybe_unused]] unsigned map_bits = ~0u;
@@ -167,9 +205,23 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
 
   const OperandStore<P> store(tile);
   const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
+  if constexpr (Policy::kSplitsColumns) {
+    named_barrier_sync(kBothConsumers, 2 * 128);  // both have read P and dS of the Q tile before
+    if (threadIdx.x % 128 == 0)
+      barrier_expect(smem.partial_sums_full(wg), Policy::kLayout.partial_sums_bytes());
+    wgmma_wait<1>();
+    pin(s);
+    send_partial(smem, wg, 0, s);
+  }
   wgmma_wait<0>();
   pin(s);
   pin(dp);
+  if constexpr (Policy::kSplitsColumns) {
+    send_partial(smem, wg, 1, dp);
+    barrier_wait<P>(smem.partial_sums_full(wg), i & 1);
+    add_partial(smem, wg, 0, s);
+    add_partial(smem, wg, 1, dp);
+  }
   // Both consumers have written dS of the Q tile before, so they have read the dS that this one overwrites.
   // Before the first Q tile this does not wait.
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
@@ -265,6 +317,11 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
     eight_queries_at_a_time(Flag<true>{});
   else
     eight_queries_at_a_time(Flag<false>{});
+  if constexpr (Policy::kSplitsColumns) {
+    __syncwarp();
+    store.send(smem, smem.p(i), smem.ds_full(i));
+    store.send(smem, smem.ds(i), smem.ds_full(i));
+  }
 }
 
 }  // namespace flashjit::sm90

@@ -250,11 +250,21 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
   return slices(head_dim) > 2 || slices(head_dim_v) > 2;
 }
 
-constexpr int kMostKeys = 128;  ///< that a CTA of the backward pass has
+constexpr int kMostKeys = 128;        ///< that a CTA of the backward pass has
+constexpr int kMostCtaColumns = 256;  ///< of K and of V, that it has
 
-/// CTAs of a cluster, which share a KV tile of the backward pass. Wide, two share one of 128 keys; else a
-/// larger tile has a CTA for every 128 keys.
+/// Above 256 columns the registers of one CTA do not hold dK and dV of 64 keys: then the two CTAs of a
+/// cluster have the same keys, and each has half of the columns of all tensors.
+constexpr bool splits_columns(int head_dim, int head_dim_v) {
+  return head_dim > kMostCtaColumns || head_dim_v > kMostCtaColumns;
+}
+/// Of so many columns the first CTA's, in whole steps of a product; the second may have fewer.
+constexpr int cta_columns(int columns, bool split) { return split ? (columns + 31) / 32 * 16 : columns; }
+
+/// CTAs of a cluster, which share a KV tile of the backward pass. Wide, two share one of 128 keys, or of 64
+/// where they split columns; else a larger tile has a CTA for every 128 keys.
 constexpr int cluster_ctas(int bc, int head_dim, int head_dim_v) {
+  if (splits_columns(head_dim, head_dim_v)) return 2;
   if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
   return bc > kMostKeys ? bc / kMostKeys : 1;
 }
@@ -267,8 +277,9 @@ constexpr int kDqSlots = 2;
 ///   other K        half of the columns of the other CTA's keys, where CTAs exchange dS
 ///   Q              `stages`
 ///   dO             `stages`; one where CTAs exchange dS
-///   dS             two; and where CTAs exchange dS two of the other CTA's
-///   P              two where both warpgroups have the same keys ("wide")
+///   dS             two; and where CTAs exchange dS two of the other CTA's; one where they split columns
+///   P              as many where both warpgroups have the same keys ("wide")
+///   partial sums   where CTAs split columns, the other CTA's S and dP of half of the pairs
 ///   bias tile      `stages`, where the score reads one
 ///   dQ             of each warpgroup what does not overlap dO and Q; where CTAs sum up dQ, all CTAs' partial
 ///                  dQ of two Q tiles, in the columns that this CTA sums up
@@ -286,12 +297,17 @@ struct BackwardLayout {
   constexpr int cluster() const { return cluster_ctas(bc, head_dim, head_dim_v); }
   // What the CTAs of a cluster do for dQ: each computes some of its columns, from the dS of both; or each
   // computes all columns from its own keys, and sums up some columns of all CTAs' partial dQ.
-  constexpr bool exchanges_ds() const { return cluster() > 1 && wide(); }
+  constexpr bool exchanges_ds() const { return cluster() > 1 && wide() && !splits_columns(); }
   constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
-  constexpr int keys() const { return bc / cluster(); }
+  /// Or each has half of the columns, and they add up their S and dP.
+  constexpr bool splits_columns() const { return sm90::splits_columns(head_dim, head_dim_v); }
+  constexpr int keys() const { return splits_columns() ? bc : bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
-  constexpr int columns() const { return backward_columns(head_dim); }
-  constexpr int columns_v() const { return backward_columns(head_dim_v); }
+  /// Of Q and K, and of dO and V, those that a CTA has.
+  constexpr int cta_dim() const { return cta_columns(head_dim, splits_columns()); }
+  constexpr int cta_dim_v() const { return cta_columns(head_dim_v, splits_columns()); }
+  constexpr int columns() const { return backward_columns(cta_dim()); }
+  constexpr int columns_v() const { return backward_columns(cta_dim_v()); }
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(keys(), columns()); }
@@ -299,9 +315,13 @@ struct BackwardLayout {
   constexpr int q() const { return other_k() + (exchanges_ds() ? tile_bytes(keys(), columns() / 2) : 0); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
+  constexpr int ds_buffers() const { return splits_columns() ? 1 : 2; }
   constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
-  constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * 2 * tile_bytes(keys(), br); }
-  constexpr int bias_tile() const { return p() + (wide() ? 2 * tile_bytes(keys(), br) : 0); }
+  constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * ds_buffers() * tile_bytes(keys(), br); }
+  constexpr int partial_sums() const { return p() + (wide() ? ds_buffers() * tile_bytes(keys(), br) : 0); }
+  /// Of a warpgroup.
+  constexpr int partial_sums_bytes() const { return splits_columns() ? 2 * (keys() * br / 4) * 4 : 0; }
+  constexpr int bias_tile() const { return partial_sums() + 2 * partial_sums_bytes(); }
   /// Above 128 columns there is no room: there the score is read element by element.
   constexpr bool has_bias_tile() const { return reads_bias_tile && !is_wide(head_dim, head_dim_v); }
   constexpr int bias_tile_bytes() const { return has_bias_tile() ? tile_bytes(br, keys()) : 0; }
@@ -338,13 +358,13 @@ struct BackwardLayout {
   constexpr int kv_barrier() const { return dq_barriers() + 4; }
   constexpr int ds_added_barriers() const { return kv_barrier() + 1; }  ///< for two Q tiles
   constexpr int tile_index_barriers() const { return ds_added_barriers() + 2; }
-  /// In a cluster: the other CTA's dS, for two Q tiles; or all CTAs' partial dQ, for kDqSlots Q tiles and two
-  /// warpgroups.
+  /// In a cluster: the other CTA's dS, for two Q tiles; or its S and dP, for two warpgroups; or all CTAs'
+  /// partial dQ, for kDqSlots Q tiles and two warpgroups.
   constexpr int exchange_barriers() const {
     return tile_index_barriers() + (cluster() > 1 ? kKeptTileIndices : 0);
   }
   constexpr int barrier_count() const {
-    return exchange_barriers() + (exchanges_ds() ? 2 : sums_dq() ? kDqSlots * 2 : 0);
+    return exchange_barriers() + (exchanges_ds() || splits_columns() ? 2 : sums_dq() ? kDqSlots * 2 : 0);
   }
 };
 

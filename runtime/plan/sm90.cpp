@@ -116,9 +116,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
            (has_bias_tile(spec) ? 8 : 0);
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, c);
-  const int gradients = (layout.columns() + layout.columns_v()) / 2;
-  if (layout.wide()) return gradients / 2 + layout.dq_columns() / 2;
-  return gradients + c.br;
+  const int gradients = (layout.wg_dim() + layout.wg_dim_v()) / 2;
+  return gradients + (layout.wide() ? layout.dq_columns() / 2 : c.br);
 }
 
 /// How many of them fit, besides addresses and the rows' state, of which the loop of products of codes keeps
@@ -428,13 +427,19 @@ std::vector<TileConfig> code_product_preferences(const AnalysedSpec& spec) {
   return choices;
 }
 
+/// The backward pass above 256 columns: two stages where they fit.
+TileConfig tile_of_split_columns(const AnalysedSpec& spec) {
+  const TileConfig two = config(64, 64, 8, 2);
+  return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : config(64, 64, 8, 1);
+}
+
 /// Good tiles, by the wider head dimension; all are admitted. The first is for long sequences. A bias tile
 /// comes in slices of 64 keys.
 std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = spec.programs.mask_reads_tensors;
   if (!is_forward(spec)) {
-    if (splits_columns(spec)) return {config(64, 64, 8, 2)};
+    if (splits_columns(spec)) return {tile_of_split_columns(spec)};
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair

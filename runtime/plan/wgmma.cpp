@@ -162,12 +162,12 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
     return text;
   }
   const sm90::BackwardLayout layout = sm90_backward_layout(spec, config);
-  const int own = layout.wide() ? 2 : 1;  // shares of the queries of S and of the columns of dK and dV
+  const int own = layout.wide() ? 2 : 1;  // shares of the queries of S
   const auto transposed_scores = [&](const char* name, int dim) {
     return scores(name, config.br / own, layout.keys(), config.br, dim);
   };
   const auto gradient = [&](const char* name, int columns) {
-    Multiplication product{{dtype, columns / own}, Left::registers, "1", {}, along_rows(config.br)};
+    Multiplication product{{dtype, columns}, Left::registers, "1", {}, along_rows(config.br)};
     if (layout.wide()) {
       product.left = Left::shared;
       product.transposed = "0, 1";
@@ -176,8 +176,8 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
     return function(name, product);
   };
   return transposed_scores("multiply_scores", layout.cta_dim()) +
-         transposed_scores("multiply_dp", layout.cta_dim_v()) + gradient("multiply_dv", layout.columns_v()) +
-         gradient("multiply_dk", layout.columns()) +
+         transposed_scores("multiply_dp", layout.cta_dim_v()) + gradient("multiply_dv", layout.wg_dim_v()) +
+         gradient("multiply_dk", layout.wg_dim()) +
          function("multiply_dq", {{dtype, layout.dq_columns()},
                                   Left::shared,
                                   "1, 1",

@@ -145,12 +145,14 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     wgmma_wait<1>();
     pin(dq);
     pin(dv);
+    if constexpr (!Policy::kAdderReleases) smem.release_dout(i);
     wait_dq_empty(smem, i, wg);
     stage_dq<0, Policy::kDqStepsInDout>(smem, i, wg, dq);  // over dO, which has been read
     wgmma_wait<0>();
     pin(dk);
+    if constexpr (!Policy::kAdderReleases) smem.release_q(i);
     stage_dq<Policy::kDqStepsInDout, Policy::kDqSteps>(smem, i, wg, dq);
-    signal_dq_full(smem, i, wg);  // the thread that adds dQ releases the stage
+    signal_dq_full(smem, i, wg);  // the thread that adds dQ releases a stage that it lies over
     if (last) {
       barrier_arrive(smem.kv_empty());
       store_dk_dv(p, smem, i, wg, dk, dv);

@@ -26,11 +26,13 @@ __device__ __forceinline__ void wait_dq_empty(const BackwardSmem<P>& smem, unsig
 template <int kFirst, int kEnd, class P>
 __device__ __forceinline__ void stage_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                          const typename BackwardFragments<P>::Dq& dq) {
+  using Policy = BackwardPolicy<P>;
   const int stage = i % P::kStages;
 #pragma unroll
   for (int step = kFirst; step < kEnd; ++step)
-    *reinterpret_cast<float4*>(smem.pointer(smem.dq(wg, stage, step)) + threadIdx.x % 128 * 16) = {
-        dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
+    if (!Policy::kSplitsColumns || step < Policy::own_dq_steps(wg))
+      *reinterpret_cast<float4*>(smem.pointer(smem.dq(wg, stage, step)) + threadIdx.x % 128 * 16) = {
+          dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
 }
 
 /// Sends a warpgroup's dQ of Q tile i to the CTAs that sum up its columns.
@@ -101,7 +103,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   using Policy = BackwardPolicy<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = Policy::first_dq_column(wg);
-  const int steps = min(Policy::end_column(kColumns) - first_column, Policy::kDqColumns) / 8;
+  const int steps = min((Policy::end_column(kColumns) - first_column) / 8, Policy::own_dq_steps(wg));
   const bool one = !Policy::kReadsDs || elected();
   // dS is so many Q tiles ahead of dQ.
   constexpr int kAhead = Policy::kWide ? 0 : 1;
@@ -142,7 +144,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
       bulk_wait_read();
     }
     barrier_arrive(smem.dq_empty(wg));
-    if constexpr (Policy::kWide) {
+    if constexpr (Policy::kAdderReleases) {
       if constexpr (!Policy::kExchangesDs) smem.release_dout(i);
       smem.release_q(i);
     }

@@ -52,16 +52,17 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
 /// go to `splits`, in fp32.
 template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
-                                               int wg, float (&c)[kCount], int columns, float scale,
-                                               const TensorParam& to, float* splits) {
+                                               int wg, float (&c)[kCount], int columns, int first_columns,
+                                               float scale, const TensorParam& to, float* splits) {
   using Policy = BackwardPolicy<P>;
   constexpr int kChunks = kCount / 4;  // of a warpgroup
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
-  const int first_chunk = Policy::first_column(columns) / 8 + (Policy::kWide ? wg * kChunks : 0);
+  const int first_chunk = Policy::first_column(columns) / 8 + (Policy::kWide ? wg * first_columns / 8 : 0);
   const int thread = thread_now(), row = smem.kv_begin(i) + Policy::first_row(wg) + own_row(thread);
 #pragma unroll
   for (float& value : c) value *= scale;
-  const int chunks = min(Policy::end_column(columns) / 8 - first_chunk, kChunks),
+  const int own_chunks = Policy::kSplitsColumns && wg == 0 ? first_columns / 8 : kChunks;
+  const int chunks = min(Policy::end_column(columns) / 8 - first_chunk, own_chunks),
             rows = kv_tile.sequence.seqlen_kv(p) - row;
   if constexpr (P::kSplit) {
     const int split = smem.q_tile(i).last - 1;
@@ -84,8 +85,10 @@ template <class P>
 __device__ __forceinline__ void store_dk_dv(const Params& p, const BackwardSmem<P>& smem, unsigned i, int wg,
                                             typename BackwardFragments<P>::Dk& dk,
                                             typename BackwardFragments<P>::Dv& dv) {
-  store_gradient(p, smem, i, wg, dk, P::kHeadDim, p.softmax_scale, p.dk, p.dk_splits);
-  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, P::kDropout ? p.keep_scale : 1.0f, p.dv, p.dv_splits);
+  using Policy = BackwardPolicy<P>;
+  store_gradient(p, smem, i, wg, dk, P::kHeadDim, Policy::kFirstDim, p.softmax_scale, p.dk, p.dk_splits);
+  store_gradient(p, smem, i, wg, dv, P::kHeadDimV, Policy::kFirstDimV, P::kDropout ? p.keep_scale : 1.0f,
+                 p.dv, p.dv_splits);
 }
 
 }  // namespace flashjit::sm90

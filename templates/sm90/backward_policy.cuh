@@ -39,7 +39,9 @@ struct BackwardPolicy {
   static constexpr int kCtaDim = kLayout.cta_dim(), kCtaDimV = kLayout.cta_dim_v();
   static constexpr int kDim = kLayout.columns(), kDimV = kLayout.columns_v();  // in shared memory
   static constexpr int kWgQueries = kWide ? P::kBr / 2 : P::kBr;
-  static constexpr int kWgDim = kWide ? kDim / 2 : kDim, kWgDimV = kWide ? kDimV / 2 : kDimV;
+  static constexpr int kFirstDim = first_wg_columns(kLayout.shared_dim()),
+                       kFirstDimV = first_wg_columns(kLayout.shared_dim_v());
+  static constexpr int kWgDim = kLayout.wg_dim(), kWgDimV = kLayout.wg_dim_v();
   static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// A warpgroup's first row and column of a CTA's S^T and dP^T.
@@ -62,12 +64,18 @@ struct BackwardPolicy {
   static __device__ int first_dq_row(int wg) { return kSplitsDqRows ? wg * kDqRows : 0; }
   static __device__ int first_dq_column(int wg) {
     return kSplitsDqRows    ? 0
-           : kSplitsColumns ? first_column(P::kHeadDim) + wg * kDqColumns
+           : kSplitsColumns ? first_column(P::kHeadDim) + wg * kFirstDim
                             : dq_part(wg) * kDqColumns;
   }
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
   // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
+  /// Of these, those that it hands on.
+  static __device__ int own_dq_steps(int wg) {
+    return wg == 0 ? kLayout.own_dq_columns(0) / 8 : kLayout.own_dq_columns(1) / 8;
+  }
+  /// Wide, the thread that adds dQ to global memory releases the stage.
+  static constexpr bool kAdderReleases = kWide && (!kSplitsColumns || kLayout.is_dq_over_stage());
   static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;
   static constexpr int kDqStepsInQ = kLayout.dq_within_q() / kDqStepBytes;
   /// Of each warpgroup's steps, those that one CTA of the cluster sums up.

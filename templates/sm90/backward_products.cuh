@@ -105,12 +105,11 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
                                             typename BackwardFragments<P>::Dv& dv) {
   using Policy = BackwardPolicy<P>;
   using Smem = BackwardSmem<P>;
-  const auto own_columns = [&](unsigned tile, int columns) {
-    return tile_descriptor(Smem::column(tile, Policy::kWide ? wg * columns : 0, Smem::kQSlice),
-                           Smem::kQSlice);
+  const auto own_columns = [&](unsigned tile, int first) {
+    return tile_descriptor(Smem::column(tile, Policy::kWide ? wg * first : 0, Smem::kQSlice), Smem::kQSlice);
   };
-  const unsigned long long dout = own_columns(smem.dout(i % Policy::kDoutStages), Policy::kWgDimV);
-  const unsigned long long q = own_columns(smem.q(i % P::kStages), Policy::kWgDim);
+  const unsigned long long dout = own_columns(smem.dout(i % Policy::kDoutStages), Policy::kFirstDimV);
+  const unsigned long long q = own_columns(smem.q(i % P::kStages), Policy::kFirstDim);
   pin(dv);
   pin(dk);
   wgmma_fence();

@@ -95,7 +95,7 @@ struct BackwardSmem {
       return dout(stage) + wg * kLayout.dq_within_dout() + step * kDqStepBytes;
     step -= Policy::kDqStepsInDout;
     if (step < Policy::kDqStepsInQ) return q(stage) + wg * kLayout.dq_within_q() + step * kDqStepBytes;
-    return base + kLayout.dq() + wg * kLayout.dq_bytes() + (step - Policy::kDqStepsInQ) * kDqStepBytes;
+    return base + kLayout.dq() + wg * kLayout.dq_bytes(0) + (step - Policy::kDqStepsInQ) * kDqStepBytes;
   }
   /// Where CTAs sum up dQ: CTA `from`'s partial dQ of Q tile i, in those of a warpgroup's columns that this
   /// CTA sums up.
@@ -177,8 +177,9 @@ struct BackwardSmem {
     for (int stage = 0; stage < P::kStages; ++stage) {
       barrier_init(q_full(stage), 1);
       barrier_init(dout_full(stage), 1);
-      barrier_init(q_empty(stage), Policy::kWide ? Policy::kWgs : kConsumers);
-      barrier_init(dout_empty(stage), Policy::kWide && !Policy::kExchangesDs ? Policy::kWgs : kConsumers);
+      barrier_init(q_empty(stage), Policy::kAdderReleases ? Policy::kWgs : kConsumers);
+      barrier_init(dout_empty(stage),
+                   Policy::kAdderReleases && !Policy::kExchangesDs ? Policy::kWgs : kConsumers);
     }
     // Where dQ is summed up, a warp for each warpgroup reads it in every CTA of the cluster.
     for (int wg = 0; wg < Policy::kWgs; ++wg) {

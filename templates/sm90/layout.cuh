@@ -261,6 +261,16 @@ constexpr bool splits_columns(int head_dim, int head_dim_v) {
 /// Of so many columns the first CTA's, in whole steps of a product; the second may have fewer.
 constexpr int cta_columns(int columns, bool split) { return split ? (columns + 31) / 32 * 16 : columns; }
 
+/// Where two warpgroups share a CTA's columns, those of the first, as a product begins at a whole slice if
+/// there are several; and how many each computes.
+constexpr int first_wg_columns(int columns) {
+  return columns <= kSliceColumns ? kSliceColumns / 2 : columns <= 3 * kSliceColumns ? 64 : 128;
+}
+constexpr int wg_columns(int columns) {
+  const int first = first_wg_columns(columns);
+  return columns > 2 * first ? columns - first : first;
+}
+
 /// CTAs of a cluster, which share a KV tile of the backward pass. Wide, two share one of 128 keys, or of 64
 /// where they split columns; else a larger tile has a CTA for every 128 keys.
 constexpr int cluster_ctas(int bc, int head_dim, int head_dim_v) {
@@ -287,7 +297,8 @@ constexpr int kDqSlots = 2;
 ///   Q tiles, KV tiles, zeros, tile indices, barriers
 ///
 /// The one overlap: wide, a warpgroup's dQ of Q tile i lies over the columns of dO and Q of the same stage
-/// that this warpgroup alone reads, on its way to global memory, and only then is the stage released.
+/// that this warpgroup alone reads, on its way to global memory, and only then is the stage released. Where
+/// CTAs split columns, only if memory is short.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages;
   bool reads_bias_tile, reads_row_terms;
@@ -303,11 +314,17 @@ struct BackwardLayout {
   constexpr bool splits_columns() const { return sm90::splits_columns(head_dim, head_dim_v); }
   constexpr int keys() const { return splits_columns() ? bc : bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
-  /// Of Q and K, and of dO and V, those that a CTA has.
+  // Of Q and K, and of dO and V, the columns that a CTA has, and those of its tiles.
   constexpr int cta_dim() const { return cta_columns(head_dim, splits_columns()); }
   constexpr int cta_dim_v() const { return cta_columns(head_dim_v, splits_columns()); }
-  constexpr int columns() const { return backward_columns(cta_dim()); }
-  constexpr int columns_v() const { return backward_columns(cta_dim_v()); }
+  constexpr int columns() const { return smem_columns(cta_dim()); }
+  constexpr int columns_v() const { return smem_columns(cta_dim_v()); }
+  // Where warpgroups share columns, those that they share.
+  constexpr int shared_dim() const { return splits_columns() ? cta_dim() : columns(); }
+  constexpr int shared_dim_v() const { return splits_columns() ? cta_dim_v() : columns_v(); }
+  // Those of dK and dV that a warpgroup computes.
+  constexpr int wg_dim() const { return wide() ? wg_columns(shared_dim()) : columns(); }
+  constexpr int wg_dim_v() const { return wide() ? wg_columns(shared_dim_v()) : columns_v(); }
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(keys(), columns()); }
@@ -328,19 +345,28 @@ struct BackwardLayout {
   constexpr int dq() const { return bias_tile() + stages * bias_tile_bytes(); }
   /// Columns of dQ that a warpgroup computes: all, of 64 rows, where there are 128 rows, else some of all
   /// rows.
-  constexpr int dq_columns() const { return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2); }
+  constexpr int dq_columns() const {
+    if (splits_columns()) return wg_columns(cta_dim());
+    return br == 128 ? columns() : columns() / (exchanges_ds() ? 4 : 2);
+  }
+  /// Those that it hands on: of columns that both compute, the second's.
+  constexpr int own_dq_columns(int wg) const {
+    return splits_columns() && wg == 0 ? first_wg_columns(cta_dim()) : dq_columns();
+  }
   // Bytes of a warpgroup's dQ that lie over Q and over dO, and of the rest, all in fp32.
-  constexpr int dq_within_q() const {
-    return wide() && columns() >= 2 * kSliceColumns ? columns() / 2 * br * 2 : 0;
-  }
+  constexpr int dq_within_q() const { return is_under_dq(shared_dim()) ? columns() / 2 * br * 2 : 0; }
   constexpr int dq_within_dout() const {
-    return wide() && !exchanges_ds() && columns_v() >= 2 * kSliceColumns ? columns_v() / 2 * br * 2 : 0;
+    return !exchanges_ds() && is_under_dq(shared_dim_v()) ? columns_v() / 2 * br * 2 : 0;
   }
-  constexpr int dq_bytes() const {
-    const int rest = dq_columns() * kWarpgroupRows * 4 - dq_within_q() - dq_within_dout();
+  /// Whether some of dQ lies over a stage, which then is released when dQ has been added.
+  constexpr bool is_dq_over_stage() const { return dq_within_q() + dq_within_dout() > 0; }
+  constexpr int dq_bytes(int wg = 0) const {
+    const int rest = own_dq_columns(wg) * kWarpgroupRows * 4 - dq_within_q() - dq_within_dout();
     return rest > 0 ? rest : 0;
   }
-  constexpr int lse() const { return dq() + (sums_dq() ? kDqSlots : 1) * 2 * dq_bytes(); }
+  constexpr int lse() const {
+    return dq() + (sums_dq() ? 2 * kDqSlots * dq_bytes() : dq_bytes(0) + dq_bytes(1));
+  }
   constexpr int d() const { return lse() + stages * br * 4; }
   constexpr int row_terms() const { return d() + stages * br * 4; }
   constexpr int q_tiles() const { return row_terms() + (reads_row_terms ? stages * br * 4 : 0); }
@@ -365,6 +391,19 @@ struct BackwardLayout {
   }
   constexpr int barrier_count() const {
     return exchange_barriers() + (exchanges_ds() || splits_columns() ? 2 : sums_dq() ? kDqSlots * 2 : 0);
+  }
+
+ private:
+  constexpr int smem_columns(int dim) const {
+    return splits_columns() ? slices(dim) * kSliceColumns : backward_columns(dim);
+  }
+  /// Whether dQ lies over a stage's columns that warpgroups share: where each has some that it alone reads.
+  /// Where CTAs split columns, only if there is no other room.
+  constexpr bool is_under_dq(int columns) const {
+    constexpr int kOthers = 3072;  // behind dQ
+    const bool fits = splits_columns() && dq() + cta_dim() * kWarpgroupRows * 4 + kOthers <= kSharedLimit;
+    const int first = first_wg_columns(columns);
+    return wide() && first >= kSliceColumns && wg_columns(columns) == first && !fits;
   }
 };
 

@@ -222,6 +222,9 @@ TEST(Plan, ThePortableFamilyTakesWhatFits) {
            Case{"sm_80", "fwd:bf16:d576x512", large, "sm80:br64:bc32:w8:d_split2"},
            Case{"sm_86", "fwd:bf16:d512", large, "sm80:br32:bc16:w4:d_split2"},
            Case{"sm_90", "bwd:bf16:d512", large, "sm80:br64:bc32:w8:d_split4"},
+           Case{"sm_90a", "bwd:bf16:d512", large, "sm90:br64:bc64:w8:s2"},
+           Case{"sm_90a", "bwd:bf16:d416x384", large, "sm90:br64:bc64:w8"},
+           Case{"sm_90a", "bwd:bf16:d576x512", large, "sm80:br64:bc32:w8:d_split4"},
            Case{"sm_80", "bwd:bf16:d576x512", large, "sm80:br32:bc32:w8:d_split4"},
            Case{"sm_86", "bwd:bf16:d512", large, "sm80:br16:bc16:w4:d_split4"},
        }) {

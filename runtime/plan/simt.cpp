@@ -162,8 +162,7 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   if (spec.indices) {
     kernel.add(Step::main,
                entry("backward_of_indices", "backward_of_indices", config, std::max(by_queries, by_keys)));
-    kernel.add(Step::combine_dkdv,
-               family_entry(Family::simt, "convert_dkdv", "backward_of_indices", kAuxiliaryThreads));
+    kernel.add(Step::combine_dkdv, auxiliary_entry("convert_dkdv"));
     if (spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
     return kernel;
   }

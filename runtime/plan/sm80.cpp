@@ -13,10 +13,11 @@
 namespace flashjit::plan {
 namespace {
 
-/// Whether one warp's registers do not hold its rows of O, or of dK and dV.
+/// Whether one warp's registers do not hold its rows of O, or of dK and dV. So do warps share the heads of a
+/// query that has a list of keys, backward.
 bool is_wide(const AnalysedSpec& spec) {
   return spec.pass == Pass::forward ? spec.v_dim() > sm80::kMostNarrowColumns
-                                    : sm80::is_wide(spec.head_dim, spec.v_dim());
+                                    : sm80::is_wide(spec.head_dim, spec.v_dim()) || spec.indices;
 }
 
 /// fp32 values of every pair that one warp of two hands to the other: P, the score's slope, and the score for
@@ -38,7 +39,8 @@ int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {
                                c.d_split,
                                spec.shared_kv}
         .bytes();
-  return sm80::BackwardLayout{c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c)}
+  return sm80::BackwardLayout{
+      c.br, c.bc, spec.head_dim, spec.v_dim(), c.stages, exchanged_values(spec, c), spec.indices}
       .bytes();
 }
 
@@ -49,6 +51,12 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
     return sm80::forward_registers(c.br * c.d_split / (16 * c.warps),
                                    c.bc / sm80::score_parts(c.bc, c.d_split), spec.head_dim, columns,
                                    c.q_in_registers, false);
+  if (spec.indices) {  // dQ, scores, and some columns of dK or dV at a time
+    constexpr int kAtOnce = 32;
+    const int tiles = c.bc * c.d_split / (16 * c.warps);
+    return c.br * sm80::round_up(spec.head_dim, 16) / (32 * c.warps) +
+           tiles * (c.br / sm80::score_parts(c.br, c.d_split) + kAtOnce);
+  }
   if (is_wide(spec))
     return c.bc * c.d_split / (16 * c.warps) *
            (c.br / sm80::score_parts(c.br, c.d_split) +
@@ -75,12 +83,10 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (device.compute_capability < 80)
     return Support::no(
         fmt::format("needs mma.m16n8k16 and cp.async of sm_80, the device is {}", device.arch));
-  const bool plain_lists = spec.pass == Pass::forward && spec.score.empty() && !spec.row_max &&
-                           !spec.has_scales() && !spec.programs.mask.uses_head;
+  const bool plain_lists =
+      spec.score.empty() && !spec.row_max && !spec.has_scales() && !spec.programs.mask.uses_head;
   if (spec.indices && !plain_lists)
-    return Support::no(
-        "indices are for the forward pass, without a score program, row_max, K and V of 8 bits, and h in a "
-        "mask");
+    return Support::no("indices are without a score program, row_max, K and V of 8 bits, and h in a mask");
   if (spec.orders_capture_grads()) return Support::no(kUnorderedGrads);
   return Support::yes();
 }
@@ -117,6 +123,8 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
     return Support::no(fmt::format("min_blocks is 1 to 8, not {}", c.min_blocks));
   if (Support split = check_d_split(spec, c); !split) return split;
   if (c.pack_gqa) return Support::no("pack_gqa is for family sm90");
+  if (spec.indices && !forward && c.stages > 1)
+    return Support::no("with indices the backward pass has one stage");
   if (spec.indices && c.split) return Support::no("split is not for indices, whose lists are short");
   if (c.q_in_registers && !forward) return Support::no("q_in_registers is for the forward pass");
   // A Q tile must not straddle the padding of D and LSE.
@@ -393,9 +401,24 @@ bool gains_by_split(const AnalysedSpec& spec, const AttentionShape& shape, const
   return kv_tiles - tiles(kv_tiles, splits) >= join_tiles && admits(spec, c, device);
 }
 
+/// The backward pass's tiles of one query's heads: no more than there are.
+TileConfig backward_tile_of_indices(const AnalysedSpec& spec, const AttentionShape& shape,
+                                    const DeviceInfo& device) {
+  const TileConfig smallest = config(16, 16, 4, 1, false, 4);
+  for (const int br : {64, 32, 16})
+    for (const int bc : {32, 16}) {
+      const bool too_large = br > 16 && shape.heads_q <= br / 2 * shape.heads_kv;
+      if (const TileConfig c = config(br, bc, bc == 32 ? 8 : 4, 1, false, 4);
+          !too_large && admits(spec, c, device))
+        return c;
+    }
+  return smallest;
+}
+
 /// Tiles of one query's heads.
 TileConfig heuristic_of_indices(const AnalysedSpec& spec, const AttentionShape& shape,
                                 const DeviceInfo& device) {
+  if (spec.pass == Pass::backward) return backward_tile_of_indices(spec, shape, device);
   const bool few = shape.heads_q <= kRowsOfOneWarp * shape.heads_kv;
   const TileConfig small =
       is_wide(spec) ? config(kRowsOfOneWarp, 32, 4, 1, false, 4) : one_warp_tile(spec, device, 32, 2);

@@ -42,7 +42,9 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
   if (!backward && schedule.dynamic_tiles)
     kernel.add(Step::reset_work, auxiliary_entry("reset_work", "tile_lists"));
   kernel.add(Step::main, main);
-  if (backward && !schedule.dynamic_tiles)
+  if (backward && spec.indices)
+    kernel.add(Step::combine_dkdv, auxiliary_entry("convert_dkdv"));
+  else if (backward && !schedule.dynamic_tiles)
     kernel.add(Step::convert_dq, family_entry(config.family, "convert_dq", "convert_dq", kAuxiliaryThreads));
   if (config.split && backward)
     kernel.add(Step::combine_dkdv, auxiliary_entry("combine_dkdv"));
@@ -64,7 +66,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
                      kv_tiles = tiles(shape.seqlen_kv, kernel.config.bc);
   const expr::MaskTraits& mask = spec.programs.mask;
   // Where a cluster has all keys of a row, what it sums up is dQ.
-  const bool adds_dq = backward && !(kernel.schedule.sums_dq && kv_tiles == 1);
+  const bool adds_dq = backward && !spec.indices && !(kernel.schedule.sums_dq && kv_tiles == 1);
   return {.row_stats = backward,
           .lse_log2 = kernel.schedule.lse_log2,
           .row_terms = kernel.schedule.row_terms,
@@ -77,6 +79,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .list_columns = backward ? q_tiles : kv_tiles,
           .term_bounds = q_tiles * mask.q_reads + kv_tiles * mask.kv_reads,
           .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
+          .num_splits = backward && spec.indices ? 1 : 0,
           .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,
           .cascade = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : CascadeTiles{}};
 }

@@ -9,6 +9,7 @@
 #include "flashjit/sm80/backward_dq.cuh"
 #include "flashjit/sm80/backward_epilogue.cuh"
 #include "flashjit/sm80/backward_loader.cuh"
+#include "flashjit/sm80/backward_of_indices.cuh"
 #include "flashjit/sm80/backward_pairs.cuh"
 #include "flashjit/sm80/backward_softmax.cuh"
 #include "flashjit/sm80/backward_wide.cuh"
@@ -25,6 +26,7 @@ __device__ __forceinline__ auto& either(A& first, B& second) {
 
 template <class P>
 __device__ void backward(const Params& p) {
+  if constexpr (P::kIndices) return backward_of_indices<P>(p);
   if constexpr (is_wide(P::kHeadDim, P::kHeadDimV)) return backward_wide<P>(p);
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;

@@ -10,7 +10,8 @@ namespace flashjit::sm80 {
 /// that they read the fewest operands from shared memory. Wide, beside dK and dV, with the fewest registers.
 template <class P>
 constexpr int dq_warp_rows() {
-  if (is_wide(P::kHeadDim, P::kHeadDimV)) return P::kBr / 16 < P::kWarps ? P::kBr / 16 : P::kWarps;
+  if (is_wide(P::kHeadDim, P::kHeadDimV) || P::kIndices)
+    return P::kBr / 16 < P::kWarps ? P::kBr / 16 : P::kWarps;
   int best = 1, least = 1 << 30;
   for (int rows = 1; rows <= P::kWarps; rows *= 2) {
     if (P::kWarps % rows != 0 || P::kBr / 16 % rows != 0) continue;
@@ -24,7 +25,8 @@ constexpr int dq_warp_rows() {
 template <class P>
 struct BackwardPolicy {
   static constexpr int kThreads = P::kWarps * 32;
-  static constexpr bool kWide = is_wide(P::kHeadDim, P::kHeadDimV);  // backward_wide.cuh
+  // backward_wide.cuh, backward_of_indices.cuh
+  static constexpr bool kWide = is_wide(P::kHeadDim, P::kHeadDimV) || P::kIndices;
   static constexpr bool kPairs =
       !kWide && P::kDSplit == 2;  // two warps have the same rows: backward_pairs.cuh
   static constexpr int kRowWarps = P::kWarps / P::kDSplit;  // warps along the KV rows
@@ -53,7 +55,8 @@ struct BackwardPolicy {
   static constexpr int kDoutBytes = tile_bytes(P::kBr, P::kHeadDimV);
   /// Values of a pair that one warp of two hands to the other: P, the slope, Q K^T.
   static constexpr int kExchanged = P::kExchanged;
-  static constexpr BackwardLayout kLayout{P::kBr, P::kBc, P::kHeadDim, P::kHeadDimV, P::kStages, kExchanged};
+  static constexpr BackwardLayout kLayout{P::kBr,     P::kBc,     P::kHeadDim, P::kHeadDimV,
+                                          P::kStages, kExchanged, P::kIndices};
   static_assert(kLayout.bytes() == P::kSharedBytes, "what the planner counts on");
   /// With more stages than one dQ of a tile comes a step late: then a step has one barrier, and a warp that
   /// would wait for another's P has work.

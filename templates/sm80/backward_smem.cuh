@@ -32,11 +32,11 @@ struct BackwardSmem {
   __device__ __forceinline__ unsigned dout(int stage) const {
     return base + kLayout.dout() + stage * Policy::kDoutBytes;
   }
-  __device__ __forceinline__ const float* lse(int stage) const {
-    return reinterpret_cast<const float*>(shared + kLayout.lse()) + stage * P::kBr;
+  __device__ __forceinline__ float* lse(int stage) const {
+    return reinterpret_cast<float*>(shared + kLayout.lse()) + stage * P::kBr;
   }
-  __device__ __forceinline__ const float* d(int stage) const {
-    return reinterpret_cast<const float*>(shared + kLayout.d()) + stage * P::kBr;
+  __device__ __forceinline__ float* d(int stage) const {
+    return reinterpret_cast<float*>(shared + kLayout.d()) + stage * P::kBr;
   }
   /// The address of LSE, or of D, of a stage's row.
   __device__ __forceinline__ unsigned row_stats(bool is_lse, int stage, int row) const {

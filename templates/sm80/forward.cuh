@@ -8,6 +8,7 @@
 #include "flashjit/common/tile_walk.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/sm80/forward_epilogue.cuh"
+#include "flashjit/sm80/forward_heads.cuh"
 #include "flashjit/sm80/forward_loader.cuh"
 #include "flashjit/sm80/forward_smem.cuh"
 #include "flashjit/sm80/products.cuh"

@@ -65,17 +65,18 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 }
 
 /// K (and at the end dK), V (and at the end dV), `stages` tiles of Q and of dO with their rows' LSE and D,
-/// one or two of dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other; wide
-/// two tiles instead, of dS and of P.
+/// one or two of dS, and `exchanged` fp32 values of every pair that one warp of two hands to the other; wide,
+/// and with lists of keys, two tiles instead, of dS and of P.
 struct BackwardLayout {
   int br, bc, head_dim, head_dim_v, stages, exchanged;
+  bool indices;  ///< a tile of Q is heads of one query, and tiles of K and V are streamed
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(bc, head_dim); }
   constexpr int q() const { return v() + tile_bytes(bc, head_dim_v); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, head_dim); }
   constexpr int ds() const { return dout() + stages * tile_bytes(br, head_dim_v); }
-  constexpr bool wide() const { return is_wide(head_dim, head_dim_v); }
+  constexpr bool wide() const { return is_wide(head_dim, head_dim_v) || indices; }
   constexpr int p() const { return ds() + tile_bytes(bc, br); }  // wide
   constexpr int lse() const { return ds() + (stages > 1 || wide() ? 2 : 1) * tile_bytes(bc, br); }
   constexpr int d() const { return lse() + stages * br * 4; }

@@ -1,0 +1,52 @@
+// What the forward pass does of its own where the rows of a tile are heads of one query with a list of keys.
+#pragma once
+
+#include "flashjit/common/index_list.cuh"
+#include "flashjit/common/out_element.cuh"
+#include "flashjit/sm80/shared_rows.cuh"
+
+namespace flashjit::sm80 {
+
+/// S = -inf for the entries that are no keys; `first`: the entry of the lane's first column.
+template <class P>
+__device__ __forceinline__ void mask_entries(ForwardScores<P>& s, const IndexList<P>& list, int first) {
+  using Policy = ForwardPolicy<P>;
+#pragma unroll
+  for (int nt = 0; nt < Policy::kNt; ++nt)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      if (list.key(first + nt * 8 + e) >= 0) continue;
+#pragma unroll
+      for (int mt = 0; mt < Policy::kMt; ++mt) s[mt][nt][e] = s[mt][nt][2 + e] = -infinity();
+    }
+}
+
+/// LSE and O of an m16 tile's rows, which are heads from `h` on; `row`: the lane's first.
+template <class P, int kOt>
+__device__ __forceinline__ void store_heads(const Params& p, const Sequence<P>& sequence, int q, int h,
+                                            int heads, int row, const float (&max)[2], const float (&sum)[2],
+                                            float scale_log2, const float (&o)[kOt][4]) {
+  using Element = typename P::Element;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (row + half * 8 >= heads) continue;
+    const int of_row = h + row + half * 8;
+    const RowEnd end = end_of_row<P>(p, of_row, row_lse<P>(p, max[half], sum[half], scale_log2, 1.0f));
+    if (p.lse != nullptr && threadIdx.x % 4 == 0) p.lse[sequence.lse_row(p, of_row) + q] = end.lse;
+    const float of_products = sum_of_products<Element>(sum[half], shift_rest<P>(max[half], scale_log2));
+    const float scale = sum[half] > 0.0f ? end.factor / of_products : 0.0f;
+    OutElement<P>* to = sequence.template q_pointer<OutElement<P>>(p.o, of_row, q) +
+                        column_part<P>() * kOt * 8 + threadIdx.x % 4 * 2;
+#pragma unroll
+    for (int ot = 0; ot < kOt; ++ot) {
+      if (ot >= own_chunks<P>()) continue;
+      const float x = o[ot][half * 2] * scale, y = o[ot][half * 2 + 1] * scale;
+      if constexpr (P::kFp32Out)
+        *reinterpret_cast<float2*>(to + ot * 8) = float2{x, y};
+      else
+        *reinterpret_cast<unsigned*>(to + ot * 8) = pack<Element>(x, y);
+    }
+  }
+}
+
+}  // namespace flashjit::sm80

@@ -187,6 +187,8 @@ std::vector<AttentionCase> wide_cases() {
     return pointers;
   }();
   std::vector<AttentionCase> cases = feature_cases(specs, kShapes, std::array{Family::sm80}, "wide");
+  std::ranges::copy(feature_cases(specs, std::span(kShapes).first(1), std::array{Family::sm90}, "wide"),
+                    std::back_inserter(cases));
   constexpr std::array kOfThreads = {"fp32:d512:causal", "fp32:d576x512:dropout:det", "bf16:d320x256:kvlen"};
   std::ranges::copy(feature_cases(kOfThreads, kShapes, std::array{Family::simt}, "wide"),
                     std::back_inserter(cases));

@@ -75,8 +75,7 @@ __device__ __forceinline__ void consume_narrow(const Params& p, const TensorMaps
     typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    typename Fragments::S dp;
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, dp, p_operand, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     typename Fragments::Dq dq;
     // dQ += dS K, of the Q tile before. Before the first there is none, and the result is not used: a branch
@@ -132,8 +131,7 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
     typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    typename Fragments::S dp;
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, dp, p_operand, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();
@@ -186,7 +184,7 @@ __device__ __forceinline__ void consume_split_columns(const Params& p, const Ten
   };
   const auto finish_p_and_ds = [&](unsigned i) {  // P = exp(S - LSE), dS = P (dP - D)
     PairSums<P> sums;
-    compute_p_and_ds(p, maps, smem, i, wg, 0ull, s, dp, p_operand, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, 0, s, p_operand, ds, sums, &dp);
     sums.end();
     publish_to_async_proxy();
     smem.signal_ds(i);
@@ -253,8 +251,7 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     typename Fragments::Operand p_operand, ds;
     PairSums<P> sums;
     // dP = dO V^T, P = exp(S - LSE), dS = P (dP - D)
-    typename Fragments::S dp;
-    compute_p_and_ds(p, maps, smem, i, wg, q, s, dp, p_operand, ds, sums);
+    compute_p_and_ds(p, maps, smem, i, wg, q, s, p_operand, ds, sums);
     q = q_operand(smem, i + 1, wg);
     sums.end();
     publish_to_async_proxy();

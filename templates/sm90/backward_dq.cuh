@@ -30,7 +30,7 @@ __device__ __forceinline__ void stage_dq(const BackwardSmem<P>& smem, unsigned i
   const int stage = i % P::kStages;
 #pragma unroll
   for (int step = kFirst; step < kEnd; ++step)
-    if (!Policy::kSplitsColumns || step < Policy::own_dq_steps(wg))
+    if (!Policy::kSplitsColumns || step < Policy::own_dq_columns(wg) / 8)
       *reinterpret_cast<float4*>(smem.pointer(smem.dq(wg, stage, step)) + threadIdx.x % 128 * 16) = {
           dq[step * 4], dq[step * 4 + 1], dq[step * 4 + 2], dq[step * 4 + 3]};
 }
@@ -103,7 +103,7 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
   using Policy = BackwardPolicy<P>;
   constexpr int kColumns = dq_columns(P::kHeadDim);
   const int first_column = Policy::first_dq_column(wg);
-  const int steps = min((Policy::end_column(kColumns) - first_column) / 8, Policy::own_dq_steps(wg));
+  const int steps = min(Policy::end_column(kColumns) - first_column, Policy::own_dq_columns(wg)) / 8;
   const bool one = !Policy::kReadsDs || elected();
   // dS is so many Q tiles ahead of dQ.
   constexpr int kAhead = Policy::kWide ? 0 : 1;

@@ -57,13 +57,15 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSm
   using Policy = BackwardPolicy<P>;
   constexpr int kChunks = kCount / 4;  // of a warpgroup
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
-  const int first_chunk = Policy::first_column(columns) / 8 + (Policy::kWide ? wg * first_columns / 8 : 0);
+  int first_chunk = Policy::kWide ? wg * kChunks : 0, end_chunk = columns / 8;
+  if constexpr (Policy::kSplitsColumns) {
+    first_chunk = (Policy::first_column(columns) + wg * first_columns) / 8;
+    end_chunk = wg == 0 ? first_chunk + first_columns / 8 : Policy::end_column(columns) / 8;
+  }
   const int thread = thread_now(), row = smem.kv_begin(i) + Policy::first_row(wg) + own_row(thread);
 #pragma unroll
   for (float& value : c) value *= scale;
-  const int own_chunks = Policy::kSplitsColumns && wg == 0 ? first_columns / 8 : kChunks;
-  const int chunks = min(Policy::end_column(columns) / 8 - first_chunk, own_chunks),
-            rows = kv_tile.sequence.seqlen_kv(p) - row;
+  const int chunks = min(end_chunk - first_chunk, kChunks), rows = kv_tile.sequence.seqlen_kv(p) - row;
   if constexpr (P::kSplit) {
     const int split = smem.q_tile(i).last - 1;
     const long long at =

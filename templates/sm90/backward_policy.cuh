@@ -51,7 +51,7 @@ struct BackwardPolicy {
   /// Of these queries, those whose P and dS a warpgroup computes: all, or half where CTAs split columns.
   static constexpr int kPairQueries = kSplitsColumns ? kWgQueries / 2 : kWgQueries;
   static __device__ int first_pair_query(int wg) {
-    return first_query(wg) + (kSplitsColumns ? rank() * kPairQueries : 0);
+    return kSplitsColumns ? wg * kWgQueries + rank() * kPairQueries : kWide ? wg * kWgQueries : 0;
   }
 
   // A warpgroup computes 64 rows of dQ where a Q tile has 128, else some of the columns.
@@ -71,10 +71,8 @@ struct BackwardPolicy {
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
   // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
-  /// Of these, those that it hands on.
-  static __device__ int own_dq_steps(int wg) {
-    return wg == 0 ? kLayout.own_dq_columns(0) / 8 : kLayout.own_dq_columns(1) / 8;
-  }
+  /// Columns that it hands on.
+  static __device__ int own_dq_columns(int wg) { return wg == 0 ? kLayout.own_dq_columns(0) : kDqColumns; }
   /// Wide, the thread that adds dQ to global memory releases the stage.
   static constexpr bool kAdderReleases = kWide && (!kSplitsColumns || kLayout.is_dq_over_stage());
   static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;

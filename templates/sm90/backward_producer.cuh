@@ -40,7 +40,7 @@ __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSm
                                          Policy::first_column(P::kHeadDim));
   if constexpr (Policy::kExchangesDs) {
     load_tile<Policy::kKeys, Policy::kDim / 2>(smem.other_k(), maps.k, q_full, row + Policy::kKeys - 2 * own,
-                                               h_kv, batch, smem.first_other_column());
+                                               h_kv, batch, 0, smem.first_other_column() / kSliceColumns);
   }
   load_tile<Policy::kKeys, Policy::kDimV>(smem.v(), maps.v, dout_full, row, h_kv, batch,
                                           Policy::first_column(P::kHeadDimV));

@@ -93,9 +93,10 @@ struct BackwardSmem {
   /// to global memory then releases the stage.
   __device__ unsigned dq(int wg, int stage, int step) const {
     if (step < Policy::kDqStepsInDout)
-      return dout(stage) + wg * kLayout.dq_within_dout() + step * kDqStepBytes;
+      return dout(stage) + wg * (Policy::kDqStepsInDout * kDqStepBytes) + step * kDqStepBytes;
     step -= Policy::kDqStepsInDout;
-    if (step < Policy::kDqStepsInQ) return q(stage) + wg * kLayout.dq_within_q() + step * kDqStepBytes;
+    if (step < Policy::kDqStepsInQ)
+      return q(stage) + wg * (Policy::kDqStepsInQ * kDqStepBytes) + step * kDqStepBytes;
     return base + kLayout.dq() + wg * kLayout.dq_bytes(0) + (step - Policy::kDqStepsInQ) * kDqStepBytes;
   }
   /// Where CTAs sum up dQ: CTA `from`'s partial dQ of Q tile i, in those of a warpgroup's columns that this

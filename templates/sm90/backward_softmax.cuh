@@ -174,13 +174,14 @@ __device__ __forceinline__ void add_partial(const BackwardSmem<P>& smem, int wg,
 
 /// A warpgroup's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
 /// warpgroup reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
-/// captures. S has been started early, or is started here.
+/// captures. S has been started early, or is started here, as dP is; or, where CTAs look ahead, both are
+/// there.
 template <class P>
 __device__ __forceinline__ void compute_p_and_ds(
     const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem, unsigned i, int wg,
-    unsigned long long q_rows, typename BackwardFragments<P>::S& s, typename BackwardFragments<P>::S& dp,
+    unsigned long long q_rows, typename BackwardFragments<P>::S& s,
     typename BackwardFragments<P>::Operand& p_operand, typename BackwardFragments<P>::Operand& ds,
-    PairSums<P>& sums) {
+    PairSums<P>& sums, const typename BackwardFragments<P>::S* dp_ahead = nullptr) {
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr int kCount = ScoreTile<P>::kCount;
@@ -205,7 +206,11 @@ __device__ __forceinline__ void compute_p_and_ds(
   const int full = smem.q_tile(i).full;
   const bool partial =
       (P::kLseLog2 ? full <= 0 : full == 0) || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
-  if constexpr (!Policy::kLooksAhead) {
+  typename BackwardFragments<P>::S dp;
+  if constexpr (Policy::kLooksAhead) {
+#pragma unroll
+    for (int n = 0; n < Policy::kWgQueries / 2; ++n) dp[n] = (*dp_ahead)[n];
+  } else {
     smem.wait_dout(i);
     start_dp(smem, i, wg, dp);  // dP = dO V^T
   }

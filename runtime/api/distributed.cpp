@@ -106,7 +106,7 @@ struct SharedAttention::Impl {
   void *comm, *heads_comm;
   std::shared_ptr<const device::Nccl> nccl;
   std::shared_ptr<const device::Driver> driver;
-  device::Event step_begins, arrived, sums_ready;
+  device::Event step_begins, travel_begins, arrived, sums_ready;
   int peers = 1, peer = 0;                     ///< those that share heads
   int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
   std::vector<RowChunk> segments;              ///< of this rank's rows
@@ -126,6 +126,7 @@ struct SharedAttention::Impl {
         nccl(device::Nccl::open(library.empty() ? environment.nccl : library)),
         driver(device::Driver::open(environment.libcuda)),
         step_begins(driver),
+        travel_begins(driver),
         arrived(driver),
         sums_ready(driver) {
     check_spec();
@@ -400,8 +401,13 @@ struct SharedAttention::Impl {
   }
 
   void wait(CUstream stream, const device::Event& event) const { event.make_wait(stream); }
-  /// A block goes to the next rank, and the previous one's comes in.
-  void travel(const KvBlock& from, const KvBlock& to, int element, CUstream copies) const {
+  /// A block goes to the next rank, and the previous one's comes in, when `stream` has come here. Kernels
+  /// that took all multiprocessors before NCCL's has begun would hold it up, and its peers with it: they wait
+  /// for its turn.
+  void travel(const KvBlock& from, const KvBlock& to, int element, CUstream stream, CUstream copies) const {
+    step_begins.record(stream);
+    wait(copies, step_begins);
+    travel_begins.record(copies);
     const int next = (rank + 1) % ranks, previous = (rank + ranks - 1) % ranks;
     using N = device::Nccl;
     nccl->check(nccl->group_start(), "ncclGroupStart");
@@ -410,6 +416,7 @@ struct SharedAttention::Impl {
     nccl->check(nccl->recv(to.k, k_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
     nccl->check(nccl->recv(to.v, v_bytes(element), N::kBytes, previous, comm, copies), "ncclRecv");
     nccl->check(nccl->group_end(), "ncclGroupEnd");
+    wait(stream, travel_begins);
   }
   void gather(const KvBlock& mine, const KvBlock& all, CUstream stream, CUstream copies) const {
     step_begins.record(stream);
@@ -481,9 +488,7 @@ struct SharedAttention::Impl {
     for (int i = 0; i < ranks; ++i) {
       const KvBlock& next = blocks[i % 2];
       if (i + 1 < ranks) {
-        step_begins.record(stream);  // the step before has read what is overwritten now
-        wait(copies, step_begins);
-        travel(now, next, element(), copies);
+        travel(now, next, element(), stream, copies);  // the step before has read what is overwritten
         arrived.record(copies);
       }
       step((rank + ranks - i) % ranks, now);
@@ -603,9 +608,7 @@ struct SharedAttention::Impl {
       for (const SharedCall& call : calls[owner]) add_gradients(args, p, call, block, sums, stream);
       ++steps;
       if (!is_ring()) return;
-      step_begins.record(stream);
-      wait(copies, step_begins);
-      travel(sums, p.sums[steps % 2], kFloat, copies);
+      travel(sums, p.sums[steps % 2], kFloat, stream, copies);
       sums_ready.record(copies);
     };
     for_each_block(mine, p.blocks, p.all, stream, copies, step);

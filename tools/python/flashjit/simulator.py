@@ -33,6 +33,7 @@ class Machine(NamedTuple):
     port_bytes: float = 42e9  # the same between hosts
     port_latency: float = 25e-6
     launch: float = 8e-6  # of a kernel that has nothing to do
+    rate_of_parts: float = 0.96  # of a ring's kernels, and all_gather's backward ones, beside those of a whole sequence
     capacity: float = 79e9  # bytes of a GPU's memory
 
     def link(self, ranks: int) -> tuple[float, float]:
@@ -199,10 +200,10 @@ class _Run:
         if self.keep:
             self.events.append(Event(rank, what, begin, begin + seconds))
 
-    def compute(self, rank: int, count: float, heads: float = 1.0) -> None:
+    def compute(self, rank: int, count: float, heads: float = 1.0, rate: float = 1.0) -> None:
         if count <= 0:
             return
-        flops = self.problem.flops(count) * heads
+        flops = self.problem.flops(count) * heads / rate
         machine = self.machine
         seconds = 2.5 * flops / machine.backward_flops if self.backward else flops / machine.forward_flops
         self._take(rank, "compute", machine.launch + seconds)
@@ -250,7 +251,7 @@ class _Run:
                 seen = [(a, pairs(a, b, problem.causal, problem.window)) for a in chunks_of[place]
                         for b in chunks_of[(place - step) % count]]
                 total = sum(found for _, found in seen)
-                self.compute(rank, total, heads)
+                self.compute(rank, total, heads, self.machine.rate_of_parts if count > 1 else 1.0)
                 if total and step:  # O is joined, or dQ added
                     touched = sum(a.rows for a in {a for a, found in seen if found}) / rows
                     self.copy(rank, 3 * q * touched)
@@ -273,6 +274,7 @@ class _Run:
     def all_gather(self) -> None:
         problem, ranks = self.problem, self.ranks
         everyone = range(ranks)
+        rate = self.machine.rate_of_parts if self.backward and ranks > 1 else 1.0
         all_kv = problem.kv_bytes(self.rows) * ranks
         self.together(all_kv * (ranks - 1) / ranks, ranks, ranks - 1, everyone)
         whole = Chunk(0, problem.tokens, 0)
@@ -280,9 +282,9 @@ class _Run:
             self.copy(rank, 2 * all_kv if ranks > 1 else 0)
             for rows in chunks(rank, ranks, self.rows, self.layout):
                 if rows.step > 1:
-                    self.compute(rank, sum(pairs(rows, rows, problem.causal, problem.window) for _ in everyone))
+                    self.compute(rank, sum(pairs(rows, rows, problem.causal, problem.window) for _ in everyone), rate=rate)
                 else:
-                    self.compute(rank, pairs(rows, whole, problem.causal, problem.window))
+                    self.compute(rank, pairs(rows, whole, problem.causal, problem.window), rate=rate)
             if ranks > 1:
                 self.copy(rank, 2 * problem.q_bytes(self.rows) * (4 / problem.element if self.backward else 1))
                 if self.backward:  # dK and dV in fp32: added up, and put in order

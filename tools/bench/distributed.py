@@ -105,6 +105,8 @@ class Team:
 
     def imbalance(self, call):
         """The slowest over the fastest rank's time at its attention kernels, by the profiler."""
+        dist.barrier()
+        self.synchronize()
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
             call()
             self.synchronize()

@@ -238,6 +238,18 @@ def test_the_calls_over_latents_agree(serving):
     torch.testing.assert_close(sparse(), dense(), atol=1e-3, rtol=1e-3)
 
 
+@pytest.mark.parametrize("causal", [False, True])
+def test_prefill_of_latents_is_that_of_other_libraries(serving, causal):
+    latent = importlib.import_module("latent")
+
+    def other(q, k, v, causal):
+        heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+        return torch.nn.functional.scaled_dot_product_attention(*heads_first, is_causal=causal).transpose(1, 2)
+
+    calls = latent.prefill_calls(latent.Prefill(2, 2, 40, causal), flashjit, other, "cpu")
+    torch.testing.assert_close(calls["ours"][0](), calls["fa3"][0](), atol=2e-2, rtol=2e-2)
+
+
 class OnCpu:
     """In place of a problem for flashjit, where there is no GPU: PyTorch's attention in fp32."""
 

@@ -1,8 +1,9 @@
-"""Measure latent attention on one GPU: absorbed decode over latents of 576 columns, whose first 512 are V, and sparse tokens.
+"""Measure latent attention on one GPU: absorbed decode over latents of 576 columns, whose first 512 are V, sparse tokens, and prefill that
+is not absorbed, with heads of 192 columns and V of 128.
 
-Beside FlashAttention-3's (`pip install fa3-fwd`), FlashMLA's if it is installed, and a copy of the latents' bytes. Each call is
-captured in a CUDA graph, several times over as many copies of the cache as L2 cannot hold; graphs take turns, and medians count.
-Outputs are checked beside each other before they are timed.
+Beside FlashAttention-3's (`pip install fa3-fwd`), cuDNN's where it takes the shape, FlashMLA's if it is installed, and a copy of the
+latents' bytes. Each call is captured in a CUDA graph, several times over as many copies of the cache as L2 cannot hold; graphs take
+turns, and medians count. Outputs are checked beside each other before they are timed.
 
     python3 tools/bench/latent.py --lib build/libflashjit.so --csv tools/bench/results/h100_latent.csv
 
@@ -16,6 +17,8 @@ import compare
 
 try:
     import torch
+    import torch.nn.functional as F
+    from torch.nn.attention import SDPBackend, sdpa_kernel
 except ImportError as error:
     print(f"latent: PyTorch is needed: {error}", file=sys.stderr)
     sys.exit(3)
@@ -25,6 +28,8 @@ import serving
 DIM, V_DIM, PAGE = 576, 512, 64
 SCALE = 192 ** -0.5
 HEADS, SEQUENCES, KEYS = (16, 64, 128), (1, 32, 128), (1024, 4096, 32768)
+PREFILL_DIM, PREFILL_V_DIM = 192, 128
+PREFILL_HEADS, PREFILL_TOKENS = (16, 128), (1024, 4096, 16384)
 
 
 class Problem(typing.NamedTuple):
@@ -64,6 +69,30 @@ def problems():
     for heads in (16, 128):
         yield Problem("sparse prefill", heads, 1, 4096, 8192, 2048)
         yield Problem("dense prefill", heads, 1, 4096, 2048)
+
+
+class Prefill(typing.NamedTuple):
+    heads: int
+    sequences: int
+    tokens: int
+    causal: bool
+
+    def label(self):
+        return f"{self.kind()}, {self.heads} heads, {self.sequences} x {self.tokens} tokens"
+
+    def kind(self):
+        return f"{'causal' if self.causal else 'full'} prefill of {PREFILL_DIM}, {PREFILL_V_DIM}"
+
+    def operations(self):
+        pairs = self.tokens ** 2 // (2 if self.causal else 1)
+        return 2 * self.sequences * self.heads * pairs * (PREFILL_DIM + PREFILL_V_DIM)
+
+
+def prefills():
+    for heads in PREFILL_HEADS:
+        for tokens in PREFILL_TOKENS:
+            for causal in (False, True):
+                yield Prefill(heads, max(1, 2 ** 18 // (heads * tokens)), tokens, causal)
 
 
 def flash_mla(problem, q, pages, table, lengths):
@@ -120,15 +149,44 @@ def calls_of(problem, flashjit, fa3, copies, device="cuda"):
     return found
 
 
-def run_problem(report, problem, flashjit, fa3, rounds, copy_rate):
-    torch.manual_seed(problem.keys)
-    calls = calls_of(problem, flashjit, fa3, max(1, -(-serving.IN_L2 // problem.cache_bytes())))
+def prefill_calls(problem, flashjit, fa3, device="cuda"):
+    """Name -> a list of one function that returns O as [sequences, heads, tokens, 128]."""
+    like = dict(device=device, dtype=torch.bfloat16)
+    shape = problem.sequences, problem.tokens, problem.heads
+    q, k, v = (torch.randn(*shape, dim, **like) for dim in (PREFILL_DIM, PREFILL_DIM, PREFILL_V_DIM))
+    heads_first = [x.transpose(1, 2) for x in (q, k, v)]
+
+    def cudnn():
+        with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            return F.scaled_dot_product_attention(*heads_first, is_causal=problem.causal)
+
+    def of_fa3():
+        out = fa3(q, k, v, causal=problem.causal)
+        return (out[0] if isinstance(out, tuple) else out).transpose(1, 2)
+
+    found = {"ours": [lambda: flashjit.attention(*heads_first, causal=problem.causal)], "cudnn": [cudnn]}
+    return {**found, "fa3": [of_fa3]} if fa3 else found
+
+
+def run_prefill(report, problem, flashjit, fa3, rounds):
+    torch.manual_seed(problem.tokens)
+    calls = prefill_calls(problem, flashjit, fa3)
+    check(report, problem, calls)
+    us = serving.microseconds(calls, rounds)
+    flops = problem.operations() / us["ours"] / 1e6
+    report.row(kind=problem.kind(), heads=problem.heads, sequences=problem.sequences, queries=problem.tokens, keys=problem.tokens,
+               tflop_per_s=flops, **{f"{name}_us": x for name, x in us.items()})
+    print(f"{problem.label():60} us: " + "  ".join(f"{name} {x:8.1f}" for name, x in us.items()) + f"  {flops:.0f} TFLOP/s", flush=True)
+
+
+def check(report, problem, calls):
+    """Leaves out what does not run; reports what differs from ours."""
     expected = None
     for name, functions in list(calls.items()):
         try:
             out = functions[0]().float()
         except Exception as error:
-            if name in ("fa3", "flashmla"):
+            if name in ("fa3", "flashmla", "cudnn"):
                 print(f"  {name} does not run: {compare.reason(error)}")
             else:
                 report.failure(f"{problem.label()}: {name}: {compare.reason(error)}")
@@ -138,6 +196,12 @@ def run_problem(report, problem, flashjit, fa3, rounds, copy_rate):
         error = ((out - expected).norm() / expected.norm()).item()
         if not error <= 0.01:
             report.failure(f"{problem.label()}: {name} differs from ours by {error:.3g}")
+
+
+def run_problem(report, problem, flashjit, fa3, rounds, copy_rate):
+    torch.manual_seed(problem.keys)
+    calls = calls_of(problem, flashjit, fa3, max(1, -(-serving.IN_L2 // problem.cache_bytes())))
+    check(report, problem, calls)
     us = serving.microseconds(calls, rounds)
     rate, flops = problem.read_bytes() / us["ours"] / 1e6, problem.operations() / us["ours"] / 1e6
     report.row(**problem._asdict(), read_bytes=problem.read_bytes(), tb_per_s=rate, tflop_per_s=flops, copy_tb_per_s=copy_rate,
@@ -166,12 +230,12 @@ def main():
     compare.use_library(arguments.lib)
     import flashjit
     try:
-        from fa3_fwd_interface import flash_attn_with_kvcache as fa3
+        from fa3_fwd_interface import flash_attn_func as fa3_prefill, flash_attn_with_kvcache as fa3
     except ImportError:
-        fa3 = None
+        fa3 = fa3_prefill = None
     constants = {"device": torch.cuda.get_device_name(), "commit": arguments.commit or compare.commit_name()}
     columns = [*constants, *Problem._fields, "read_bytes", "tb_per_s", "tflop_per_s", "copy_tb_per_s", "ours_us", "pages64_us", "fa3_us",
-               "flashmla_us"]
+               "flashmla_us", "cudnn_us"]
     report = compare.Report(arguments.csv, columns, constants)
     with torch.no_grad():
         copy_rate = measured_copy_rate(15)
@@ -179,6 +243,9 @@ def main():
         for problem in problems():
             if not arguments.only or arguments.only in problem.label():
                 compare.guarded(report, problem.label(), run_problem, report, problem, flashjit, fa3, 15, copy_rate)
+        for problem in prefills():
+            if not arguments.only or arguments.only in problem.label():
+                compare.guarded(report, problem.label(), run_prefill, report, problem, flashjit, fa3_prefill, 15)
     print(f"{len(report.failures)} failures" + "".join(f"\n  {text}" for text in report.failures))
     return 1 if report.failures else 0
 

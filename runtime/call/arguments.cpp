@@ -272,10 +272,9 @@ void set_workspace(Params& params, const plan::ExecutionPlan& plan, void* memory
   set_part(params.lse_splits, split && forward, memory, at.lse_splits);
   set_part(params.dk_splits, split && !forward, memory, at.dk_splits);
   set_part(params.dv_splits, split && !forward, memory, at.dv_splits);
-  const bool cascade = plan.needs.cascade.tiles() > 0;
+  const bool cascade = plan.needs.cascade_tiles > 0;
   set_part(params.cut_tiles, split && plan.needs.part_rows > 0 && !cascade, memory, at.cut_tiles);
   set_part(params.shares_of_tile, cascade, memory, at.shares_of_tile);
-  params.part_rows = static_cast<int>(plan.needs.cascade.own_rows);
   set_part(params.semaphores, plan.needs.semaphores, memory, at.semaphores);
 }
 

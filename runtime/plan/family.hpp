@@ -12,15 +12,6 @@
 namespace flashjit::plan {
 
 /// What a call needs besides its tensors; workspace.hpp turns it into offsets.
-/// Of a cascade: work tiles of the sequences' own keys and of the prefix, which all make parts, and rows of
-/// the former.
-struct CascadeTiles {
-  std::int64_t own = 0, prefix = 0, own_rows = 0;
-
-  std::int64_t tiles() const { return own + prefix; }
-  bool operator==(const CascadeTiles&) const = default;
-};
-
 struct WorkspaceNeeds {
   bool row_stats = false;  ///< D, and LSE padded to whole tiles
   bool lse_log2 = false;   ///< and LSE in units of log2
@@ -35,7 +26,7 @@ struct WorkspaceNeeds {
   std::int64_t ordered_q_tiles = 0;  ///< a head's, to whose dQ KV tiles add in order
   std::int64_t num_splits = 0;       ///< of what a tile meets, each with results of its own; the planner's
   std::int64_t part_rows = 0;        ///< stream-K: rows of Q of a part, of which a CTA makes two at most
-  CascadeTiles cascade = {};         ///< or one for each work tile that it meets
+  std::int64_t cascade_tiles = 0;    ///< or one for each work tile that it meets, of so many in all
 
   bool operator==(const WorkspaceNeeds&) const = default;
 };

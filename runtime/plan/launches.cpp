@@ -56,6 +56,14 @@ std::int64_t main_blocks(const KernelPlan& kernel, const AttentionShape& shape) 
   return kernel.schedule.dynamic_tiles ? std::max(kv_tiles, q_tiles) : kv_tiles;
 }
 
+/// Up to the last that may exist: with PackGQA a query's heads have rows one behind the other.
+std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
+  const std::int64_t all = kernel.config.br;
+  if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
+  const PackedHeadsParam packed = packed_heads(shape, kernel.spec.indices);
+  return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
+}
+
 std::int64_t blocks_of(Step step, const KernelPlan& kernel, const AttentionShape& shape) {
   const std::int64_t heads = shape.batch * shape.heads_q, sets = list_sets(kernel.spec, shape);
   const std::int64_t q_tiles = tiles(shape.seqlen_q, kernel.config.br),

@@ -10,11 +10,11 @@ bool has_ranks(const AnalysedSpec& spec) {
   return spec.pass == Pass::backward && spec.deterministic && spec.has_tile_lists;
 }
 
-CascadeTiles cascade_tiles(const KernelPlan& kernel, const AttentionShape& shape) {
+/// Work tiles of a cascade, of the sequences' own keys and of the prefix.
+std::int64_t cascade_tiles(const KernelPlan& kernel, const AttentionShape& shape) {
   const auto [queries, heads] = forward_tiles(kernel.spec, shape, kernel.config);
-  return {.own = shape.batch * tiles(shape.seqlen_q, queries) * heads,
-          .prefix = tiles(shape.batch * shape.seqlen_q, queries) * heads,
-          .own_rows = rows_of_work_tile(kernel, shape)};
+  return (shape.batch * tiles(shape.seqlen_q, queries) + tiles(shape.batch * shape.seqlen_q, queries)) *
+         heads;
 }
 
 }  // namespace
@@ -81,7 +81,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .ordered_q_tiles = backward && spec.deterministic ? q_tiles : 0,
           .num_splits = backward && spec.indices ? 1 : 0,
           .part_rows = kernel.schedule.stream_k ? kernel.config.br : 0,
-          .cascade = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : CascadeTiles{}};
+          .cascade_tiles = kernel.schedule.cascade ? cascade_tiles(kernel, shape) : 0};
 }
 
 }  // namespace flashjit::plan

@@ -42,13 +42,6 @@ ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shap
   return {std::int64_t{config.br} / kPackedRows * packed.queries, shape.heads_kv * packed.sets};
 }
 
-std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape) {
-  const std::int64_t all = kernel.config.br;
-  if (!kernel.config.pack_gqa) return std::min(all, shape.seqlen_q);
-  const PackedHeadsParam packed = packed_heads(shape, kernel.spec.indices);
-  return shape.seqlen_q > packed.queries ? all : shape.seqlen_q * packed.heads;
-}
-
 std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape,
                                  std::int64_t queries) {
   std::vector<Range> all;

@@ -30,10 +30,6 @@ struct ForwardTiles {
 };
 ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shape, const TileConfig& config);
 
-/// Rows of a Q tile of the forward pass, up to the last that may exist: with PackGQA a query's heads have
-/// rows one behind the other.
-std::int64_t rows_of_work_tile(const KernelPlan& kernel, const AttentionShape& shape);
-
 /// The keys that the queries of each Q tile of `queries` rows may attend to, as far as the mask's bounds
 /// tell.
 std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape, std::int64_t queries);

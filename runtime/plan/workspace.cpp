@@ -49,14 +49,6 @@ class Allocator {
   std::int64_t end_ = 0;
 };
 
-/// Of stream-K. A cascade has a part for each work tile, and one more where a share ends within one.
-std::int64_t rows_of_parts(const WorkspaceNeeds& needs) {
-  const CascadeTiles& cascade = needs.cascade;
-  if (cascade.tiles() == 0) return 2 * needs.num_splits * needs.part_rows;
-  return (cascade.own + needs.num_splits) * cascade.own_rows +
-         (cascade.prefix + needs.num_splits) * needs.part_rows;
-}
-
 }  // namespace
 
 std::int64_t padded_seqlen_q(const AttentionShape& shape) { return round_up(shape.seqlen_q, kRowMultiple); }
@@ -75,21 +67,21 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.lse_padded = allocator.place(needs.row_stats, {heads, rows + words_of_log2});
   out.row_terms = allocator.place(needs.row_terms, {heads, rows});
   out.dq_accum = allocator.place(needs.dq_accum, {heads, rows, round_up(spec.head_dim, kDimMultiple)});
-  const bool parts = needs.num_splits > 0 && needs.part_rows > 0;
+  const bool parts = needs.num_splits > 0 && needs.part_rows > 0, cascade = needs.cascade_tiles > 0;
   const bool kv_splits = needs.num_splits > 0 && spec.pass == Pass::forward && !parts;
   out.o_splits = allocator.place(kv_splits, {needs.num_splits, heads, shape.seqlen_q, spec.v_dim()});
   out.lse_splits =
       allocator.place(kv_splits, {spec.row_max ? 2 : 1, needs.num_splits, heads, shape.seqlen_q});
   if (parts) {
-    const std::int64_t rows = rows_of_parts(needs);
-    out.o_splits = allocator.place(true, {rows, spec.v_dim()});
-    out.lse_splits = allocator.place(true, {rows});
+    // A cascade has a part for each work tile, and one more where a share ends within one.
+    const std::int64_t count = cascade ? needs.cascade_tiles + needs.num_splits : 2 * needs.num_splits;
+    out.o_splits = allocator.place(true, {count, needs.part_rows, spec.v_dim()});
+    out.lse_splits = allocator.place(true, {count, needs.part_rows});
   }
   constexpr std::int64_t kCutTileWords = sizeof(CutTile) / kWordBytes;
-  const CascadeTiles& cascade = needs.cascade;
-  out.cut_tiles = allocator.place(parts && cascade.tiles() == 0, {needs.num_splits, kCutTileWords});
   constexpr std::int64_t kSharesWords = sizeof(SharesOfTile) / kWordBytes;
-  out.shares_of_tile = allocator.place(cascade.tiles() > 0, {cascade.tiles(), kSharesWords});
+  out.cut_tiles = allocator.place(parts && !cascade, {needs.num_splits, kCutTileWords});
+  out.shares_of_tile = allocator.place(cascade, {needs.cascade_tiles, kSharesWords});
   const bool q_splits = needs.num_splits > 0 && spec.pass == Pass::backward;
   const std::int64_t heads_kv = shape.batch * shape.heads_kv;
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});

@@ -178,10 +178,11 @@ __device__ void combine_cascade(const Params& p) {
   if (const int query = sequence.q_row(q) - prefix.q_row(0); query >= 0 && query < prefix.seqlen_q(p))
     shared = parts_of_row<P>(p, p.batch, query, h);
   JoinedParts<P> joined;
-  joined.template add<1>(p, 0, own.count + shared.count, [&](int part) {
-    const bool is_own = part < own.count;
+  joined.template add<1>(p, 0, own.count() + shared.count(), [&](int part) {
+    const bool is_own = part < own.count();
     const PartsOfRow& of = is_own ? own : shared;
-    return of.first + static_cast<long long>(is_own ? part : part - own.count) * of.stride;
+    const int share = of.shares.begin + (is_own ? part : part - own.count());
+    return row_of_part<P>(part_of_tile(p, of.index, share), 0, of.row);
   });
   store_joined<P, 1>(p, sequence, {q, h}, joined, 0);
 }

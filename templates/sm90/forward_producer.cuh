@@ -95,10 +95,7 @@ __device__ __forceinline__ void schedule_and_load_q(const Params& p, const Forwa
   if constexpr (P::kStreamK && !P::kCascade) p.cut_tiles[blockIdx.x] = {0, 0, 0, -1};
   // Of a part, when nothing waits for it any more.
   const auto write_cut = [&](const TileCoord& coord) {
-    if constexpr (P::kCascade) {
-      if (const int end = scheduler.end_of_begun(start.shares); end > 0)
-        p.shares_of_tile[scheduler.index] = {scheduler.share, end};
-    } else if constexpr (P::kStreamK) {
+    if constexpr (P::kStreamK && !P::kCascade) {
       CutTile& cut = p.cut_tiles[blockIdx.x];
       if (const int share = scheduler.continues(start.shares); share >= 0) cut.continues = share;
       if (const int end = scheduler.shares_end(start.shares); end > 0) {

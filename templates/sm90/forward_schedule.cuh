@@ -62,16 +62,15 @@ __device__ __forceinline__ int prefix_tiles(const Params& p) {
 template <class P>
 __device__ __forceinline__ Sequence<P> sequence_at(const Params& p, int b) {
   if constexpr (P::kCascade) {
-    if (b == p.batch) {
-      Sequence<P> prefix;
-      const long long most = static_cast<long long>(p.batch) * p.seqlen_q;
-      const PackedRows q = packed_rows(p.cu_seqlens_q[0], p.cu_seqlens_q[p.batch], p.rows_q,
-                                       static_cast<int>(min(most, static_cast<long long>(p.rows_q))));
-      prefix.b = 0;
-      prefix.q_first_ = q.first, prefix.q_length_ = q.count;
-      prefix.kv_length_ = prefix_tiles<P>(p) * P::kBc + q.count;
-      return prefix;
-    }
+    const bool is_prefix = b == p.batch;
+    const PackedRows q = packed_rows(p.cu_seqlens_q[is_prefix ? 0 : b], p.cu_seqlens_q[is_prefix ? b : b + 1],
+                                     p.rows_q, is_prefix ? p.batch * p.seqlen_q : p.seqlen_q);
+    Sequence<P> sequence;
+    sequence.b = is_prefix ? 0 : b;
+    sequence.q_first_ = q.first, sequence.q_length_ = q.count;
+    sequence.kv_length_ =
+        is_prefix ? prefix_tiles<P>(p) * P::kBc + q.count : clamped(p.kv_lengths[b], 0, p.seqlen_kv);
+    return sequence;
   }
   return Sequence<P>(p, b);
 }
@@ -81,7 +80,7 @@ struct TileCoord {
   unsigned batch_head;  ///< among batch entries and their scheduled heads
   unsigned q_tile;
   Range warpgroups;
-  int split;       ///< or kWhole; stream-K: or a part's number; cascade: the first row of the part
+  int split;       ///< or kWhole; stream-K: or a part's number
   Range kv_tiles;  ///< stream-K: of the part
 };
 

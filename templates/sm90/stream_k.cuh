@@ -49,26 +49,31 @@ __device__ __forceinline__ int heads_of_row(const Params& p, int row) {
   return static_cast<int>(P::kQTilesAsHeads ? scheduled_heads<P>(p) * q_tiles_per_head<P>(p)
                                             : scheduled_heads<P>(p));
 }
-/// The place of a row's work tile.
+/// The place of a row's work tile, of `heads` heads.
 template <class P>
-__device__ __forceinline__ void place_in_row(const Params& p, int row, int head, TileCoord& found) {
-  const int q_tiles = is_prefix<P>(p, row) ? prefix_q_tiles<P>(p) : static_cast<int>(q_tiles_per_head<P>(p));
-  if (P::kQTilesAsHeads || is_prefix<P>(p, row)) {
-    const int sequence = P::kQTilesAsHeads ? row : p.batch;
-    found.batch_head = sequence * scheduled_heads<P>(p) + head / q_tiles;
-    found.q_tile = head % q_tiles;
-  } else {
-    found.batch_head = row / q_tiles * scheduled_heads<P>(p) + head;
-    found.q_tile = row % q_tiles;
-  }
+__device__ __forceinline__ void place_in_row(const Params& p, int row, int heads, int head,
+                                             TileCoord& found) {
+  const int scheduled = static_cast<int>(scheduled_heads<P>(p));
+  const bool q_tiles_are_heads = P::kQTilesAsHeads || is_prefix<P>(p, row);
+  const int at = q_tiles_are_heads ? head : row;
+  const int q_tiles = q_tiles_are_heads ? heads / scheduled : static_cast<int>(q_tiles_per_head<P>(p));
+  const int rest = at / q_tiles;
+  found.q_tile = at - rest * q_tiles;
+  if (q_tiles_are_heads)
+    found.batch_head = (P::kQTilesAsHeads ? row : p.batch) * scheduled + rest;
+  else
+    found.batch_head = rest * scheduled + head;
 }
 template <class P>
 __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
+  int first = 0;
+  if constexpr (P::kCascade) {
+    first = prefix_tiles<P>(p);
+    if (is_prefix<P>(p, row)) return {0, first};
+  }
   const int q_tiles = rows_of_sequence<P>(p);
-  const bool of_prefix = is_prefix<P>(p, row);
-  const Sequence<P> sequence = sequence_at<P>(p, of_prefix ? p.batch : row / q_tiles);
-  const Range queries =
-      tile_range(of_prefix ? 0 : row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
+  const Sequence<P> sequence(p, row / q_tiles);
+  const Range queries = tile_range(row % q_tiles, queries_per_tile<P>(p), sequence.seqlen_q(p));
   const int keys = sequence.seqused_kv(p);
   if (queries.begin >= queries.end || keys == 0) return {0, 0};
   if constexpr (P::kIndices) return {0, tiles_of_list<P>(p)};
@@ -76,16 +81,8 @@ __device__ __forceinline__ Range kv_tiles_of_row(const Params& p, int row) {
   if constexpr (!P::kMaskUsesHead) bounds = P::kv_bounds(p, sequence.head(p, 0), queries);
   const int end = min(bounds.end, keys);
   if (bounds.begin >= end) return {0, 0};
-  Range tiles{bounds.begin / P::kBc, (end + P::kBc - 1) / P::kBc};
-  if constexpr (P::kCascade) {
-    const int prefix = prefix_tiles<P>(p);
-    if (of_prefix)
-      tiles.end = prefix;
-    else
-      tiles.begin = max(tiles.begin, prefix);
-    if (tiles.begin >= tiles.end) return {0, 0};
-  }
-  return tiles;
+  first = max(first, bounds.begin / P::kBc);
+  return {first, max(first, (end + P::kBc - 1) / P::kBc)};
 }
 template <class P>
 __device__ __forceinline__ long long work_of_row(const Params& p, int row) {
@@ -200,29 +197,21 @@ __device__ __forceinline__ int part_of_share(const Params& p, int share, int lan
 
 /// Cascade: the place of a row's work tile in Params::shares_of_tile.
 template <class P>
-__device__ __forceinline__ long long tile_index(const Params& p, int row, int head) {
-  return static_cast<long long>(row) * static_cast<int>(scheduled_heads<P>(p)) + head;
+__device__ __forceinline__ int tile_index(const Params& p, int row, int head) {
+  return row * static_cast<int>(scheduled_heads<P>(p)) + head;
 }
-/// Cascade: the rows of a work tile's parts. All work tiles are parts, for a row of O has two. The number of
-/// a part among its lane's is the sum of those of the work tile and the share, so the parts of a work tile
-/// are one behind the other.
-struct RowsOfParts {
-  int first;  ///< as if share 0 had a part
-  int count;  ///< of a part
-};
-template <class P>
-__device__ __forceinline__ RowsOfParts rows_of_parts(const Params& p, int row, int head) {
-  const int lanes = p.head_lanes, lane = head % lanes, shares = p.num_splits / lanes;
-  const int heads = static_cast<int>(scheduled_heads<P>(p)) / lanes, own = own_rows<P>(p) * heads;
-  if (!is_prefix<P>(p, row))
-    return {(lane * (own + shares) + row * heads + head / lanes) * p.part_rows, p.part_rows};
-  const int all = heads_of_row<P>(p, row) / lanes + shares;
-  return {lanes * (own + shares) * p.part_rows + (lane * all + head / lanes) * P::kBr, P::kBr};
+/// Cascade: the number of a share's part of a work tile. All work tiles are parts, for a row of O has two.
+/// Shares and work tiles of a lane ascend together, so no two parts have the same.
+__device__ __forceinline__ int part_of_tile(const Params& p, int index, int share) {
+  return index + share * p.head_lanes;
 }
 
-/// Where the parts of a row of O are, of a sequence's own keys or of the prefix.
+/// Cascade: the shares that have the parts of a row of O, of a sequence's own keys or of the prefix.
 struct PartsOfRow {
-  int first, stride, count;
+  int index, row;  ///< the work tile, and the row there
+  SharesOfTile shares;
+
+  __device__ int count() const { return shares.end - shares.begin; }
 };
 template <class P>
 __device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence, int query, int h) {
@@ -240,9 +229,8 @@ __device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence
     head = head * prefix_q_tiles<P>(p) + q_tile;
   else
     row = sequence * rows_of_sequence<P>(p) + q_tile;
-  const SharesOfTile shares = p.shares_of_tile[tile_index<P>(p, row, head)];
-  const RowsOfParts parts = rows_of_parts<P>(p, row, head);
-  return {parts.first + shares.begin * parts.count + row_of_tile, parts.count, shares.end - shares.begin};
+  const int index = tile_index<P>(p, row, head);
+  return {index, row_of_tile, p.shares_of_tile[index]};
 }
 
 /// Hands out the parts of work tiles that a CTA's share consists of. What it keeps is small, as producer
@@ -254,7 +242,6 @@ struct StreamKScheduler {
   Range tiles;     ///< of the row's work tiles
   int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
   int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
-  long long index = 0;     ///< cascade: of that work tile
 
   __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
       : share(cta / p.head_lanes),
@@ -277,18 +264,21 @@ struct StreamKScheduler {
       tiles = kv_tiles_of_row<P>(p, ++row);
       if constexpr (P::kCascade) heads = heads_of_row<P>(p, row) / p.head_lanes;
     }
-    const int head = at / count(), tile = at - head * count(), size = min(left, count() - tile);
-    place_in_row<P>(p, row, head * p.head_lanes + lane, found);
-    found.warpgroups = {0, P::kBr / kWarpgroupRows};
-    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
+    const int of_lane = at / count(), tile = at - of_lane * count(), size = min(left, count() - tile);
+    const int head = of_lane * p.head_lanes + lane;
     before = tile, behind = count() - tile - size;
     if constexpr (P::kCascade) {
-      index = tile_index<P>(p, row, head * p.head_lanes + lane);
-      const RowsOfParts parts = rows_of_parts<P>(p, row, head * p.head_lanes + lane);
-      found.split = parts.first + share * parts.count;
+      const int index = tile_index<P>(p, row, head);
+      // The first and the last share that have a part of a work tile say so.
+      if (before == 0) p.shares_of_tile[index].begin = share;
+      if (behind == 0) p.shares_of_tile[index].end = share + 1;
+      found.split = part_of_tile(p, index, share);
     } else {
       found.split = before == 0 && behind == 0 ? kWhole : part_of_share(p, share, lane, behind > 0);
     }
+    place_in_row<P>(p, row, heads * p.head_lanes, head, found);
+    found.warpgroups = {0, P::kBr / kWarpgroupRows};
+    found.kv_tiles = {tiles.begin + tile, tiles.begin + tile + size};
     at += size;
     left -= size;
     return true;
@@ -297,10 +287,6 @@ struct StreamKScheduler {
   /// other parts; else 0.
   __device__ int shares_end(const Shares& shares) const {
     return before == 0 && behind > 0 ? shares.first_from(shares.begin(share + 1) + behind) : 0;
-  }
-  /// If it begins a work tile: the end of the shares that have its parts; else 0.
-  __device__ int end_of_begun(const Shares& shares) const {
-    return before > 0 ? 0 : behind > 0 ? shares_end(shares) : share + 1;
   }
   /// If it does not begin one: the share in which that begins; else -1.
   __device__ int continues(const Shares& shares) const {
@@ -338,8 +324,7 @@ __device__ __forceinline__ RowPlace row_place(const Params& p, const WorkTile<P>
 /// LSE and O of a row of a part, which are in no order that a tensor has.
 template <class P>
 __device__ __forceinline__ long long row_of_part(int part, int wg, int row) {
-  const long long first = P::kCascade ? part : static_cast<long long>(part) * P::kBr;
-  return first + row_group<P>(wg) * kWarpgroupRows + row;
+  return static_cast<long long>(part) * P::kBr + row_group<P>(wg) * kWarpgroupRows + row;
 }
 template <class P>
 __device__ __forceinline__ float* o_of_part(const Params& p, long long row) {
@@ -385,7 +370,7 @@ __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareSt
     } else {
       for (int head = 0; head < heads_of_row<P>(p, row); ++head) {
         TileCoord coord{0, 0, {0, P::kBr / kWarpgroupRows}, kWhole, {}};
-        place_in_row<P>(p, row, head, coord);
+        place_in_row<P>(p, row, heads_of_row<P>(p, row), head, coord);
         const WorkTile<P> work(p, coord);
         write_rows_without_keys(p, work, thread, threads);
       }

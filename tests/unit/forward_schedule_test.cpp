@@ -289,11 +289,9 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
   p.seqlen_kv = *std::ranges::max_element(lengths.keys);
   p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
   p.num_splits = shares, p.head_lanes = lanes, p.prefix_length = &prefix_length;
-  p.part_rows = std::min(P::kBr, p.seqlen_q);
   if (P::kPackGqa) {
     const int shared = heads_q / heads_kv;
     p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
-    p.part_rows = p.seqlen_q > p.packed.queries ? P::kBr : p.seqlen_q * shared;
   }
   const int heads = static_cast<int>(scheduled_heads<P>(p)), rows = work_rows<P>(p);
   const long long prefix_tiles = (static_cast<long long>(batch) * p.seqlen_q + queries_per_tile<P>(p) - 1) /
@@ -304,7 +302,7 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
   for (int row = 0; row < rows; ++row) sum += work_of_row<P>(p, row);
   const Shares all(sum, count_of_shares(p, sum, 0));
 
-  std::map<int, Range> parts;  // by the first row
+  std::map<int, Range> parts;
   for (int share = 0; share < shares; ++share) {
     ShareStart start{all, 0, 0, {0, 0}};
     const long long begin = all.begin(share / lanes);
@@ -314,14 +312,11 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
     StreamKScheduler<P> scheduler(p, share, start);
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
-      if (const int end = scheduler.end_of_begun(all); end > 0)
-        p.shares_of_tile[scheduler.index] = {share / lanes, end};
     }
   }
-  const long long room = static_cast<long long>(own_rows<P>(p) * heads + shares) * p.part_rows +
-                         (prefix_tiles + shares) * P::kBr;
+  const long long room = own_rows<P>(p) * heads + prefix_tiles + shares;
   const Sequence<P> prefix = sequence_at<P>(p, batch);
-  std::set<long long> used;
+  std::set<std::pair<int, int>> used;  // parts and rows
   for (int b = 0; b < batch; ++b)
     for (int q = 0; q < lengths.queries[b]; ++q)
       for (int h = 0; h < heads_q; ++h) {
@@ -329,11 +324,12 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
         int next = 0;  // KV tile
         for (const PartsOfRow& of :
              {parts_of_row<P>(p, batch, sequence.q_row(q) - prefix.q_row(0), h), parts_of_row<P>(p, b, q, h)})
-          for (int part = 0; part < of.count; ++part) {
-            const long long row = of.first + static_cast<long long>(part) * of.stride;
-            ASSERT_TRUE(used.insert(row).second && row < room);
-            const auto found = std::prev(parts.upper_bound(static_cast<int>(row)));
-            ASSERT_LT(row - found->first, of.stride);
+          for (int share = of.shares.begin; share < of.shares.end; ++share) {
+            const int part = part_of_tile(p, of.index, share);
+            ASSERT_TRUE(part < room && of.row < P::kBr);
+            ASSERT_TRUE(used.insert({part, of.row}).second);
+            const auto found = parts.find(part);
+            ASSERT_NE(found, parts.end());
             ASSERT_EQ(found->second.begin, next);
             next = found->second.end;
           }

@@ -83,10 +83,11 @@ bool counts_q_tiles_as_heads(const AnalysedSpec& spec, const TileConfig& c) {
 }
 
 /// Whether the prefix that all sequences share is read once. Its queries are those of all sequences, which
-/// have scales of their own where Q is of 8 bits, and positions that programs would have to see.
+/// have scales of their own where Q is of 8 bits, and positions that programs would have to see. Where two
+/// warpgroups share rows, ptxas serialised their products.
 bool is_cascade(const AnalysedSpec& spec, const TileConfig& c) {
   return is_stream_k(spec, c) && spec.shared_prefix && (spec.mask.empty() || spec.mask == causal()) &&
-         spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes;
+         spec.score.empty() && !spec.dropout && !spec.indices && !spec.q_codes && c.d_split == 1;
 }
 
 int shared_bytes(const AnalysedSpec& spec, const TileConfig& c) {

@@ -237,15 +237,14 @@ __device__ __forceinline__ PartsOfRow parts_of_row(const Params& p, int sequence
 /// warps have few registers.
 template <class P>
 struct StreamKScheduler {
-  int share, lane;
+  int share;
   int row, heads;  ///< and the lane's heads of it
   Range tiles;     ///< of the row's work tiles
   int at, left;    ///< the next KV tile of the share, counted from the row's first, and how many there are
   int before, behind = 0;  ///< the KV tiles of a work tile around the part that was handed out last
 
-  __device__ StreamKScheduler(const Params& p, int cta, const ShareStart& start)
-      : share(cta / p.head_lanes),
-        lane(cta - share * p.head_lanes),
+  __device__ StreamKScheduler(const Params& p, const ShareStart& start)
+      : share(static_cast<int>(blockIdx.x) / p.head_lanes),
         row(start.row),
         heads(heads_of_row<P>(p, row) / p.head_lanes),
         tiles(start.tiles),
@@ -262,9 +261,10 @@ struct StreamKScheduler {
     while (count() * heads <= at) {
       at -= count() * heads;
       tiles = kv_tiles_of_row<P>(p, ++row);
-      if constexpr (P::kCascade) heads = heads_of_row<P>(p, row) / p.head_lanes;
+      if (is_prefix<P>(p, row)) heads *= prefix_q_tiles<P>(p);
     }
     const int of_lane = at / count(), tile = at - of_lane * count(), size = min(left, count() - tile);
+    const int lane = static_cast<int>(blockIdx.x) - share * p.head_lanes;
     const int head = of_lane * p.head_lanes + lane;
     before = tile, behind = count() - tile - size;
     if constexpr (P::kCascade) {
@@ -298,7 +298,7 @@ struct StreamKScheduler {
 template <class P>
 __device__ __forceinline__ auto make_scheduler(const Params& p, const ShareStart& start) {
   if constexpr (P::kStreamK)
-    return StreamKScheduler<P>(p, static_cast<int>(blockIdx.x), start);
+    return StreamKScheduler<P>(p, start);
   else
     return TileScheduler<P>(p);
 }
@@ -356,7 +356,7 @@ template <class P>
 __device__ __forceinline__ void write_empty_parts(const Params& p, const ShareStart& start, int thread,
                                                   int threads) {
   if constexpr (P::kMaskUsesHead) {
-    StreamKScheduler<P> scheduler(p, static_cast<int>(blockIdx.x), start);
+    StreamKScheduler<P> scheduler(p, start);
     for (TileCoord coord; scheduler.next(p, coord);)
       if (const WorkTile<P> work(p, coord); work.count() == 0)
         write_rows_without_keys(p, work, thread, threads);

@@ -214,7 +214,8 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
   for (int share = 0; share < shares; ++share) {
     long long size = 0;
     const ShareStart start = start_of(share / lanes);
-    StreamKScheduler<P> scheduler(p, share, start);
+    flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
+    StreamKScheduler<P> scheduler(p, start);
     CutTile cut{0, 0, 0, -1};
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_LT(coord.kv_tiles.begin, coord.kv_tiles.end);
@@ -309,7 +310,8 @@ void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int h
     for (; start.row < rows - 1 && start.before + work_of_row<P>(p, start.row) <= begin; ++start.row)
       start.before += work_of_row<P>(p, start.row);
     start.tiles = kv_tiles_of_row<P>(p, start.row);
-    StreamKScheduler<P> scheduler(p, share, start);
+    flashjit_emulator::now_block = {static_cast<unsigned>(share), 0, 0};
+    StreamKScheduler<P> scheduler(p, start);
     for (TileCoord coord; scheduler.next(p, coord);) {
       ASSERT_TRUE(parts.insert({coord.split, coord.kv_tiles}).second);
     }

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <map>
 #include <utility>
+#include <vector>
 
 namespace flashjit {
 namespace {
@@ -33,10 +34,8 @@ bool mask_shows(const SharedSequence& s, const SharedCall& call, const RowChunk&
       return true;
     case CallMask::causal:
       return j - call.keys.count <= i - rows.count;
-    case CallMask::window:
-      return distance < s.window;
-    case CallMask::causal_window:
-      return distance >= 0 && distance < s.window;
+    case CallMask::program:  // the sequence's
+      return distance >= 0 && (s.window == 0 || distance < s.window);
   }
   return false;
 }
@@ -45,15 +44,18 @@ void check(const SharedSequence& s, int ranks) {
   std::map<std::pair<std::int64_t, std::int64_t>, int> found;
   for (int rank = 0; rank < ranks; ++rank) {
     const auto segments = segments_of(s, rank, ranks);
+    std::vector<int> firsts(segments.size());
     for (int owner = 0; owner < ranks; ++owner)
       for (const SharedCall& call : calls_with(s, rank, owner, ranks)) {
         const RowChunk& rows = segments.at(call.segment);
+        if (call.first) ++firsts[call.segment];
         for (std::int64_t i = 0; i < rows.count; ++i)
           for (std::int64_t j = 0; j < call.keys.count; ++j)
             if (mask_shows(s, call, rows, i, j))
               ++found[{position(s, rank, ranks, rows.begin + i),
                        position(s, owner, ranks, call.keys.begin + j)}];
       }
+    EXPECT_EQ(firsts, std::vector<int>(segments.size(), 1));
   }
   for (std::int64_t q = 0; q < s.rows * ranks; ++q)
     for (std::int64_t kv = 0; kv < s.rows * ranks; ++kv)
@@ -81,8 +83,8 @@ TEST(SharedSchedule, HasEachPairOnce) {
 
 TEST(SharedSchedule, JoinsWhatIsSeenAsAWhole) {
   const SharedSequence s{.spec = {.head_dim = 64, .mask = causal()}, .rows = 8};
-  EXPECT_EQ(calls_with(s, 0, 0, 2),
-            (std::vector<SharedCall>{{0, {0, 4, 0}, CallMask::causal}, {1, {0, 8, 0}, CallMask::causal}}));
+  EXPECT_EQ(calls_with(s, 0, 0, 2), (std::vector<SharedCall>{{0, {0, 4, 0}, CallMask::causal, true},
+                                                             {1, {0, 8, 0}, CallMask::causal, true}}));
   EXPECT_EQ(calls_with(s, 0, 1, 2), (std::vector<SharedCall>{{1, {0, 8, 4}, CallMask::none}}));
   EXPECT_EQ(calls_with(s, 1, 0, 2),
             (std::vector<SharedCall>{{0, {0, 4, 0}, CallMask::none}, {1, {0, 4, 0}, CallMask::none}}));

@@ -34,7 +34,7 @@ bool follows_another(Step step, const KernelPlan& kernel) {
     case Step::tile_lists:
       return has_term_bounds(spec);
     case Step::main:
-      return kernel.schedule.dynamic_tiles;
+      return kernel.schedule.dynamic_tiles || kernel.schedule.stream_k;
     case Step::preprocess:
     case Step::combine:
     case Step::combine_parts:

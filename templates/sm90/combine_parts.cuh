@@ -145,6 +145,7 @@ __device__ __forceinline__ void join_parts(const Params& p, const CutTile& cut, 
 /// Grid: shares * rows that a work tile may have / kJoinedRows.
 template <class P>
 __device__ void combine_parts(const Params& p) {
+  let_next_grid_start<P>();  // the next call's forward pass, which waits by itself, too
   wait_for_prior_grid<P>();
   const int blocks = static_cast<int>(gridDim.x) / p.num_splits;  // of a share
   const int cta = static_cast<int>(blockIdx.x) / blocks, block = static_cast<int>(blockIdx.x) % blocks;
@@ -166,6 +167,7 @@ __device__ void combine_parts(const Params& p) {
 /// After a cascade. A warp for a row of O; grid: batch * heads_q * seqlen_q / kJoinedRows.
 template <class P>
 __device__ void combine_cascade(const Params& p) {
+  let_next_grid_start<P>();
   wait_for_prior_grid<P>();
   const long long at = static_cast<long long>(blockIdx.x) * kJoinedRows + threadIdx.x / 32;
   const int q = static_cast<int>(at % p.seqlen_q), h = static_cast<int>(at / p.seqlen_q % p.heads_q),

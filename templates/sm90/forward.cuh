@@ -241,7 +241,7 @@ __device__ void forward(const Params& p, const TensorMaps& maps) {
     }
   }
   __syncthreads();
-  if constexpr (P::kCountsTiles) wait_for_prior_grid<P>();
+  if constexpr (P::kCountsTiles || P::kStreamK) wait_for_prior_grid<P>();
   zero_unused_rows_of_output<P>(p);
   ShareStart start;
   if constexpr (P::kStreamK)

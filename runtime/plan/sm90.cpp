@@ -653,6 +653,17 @@ TileConfig split_tile(const AnalysedSpec& spec, const TileConfig& preferred) {
   return admits(spec, two, DeviceInfo::parse("sm_90a")) ? two : preferred;
 }
 
+/// Decoding beside a prefix that all sequences share: Q tiles of twice as many rows read it half as often,
+/// where all queries fill one. Prefix of 8159 keys and 545 of their own, 64 sequences: 92 us instead of 105.
+std::optional<TileConfig> cascade_tile(const AnalysedSpec& spec, const AttentionShape& shape,
+                                       const DeviceInfo& device) {
+  if (is_narrow(spec) || spec.has_scales() || gathers(spec) || shape.heads_kv == 0) return std::nullopt;
+  const TileConfig c = with_split(forward_config(8, 64, 4), shape.heads_q > shape.heads_kv);
+  const std::int64_t rows = shape.seqlen_q * (shape.heads_q / shape.heads_kv);
+  const bool fits = is_cascade(spec, c) && rows <= sm90::kWarpgroupRows && shape.batch * rows >= c.br;
+  return fits && admits(spec, c, device) ? std::optional(c) : std::nullopt;
+}
+
 /// Tiles with the heads that share K and V packed, if any may be.
 std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const std::vector<TileConfig>& tiles,
                                               const DeviceInfo& device) {
@@ -666,6 +677,7 @@ std::vector<TileConfig> packed_where_admitted(const AnalysedSpec& spec, const st
 
 TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, const DeviceInfo& device) {
   if (spec.indices) return tile_of_indices(spec, device);
+  if (const std::optional<TileConfig> cascade = cascade_tile(spec, shape, device)) return *cascade;
   if (const std::optional<TileConfig> shared = shared_kv_tile(spec, shape, device)) return *shared;
   if (const std::optional<TileConfig> whole = whole_row_tile(spec, shape, device)) return *whole;
   if (takes_half_tiles(spec, shape, device))

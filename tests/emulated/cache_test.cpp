@@ -44,6 +44,7 @@ std::vector<CacheCase> cases() {
       {"bf16:d64:causal:varlen:pages16:shared_prefix", {5, 8, 2, 3, 700}, PoolLayout::nhd},
       {"fp16:d128:varlen:pages64:sinks:shared_prefix", {3, 4, 4, 70, 500}, PoolLayout::hnd},
       {"bf16:d96:causal:varlen:pages3:shared_prefix", {4, 6, 2, 1, 500}, PoolLayout::interleaved},
+      {"bf16:d128:causal:varlen:pages16:shared_prefix", {40, 8, 2, 1, 600}, PoolLayout::nhd},
   };
   std::vector<CacheCase> all;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})

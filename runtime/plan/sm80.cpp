@@ -51,11 +51,11 @@ int accumulator_registers(const AnalysedSpec& spec, const TileConfig& c) {
     return sm80::forward_registers(c.br * c.d_split / (16 * c.warps),
                                    c.bc / sm80::score_parts(c.bc, c.d_split), spec.head_dim, columns,
                                    c.q_in_registers, false);
-  if (spec.indices) {  // dQ, scores, and some columns of dK or dV at a time
-    constexpr int kAtOnce = 32;
+  if (spec.indices) {  // dQ, scores, some columns of dK or dV at a time, and the addresses of their rows
+    constexpr int kAtOnce = 32, kAddresses = 24;
     const int tiles = c.bc * c.d_split / (16 * c.warps);
     return c.br * sm80::round_up(spec.head_dim, 16) / (32 * c.warps) +
-           tiles * (c.br / sm80::score_parts(c.br, c.d_split) + kAtOnce);
+           tiles * (c.br / sm80::score_parts(c.br, c.d_split) + kAtOnce) + kAddresses;
   }
   if (is_wide(spec))
     return c.bc * c.d_split / (16 * c.warps) *

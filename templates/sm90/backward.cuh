@@ -164,76 +164,6 @@ __device__ __forceinline__ void consume_wide(const Params& p, const TensorMaps& 
   signal_dq_full(smem, i, wg);
 }
 
-/// The same where CTAs split columns and look ahead: S and dP of a Q tile are computed before dQ, dK and dV
-/// of the one before, and travel meanwhile; P and dS travel under S and dP of the next.
-template <class P>
-__device__ __forceinline__ void consume_split_columns(const Params& p, const TensorMaps& maps,
-                                                      const BackwardSmem<P>& smem, int wg) {
-  using Policy = BackwardPolicy<P>;
-  using Fragments = BackwardFragments<P>;
-  typename Fragments::Dk dk = {};
-  typename Fragments::Dv dv = {};
-  typename Fragments::S s, dp;
-  typename Fragments::Operand p_operand, ds;
-  unsigned i = 0;
-  const auto start_s_and_dp = [&](unsigned i) {
-    clear_foreign_queries(p, smem, i, wg);
-    start_s(smem, wg, q_operand(smem, i, wg), s);  // S = Q K^T
-    smem.wait_dout(i);
-    start_dp(smem, i, wg, dp);  // dP = dO V^T
-  };
-  const auto finish_p_and_ds = [&](unsigned i) {  // P = exp(S - LSE), dS = P (dP - D)
-    PairSums<P> sums;
-    compute_p_and_ds(p, maps, smem, i, wg, 0, s, p_operand, ds, sums, &dp);
-    sums.end();
-    publish_to_async_proxy();
-    smem.signal_ds(i);
-  };
-  const auto wait_ds = [&] {
-    smem.wait_ds(i);
-    publish_to_async_proxy();  // what the other CTA has sent
-  };
-  typename Fragments::Dq dq;
-  const auto finish_products = [&] {
-    pin(dq);
-    wait_dq_empty(smem, i, wg);
-    stage_dq<0, Policy::kDqSteps>(smem, i, wg, dq);
-    signal_dq_full(smem, i, wg);
-    wgmma_wait<1>();
-    pin(dv);
-    smem.release_dout(i);
-    wgmma_wait<0>();
-    pin(dk);
-    smem.release_q(i);
-  };
-  for (; begin_q_tile(p, smem, i, wg, 0ull, s); ++i) {  // a KV tile's first
-    start_s_and_dp(i);
-    send_partial_sums<1, 0>(smem, wg, s, dp);
-    finish_p_and_ds(i);
-#pragma unroll 1
-    for (; !smem.q_tile(i).last; ++i) {
-      smem.wait_q(i + 1);
-      start_s_and_dp(i + 1);
-      wait_ds();
-      start_dq(smem, i, wg, dq);                        // dQ += dS K
-      start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
-      send_partial_sums<4, 3>(smem, wg, s, dp);
-      wgmma_wait<2>();
-      finish_products();
-      finish_p_and_ds(i + 1);
-    }
-    wait_ds();
-    start_dq(smem, i, wg, dq);
-    start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);
-    wgmma_wait<2>();
-    finish_products();
-    barrier_arrive(smem.kv_empty());
-    store_dk_dv(p, smem, i, wg, dk, dv);
-  }
-  wait_dq_empty(smem, i, wg);
-  signal_dq_full(smem, i, wg);
-}
-
 /// The same in a cluster of two CTAs, each with 64 keys: they exchange dS, and a warpgroup computes a
 /// quarter of the columns of dQ, for the keys of both.
 template <class P>
@@ -329,8 +259,6 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     raise_register_limit<Policy::kConsumerRegisters>();
     if constexpr (Policy::kExchangesDs)
       consume_wide_cluster(p, maps, smem, wg - 1);
-    else if constexpr (Policy::kLooksAhead)
-      consume_split_columns(p, maps, smem, wg - 1);
     else if constexpr (Policy::kWide)
       consume_wide(p, maps, smem, wg - 1);
     else

@@ -76,7 +76,7 @@ struct BackwardSmem {
   __device__ const char* row_terms_at(int at) const { return shared + kLayout.row_terms() + at; }
 
   // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each, or one where CTAs
-  // split columns and do not look ahead.
+  // split columns.
   __device__ unsigned ds(unsigned i) const {
     return base + kLayout.ds() + i % kLayout.ds_buffers() * kDsBytes;
   }

@@ -141,21 +141,6 @@ __device__ __forceinline__ void send_partial(const BackwardSmem<P>& smem, int wg
     store_remote(to + (which * kCount + n) / 4 * 128 * 16,
                  float4{of_other(n), of_other(n + 1), of_other(n + 2), of_other(n + 3)}, full);
 }
-/// Sends both when they are there, with so many products begun after S and after dP.
-template <int kAfterS, int kAfterDp, class P>
-__device__ __forceinline__ void send_partial_sums(const BackwardSmem<P>& smem, int wg,
-                                                  typename BackwardFragments<P>::S& s,
-                                                  typename BackwardFragments<P>::S& dp) {
-  if (threadIdx.x % 128 == 0)
-    barrier_expect(smem.partial_sums_full(wg), BackwardPolicy<P>::kLayout.partial_sums_bytes());
-  wgmma_wait<kAfterS>();
-  pin(s);
-  send_partial(smem, wg, 0, s);
-  wgmma_wait<kAfterDp>();
-  pin(s);
-  pin(dp);
-  send_partial(smem, wg, 1, dp);
-}
 /// Makes partial S or dP whole: of the pairs whose P this CTA computes, which then are the first.
 template <class P>
 __device__ __forceinline__ void add_partial(const BackwardSmem<P>& smem, int wg, int which,
@@ -174,21 +159,22 @@ __device__ __forceinline__ void add_partial(const BackwardSmem<P>& smem, int wg,
 
 /// A warpgroup's part of P^T and dS^T of Q tile i, as left operands of a product. dS, and P where the other
 /// warpgroup reads it, go to shared memory, too. `sums` collects what the pairs add to gradients of
-/// captures. S has been started early, or is started here, as dP is; or, where CTAs look ahead, both are
-/// there.
+/// captures. S has been started early, or is started here.
 template <class P>
-__device__ __forceinline__ void compute_p_and_ds(
-    const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem, unsigned i, int wg,
-    unsigned long long q_rows, typename BackwardFragments<P>::S& s,
-    typename BackwardFragments<P>::Operand& p_operand, typename BackwardFragments<P>::Operand& ds,
-    PairSums<P>& sums, const typename BackwardFragments<P>::S* dp_ahead = nullptr) {
+__device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMaps& maps,
+                                                 const BackwardSmem<P>& smem, unsigned i, int wg,
+                                                 unsigned long long q_rows,
+                                                 typename BackwardFragments<P>::S& s,
+                                                 typename BackwardFragments<P>::Operand& p_operand,
+                                                 typename BackwardFragments<P>::Operand& ds,
+                                                 PairSums<P>& sums) {
   using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr int kCount = ScoreTile<P>::kCount;
   const ScoreTile<P> tile(smem, i, wg);
   const Sequence<P>& sequence = smem.kv_tile_of(i).sequence;
   [[maybe_unused]] const auto head = sequence.head(p, tile.h);
-  if constexpr (!Policy::kLooksAhead) clear_foreign_queries(p, smem, i, wg);
+  clear_foreign_queries(p, smem, i, wg);
   [[maybe_unused]] unsigned bias_tile = 0;
   // Before dP takes the registers.
   if constexpr (Policy::kHasBiasTile) bias_tile = prepare_bias_tile(p, maps, smem, head, tile);
@@ -197,7 +183,7 @@ __device__ __forceinline__ void compute_p_and_ds(
     for (int half = 0; half < 2; ++half)
       column_term[half] = P::score_column_term(p, head, tile.at_kv(half * 2));
 
-  if constexpr (!Policy::kStartsSEarly && !Policy::kLooksAhead) start_s(smem, wg, q_rows, s);  // S = Q K^T
+  if constexpr (!Policy::kStartsSEarly) start_s(smem, wg, q_rows, s);  // S = Q K^T
   [[maybe_unused]] DroppedValues<kCount> dropped;
   const auto draw = [&] {
     dropped.template draw<P>(p, dropout_head<P>(p, sequence.b, tile.h), tile.q.at, tile.kv.at);
@@ -207,13 +193,8 @@ __device__ __forceinline__ void compute_p_and_ds(
   const bool partial =
       (P::kLseLog2 ? full <= 0 : full == 0) || smem.kv_begin(tile.i) + Policy::kKeys > smem.seqused_kv(p, i);
   typename BackwardFragments<P>::S dp;
-  if constexpr (Policy::kLooksAhead) {
-#pragma unroll
-    for (int n = 0; n < Policy::kWgQueries / 2; ++n) dp[n] = (*dp_ahead)[n];
-  } else {
-    smem.wait_dout(i);
-    start_dp(smem, i, wg, dp);  // dP = dO V^T
-  }
+  smem.wait_dout(i);
+  start_dp(smem, i, wg, dp);  // dP = dO V^T
   if constexpr (P::kDropout && Policy::kDrawsBesideDp) draw();
   TileMask<P, Policy::kPairQueries> mask;
   const auto key_at = [&](int half) { return tile.kv.at + half * 8; };
@@ -224,15 +205,19 @@ __device__ __forceinline__ void compute_p_and_ds(
 
   const OperandStore<P> store(tile);
   const float2 first_lse = tile.of_queries(tile.lse, 0), first_d = tile.of_queries(tile.d, 0);
-  if constexpr (Policy::kSplitsColumns && !Policy::kLooksAhead) {
-    named_barrier_sync(kBothConsumers, 2 * 128);  // both have read P and dS of the Q tile before
-    send_partial_sums<1, 0>(smem, wg, s, dp);
-  } else if constexpr (!Policy::kLooksAhead) {
-    wgmma_wait<0>();
-    pin(s);
-    pin(dp);
-  }
   if constexpr (Policy::kSplitsColumns) {
+    named_barrier_sync(kBothConsumers, 2 * 128);  // both have read P and dS of the Q tile before
+    if (threadIdx.x % 128 == 0)
+      barrier_expect(smem.partial_sums_full(wg), Policy::kLayout.partial_sums_bytes());
+    wgmma_wait<1>();
+    pin(s);
+    send_partial(smem, wg, 0, s);
+  }
+  wgmma_wait<0>();
+  pin(s);
+  pin(dp);
+  if constexpr (Policy::kSplitsColumns) {
+    send_partial(smem, wg, 1, dp);
     barrier_wait<P>(smem.partial_sums_full(wg), i & 1);
     add_partial(smem, wg, 0, s);
     add_partial(smem, wg, 1, dp);

@@ -288,7 +288,6 @@ constexpr int kDqSlots = 2;
 ///   Q              `stages`
 ///   dO             `stages`; one where CTAs exchange dS
 ///   dS             two; and where CTAs exchange dS two of the other CTA's; one where they split columns
-///                  and memory is short
 ///   P              as many where both warpgroups have the same keys ("wide")
 ///   partial sums   where CTAs split columns, the other CTA's S and dP of half of the pairs
 ///   bias tile      `stages`, where the score reads one
@@ -315,16 +314,6 @@ struct BackwardLayout {
   constexpr bool splits_columns() const { return sm90::splits_columns(head_dim, head_dim_v); }
   constexpr int keys() const { return splits_columns() ? bc : bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
-  /// There, if memory suffices, S and dP of a Q tile are computed before dQ, dK and dV of the one before.
-  constexpr bool looks_ahead() const {
-    constexpr int kOthers = 3072;
-    const int tiles =
-        tile_bytes(keys() + stages * br, columns()) + tile_bytes(keys() + stages * br, columns_v());
-    return splits_columns() && stages > 1 &&
-           tiles + 4 * tile_bytes(keys(), br) + 2 * partial_sums_bytes() + cta_dim() * kWarpgroupRows * 4 +
-                   kOthers <=
-               kSharedLimit;
-  }
   // Of Q and K, and of dO and V, the columns that a CTA has, and those of its tiles.
   constexpr int cta_dim() const { return cta_columns(head_dim, splits_columns()); }
   constexpr int cta_dim_v() const { return cta_columns(head_dim_v, splits_columns()); }
@@ -343,7 +332,7 @@ struct BackwardLayout {
   constexpr int q() const { return other_k() + (exchanges_ds() ? tile_bytes(keys(), columns() / 2) : 0); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
-  constexpr int ds_buffers() const { return splits_columns() && !looks_ahead() ? 1 : 2; }
+  constexpr int ds_buffers() const { return splits_columns() ? 1 : 2; }
   constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
   constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * ds_buffers() * tile_bytes(keys(), br); }
   constexpr int partial_sums() const { return p() + (wide() ? ds_buffers() * tile_bytes(keys(), br) : 0); }

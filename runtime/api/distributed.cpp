@@ -9,12 +9,15 @@
 #include <initializer_list>
 #include <limits>
 #include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
 #include "api/shared_programs.hpp"
 #include "api/shared_schedule.hpp"
+#include "call/arguments.hpp"
 #include "call/captures.hpp"
+#include "call/tensor_checks.hpp"
 #include "device/nccl.hpp"
 #include "device/resources.hpp"
 #include "support/environment.hpp"
@@ -36,6 +39,8 @@ struct Rows {
   }
 };
 
+constexpr std::size_t kPlaceAlignment = 256;
+
 /// Hands out a workspace, or with none counts what is needed.
 class Places {
  public:
@@ -43,7 +48,7 @@ class Places {
   template <class T = void>
   T* take(std::size_t bytes) {
     char* const place = data_ ? data_ + used_ : nullptr;
-    used_ += (bytes + 255) / 256 * 256;
+    used_ += (bytes + kPlaceAlignment - 1) / kPlaceAlignment * kPlaceAlignment;
     return reinterpret_cast<T*>(place);
   }
   /// None if nothing is needed: behind the last place is nobody's memory.
@@ -131,6 +136,7 @@ struct SharedAttention::Impl {
         sums_ready(driver) {
     check_spec();
     check_sizes();
+    check_communicators();
     take_programs();
     if (shares_heads()) std::tie(peer, peers) = place_in(heads_comm);
     if (!is_ulysses()) std::tie(rank, ranks) = place_in(comm);
@@ -144,6 +150,7 @@ struct SharedAttention::Impl {
     for_each_call([&](const SharedCall& call) { ++parts[call.segment]; });
   }
   void check_spec() const {
+    s.spec.validate();
     const AttentionSpec allowed{.dtype = s.spec.dtype,
                                 .head_dim = s.spec.head_dim,
                                 .head_dim_v = s.spec.v_dim(),
@@ -160,11 +167,12 @@ struct SharedAttention::Impl {
           to_string(s.spec));
   }
   void check_sizes() const {
-    if (s.batch < 1 || s.heads_kv < 1 || s.heads_q % s.heads_kv != 0 || s.rows < 1)
+    if (s.batch < 1 || s.heads_q < 1 || s.heads_kv < 1 || s.heads_q % s.heads_kv != 0 || s.rows < 1)
       refuse(
           "a shared sequence has batch {}, {} heads, {} of K and V, and {} rows a rank: they are at least 1, "
           "and the heads of K and V divide the others.",
           s.batch, s.heads_q, s.heads_kv, s.rows);
+    AttentionShape{s.batch, s.heads_q, s.heads_kv, 1, 1}.validate();
     if (s.rows % chunks() != 0)
       refuse("{} rows a rank are odd, and zigzag has two blocks of them: pad them to {}.", s.rows,
              s.rows + 1);
@@ -173,7 +181,16 @@ struct SharedAttention::Impl {
           "the window of a shared sequence is {}: it is of 1 key or more with the mask causal, or 0 for "
           "none.",
           s.window);
+    if (s.window > std::numeric_limits<std::int32_t>::max())
+      refuse("the window of a shared sequence is {}: give at most 2^31 - 1, or 0 for none.", s.window);
     if (s.reserved_sms < 0) refuse("reserved_sms is {}: give 0 or more.", s.reserved_sms);
+  }
+  void check_communicators() const {
+    if (!comm) refuse("the communicator is null: give the ncclComm_t of the ranks that share the sequence.");
+    if (is_ulysses() && sequence.heads_communicator)
+      refuse(
+          "heads_communicator is given with ulysses, whose ranks all share heads: leave it out, or use ring "
+          "or all_gather for two levels.");
   }
   /// Rank and ranks.
   std::pair<int, int> place_in(void* communicator) const {
@@ -303,11 +320,39 @@ struct SharedAttention::Impl {
     if (s.spec.sinks && call.first) args.sinks = given.sinks + first_head();
     if (is_ring() && travelling) args.reserved_sms = s.reserved_sms;
   }
-  template <class Args>
-  void check_given(Pass pass, const Args& args) const {
-    check_workspace(pass, args.workspace);
-    check_captures(declared, args.captures, pass);
-    if (s.spec.sinks && !args.sinks) refuse("sinks is null: the spec has them, give [heads_q].");
+  /// The caller's arguments as those of one call. They are checked before anything is sent.
+  template <class Args, class Given>
+  Args as_one_call(const Given& given) const {
+    const auto view = [&](const void* data, std::int64_t heads, int dim) {
+      return Rows{const_cast<void*>(data), heads, sequence.rows, dim, element()}.view(s.batch, 0,
+                                                                                      sequence.rows);
+    };
+    const std::int64_t heads = sequence.heads_q, heads_kv = sequence.heads_kv;
+    const int d = s.spec.head_dim, dv = s.spec.v_dim();
+    Args args{.q = view(given.q, heads, d),
+              .k = view(given.k, heads_kv, d),
+              .v = view(given.v, heads_kv, dv),
+              .out = view(given.out, heads, dv),
+              .lse = const_cast<float*>(given.lse)};
+    args.dropout_p = given.dropout_p;
+    args.sinks = given.sinks;
+    if constexpr (std::is_same_v<Args, BackwardArgs>) {
+      args.dout = view(given.dout, heads, dv);
+      args.dq = view(given.dq, heads, d);
+      args.dk = view(given.dk, heads_kv, d);
+      args.dv = view(given.dv, heads_kv, dv);
+      args.dlse = given.dlse;
+      args.dsinks = given.dsinks;
+    }
+    return args;
+  }
+  template <class Args, class Given>
+  void check_given(Pass pass, const Given& given) const {
+    AttentionSpec of_pass = s.spec;
+    of_pass.pass = pass;
+    check_arguments(of_pass, as_one_call<Args>(given));
+    check_workspace(pass, given.workspace);
+    check_captures(declared, given.captures, pass);
   }
   /// All calls that this rank makes, each once.
   template <class Call>
@@ -382,6 +427,7 @@ struct SharedAttention::Impl {
     if (needed > 0 && (!given.data || given.bytes < needed))
       refuse("the workspace has {} bytes: workspace_bytes() asks for {}.", given.data ? given.bytes : 0,
              needed);
+    check_pointer("workspace", given.data, kPlaceAlignment);
   }
 
   Rows q_rows(const void* data) const {
@@ -498,7 +544,7 @@ struct SharedAttention::Impl {
   }
 
   void forward(const SharedForwardArgs& args, CUstream stream, CUstream copies) {
-    check_given(Pass::forward, args);
+    check_given<ForwardArgs>(Pass::forward, args);
     Places places(args.workspace.data);
     if (!shares_heads()) return forward_rows(args, forward_places(places), stream, copies);
     const HeadPlaces p = head_places(places, Pass::forward);
@@ -567,7 +613,7 @@ struct SharedAttention::Impl {
   }
 
   void backward(const SharedBackwardArgs& args, CUstream stream, CUstream copies) {
-    check_given(Pass::backward, args);
+    check_given<BackwardArgs>(Pass::backward, args);
     Places places(args.workspace.data);
     if (!shares_heads()) return backward_rows(args, backward_places(places), stream, copies);
     const HeadPlaces p = head_places(places, Pass::backward);

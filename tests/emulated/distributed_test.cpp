@@ -537,36 +537,127 @@ TEST_F(EmulatedRanksThatDiffer, UlyssesNeedsHeadsForAllRanks) {
   });
 }
 
-TEST_F(EmulatedRanksThatDiffer, BadInputIsRefused) {
+/// A communicator of this process alone.
+void* lone_communicator() {
   void* comm = nullptr;
   Id id{};
-  ASSERT_EQ(nccl_function<int (*)(Id*)>("ncclGetUniqueId")(&id), 0);
+  nccl_function<int (*)(Id*)>("ncclGetUniqueId")(&id);
   nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 1, id, 0);
-  Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
-  const auto refusal = [&](const SharedSequence& sequence,
-                           const char* nccl = FLASHJIT_FAKE_NCCL) -> std::string {
+  std::filesystem::remove_all(id.text);
+  return comm;
+}
+
+class SharedAttentionOfOne : public GpuTest {
+ protected:
+  /// What is said about a sequence; empty where it is accepted.
+  std::string refusal(const SharedSequence& sequence, const char* nccl = FLASHJIT_FAKE_NCCL) {
+    return refusal_with(comm_, sequence, nccl);
+  }
+  std::string refusal_with(void* comm, const SharedSequence& sequence,
+                           const char* nccl = FLASHJIT_FAKE_NCCL) {
+    return said([&] { SharedAttention(runtime_, sequence, comm, nccl); });
+  }
+  template <class Call>
+  static std::string said(Call call) {
     try {
-      SharedAttention(runtime, sequence, comm, nccl);
+      call();
     } catch (const Error& error) {
       return error.message();
     }
     return "";
-  };
-  std::filesystem::remove_all(id.text);
-  const auto has = [](const std::string& message, const char* words) {
+  }
+  static testing::AssertionResult has(const std::string& message, const char* words) {
     return testing::AssertionResult(message.find(words) != std::string::npos) << message;
-  };
-  const AttentionSpec plain = parse_spec("bf16:d32");
+  }
+
+  void* comm_ = lone_communicator();
+  Runtime runtime_{RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}}};
+  const AttentionSpec plain_ = parse_spec("bf16:d32"), causal_ = parse_spec("bf16:d32:causal");
+};
+
+TEST_F(SharedAttentionOfOne, RefusesBadSequences) {
   EXPECT_TRUE(has(refusal({.spec = parse_spec("bf16:d32:varlen"), .rows = 8}), "nothing else"));
   EXPECT_TRUE(
       has(refusal({.spec = parse_spec("bf16:d32:score{part_q: int; score * to_float(part_q)}"), .rows = 8}),
           "does not begin with part_"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .window = 3}), "with the mask causal"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8, .documents = {0, 5}}), "go from 0 to 5 for 8 rows"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .batch = 2, .rows = 8, .documents = {0, 8}}), "has batch 2"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .heads_q = 3, .heads_kv = 2, .rows = 8}), "divide"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 7}), "pad them to 8"));
-  EXPECT_TRUE(has(refusal({.spec = plain, .rows = 8}, "/nowhere/libnccl.so"), "FLASHJIT_NCCL"));
+  EXPECT_TRUE(has(refusal({.spec = {.head_dim = 0}, .rows = 8}), "head_dim is 0"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .window = 3}), "with the mask causal"));
+  EXPECT_TRUE(has(refusal({.spec = causal_, .rows = 8, .window = -1}), "window of a shared sequence is -1"));
+  EXPECT_TRUE(
+      has(refusal({.spec = causal_, .rows = 8, .window = std::int64_t{1} << 40}), "at most 2^31 - 1"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .documents = {0, 5}}), "go from 0 to 5 for 8 rows"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .documents = {8}}), "go from 8 to 8"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .documents = {0, 6, 4, 8}}), "do not fall"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .batch = 2, .rows = 8, .documents = {0, 8}}), "has batch 2"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .batch = 0, .rows = 8}), "batch 0"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .heads_q = 3, .heads_kv = 2, .rows = 8}), "divide"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .heads_q = 0, .rows = 8}), "has batch 1, 0 heads"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .heads_q = -2, .rows = 8}), "-2 heads"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 0}), "0 rows"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 7}), "pad them to 8"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = std::int64_t{1} << 40}), "more than"));
+  EXPECT_TRUE(
+      has(refusal({.spec = plain_, .batch = std::int64_t{1} << 40, .rows = 8}), "batch is 1099511627776"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .reserved_sms = -1}), "reserved_sms is -1"));
+  EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8}, "/nowhere/libnccl.so"), "FLASHJIT_NCCL"));
+}
+
+TEST_F(SharedAttentionOfOne, RefusesBadCommunicators) {
+  EXPECT_TRUE(has(refusal_with(nullptr, {.spec = plain_, .rows = 8}), "communicator is null"));
+  EXPECT_TRUE(has(refusal_with(nullptr, {.spec = plain_, .rows = 8, .heads_communicator = comm_}),
+                  "communicator is null"));
+  EXPECT_TRUE(
+      has(refusal({.spec = plain_, .rows = 8, .scheme = SharingScheme::ulysses, .heads_communicator = comm_}),
+          "heads_communicator"));
+}
+
+/// Before anything is sent: a pointer that kernels would refuse has then crossed to the other ranks.
+TEST_F(SharedAttentionOfOne, RefusesBadCalls) {
+  gpu().context->make_current();
+  for (const SharingScheme scheme : {SharingScheme::ring, SharingScheme::ulysses}) {
+    SharedAttention shared(runtime_, {.spec = plain_, .rows = 8, .scheme = scheme}, comm_,
+                           FLASHJIT_FAKE_NCCL);
+    const auto space = poisoned(shared.workspace_bytes(Pass::backward));
+    const auto memory = poisoned(8 * 32 * sizeof(float));
+    const auto odd = static_cast<char*>(memory.data()) + 2;
+    float* const numbers = static_cast<float*>(memory.data());
+    const Workspace work{space.data(), space.bytes()};
+    const auto forward = [&](auto change) {
+      SharedForwardArgs args{.q = numbers, .k = numbers, .v = numbers, .out = numbers, .workspace = work};
+      change(args);
+      return said([&] { shared.forward(args, nullptr, nullptr); });
+    };
+    const auto backward = [&](auto change) {
+      SharedBackwardArgs args{.q = numbers,
+                              .k = numbers,
+                              .v = numbers,
+                              .out = numbers,
+                              .lse = numbers,
+                              .dout = numbers,
+                              .dq = numbers,
+                              .dk = numbers,
+                              .dv = numbers,
+                              .workspace = work};
+      change(args);
+      return said([&] { shared.backward(args, nullptr, nullptr); });
+    };
+    EXPECT_TRUE(has(forward([](auto& a) { a.q = nullptr; }), "q is null"));
+    EXPECT_TRUE(has(forward([&](auto& a) { a.k = odd; }), "k is at"));
+    EXPECT_TRUE(has(forward([](auto& a) { a.v = nullptr; }), "v is null"));
+    EXPECT_TRUE(has(forward([](auto& a) { a.out = nullptr; }), "out is null"));
+    EXPECT_TRUE(has(forward([&](auto& a) { a.lse = reinterpret_cast<float*>(odd); }), "lse is at"));
+    EXPECT_TRUE(has(forward([&](auto& a) { a.sinks = numbers; }), "sinks is given"));
+    EXPECT_TRUE(has(forward([](auto& a) { a.dropout_p = 0.5; }), "dropout"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.workspace = {}; }), "workspace_bytes()"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.workspace.data = static_cast<char*>(a.workspace.data) + 16; }),
+                    "workspace is at"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.lse = nullptr; }), "lse is null"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.dout = nullptr; }), "dout is null"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.dq = nullptr; }), "dq is null"));
+    EXPECT_TRUE(has(backward([&](auto& a) { a.dk = odd; }), "dk is at"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.dv = nullptr; }), "dv is null"));
+    EXPECT_TRUE(has(backward([&](auto& a) { a.dsinks = numbers; }), "dsinks is given"));
+  }
 }
 
 }  // namespace

@@ -188,6 +188,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.q = gather_q(spec, args);
     problem.k = gather_kv(spec, args, args.k, {"k_scale", args.k_scale});
     problem.v = gather_kv(spec, args, args.v, {"v_scale", args.v_scale});
+    if (args.prefix_length) problem.prefix_length = *args.prefix_length;
   } else {
     problem.q = gather(spec.dtype, args.q);
     problem.k = gather(spec.dtype, args.k);
@@ -221,6 +222,7 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.captures.push_back(captured(capture, declaration->type));
   }
   reference::check_offsets(problem);
+  reference::check_prefix(problem);
   return problem;
 }
 

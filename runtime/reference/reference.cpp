@@ -501,6 +501,50 @@ void check_offsets(const Problem& problem) {
     check_offsets("cu_seqlens_kv", problem.cu_seqlens_kv, context.packed_kv, context.shape.seqlen_kv);
 }
 
+namespace {
+
+/// The first key of sequence b that is not the first sequence's, in K or V; `keys` if there is none.
+std::int64_t first_unlike(const std::vector<double>& values, const AttentionShape& shape, std::int64_t b,
+                          std::int64_t keys) {
+  const std::int64_t of_sequence = std::ssize(values) / shape.batch, of_head = of_sequence / shape.heads_kv,
+                     dim = of_head / shape.seqlen_kv;
+  const auto alike = [](double x, double y) { return x == y || (std::isnan(x) && std::isnan(y)); };
+  std::int64_t first = keys;
+  for (std::int64_t h = 0; h < shape.heads_kv; ++h) {
+    const auto mine = values.begin() + b * of_sequence + h * of_head, others = values.begin() + h * of_head;
+    first = std::min(first, (std::mismatch(mine, mine + keys * dim, others, alike).first - mine) / dim);
+  }
+  return first;
+}
+
+}  // namespace
+
+void check_prefix(const Problem& problem) {
+  const std::int64_t prefix = problem.prefix_length;
+  const std::vector<std::int32_t>& offsets = problem.cu_seqlens_q;
+  if (!problem.spec.shared_prefix || prefix == 0 || offsets.back() == 0) return;
+  if (prefix < 0) refuse("prefix_length is {}; it must be 0 or more", prefix);
+  for (std::int64_t b = 0; b < problem.shape.batch; ++b) {
+    const std::int64_t queries = offsets[b + 1] - offsets[b];
+    if (b > 0 && queries == 0) continue;
+    const std::int64_t keys = std::clamp<std::int64_t>(problem.kv_lengths[b], 0, problem.shape.seqlen_kv);
+    const std::int64_t most = std::max<std::int64_t>(keys - queries, 0);
+    if (most < prefix)
+      refuse(
+          "prefix_length is {}, but sequence {} has {} keys besides those of its queries; it must be at most "
+          "that",
+          prefix, b, most);
+    const std::int64_t alike = std::min(first_unlike(problem.k, problem.shape, b, prefix),
+                                        first_unlike(problem.v, problem.shape, b, prefix));
+    if (alike < prefix)
+      refuse(
+          "prefix_length is {}, but key {} of sequence {} is not that of sequence 0; give how many first "
+          "keys "
+          "all sequences share",
+          prefix, alike, b);
+  }
+}
+
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};

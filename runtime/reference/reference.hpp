@@ -82,6 +82,10 @@ void check_offsets(const Problem& problem);
 void check_offsets(const char* name, const std::vector<std::int32_t>& offsets, std::int64_t rows,
                    std::int64_t longest);
 
+/// With spec.shared_prefix, throws Error(invalid_argument) unless the sequences have the prefix in common, as
+/// prefix_length says.
+void check_prefix(const Problem& problem);
+
 /// The values of [batch, heads_q, seqlen_q] whose rows exist: all, or those within their packed sequence.
 std::vector<double> existing_rows(const Problem& problem, const std::vector<double>& values);
 

@@ -155,6 +155,11 @@ def test_what_makes_no_sense_is_refused():
     refused(flashjit.InvalidArgument, ["prefix_length is for packed queries", "cu_seqlens_q"], prefix_length=cache.lengths[:1])
     packed = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32, device=DEVICE), "max_seqlen_q": 1}
     refused(flashjit.InvalidArgument, ["prefix_length is int32 [4]", "int32 [1]"], q=q.transpose(0, 2), prefix_length=cache.lengths, **packed)
+    if DEVICE == "cpu":  # else it is on the device
+        below = torch.tensor([-1], dtype=torch.int32)
+        refused(flashjit.InvalidArgument, ["prefix_length is -1", "0 or more"], q=q.transpose(0, 2), prefix_length=below, **packed)
+        refused(flashjit.InvalidArgument, ["prefix_length is 1, but sequence 1 has 0 keys"], q=q.transpose(0, 2),
+                prefix_length=-below, **packed)
     refused(flashjit.InvalidArgument, ["v the pages or slots"], v=cache.v[:2])
     refused(flashjit.InvalidArgument, ["cu_seqlens_kv"], cu_seqlens_kv=cache.lengths)
     refused(flashjit.InvalidArgument, ["max_seqlen_q"], cu_seqlens_q=cache.lengths)

@@ -1,9 +1,11 @@
 // Caches of slots and pages without a GPU: what a call may be given, and what the CPU reference makes of it.
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <numeric>
 #include <string>
 #include <vector>
 
@@ -258,6 +260,46 @@ void expect_read_as_in_order(const CacheCase& test) {
   }
   reference_forward(test.spec, args);
   for (std::size_t i = 0; i < out.size(); ++i) ASSERT_EQ(out[i], static_cast<float>(expected.out[i])) << i;
+}
+
+/// On a device nothing can say so: kernels may read the prefix from the first sequence's pages for all.
+TEST(Cache, TheReferenceSaysWhatSequencesDoNotShare) {
+  constexpr int kDim = 16, kRows = 4;
+  const AttentionSpec spec = parse_spec("fp32:d16:causal:varlen:pages4:shared_prefix");
+  std::vector<float> k(4 * kRows * kDim), v(k.size()), q(3 * kDim), out(q.size());
+  std::iota(k.begin(), k.end(), 1.0f);
+  const std::vector<std::int32_t> offsets = {0, 2, 2, 3};
+  const auto with = [&](std::int32_t prefix, std::vector<std::int32_t> lengths,
+                        std::vector<std::int32_t> table) {
+    ForwardArgs args{.q = ConstTensorView::bhsd(q.data(), 1, 1, 3, kDim),
+                     .k = ConstTensorView::bhsd(k.data(), 4, 1, kRows, kDim),
+                     .v = ConstTensorView::bhsd(v.data(), 4, 1, kRows, kDim),
+                     .out = TensorView::bhsd(out.data(), 1, 1, 3, kDim)};
+    args.kv_lengths = lengths.data();
+    args.cu_seqlens_q = offsets.data();
+    args.batch_size = 3, args.max_seqlen_q = 2;
+    args.page_table = {table.data(), 3, 2};
+    args.prefix_length = &prefix;
+    try {
+      reference_forward(spec, args);
+    } catch (const Error& error) {
+      return std::string(error.what());
+    }
+    return std::string("accepted");
+  };
+  const std::vector<std::int32_t> shared = {0, 1, 3, 3, 0, 2}, unlike = {0, 1, 3, 3, 1, 2};
+  EXPECT_EQ(with(4, {6, 0, 7}, shared), "accepted");  // the second sequence has no queries
+  EXPECT_EQ(with(0, {1, 0, 0}, unlike), "accepted");
+  expect_says(with(-1, {6, 0, 7}, shared), {"prefix_length is -1", "0 or more"});
+  expect_says(with(5, {6, 0, 7}, shared),
+              {"prefix_length is 5, but sequence 0 has 4 keys besides", "at most"});
+  expect_says(with(2'000'000'000, {8, 0, 8}, shared), {"sequence 0 has 6 keys"});
+  expect_says(with(4, {6, 0, 4}, shared), {"sequence 2 has 3 keys besides"});
+  expect_says(with(5, {8, 0, 8}, shared), {"key 4 of sequence 2 is not that of sequence 0", "share"});
+  expect_says(with(4, {6, 0, 7}, unlike), {"key 0 of sequence 2"});
+  v[0] = 1, v[kRows * kDim] = 2;  // of pages 0 and 1
+  std::copy_n(k.begin(), kRows * kDim, k.begin() + kRows * kDim);
+  expect_says(with(4, {6, 0, 7}, unlike), {"key 0 of sequence 2"});
 }
 
 TEST(Cache, TheReferenceReadsSlotsAndPages) {

@@ -377,7 +377,7 @@ def test_dropout_in_compiled_code():
 
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
-    arguments = (q, k, v, *[None] * 13, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 14, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments,
                           test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
 

@@ -134,7 +134,7 @@ def test_pages_and_packed_queries():
 def test_the_operators_are_sound():
     q, k = randn(2, 4, 3, 64).requires_grad_(), randn(2, 2, 30, 64).requires_grad_()
     indices = lists(2, 3, 2, 8, keys=30)
-    arguments = (q, k, k, *[None] * 5, indices, *[None] * 7, [], [], [], ":indices", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, k, *[None] * 5, indices, *[None] * 8, [], [], [], ":indices", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     assert (torch.ops.flashjit.attention_forward(*arguments)[0] - flashjit.attention(q, k, k, indices=indices)).abs().max() < LIMIT
 

@@ -101,7 +101,7 @@ def test_what_kernels_cannot_read_is_copied(through, what, how):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, *[None] * 8, [], [], [], ":sinks", None, 0.0, 0, 0, False, "")[0]
+            q, k, v, None, None, None, None, sinks, *[None] * 9, [], [], [], ":sinks", None, 0.0, 0, 0, False, "")[0]
     want = reference(**inputs)
     if through == "no_grad":
         with torch.no_grad():
@@ -169,7 +169,7 @@ def test_lse_has_gradients(through):
         function = compiled(function)
     elif through == "operator":
         function = lambda q, k, v, sinks: torch.ops.flashjit.attention_forward(
-            q, k, v, None, None, None, None, sinks, *[None] * 8, [], [], [], ":causal:sinks", None, 0.0, 0, 0, False, "")
+            q, k, v, None, None, None, None, sinks, *[None] * 9, [], [], [], ":causal:sinks", None, 0.0, 0, 0, False, "")
     w, g = torch.randn(2, 4, 9), torch.randn(2, 4, 9, 8)
     keep = causal(9, 13)
     both = lambda out, lse: (out * g).sum() + (lse * w).sum()
@@ -694,12 +694,12 @@ def test_compiled_code_refuses_lists_that_do_not_belong(programs):
 def test_the_operators_are_sound_with_lists(programs):
     q, k, v = tensors()
     lists = TileLists(q, k, v, causal=True)
-    arguments = (q, k, v, *[None] * 11, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 12, *lists.memory, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
     with pytest.raises(flashjit.InvalidArgument, match="lists were built for"):
-        torch.ops.flashjit.attention_forward(*arguments[:19], "", *arguments[20:])
+        torch.ops.flashjit.attention_forward(*arguments[:20], "", *arguments[21:])
     copied = [memory.clone() for memory in lists.memory]  # of which nothing is known: made in the call
-    out = torch.ops.flashjit.attention_forward(*arguments[:14], *copied, *arguments[16:])[0]
+    out = torch.ops.flashjit.attention_forward(*arguments[:15], *copied, *arguments[17:])[0]
     torch.testing.assert_close(torch.autograd.grad(out.square().sum(), (q, k, v)), torch.autograd.grad(
         torch.ops.flashjit.attention_forward(*arguments)[0].square().sum(), (q, k, v)))
 
@@ -1000,7 +1000,7 @@ def test_dynamic_shapes():
 
 def test_operators_are_sound():
     q, k, v = tensors()
-    arguments = (q, k, v, *[None] * 13, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
+    arguments = (q, k, v, *[None] * 14, [], [], [], ":causal", None, 0.0, 0, 0, False, "")
     torch.library.opcheck(torch.ops.flashjit.attention_forward.default, arguments)
 
 
@@ -1017,7 +1017,7 @@ def test_fake_kernels_agree_with_the_real_ones():
 
 def test_second_derivative_of_compiled_code_is_refused():
     q, k, v = tensors()
-    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 13, [], [], [], "", None, 0.0, 0, 0, False, "")[0]
+    out = torch.ops.flashjit.attention_forward(q, k, v, *[None] * 14, [], [], [], "", None, 0.0, 0, 0, False, "")[0]
     grad = torch.autograd.grad(out.square().sum(), q, create_graph=True)[0]
     with pytest.raises(flashjit.Unsupported, match="no second derivative"):
         grad.sum().backward()

@@ -20,7 +20,8 @@ struct BackwardPolicy {
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
   static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each CTA computes some columns of dQ
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
-  static constexpr bool kSplitsColumns = kLayout.splits_columns();  ///< each CTA has half of all columns
+  // Or each CTA has half of all columns. NOTES.md#columns-split-above-d256
+  static constexpr bool kSplitsColumns = kLayout.splits_columns();
   /// Of the KV tile, a CTA's first key.
   static __device__ int first_key(int rank) { return kSplitsColumns ? 0 : rank * kKeys; }
   // Of a tensor's columns, a CTA's.

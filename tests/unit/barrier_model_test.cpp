@@ -395,6 +395,41 @@ BarrierModel backward_model(const BackwardProblem& problem) {
   return model;
 }
 
+/// What the consumers of two CTAs that split columns exchange, over so many Q tiles: their loads and dQ are
+/// those of a CTA alone.
+BarrierModel split_columns_model(int q_tiles, bool meets_before_sending = true) {
+  constexpr int kCtas = 2, kGroups = 2;
+  BarrierModel model;
+  const auto partial = model.buffers("partial sums", kCtas * kGroups),
+             partial_full = model.mbarriers("partial_sums_full", kCtas * kGroups, 1),
+             ds_full = model.mbarriers("ds_full", kCtas * 2, kGroups);
+  // P and dS of a CTA, in the parts that each warpgroup of each CTA computes.
+  const auto p_and_ds = model.buffers("P and dS", kCtas * kCtas * kGroups);
+  const auto part = [&](int cta, int from, int wg) { return p_and_ds[(cta * kCtas + from) * kGroups + wg]; };
+  std::vector<int> both;
+  for (int cta = 0; cta < kCtas; ++cta) both.push_back(model.named_barrier(fmt::format("both[{}]", cta)));
+  for (int cta = 0; cta < kCtas; ++cta)
+    for (int wg = 0; wg < kGroups; ++wg) {
+      auto& consumer = model.agent(fmt::format("warpgroup {} of CTA {}", wg, cta));
+      const int own = cta * kGroups + wg, other_cta = 1 - cta, other = other_cta * kGroups + wg;
+      for (int i = 0; i < q_tiles; ++i) {
+        if (meets_before_sending) consumer.named_sync(both[cta]);
+        consumer.expect(partial_full[own], 1).copy(partial[other], i, partial_full[other]);
+        consumer.wait(partial_full[own], i + 1).read(partial[own], i);
+        consumer.write(part(cta, cta, wg), i);
+        consumer.copy(part(other_cta, cta, wg), i, ds_full[other_cta * 2 + i % 2]);
+        const int full = ds_full[cta * 2 + i % 2];
+        wg == 0 ? consumer.expect(full, kGroups) : consumer.arrive(full);
+        consumer.wait(full, uses_before(i, 2) + 1);
+        for (int from = 0; from < kCtas; ++from)
+          for (int of = 0; of < kGroups; ++of) consumer.begin_read(part(cta, from, of), i);
+        for (int from = 0; from < kCtas; ++from)
+          for (int of = 0; of < kGroups; ++of) consumer.end_read(part(cta, from, of));
+      }
+    }
+  return model;
+}
+
 TEST(BackwardBarriers, NoInterleavingGoesWrong) {
   for (const BackwardProblem& problem :
        {BackwardProblem{.q_tiles = {2, 1}}, BackwardProblem{.q_tiles = {3}, .dout_stages = 1},
@@ -409,6 +444,14 @@ TEST(BackwardBarriers, NoInterleavingOfWideHeadsGoesWrong) {
   for (const BackwardProblem& problem : {BackwardProblem{.q_tiles = {2, 1}, .wide = true},
                                          BackwardProblem{.q_tiles = {2, 1}, .dout_stages = 1, .wide = true}})
     EXPECT_EQ(backward_model(problem).explore(), "");
+}
+
+TEST(BackwardBarriers, NoInterleavingOfCtasThatSplitColumnsGoesWrong) {
+  EXPECT_EQ(split_columns_model(3).explore(), "");
+}
+
+TEST(BackwardBarriers, SumsSentBeforeTheOtherWarpgroupHasReadPAreFound) {
+  EXPECT_NE(split_columns_model(3, false).explore(), "");
 }
 
 TEST(BackwardBarriers, DsThatIsOverwrittenWhileItIsReadIsFound) {

@@ -640,6 +640,15 @@ def test_long_rings_are_as_exact_as_one_gpu(ranks, device):
         assert a <= 1.1 * b, f"{name}: {a:.3g}, on one {b:.3g}"
 
 
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous", "striped"])
+def test_rows_of_any_size_go_to_ranks_and_back(layout):
+    from flashjit._shards import by_rank, in_order
+    for batch, dim in itertools.product((0, 1, 2), (0, 1, 3, 8)):
+        for dtype in (torch.bfloat16, torch.float64, torch.bool):
+            x = torch.randn(batch, 3, 12, dim).to(dtype)
+            assert torch.equal(in_order(by_rank(x, 3, layout), layout), x)
+
+
 def test_layouts():
     import flashjit
     import flashjit.distributed as fd

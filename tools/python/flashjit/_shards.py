@@ -45,7 +45,7 @@ def by_rank(x: Tensor, ranks: int, layout: str) -> Tensor:
 
 def _wide(*tensors: Tensor) -> Sequence[Tensor]:
     """The same memory in elements of 16 bytes, where it can be, as PyTorch copies slices element by element."""
-    if all(x.is_contiguous() and x.shape[-1] * x.element_size() % 16 == x.data_ptr() % 16 == 0 for x in tensors):
+    if all(x.numel() and x.is_contiguous() and x.shape[-1] * x.element_size() % 16 == x.data_ptr() % 16 == 0 for x in tensors):
         return [x.view(torch.complex128) for x in tensors]
     return tensors
 

@@ -8,13 +8,22 @@
 
 namespace flashjit {
 
-/// A debug mode: prints a length of a cache's sequence that is clamped.
+/// A debug mode: prints a length of a cache's sequence that is clamped, and a prefix that a sequence cannot
+/// have.
 template <class Problem>
 __device__ __noinline__ void check_length(const Params& p, int b) {
+  if (threadIdx.x % 32 != 0) return;
   const int length = p.kv_lengths[b];
-  if ((length >= 0 && length <= p.seqlen_kv) || threadIdx.x % 32 != 0) return;
-  printf("flashjit: kv_lengths[%d] is %d, but a sequence has up to %d keys; it is clamped\n", b, length,
-         p.seqlen_kv);
+  if (length < 0 || length > p.seqlen_kv)
+    printf("flashjit: kv_lengths[%d] is %d, but a sequence has up to %d keys; it is clamped\n", b, length,
+           p.seqlen_kv);
+  if constexpr (Problem::kSharedPrefix) {
+    const int prefix = p.prefix_length[0], queries = p.cu_seqlens_q[b + 1] - p.cu_seqlens_q[b];
+    const int most = max(clamped(length, 0, p.seqlen_kv) - queries, 0);
+    if (prefix < 0 || (queries > 0 && prefix > most))
+      printf("flashjit: prefix_length is %d, but sequence %d has %d keys besides those of its queries\n",
+             prefix, b, most);
+  }
 }
 
 /// One batch entry: where its rows lie in the tensors, and how many there are. Packed sequences (varlen) lie

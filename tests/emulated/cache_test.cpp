@@ -117,6 +117,32 @@ TEST_F(EmulatedWrongCache, SpoilsItsSequencesAlone) {
       }
 }
 
+TEST_F(EmulatedWrongCache, OfAPrefixIsSaidWhereIndicesAreChecked) {
+  for (const Family family : {Family::simt, Family::sm90}) {
+    SCOPED_TRACE(to_string(family));
+    const CacheCase test{.spec = parse_spec("bf16:d64:causal:varlen:pages16:shared_prefix"),
+                         .shape = {3, 8, 2, 3, 300},
+                         .family = family};
+    const TileConfig config = plan::traits(family).heuristic(test.spec, test.shape, gpu().info);
+    const auto printed = [&](std::int32_t prefix, std::int32_t length) {
+      TemporaryRuntime runtime(true);
+      runtime.get().prepare(test.spec, test.shape, config);
+      testing::internal::CaptureStdout();
+      CacheRun(test).check_wrong_prefix(runtime.get(), prefix, length);
+      std::fflush(stdout);
+      return testing::internal::GetCapturedStdout();
+    };
+    const auto has = [](const std::string& text, const char* words) {
+      return testing::AssertionResult(text.find(words) != std::string::npos) << text.substr(0, 500);
+    };
+    EXPECT_EQ(printed(200, 281), "");
+    EXPECT_TRUE(has(printed(-7, 281), "prefix_length is -7, but sequence 0 has 278 keys"));
+    EXPECT_TRUE(has(printed(1 << 30, 281), "prefix_length is 1073741824, but sequence 0 has 278 keys"));
+    EXPECT_TRUE(has(printed(200, 5000), "kv_lengths[0] is 5000"));
+    EXPECT_TRUE(has(printed(200, 100), "prefix_length is 200, but sequence 0 has 97 keys"));
+  }
+}
+
 INSTANTIATE_TEST_SUITE_P(All, EmulatedCache, testing::ValuesIn(cases()),
                          [](const auto& info) { return name_of(info.param); });
 

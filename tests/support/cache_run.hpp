@@ -49,6 +49,19 @@ class CacheRun {
         << "LSE";
   }
 
+  /// With a prefix, and a length of the first sequence, that may be wrong: nothing outside of the tensors is
+  /// written. For specs with shared_prefix.
+  void check_wrong_prefix(Runtime& runtime, std::int32_t prefix, std::int32_t length) {
+    std::vector<std::int32_t> lengths = cache_.problem.kv_lengths;
+    lengths[0] = length;
+    prefix_length_.upload(&prefix, sizeof prefix);
+    lengths_.upload(lengths.data(), lengths.size() * sizeof(lengths[0]));
+    const GuardedMemory work(runtime.workspace_bytes(test_.spec, test_.shape));
+    runtime.forward(test_.spec, args(work), nullptr);
+    gpu().context->synchronize();
+    EXPECT_TRUE(out_.guards_intact() && lse_.guards_intact() && work.guards_intact());
+  }
+
   /// With a page that does not exist in the first sequence and a wrong length of the second one: nothing
   /// outside of the tensors is written, and O of the last sequence stays right. For specs without varlen.
   void check_wrong_entries(Runtime& runtime, std::int32_t page, std::int32_t length) {

@@ -29,14 +29,15 @@ struct SharedSequence {
   std::int64_t rows = 0;  ///< of each rank's shard; even with zigzag
   SharingScheme scheme = SharingScheme::ring;
   ShardLayout layout = ShardLayout::zigzag;
-  std::int64_t window = 0;  ///< with `causal`: a query sees its own and so many less one keys before; 0: all
+  /// With `causal`: how many keys a query sees, of which the last is at its own position; 0: all.
+  std::int64_t window = 0;
   /// Where packed documents begin in the whole sequence, and where the last one ends: masks count in each.
   /// Each part of one in a chunk is a call, and the batch is 1. Empty: there are none.
   std::vector<std::int64_t> documents = {};
   int reserved_sms = 0;  ///< left to transfers of a ring while these are under way, see ForwardArgs
   /// Two levels, with ring and all_gather: the ncclComm_t of ranks that share heads, as in ulysses, such as
-  /// those of one host. Theirs are consecutive parts of a shard, of as many times the rows, which the ranks
-  /// of the other communicator have.
+  /// those of one host. Together they have the shard of one rank of the other communicator, of as many times
+  /// the rows; each has consecutive rows of it, in the order of their ranks. Null: one level.
   void* heads_communicator = nullptr;
 };
 
@@ -51,7 +52,7 @@ struct SharedForwardArgs {
   void* out = nullptr;
   float* lse = nullptr;
   std::optional<float> softmax_scale = {};
-  Workspace workspace = {};  ///< at least workspace_bytes(Pass::forward)
+  Workspace workspace = {};  ///< at least workspace_bytes(Pass::forward), 256-byte aligned
   double dropout_p = 0.0;
   std::uint64_t seed = 0, offset = 0;
   std::span<const Capture> captures = {};
@@ -94,6 +95,7 @@ class FLASHJIT_API SharedAttention {
   std::size_t workspace_bytes(Pass pass) const;
 
   /// Kernels on `stream`, transfers on `copies`, which may be the same. Both passes are called by all ranks.
+  /// Throws Error(invalid_argument), before anything is sent.
   void forward(const SharedForwardArgs& args, Stream stream, Stream copies);
   void backward(const SharedBackwardArgs& args, Stream stream, Stream copies);
 

@@ -238,9 +238,10 @@ typedef struct flashjit_forward_args {
   flashjit_dropout_place dropout_place; /**< with "dropout_place" in the spec */
   int32_t reserved_sms; /**< how many multiprocessors kernels whose blocks take work by turns leave to others,
                            such as NCCL's */
-  const int32_t* prefix_length; /**< with "shared_prefix" in the spec: one number on the device. The first so
-                                     many keys of all sequences are those of the first sequence, and each has
-                                   at least so many besides those of its queries */
+  const int32_t* prefix_length; /**< with "shared_prefix" in the spec: one number on the device, how many
+                                   first keys each sequence has in common with the first one. Each has at
+                                   least so many besides those of its queries. 0: none. Kernels do not check
+                                   it */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -490,14 +491,15 @@ typedef struct flashjit_shared_sequence {
   int64_t rows; /**< of each rank's shard; even with FLASHJIT_ZIGZAG */
   flashjit_sharing_scheme scheme;
   flashjit_shard_layout layout;
-  int64_t window;           /**< with causal: a query sees its own and so many less one keys before; 0: all */
+  int64_t window; /**< with causal: how many keys a query sees, the last at its own position; 0: all */
   const int64_t* documents; /**< on the host, [document_count + 1]: where each begins in the whole sequence,
                                and where the last one ends; null: there are none. With them the batch is 1 */
   size_t document_count;
   int32_t reserved_sms;     /**< left to transfers of a ring while these are under way */
   void* heads_communicator; /**< two levels, with FLASHJIT_RING and FLASHJIT_ALL_GATHER: the ncclComm_t of
-                               ranks that share heads; theirs are consecutive parts of a shard, which the
-                               ranks of the other communicator have; null: there are none */
+                               ranks that share heads. Together they have the shard of one rank of the other
+                               communicator, of as many times the rows; each has consecutive rows of it, in
+                               the order of their ranks. Null: one level */
 } flashjit_shared_sequence;
 
 /** Of this rank: q, out [batch, heads_q, rows, ...], k, v [batch, heads_kv, rows, ...], contiguous, 16-byte
@@ -510,7 +512,7 @@ typedef struct flashjit_shared_forward_args {
   float* lse;
   const float* softmax_scale; /**< on the host; null: 1 / sqrt(head_dim) */
   void* workspace;
-  size_t workspace_bytes; /**< at least flashjit_shared_workspace_bytes() */
+  size_t workspace_bytes; /**< at least flashjit_shared_workspace_bytes(); the memory is 256-byte aligned */
   double dropout_p;       /**< with "dropout" in the spec; this and all below are the same on all ranks */
   uint64_t seed, offset;
   const flashjit_capture* captures; /**< one for each name declared by the spec's programs, in any order */
@@ -540,9 +542,8 @@ typedef struct flashjit_shared_backward_args {
 
 /** The spec has an element type, head dimensions, programs, "dropout" and "sinks". Programs see the whole
  * sequence, or with documents, whose number is `b`, the document. Their names do not begin with "part_".
- * `communicator` is an ncclComm_t of the current device. It and the runtime must live
- * longer. NCCL is opened at run time: `nccl`, null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads
- * at once. */
+ * `communicator` is an ncclComm_t of the current device. It and the runtime must live longer. NCCL is opened
+ * at run time: `nccl`, null: FLASHJIT_NCCL, else libnccl.so.2. Not for several threads at once. */
 FLASHJIT_C_API flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit_spec* spec,
                                                       const flashjit_shared_sequence* sequence,
                                                       void* communicator, const char* nccl,

@@ -105,8 +105,8 @@ struct ForwardArgs {
   /// How many multiprocessors kernels whose blocks take work by turns leave to others, such as NCCL's. Other
   /// kernels and stream-K use all. O does not change.
   int reserved_sms = 0;
-  /// With spec.shared_prefix: one number on the device. The first so many keys of all sequences are those of
-  /// the first sequence, and each sequence has at least so many besides those of its queries.
+  /// With spec.shared_prefix: one number on the device, how many first keys each sequence has in common with
+  /// the first one. Each has at least so many besides those of its queries. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
 };
 

@@ -78,9 +78,9 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         all rows of q, heads_kv, top-k]), with page_table of the pages' in order. Each entry is a key of its own, also where two are
         equal; -1, and what is no key of the sequence, is none. causal and mask_mod leave those of them that they allow. Not with
         block_mask, dropout_p, q of 8 bits and deterministic gradients.
-    prefix_length: int32 [1], with page_table and cu_seqlens_q: the first so many keys of all sequences are those of the first
-        sequence, and each has at least so many besides those of its queries. It changes no results: where that is possible the
-        keys are read once for all sequences.
+    prefix_length: int32 [1], with page_table and cu_seqlens_q: how many first keys each sequence has in common with the first
+        one; each has at least so many besides those of its queries. 0: none. It changes no results: where possible, these keys are
+        read once for all sequences. A wrong number is refused on the CPU; on a GPU it is not checked, and results are wrong.
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.

@@ -329,11 +329,12 @@ struct SharedAttention::Impl {
     };
     const std::int64_t heads = sequence.heads_q, heads_kv = sequence.heads_kv;
     const int d = s.spec.head_dim, dv = s.spec.v_dim();
-    Args args{.q = view(given.q, heads, d),
-              .k = view(given.k, heads_kv, d),
-              .v = view(given.v, heads_kv, dv),
-              .out = view(given.out, heads, dv),
-              .lse = const_cast<float*>(given.lse)};
+    Args args{};
+    args.q = view(given.q, heads, d);
+    args.k = view(given.k, heads_kv, d);
+    args.v = view(given.v, heads_kv, dv);
+    args.out = view(given.out, heads, dv);
+    args.lse = const_cast<float*>(given.lse);
     args.dropout_p = given.dropout_p;
     args.sinks = given.sinks;
     if constexpr (std::is_same_v<Args, BackwardArgs>) {

@@ -60,7 +60,8 @@ __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSm
   int first_chunk = Policy::kWide ? wg * kChunks : 0, end_chunk = columns / 8;
   if constexpr (Policy::kSplitsColumns) {
     first_chunk = (Policy::first_column(columns) + wg * first_columns) / 8;
-    end_chunk = wg == 0 ? first_chunk + first_columns / 8 : Policy::end_column(columns) / 8;
+    end_chunk = Policy::end_column(columns) / 8;
+    if (wg == 0) end_chunk = min(end_chunk, first_chunk + first_columns / 8);
   }
   const int thread = thread_now(), row = smem.kv_begin(i) + Policy::first_row(wg) + own_row(thread);
 #pragma unroll

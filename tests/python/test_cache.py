@@ -155,6 +155,12 @@ def test_what_makes_no_sense_is_refused():
     refused(flashjit.InvalidArgument, ["prefix_length is for packed queries", "cu_seqlens_q"], prefix_length=cache.lengths[:1])
     packed = {"cu_seqlens_q": torch.arange(5, dtype=torch.int32, device=DEVICE), "max_seqlen_q": 1}
     refused(flashjit.InvalidArgument, ["prefix_length is int32 [4]", "int32 [1]"], q=q.transpose(0, 2), prefix_length=cache.lengths, **packed)
+    refused(flashjit.WrongType, ["prefix_length is a list", "torch.Tensor"], q=q.transpose(0, 2), prefix_length=[1], **packed)
+    refused(flashjit.WrongType, ["prefix_length has the layout", "to_dense"], q=q.transpose(0, 2),
+            prefix_length=cache.lengths[:1].to_sparse(), **packed)
+    refused(flashjit.WrongType, ["page_table is a list", "torch.Tensor"], q=q.transpose(0, 2), page_table=cache.table.tolist(),
+            prefix_length=cache.lengths[:1], **packed)
+    refused(flashjit.WrongType, ["cu_seqlens_q is a list", "torch.Tensor"], cu_seqlens_q=[0, 1, 2, 3, 4], max_seqlen_q=1)
     if DEVICE == "cpu":  # else it is on the device
         below = torch.tensor([-1], dtype=torch.int32)
         refused(flashjit.InvalidArgument, ["prefix_length is -1", "0 or more"], q=q.transpose(0, 2), prefix_length=below, **packed)

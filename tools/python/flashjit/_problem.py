@@ -79,9 +79,9 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
         values = (*program.tensors, *program.scalars)
     varlen = cu_seqlens_q is not None or cu_seqlens_kv is not None
     if varlen or block is not None or sinks is not None or kv_lengths is not None or indices is not None:
-        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths), ("indices", indices), ("prefix_length", prefix_length)):
-            if value is not None and not isinstance(value, Tensor):
-                raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
+        for name, value in (("sinks", sinks), ("kv_lengths", kv_lengths), ("indices", indices), ("page_table", page_table),
+                            ("prefix_length", prefix_length)):
+            _check_dense(name, value)
         if sinks is not None and sinks.dtype != torch.float32:
             sinks = sinks.float()
         fixed = Fixed(None if block is None else block_mask.blocks, kv_lengths, cu_seqlens_q, cu_seqlens_kv, sinks, indices, page_table,
@@ -131,6 +131,7 @@ def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_
     for name, value in (("cu_seqlens_q", cu_seqlens_q), ("cu_seqlens_kv", cu_seqlens_kv)):
         if not isinstance(value, Tensor):
             raise WrongType(f"{name} is {describe(value)}: give cu_seqlens_q and cu_seqlens_kv as int32 tensors.")
+        _check_dense(name, value)
     if max_seqlen_q is None or max_seqlen_kv is None:
         raise InvalidArgument("cu_seqlens come without max_seqlen_q or max_seqlen_kv: give both as Python ints; to find "
                               "them from cu_seqlens would wait for the GPU.")
@@ -139,15 +140,22 @@ def _check_varlen(cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any, max_
             raise WrongType(f"{name} is a {type(value).__name__}: give a Python int.")
 
 
+def _check_dense(name: str, value: Any) -> None:
+    if value is None or isinstance(value, Tensor) and value.layout is torch.strided:
+        return
+    if isinstance(value, Tensor):
+        raise WrongType(f"{name} has the layout {value.layout}: convert it with .to_dense().")
+    raise WrongType(f"{name} is a {type(value).__name__}: give a torch.Tensor.")
+
+
 def _check_cache(page_table: Any, kv_lengths: Any, cu_seqlens_q: Any, cu_seqlens_kv: Any, max_seqlen_q: Any,
                  max_seqlen_kv: Any) -> None:
-    if page_table is not None and not isinstance(page_table, Tensor):
-        raise WrongType(f"page_table is a {type(page_table).__name__}: give a torch.Tensor.")
     if kv_lengths is None:
         raise InvalidArgument("kv_lengths is missing: with page_table or cache=True it says how many keys each sequence has.")
     if cu_seqlens_kv is not None:
         raise InvalidArgument("cu_seqlens_kv is given, but with page_table or cache=True kv_lengths says how many keys each "
                               "sequence has: leave it out.")
+    _check_dense("cu_seqlens_q", cu_seqlens_q)
     if (cu_seqlens_q is None) != (max_seqlen_q is None):
         raise InvalidArgument("cu_seqlens_q and max_seqlen_q come together: give both, or neither where every sequence has the "
                               "same number of queries.")

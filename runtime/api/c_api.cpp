@@ -357,6 +357,12 @@ flashjit::SharedSequence shared_sequence(const flashjit_spec* spec, const flashj
                                     .window = c.window,
                                     .reserved_sms = c.reserved_sms,
                                     .heads_communicator = c.heads_communicator};
+  if (!c.documents && c.document_count > 0)
+    throw Error(
+        ErrorCode::invalid_argument,
+        fmt::format("documents is null, but document_count is {}: give document_count + 1 numbers, or 0 "
+                    "for none.",
+                    c.document_count));
   if (c.documents) sequence.documents.assign(c.documents, c.documents + c.document_count + 1);
   return sequence;
 }
@@ -646,7 +652,6 @@ flashjit_status flashjit_shared_create(flashjit_runtime* runtime, const flashjit
     flashjit_shared_attention*& created =
         required(shared, "shared", "give the address of a flashjit_shared_attention*");
     created = nullptr;
-    if (!communicator) throw Error(ErrorCode::invalid_argument, "communicator is null: give an ncclComm_t.");
     created = new flashjit_shared_attention{flashjit::SharedAttention(
         get(runtime), shared_sequence(spec, sequence), communicator, nccl ? nccl : "")};
   });

@@ -49,10 +49,10 @@ struct SharedCase {
   std::int64_t heads_kv() const { return share_heads(); }
   std::int64_t heads() const { return 2 * heads_kv(); }
   std::int64_t batch() const { return documents ? 1 : 2; }
-  /// Of many rows, of none, and across ranks.
+  /// Of many rows, of one, of none, and across ranks.
   std::vector<std::int64_t> ends() const {
     const std::int64_t all = kRows * ranks;
-    return documents ? std::vector<std::int64_t>{0, 9, 9, all / 2 + 5, all - 3, all}
+    return documents ? std::vector<std::int64_t>{0, 0, 9, 9, 10, all / 2 + 5, all - 3, all, all}
                      : std::vector<std::int64_t>{};
   }
 };
@@ -495,6 +495,8 @@ INSTANTIATE_TEST_SUITE_P(
                     SharedCase{"fp16:d32x64:causal:dropout:sinks", 3, SharingScheme::ulysses,
                                ShardLayout::contiguous, 25, true},
                     SharedCase{kAlibi, 4, SharingScheme::ring, ShardLayout::zigzag, 0, false, true, 2},
+                    SharedCase{"bf16:d64:causal:dropout:sinks", 6, SharingScheme::ring, ShardLayout::zigzag,
+                               25, true, false, 3},
                     SharedCase{kAlibi, 2, SharingScheme::ulysses, ShardLayout::zigzag, 0, false, true}));
 
 class EmulatedRanksThatDiffer : public GpuTest {};
@@ -600,6 +602,34 @@ TEST_F(SharedAttentionOfOne, RefusesBadSequences) {
       has(refusal({.spec = plain_, .batch = std::int64_t{1} << 40, .rows = 8}), "batch is 1099511627776"));
   EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8, .reserved_sms = -1}), "reserved_sms is -1"));
   EXPECT_TRUE(has(refusal({.spec = plain_, .rows = 8}, "/nowhere/libnccl.so"), "FLASHJIT_NCCL"));
+}
+
+TEST_F(SharedAttentionOfOne, RefusesBadSequencesInC) {
+  flashjit_options options{};
+  options.struct_size = sizeof options;
+  flashjit_runtime* runtime = nullptr;
+  ASSERT_EQ(flashjit_runtime_create(&options, &runtime), FLASHJIT_OK);
+  flashjit_spec* spec = nullptr;
+  ASSERT_EQ(flashjit_spec_create("bf16:d32", &spec), FLASHJIT_OK);
+  flashjit_shared_sequence good{};
+  good.struct_size = sizeof good;
+  good.batch = good.heads_q = good.heads_kv = 1, good.rows = 8;
+  const auto refused = [&](auto change) -> std::string {
+    flashjit_shared_sequence sequence = good;
+    change(sequence);
+    flashjit_shared_attention* shared = nullptr;
+    const bool failed =
+        flashjit_shared_create(runtime, spec, &sequence, comm_, FLASHJIT_FAKE_NCCL, &shared) != FLASHJIT_OK;
+    flashjit_shared_destroy(shared);
+    return failed ? flashjit_last_error_message() : "";
+  };
+  EXPECT_EQ(refused([](auto&) {}), "");
+  EXPECT_TRUE(has(refused([](auto& s) { s.scheme = 3; }), "FLASHJIT_ULYSSES (2)"));
+  EXPECT_TRUE(has(refused([](auto& s) { s.layout = -1; }), "layout is -1"));
+  EXPECT_TRUE(
+      has(refused([](auto& s) { s.document_count = 2; }), "documents is null, but document_count is 2"));
+  flashjit_spec_destroy(spec);
+  flashjit_runtime_destroy(runtime);
 }
 
 TEST_F(SharedAttentionOfOne, RefusesBadCommunicators) {

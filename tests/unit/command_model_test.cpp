@@ -38,10 +38,10 @@ class PackOfAModel : public testing::Test {
 };
 
 TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
-  const CommandResult packed = pack("32/8 heads, d128, pages of 16, bf16");
+  const CommandResult packed = pack("32/8 heads, d128, pages of 16, bf16, shared_prefix");
   ASSERT_EQ(packed.code, 0) << packed.err;
   const std::set<std::string> kernels = kernels_of(packed);
-  EXPECT_LT(kernels.size(), 20u);
+  EXPECT_LT(kernels.size(), 25u);
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   std::mt19937 random(1);
   const auto length = [&](double most) {
@@ -54,6 +54,7 @@ TEST_F(PackOfAModel, HasEachKernelThatAnEngineAsksFor) {
     for (const char* text : {"fwd:bf16:d128:causal:pages16", "append:bf16:d128:pages16", "merge:bf16:d128"}) {
       AttentionSpec spec = parse_spec(text);
       spec.varlen = packs && spec.pass != Pass::merge;
+      spec.shared_prefix = packs && i % 4 == 0 && spec.pass == Pass::forward;
       const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
       EXPECT_TRUE(kernels.contains(to_string(plan.spec) + " " + to_string(plan.config)))
           << to_string(shape) << " " << to_string(plan.spec) << " " << to_string(plan.config);

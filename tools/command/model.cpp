@@ -18,6 +18,7 @@ struct ModelText {
   std::int64_t heads_q = 0, heads_kv = 0;
   std::string dims, dtype, cache, codes;
   std::string mask = ":causal", rest;  ///< of the spec
+  bool shared_prefix = false;          ///< of packed queries
 };
 
 [[noreturn]] void refuse_model(std::string_view text, const std::string& why) {
@@ -77,6 +78,8 @@ ModelText read_model(std::string_view text) {
       model.dims = phrase;
     else if (phrase.starts_with("mask{") || phrase.starts_with("causal"))
       model.mask = fmt::format(":{}", phrase);
+    else if (phrase == "shared_prefix")
+      model.shared_prefix = true;
     else
       model.rest += fmt::format(":{}", phrase);
   }
@@ -114,8 +117,10 @@ std::vector<PackItem> model_items(std::string_view text, const DeviceInfo& devic
   for (const std::int64_t batch : octaves(1, kMostSequences))
     for (const std::int64_t keys : octaves(64, kMostKeys)) {
       for (const std::int64_t queries : octaves(1, kMostDecoded)) add(attention, batch, queries, keys);
-      for (const std::int64_t queries : octaves(1, std::min(keys, kMostQueries)))
+      for (const std::int64_t queries : octaves(1, std::min(keys, kMostQueries))) {
         add(attention + ":varlen", batch, queries, keys);
+        if (model.shared_prefix) add(attention + ":varlen:shared_prefix", batch, queries, keys);
+      }
     }
   for (const char* packing : {"", ":varlen"})
     add(fmt::format("append:{}{}{}{}", kind, model.codes, model.cache, packing), 1, 1, 64);

@@ -29,7 +29,8 @@ constexpr std::array<EnvironmentVariable, 12> kVariables{{
     {"FLASHJIT_NCCL", "Path of libnccl, for sequences that GPUs share. Default: the loader's path."},
     {"FLASHJIT_CHECK_INDICES",
      "on: slow kernels that print each out-of-range index of a captured tensor, each entry of `indices` that "
-     "is no key but -1, and in a cache each wrong page number and length, and where; off (default)."},
+     "is no key but -1, and in a cache each wrong page number, length and `prefix_length`, and where; off "
+     "(default)."},
     {"FLASHJIT_CHECK_WAITS",
      "on: kernels whose waits end with a launch error after 10 seconds, instead of a hang; off (default)."},
     {"FLASHJIT_TUNE_IN_BACKGROUND",

@@ -20,6 +20,7 @@ struct WorkspaceNeeds {
   bool clears_dq = false;   ///< the main entry clears dq_accum as it goes, but for the first heads
   bool semaphores = false;  ///< blocks ask for their tiles, or wait for each other to add to dQ
   bool ranks = false;
+  bool claims_tiles = false;   ///< blocks claim their first KV tile
   std::int64_t list_sets = 0;  ///< batch entries and heads with lists of their own; 0: no lists
   std::int64_t list_rows = 0, list_columns = 0;  ///< tiles
   std::int64_t term_bounds = 0;      ///< values whose bounds over tiles a set of lists is made from

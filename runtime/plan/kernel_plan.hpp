@@ -85,6 +85,8 @@ struct Schedule {
   bool cascade = false;           ///< and what all sequences share is one sequence more, read once
   bool sums_dq = false;           ///< a cluster has one KV tile, whose dQ it sums up
   bool lse_log2 = false;          ///< backward: LSE in units of log2, too
+  bool claims_tiles = false;      ///< backward: blocks load their first KV tile while the launch before ends
+  bool finds_row_stats = false;   ///< clusters that sum up dQ may find what the preprocess entry does
 
   bool operator==(const Schedule&) const = default;
 };

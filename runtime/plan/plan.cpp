@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "plan/tiles.hpp"
+#include "templates/common/params.cuh"
 
 namespace flashjit::plan {
 namespace {
@@ -110,6 +111,17 @@ std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) 
   return stay ? std::min(heads, first) : heads;
 }
 
+/// Whether each cluster finds the stats of its KV tile's rows, so that the preprocess entry, its launch and
+/// all counters are left out: where all clusters run at once, and each of their warps has rows once at most.
+bool finds_row_stats(const ExecutionPlan& plan, const DeviceInfo& device) {
+  const AttentionShape& shape = plan.shape;
+  if (!plan.schedule.finds_row_stats || plan.needs.dq_accum || shape.seqlen_q == 0 || shape.heads_kv == 0)
+    return false;
+  const std::int64_t rows = shape.heads_q / shape.heads_kv * padded_seqlen_q(shape);
+  const std::int64_t rows_at_once = std::int64_t{plan.main().cluster} * kRowStatsWarps * kLseRows;
+  return rows <= rows_at_once && shape.batch * shape.heads_kv <= blocks_at_once(plan.main(), device);
+}
+
 void require_launchable(const ExecutionPlan& plan) {
   constexpr std::int64_t kMaxBlocks = std::numeric_limits<std::int32_t>::max();  // a grid's first dimension
   for (const Launch& launch : plan.launches) {
@@ -168,6 +180,11 @@ ExecutionPlan make_plan(const AttentionSpec& given_spec, const AttentionShape& g
   plan.needs = family.workspace(plan, plan.shape);
   const std::int64_t splits = num_splits(plan, plan.shape, device);
   if (plan.config.split) plan.needs.num_splits = splits;
+  if (finds_row_stats(plan, device)) {
+    plan.needs.semaphores = false;
+    for (Launch& launch : plan.launches)
+      launch.blocks = plan.entries[launch.entry].hot ? plan.shape.batch * plan.shape.heads_kv : 0;
+  }
   plan.workspace = workspace_layout(plan.needs, plan.spec, plan.shape);
   require_launchable(plan);
   for (Launch& launch : plan.launches) {

@@ -150,6 +150,8 @@ KernelPlan kernel(const AnalysedSpec& spec, const TileConfig& config) {
   }
   if (!is_attention(spec.pass)) return kernel;
   kernel.constants.push_back({"kLseLog2", false});
+  kernel.constants.push_back({"kFindsRowStats", false});
+  kernel.constants.push_back({"kClaimsTiles", false});
   kernel.constants.push_back({"kListedRows", config.br});
   const int by_queries = simt::shared_bytes(config.br, config.bc);
   const int by_keys = simt::shared_bytes(config.bc, config.br);

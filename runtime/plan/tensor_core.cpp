@@ -34,6 +34,8 @@ KernelPlan tensor_core_kernel(const AnalysedSpec& spec, const TileConfig& config
       .spec = spec, .config = config, .constants = problem_constants(spec, config), .schedule = schedule};
   kernel.constants.push_back({"kSharedBytes", main.shared_bytes});
   kernel.constants.push_back({"kLseLog2", schedule.lse_log2});
+  kernel.constants.push_back({"kFindsRowStats", schedule.finds_row_stats});
+  kernel.constants.push_back({"kClaimsTiles", schedule.claims_tiles});
   if (backward) kernel.add(Step::preprocess, auxiliary_entry("preprocess"));
   if (backward && spec.sinks) kernel.add(Step::sink_grads, auxiliary_entry("sink_grads"));
   if (has_term_bounds(spec)) kernel.add(Step::term_bounds, auxiliary_entry("term_bounds", "tile_lists"));
@@ -74,6 +76,7 @@ WorkspaceNeeds tensor_core_workspace(const KernelPlan& kernel, const AttentionSh
           .clears_dq = adds_dq && dynamic,
           .semaphores = dynamic || (backward && spec.deterministic),
           .ranks = has_ranks(spec),
+          .claims_tiles = kernel.schedule.claims_tiles,
           .list_sets = list_sets(spec, shape),
           .list_rows = backward ? kv_tiles : q_tiles,
           .list_columns = backward ? q_tiles : kv_tiles,

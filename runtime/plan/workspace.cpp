@@ -87,8 +87,9 @@ WorkspaceLayout workspace_layout(const WorkspaceNeeds& needs, const AttentionSpe
   out.dk_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.head_dim});
   out.dv_splits = allocator.place(q_splits, {needs.num_splits, heads_kv, shape.seqlen_kv, spec.v_dim()});
   // The tile counters and semaphores of templates/common/semaphores.cuh.
-  out.semaphores = allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
-                                   kTileCounters + shape.batch * shape.heads_kv * kHeadSemaphores);
+  out.semaphores =
+      allocator.place(needs.semaphores, {heads, needs.ordered_q_tiles, kDqSemaphores},
+                      kTileCounters + heads_kv * kHeadSemaphores + (needs.claims_tiles ? kTileClaims : 0));
   const std::int64_t sets = needs.list_sets;
   out.list_count = allocator.place(sets > 0, {sets, needs.list_rows});
   out.list_entries = allocator.place(sets > 0, {sets, needs.list_rows, needs.list_columns});

@@ -31,9 +31,14 @@ constexpr int kMaxCaptures = 16, kMaxScalars = 8;
 /// Rows of whose LSE the preprocess entry says together whether any is large: a warp's.
 constexpr int kLseRows = 32;
 
+/// Warps of a CTA that find D and LSE, where clusters do so: all but the producer's.
+constexpr int kRowStatsWarps = 11;
+
 /// How many ints Params::semaphores has (common/semaphores.cuh): tile counters, semaphores for each KV head,
 /// and with ordered additions at most kDqSemaphores for each Q tile of a head.
 constexpr int kTileCounters = 4, kHeadSemaphores = 2, kDqSemaphores = 4;
+/// And with kClaimsTiles: see sm90/backward_schedule.cuh.
+constexpr int kClaimableTiles = 255, kTileClaims = 1 + kClaimableTiles;
 
 /// A captured tensor; unused dimensions have size 1 and stride 0.
 struct CaptureParam {

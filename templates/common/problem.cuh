@@ -56,7 +56,10 @@ struct ExampleProblem {
   static constexpr int kDSplit = 1;
   static constexpr int kMinBlocks = 1;
   static constexpr bool kSplit = false;
-  static constexpr bool kLseLog2 = false;  // backward: LSE in units of log2, too: lse_log2.cuh
+  static constexpr bool kFindsRowStats =
+      false;  // backward: clusters may find D themselves: backward_schedule.cuh
+  static constexpr bool kClaimsTiles = false;  // backward: CTAs claim their first KV tile: semaphores.cuh
+  static constexpr bool kLseLog2 = false;      // backward: LSE in units of log2, too: lse_log2.cuh
   static constexpr bool kPackGqa = false;
   static constexpr bool kCheckIndices = false;  // indices that are no keys are printed: index_list.cuh
   static constexpr bool kCheckWaits = false;    // waits that hang trap: wait.cuh

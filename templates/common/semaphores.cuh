@@ -37,4 +37,11 @@ __device__ __forceinline__ int* dq_semaphore(const Params& p, int b, int h, int 
          ((static_cast<long long>(b) * p.heads_q + h) * q_tiles<P>(p) + q_tile) * kDqSemaphores + part;
 }
 
+/// With kClaimsTiles, where additions are not ordered: how many of the first KV tiles are claimed, then for
+/// each whether it is.
+template <class P>
+__device__ __forceinline__ int* tile_claims(const Params& p) {
+  return done_semaphore(p, p.batch, 0);
+}
+
 }  // namespace flashjit

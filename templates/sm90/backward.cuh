@@ -36,6 +36,9 @@
 //
 // Split-Q: where KV tiles are few and their queries many, several CTAs take one KV tile, each with a split
 // of the queries. Each stores its partial dK and dV in fp32, and the combine_dkdv entry adds them up.
+//
+// Before the first products: CTAs load their first tiles while the preprocess entry ends, or, in clusters
+// that have all keys of a row, do without it and find D themselves (backward_schedule.cuh).
 #pragma once
 
 #include "flashjit/sm90/backward_dq.cuh"
@@ -232,7 +235,10 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
     cluster_sync();
   else
     __syncthreads();
-  wait_for_prior_grid<P>();
+  // With kClaimsTiles the producer waits later.
+  if (!P::kClaimsTiles || threadIdx.x >= 32) wait_for_prior_grid<P>();
+  if constexpr (P::kFindsRowStats)
+    if (threadIdx.x >= 32 && finds_row_stats<P>(p)) find_row_stats<P>(p, smem);
 
   // A CTA stays as long as the other may write to its shared memory, or read from it.
   const auto leave = [] {
@@ -265,8 +271,14 @@ __device__ void backward(const Params& p, const TensorMaps& maps) {
       consume_narrow(p, maps, smem, wg - 1);
     lower_register_limit<Policy::kProducerRegisters>();
   }
-  // The consumers come for the last heads'.
-  if (!writes_dq<P>(p)) convert_dq<P>(p);
+  // The consumers come for the last heads', or for rows of their own. (As a value of its own
+  // converts_own_rows() spills.)
+  if (writes_dq<P>(p)) {
+  } else if (!converts_own_rows<P>(p)) {
+    convert_dq<P>(p);
+  } else if (wg > 0) {
+    convert_own_rows<P>(p);
+  }
   leave();
 }
 

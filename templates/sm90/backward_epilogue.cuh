@@ -12,9 +12,10 @@ template <class P>
 __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   if (!P::kHasMask && !kLists<P> && !kForeignKeys<P> && !P::kSplit && p.seqlen_q > 0) return;
   const unsigned tiles = kv_work_tiles<P>(p), lane = threadIdx.x % 32;
-  // Without queries the counters are not cleared, and nothing waits for what they count.
+  // Without queries the counters are not cleared, or there are none, and nothing waits for what they count.
+  const bool counts = p.seqlen_q > 0 && !finds_row_stats<P>(p);
   const auto take = [&](unsigned before) {
-    if (p.seqlen_q == 0) return before + gridDim.x * 32;
+    if (!counts) return before + gridDim.x * 32;
     const unsigned index = lane == 0 ? atomicAdd(empty_tile_counter(p), 32) : 0u;
     return __shfl_sync(kWholeWarp, index, 0);
   };
@@ -33,7 +34,7 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
         *reinterpret_cast<uint4*>(to + row * tensor.stride_s + chunk * kVector) = uint4{0, 0, 0, 0};
   };
 #pragma unroll 1
-  for (unsigned first = p.seqlen_q == 0 ? blockIdx.x * 32 : take(0); first < tiles; first = take(first)) {
+  for (unsigned first = counts ? take(0) : blockIdx.x * 32; first < tiles; first = take(first)) {
     // Each lane looks at one tile; then the warp clears the empty ones together.
     const bool empty = first + lane < tiles && is_empty(KvWorkTile<P>(p, first + lane));
 #pragma unroll 1
@@ -43,7 +44,7 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
         clear(work, p.dk, P::kHeadDim);
         clear(work, p.dv, P::kHeadDimV);
       }
-      if (p.seqlen_q > 0 && lane == 0) atomicAdd(done_semaphore(p, work.b, work.h_kv), kDqParts<P>);
+      if (counts && lane == 0) atomicAdd(done_semaphore(p, work.b, work.h_kv), kDqParts<P>);
     }
   }
 }

@@ -85,6 +85,8 @@ struct BackwardPolicy {
   /// Registers of a thread: of the producer's warpgroup, whose additions to dQ need 56, and of the
   /// consumers'. 216 and 48 spill 460 to 640 bytes. NOTES.md#dq-zeros-additions-and-conversion
   static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
+  /// The first KV tile and Q tile are loaded before their stats are read.
+  static constexpr bool kLoadsAhead = !kExchangesDs && !kSplitsColumns;
   /// Where CTAs exchange dS there is no room for a second dO.
   static constexpr int kDoutStages = kLayout.dout_stages();
 

@@ -8,26 +8,28 @@
 
 namespace flashjit::sm90 {
 
-/// Loads Q, LSE and the score's row term.
+/// Loads Q, if it is not loaded ahead, LSE and the score's row term.
 template <class P>
 __device__ __forceinline__ void load_q(const Params& p, const TensorMaps& maps, const BackwardSmem<P>& smem,
-                                       int stage, unsigned full, int row, int head, int batch,
+                                       bool ahead, int stage, unsigned full, int row, int head, int batch,
                                        long long stats_row, const float* lse) {
   using Policy = BackwardPolicy<P>;
-  load_tile<P::kBr, Policy::kDim>(smem.q(stage), maps.q, full, row, head, batch,
-                                  Policy::first_column(P::kHeadDim));
+  if (!ahead)
+    load_tile<P::kBr, Policy::kDim>(smem.q(stage), maps.q, full, row, head, batch,
+                                    Policy::first_column(P::kHeadDim));
   load_line(smem.lse(stage), lse + stats_row, P::kBr * 4, full);
   if constexpr (P::kScoreRowTerm) load_line(smem.row_terms(stage), p.row_terms + stats_row, P::kBr * 4, full);
 }
 
-/// Loads dO and D.
+/// Loads dO, if it is not loaded ahead, and D.
 template <class P>
 __device__ __forceinline__ void load_dout(const Params& p, const TensorMaps& maps,
-                                          const BackwardSmem<P>& smem, int stage, int dout_stage,
+                                          const BackwardSmem<P>& smem, bool ahead, int stage, int dout_stage,
                                           unsigned full, int row, int head, int batch, long long stats_row) {
   using Policy = BackwardPolicy<P>;
-  load_tile<P::kBr, Policy::kDimV>(smem.dout(dout_stage), maps.o, full, row, head, batch,
-                                   Policy::first_column(P::kHeadDimV));
+  if (!ahead)
+    load_tile<P::kBr, Policy::kDimV>(smem.dout(dout_stage), maps.o, full, row, head, batch,
+                                     Policy::first_column(P::kHeadDimV));
   load_line(smem.d(stage), p.d + stats_row, P::kBr * 4, full);
 }
 
@@ -46,25 +48,46 @@ __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSm
                                           Policy::first_column(P::kHeadDimV));
 }
 
+/// Says that there are no Q tiles, where the first are being loaded.
+template <class P>
+__device__ __forceinline__ void leave_loaded_tile(const BackwardSmem<P>& smem) {
+  using Smem = BackwardSmem<P>;
+  smem.q_tile(0).head = -1;
+  barrier_expect(smem.q_full(0), Smem::kQBytes + Smem::kKBytes);
+  barrier_expect(smem.dout_full(0), Smem::kDoutBytes + Smem::kVBytes);
+  smem.wait_q(0);
+  smem.wait_dout(0);
+}
+
 template <class P>
 __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
                                         const BackwardSmem<P>& smem) {
   using Policy = BackwardPolicy<P>;
   using Smem = BackwardSmem<P>;
   unsigned n = 0, i = 0;
+  bool own_tile = P::kClaimsTiles && blockIdx.x < claimable_tiles<P>(p);
+  if (P::kClaimsTiles && !own_tile) wait_for_prior_grid<P>();
   // Without queries there are no KV tiles, and the counter is not cleared.
   while (p.seqlen_q > 0) {
-    const unsigned index = next_tile_index(p, smem, n);
+    const bool claims = own_tile;
+    own_tile = false;
+    const unsigned index = claims ? blockIdx.x : next_tile_index(p, smem, n);
     if (index >= kv_work_tiles<P>(p)) {
-      send_tile_index(smem, n, index);  // there are no more
+      send_tile_index(p, smem, n, index);  // there are no more
       break;
     }
     const KvWorkTile<P> work(p, index);
     const Sequence<P> sequence(p, work.b);
     QWalk<P> walk(p, sequence, work, cta_keys<P>(p, Policy::rank()));
     StagedTile now = walk.next(p, sequence);
-    if (now.head < 0) continue;
-    send_tile_index(smem, n, index);
+    if (now.head < 0) {
+      if (claims) {
+        wait_for_prior_grid<P>();
+        claim_tile<P>(p, index);
+      }
+      continue;
+    }
+    send_tile_index(p, smem, n, index);
     const int kv_slot = n % Policy::kLayout.kept_kv_tiles(), batch = sequence.batch();
     const int own = Policy::first_key(Policy::rank()), kv_begin = work.kv_tile * P::kBc + own;
     smem.kv_tiles()[kv_slot] = {sequence, work.h_kv, kv_begin, sequence.seqused_kv(p)};
@@ -76,7 +99,30 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       if (!P::kLseLog2 || tile.head < 0) return 0u;
       return large_lse_of_tile<P>(p, sequence.stats_row(p, tile.head) + tile.tile * P::kBr);
     };
-    unsigned large = large_of(now);
+    // The first tiles are loaded before anything is read for their stats, or, where this cluster finds these,
+    // meanwhile.
+    bool ahead = n == 0 && Policy::kLoadsAhead;
+    if constexpr (Policy::kLoadsAhead) {
+      if (ahead) {
+        const int q_row = sequence.q_row(now.tile * P::kBr);
+        load_tile<P::kBr, Policy::kDim>(smem.q(0), maps.q, smem.q_full(0), q_row, now.head, batch);
+        if (has_keys)
+          load_kv(maps, smem, smem.q_full(0), smem.dout_full(0), sequence.kv_row(kv_begin), own, work.h_kv,
+                  batch);
+        load_tile<P::kBr, Policy::kDimV>(smem.dout(0), maps.o, smem.dout_full(0), q_row, now.head, batch);
+        if (finds_row_stats<P>(p)) wait_row_stats(smem);
+        if constexpr (P::kClaimsTiles) {
+          if (claims) {
+            wait_for_prior_grid<P>();
+            if (!claim_tile<P>(p, index)) return leave_loaded_tile(smem);
+          }
+        }
+      }
+    }
+    const auto mark_large = [&](StagedTile& tile, unsigned large) {
+      if (P::kLseLog2 && large != 0) tile.full = kLargeLse;
+    };
+    mark_large(now, large_of(now));
     bool first = true;
 #pragma unroll 1
     while (now.head >= 0) {
@@ -85,15 +131,14 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       const int q_begin = now.tile * P::kBr, q_row = sequence.q_row(q_begin);
       const long long stats_row = sequence.stats_row(p, now.head) + q_begin;
       const int last = next.head < 0 ? work.split + 1 : 0;
-      const float* lse = P::kLseLog2 && large == 0 ? lse_log2(p) : p.lse_padded;
-      if (P::kLseLog2 && large != 0) now.full = kLargeLse;
+      const float* lse = P::kLseLog2 && now.full != kLargeLse ? lse_log2(p) : p.lse_padded;
       smem.q_tile(i) = {now, stats_row, kv_slot, first, static_cast<short>(last)};
       const int stage = i % P::kStages, dout_stage = i % Policy::kDoutStages;
       const unsigned q_full = smem.q_full(stage), dout_full = smem.dout_full(dout_stage);
       smem.wait_q_empty(i);
       barrier_expect(q_full,
                      Smem::kQStageBytes + (first && has_keys ? Smem::kKBytes + Smem::kOtherKBytes : 0));
-      load_q(p, maps, smem, stage, q_full, q_row, now.head, batch, stats_row, lse);
+      load_q(p, maps, smem, ahead, stage, q_full, q_row, now.head, batch, stats_row, lse);
       smem.wait_dout_empty(i);
       // Consumers that clear K and V begin when dO is here.
       if (first && !has_keys) wait_kv_empty();
@@ -105,15 +150,15 @@ __device__ __forceinline__ void produce(const Params& p, const TensorMaps& maps,
       } else {
         barrier_expect(dout_full, dout_bytes);
       }
-      load_dout(p, maps, smem, stage, dout_stage, dout_full, q_row, now.head, batch, stats_row);
-      if (first && has_keys) {
+      load_dout(p, maps, smem, ahead, stage, dout_stage, dout_full, q_row, now.head, batch, stats_row);
+      if (first && has_keys && !ahead) {
         const int kv_row = sequence.kv_row(kv_begin);
         wait_kv_empty();
         load_kv(maps, smem, q_full, dout_full, kv_row, own, work.h_kv, batch);
       }
-      first = false;
+      first = ahead = false;
       now = next;
-      large = next_large;
+      mark_large(now, next_large);
       ++i;
     }
     ++n;

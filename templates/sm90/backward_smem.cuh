@@ -155,6 +155,10 @@ struct BackwardSmem {
   __device__ unsigned partial_dq_full(int wg, unsigned i) const {
     return tile_index_full(0) + (kKeptTileIndices + i % kDqSlots * Policy::kWgs + wg) * 8;
   }
+  /// Where CTAs find row stats: all of the cluster's are found.
+  __device__ unsigned row_stats_full() const {
+    return barrier(kLayout.exchange_barriers() + kDqSlots * Policy::kWgs);
+  }
   /// Where CTAs exchange dS: the other CTA's of Q tile i is here. It is sent when that of the tile before
   /// has been read.
   __device__ unsigned other_ds_full(unsigned i) const {
@@ -191,6 +195,7 @@ struct BackwardSmem {
     if constexpr (Policy::kSumsDq)
       for (int slot = 0; slot < kDqSlots; ++slot)
         for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_dq_full(wg, slot), 1);
+    if constexpr (P::kFindsRowStats) barrier_init(row_stats_full(), Policy::kClusterSize * kRowStatsWarps);
     barrier_init(kv_empty(), kConsumers);
     if constexpr (P::kDifferenceGrads > 0)
       *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};

@@ -31,18 +31,31 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
       p.dq_accum + (sequence.stats_row(p, h) + first / kDqRows * kDqRows) * kColumns +
       (warp * 32 + lane) * 4);
   auto* to = sequence.template q_pointer<GradBits<P>>(p.dq, h, row);
-#pragma unroll 1
-  for (; column < end; column += kSlice) {
-    // All loads of a slice come before its first store: the compiler cannot move them across it.
-    alignas(16) float values[kSlice / 2] = {};
+  // A slice is loaded before the one before it is stored: the compiler cannot move loads across stores.
+  // Stores in fp32 leave no registers for it.
+  constexpr bool kLoadsAhead = !P::kFp32Grads;
+  using Values = float[kSlice / 2];
+  const auto load = [&](int at, Values& values) {
 #pragma unroll
     for (int i = 0; i < kSlice / 8; ++i)
-      if (kColumns % kSlice == 0 || column + i * 8 < kColumns)
-        reinterpret_cast<float4&>(values[i * 4]) = __ldcg(from + (column / 8 + i) * (kDqStep / 4));
+      if (kColumns % kSlice == 0 || at + i * 8 < kColumns)
+        reinterpret_cast<float4&>(values[i * 4]) = __ldcg(from + (at / 8 + i) * (kDqStep / 4));
+  };
+  alignas(16) Values values = {}, next = {};
+  load(column, values);
+#pragma unroll 1
+  while (true) {
+    const int behind = column + kSlice;
+    if (kLoadsAhead && behind < end) load(behind, next);
 #pragma unroll
     for (float& value : values) value *= p.softmax_scale;
     store_grad_rows<P>(values, P::kHeadDim / 8 - column / 8, to + column, p.dq.stride_s, rows,
                        static_cast<int>(lane));
+    if (behind >= end) break;
+    column = behind;
+    if constexpr (!kLoadsAhead) load(column, values);
+#pragma unroll
+    for (int i = 0; kLoadsAhead && i < kSlice / 2; ++i) values[i] = next[i];
   }
 }
 
@@ -50,11 +63,13 @@ __device__ __forceinline__ void convert_dq_rows(const Params& p, const Sequence<
 struct Progress {
   int kv_tiles, pieces;
 };
+template <class P>
 __device__ __forceinline__ Progress load_progress(const Params& p) {
   Progress now;
   asm volatile("ld.relaxed.gpu.global.v2.s32 {%0, %1}, [%2];"
                : "=r"(now.kv_tiles), "=r"(now.pieces)
                : "l"(p.semaphores));
+  if constexpr (P::kClaimsTiles) now.kv_tiles += min(static_cast<int>(gridDim.x), kClaimableTiles);
   return now;
 }
 __device__ __forceinline__ bool is_left_to_clear(const Params& p, const Progress& now) {
@@ -118,6 +133,40 @@ __device__ __forceinline__ DqPiece dq_piece(const Params& p) {
   return {many || P::kHeadDim <= 64 ? kMany : kMany / 2, 1};
 }
 
+/// How many parts are added to the accumulator of a head of K and V, and pieces of it cleared.
+template <class P>
+__device__ __forceinline__ int all_done(const Params& p) {
+  return pieces_to_clear(p) + kDqParts<P> * kv_work_tiles_of_head<P>(p);
+}
+
+/// Rows that the consumers of a CTA convert at a time, sixteen a warp.
+constexpr int kConsumerWarps = 8, kConvertedRows = kConsumerWarps * kDqWarpRows;
+/// Whether each CTA converts rows of its own when it has computed: where that is once or twice. The warps of
+/// all CTAs that ask a counter for rows, and a head's semaphore whether they are complete, would take longer.
+template <class P>
+__device__ __forceinline__ bool converts_own_rows(const Params& p) {
+  constexpr int kMostTurns = 2;
+  return p.heads_cleared == p.heads_kv * p.batch &&
+         p.batch * p.heads_q * ((p.seqlen_q + kConvertedRows - 1) / kConvertedRows) <=
+             kMostTurns * static_cast<int>(gridDim.x);
+}
+/// Converts these rows, by the consumers. Nobody waits for them, so a CTA that comes late may have rows, too.
+template <class P>
+__device__ __forceinline__ void convert_own_rows(const Params& p) {
+  const int of_head = (p.seqlen_q + kConvertedRows - 1) / kConvertedRows;
+#pragma unroll 1
+  for (int index = blockIdx.x; index < p.batch * p.heads_q * of_head; index += gridDim.x) {
+    const int head = index / of_head, b = head / p.heads_q, h = head % p.heads_q;
+    const int warp = static_cast<int>(thread_now()) / 32 - 4;
+    if (warp == 0) wait_semaphore<P, 64>(done_semaphore(p, b, h / p.qhead_per_kvhead()), all_done<P>(p));
+    named_barrier_sync(1, kConsumerWarps * 32);
+    const Sequence<P> sequence(p, b);
+    const int first = index % of_head * kConvertedRows + warp * kDqWarpRows;
+    if (first < sequence.seqlen_q(p))
+      convert_dq_rows(p, sequence, h, first, 0, dq_columns(P::kHeadDim), thread_now() % 32);
+  }
+}
+
 /// Takes rows of dQ until there are none, and converts them when their head's accumulator is complete: it was
 /// cleared, and all KV tiles have added to it. While it waits it clears what is to be cleared. By any number
 /// of warps; heads become complete in the order in which their KV tiles are taken.
@@ -129,11 +178,12 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
   const auto lane = [] { return thread_now() % 32; };  // read anew: registers are short
   const auto take = [&] { return lane() == 0 ? atomicAdd(convert_counter(p), 1) : 0; };
   int taken = take();
-  Progress now = load_progress(p);
+  Progress now = load_progress<P>(p);
+  const int all = all_done<P>(p);
   const auto clear = [&] {
     if (!__shfl_sync(kWholeWarp, is_left_to_clear(p, now), 0)) return;
     if (__shfl_sync(kWholeWarp, is_to_clear<P>(p, now), 0)) clear_piece<P>(p, lane());
-    now = load_progress(p);
+    now = load_progress<P>(p);
   };
 #pragma unroll 1
   while (true) {
@@ -142,11 +192,10 @@ __device__ __forceinline__ void convert_dq(const Params& p) {
     taken = take();  // the next one, early
     const int b = head / p.heads_q, h = head % p.heads_q;
     const int* done = done_semaphore(p, b, h / p.qhead_per_kvhead());
-    const int all_done = pieces_to_clear(p) + kDqParts<P> * kv_work_tiles_of_head<P>(p);
     wait_until<P>(
         [&] {
           clear();
-          return __all_sync(kWholeWarp, load_acquire(done) == all_done);
+          return __all_sync(kWholeWarp, load_acquire(done) == all);
         },
         [] { __nanosleep(200); });
     const Sequence<P> sequence(p, b);

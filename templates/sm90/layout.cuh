@@ -385,12 +385,12 @@ struct BackwardLayout {
   constexpr int ds_added_barriers() const { return kv_barrier() + 1; }  ///< for two Q tiles
   constexpr int tile_index_barriers() const { return ds_added_barriers() + 2; }
   /// In a cluster: the other CTA's dS, for two Q tiles; or its S and dP, for two warpgroups; or all CTAs'
-  /// partial dQ, for kDqSlots Q tiles and two warpgroups.
+  /// partial dQ, for kDqSlots Q tiles and two warpgroups, and the row stats.
   constexpr int exchange_barriers() const {
     return tile_index_barriers() + (cluster() > 1 ? kKeptTileIndices : 0);
   }
   constexpr int barrier_count() const {
-    return exchange_barriers() + (exchanges_ds() || splits_columns() ? 2 : sums_dq() ? kDqSlots * 2 : 0);
+    return exchange_barriers() + (exchanges_ds() || splits_columns() ? 2 : sums_dq() ? kDqSlots * 2 + 1 : 0);
   }
 
  private:

@@ -110,7 +110,6 @@ class Box {
   Box(const Instruction& of, const Frame& frame, int argument, SharedPlace in) : in_(in) {
     const Argument& tensor = of.arguments[argument];
     std::memcpy(&map_, reinterpret_cast<const void*>(frame.get(tensor, 0)), sizeof map_);
-    touch_device_memory(map_.data);
     if (map_.dimensions == 0 || map_.dimensions + 1u != tensor.parts.size())
       fail(fmt::format("{} with a map of {} dimensions", of.opcode, map_.dimensions));
     check_multiple(of, in.offset, 128);
@@ -118,6 +117,7 @@ class Box {
     in.bytes(bytes());
   }
 
+  const void* data() const { return map_.data; }
   unsigned bytes() const { return rows() * row_bytes(); }
   /// Elements outside of the tensor are zeros.
   void load() const {
@@ -171,14 +171,18 @@ class Box {
 /// "cp.async.bulk.tensor ... mbarrier::complete_tx [to], [map, {coordinates}], [barrier]".
 void load_box(const Instruction& of, Frame& frame) {
   const SharedPlace to = place(of, frame, 0), barrier = place(of, frame, 2);
-  start_copy(*to.block, [barrier, box = Box(of, frame, 1, to)] {
+  const Box from(of, frame, 1, to);
+  touch_input(from.data());
+  start_copy(*to.block, [barrier, box = from] {
     box.load();
     barrier_complete(barrier, static_cast<int>(box.bytes()));
   });
 }
 /// "cp.async.bulk.tensor ... bulk_group [map, {coordinates}], [from]".
 void store_box(const Instruction& of, Frame& frame) {
-  current().bulk_copies.back().emplace_back([box = Box(of, frame, 0, place(of, frame, 1))] { box.store(); });
+  const Box to(of, frame, 0, place(of, frame, 1));
+  touch_device_memory(to.data());
+  current().bulk_copies.back().emplace_back([box = to] { box.store(); });
 }
 
 }  // namespace

@@ -71,6 +71,8 @@ class Machine {
   std::string run(const Launch& launch) {
     const std::lock_guard lock(mutex_);
     launch_ = &launch;
+    inputs_are_written_ = !next_starts_early_;
+    next_starts_early_ = false;
     steadiness_ = 16u << 3 * random_below(4);
     patience_ = 2u << 3 * random_below(4);
     alarms_ = 0;
@@ -119,6 +121,13 @@ class Machine {
     in_flight_.push_back({&to, std::move(copy)});
   }
   unsigned random_below(unsigned below) { return static_cast<unsigned>(random_() >> 32) % below; }
+  void let_next_grid_start() {
+    if (launch_->early && !running_->waited_for_prior_grid) next_starts_early_ = true;
+  }
+  /// An input's tensor map, which the grid before does not write.
+  void touch_input(const void* address) {
+    if (!inputs_are_written_) touch_device_memory(address);
+  }
   void touch_device_memory(const void* address) {
     if (launch_->early && !running_->waited_for_prior_grid && launch_->is_device_memory(address))
       fail(what_runs() + " accesses memory before it has waited for the grid before (griddepcontrol.wait)");
@@ -308,6 +317,9 @@ class Machine {
   static constexpr int kMostAlarms = 6;
   std::mutex mutex_;
   const Launch* launch_ = nullptr;
+  /// Whether this grid lets the next one start before it has waited for the one before, whose results that
+  /// one may then not read; and whether it may, as the grid before this one did not.
+  bool next_starts_early_ = false, inputs_are_written_ = true;
   std::mt19937_64 random_{seed()};
   Stacks stacks_;
   std::vector<char*> ended_;  ///< stacks of threads that have ended
@@ -333,6 +345,8 @@ Machine& machine() { return Machine::machine(); }
 std::string launch(const Launch& launch) { return machine().run(launch); }
 std::string what_runs() { return machine().what_runs(); }
 void touch_device_memory(const void* address) { machine().touch_device_memory(address); }
+void touch_input(const void* address) { machine().touch_input(address); }
+void let_next_grid_start() { machine().let_next_grid_start(); }
 void fail(const std::string& message) { machine().fail(message); }
 Fiber& current() { return machine().current(); }
 unsigned random_below(unsigned below) { return machine().random_below(below); }

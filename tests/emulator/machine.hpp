@@ -183,6 +183,9 @@ Fiber& current();
 std::string what_runs();
 /// Fails where the grid before may still write there, or read.
 void touch_device_memory(const void* address);
+/// The same of a tensor that the grid before does not write.
+void touch_input(const void* address);
+void let_next_grid_start();
 void park(const Wait& waits_for);
 void wake(Fiber& fiber);
 /// Uniform in [0, below).

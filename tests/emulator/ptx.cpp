@@ -343,7 +343,7 @@ const Known kMemory[] = {
      [](const Instruction&, Frame&) { current().warp->block->shared.fence(current()); }},
     {"fence.", do_nothing},
     {"griddepcontrol.wait", [](const Instruction&, Frame&) { current().waited_for_prior_grid = true; }},
-    {"griddepcontrol.launch_dependents", do_nothing},
+    {"griddepcontrol.launch_dependents", [](const Instruction&, Frame&) { let_next_grid_start(); }},
     {"prefetch.tensormap", do_nothing},
     {"setmaxnreg.", do_nothing},
 };

@@ -367,6 +367,35 @@ TEST(Plan, BlocksShareTheQueriesOfFewKvTiles) {
   EXPECT_EQ(on_a100.launches[1].blocks, 4096 / on_a100.config.bc * on_a100.needs.num_splits);
 }
 
+// With few heads each of which a cluster has all keys of, nothing runs before the main entry, and nothing is
+// counted.
+TEST(Plan, ClustersFindRowStatsWhereAllRunAtOnce) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto planned = [&](const char* spec, const char* shape, const char* config) {
+    return make_plan(parse_spec(spec), parse_shape(shape), h100, {}, parse_config(config));
+  };
+  const std::tuple<bool, const char*, const char*, const char*> cases[] = {
+      {true, "bwd:bf16:d64", "b1:hq16:hkv16:sq512:skv512", "sm90:br128:bc512:w8:s2"},
+      {true, "bwd:bf16:d128:causal", "b8:hq16:hkv8:sq256:skv256", "sm90:br64:bc256:w8:s2"},
+      {false, "bwd:bf16:d64", "b3:hq16:hkv16:sq512:skv512", "sm90:br128:bc512:w8:s2"},  // two rounds
+      {false, "bwd:bf16:d64", "b1:hq16:hkv4:sq512:skv512", "sm90:br128:bc512:w8:s2"},   // too many rows
+      {false, "bwd:bf16:d64", "b1:hq16:hkv16:sq512:skv600", "sm90:br128:bc512:w8:s2"},  // dQ is added up
+      {false, "bwd:bf16:d64:sinks", "b1:hq16:hkv16:sq512:skv512", "sm90:br128:bc512:w8:s2"},
+      {false, "bwd:bf16:d64:varlen", "b1:hq16:hkv16:sq512:skv512", "sm90:br128:bc512:w8:s2"},
+      {false, "bwd:bf16:d64:dropout", "b1:hq16:hkv16:sq512:skv512", "sm90:br128:bc512:w8:s2"},
+      {false, "bwd:bf16:d64", "b1:hq16:hkv16:sq512:skv512", "sm90:br128:bc128:w8:s2"},
+  };
+  for (const auto& [alone, spec, shape, config] : cases) {
+    const ExecutionPlan plan = planned(spec, shape, config);
+    EXPECT_EQ(plan.launches.front().blocks == 0, alone) << spec << " " << shape;
+    EXPECT_EQ(plan.needs.semaphores, !alone) << spec << " " << shape;
+    if (alone) {
+      EXPECT_EQ(main_launch(plan, plan.launches).blocks,
+                plan.shape.batch * plan.shape.heads_kv * plan.main().cluster);
+    }
+  }
+}
+
 // A causal head's first KV tiles take longest: those of the last round of heads come first of all of these.
 TEST(Plan, TheLastHeadsAreMixedUnderACausalMask) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");

@@ -59,8 +59,8 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
   for (int round = 0; round < 2000; ++round) {
     const AttentionShape shape{pick(5), pick(9), 1, pick(700), pick(700)};
     const WorkspaceNeeds needs{pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(1) == 1,
-                               pick(1) == 1, pick(1) == 1, pick(3),      pick(20),     pick(20),
-                               pick(4),      pick(20),     pick(3)};
+                               pick(1) == 1, pick(1) == 1, pick(1) == 1, pick(3),      pick(20),
+                               pick(20),     pick(4),      pick(20),     pick(3)};
     AttentionSpec spec = spec_of(8 * (1 + static_cast<int>(pick(31))));
     spec.pass = pick(1) == 1 ? Pass::backward : Pass::forward;
     const WorkspaceLayout layout = workspace_layout(needs, spec, shape);
@@ -87,7 +87,9 @@ TEST(Workspace, PartsAreAlignedAndDoNotOverlap) {
     }
     if (needs.semaphores)
       parts.emplace_back(layout.semaphores,
-                         (4 + shape.batch * shape.heads_kv * 2 + heads * needs.ordered_q_tiles * 4) * 4);
+                         (4 + shape.batch * shape.heads_kv * 2 + heads * needs.ordered_q_tiles * 4 +
+                          (needs.claims_tiles ? 256 : 0)) *
+                             4);
     if (sets > 0) {
       parts.insert(parts.end(),
                    {{layout.list_count, sets * needs.list_rows * 4}, {layout.list_entries, cells * 4}});

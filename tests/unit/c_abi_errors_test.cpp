@@ -163,7 +163,7 @@ TEST_F(CAbiErrors, TheCacheLimitIsPassedOn) {
 
 TEST_F(CAbiErrors, DeterministicIsMeantForTheBackwardPassWhateverPassTheTextNames) {
   const RuntimePtr r = runtime();
-  const flashjit_shape shape{1, 2, 2, 4096, 512};
+  const flashjit_shape shape{1, 2, 2, 8192, 512};
   const auto bytes = [&](const char* text) {
     std::size_t needed = 0;
     EXPECT_EQ(flashjit_workspace_bytes(r.get(), FLASHJIT_BACKWARD, spec(text).get(), &shape, &needed),

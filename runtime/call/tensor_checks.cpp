@@ -205,6 +205,11 @@ void check_scales(const char* name, const AttentionSpec& spec, const AttentionSh
     refuse("{} is null, but K and V are {}: give their scales in device memory, one float for all or more.",
            name, type);
   check_scale_view(name, scales, all);
+  if (spec.shared_prefix && scales.size[0] != 1)
+    refuse(
+        "{} has {} sequences, but with shared_prefix sequences have keys in common, whose codes have one "
+        "scale: give one for all sequences.",
+        name, scales.size[0]);
   for (std::size_t i = 1; i < all.size(); i += 2)
     if (scales.size[i] != 1 && !spec.key_scales)
       refuse("{} has {} {}, but the spec has one scale for all keys of a head: set spec.key_scales.", name,

@@ -45,6 +45,8 @@ std::vector<CacheCase> cases() {
       {"fp16:d128:varlen:pages64:sinks:shared_prefix", {3, 4, 4, 70, 500}, PoolLayout::hnd},
       {"bf16:d96:causal:varlen:pages3:shared_prefix", {4, 6, 2, 1, 500}, PoolLayout::interleaved},
       {"bf16:d128:causal:varlen:pages16:shared_prefix", {40, 8, 2, 1, 600}, PoolLayout::nhd},
+      {"bf16:d64:kve4m3:causal:varlen:pages64:shared_prefix", {4, 4, 2, 1, 500}, PoolLayout::nhd},
+      {"bf16:d64:kve4m3:causal:varlen:pages64:key_scales:shared_prefix", {4, 4, 2, 1, 500}, PoolLayout::nhd},
   };
   std::vector<CacheCase> all;
   for (const Family family : {Family::simt, Family::sm80, Family::sm90})

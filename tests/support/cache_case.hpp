@@ -170,9 +170,11 @@ inline Cache make_cache(const CacheCase& test) {
   if (shared) cache.v.offset = rows * heads_kv * spec.head_dim;
   Pool& v_values = shared ? cache.k : cache.v;
   if (spec.has_scales()) {
-    cache.k_scale = make_scales(spec.key_scales, test.seed, {batch, pages, heads_kv, rows}, test.own_scales);
-    cache.v_scale = make_scales(spec.key_scales, test.seed + test.seed / 2, {batch, pages, heads_kv, rows},
-                                test.own_scales);
+    const std::array<std::int64_t, 4> all = {batch, pages, heads_kv, rows};
+    // Sequences with keys in common have no scales of their own.
+    const auto form = [&](unsigned seed) { return spec.shared_prefix ? seed % 2 : seed; };
+    cache.k_scale = make_scales(spec.key_scales, form(test.seed), all, test.own_scales);
+    cache.v_scale = make_scales(spec.key_scales, form(test.seed + test.seed / 2), all, test.own_scales);
   }
   // The reference's keys are codes times scales.
   const auto scale_row = [&](Scales& scales, std::int64_t b, std::int64_t page, std::int64_t h,

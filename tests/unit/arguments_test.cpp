@@ -401,9 +401,14 @@ TEST(Arguments, TheGradientOfLseAndTheStateOfDropoutAreAligned) {
 }
 
 TEST(Arguments, PrefixLength) {
-  const auto with = [](const std::int32_t* length, bool shares) {
+  const auto with = [](const std::int32_t* length, bool shares, std::int64_t scaled_sequences = 0) {
     return forward_refusal([&](auto& s, auto& args) {
       s.pages = 16, s.varlen = true, s.shared_prefix = shares;
+      if (scaled_sequences > 0) {
+        s.kv_dtype = DType::e4m3;
+        args.k_scale =
+            args.v_scale = {address<const float>(0x400), {scaled_sequences, 1, 1, 1}, {1, 1, 1, 1}};
+      }
       args.q = ConstTensorView::bhsd(address(0x10000), 1, kHeadsQ, kQueries, kDim);
       args.out = TensorView::bhsd(address(0x40000), 1, kHeadsQ, kQueries, kDim);
       args.k = ConstTensorView::bhsd(address(0x20000), 10, kHeadsKv, 16, kDim);
@@ -419,6 +424,9 @@ TEST(Arguments, PrefixLength) {
   EXPECT_SAYS(with(nullptr, true), "prefix_length is null", "one int32");
   EXPECT_SAYS(with(length, false), "prefix_length is given", "spec.shared_prefix");
   EXPECT_SAYS(with(address<const std::int32_t>(0x302), true), "prefix_length is at 0x302");
+  EXPECT_EQ(with(length, true, 1), "accepted");
+  EXPECT_SAYS(with(length, true, kBatch), "k_scale has 2 sequences", "shared_prefix",
+              "one for all sequences");
 }
 
 TEST(Arguments, Sinks) {

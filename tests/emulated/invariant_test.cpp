@@ -37,13 +37,22 @@ TEST_F(EmulatedFp32Out, IsWhatIsRounded) {
   expect_fp32_out(runtime.get(), {"bf16:d320x264", {1, 2, 1, 20, 40}});
 }
 
-TEST_F(EmulatedFp32Out, TheCommandHasMemoryForIt) {
+CommandResult verified(const std::string& spec) {
   const TemporaryDirectory folder;
-  const CommandResult result =
-      run_command(folder, "verify --seed 1 --spec fwd:bf16:d64:fp32_out --shape b1:hq2:hkv1:sq70:skv130",
-                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}'", FLASHJIT_EMULATED_CUDA,
-                              FLASHJIT_EMULATED_NVRTC));
+  return run_command(folder, "verify --seed 1 --spec " + spec + " --shape b1:hq2:hkv1:sq70:skv130",
+                     fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}'", FLASHJIT_EMULATED_CUDA,
+                                 FLASHJIT_EMULATED_NVRTC));
+}
+
+TEST_F(EmulatedFp32Out, TheCommandHasMemoryForIt) {
+  const CommandResult result = verified("fwd:bf16:d64:fp32_out");
   EXPECT_EQ(result.code, 0) << result.out << result.err;
+}
+
+TEST(EmulatedRowMax, IsCheckedByTheCommand) {
+  const CommandResult result = verified("fwd:bf16:d64:row_max");
+  EXPECT_EQ(result.code, 0) << result.out << result.err;
+  EXPECT_NE(result.out.find("row_max "), std::string::npos) << result.out;
 }
 
 }  // namespace

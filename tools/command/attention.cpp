@@ -22,6 +22,7 @@ using reference::Precision;
 Results reference_results(const reference::Problem& problem, Precision precision) {
   reference::Forward forward = reference::forward(problem, precision);
   Results results{std::move(forward.out), std::move(forward.lse), {}, {}, {}};
+  results.row_max = std::move(forward.row_max);
   if (problem.spec.pass == Pass::forward) return results;
   reference::Backward backward = reference::backward(problem, precision);
   results.dq = std::move(backward.dq);
@@ -48,10 +49,14 @@ std::vector<Comparison> compare(const Results& got, const Results& exact, const 
     comparisons.push_back({std::move(output), verdict.error, verdict.limit});
   };
   judge("out", got.out, exact.out, rounded.out, kForwardFactor);
-  comparisons.push_back({"lse",
-                         reference::max_abs_error(reference::existing_rows(problem, got.lse),
-                                                  reference::existing_rows(problem, exact.lse)),
-                         lse_limit});
+  const auto judge_rows = [&](std::string output, const std::vector<double>& g,
+                              const std::vector<double>& e) {
+    const double error =
+        reference::max_abs_error(reference::existing_rows(problem, g), reference::existing_rows(problem, e));
+    comparisons.push_back({std::move(output), error, lse_limit});
+  };
+  judge_rows("lse", got.lse, exact.lse);
+  if (problem.spec.row_max) judge_rows("row_max", got.row_max, exact.row_max);
   if (problem.spec.pass == Pass::forward) return comparisons;
   judge("dq", got.dq, exact.dq, rounded.dq, kGradientFactor);
   judge("dk", got.dk, exact.dk, rounded.dk, kGradientFactor);

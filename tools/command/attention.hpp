@@ -19,7 +19,8 @@ namespace flashjit::command {
 /// their tensors. Gradients are empty where the backward pass was not asked for.
 struct Results {
   std::vector<double> out, lse, dq, dk, dv;
-  std::vector<double> dsinks = {};  ///< [hq] with sinks
+  std::vector<double> dsinks = {};   ///< [hq] with sinks
+  std::vector<double> row_max = {};  ///< with row_max, like lse
   reference::CaptureGrads capture_grads =
       {};                               ///< of each of the problem's captures; empty where none is wanted
   std::vector<double> dsink_rows = {};  ///< the reference's alone: [b, hq, sq], what dsinks are the sums of

@@ -209,7 +209,8 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
   const DeviceTensor k_scale = of_scales(problem.k_scale), v_scale = of_scales(problem.v_scale);
   const DeviceTensor q_scale(driver, DType::fp32, {1, std::ssize(problem.q_scale), 1, 1}, problem.q_scale);
   const DeviceTensor out(driver, problem.spec.out_type(), {b, hq, sq, dv}),
-      lse(driver, DType::fp32, {batch, hq, longest_q, 1});
+      lse(driver, DType::fp32, {batch, hq, longest_q, 1}),
+      row_max(driver, DType::fp32, {batch, hq, problem.spec.row_max ? longest_q : 0, 1});
   const Extras extras(driver, problem);
   const device::StreamOwner stream(driver);
   LaunchTimes spent;
@@ -229,9 +230,11 @@ Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const re
     args.v_scale = v_scale.scale_view(cached);
   }
   if (problem.spec.q_codes) args.q_scale = q_scale.scale_view(false);
+  if (spec.row_max) args.row_max = row_max.floats();
   gpu.synchronize();  // the copies and fills are on another stream
   spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
   Results results{out.values(), lse.values(), {}, {}, {}};
+  results.row_max = row_max.values();
 
   if (backward) {
     spec.pass = Pass::backward;

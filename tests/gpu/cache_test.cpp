@@ -85,7 +85,7 @@ class WrongCache : public GpuTest {};
 /// What the host cannot check: pages that do not exist, and lengths.
 TEST_F(WrongCache, SpoilsItsSequencesAlone) {
   TemporaryRuntime runtime;
-  for (const auto [page, length] : {std::pair{1 << 30, 5000}, std::pair{-3, -5}})
+  for (const auto& [page, length] : {std::pair{1 << 30, 5000}, std::pair{-3, -5}})
     for (const Family family : {Family::simt, Family::sm80, Family::sm90})
       for (const char* spec : {"bf16:d64:causal:pages16", "fp16:d64:pages3"}) {
         SCOPED_TRACE(std::string(spec) + " " + std::string(to_string(family)));

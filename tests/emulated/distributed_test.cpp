@@ -193,15 +193,19 @@ std::vector<double> shard_of_lse(const SharedCase& test, int rank, const std::ve
   return result;
 }
 
+void* communicator_of(int rank, int ranks, const Id& id) {
+  void* comm = nullptr;
+  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, ranks, id, rank);
+  return comm;
+}
+
 /// A communicator of `ranks` of the world's, which have a name for it.
 void* part_of_world(const Id& world, const std::string& name, int rank, int ranks) {
   Id id{};
   const std::string folder = fmt::format("{}/{}", world.text, name);
   std::filesystem::create_directory(folder);
   std::ranges::copy(folder, id.text);
-  void* comm = nullptr;
-  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, ranks, id, rank);
-  return comm;
+  return communicator_of(rank, ranks, id);
 }
 
 void expect_ok(flashjit_status status) {
@@ -304,8 +308,7 @@ std::vector<double> sum_of_ranks(const std::vector<float>& mine, int ranks, void
 /// What a rank finds wrong; it is empty where all is right.
 template <class Shared>
 std::string run_rank(const SharedCase& test, int rank, const Id& id) {
-  void* comm = nullptr;
-  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, test.ranks, id, rank);
+  void* comm = communicator_of(rank, test.ranks, id);
   void *of_rows = comm, *of_heads = nullptr;
   if (const int inner = test.inner; inner > 1) {
     of_rows = part_of_world(id, fmt::format("rows{}", rank % inner), rank / inner, test.ranks / inner);
@@ -503,8 +506,7 @@ class EmulatedRanksThatDiffer : public GpuTest {};
 
 TEST_F(EmulatedRanksThatDiffer, AreToldOnAllRanks) {
   expect_right_on_all(2, [](int rank, const Id& id) -> std::string {
-    void* comm = nullptr;
-    nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 2, id, rank);
+    void* comm = communicator_of(rank, 2, id);
     gpu().context->make_current();
     Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
     SharedAttention shared(runtime, {.spec = parse_spec("bf16:d32"), .heads_q = 1, .rows = 16 + 16 * rank},
@@ -523,8 +525,7 @@ TEST_F(EmulatedRanksThatDiffer, AreToldOnAllRanks) {
 
 TEST_F(EmulatedRanksThatDiffer, UlyssesNeedsHeadsForAllRanks) {
   expect_right_on_all(2, [](int rank, const Id& id) -> std::string {
-    void* comm = nullptr;
-    nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 2, id, rank);
+    void* comm = communicator_of(rank, 2, id);
     gpu().context->make_current();
     Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
     try {
@@ -541,10 +542,9 @@ TEST_F(EmulatedRanksThatDiffer, UlyssesNeedsHeadsForAllRanks) {
 
 /// A communicator of this process alone.
 void* lone_communicator() {
-  void* comm = nullptr;
   Id id{};
   nccl_function<int (*)(Id*)>("ncclGetUniqueId")(&id);
-  nccl_function<int (*)(void**, int, Id, int)>("ncclCommInitRank")(&comm, 1, id, 0);
+  void* comm = communicator_of(0, 1, id);
   std::filesystem::remove_all(id.text);
   return comm;
 }

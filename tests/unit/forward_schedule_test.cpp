@@ -170,15 +170,17 @@ struct Lengths {
   std::vector<int> queries, keys;
 };
 
-/// Every KV tile of every work tile is in one share, shares differ by a tile, and parts have numbers of their
-/// own, from which combine_parts finds them again.
-template <class P>
-void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv, int lanes) {
-  const int batch = static_cast<int>(lengths.keys.size());
+std::vector<int> offsets_of(const std::vector<int>& queries) {
   std::vector<int> offsets{0};
-  for (const int queries : lengths.queries) offsets.push_back(offsets.back() + queries);
+  for (const int count : queries) offsets.push_back(offsets.back() + count);
+  return offsets;
+}
+/// Of packed queries, which point to `lengths` and `offsets`.
+template <class P>
+Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int shares, int heads_q,
+                 int heads_kv, int lanes) {
   Params p = {};
-  p.batch = batch, p.heads_q = heads_q, p.heads_kv = heads_kv;
+  p.batch = static_cast<int>(lengths.keys.size()), p.heads_q = heads_q, p.heads_kv = heads_kv;
   p.seqlen_q = *std::ranges::max_element(lengths.queries);
   p.seqlen_kv = *std::ranges::max_element(lengths.keys);
   p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
@@ -187,6 +189,16 @@ void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int he
     const int shared = heads_q / heads_kv;
     p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
   }
+  return p;
+}
+
+/// Every KV tile of every work tile is in one share, shares differ by a tile, and parts have numbers of their
+/// own, from which combine_parts finds them again.
+template <class P>
+void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv, int lanes) {
+  const int batch = static_cast<int>(lengths.keys.size());
+  const std::vector<int> offsets = offsets_of(lengths.queries);
+  Params p = params_of<P>(lengths, offsets, shares, heads_q, heads_kv, lanes);
   // As find_share() finds it, of a lane.
   long long sum = 0;
   bool alike = true;
@@ -282,18 +294,9 @@ template <class P>
 void expect_cascade(const Lengths& lengths, int prefix_length, int shares, int heads_q, int heads_kv,
                     int lanes) {
   const int batch = static_cast<int>(lengths.keys.size());
-  std::vector<int> offsets{0};
-  for (const int queries : lengths.queries) offsets.push_back(offsets.back() + queries);
-  Params p = {};
-  p.batch = batch, p.heads_q = heads_q, p.heads_kv = heads_kv;
-  p.seqlen_q = *std::ranges::max_element(lengths.queries);
-  p.seqlen_kv = *std::ranges::max_element(lengths.keys);
-  p.rows_q = offsets.back(), p.cu_seqlens_q = offsets.data(), p.kv_lengths = lengths.keys.data();
-  p.num_splits = shares, p.head_lanes = lanes, p.prefix_length = &prefix_length;
-  if (P::kPackGqa) {
-    const int shared = heads_q / heads_kv;
-    p.packed = {shared, shared, 1, 64 / shared, static_cast<unsigned>(((1 << 16) + shared - 1) / shared)};
-  }
+  const std::vector<int> offsets = offsets_of(lengths.queries);
+  Params p = params_of<P>(lengths, offsets, shares, heads_q, heads_kv, lanes);
+  p.prefix_length = &prefix_length;
   const int heads = static_cast<int>(scheduled_heads<P>(p)), rows = work_rows<P>(p);
   const long long prefix_tiles = (static_cast<long long>(batch) * p.seqlen_q + queries_per_tile<P>(p) - 1) /
                                  queries_per_tile<P>(p) * heads;

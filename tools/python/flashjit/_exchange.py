@@ -21,20 +21,11 @@ class Travel:
         operations = [dist.P2POp(dist.isend, x, place(1), group) for x in tensors]
         operations += [dist.P2POp(dist.irecv, x, place(-1), group) for x in self.arriving]
         self.sent, self.work = tensors, dist.batch_isend_irecv(operations)
-        if tensors[0].is_cuda:
-            _let_it_begin(tensors[0].device)
 
     def wait(self) -> list[Tensor]:
         for work in self.work:
             work.wait()
         return self.arriving
-
-
-def _let_it_begin(device: torch.device) -> None:
-    """A pause of 20 microseconds in the stream. Kernels that took all multiprocessors before NCCL's has begun would hold it up until
-    their end, and its peers' would wait on multiprocessors of theirs meanwhile."""
-    with torch.cuda.device(device):
-        torch.cuda._sleep(40_000)
 
 
 class Gathering:

@@ -1,5 +1,4 @@
 """attention() on a GPU: numbers against float64, and what PyTorch's surroundings ask for. Skips where no GPU is."""
-import contextlib
 import csv
 import math
 import os

@@ -1,5 +1,4 @@
 """Every operation of programs over every pair of types against PyTorch, traced and as text; and random programs."""
-import math
 import os
 import random
 import time

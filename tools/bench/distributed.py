@@ -169,24 +169,26 @@ def row_of(team, tokens, scheme, reserved, name, seconds, alone_seconds, imbalan
         f"{memory / 1e9:.3f}" if memory else "", f"{formula / 1e9:.3f}")))
 
 
+def measure_scheme(team, args, tokens, scheme, reserved, seconds_alone, write):
+    attend = team.attend(scheme, reserved_sms=reserved)
+    shard = Shard(tokens, team.ranks, team.rank, team.device)
+    for name, run in CALLS.items():
+        call = lambda: run(shard, attend)
+        seconds, memory = team.measured(call, args.repeats)
+        profiled = tokens >= PROFILED and team.device.type == "cuda" and seconds < LONG
+        imbalance = team.imbalance(call) if profiled else 0
+        write(row_of(team, tokens, scheme, reserved, name, seconds, seconds_alone.get(name), imbalance, memory))
+
+
 def measure(team, args, times_alone, write):
     empty = torch.cuda.empty_cache if team.device.type == "cuda" else lambda: None
     for tokens in args.tokens:
-        of_one = times_alone.get(str(tokens))
-        if of_one is None:
-            of_one = times_alone[str(tokens)] = alone(team, tokens, args)
+        if str(tokens) not in times_alone:
+            times_alone[str(tokens)] = alone(team, tokens, args)
             empty()
         for scheme in team.schemes(args.schemes):
             for reserved in args.reserved_sms if scheme == "ring" else [0]:
-                attend = team.attend(scheme, reserved_sms=reserved)
-                shard = Shard(tokens, team.ranks, team.rank, team.device)
-                for name, run in CALLS.items():
-                    call = lambda: run(shard, attend)
-                    seconds, memory = team.measured(call, args.repeats)
-                    profiled = tokens >= PROFILED and team.device.type == "cuda" and seconds < LONG
-                    imbalance = team.imbalance(call) if profiled else 0
-                    write(row_of(team, tokens, scheme, reserved, name, seconds, of_one.get(name), imbalance, memory))
-                del shard, call
+                measure_scheme(team, args, tokens, scheme, reserved, times_alone[str(tokens)], write)
                 empty()
 
 

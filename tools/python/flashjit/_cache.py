@@ -173,7 +173,7 @@ def _check_kinds(tensors: dict[str, Any], given: _Given) -> None:
 
 def _check(tensors: dict[str, Any], given: _Given) -> None:
     """What the library does not see, or knows by other names."""
-    k, v, k_cache = tensors["k"], tensors["v"], tensors["k_cache"]
+    k, k_cache = tensors["k"], tensors["k_cache"]
     caches = {name: tensors[name] for name in ("k_cache", "v_cache")} if k_cache.dtype in KV_TYPES else {}
     check_alike({name: x for name, x in tensors.items() if x is not None and name not in caches})
     if caches:

@@ -16,7 +16,7 @@ from .errors import BY_STATUS, InternalError, InvalidArgument, NoDriver, WrongTy
 
 PACKAGE = pathlib.Path(__file__).resolve().parent
 FORWARD, BACKWARD, APPEND, MERGE, QUANTISE = range(5)
-MAX_CAPTURES, MAX_CAPTURE_DIMS = 24, 6
+MAX_CAPTURE_DIMS = 6
 
 #: flashjit_element_type, by the name that programs use.
 ELEMENT_TYPES = {"fp32": 1, "fp16": 2, "bf16": 3, "int32": 4, "int64": 5, "int16": 6, "int8": 7, "uint8": 8, "bool": 9}

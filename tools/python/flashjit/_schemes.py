@@ -2,7 +2,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple, Sequence, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 import torch.distributed as dist

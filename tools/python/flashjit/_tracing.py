@@ -530,10 +530,6 @@ def element_type(array: Any, name: str = "a captured tensor") -> str:
     return _ELEMENTS[dtype]
 
 
-def program_type(element: str) -> str:
-    return "float" if element in ("fp32", "fp16", "bf16") else "bool" if element == "bool" else "int"
-
-
 def is_scalar(value: Any) -> bool:
     """Whether a capture is a number: a Python one, or a tensor without dimensions on the CPU."""
     return isinstance(value, (int, float)) or (is_tensor(value) and value.dim() == 0 and value.device.type == "cpu"

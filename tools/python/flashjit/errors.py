@@ -16,6 +16,8 @@ class Error(Exception):
 
 
 class InvalidArgument(Error, ValueError):
+    """A value that is not allowed; the message says which are."""
+
     code = "invalid_argument"
 
 
@@ -24,38 +26,56 @@ class WrongType(InvalidArgument, TypeError):
 
 
 class Unsupported(Error, NotImplementedError):
+    """A valid request that no kernel computes; the message has the reason."""
+
     code = "unsupported"
 
 
 class NoDriver(Error, RuntimeError):
+    """libcuda cannot be opened, or is too old."""
+
     code = "no_driver"
 
 
 class NoDevice(Error, RuntimeError):
+    """There is no CUDA device, no current context, or a tensor is on the wrong device."""
+
     code = "no_device"
 
 
 class NoCompiler(Error, RuntimeError):
+    """NVRTC is missing."""
+
     code = "no_compiler"
 
 
 class CompileFailed(Error, RuntimeError):
+    """NVRTC refused a kernel's source; its log is in `detail`."""
+
     code = "compile_failed"
 
 
 class KernelMissing(Error, RuntimeError):
+    """With FLASHJIT_JIT=off: the kernel is in no pack and not in the cache."""
+
     code = "kernel_missing"
 
 
 class FileError(Error, OSError):
+    """A file cannot be read or written, or is damaged."""
+
     code = "io"
 
 
 class CudaError(Error, RuntimeError):
+    """A call of the CUDA driver failed."""
+
     code = "cuda"
 
 
 class InternalError(Error, RuntimeError):
+    """A bug in flashjit: please report it."""
+
     code = "internal"
 
 

@@ -42,6 +42,8 @@ class Machine(NamedTuple):
 
 
 class Problem(NamedTuple):
+    """One attention: sizes of the whole sequence, and its mask."""
+
     tokens: int  # of the whole sequence
     heads: int = 32
     heads_kv: int = 8
@@ -63,6 +65,8 @@ class Problem(NamedTuple):
 
 
 class Event(NamedTuple):
+    """What a rank does, and from when to when, in seconds from the start of the pass."""
+
     rank: int
     what: str  # "compute", "copy", "send"
     begin: float
@@ -70,6 +74,8 @@ class Event(NamedTuple):
 
 
 class Plan(NamedTuple):
+    """What simulate() finds. With both passes, times are those of both."""
+
     scheme: str
     layout: str
     ranks: int
@@ -81,11 +87,12 @@ class Plan(NamedTuple):
 
     @property
     def efficiency(self) -> float:
+        """The share of linear speed."""
         return self.alone / self.seconds / self.ranks
 
 
 def pairs(q: Chunk, kv: Chunk, causal: bool, window: Union[int, None]) -> float:
-    """How many attend."""
+    """How many pairs of these queries and keys attend."""
     if not causal:
         return float(q.rows) * kv.rows
     if q.step > 1:  # striped: both have every n-th row
@@ -107,7 +114,11 @@ def pairs(q: Chunk, kv: Chunk, causal: bool, window: Union[int, None]) -> float:
 
 def simulate(problem: Problem, ranks: int, scheme: str = "ring", layout: str = "zigzag", *, backward: bool = False,
              machine: Machine = Machine(), inner: int = 1, keep_events: bool = False) -> Plan:
-    """One pass of one scheme. inner: with two_level, how many ranks share heads."""
+    """One pass of one scheme of SCHEMES.
+
+    backward: the backward pass; else the forward pass. inner: with two_level, how many ranks share heads. keep_events: the plan
+    has each rank's events. Raises InvalidArgument where the tokens or the ranks do not divide.
+    """
     _check(problem, ranks, layout, machine, (scheme,))
     parts = ranks * (2 if layout == "zigzag" else 1)
     if problem.tokens % parts:
@@ -322,7 +333,10 @@ class _Run:
 
 def plans(problem: Problem, ranks: int, *, layout: Union[str, None] = None, backward: bool = False,
           machine: Machine = Machine(), schemes: Sequence[str] = SCHEMES) -> list[Plan]:
-    """Of the schemes that the numbers allow and whose tensors fit, the fastest first; both passes, with `backward`."""
+    """The plans of all schemes that work on so many ranks and fit into memory, the fastest first.
+
+    layout: None: zigzag with a causal mask, else contiguous. backward: both passes; else the forward pass. Raises InvalidArgument.
+    """
     layout = layout or ("zigzag" if problem.causal else "contiguous")
     _check(problem, ranks, layout, machine, schemes)
     found = []
@@ -350,7 +364,7 @@ def _inner_ranks(problem: Problem, ranks: int, machine: Machine) -> int:
 @functools.lru_cache(maxsize=256)
 def best(problem: Problem, ranks: int, *, layout: Union[str, None] = None, backward: bool = False, machine: Machine = Machine(),
          schemes: tuple[str, ...] = SCHEMES[:3]) -> str:
-    """The fastest scheme's name; the ring where none fits."""
+    """The name of the fastest scheme in plans(); "ring" where there is none."""
     found = plans(problem, ranks, layout=layout, backward=backward, machine=machine, schemes=schemes)
     return found[0].scheme if found else "ring"
 

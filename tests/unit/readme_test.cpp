@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "plan/spec_options.hpp"
 #include "support/environment.hpp"
 
 namespace flashjit {
@@ -41,6 +42,12 @@ TEST(Readme, EnvironmentTableIsTheListInTheCode) {
   }
   ASSERT_FALSE(expected.empty());
   EXPECT_EQ(environment_table(), expected);
+}
+
+TEST(Readme, PageOfTheCommandNamesEveryOptionOfASpec) {
+  const std::string page = read("tools/docs/command.md");
+  for (const plan::SpecOption& option : plan::kSpecOptions)
+    EXPECT_NE(page.find("`" + std::string(option.text) + "`"), std::string::npos) << option.text;
 }
 
 std::string without_comments(const std::string& code, const std::string& comment) {

@@ -16,7 +16,7 @@ import math
 import os
 import sys
 
-from plot import RESULTS, ROOT, markdown, read, replace, values
+from plot import RESULTS, ROOT, listed, markdown, read, replace, values
 
 try:
     import torch
@@ -218,9 +218,9 @@ def page_table(rows):
     order = sorted(worst, key=lambda key: (list(INPUTS).index(key[0]), *key[1:]))
     lines = [[f"{inputs}, d{dim}, {dtype}", *(f"{rms:.2f}, {largest:.2f}" for rms, largest in worst[inputs, dim, dtype].values())]
              for inputs, dim, dtype in order]
-    origin = ", ".join(" and ".join(values(rows, name)) for name in ("device", "date"))
+    origin = ", ".join(listed(values(rows, name)) for name in ("device", "date"))
     return (f"{markdown(['inputs', *TENSORS], lines)}\n\n{over} of {count} ratios are beyond the aim. {origin}, PyTorch "
-            f"{' and '.join(values(rows, 'torch'))}.")
+            f"{listed(values(rows, 'torch'))}.")
 
 
 def write_page():

@@ -64,6 +64,17 @@ def values(rows, name):
     return sorted({row[name] for row in rows})
 
 
+def listed(names):
+    """"a", "a and b", "a, b and c"."""
+    *before, last = names
+    return f"{', '.join(before)} and {last}" if before else last
+
+
+def commits(rows):
+    found = values(rows, "commit")
+    return f"commit{'s' if len(found) > 1 else ''} {listed(found)}"
+
+
 def select(rows, **wanted):
     """The rows with these values, shortest sequence first."""
     found = [row for row in rows if all(row[name] == value for name, value in wanted.items())]
@@ -75,8 +86,7 @@ def short(length):
 
 
 def origin(rows):
-    device, date, commit = (" and ".join(values(rows, name)) for name in ("device", "date", "commit"))
-    return f"{device}, {date}, commit {commit}"
+    return f"{listed(values(rows, 'device'))}, {listed(values(rows, 'date'))}, {commits(rows)}"
 
 
 def present(rows):
@@ -131,7 +141,7 @@ def draw(rows, path):
         line_of_axes[0].set_ylabel("TFLOP/s", fontsize=12)
     for axis in axes[-1]:
         axis.set_xlabel("sequence length", fontsize=11)
-    figure.suptitle(f"Attention, {' and '.join(values(rows, 'dtype'))}: {origin(rows)}", fontsize=15)
+    figure.suptitle(f"Attention, {listed(values(rows, 'dtype'))}: {origin(rows)}", fontsize=15)
     handles = dict(zip(shown, axes[0][0].get_lines()))
     figure.legend(handles=[handles[who] for who in LEGEND if who in handles], loc="outside lower center", ncols=len(shown),
                   fontsize=12, frameon=False, handlelength=3)
@@ -352,17 +362,20 @@ def peers_summary(dense, png):
 
 def figures_section(dense, other, few, sparse, png):
     """tools/docs/benchmarks.md"""
-    tables = {"other problems": other, "few queries": few, "block-sparse": sparse}
-    commits = ", ".join(f"{name}: commit {' and '.join(values(rows, 'commit'))}" for name, rows in tables.items()
-                        if rows and values(rows, "commit") != values(dense, "commit"))
+    later = {}  # tables of other commits, by these
+    for name, rows in {"other problems": other, "few queries": few, "block-sparse": sparse}.items():
+        if rows and values(rows, "commit") != values(dense, "commit"):
+            later.setdefault(commits(rows), []).append(name)
+    others = "".join(f"; {listed(names)}: {made_by}" for made_by, names in later.items())
+    about = f"""{origin(dense)}{others}. TFLOP/s of flashjit / the best peer, and which one; bold where flashjit is slower by 1% or
+more. bf16, 16k tokens in all, hidden size 2048."""
     portable = ", ".join(f"{PASSES[name]} d{dim} {mean(ratios(select(dense, head_dim=dim, **{'pass': name}), 'fa2', 'sm80'))}"
                          for name in PASSES for dim in values(dense, "head_dim"))
     parts = [
         f"""\
 ![TFLOP/s over sequence length]({link(png, BENCHMARKS)})
 
-{origin(dense)}{commits and f"; {commits}"}. TFLOP/s of flashjit / the best peer, and which one; bold where
-flashjit is slower by 1% or more. bf16, 16k tokens in all, hidden size 2048.""",
+{textwrap.fill(about, 118)}""",
         peers_table(dense),
         textwrap.fill(f"The portable family sm80, forced, beside FlashAttention-2 (geometric means of the same points): {portable}.", 118),
     ]
@@ -400,8 +413,8 @@ def tuner_section(rows):
 
 def serving_section(rows):
     """tools/docs/serving.md"""
-    columns = {"contiguous": "contiguous", "invariant": "batch_invariant", "pages128": "pages of 128", "pages64": "64", "pages16": "16", "pages8": "8", "pages1": "1",
-               "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
+    columns = {"contiguous": "contiguous", "invariant": "batch_invariant", "pages64": "pages of 64", "pages16": "16", "pages8": "8",
+               "pages1": "1", "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
     micros = lambda row, name: f"{float(row[f'{name}_us']):.0f}" if row.get(f"{name}_us") else "-"
     lines = [[row["problem"], f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}", row["queries"],
               *(micros(row, name) for name in columns)] for row in rows if row["heads"]]
@@ -411,7 +424,7 @@ def serving_section(rows):
                for row in rows if row.get("together_us")]
     states += [f"{row['problem']}: {float(row['prefix_us']):.0f} us with prefix_length, {float(row['plain_us']):.0f} without"
                for row in rows if row.get("prefix_us")]
-    about = (f"Microseconds of a call in a CUDA graph; {' and '.join(values(rows, 'device'))}, commit {' and '.join(values(rows, 'commit'))}, "
+    about = (f"Microseconds of a call in a CUDA graph; {listed(values(rows, 'device'))}, {commits(rows)}, "
              f"bf16 queries, by tools/bench/serving.py. {'; '.join(states)}.")
     return "\n\n".join([markdown(["sequences", "heads", "queries", *columns.values()], lines), textwrap.fill(about, 118)])
 

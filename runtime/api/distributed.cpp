@@ -488,7 +488,7 @@ struct SharedAttention::Impl {
     wait(stream, arrived);
   }
   void exchange(const SharedHeads& tensor, std::int64_t entry, bool back, CUstream copies) const {
-    const std::int64_t row = tensor.dim * element();
+    const auto row = static_cast<std::int64_t>(tensor.dim) * element();
     const auto move = [&](const void* base, std::int64_t first_row, std::int64_t count, int other,
                           bool sends) {
       void* const data = static_cast<char*>(const_cast<void*>(base)) + first_row * row;

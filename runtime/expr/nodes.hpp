@@ -20,12 +20,6 @@ inline NodePtr make_real(float value) {
   node.real = value;
   return std::make_shared<const Node>(std::move(node));
 }
-inline NodePtr make_integer(std::int32_t value) {
-  Node node;
-  node.type = Type::integer;
-  node.integer = value;
-  return std::make_shared<const Node>(std::move(node));
-}
 inline NodePtr make_boolean(bool value) {
   Node node;
   node.type = Type::boolean;

@@ -138,7 +138,6 @@ std::vector<Constant> constants_of(const ProgramFacts& facts) {
           {"kEvaluateTiles", facts.evaluates_tiles},
           {"kMaskBlockQ", facts.mask_block_q},
           {"kMaskBlockKv", facts.mask_block_kv},
-          {"kMaskUsesBatch", facts.mask.uses_batch},
           {"kMaskUsesHead", facts.mask.uses_head},
           {"kMaskTerms", facts.mask_terms},
           {"kMaskRowTerms", facts.mask.q_reads},

@@ -163,7 +163,7 @@ std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, s
   const bool waits_for_memory =
       kernel.schedule.q_tiles_as_heads || shape.seqlen_q * shape.heads_q <= kRowsOfMemory * shape.heads_kv;
   const std::int64_t most_lost = waits_for_memory ? shares / 32 : 0;
-  const std::int64_t bytes = 2 * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
+  const std::int64_t bytes = std::int64_t{2} * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
   for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;
        ++lanes)

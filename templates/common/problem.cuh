@@ -93,7 +93,6 @@ struct ExampleProblem {
   static constexpr int kMaskBlockKv = 0;
   static constexpr bool kListed = false;         // the mask's tiles are visited by lists, not within bounds
   static constexpr bool kEvaluateTiles = false;  // listed only: lists evaluate partial tiles pair by pair
-  static constexpr bool kMaskUsesBatch = false;  // the mask depends on b
   static constexpr bool kMaskUsesHead = false;   // the mask depends on h or h_kv
   static constexpr bool kMaskTerms = false;      // there is mask_of_terms()
   static constexpr int kMaskRowTerms = 0;        // listed only: how many mask_row_term() there are

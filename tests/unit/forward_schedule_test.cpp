@@ -196,7 +196,6 @@ Params params_of(const Lengths& lengths, const std::vector<int>& offsets, int sh
 /// own, from which combine_parts finds them again.
 template <class P>
 void expect_equal_shares(const Lengths& lengths, int shares, int heads_q, int heads_kv, int lanes) {
-  const int batch = static_cast<int>(lengths.keys.size());
   const std::vector<int> offsets = offsets_of(lengths.queries);
   Params p = params_of<P>(lengths, offsets, shares, heads_q, heads_kv, lanes);
   // As find_share() finds it, of a lane.

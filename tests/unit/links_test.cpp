@@ -134,6 +134,26 @@ TEST(Links, FolderPagesNameFilesThatAreThere) {
   }
 }
 
+TEST(Links, FolderPagesNameEverySource) {
+  std::vector<fs::path> folders = {"autotune",    "tests/emulator", "tests/support", "tests/python",
+                                   "tools/bench", "tools/command",  "tools/parts",   "tools/python/flashjit"};
+  for (const char* parent : {"runtime", "templates"})
+    for (const auto& entry : fs::directory_iterator(kRoot / parent))
+      if (entry.is_directory()) folders.push_back(entry.path());
+  const std::set<std::string> extensions = {".hpp", ".cpp", ".cuh", ".py"};
+  for (const fs::path& folder : folders) {
+    std::string page;
+    for (const std::string& line : read_lines(kRoot / folder / "README.md")) page += line + "\n";
+    for (const auto& entry : fs::directory_iterator(kRoot / folder)) {
+      const std::string stem = entry.path().stem().string();
+      if (!extensions.contains(entry.path().extension().string()) || stem.starts_with("__")) continue;
+      const bool named = page.find("`" + stem + ".") != std::string::npos ||
+                         page.find("`" + stem + "`") != std::string::npos;
+      EXPECT_TRUE(named) << folder << ": its page does not name " << stem;
+    }
+  }
+}
+
 TEST(Links, FindingsThatSourcesCiteAreInTheNotes) {
   static const std::regex kCited("NOTES\\.md#([a-z0-9_-]+)");
   const std::set<std::string> findings = anchors(read_lines(kRoot / "tools/bench/NOTES.md"));

@@ -152,6 +152,78 @@ std::vector<double> codes_of(const reference::Problem& problem, const std::vecto
   return codes;
 }
 
+/// Makes the tensors of a problem: packed sequences are rows of one batch entry, keys of a cache in slots or
+/// pages.
+class TensorMaker {
+ public:
+  TensorMaker(const DriverHandle& driver, const reference::Problem& problem)
+      : driver_(driver), problem_(problem), table_(reference::shuffled_pages(pages(), problem.seed)) {
+    const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem.shape;
+    const AttentionSpec& spec = problem.spec;
+    batch_ = spec.varlen ? 1 : batch;
+    batch_kv_ = spec.has_cache() ? batch : batch_;
+    rows_q_ = spec.varlen ? problem.cu_seqlens_q.back() : longest_q;
+    rows_kv_ = spec.varlen && !spec.has_cache() ? problem.cu_seqlens_kv.back() : longest_kv;
+  }
+
+  DeviceTensor like_q(DType type, std::int64_t dim) const {
+    return DeviceTensor(driver_, type, {batch_, problem_.shape.heads_q, rows_q_, dim});
+  }
+  DeviceTensor like_q(DType type, std::int64_t dim, const std::vector<double>& values) const {
+    return DeviceTensor(driver_, type, {batch_, problem_.shape.heads_q, rows_q_, dim}, values);
+  }
+  DeviceTensor like_kv(DType type, std::int64_t dim) const {
+    return DeviceTensor(driver_, type, {batch_kv_, problem_.shape.heads_kv, rows_kv_, dim});
+  }
+  DeviceTensor like_lse(bool wanted = true) const {
+    const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem_.shape;
+    return DeviceTensor(driver_, DType::fp32, {batch, heads_q, wanted ? longest_q : 0, 1});
+  }
+
+  DeviceTensor q() const {
+    const auto& [batch, heads_q, heads_kv, longest_q, longest_kv] = problem_.shape;
+    const std::int64_t dim = problem_.spec.head_dim;
+    const std::int64_t rows_of_scale = heads_q / std::max<std::int64_t>(heads_kv, 1) * rows_q_;
+    return like_q(problem_.spec.q_type(), dim,
+                  codes_of(problem_, problem_.q, problem_.q_scale, false, rows_of_scale, dim));
+  }
+  /// K or V.
+  DeviceTensor kv(const std::vector<double>& values, const std::vector<double>& scales,
+                  std::int64_t dim) const {
+    return in_cache(problem_.spec.kv_type(),
+                    codes_of(problem_, values, scales, problem_.spec.key_scales, rows_kv_, dim), dim);
+  }
+  DeviceTensor kv_scale(const std::vector<double>& scales) const {
+    return problem_.spec.key_scales ? in_cache(DType::fp32, scales, 1) : scale(scales);
+  }
+  DeviceTensor scale(const std::vector<double>& scales) const {
+    return DeviceTensor(driver_, DType::fp32, {1, std::ssize(scales), 1, 1}, scales);
+  }
+  DeviceBuffer page_table() const { return device::upload(driver_, table_); }
+  PageTableView view_of(const DeviceBuffer& page_table) const {
+    if (problem_.spec.pages == 0) return {};
+    return {static_cast<const std::int32_t*>(page_table.data()), problem_.shape.batch, pages_of_sequence()};
+  }
+
+ private:
+  std::int64_t pages_of_sequence() const {
+    const std::int64_t rows = problem_.spec.pages;
+    return rows == 0 ? 0 : (problem_.shape.seqlen_kv + rows - 1) / rows;
+  }
+  std::int64_t pages() const { return problem_.shape.batch * pages_of_sequence(); }
+  DeviceTensor in_cache(DType type, const std::vector<double>& in_order, std::int64_t dim) const {
+    const std::int64_t heads = problem_.shape.heads_kv, rows = problem_.spec.pages;
+    if (rows == 0) return DeviceTensor(driver_, type, {batch_kv_, heads, rows_kv_, dim}, in_order);
+    return DeviceTensor(driver_, type, {pages(), heads, rows, dim},
+                        in_pages(problem_, in_order, table_, pages_of_sequence(), dim));
+  }
+
+  const DriverHandle& driver_;
+  const reference::Problem& problem_;
+  std::vector<std::int32_t> table_;
+  std::int64_t batch_, batch_kv_, rows_q_, rows_kv_;
+};
+
 /// Milliseconds that the stream spends on what `work` puts there.
 template <class Work>
 double timed(const DriverHandle& driver, const device::StreamOwner& stream, Work work) {
@@ -162,6 +234,102 @@ double timed(const DriverHandle& driver, const device::StreamOwner& stream, Work
   stream.synchronize();
   return end.ms_since(start);
 }
+
+/// A problem in device memory. Each pass returns its milliseconds.
+class ProblemOnGpu {
+ public:
+  ProblemOnGpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem)
+      : runtime_(runtime),
+        gpu_(gpu),
+        problem_(problem),
+        make_(gpu.driver(), problem),
+        page_table_(make_.page_table()),
+        q_(make_.q()),
+        k_(make_.kv(problem.k, problem.k_scale, problem.spec.head_dim)),
+        v_(make_.kv(problem.v, problem.v_scale, problem.spec.v_dim())),
+        q_scale_(make_.scale(problem.q_scale)),
+        k_scale_(make_.kv_scale(problem.k_scale)),
+        v_scale_(make_.kv_scale(problem.v_scale)),
+        out_(make_.like_q(problem.spec.out_type(), problem.spec.v_dim())),
+        lse_(make_.like_lse()),
+        row_max_(make_.like_lse(problem.spec.row_max)),
+        extras_(gpu.driver(), problem),
+        stream_(gpu.driver()) {}
+
+  double forward(Results& results) {
+    AttentionSpec spec = problem_.spec;
+    spec.pass = Pass::forward;
+    const bool cached = spec.has_cache();
+    const DeviceBuffer space = make_workspace(runtime_, gpu_.driver(), spec, problem_.shape);
+    ForwardArgs args{.q = q_.view(), .k = k_.view(), .v = v_view(), .out = out_.view(), .lse = lse_.floats()};
+    args.workspace = workspace_of(space);
+    set_common(args, problem_, extras_);
+    args.page_table = make_.view_of(page_table_);
+    if (cached) args.max_seqlen_kv = problem_.shape.seqlen_kv;
+    if (spec.shared_prefix)
+      args.prefix_length = static_cast<const std::int32_t*>(extras_.prefix_length.data());
+    if (spec.has_scales()) {
+      args.k_scale = k_scale_.scale_view(cached);
+      args.v_scale = v_scale_.scale_view(cached);
+    }
+    if (spec.q_codes) args.q_scale = q_scale_.scale_view(false);
+    if (spec.row_max) args.row_max = row_max_.floats();
+    gpu_.synchronize();  // the copies and fills are on another stream
+    const double spent = timed(gpu_.driver(), stream_, [&] { runtime_.forward(spec, args, stream_.get()); });
+    results.out = out_.values();
+    results.lse = lse_.values();
+    results.row_max = row_max_.values();
+    return spent;
+  }
+
+  /// After forward().
+  double backward(Results& results) {
+    const AttentionSpec& spec = problem_.spec;
+    const std::int64_t d = spec.head_dim, d_v = spec.v_dim();
+    const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout),
+                       dq = make_.like_q(spec.grad_type(), d), dk = make_.like_kv(spec.grad_type(), d),
+                       dv = make_.like_kv(spec.grad_type(), d_v);
+    DeviceBuffer dsinks(gpu_.driver(), problem_.sinks.size() * sizeof(float));
+    dsinks.fill(0);
+    const DeviceBuffer space = make_workspace(runtime_, gpu_.driver(), spec, problem_.shape);
+    BackwardArgs args{.q = q_.view(),
+                      .k = k_.view(),
+                      .v = v_view(),
+                      .out = out_.view(),
+                      .lse = lse_.floats(),
+                      .dout = dout.view(),
+                      .dq = dq.view(),
+                      .dk = dk.view(),
+                      .dv = dv.view()};
+    args.workspace = workspace_of(space);
+    set_common(args, problem_, extras_);
+    args.dsinks = static_cast<float*>(dsinks.data());
+    gpu_.synchronize();
+    const double spent = timed(gpu_.driver(), stream_, [&] { runtime_.backward(spec, args, stream_.get()); });
+    results.dq = dq.values();
+    results.dk = dk.values();
+    results.dv = dv.values();
+    const std::vector<float> sinks_grad = device::download<float>(dsinks);
+    results.dsinks.assign(sinks_grad.begin(), sinks_grad.end());
+    results.capture_grads = extras_.captures.grads();
+    return spent;
+  }
+
+ private:
+  ConstTensorView v_view() const {
+    if (problem_.spec.shared_kv) return ConstTensorView(k_.view()).first_columns(problem_.spec.v_dim());
+    return v_.view();
+  }
+
+  Runtime& runtime_;
+  const device::PrimaryContext& gpu_;
+  const reference::Problem& problem_;
+  TensorMaker make_;
+  DeviceBuffer page_table_;
+  DeviceTensor q_, k_, v_, q_scale_, k_scale_, v_scale_, out_, lse_, row_max_;
+  Extras extras_;
+  device::StreamOwner stream_;
+};
 
 }  // namespace
 
@@ -174,98 +342,10 @@ RuntimeOptions runtime_options() {
 
 Results run_on_gpu(Runtime& runtime, const device::PrimaryContext& gpu, const reference::Problem& problem,
                    LaunchTimes* times) {
-  const DriverHandle& driver = gpu.driver();
-  const auto& [batch, hq, hkv, longest_q, longest_kv] = problem.shape;
-  const bool packed = problem.spec.varlen;
-  const std::int64_t b = packed ? 1 : batch;
-  const std::int64_t sq = packed ? problem.cu_seqlens_q.back() : longest_q;
-  const bool cached = problem.spec.has_cache();
-  const std::int64_t skv = packed && !cached ? problem.cu_seqlens_kv.back() : longest_kv;
-  const DType dtype = problem.spec.dtype;
-  const std::int64_t d = problem.spec.head_dim, dv = problem.spec.v_dim();
-  const bool backward = problem.spec.pass == Pass::backward;
-
-  const std::int64_t rows = problem.spec.pages, columns = rows == 0 ? 0 : (longest_kv + rows - 1) / rows;
-  const std::vector<std::int32_t> table = reference::shuffled_pages(batch * columns, problem.seed);
-  const DeviceBuffer page_table = device::upload(driver, table);
-  const auto in_cache = [&](DType type, const std::vector<double>& in_order, std::int64_t dim) {
-    if (rows == 0) return DeviceTensor(driver, type, {cached ? batch : b, hkv, skv, dim}, in_order);
-    return DeviceTensor(driver, type, {batch * columns, hkv, rows, dim},
-                        in_pages(problem, in_order, table, columns, dim));
-  };
-  const auto of_kv = [&](const std::vector<double>& values, const std::vector<double>& scales,
-                         std::int64_t dim) {
-    return in_cache(problem.spec.kv_type(),
-                    codes_of(problem, values, scales, problem.spec.key_scales, skv, dim), dim);
-  };
-  const auto of_scales = [&](const std::vector<double>& scales) {
-    if (problem.spec.key_scales) return in_cache(DType::fp32, scales, 1);
-    return DeviceTensor(driver, DType::fp32, {1, std::ssize(scales), 1, 1}, scales);
-  };
-  const DeviceTensor q(
-      driver, problem.spec.q_type(), {b, hq, sq, d},
-      codes_of(problem, problem.q, problem.q_scale, false, hq / std::max<std::int64_t>(hkv, 1) * sq, d)),
-      k = of_kv(problem.k, problem.k_scale, d), v = of_kv(problem.v, problem.v_scale, dv);
-  const DeviceTensor k_scale = of_scales(problem.k_scale), v_scale = of_scales(problem.v_scale);
-  const DeviceTensor q_scale(driver, DType::fp32, {1, std::ssize(problem.q_scale), 1, 1}, problem.q_scale);
-  const DeviceTensor out(driver, problem.spec.out_type(), {b, hq, sq, dv}),
-      lse(driver, DType::fp32, {batch, hq, longest_q, 1}),
-      row_max(driver, DType::fp32, {batch, hq, problem.spec.row_max ? longest_q : 0, 1});
-  const Extras extras(driver, problem);
-  const device::StreamOwner stream(driver);
-  LaunchTimes spent;
-
-  AttentionSpec spec = problem.spec;
-  spec.pass = Pass::forward;
-  const DeviceBuffer forward_space = make_workspace(runtime, driver, spec, problem.shape);
-  const ConstTensorView v_view = spec.shared_kv ? ConstTensorView(k.view()).first_columns(dv) : v.view();
-  ForwardArgs args{.q = q.view(), .k = k.view(), .v = v_view, .out = out.view(), .lse = lse.floats()};
-  args.workspace = workspace_of(forward_space);
-  set_common(args, problem, extras);
-  if (rows != 0) args.page_table = {static_cast<const std::int32_t*>(page_table.data()), batch, columns};
-  if (cached) args.max_seqlen_kv = longest_kv;
-  if (spec.shared_prefix) args.prefix_length = static_cast<const std::int32_t*>(extras.prefix_length.data());
-  if (problem.spec.has_scales()) {
-    args.k_scale = k_scale.scale_view(cached);
-    args.v_scale = v_scale.scale_view(cached);
-  }
-  if (problem.spec.q_codes) args.q_scale = q_scale.scale_view(false);
-  if (spec.row_max) args.row_max = row_max.floats();
-  gpu.synchronize();  // the copies and fills are on another stream
-  spent.forward = timed(driver, stream, [&] { runtime.forward(spec, args, stream.get()); });
-  Results results{out.values(), lse.values(), {}, {}, {}};
-  results.row_max = row_max.values();
-
-  if (backward) {
-    spec.pass = Pass::backward;
-    const DeviceTensor dout(driver, dtype, {b, hq, sq, dv}, problem.dout);
-    const DType grad_type = spec.grad_type();
-    const DeviceTensor dq(driver, grad_type, {b, hq, sq, d}), dk(driver, grad_type, {b, hkv, skv, d}),
-        dv_tensor(driver, grad_type, {b, hkv, skv, dv});
-    const DeviceBuffer backward_space = make_workspace(runtime, driver, spec, problem.shape);
-    BackwardArgs gradients{.q = q.view(),
-                           .k = k.view(),
-                           .v = v_view,
-                           .out = out.view(),
-                           .lse = lse.floats(),
-                           .dout = dout.view(),
-                           .dq = dq.view(),
-                           .dk = dk.view(),
-                           .dv = dv_tensor.view()};
-    gradients.workspace = workspace_of(backward_space);
-    set_common(gradients, problem, extras);
-    DeviceBuffer dsinks(driver, problem.sinks.size() * sizeof(float));
-    dsinks.fill(0);
-    gradients.dsinks = static_cast<float*>(dsinks.data());
-    gpu.synchronize();
-    spent.backward = timed(driver, stream, [&] { runtime.backward(spec, gradients, stream.get()); });
-    results.dq = dq.values();
-    results.dk = dk.values();
-    results.dv = dv_tensor.values();
-    const std::vector<float> sinks_grad = device::download<float>(dsinks);
-    results.dsinks.assign(sinks_grad.begin(), sinks_grad.end());
-    results.capture_grads = extras.captures.grads();
-  }
+  ProblemOnGpu on_gpu(runtime, gpu, problem);
+  Results results;
+  LaunchTimes spent{.forward = on_gpu.forward(results)};
+  if (problem.spec.pass == Pass::backward) spent.backward = on_gpu.backward(results);
   if (times) *times = spent;
   return results;
 }

@@ -125,13 +125,28 @@ struct HeadPart {
   bool has_first, has_second;
 };
 
+/// Divides K or V by its scale, which with scales of keys comes from the row's largest element, and stores
+/// the codes. `first`: whether this thread is the row's first.
+template <class P, int kElements>
+__device__ __forceinline__ void store_part_as_codes(const AppendParams& p, const HeadPart& part, int b,
+                                                    KeyPlace place, bool first, float largest,
+                                                    const float (&x)[kElements],
+                                                    const float (&y)[kElements]) {
+  using Stored = typename P::KvElement;
+  float* scale = scale_at(part.is_k ? p.k_scale : p.v_scale, b, place, part.h);
+  const float divisor = !P::kKeyScales ? *scale : largest == 0.0f ? 1.0f : largest / kLargestCode<Stored>;
+  if (P::kKeyScales && first) *scale = divisor;
+  Stored* to = row_of<Stored>(part.is_k ? p.k_cache : p.v_cache, place.page, part.h, place.row);
+  if (part.has_first) store_codes(to + part.chunks.first * kElements, x, divisor);
+  if (part.has_second) store_codes(to + part.chunks.second * kElements, y, divisor);
+}
+
 /// One CTA of 128 threads for all heads of one new row; grid: batch * rows, packed: rows. A row without a
 /// sequence, a place in the cache or an angle in the tables is left out. The first heads' rows are read
 /// before anything is known of their place.
 template <class P>
 __device__ void append(const AppendParams& p) {
   using Element = typename P::Element;
-  using Stored = typename P::KvElement;
   constexpr int kThreads = 128, kElements = kChunk<Element>;
   constexpr int kChunks = P::kHeadDim / kElements, kChunksV = P::kHeadDimV / kElements;
   constexpr int kPairs = (max(kChunks, kChunksV) + 1) / 2, kHeadsAtOnce = kThreads / kPairs;
@@ -191,16 +206,8 @@ __device__ void append(const AppendParams& p) {
     if constexpr (kScaledKv<P>) {
       float largest = 0.0f;
       if constexpr (P::kKeyScales) largest = largest_of_row<kHeadsAtOnce>(slot, x, y);
-      if (part.exists && (part.is_k || part.is_v)) {
-        float* scale = scale_at(part.is_k ? p.k_scale : p.v_scale, at.b, place, part.h);
-        const float divisor = !P::kKeyScales    ? *scale
-                              : largest == 0.0f ? 1.0f
-                                                : largest / kLargestCode<Stored>;
-        if (P::kKeyScales && mine == 0) *scale = divisor;
-        Stored* to = row_of<Stored>(part.is_k ? p.k_cache : p.v_cache, place.page, part.h, place.row);
-        if (part.has_first) store_codes(to + part.chunks.first * kElements, x, divisor);
-        if (part.has_second) store_codes(to + part.chunks.second * kElements, y, divisor);
-      }
+      if (part.exists && (part.is_k || part.is_v))
+        store_part_as_codes<P>(p, part, at.b, place, mine == 0, largest, x, y);
       if (!part.exists || part.is_k || part.is_v) continue;
     }
     Element* to = part.is_k   ? row_of<Element>(p.k_cache, place.page, part.h, place.row)

@@ -10,6 +10,26 @@
 
 namespace flashjit::auxiliary {
 
+/// The largest score of a row, of which each split has its own.
+template <class P>
+__device__ __forceinline__ float row_max_of_splits(const Params& p, long long row) {
+  float largest = -infinity();
+  for (int split = 0; split < p.num_splits; ++split) largest = fmaxf(largest, row_max_of<P>(p, split)[row]);
+  return largest;
+}
+
+/// The sum of four columns that each warp has.
+template <int kWarps, int kChunks>
+__device__ __forceinline__ float4 sum_of_warps(const float4 (&sums)[kWarps][kChunks], int chunk) {
+  float4 all = sums[0][chunk];
+#pragma unroll
+  for (int other = 1; other < kWarps; ++other) {
+    const float4 x = sums[other][chunk];
+    all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
+  }
+  return all;
+}
+
 /// One CTA of 128 threads for one query of one head, whose warps share the splits; grid:
 /// batch * heads_q * seqlen_q.
 template <class P>
@@ -63,23 +83,12 @@ __device__ void combine(const Params& p) {
   for (int i = 0; i < kLaneChunks; ++i)
     if (const int chunk = lane + i * 32; chunk < kChunks) sums[warp][chunk] = o[i];
   __syncthreads();
-  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32) {
-    float4 all = sums[0][chunk];
-#pragma unroll
-    for (int other = 1; other < kWarps; ++other) {
-      const float4 x = sums[other][chunk];
-      all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
-    }
-    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
-  }
+  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32)
+    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4,
+                  sum_of_warps(sums, chunk));
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
   if constexpr (P::kRowMax)
-    if (threadIdx.x == 0) {
-      float largest = -infinity();
-      for (int split = 0; split < p.num_splits; ++split)
-        largest = fmaxf(largest, row_max_of<P>(p, split)[row]);
-      p.row_max[row] = largest;
-    }
+    if (threadIdx.x == 0) p.row_max[row] = row_max_of_splits<P>(p, row);
 }
 
 }  // namespace flashjit::auxiliary

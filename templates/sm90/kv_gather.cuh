@@ -45,13 +45,13 @@ struct GatheredKeys {
   static __device__ __forceinline__ int first(int own, int warp) { return (own * kGatherWarps + warp) * 32; }
 };
 
-/// Starts the copies of a warp's rows of a tile of codes, which are not swizzled. Lanes side by side copy a
-/// row.
-template <class P, int kColumns>
-__device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& from,
-                                             const GatheredKeys<P>& keys, int warp) {
-  constexpr int kChunks = kColumns / 16, kLanes = next_power_of_two(kChunks), kRowsAtOnce = 32 / kLanes;
-  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes;
+/// Calls copy(row of the tile, its memory, whether it is a key) for a warp's rows of a tile, in the
+/// kLanesOfRow lanes that copy the row together.
+template <class P, int kLanesOfRow, class Copy>
+__device__ __forceinline__ void for_each_row(const KvSource<P>& from, const GatheredKeys<P>& keys, int warp,
+                                             Copy&& copy) {
+  constexpr int kRowsAtOnce = 32 / kLanesOfRow;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
 #pragma unroll
   for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
     const int first = GatheredKeys<P>::first(own, warp);
@@ -62,13 +62,24 @@ __device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& fro
     const unsigned exist = __ballot_sync(kWholeWarp, slot >= 0);
 #pragma unroll 4
     for (int step = 0; step < min(32, P::kBc - first); step += kRowsAtOnce) {
-      const int of_group = step + lane / kLanes, at = first + of_group;
-      const auto* codes =
-          reinterpret_cast<const unsigned char*>(__shfl_sync(kWholeWarp, row, of_group)) + chunk * 16;
-      if ((kChunks == kLanes || chunk < kChunks) && (kRowsAtOnce <= 16 || at < P::kBc))
-        copy_async_16(to + at * kColumns + chunk * 16, codes, exist >> of_group & 1u);
+      const int of_group = step + lane / kLanesOfRow;
+      copy(first + of_group, __shfl_sync(kWholeWarp, row, of_group), (exist >> of_group & 1u) != 0);
     }
   }
+}
+
+/// Starts the copies of a warp's rows of a tile of codes, which are not swizzled. Lanes side by side copy a
+/// row.
+template <class P, int kColumns>
+__device__ __forceinline__ void gather_codes(unsigned to, const KvSource<P>& from,
+                                             const GatheredKeys<P>& keys, int warp) {
+  constexpr int kChunks = kColumns / 16, kLanes = next_power_of_two(kChunks);
+  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes;
+  for_each_row<P, kLanes>(from, keys, warp, [&](int at, unsigned long long row, bool exists) {
+    const auto* codes = reinterpret_cast<const unsigned char*>(row) + chunk * 16;
+    if ((kChunks == kLanes || chunk < kChunks) && (32 / kLanes <= 16 || at < P::kBc))
+      copy_async_16(to + at * kColumns + chunk * 16, codes, exists);
+  });
 }
 
 /// Starts the copies of a warp's rows of a tile of K or V. Eight lanes copy a row's 128 bytes of a slice, in
@@ -77,37 +88,24 @@ template <class P, int kColumns>
 __device__ __forceinline__ void gather_rows(unsigned to, const KvSource<P>& from, const GatheredKeys<P>& keys,
                                             int warp, TilePart part = TilePart::whole) {
   if constexpr (kScaledKv<P>) return gather_codes<P, kColumns>(to, from, keys, warp);
-  constexpr int kLanesOfRow = kRowBytes / 16, kRowsAtOnce = 32 / kLanesOfRow;
+  constexpr int kLanes = kRowBytes / 16;
   constexpr int kRead = (kColumns + 15) / 16 * 16;  // products read whole steps
-  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanesOfRow;
+  const int lane = static_cast<int>(threadIdx.x) % 32, chunk = lane % kLanes;
+  for_each_row<P, kLanes>(from, keys, warp, [&](int at, unsigned long long row, bool exists) {
+    const auto* columns = reinterpret_cast<const unsigned short*>(row) + chunk * 8;
+    const unsigned line = to + at * kRowBytes + (chunk ^ at % 8) * 16;
 #pragma unroll
-  for (int own = 0; own < GatheredKeys<P>::kOwn; ++own) {
-    const int first = GatheredKeys<P>::first(own, warp);
-    if (first >= P::kBc) break;
-    const int slot = keys.slot[own];
-    const auto row =
-        reinterpret_cast<unsigned long long>(slot >= 0 ? from.row_in_slot(slot) : from.some_row());
-    const unsigned exist = __ballot_sync(kWholeWarp, slot >= 0);
-#pragma unroll 4
-    for (int step = 0; step < min(32, P::kBc - first); step += kRowsAtOnce) {
-      const int of_group = step + lane / kLanesOfRow, at = first + of_group;
-      const auto* columns =
-          reinterpret_cast<const unsigned short*>(__shfl_sync(kWholeWarp, row, of_group)) + chunk * 8;
-      const bool exists = exist >> of_group & 1u;
-      const unsigned line = to + at * kRowBytes + (chunk ^ at % 8) * 16;
-#pragma unroll
-      for (int slice = 0; slice < slices(kColumns); ++slice) {
-        if (!is_in_part<P>(part, slice)) continue;
-        const int column = slice * kSliceColumns + chunk * 8;
-        if ((slice + 1) * kSliceColumns <= kColumns)
-          copy_async_16(line + slice * P::kBc * kRowBytes, columns + slice * kSliceColumns, exists);
-        else if (column < kRead)
-          copy_async_16(line + slice * P::kBc * kRowBytes,
-                        column < kColumns ? columns + slice * kSliceColumns : columns,
-                        exists && column < kColumns);
-      }
+    for (int slice = 0; slice < slices(kColumns); ++slice) {
+      if (!is_in_part<P>(part, slice)) continue;
+      const int column = slice * kSliceColumns + chunk * 8;
+      if ((slice + 1) * kSliceColumns <= kColumns)
+        copy_async_16(line + slice * P::kBc * kRowBytes, columns + slice * kSliceColumns, exists);
+      else if (column < kRead)
+        copy_async_16(line + slice * P::kBc * kRowBytes,
+                      column < kColumns ? columns + slice * kSliceColumns : columns,
+                      exists && column < kColumns);
     }
-  }
+  });
 }
 
 /// Loads K and V as load_kv() does, in the same order. By each of kGatherWarps warps.

@@ -22,6 +22,19 @@ __device__ __forceinline__ void load_head_stats(const Params& p, const Sequence<
   }
 }
 
+/// Scores of entries of the list that are no keys.
+template <class P>
+__device__ __forceinline__ void hide_missing_keys(BackwardScores<P>& s,
+                                                  const int (&keys)[BackwardPolicy<P>::kMt][2]) {
+#pragma unroll
+  for (int mt = 0; mt < BackwardPolicy<P>::kMt; ++mt)
+#pragma unroll
+    for (int nt = 0; nt < BackwardPolicy<P>::kNt; ++nt)
+#pragma unroll
+      for (int e = 0; e < 4; ++e)
+        if (keys[mt][e / 2] < 0) s[mt][nt][e] = -infinity();
+}
+
 /// Adds A B for the warp's keys to their rows in global memory, some units of columns at a time. A is P^T or
 /// dS^T in shared memory, and B a tile of the heads' rows.
 template <class P, int kDim, class WarpRow>
@@ -63,6 +76,23 @@ __device__ __forceinline__ void add_kv_gradient(float* to, unsigned a_tile, unsi
   }
 }
 
+/// dQ += dS K for a warp's rows and columns of dQ.
+template <class P, int kN>
+__device__ __forceinline__ void add_dq_of_heads(float (&dq)[BackwardPolicy<P>::kDqMt][kN][4],
+                                                const BackwardSmem<P>& smem, int first_row, int first_unit) {
+  using Policy = BackwardPolicy<P>;
+#pragma unroll
+  for (int step = 0; step < P::kBc / 16; ++step) {
+    unsigned a[Policy::kDqMt][4];
+#pragma unroll
+    for (int mt = 0; mt < Policy::kDqMt; ++mt)
+      load_matrix_x4_transposed(a[mt], smem.ds(0) + matrix_offset<false>(Policy::kDsPitch) +
+                                           (step * 16 * Policy::kDsPitch + first_row + mt * 16) * 2);
+    multiply_step<typename P::Element, Policy::kDUnits, true>(
+        dq, a, smem.k() + matrix_offset<true>(Policy::kQPitch) + step * 16 * Policy::kQPitch * 2, first_unit);
+  }
+}
+
 /// A warp's rows and columns of dQ, to the heads' rows of a query.
 template <class P, int kUnitsOfWarp>
 __device__ __forceinline__ void store_dq_of_heads(
@@ -91,10 +121,8 @@ __device__ __forceinline__ void store_dq_of_heads(
 
 template <class P>
 __device__ void backward_of_indices(const Params& p) {
-  using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
-  constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kNt = Policy::kNt, kQPitch = Policy::kQPitch,
-                kVPitch = Policy::kVPitch;
+  constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt;
   extern __shared__ __align__(128) char shared[];
   const BackwardSmem<P> smem(shared);
 
@@ -122,7 +150,8 @@ __device__ void backward_of_indices(const Params& p) {
   load_head_stats(p, sequence, q, h, heads, smem);
 
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const int part = column_part<P>(), first_head = part * kNt * 8;  // of those that the warp computes S for
+  const int part = column_part<P>(),
+            first_head = part * Policy::kNt * 8;  // of those that the warp computes S for
   const auto warp_row = [&](int mt) { return (warp % Policy::kRowWarps * kMt + mt) * 16; };
   const int dq_row = warp / Policy::kDqColumnWarps * Policy::kDqMt * 16,
             dq_unit = warp % Policy::kDqColumnWarps * Policy::kDqUnitsOfWarp;
@@ -144,46 +173,19 @@ __device__ void backward_of_indices(const Params& p) {
       BackwardScores<P> s = {}, dp = {};
       [[maybe_unused]] Slopes<P> slope;
       [[maybe_unused]] Dots<P> dots;
-      // S = Q K^T
-      multiply_transposed<Element, P::kHeadDim, 4>(
-          s, smem.q(0) + first_head * kQPitch * 2 + matrix_offset<false>(kQPitch),
-          [&](unsigned(&a)[4], int mt, int step) {
-            load_matrix_x4(
-                a, smem.k() + matrix_offset<true>(kQPitch) + (warp_row(mt) * kQPitch + step * 16) * 2);
-          });
-#pragma unroll
-      for (int mt = 0; mt < kMt; ++mt)
-#pragma unroll
-        for (int nt = 0; nt < kNt; ++nt)
-#pragma unroll
-          for (int e = 0; e < 4; ++e)
-            if (keys[mt][e / 2] < 0) s[mt][nt][e] = -infinity();
+      multiply_kv_by_q<P, P::kHeadDim>(s, smem.k(), smem.q(0), first_head, warp_row);  // S = Q K^T
+      hide_missing_keys<P>(s, keys);
       exponentials<P>(p, s, smem.lse(0) + first_head, lane);  // P = exp(S - LSE)
       store_p<P>(smem.p_pointer(), s, warp_row, first_head, lane);
-      // dP = dO V^T
-      multiply_transposed<Element, P::kHeadDimV, 4>(
-          dp, smem.dout(0) + first_head * kVPitch * 2 + matrix_offset<false>(kVPitch),
-          [&](unsigned(&a)[4], int mt, int step) {
-            load_matrix_x4(
-                a, smem.v() + matrix_offset<true>(kVPitch) + (warp_row(mt) * kVPitch + step * 16) * 2);
-          });
+      multiply_kv_by_q<P, P::kHeadDimV>(dp, smem.v(), smem.dout(0), first_head, warp_row);  // dP = dO V^T
       // dS = P (dP - D)
       softmax_backward<P>(dp, s, slope, dots, smem.d(0) + first_head, smem.ds_pointer(0) + first_head * 2, p,
                           sequence.head(p, h), at_q, at_kv, warp_row, lane, [](int, int) {});
     }
     __syncthreads();  // P and dS are complete, V is free
     load_v(i + 1);
-#pragma unroll
-    for (int step = 0; step < P::kBc / 16; ++step) {  // dQ += dS K
-      unsigned a[Policy::kDqMt][4];
-#pragma unroll
-      for (int mt = 0; mt < Policy::kDqMt; ++mt)
-        load_matrix_x4_transposed(a[mt], smem.ds(0) + matrix_offset<false>(Policy::kDsPitch) +
-                                             (step * 16 * Policy::kDsPitch + dq_row + mt * 16) * 2);
-      multiply_step<Element, Policy::kDUnits, true>(
-          dq, a, smem.k() + matrix_offset<true>(kQPitch) + step * 16 * kQPitch * 2, dq_unit);
-    }
-    __syncthreads();  // K is free
+    add_dq_of_heads<P>(dq, smem, dq_row, dq_unit);  // dQ += dS K
+    __syncthreads();                                // K is free
     load_k(i + 1);
     add_kv_gradient<P, P::kHeadDimV>(dv, smem.p(), smem.dout(0), keys, warp_row, 1.0f);  // dV += P^T dO
     add_kv_gradient<P, P::kHeadDim>(dk, smem.ds(0), smem.q(0), keys, warp_row,

@@ -30,6 +30,18 @@ __device__ __forceinline__ void store_p(char* p_tile, const BackwardScores<P>& s
       }
 }
 
+/// S or dP of the warp's keys and queries: K Q^T, or V dO^T.
+template <class P, int kDim, class WarpRow>
+__device__ __forceinline__ void multiply_kv_by_q(BackwardScores<P>& c, unsigned kv_tile, unsigned q_tile,
+                                                 int first_query, const WarpRow& warp_row) {
+  constexpr int kPitch = pitch(kDim);
+  multiply_transposed<typename P::Element, kDim, 4>(
+      c, q_tile + first_query * kPitch * 2 + matrix_offset<false>(kPitch),
+      [&](unsigned(&a)[4], int mt, int step) {
+        load_matrix_x4(a, kv_tile + matrix_offset<true>(kPitch) + (warp_row(mt) * kPitch + step * 16) * 2);
+      });
+}
+
 /// C += A B for the warp's rows of A = P^T or dS^T, in shared memory, and its n16 units of B's columns.
 template <class P, int kPitch, int kTotal, bool kGuard, int kC, class WarpRow>
 __device__ __forceinline__ void multiply_tiles(float (&c)[BackwardPolicy<P>::kMt][kC][4], unsigned a_tile,
@@ -50,7 +62,6 @@ __device__ __forceinline__ void multiply_tiles(float (&c)[BackwardPolicy<P>::kMt
 
 template <class P>
 __device__ void backward_wide(const Params& p) {
-  using Element = typename P::Element;
   using Policy = BackwardPolicy<P>;
   constexpr int kThreads = Policy::kThreads, kMt = Policy::kMt, kQPitch = Policy::kQPitch,
                 kVPitch = Policy::kVPitch;
@@ -111,26 +122,14 @@ __device__ void backward_wide(const Params& p) {
       BackwardScores<P> s = {}, dp = {};
       [[maybe_unused]] Slopes<P> slope;
       [[maybe_unused]] Dots<P> dots;
-      // S = Q K^T
-      multiply_transposed<Element, P::kHeadDim, 4>(
-          s, q_tile + first_query * kQPitch * 2 + matrix_offset<false>(kQPitch),
-          [&](unsigned(&a)[4], int mt, int step) {
-            load_matrix_x4(
-                a, smem.k() + matrix_offset<true>(kQPitch) + (warp_row(mt) * kQPitch + step * 16) * 2);
-          });
+      multiply_kv_by_q<P, P::kHeadDim>(s, smem.k(), q_tile, first_query, warp_row);  // S = Q K^T
       apply_score<P>(s, slope, dots, p, head, at_q, at_kv);
       if (tile.full == 0)
         apply_mask<P, true, false>(s, p, head, at_kv, at_q, q_begin + first_query, seqused_kv, in_map);
       exponentials<P>(p, s, smem.lse(stage) + first_query, lane);  // P = exp(S - LSE)
       if constexpr (P::kDropout) mark_dropped<P>(s, p, dropout_head<P>(p, sequence.b, h), at_q, at_kv);
       store_p<P>(smem.p_pointer(), s, warp_row, first_query, lane);
-      // dP = dO V^T
-      multiply_transposed<Element, P::kHeadDimV, 4>(
-          dp, dout_tile + first_query * kVPitch * 2 + matrix_offset<false>(kVPitch),
-          [&](unsigned(&a)[4], int mt, int step) {
-            load_matrix_x4(
-                a, smem.v() + matrix_offset<true>(kVPitch) + (warp_row(mt) * kVPitch + step * 16) * 2);
-          });
+      multiply_kv_by_q<P, P::kHeadDimV>(dp, smem.v(), dout_tile, first_query, warp_row);  // dP = dO V^T
       // dS = P (dP - D)
       softmax_backward<P>(dp, s, slope, dots, smem.d(stage) + first_query,
                           smem.ds_pointer(0) + first_query * 2, p, head, at_q, at_kv, warp_row, lane,

@@ -188,6 +188,12 @@ __device__ __forceinline__ void add_pv(OAccumulator<P>& o, const POperand<P>& co
   for (int part = kParts + 1 - kBuffers; part < kParts; ++part) add(part);
 }
 
+/// Whether a warpgroup's turn ends when it has P, and not when S has started: then one's softmax runs beside the
+/// other's products. Three warpgroups have too little time for such turns above 64 columns.
+/// tools/bench/NOTES.md#products-of-8-bits
+template <class P>
+constexpr bool kTurnEndsWithP = P::kWarps / 4 == 2 || P::kHeadDim <= 64;
+
 /// Computes a consumer warpgroup's rows of O, work tile after work tile.
 template <class P>
 __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps& maps,
@@ -222,7 +228,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       ping_pong_wait(smem, wg);
       SAccumulator<P> s;
       start_qk<P>(s, tile_descriptor(smem.q(wg, round), 0), tile_descriptor(smem.k(n), 0));  // S = Q K^T
-      ping_pong_arrive(smem, wg);
+      if constexpr (!kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       look_at_tile(p, smem, work, rows, n, i, wg, kv_begin, full, entry);
       fill([](const auto& warp_rows) { warp_rows.finish(); });
       wgmma_wait<0>();
@@ -240,6 +246,7 @@ __device__ __forceinline__ void consume_codes(const Params& p, const TensorMaps&
       if constexpr (kKeyFactors<P>) release_k(smem, n, wg, round, i == 0);
       POperand<P> codes;
       pack_codes<P>(codes, s);
+      if constexpr (kTurnEndsWithP<P>) ping_pong_arrive(smem, wg);
       if constexpr (P::kDropout) drop_codes(p, work, rows, kv_begin, codes);
       barrier_wait<P>(smem.v_full(n), smem.phase(n));
       add_pv<P>(o, codes, smem.v(n), rescale);  // O = exp2(m before - m) O + P V

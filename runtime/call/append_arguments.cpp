@@ -278,8 +278,7 @@ void check_arguments(const AttentionSpec& spec, const QuantiseArgs& args) {
       (by_row && !all_rows))
     refuse(
         "scale is [{}, {}, {}, {}], but x is [{}, {}, {}, {}]: in the place of sequences or of pages give 1 "
-        "or "
-        "{}, heads that divide {}, and 1 for the rows, or with all others {}.",
+        "or {}, heads that divide {}, and 1 for the rows, or with all others {}.",
         size[0], size[1], size[2], size[3], batch, heads, rows, dim, batch, heads, rows);
   for (std::size_t i = 0; i < size.size(); ++i)
     if (size[i] != 1 && args.scale.stride[i] <= 0)

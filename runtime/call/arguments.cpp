@@ -142,8 +142,7 @@ void check_dropout_place(const AttentionSpec& spec, const AttentionShape& shape,
     if (!fits)
       refuse(
           "dropout_place has {} {} and a step of {}, for {} of them: the first is at least 0, the step at "
-          "least 1, "
-          "and the last at most 2^31 - 1.",
+          "least 1, and the last at most 2^31 - 1.",
           name, first, step, count);
   };
   check("q", place.q, place.q_step, shape.seqlen_q);
@@ -475,8 +474,7 @@ void check_lists(const TileLists& lists, std::string_view wanted, const BlockMap
   if (lists.block_map_size != std::array{map.size[0], map.size[1]})
     refuse(
         "lists were built for a block_map of batch {} and heads {}, but this call's has {} and {}: give the "
-        "map "
-        "that they were built for.",
+        "map that they were built for.",
         lists.block_map_size[0], lists.block_map_size[1], map.size[0], map.size[1]);
 }
 

@@ -45,15 +45,13 @@ void check_strides(const char* name, const ConstTensorView& tensor, int element_
     if (stride % (static_cast<std::int64_t>(kTensorAlignment) / element_size) != 0)
       refuse(
           "{} has stride {} in {}: strides must be multiples of {} elements (16 bytes); pad the rows or copy "
-          "the "
-          "tensor.",
+          "the tensor.",
           name, stride, kDimensions[i], static_cast<std::int64_t>(kTensorAlignment) / element_size);
   }
   if (tensor.size[3] > 1 && tensor.stride[3] != 1)
     refuse(
         "{} has stride {} in head_dim: the last dimension must be contiguous (stride 1); transpose or copy "
-        "the "
-        "tensor.",
+        "the tensor.",
         name, tensor.stride[3]);
 }
 
@@ -70,8 +68,7 @@ void check_distinct(const char* name, const ConstTensorView& tensor) {
     if (tensor.stride[i] < covered)
       refuse(
           "{} is written, but its elements overlap: stride {} in {} is less than the {} elements that lie "
-          "between; "
-          "give a tensor of its own.",
+          "between; give a tensor of its own.",
           name, tensor.stride[i], kDimensions[i], covered);
     covered += (tensor.size[i] - 1) * tensor.stride[i];
   }

@@ -22,8 +22,7 @@ namespace fs = std::filesystem;
 
 constexpr const char* kInstallAdvice =
     "install NVRTC 12 or 13 (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC to "
-    "its "
-    "libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
+    "its libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
 
 /// The functions of NVRTC that flashjit calls.
 struct Api {

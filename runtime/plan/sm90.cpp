@@ -245,8 +245,7 @@ Support check_pack_gqa(const AnalysedSpec& spec, const TileConfig& c) {
   if (alike) return Support::yes();
   return Support::no(
       "pack_gqa is for specs to which the heads that share K and V are alike: without dropout, lists of "
-      "tiles, "
-      "a dense bias, or h in a program");
+      "tiles, a dense bias, or h in a program");
 }
 
 /// KV tiles of the backward pass that are of a cluster whose blocks sum up dQ.
@@ -278,8 +277,7 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
         (c.d_split == 2 && (c.warps != 8 || c.br != sm90::kWarpgroupRows)))
       return Support::no(
           fmt::format("up to {} columns of V d_split is 1, above two groups of warps share 64 rows, with 8 "
-                      "warps, Br 64 and "
-                      "d_split2, not {}",
+                      "warps, Br 64 and d_split2, not {}",
                       kMostColumns, to_string(c)));
     const int rows = c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows;
     if (c.br != rows && c.br * 2 != rows)

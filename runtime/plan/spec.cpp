@@ -188,10 +188,8 @@ class FieldReader {
 std::string spec_allowed() {
   std::string allowed =
       "write [fwd:|bwd:|append:|merge:|quantise:]fp16|bf16|fp32:d<dim>[x<dim of V>] and then, each at most "
-      "once, "
-      "score{<program>}, a "
-      "mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, pages<rows>, "
-      "kv<e4m3|e5m2|int8>";
+      "once, score{<program>}, a mask (causal or causal_top_left or mask{<program>}), map<queries>x<keys>, "
+      "pages<rows>, kv<e4m3|e5m2|int8>";
   for (const plan::SpecOption& option : plan::kSpecOptions) allowed += fmt::format(", {}", option.text);
   return allowed;
 }
@@ -241,8 +239,7 @@ void check_scaled(const AttentionSpec& spec) {
     if (spec.key_scales)
       refuse(
           "key_scales is set, but K and V are {}, which has no scales; set kv_dtype to e4m3, e5m2 or int8, "
-          "or "
-          "leave it out",
+          "or leave it out",
           to_string(spec.kv_type()));
     if (spec.q_codes)
       refuse(
@@ -332,8 +329,7 @@ void AttentionSpec::validate() const {
   if (cached && kv_lengths) {
     refuse(
         "kv_lengths is set beside {}; a cache has lengths of its own, so leave kv_lengths out of the spec "
-        "and "
-        "give the lengths at the call",
+        "and give the lengths at the call",
         pages ? "pages" : "cache");
   }
   if (pass == Pass::quantise && !has_scales())

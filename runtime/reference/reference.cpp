@@ -539,8 +539,7 @@ void check_prefix(const Problem& problem) {
     if (alike < prefix)
       refuse(
           "prefix_length is {}, but key {} of sequence {} is not that of sequence 0; give how many first "
-          "keys "
-          "all sequences share",
+          "keys all sequences share",
           prefix, alike, b);
   }
 }

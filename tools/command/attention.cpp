@@ -364,7 +364,7 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
   if (spec.cache)
     throw Error(
         ErrorCode::invalid_argument,
-        "the spec has a cache, but files have the keys in order: give \"kvlen\" or \"varlen\" instead");
+        R"(the spec has a cache, but files have the keys in order: give "kvlen" or "varlen" instead)");
   Tensor q = read_tensor(files.q, layout, spec.dtype);
   Tensor k = read_tensor(files.k, layout, spec.dtype);
   Tensor v = read_tensor(files.v, layout, spec.dtype);

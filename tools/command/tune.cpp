@@ -193,8 +193,7 @@ autotune::TuneResult tune_one(const autotune::Problem& problem, const autotune::
   if (result.drift > kSuspiciousDrift)
     warn(
         fmt::format("{} {}: the time of the heuristic's choice moved by {:.0f}% while others were measured "
-                    "beside it; let "
-                    "nothing else use the GPU, and tune again with --force",
+                    "beside it; let nothing else use the GPU, and tune again with --force",
                     to_string(problem.spec), to_string(problem.shape), 100 * result.drift));
   if (result.measured > 0) keep_best(folder, problem, result.record.best);
   return result;

@@ -99,8 +99,12 @@ bool is_narrow(const AnalysedSpec& spec) {
   return std::max(spec.head_dim, spec.v_dim()) <= sm90::kSliceColumns;
 }
 bool is_wide(const AnalysedSpec& spec) { return sm90::is_wide(spec.head_dim, spec.v_dim()); }
-/// Whether the blocks of a cluster of the backward pass split columns.
-bool splits_columns(const AnalysedSpec& spec) { return sm90::splits_columns(spec.head_dim, spec.v_dim()); }
+/// Whether the backward pass has more columns than blocks that do not share them.
+bool exceeds_cta(const AnalysedSpec& spec) { return sm90::exceeds_cta(spec.head_dim, spec.v_dim()); }
+/// Whether tiles of 128 keys may have these columns: gradients in fp32, as of splits, spill then.
+bool fits_long_tile(const AnalysedSpec& spec) {
+  return sm90::fits_long_tile(spec.head_dim, spec.v_dim()) && !spec.fp32_grads;
+}
 
 /// A consumer thread's values of S, P, O, what finds the bias tile, and the gradients: what cannot be traded
 /// away by the compiler.
@@ -221,7 +225,7 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",
                                    kMostBackwardColumns, spec.head_dim, spec.v_dim()));
-  if (!is_forward(spec) && splits_columns(spec) && spec.has_capture_grads)
+  if (!is_forward(spec) && exceeds_cta(spec) && spec.has_capture_grads)
     return Support::no(
         fmt::format("gradients of captured tensors are for head dimensions up to {}, not {} and {}",
                     sm90::kMostCtaColumns, spec.head_dim, spec.v_dim()));
@@ -303,9 +307,13 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
       return Support::no(fmt::format("Bc is a multiple of 16 up to 256, not {}", c.bc));
     if (spec.q_codes && c.bc % 32 != 0)
       return Support::no(fmt::format("with Q of 8 bits Bc is a multiple of 32, not {}", c.bc));
-  } else if (splits_columns(spec) && (c.br != 64 || c.bc != 64 || c.warps != 8)) {
-    return Support::no(fmt::format("above {} columns the backward pass has 8 warps, Br 64 and Bc 64, not {}",
-                                   sm90::kMostCtaColumns, to_string(c)));
+  } else if (const bool long_tile = c.bc == 128 && fits_long_tile(spec) && !c.split;
+             exceeds_cta(spec) && (c.br != 64 || (c.bc != 64 && !long_tile) || c.warps != 8)) {
+    return Support::no(fmt::format(
+        "above {} columns the backward pass has 8 warps, Br 64 and Bc 64, or 128 where K has up to "
+        "{} and V up to {}, without split and gradients in fp32, not {}",
+        sm90::kMostCtaColumns, sm90::kMostCtaColumns + sm90::kSliceColumns, sm90::kMostCtaColumns,
+        to_string(c)));
   } else if (c.bc > sm90::kMostKeys) {
     if (Support able = check_long_tile(spec, c); !able) return able;
   } else if (c.warps != 8 || (c.bc != 64 && c.bc != 128) ||
@@ -438,7 +446,7 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = spec.programs.mask_reads_tensors;
   if (!is_forward(spec)) {
-    if (splits_columns(spec)) return {tile_of_split_columns(spec)};
+    if (exceeds_cta(spec)) return {tile_of_split_columns(spec)};
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
     if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
@@ -681,6 +689,7 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
   if (takes_half_tiles(spec, shape, device))
     return config(64, 64, 8, std::max(spec.head_dim, spec.v_dim()) > 96 ? 3 : 2);
   std::vector<TileConfig> choices = preferences(spec);
+  if (!is_forward(spec)) return choices.front();
   // Small: of any length there are enough. Larger ones where there are many, as the last round is not cut.
   if (choices.front().min_blocks > 1) {
     const auto has_many = [&](const TileConfig& c) {
@@ -691,24 +700,22 @@ TileConfig heuristic(const AnalysedSpec& spec, const AttentionShape& shape, cons
     const auto found = std::find_if(choices.rbegin(), choices.rend(), has_many);
     return found == choices.rend() ? choices.front() : *found;
   }
-  if (is_forward(spec)) {
-    // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
-    // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
-    // 0.77 instead of 0.78.
-    const std::int64_t many = converters(spec) > 0 ? 1024 : 512;
-    const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
-    const bool many_queries = stream_k && shape.seqlen_q >= many;
-    const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
-    if (stream_k && !many_queries) choices.clear();
-    // Beside sequences with many queries there may be some with few, which would read K and V for each head.
-    if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
-      choices = packed_where_admitted(spec, choices, device);
-    for (const TileConfig& whole : to_split) {
-      const TileConfig alone = split_tile(spec, whole);
-      const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
-      if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
-      if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
-    }
+  // Sequences of a cache may be of any lengths, which only equal shares even out. But many queries are
+  // enough work tiles, measured: 4k 0.89 ms instead of 1.16, 1k of 4k keys 0.38 instead of 0.40, 512 of 16k
+  // 0.77 instead of 0.78.
+  const std::int64_t many = converters(spec) > 0 ? 1024 : 512;
+  const bool stream_k = is_stream_k(spec, with_split(choices.front(), false));
+  const bool many_queries = stream_k && shape.seqlen_q >= many;
+  const std::vector<TileConfig> to_split = many_queries ? std::vector<TileConfig>() : choices;
+  if (stream_k && !many_queries) choices.clear();
+  // Beside sequences with many queries there may be some with few, which would read K and V for each head.
+  if (many_queries && spec.varlen && shape.heads_q > shape.heads_kv)
+    choices = packed_where_admitted(spec, choices, device);
+  for (const TileConfig& whole : to_split) {
+    const TileConfig alone = split_tile(spec, whole);
+    const TileConfig shared = with_split(alone, false), packed = with_split(alone, true);
+    if (num_splits(spec, shape, shared, device) > 1) choices.push_back(shared);
+    if (shape.heads_q > shape.heads_kv && admits(spec, packed, device)) choices.push_back(packed);
   }
   return *std::ranges::min_element(
       choices, {}, [&](const TileConfig& c) { return estimated_time(spec, shape, c, device); });

@@ -175,14 +175,18 @@ std::string wgmma_functions(const AnalysedSpec& spec, const TileConfig& config) 
     }
     return function(name, product);
   };
-  return transposed_scores("multiply_scores", layout.cta_dim()) +
-         transposed_scores("multiply_dp", layout.cta_dim_v()) + gradient("multiply_dv", layout.wg_dim_v()) +
-         gradient("multiply_dk", layout.wg_dim()) +
-         function("multiply_dq", {{dtype, layout.dq_columns()},
-                                  Left::shared,
-                                  "1, 1",
-                                  along_rows(layout.keys()),
-                                  along_rows(layout.keys())});
+  const auto dq = [&](const char* name, int columns) {
+    return function(
+        name, {{dtype, columns}, Left::shared, "1, 1", along_rows(layout.keys()), along_rows(layout.keys())});
+  };
+  const int fifth = layout.fifth_slice();
+  std::string text = transposed_scores("multiply_scores", layout.cta_dim()) +
+                     transposed_scores("multiply_dp", layout.cta_dim_v()) +
+                     gradient("multiply_dv", layout.wg_dim_v()) +
+                     gradient("multiply_dk", layout.wg_dim() - fifth / 2) +
+                     dq("multiply_dq", layout.dq_columns() - fifth / 4);
+  if (fifth > 0) text += gradient("multiply_fifth_dk", fifth / 2) + dq("multiply_fifth_dq", fifth / 4);
+  return text;
 }
 
 }  // namespace flashjit::plan

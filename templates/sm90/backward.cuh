@@ -32,7 +32,8 @@
 //   them up, and sends P and dS to the other. dQ is added as without a cluster, by columns.
 // - Wide, in a cluster: above 128 columns, adding dQ to global memory for every 64 keys takes longer than all
 //   products. So two CTAs share a KV tile of 128 keys: each has 64 of them, sends the other its dS, and
-//   computes half of the columns of dQ for all 128.
+//   computes half of the columns of dQ for all 128. Up to 320 columns of K and 256 of V fit: shared memory
+//   then has one tile for P and the other CTA's dS, which is sent when P has been read.
 //
 // Split-Q: where KV tiles are few and their queries many, several CTAs take one KV tile, each with a split
 // of the queries. Each stores its partial dK and dV in fp32, and the combine_dkdv entry adds them up.
@@ -190,18 +191,28 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     publish_to_async_proxy();
     barrier_arrive(smem.ds_full(i));
     smem.wait_ds(i);
-    send_ds(smem, i, wg);
+    if constexpr (!Policy::kOtherDsOverP) send_ds(smem, i, wg);
     start_dv_dk(smem, i, wg, p_operand, ds, dk, dv);  // dV += P^T dO, dK += dS^T Q
-    wgmma_wait<1>();
+    typename Fragments::Dq dq;
+    if constexpr (Policy::kOtherDsOverP) start_dq<P, true, false>(smem, i, wg, dq);  // dQ += dS K
+    wgmma_wait<Policy::kOtherDsOverP ? 2 : 1>();
     pin(dv);
     smem.release_dout(i);
+    if constexpr (Policy::kOtherDsOverP) {
+      smem.signal_p_read();
+      send_ds(smem, i, wg);
+    }
     barrier_wait<P>(smem.other_ds_full(i), i / 2 & 1);
-    typename Fragments::Dq dq;
-    start_dq(smem, i, wg, dq);  // dQ += dS K
+    start_dq<P, !Policy::kOtherDsOverP>(smem, i, wg, dq);  // dQ += dS K
     const bool last = smem.q_tile(i).last;
     wgmma_wait<0>();
     pin(dk);
     pin(dq);
+    if constexpr (Policy::kOtherDsOverP) {
+      named_barrier_sync(kBothConsumers,
+                         2 * 128);  // the other warpgroup has read the fifth slice, too, and dS
+      smem.signal_ds_read();
+    }
     wait_dq_empty(smem, i, wg);
     stage_dq<0, Policy::kDqSteps>(smem, i, wg, dq);  // over Q, which has been read
     signal_dq_full(smem, i, wg);                     // the thread that adds dQ releases Q

@@ -53,12 +53,14 @@ __device__ __forceinline__ void send_dq(const BackwardSmem<P>& smem, unsigned i,
 }
 
 /// Sends dS of Q tile i to the other CTA of the cluster, by one thread of the first warpgroup. The other
-/// CTA has read what that overwrites, since it has written dS of the tile before.
+/// CTA has read what that overwrites, since it has written dS of the tile before; or, where that is P, it
+/// says so.
 template <class P>
 __device__ __forceinline__ void send_ds(const BackwardSmem<P>& smem, unsigned i, int wg) {
   using Smem = BackwardSmem<P>;
   if (wg != 0 || threadIdx.x / 32 % 4 != 0 || !elected()) return;
   const int other = 1 - BackwardPolicy<P>::rank();
+  if constexpr (BackwardPolicy<P>::kOtherDsOverP) barrier_wait<P>(smem.other_p_read(), i & 1);
   barrier_expect(smem.other_ds_full(i), Smem::kDsBytes);
   copy_remote(in_cta(smem.other_ds(i), other), smem.ds(i), Smem::kDsBytes,
               in_cta(smem.other_ds_full(i), other));
@@ -133,6 +135,12 @@ __device__ __forceinline__ void add_dq(const Params& p, const BackwardSmem<P>& s
       add_steps(0, kOverQ);
       add_steps(kOverQ, kBehindQ);
       add_steps(kBehindQ, Policy::kDqSteps);
+      if constexpr (Policy::kFifthSlice > 0) {
+        const int column = Policy::fifth_dq_column(wg);
+        if (const int columns = min(kColumns - column, Policy::kFifthSlice / 4); columns > 0)
+          add_line(p.dq_accum + now.stats_row * kColumns + column / 8 * kDqStep,
+                   smem.dq(wg, i % P::kStages, Policy::kDqSlices / 8), columns / 8 * kDqStepBytes);
+      }
     }
     if constexpr (Policy::kReadsDs) add_ds_grads(p, smem, i + kAhead, wg);  // while dQ is read
     if (!one) continue;

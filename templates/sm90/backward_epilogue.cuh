@@ -49,16 +49,18 @@ __device__ __forceinline__ void write_keys_without_queries(const Params& p) {
   }
 }
 
-/// Stores a warpgroup's rows or columns of dK or dV, and clears them for the next KV tile. With split-Q they
-/// go to `splits`, in fp32.
+/// Stores a warpgroup's rows or columns of dK or dV, of those from `first_shared` on, and clears them for the
+/// next KV tile. With split-Q they go to `splits`, in fp32.
 template <class P, int kCount>
 __device__ __forceinline__ void store_gradient(const Params& p, const BackwardSmem<P>& smem, unsigned i,
                                                int wg, float (&c)[kCount], int columns, int first_columns,
-                                               float scale, const TensorParam& to, float* splits) {
+                                               float scale, const TensorParam& to, float* splits,
+                                               int first_shared = 0) {
   using Policy = BackwardPolicy<P>;
   constexpr int kChunks = kCount / 4;  // of a warpgroup
   const KvTileInfo<P>& kv_tile = smem.kv_tile_of(i);
   int first_chunk = Policy::kWide ? wg * kChunks : 0, end_chunk = columns / 8;
+  if constexpr (Policy::kFifthSlice > 0) first_chunk += first_shared / 8;
   if constexpr (Policy::kSplitsColumns) {
     first_chunk = (Policy::first_column(columns) + wg * first_columns) / 8;
     end_chunk = Policy::end_column(columns) / 8;
@@ -90,7 +92,15 @@ __device__ __forceinline__ void store_dk_dv(const Params& p, const BackwardSmem<
                                             typename BackwardFragments<P>::Dk& dk,
                                             typename BackwardFragments<P>::Dv& dv) {
   using Policy = BackwardPolicy<P>;
-  store_gradient(p, smem, i, wg, dk, P::kHeadDim, Policy::kFirstDim, p.softmax_scale, p.dk, p.dk_splits);
+  if constexpr (Policy::kFifthSlice == 0) {
+    store_gradient(p, smem, i, wg, dk, P::kHeadDim, Policy::kFirstDim, p.softmax_scale, p.dk, p.dk_splits);
+  } else {
+    constexpr int kSlices = Policy::kWgSlices / 2, kFifth = Policy::kFifthSlice / 4;
+    store_gradient(p, smem, i, wg, part_of<0, kSlices>(dk), P::kHeadDim, 0, p.softmax_scale, p.dk,
+                   p.dk_splits);
+    store_gradient(p, smem, i, wg, part_of<kSlices, kFifth>(dk), P::kHeadDim, 0, p.softmax_scale, p.dk,
+                   p.dk_splits, kMostCtaColumns);
+  }
   store_gradient(p, smem, i, wg, dv, P::kHeadDimV, Policy::kFirstDimV, P::kDropout ? p.keep_scale : 1.0f,
                  p.dv, p.dv_splits);
 }

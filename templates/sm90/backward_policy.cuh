@@ -19,6 +19,9 @@ struct BackwardPolicy {
   // NOTES.md#clusters-that-hold-all-keys-of-a-row
   static constexpr int kClusterSize = kLayout.cluster(), kKeys = kLayout.keys();
   static constexpr bool kExchangesDs = kLayout.exchanges_ds();  ///< each CTA computes some columns of dQ
+  // Then with a fifth slice of columns, of which each warpgroup has a part, the other CTA's dS comes over P.
+  static constexpr int kFifthSlice = kLayout.fifth_slice();
+  static constexpr bool kOtherDsOverP = kLayout.other_ds_over_p();
   static constexpr bool kSumsDq = kLayout.sums_dq();  ///< each CTA sums up some columns of all CTAs' dQ
   // Or each CTA has half of all columns. NOTES.md#columns-split-above-d256
   static constexpr bool kSplitsColumns = kLayout.splits_columns();
@@ -43,6 +46,8 @@ struct BackwardPolicy {
   static constexpr int kFirstDim = first_wg_columns(kLayout.shared_dim()),
                        kFirstDimV = first_wg_columns(kLayout.shared_dim_v());
   static constexpr int kWgDim = kLayout.wg_dim(), kWgDimV = kLayout.wg_dim_v();
+  /// Of a warpgroup's columns of dK those of whole slices; the others are of the fifth.
+  static constexpr int kWgSlices = kWgDim - kFifthSlice / 2;
   static_assert(kKeys == (kWide ? 64 : 128) && (P::kBr == 64 || (P::kBr == 128 && !kWide)));
 
   /// A warpgroup's first row and column of a CTA's S^T and dP^T.
@@ -57,7 +62,7 @@ struct BackwardPolicy {
   // A warpgroup computes 64 rows of dQ where a Q tile has 128, else some of the columns.
   // NOTES.md#q-tiles-of-128-rows-at-d64
   static constexpr bool kSplitsDqRows = P::kBr == 128;
-  static constexpr int kDqColumns = kLayout.dq_columns();
+  static constexpr int kDqColumns = kLayout.dq_columns(), kDqSlices = kDqColumns - kFifthSlice / 4;
   /// Which CTA of the cluster this is.
   static __device__ int rank() { return kClusterSize > 1 ? cluster_rank() : 0; }
   /// Which of the Q tile's parts of dQ a warpgroup computes, and the part's first row and column.
@@ -66,13 +71,18 @@ struct BackwardPolicy {
   static __device__ int first_dq_column(int wg) {
     return kSplitsDqRows    ? 0
            : kSplitsColumns ? first_column(P::kHeadDim) + wg * kFirstDim
-                            : dq_part(wg) * kDqColumns;
+                            : dq_part(wg) * kDqSlices;
   }
+  // In the fifth slice, a warpgroup's first column of dK, and of dQ.
+  static __device__ int fifth_dk_column(int wg) { return kMostCtaColumns + wg * (kFifthSlice / 2); }
+  static __device__ int fifth_dq_column(int wg) { return kMostCtaColumns + dq_part(wg) * (kFifthSlice / 4); }
   // dQ leaves through shared memory, eight columns a step: the first kDqStepsInDout steps lie over dO, the
   // next kDqStepsInQ over Q, the others in memory of their own.
   static constexpr int kDqSteps = kDqColumns / 8;
-  /// Columns that it hands on.
-  static __device__ int own_dq_columns(int wg) { return wg == 0 ? kLayout.own_dq_columns(0) : kDqColumns; }
+  /// Columns that it hands on, but those of the fifth slice.
+  static __device__ int own_dq_columns(int wg) {
+    return kFifthSlice > 0 ? kDqSlices : wg == 0 ? kLayout.own_dq_columns(0) : kDqColumns;
+  }
   /// Wide, the thread that adds dQ to global memory releases the stage.
   static constexpr bool kAdderReleases = kWide && (!kSplitsColumns || kLayout.is_dq_over_stage());
   static constexpr int kDqStepsInDout = kLayout.dq_within_dout() / kDqStepBytes;

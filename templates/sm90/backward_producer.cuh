@@ -41,8 +41,12 @@ __device__ __forceinline__ void load_kv(const TensorMaps& maps, const BackwardSm
   load_tile<Policy::kKeys, Policy::kDim>(smem.k(), maps.k, q_full, row, h_kv, batch,
                                          Policy::first_column(P::kHeadDim));
   if constexpr (Policy::kExchangesDs) {
-    load_tile<Policy::kKeys, Policy::kDim / 2>(smem.other_k(), maps.k, q_full, row + Policy::kKeys - 2 * own,
-                                               h_kv, batch, 0, smem.first_other_column() / kSliceColumns);
+    constexpr int kSlices = Policy::kLayout.other_columns() - Policy::kFifthSlice;
+    const int other_row = row + Policy::kKeys - 2 * own;
+    load_tile<Policy::kKeys, kSlices>(smem.other_k(), maps.k, q_full, other_row, h_kv, batch, 0,
+                                      smem.first_other_column() / kSliceColumns);
+    load_tile<Policy::kKeys, Policy::kFifthSlice>(smem.other_k() + tile_bytes(Policy::kKeys, kSlices), maps.k,
+                                                  q_full, other_row, h_kv, batch, kMostCtaColumns);
   }
   load_tile<Policy::kKeys, Policy::kDimV>(smem.v(), maps.v, dout_full, row, h_kv, batch,
                                           Policy::first_column(P::kHeadDimV));

@@ -34,8 +34,8 @@ __device__ __forceinline__ void clear_foreign_keys(const Params& p, const Backwa
   clear_rows<Policy::kKeys, Policy::kCtaDim>(smem.pointer(smem.k()), valid);
   clear_rows<Policy::kKeys, Policy::kCtaDimV>(smem.pointer(smem.v()), valid);
   if constexpr (Policy::kExchangesDs)
-    clear_rows<Policy::kKeys, Policy::kDim / 2>(smem.pointer(smem.other_k()),
-                                                valid - Policy::kKeys + 2 * own);
+    clear_rows<Policy::kKeys, Policy::kLayout.other_columns()>(smem.pointer(smem.other_k()),
+                                                               valid - Policy::kKeys + 2 * own);
   publish_to_async_proxy();
   named_barrier_sync(2 + wg, 128);
 }
@@ -95,6 +95,13 @@ __device__ __forceinline__ void start_dp(const BackwardSmem<P>& smem, unsigned i
   start_transposed(dp, [&] { P::multiply_dp(dp, v, dout, 0); });
 }
 
+/// kCount of a thread's accumulators, from kFirst on.
+template <int kFirst, int kCount, int kAll>
+__device__ __forceinline__ auto part_of(float (&c)[kAll]) -> float (&)[kCount] {
+  static_assert(kFirst + kCount <= kAll);
+  return reinterpret_cast<float(&)[kCount]>(c[kFirst]);
+}
+
 /// dV += P^T dO and then dK += dS^T Q of Q tile i: a warpgroup's rows, or, wide, its columns. P^T and dS^T
 /// are read from registers, or, wide, from shared memory.
 template <class P>
@@ -118,7 +125,14 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
     const unsigned long long p_tile = tile_descriptor(smem.p(i), 0), ds_tile = tile_descriptor(smem.ds(i), 0);
     P::multiply_dv(dv, p_tile, dout, 1);
     wgmma_commit();
-    P::multiply_dk(dk, ds_tile, q, 1);
+    if constexpr (Policy::kFifthSlice == 0) {
+      P::multiply_dk(dk, ds_tile, q, 1);
+    } else {
+      constexpr int kSlices = Policy::kWgSlices / 2, kFifth = Policy::kFifthSlice / 4;
+      const unsigned fifth = Smem::column(smem.q(i % P::kStages), Policy::fifth_dk_column(wg), Smem::kQSlice);
+      P::multiply_dk(part_of<0, kSlices>(dk), ds_tile, q, 1);
+      P::multiply_fifth_dk(part_of<kSlices, kFifth>(dk), ds_tile, tile_descriptor(fifth, Smem::kQSlice), 1);
+    }
   } else {
     P::multiply_dv(dv, p, dout, 1);
     wgmma_commit();
@@ -128,8 +142,8 @@ __device__ __forceinline__ void start_dv_dk(const BackwardSmem<P>& smem, unsigne
 }
 
 /// dQ = dS K: a warpgroup's part, of Q tile i and this KV tile. Where CTAs exchange dS, the columns are
-/// those of all of the cluster's keys.
-template <class P>
+/// those of all of the cluster's keys, which may be multiplied in two calls.
+template <class P, bool kOwnKeys = true, bool kOtherKeys = BackwardPolicy<P>::kExchangesDs>
 __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i, int wg,
                                          typename BackwardFragments<P>::Dq& dq) {
   using Policy = BackwardPolicy<P>;
@@ -138,13 +152,23 @@ __device__ __forceinline__ void start_dq(const BackwardSmem<P>& smem, unsigned i
   const auto multiply_keys = [&](unsigned ds, unsigned k, int column, bool add) {
     const unsigned long long left = tile_descriptor(ds, Smem::kKvSlice);
     const unsigned long long right = tile_descriptor(Smem::column(k, column, Smem::kKvSlice), Smem::kKvSlice);
-    P::multiply_dq(dq, left, right, add);
+    if constexpr (Policy::kFifthSlice == 0) {
+      P::multiply_dq(dq, left, right, add);
+    } else {
+      // Of the other CTA's K half of the whole slices are not there.
+      const int fifth = Policy::fifth_dq_column(wg) - (k == smem.k() ? 0 : kMostCtaColumns / 2);
+      constexpr int kSlices = Policy::kDqSlices / 2, kFifth = Policy::kFifthSlice / 8;
+      P::multiply_dq(part_of<0, kSlices>(dq), left, right, add);
+      P::multiply_fifth_dq(part_of<kSlices, kFifth>(dq), left,
+                           tile_descriptor(Smem::column(k, fifth, Smem::kKvSlice), Smem::kKvSlice), add);
+    }
   };
   pin(dq);
   wgmma_fence();
-  multiply_keys(smem.ds(i) + (Policy::kSplitsDqRows ? wg * Smem::kKvSlice : 0), smem.k(), first_column,
-                false);
-  if constexpr (Policy::kExchangesDs) {
+  if constexpr (kOwnKeys)
+    multiply_keys(smem.ds(i) + (Policy::kSplitsDqRows ? wg * Smem::kKvSlice : 0), smem.k(), first_column,
+                  false);
+  if constexpr (kOtherKeys) {
     const int first_loaded = smem.first_other_column() / kSliceColumns * kSliceColumns;
     multiply_keys(smem.other_ds(i), smem.other_k(), first_column - first_loaded, true);
   }

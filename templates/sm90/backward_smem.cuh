@@ -38,7 +38,7 @@ struct BackwardSmem {
   static constexpr int kDoutStageBytes = kDoutBytes + P::kBr * 4;
   static constexpr int kKBytes = tile_bytes(Policy::kKeys, Policy::kDim);
   static constexpr int kVBytes = tile_bytes(Policy::kKeys, Policy::kDimV);
-  static constexpr int kOtherKBytes = Policy::kExchangesDs ? tile_bytes(Policy::kKeys, Policy::kDim / 2) : 0;
+  static constexpr int kOtherKBytes = tile_bytes(Policy::kKeys, kLayout.other_columns());
   static constexpr int kDsBytes = tile_bytes(Policy::kKeys, P::kBr);
   /// From one 64 columns of a tile to the next.
   static constexpr int kKvSlice = Policy::kKeys * kRowBytes, kQSlice = P::kBr * kRowBytes;
@@ -59,7 +59,9 @@ struct BackwardSmem {
   __device__ unsigned k() const { return base + kLayout.k(); }
   __device__ unsigned v() const { return base + kLayout.v(); }
   __device__ unsigned other_k() const { return base + kLayout.other_k(); }
-  static __device__ int first_other_column() { return Policy::rank() * (Policy::kDim / 2); }
+  static __device__ int first_other_column() {
+    return Policy::rank() * ((Policy::kDim - Policy::kFifthSlice) / 2);
+  }
 
   // The stages: Q with LSE and the score's row term, dO with D and the bias tile.
   __device__ unsigned q(int stage) const { return base + kLayout.q() + stage * kQBytes; }
@@ -75,13 +77,15 @@ struct BackwardSmem {
   __device__ const char* d_at(int at) const { return shared + kLayout.d() + at; }
   __device__ const char* row_terms_at(int at) const { return shared + kLayout.row_terms() + at; }
 
-  // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each, or one where CTAs
-  // split columns.
+  // dS and, wide, P of Q tile i; the other CTA's dS. Two buffers each, or one where CTAs split columns or K
+  // has five slices.
   __device__ unsigned ds(unsigned i) const {
     return base + kLayout.ds() + i % kLayout.ds_buffers() * kDsBytes;
   }
   __device__ unsigned p(unsigned i) const { return base + kLayout.p() + i % kLayout.ds_buffers() * kDsBytes; }
-  __device__ unsigned other_ds(unsigned i) const { return base + kLayout.other_ds() + i % 2 * kDsBytes; }
+  __device__ unsigned other_ds(unsigned i) const {
+    return base + kLayout.other_ds() + i % (Policy::kOtherDsOverP ? 1 : 2) * kDsBytes;
+  }
   /// Where CTAs split columns, the other CTA's S and then dP of those pairs whose P this one computes.
   __device__ unsigned partial_sums(int wg) const {
     return base + kLayout.partial_sums() + wg * kLayout.partial_sums_bytes();
@@ -164,6 +168,10 @@ struct BackwardSmem {
   __device__ unsigned other_ds_full(unsigned i) const {
     return barrier(kLayout.exchange_barriers()) + i % 2 * 8;
   }
+  // With one buffer: the other CTA has read P of Q tile i, so that dS may be sent there; and it has read the
+  // dS that it was sent.
+  __device__ unsigned other_p_read() const { return barrier(kLayout.exchange_barriers() + 2); }
+  __device__ unsigned sent_ds_read() const { return barrier(kLayout.exchange_barriers() + 3); }
   /// Where CTAs split columns: the other CTA's partial sums for a warpgroup are here.
   __device__ unsigned partial_sums_full(int wg) const {
     return barrier(kLayout.exchange_barriers()) + wg * 8;
@@ -201,6 +209,10 @@ struct BackwardSmem {
       *reinterpret_cast<uint4*>(shared + kLayout.zeros()) = uint4{0, 0, 0, 0};
     if constexpr (Policy::kExchangesDs)
       for (int buffer = 0; buffer < 2; ++buffer) barrier_init(other_ds_full(buffer), 1);
+    if constexpr (Policy::kOtherDsOverP) {
+      barrier_init(other_p_read(), kConsumers / 32);
+      barrier_init(sent_ds_read(), 1);
+    }
     if constexpr (Policy::kSplitsColumns)
       for (int wg = 0; wg < Policy::kWgs; ++wg) barrier_init(partial_sums_full(wg), 1);
     if constexpr (Policy::kClusterSize > 1)
@@ -231,6 +243,14 @@ struct BackwardSmem {
       barrier_arrive(ds_full(i));
   }
   __device__ __forceinline__ void wait_ds(unsigned i) const { barrier_wait<P>(ds_full(i), i / 2 & 1); }
+  /// Says to the other CTA that this warp has read P, and, by one thread, that this CTA has read the dS that
+  /// it was sent.
+  __device__ __forceinline__ void signal_p_read() const {
+    if (threadIdx.x % 32 == 0) barrier_arrive_remote(in_cta(other_p_read(), 1 - Policy::rank()));
+  }
+  __device__ __forceinline__ void signal_ds_read() const {
+    if (threadIdx.x == 128) barrier_arrive_remote(in_cta(sent_ds_read(), 1 - Policy::rank()));
+  }
   __device__ __forceinline__ void release_q(unsigned i) const { barrier_arrive(q_empty(i % P::kStages)); }
   __device__ __forceinline__ void release_dout(unsigned i) const {
     barrier_arrive(dout_empty(i % Policy::kDoutStages));

@@ -226,6 +226,8 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
   // Before the first Q tile this does not wait.
   if constexpr (!Policy::kWide) barrier_wait<P>(smem.ds_full(i - 1), (i - 1) / 2 & 1);
   if constexpr (Policy::kReadsDs) barrier_wait<P>(smem.ds_added(i), i / 2 & 1 ^ 1);
+  // Of this CTA's threads all have read the tiles that P and dS overwrite.
+  if constexpr (Policy::kOtherDsOverP) barrier_wait<P>(smem.sent_ds_read(), i & 1 ^ 1);
   // LSE's, see common/lse_log2.cuh.
   struct {
     float scale, log2;

@@ -240,9 +240,10 @@ constexpr int kKeptTileIndices = 8;
 constexpr int kZerosBytes = 16;  ///< a row of eight zeros, read where a tile has no row
 
 /// Columns that the backward pass computes with: whole slices, and an even number of them where two
-/// warpgroups share them.
+/// warpgroups share them; or five, the last of which they share by columns.
 constexpr int backward_columns(int columns) {
-  return (slices(columns) > 2 ? 4 : slices(columns)) * kSliceColumns;
+  const int count = slices(columns);
+  return (count == 3 ? 4 : count) * kSliceColumns;
 }
 /// Above 128 columns the registers of one warpgroup do not hold its rows of dK and dV: then both groups
 /// share 64 rows, and each has half of the columns.
@@ -253,10 +254,17 @@ constexpr bool is_wide(int head_dim, int head_dim_v) {
 constexpr int kMostKeys = 128;        ///< that a CTA of the backward pass has
 constexpr int kMostCtaColumns = 256;  ///< of K and of V, that it has
 
-/// Above 256 columns the registers of one CTA do not hold dK and dV of 64 keys: then the two CTAs of a
-/// cluster have the same keys, and each has half of the columns of all tensors.
-constexpr bool splits_columns(int head_dim, int head_dim_v) {
+constexpr bool exceeds_cta(int head_dim, int head_dim_v) {
   return head_dim > kMostCtaColumns || head_dim_v > kMostCtaColumns;
+}
+/// Above 256 columns the registers of one CTA do not hold dK and dV of 64 keys: then the two CTAs of a
+/// cluster have the same keys, and each has half of the columns of all tensors. With KV tiles of 128 keys
+/// they do not: registers and shared memory hold one slice more of K.
+constexpr bool splits_columns(int bc, int head_dim, int head_dim_v) {
+  return exceeds_cta(head_dim, head_dim_v) && bc < kMostKeys;
+}
+constexpr bool fits_long_tile(int head_dim, int head_dim_v) {
+  return head_dim <= kMostCtaColumns + kSliceColumns && head_dim_v <= kMostCtaColumns;
 }
 /// Of so many columns the first CTA's, in whole steps of a product; the second may have fewer.
 constexpr int cta_columns(int columns, bool split) { return split ? (columns + 31) / 32 * 16 : columns; }
@@ -274,7 +282,7 @@ constexpr int wg_columns(int columns) {
 /// CTAs of a cluster, which share a KV tile of the backward pass. Wide, two share one of 128 keys, or of 64
 /// where they split columns; else a larger tile has a CTA for every 128 keys.
 constexpr int cluster_ctas(int bc, int head_dim, int head_dim_v) {
-  if (splits_columns(head_dim, head_dim_v)) return 2;
+  if (splits_columns(bc, head_dim, head_dim_v)) return 2;
   if (is_wide(head_dim, head_dim_v)) return bc == kMostKeys ? 2 : 1;
   return bc > kMostKeys ? bc / kMostKeys : 1;
 }
@@ -287,8 +295,10 @@ constexpr int kDqSlots = 2;
 ///   other K        half of the columns of the other CTA's keys, where CTAs exchange dS
 ///   Q              `stages`
 ///   dO             `stages`; one where CTAs exchange dS
-///   dS             two; and where CTAs exchange dS two of the other CTA's; one where they split columns
-///   P              as many where both warpgroups have the same keys ("wide")
+///   dS             two; and where CTAs exchange dS two of the other CTA's; one where they split columns, or
+///                  where K has five slices
+///   P              as many where both warpgroups have the same keys ("wide"); with five slices the other
+///                  CTA's dS comes into the same tile when P has been read
 ///   partial sums   where CTAs split columns, the other CTA's S and dP of half of the pairs
 ///   bias tile      `stages`, where the score reads one
 ///   dQ             of each warpgroup what does not overlap dO and Q; where CTAs sum up dQ, all CTAs' partial
@@ -311,7 +321,12 @@ struct BackwardLayout {
   constexpr bool exchanges_ds() const { return cluster() > 1 && wide() && !splits_columns(); }
   constexpr bool sums_dq() const { return cluster() > 1 && !wide(); }
   /// Or each has half of the columns, and they add up their S and dP.
-  constexpr bool splits_columns() const { return sm90::splits_columns(head_dim, head_dim_v); }
+  constexpr bool splits_columns() const { return sm90::splits_columns(bc, head_dim, head_dim_v); }
+  /// Of K and Q, the columns of a fifth slice, if there is one. Each warpgroup has a part of it, beside whole
+  /// slices of its own.
+  constexpr int fifth_slice() const {
+    return exchanges_ds() && columns() > kMostCtaColumns ? kSliceColumns : 0;
+  }
   constexpr int keys() const { return splits_columns() ? bc : bc / cluster(); }
   constexpr int dout_stages() const { return exchanges_ds() ? 1 : stages; }
   // Of Q and K, and of dO and V, the columns that a CTA has, and those of its tiles.
@@ -323,18 +338,26 @@ struct BackwardLayout {
   constexpr int shared_dim() const { return splits_columns() ? cta_dim() : columns(); }
   constexpr int shared_dim_v() const { return splits_columns() ? cta_dim_v() : columns_v(); }
   // Those of dK and dV that a warpgroup computes.
-  constexpr int wg_dim() const { return wide() ? wg_columns(shared_dim()) : columns(); }
+  constexpr int wg_dim() const {
+    return wide() ? wg_columns(shared_dim() - fifth_slice()) + fifth_slice() / 2 : columns();
+  }
   constexpr int wg_dim_v() const { return wide() ? wg_columns(shared_dim_v()) : columns_v(); }
 
   constexpr int k() const { return 0; }
   constexpr int v() const { return tile_bytes(keys(), columns()); }
   constexpr int other_k() const { return v() + tile_bytes(keys(), columns_v()); }
-  constexpr int q() const { return other_k() + (exchanges_ds() ? tile_bytes(keys(), columns() / 2) : 0); }
+  constexpr int other_columns() const {
+    return exchanges_ds() ? (columns() - fifth_slice()) / 2 + fifth_slice() : 0;
+  }
+  constexpr int q() const { return other_k() + tile_bytes(keys(), other_columns()); }
   constexpr int dout() const { return q() + stages * tile_bytes(br, columns()); }
   constexpr int ds() const { return dout() + dout_stages() * tile_bytes(br, columns_v()); }
-  constexpr int ds_buffers() const { return splits_columns() ? 1 : 2; }
-  constexpr int other_ds() const { return ds() + 2 * tile_bytes(keys(), br); }
-  constexpr int p() const { return ds() + (exchanges_ds() ? 2 : 1) * ds_buffers() * tile_bytes(keys(), br); }
+  constexpr int ds_buffers() const { return splits_columns() || other_ds_over_p() ? 1 : 2; }
+  constexpr bool other_ds_over_p() const { return fifth_slice() > 0; }
+  constexpr int other_ds() const { return ds() + ds_buffers() * tile_bytes(keys(), br); }
+  constexpr int p() const {
+    return other_ds() + (exchanges_ds() && !other_ds_over_p() ? ds_buffers() * tile_bytes(keys(), br) : 0);
+  }
   constexpr int partial_sums() const { return p() + (wide() ? ds_buffers() * tile_bytes(keys(), br) : 0); }
   /// Of a warpgroup.
   constexpr int partial_sums_bytes() const { return splits_columns() ? 2 * (keys() * br / 4) * 4 : 0; }
@@ -354,7 +377,9 @@ struct BackwardLayout {
     return splits_columns() && wg == 0 ? first_wg_columns(cta_dim()) : dq_columns();
   }
   // Bytes of a warpgroup's dQ that lie over Q and over dO, and of the rest, all in fp32.
-  constexpr int dq_within_q() const { return is_under_dq(shared_dim()) ? columns() / 2 * br * 2 : 0; }
+  constexpr int dq_within_q() const {
+    return fifth_slice() > 0 || is_under_dq(shared_dim()) ? columns() / 2 * br * 2 : 0;
+  }
   constexpr int dq_within_dout() const {
     return !exchanges_ds() && is_under_dq(shared_dim_v()) ? columns_v() / 2 * br * 2 : 0;
   }
@@ -384,13 +409,16 @@ struct BackwardLayout {
   constexpr int kv_barrier() const { return dq_barriers() + 4; }
   constexpr int ds_added_barriers() const { return kv_barrier() + 1; }  ///< for two Q tiles
   constexpr int tile_index_barriers() const { return ds_added_barriers() + 2; }
-  /// In a cluster: the other CTA's dS, for two Q tiles; or its S and dP, for two warpgroups; or all CTAs'
-  /// partial dQ, for kDqSlots Q tiles and two warpgroups, and the row stats.
+  /// In a cluster: the other CTA's dS, for two Q tiles, and what it has read; or its S and dP, for two
+  /// warpgroups; or all CTAs' partial dQ, for kDqSlots Q tiles and two warpgroups, and the row stats.
   constexpr int exchange_barriers() const {
     return tile_index_barriers() + (cluster() > 1 ? kKeptTileIndices : 0);
   }
   constexpr int barrier_count() const {
-    return exchange_barriers() + (exchanges_ds() || splits_columns() ? 2 : sums_dq() ? kDqSlots * 2 + 1 : 0);
+    return exchange_barriers() + (other_ds_over_p()                    ? 4
+                                  : exchanges_ds() || splits_columns() ? 2
+                                  : sums_dq()                          ? kDqSlots * 2 + 1
+                                                                       : 0);
   }
 
  private:

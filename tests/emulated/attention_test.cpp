@@ -11,6 +11,7 @@
 namespace flashjit::test {
 namespace {
 
+constexpr const char* kFiveSlices = "sm90:br64:bc128:w8:s2";  // above 256 columns of K
 constexpr const char* kCausalAlibi =
     "score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:causal";
 
@@ -130,6 +131,28 @@ const std::vector<Problems>& problems() {
        {sm90},
        "sm90:br128:bc48:w8:s2",
        "sm90:br64:bc64:w8:s2"},
+      {"five_slices", "bf16:d320x256", {{2, 2, 1, 150, 300}}, Layout::bhsd, {sm90}, "", kFiveSlices},
+      {"five_slices_of_causal_dropout",
+       "bf16:d320x256:causal:dropout",
+       {{1, 2, 1, 150, 170}},
+       Layout::padded,
+       {sm90},
+       "",
+       kFiveSlices},
+      {"five_slices_of_packed_rows",
+       "fp16:d264x200:causal:varlen",
+       {{3, 2, 1, 150, 170}},
+       Layout::bshd,
+       {sm90},
+       "",
+       kFiveSlices},
+      {"five_slices_in_order",
+       "bf16:d296x64:det",
+       {{1, 2, 1, 200, 333}},
+       Layout::bhsd,
+       {sm90},
+       "",
+       "sm90:br64:bc128:w8:s1"},
       {"shared_rows",
        "fp16:d320x280:causal:varlen",
        {{2, 2, 1, 70, 90}},

@@ -430,6 +430,59 @@ BarrierModel split_columns_model(int q_tiles, bool meets_before_sending = true) 
   return model;
 }
 
+struct SharedTileProblem {
+  int q_tiles;
+  // The faults: P of a tile is written before the other CTA has read dS of the one before, and dS is sent
+  // before the other CTA has read P.
+  bool skips_ds_wait = false, skips_p_wait = false;
+};
+
+/// What the consumers of two CTAs exchange where the other CTA's dS comes over P. Agents of their own send
+/// dS, which the copies read until they have arrived.
+BarrierModel shared_tile_model(const SharedTileProblem& problem) {
+  constexpr int kCtas = 2, kGroups = 2;
+  BarrierModel model;
+  // A CTA's P, and then the other's dS; and its own dS. In the parts that the warpgroups compute.
+  const auto p = model.buffers("P", kCtas * kGroups), ds = model.buffers("dS", kCtas * kGroups);
+  const auto ds_full = model.mbarriers("ds_full", kCtas * 2, kGroups),
+             p_read = model.mbarriers("other_p_read", kCtas, kGroups),
+             other_full = model.mbarriers("other_ds_full", kCtas * 2, 1),
+             sent_read = model.mbarriers("sent_ds_read", kCtas, 1);
+  for (int cta = 0; cta < kCtas; ++cta) {
+    const int other = 1 - cta, both = model.named_barrier(fmt::format("both[{}]", cta));
+    const auto each_part = [&](auto of_part) {
+      for (int wg = 0; wg < kGroups; ++wg) of_part(wg);
+    };
+    for (int wg = 0; wg < kGroups; ++wg) {
+      auto& consumer = model.agent(fmt::format("warpgroup {} of CTA {}", wg, cta));
+      for (int i = 0; i < problem.q_tiles; ++i) {
+        if (!problem.skips_ds_wait) consumer.wait(sent_read[cta], i);
+        consumer.write(p[cta * kGroups + wg], 2 * i).write(ds[cta * kGroups + wg], i);
+        consumer.arrive(ds_full[cta * 2 + i % 2]).wait(ds_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
+        each_part([&](int of) { consumer.begin_read(ds[cta * kGroups + of], i); });
+        each_part([&](int of) { consumer.begin_read(p[cta * kGroups + of], 2 * i); });
+        each_part([&](int of) { consumer.end_read(p[cta * kGroups + of]); });
+        consumer.arrive(p_read[other]).wait(other_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
+        consumer.end_read(ds[other * kGroups + wg]);
+        each_part([&](int of) { consumer.begin_read(p[cta * kGroups + of], 2 * i + 1); });
+        each_part([&](int of) { consumer.end_read(p[cta * kGroups + of]).end_read(ds[cta * kGroups + of]); });
+        consumer.named_sync(both);
+        if (wg == 0) consumer.arrive(sent_read[other]);
+      }
+    }
+    auto& sender = model.agent(fmt::format("copies of CTA {}", cta));
+    for (int i = 0; i < problem.q_tiles; ++i) {
+      sender.wait(ds_full[cta * 2 + i % 2], uses_before(i, 2) + 1);
+      if (!problem.skips_p_wait) sender.wait(p_read[cta], i + 1);
+      sender.expect(other_full[cta * 2 + i % 2], kGroups);
+      each_part([&](int of) { sender.begin_read(ds[cta * kGroups + of], i); });
+      each_part(
+          [&](int of) { sender.copy(p[other * kGroups + of], 2 * i + 1, other_full[other * 2 + i % 2]); });
+    }
+  }
+  return model;
+}
+
 TEST(BackwardBarriers, NoInterleavingGoesWrong) {
   for (const BackwardProblem& problem :
        {BackwardProblem{.q_tiles = {2, 1}}, BackwardProblem{.q_tiles = {3}, .dout_stages = 1},
@@ -452,6 +505,15 @@ TEST(BackwardBarriers, NoInterleavingOfCtasThatSplitColumnsGoesWrong) {
 
 TEST(BackwardBarriers, SumsSentBeforeTheOtherWarpgroupHasReadPAreFound) {
   EXPECT_NE(split_columns_model(3, false).explore(), "");
+}
+
+TEST(BackwardBarriers, NoInterleavingOfCtasThatSendDsOverPGoesWrong) {
+  EXPECT_EQ(shared_tile_model({.q_tiles = 3}).explore(), "");
+}
+
+TEST(BackwardBarriers, TilesOverwrittenWhileTheOtherCtaNeedsThemAreFound) {
+  EXPECT_NE(shared_tile_model({.q_tiles = 3, .skips_ds_wait = true}).explore(), "");
+  EXPECT_NE(shared_tile_model({.q_tiles = 3, .skips_p_wait = true}).explore(), "");
 }
 
 TEST(BackwardBarriers, DsThatIsOverwrittenWhileItIsReadIsFound) {

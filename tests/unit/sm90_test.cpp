@@ -97,6 +97,11 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br128:bc128:w8:s2", "bwd:bf16:d64"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d256"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d256"), "");
+  EXPECT_EQ(refusal_of_config("sm90:br64:bc128:w8:s2", "bwd:bf16:d320x256"), "");
+  for (const char* spec : {"bwd:bf16:d328x256", "bwd:bf16:d264", "bwd:bf16:d320x256:fp32_grads"})
+    expect_in("or 128 where K has up to 320 and V up to 256, without split and gradients in fp32",
+              refusal_of_config("sm90:br64:bc128:w8:s2", spec));
+  EXPECT_NE(refusal_of_config("sm90:br64:bc128:w8:s2:split", "bwd:bf16:d320x256"), "");
   for (const char* config : {"sm90:br64:bc96:w8:s2", "sm90:br128:bc64:w8:s2"})
     expect_in("Bc 64 or 128, and Br 64", refusal_of_config(config, "bwd:bf16:d136"));
   EXPECT_EQ(refusal_of_config("sm90:br64:bc64:w8:s2", "bwd:bf16:d64"), "");

@@ -133,12 +133,13 @@ void check_page_table(const AttentionSpec& spec, const AttentionShape& shape, co
            shape.seqlen_kv, spec.pages != 0 ? "a row of page_table" : fmt::format("a slot of {}", k_name),
            cache_capacity(spec, k, table));
   if (!table.data) {
-    if (spec.pages != 0)
+    const bool empty = table.columns == 0 && table.sequences == shape.batch;  // no sequence has a key
+    if (spec.pages != 0 && !empty)
       refuse(
           "page_table is null, but the spec has pages: give int32 [{}, pages of the longest] in device "
           "memory.",
           shape.batch);
-    if (k.size[0] < shape.batch)
+    if (spec.pages == 0 && k.size[0] < shape.batch)
       refuse("{} has {} slots for {} sequences: give as many, or a page_table that says which slot is whose.",
              k_name, k.size[0], shape.batch);
     return;

@@ -130,6 +130,9 @@ Support admits(const AnalysedSpec& spec, const TileConfig& c, const DeviceInfo& 
   // A Q tile must not straddle the padding of D and LSE.
   if (!forward && 128 % c.br != 0)
     return Support::no(fmt::format("backward Br divides 128, {} does not", c.br));
+  if (constexpr int kRowsOfAThread = 2; !forward && c.br > kRowsOfAThread * 32 * c.warps)
+    return Support::no(fmt::format("{} warps copy LSE and D of {} rows, Br is {}", c.warps,
+                                   kRowsOfAThread * 32 * c.warps, c.br));
   const int rows = forward ? c.br : c.bc, warps = c.warps / c.d_split;
   if (rows % (16 * warps) != 0)
     return Support::no(fmt::format("{} warps cannot share {} rows in tiles of 16", warps, rows));

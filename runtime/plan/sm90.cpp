@@ -284,9 +284,9 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
                       "warps, Br 64 and d_split2, not {}",
                       kMostColumns, to_string(c)));
     const int rows = c.warps / kGroupWarps / c.d_split * sm90::kWarpgroupRows;
-    if (c.br != rows && c.br * 2 != rows)
-      return Support::no(
-          fmt::format("{} warps compute {} rows, of one Q tile or of two, Br is {}", c.warps, rows, c.br));
+    if (c.br < sm90::kWarpgroupRows || (c.br != rows && c.br * 2 != rows))
+      return Support::no(fmt::format(
+          "{} warps compute {} rows, of one Q tile or, with 8 or 16, of two, Br is {}", c.warps, rows, c.br));
     if (q_tiles_per_cta(spec, c) > 1 && (c.split || !suits_two_q_tiles(spec)))
       return Support::no(
           "two Q tiles at a time are for blocks that take one after the other, not for split keys, "

@@ -42,6 +42,11 @@ const std::vector<Problems>& problems() {
        "bf16:d64:score{table: fp32 2d grad; score + table[h, max(min(kv - q, 31), -32) + 32]}"
        ":mask{doc: int32 1d; doc[q] == doc[kv]}",
        {{1, 2, 2, 140, 200}}},
+      {"ordered_grads",
+       "bf16:d32:score{slopes: fp32 1d grad; score + slopes[h] * to_float(kv - q)}:det",
+       {{2, 4, 2, 70, 100}},
+       Layout::bhsd,
+       {simt}},
       {"blocks", "bf16:d64:map64x64:causal", {{1, 4, 2, 300, 330}}},
       // Rows whose scores are all negative, and rows whose maximum grows from -32 past 0.
       {"signs",

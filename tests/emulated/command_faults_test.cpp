@@ -31,6 +31,8 @@ constexpr const char* kBackward = "--spec bwd:bf16:d64 --shape b1:hq2:hkv1:sq300
 
 const Fault kFaults[] = {
     {"no_fault", "sm80/forward.cuh", "", "", 80, kForward, kDone, "within their limits"},
+    {"no_fault_where_gradients_are_added", "sm80/backward.cuh", "", "", 80,
+     "--spec bwd:bf16:d64:add_grads --shape b1:hq2:hkv1:sq70:skv90", kDone, "within their limits"},
     {"barrier_missing", "sm80/backward_epilogue.cuh", "__syncthreads();", "", 80, kBackward, kCheckFailed,
      "NOT all within their limits"},
     {"copies_not_awaited", "sm80/forward_loader.cuh", "copy_async_wait<ForwardPolicy<P>::kPendingCopies>();",

@@ -197,7 +197,10 @@ inline int atomicMax(int* at, int value) {
   if (value > before) *at = value;
   return before;
 }
-inline int atomicExch(int* at, int value) { return flashjit_emulator::fetch_replace(at, value); }
+template <class T>
+inline T atomicExch(T* at, T value) {
+  return flashjit_emulator::fetch_replace(at, value);
+}
 template <class T>
 inline T __ldg(const T* at) {
   return *at;

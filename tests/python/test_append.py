@@ -126,6 +126,20 @@ def test_q_may_be_rotated_in_place_and_left_out():
     assert flashjit.append(k, v, k_cache, v_cache, kv_lengths=lengths, page_table=table) is None
 
 
+def test_tables_may_be_expanded():
+    torch.manual_seed(3)
+    k, v, q = (torch.randn(4, heads, 3, dim).to(DEVICE, DTYPE) for heads, dim in ((2, DIM), (2, DIM_V), (4, DIM)))
+    lengths = torch.tensor([3, 6, 9, 12], dtype=torch.int32, device=DEVICE)  # other rows of the pages that all share
+    table = torch.tensor([[3, 1]], dtype=torch.int32, device=DEVICE).expand(4, -1)
+    cos, sin = (x[7:8].expand(20, -1) for x in tables(DIM))
+
+    def appended(table, cos, sin):
+        caches = new_cache("pages")[:2]
+        return *caches, flashjit.append(k, v, *caches, kv_lengths=lengths, page_table=table, q=q, cos=cos, sin=sin)
+    for got, want in zip(appended(table, cos, sin), appended(*(x.contiguous() for x in (table, cos, sin)))):
+        assert torch.equal(got.nan_to_num(7), want.nan_to_num(7))
+
+
 def test_compiled():
     k_cache, v_cache, table, _ = new_cache("pages")
     lengths = torch.tensor([3, 3, 3, 3], dtype=torch.int32, device=DEVICE)

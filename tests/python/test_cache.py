@@ -68,6 +68,15 @@ def test_pages(rows, layout):
         expect_close(out[i], exact(q[i], cache.keys[i], cache.values[i]))
 
 
+def test_sequences_that_share_a_row_of_the_table():
+    cache = Cache(16)
+    q = torch.randn(3, HEADS, 1, DIM).to(DEVICE, DTYPE)
+    lengths = torch.tensor([64, 20, 33], dtype=torch.int32, device=DEVICE)
+    out = flashjit.attention(q, cache.k, cache.v, page_table=cache.table[2:3].expand(3, -1), kv_lengths=lengths)
+    for i, n in enumerate(lengths.tolist()):
+        expect_close(out[i], exact(q[i], cache.keys[2][:, :n], cache.values[2][:, :n]))
+
+
 @pytest.mark.parametrize("rows", [16, 5])
 def test_packed_queries_of_unlike_lengths(rows):
     cache = Cache(rows)

@@ -22,7 +22,8 @@ SCORES = {
     "floor division by negatives": lambda s, b, h, q, kv: s + q // (kv - 9) + q % (kv - 9) + (q - kv) % (q - 5),
     "float floor division": lambda s, b, h, q, kv: (s * 10) // 3 + (s * 10) % 3 + s // -0.7 + s % -0.7 + (q + 1.0) // 0.1,
     "rests": lambda s, b, h, q, kv: torch.fmod(s, 0.7) + torch.fmod(q - kv, 3) + torch.remainder(s, -0.7),
-    "powers": lambda s, b, h, q, kv: s ** 2 + s ** 3 + abs(s) ** 0.5 + 2 ** s + (abs(s) + 1) ** -1 + 3.0 ** s,
+    "powers": lambda s, b, h, q, kv: s ** 2 + s ** 3 + abs(s) ** 0.5 + 2 ** s + (abs(s) + 1) ** -1 + 3.0 ** s
+    + (0.1 * s) ** torch.inf,
     "powers of negatives": lambda s, b, h, q, kv: s ** (q * 1.0) + q ** 2 + 2 ** (q + 1) + (s + 4) ** 1.7,
     "branches": lambda s, b, h, q, kv: torch.where(q >= kv, s, s * 0.5),
     "functions": lambda s, b, h, q, kv: torch.tanh(s) + torch.exp(s) + torch.log(abs(s) + 1) + torch.sigmoid(s)
@@ -461,6 +462,9 @@ def test_a_function_is_traced_again_when_what_it_uses_changes(monkeypatch):
     assert program_module.program_of(by_global, None, None).form is first.form
     monkeypatch.setitem(globals(), "factor", 3)
     assert program_module.program_of(by_global, None, None).form.score == "(score * 3.0)"
+    for zero in (0.0, -0.0):
+        monkeypatch.setitem(globals(), "factor", zero)
+        assert program_module.program_of(by_global, None, None).form.score == f"(score * {zero if str(zero) == '0.0' else '(-0.0)'})"
 
 
 def test_new_tensors_need_no_new_trace():

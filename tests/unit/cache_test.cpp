@@ -71,10 +71,12 @@ TEST(Cache, SoundArgumentsPass) {
               args.page_table = {address<std::int32_t>(0x60000), 3, 1};
             }),
             "accepted");
+  EXPECT_EQ(refusal([](auto&, auto& args) { args.page_table = {nullptr, 3, 0}; }), "accepted") << "no keys";
 }
 
 TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.page_table = {}; }), {"page_table is null", "[3, "});
+  expect_says(refusal([](auto&, auto& args) { args.page_table.data = nullptr; }), {"page_table is null"});
   expect_says(refusal([](auto&, auto& args) { args.page_table.sequences = 2; }),
               {"page_table has 2 rows", "3 sequences"});
   expect_says(refusal([](auto&, auto& args) { args.page_table.columns = -1; }),

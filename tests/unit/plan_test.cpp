@@ -460,6 +460,18 @@ TEST(Plan, PartsOfQueriesAreRefusedWithAReason) {
             std::string::npos);
 }
 
+TEST(Plan, TilesWithTooFewWarpsAreRefusedWithAReason) {
+  const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
+  const auto reason = [&](const char* spec, const char* config) {
+    const TileConfig tile = parse_config(config);
+    return traits(tile.family).admits(parse_spec(spec).normalized(), tile, h100).reason;
+  };
+  EXPECT_NE(reason("bwd:bf16:d72", "sm80:br128:bc16:w1").find("1 warps copy LSE and D of 64 rows"),
+            std::string::npos);
+  EXPECT_EQ(reason("bwd:bf16:d8", "sm80:br64:bc16:w1"), "");
+  EXPECT_NE(reason("fwd:bf16:d128", "sm90:br32:bc176:w4").find("4 warps compute 64 rows"), std::string::npos);
+}
+
 TEST(Plan, FewQueriesOfGroupedHeadsAreOneTile) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto planned = [&](const char* spec, const char* shape, const char* config = "") {

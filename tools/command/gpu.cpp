@@ -52,6 +52,8 @@ class DeviceTensor {
     buffer_.upload(bytes.data(), bytes.size());
   }
 
+  void clear() { buffer_.fill(0); }
+
   TensorView view() const { return TensorView::bhsd(buffer_.data(), size_[0], size_[1], size_[2], size_[3]); }
   float* floats() const { return static_cast<float*>(buffer_.data()); }
   /// Of scales: the first dimension is that of sequences, or of pages.
@@ -286,9 +288,11 @@ class ProblemOnGpu {
   double backward(Results& results) {
     const AttentionSpec& spec = problem_.spec;
     const std::int64_t d = spec.head_dim, d_v = spec.v_dim();
-    const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout),
-                       dq = make_.like_q(spec.grad_type(), d), dk = make_.like_kv(spec.grad_type(), d),
-                       dv = make_.like_kv(spec.grad_type(), d_v);
+    const DeviceTensor dout = make_.like_q(spec.dtype, d_v, problem_.dout);
+    DeviceTensor dq = make_.like_q(spec.grad_type(), d), dk = make_.like_kv(spec.grad_type(), d),
+                 dv = make_.like_kv(spec.grad_type(), d_v);
+    if (spec.add_grads)
+      for (DeviceTensor* gradient : {&dq, &dk, &dv}) gradient->clear();
     DeviceBuffer dsinks(gpu_.driver(), problem_.sinks.size() * sizeof(float));
     dsinks.fill(0);
     const DeviceBuffer space = make_workspace(runtime_, gpu_.driver(), spec, problem_.shape);

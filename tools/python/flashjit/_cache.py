@@ -12,7 +12,7 @@ from . import _library
 from ._checks import check_number, check_whole
 from ._library import AppendArgs, MergeArgs, PartialState, Rope, spec_handle
 from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, check_memory, dense_strides, describe,
-                     is_watched, launch, readable, scales_struct, signature, tensor_struct)
+                     has_rows, is_watched, launch, readable, scales_struct, signature, tensor_struct)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
 from .errors import InvalidArgument, Unsupported, WrongType
@@ -154,7 +154,7 @@ def _readable_tables(given: _Given) -> _Given:
     """The kernel knows one stride of rows for both tables, and one of a page table's rows."""
     table = given.page_table
     cos, sin = readable_angles(given.cos, given.sin)
-    if table is not None and table.stride(-1) != 1:
+    if table is not None and not has_rows(table):
         table = table.contiguous()
     return _Given(given.kv_lengths.contiguous(), table, cos, sin, None if given.positions is None else given.positions.contiguous(),
                   None if given.cu_seqlens_q is None else given.cu_seqlens_q.contiguous(), given.k_scale, given.v_scale)

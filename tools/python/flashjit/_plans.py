@@ -462,9 +462,14 @@ def say_once(text: str) -> None:
 def contiguous(fixed: Fixed) -> Fixed:
     """Of which the kernels know no strides, but a page table's rows."""
     *others, k_scale, v_scale, q_scale = fixed  # whose strides they know
-    if all(x is None or x.is_contiguous() or x is fixed.page_table and x.stride(-1) == 1 for x in others):
+    if all(x is None or x.is_contiguous() or x is fixed.page_table and has_rows(x) for x in others):
         return fixed
     return Fixed(*[x if x is None else x.contiguous() for x in others], k_scale, v_scale, q_scale)
+
+
+def has_rows(table: Tensor) -> bool:
+    """Whether one stride says where its rows begin. The library takes a stride of 0, as an expanded tensor has, for the default."""
+    return table.dim() == 0 or table.stride(-1) == 1 and table.stride(0) > 0
 
 
 def cache_capacity(k: Tensor, table: Union[Tensor, None]) -> int:

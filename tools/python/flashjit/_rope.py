@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ._library import ELEMENT_TYPES, Rope
-from ._plans import ELEMENTS, describe
+from ._plans import ELEMENTS, describe, has_rows
 from .errors import InvalidArgument
 
 
@@ -27,7 +27,7 @@ def readable_angles(cos: Union[Tensor, None], sin: Union[Tensor, None]) -> tuple
     if cos is None or sin is None:
         return cos, sin
     cos, sin = cos.resolve_neg(), sin.resolve_neg()
-    if cos.stride() != sin.stride() or cos.stride(-1) != 1:
+    if cos.stride() != sin.stride() or not has_rows(cos):
         cos, sin = cos.contiguous(), sin.contiguous()
     return cos, sin
 

@@ -536,7 +536,7 @@ def power(a: Any, b: Any) -> Value:
     exponent = y.number if not isinstance(y.number, bool) else int(y.number)
     if dtype not in _FLOATS:
         return _int_power(x, y, exponent, dtype)
-    if exponent is not None and exponent == int(exponent) and 1 <= abs(exponent) <= 8:
+    if exponent is not None and 1 <= abs(exponent) <= 8 and exponent == int(exponent):
         value = product = converted(x, dtype)
         for _ in range(abs(int(exponent)) - 1):
             product = multiply(product, value)

@@ -33,7 +33,7 @@ class Watch:
         """False where something cannot be compared, such as the attributes of an object."""
         kind = type(value)
         if kind in _NUMBERS:
-            self.key += (kind, value)
+            self.key += (kind, value or repr(value))  # 0.0 equals -0.0
             return True
         if kind is types.FunctionType:
             return depth < 4 and self._see_function(value, depth)

@@ -413,8 +413,10 @@ def tuner_section(rows):
 
 def serving_section(rows):
     """tools/docs/serving.md"""
-    columns = {"contiguous": "contiguous", "invariant": "batch_invariant", "pages64": "pages of 64", "pages16": "16", "pages8": "8",
-               "pages1": "1", "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
+    pages = sorted((int(name[5:-3]) for name in rows[0] if name.startswith("pages")), reverse=True)
+    columns = {"contiguous": "contiguous", "invariant": "batch_invariant",
+               **{f"pages{size}": str(size) if i else f"pages of {size}" for i, size in enumerate(pages)},
+               "e4m3": "e4m3", "e4m3_pages16": "e4m3, pages of 16", "fa3": "FA3", "cudnn": "cuDNN"}
     micros = lambda row, name: f"{float(row[f'{name}_us']):.0f}" if row.get(f"{name}_us") else "-"
     lines = [[row["problem"], f"{row['heads']}/{row['heads_kv']}, d{row['head_dim']}", row["queries"],
               *(micros(row, name) for name in columns)] for row in rows if row["heads"]]

@@ -360,6 +360,38 @@ def peers_summary(dense, png):
     return "\n\n".join([f"![{title}]({link(png, README)})", summary_table(dense), textwrap.fill(about, 118)])
 
 
+def leads_section(dense, few, serving, latent, codes):
+    """README.md: for each peer, the most that it is ahead, and where."""
+    def row_of(row):
+        heads = f", {row['heads']}/{row['heads_kv']} heads" if row["heads"] != row["heads_kv"] else ""
+        return f"d{row['head_dim']} {MASKS[row['causal']]}, {row['batch']} x {short(row['seqlen'])}{heads}"
+
+    def most(what, found):
+        ahead, where = max(found, default=(0, ""))
+        return [f"{ahead:.2f} {what} ({where})"] if ahead >= 1.005 else []
+
+    of_codes = {(row["head_dim"], row["causal"], row["seqlen"], row["method"]): float(row["us"]) for row in codes}
+    lines = []
+    for who, name in PEERS.items():
+        ahead = lambda rows, unit, ours: [(float(row[f"{ours}_{unit}"]) / float(row[f"{who}_{unit}"]), row) for row in rows
+                                          if row.get(f"{who}_{unit}")]
+        found = []
+        for pass_name, what in PASSES.items():
+            found += most(what, [(x, row_of(row)) for x, row in ahead([row for row in dense if row["pass"] == pass_name], "ms", "flashjit")])
+        found += most("for few queries", [(x, f"{row['seqlen_q']} of {row['batch']} x {short(row['seqlen_kv'])}")
+                                          for x, row in ahead(few, "ms", "flashjit")])
+        found += most("from a cache", [(x, f"{row['problem']}, {row['queries']} {'query' if row['queries'] == '1' else 'queries'}")
+                                       for x, row in ahead(serving, "us", "contiguous")])
+        found += most("with latents", [(x, f"{row['kind']}, {row['heads']} heads, {row['sequences']} x {short(int(row['keys']))}")
+                                       for x, row in ahead(latent, "us", "ours")])
+        found += most("with Q, K and V of 8 bits", [
+            (of_codes[dim, causal, length, "flashjit"] / us, f"d{dim} {MASKS[causal]}, {short(length)}")
+            for (dim, causal, length, method), us in of_codes.items() if method == who])
+        if found:
+            lines.append(textwrap.fill(f"- {name}: {listed(found)}", 118, subsequent_indent="  "))
+    return "\n".join(lines)
+
+
 def figures_section(dense, other, few, sparse, png):
     """tools/docs/benchmarks.md"""
     later = {}  # tables of other commits, by these
@@ -539,8 +571,10 @@ def main():
         if paper:
             draw_paper(*paper, result("h100_paper.png"))
     replace(README, "peers", peers_summary(dense, result("h100_dense.png")))
+    serving, latent = (read(result(f"h100_{name}.csv")) for name in ("serving", "latent"))
+    replace(README, "leads", leads_section(dense + other, few, serving, latent, read(result("h100_eight_bits_speed.csv"))))
     replace(BENCHMARKS, "figures", figures_section(dense, other, few, sparse, result("h100_dense.png")))
-    replace(SERVING, "figures", serving_section(read(result("h100_serving.csv"))))
+    replace(SERVING, "figures", serving_section(serving))
     replace(TUNING, "tuner", tuner_section(read(result("h100_tuner.csv"))))
     replace(DISTRIBUTED, "plans", plans_section(read(result("plans.csv")), result("plans.png")))
     if os.path.exists(result("h100_distributed.csv")):

@@ -7,6 +7,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <array>
 #include <chrono>
 #include <cmath>
 #include <cstdlib>
@@ -210,9 +211,9 @@ int main(int argc, char** argv) {
   const int ranks = argc > 1 ? std::atoi(argv[1]) : 2;
   const std::int64_t rows = argc > 2 ? std::atoll(argv[2]) : 4096;
   const char* path = argc > 3 ? argv[3] : "libnccl.so.2";
-  std::vector<int> pipes(2 * ranks);
-  for (int rank = 0; rank < ranks; ++rank)
-    if (pipe(&pipes[2 * rank]) != 0) return 1;
+  std::vector<std::array<int, 2>> pipes(ranks);  // to read from, and to write to
+  for (std::array<int, 2>& ends : pipes)
+    if (pipe(ends.data()) != 0) return 1;
   // Before anything of CUDA: it does not work in a process that was forked after its first use.
   std::vector<pid_t> children;
   for (int rank = 0; rank < ranks; ++rank) {
@@ -232,8 +233,8 @@ int main(int argc, char** argv) {
       if (rank == 0) {
         nccl.get_unique_id(&id);
         for (int other = 1; other < ranks; ++other)
-          if (write(pipes[2 * other + 1], &id, sizeof id) != sizeof id) return false;
-      } else if (read(pipes[2 * rank], &id, sizeof id) != sizeof id) {
+          if (write(pipes[other][1], &id, sizeof id) != sizeof id) return false;
+      } else if (read(pipes[rank][0], &id, sizeof id) != sizeof id) {
         return false;
       }
       void* comm = nullptr;

@@ -1,10 +1,9 @@
 // A small set of specs in which every two values of different features occur together at least once.
 #pragma once
 
-#include <array>
-#include <set>
+#include <algorithm>
 #include <string>
-#include <tuple>
+#include <utility>
 #include <vector>
 
 #include "flashjit/spec.hpp"
@@ -13,14 +12,6 @@ namespace flashjit::test {
 
 using Row = std::vector<std::size_t>;  // the chosen value of each feature
 using Features = std::vector<std::vector<std::string>>;
-
-inline std::set<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>> pairs_of(const Row& row) {
-  std::set<std::tuple<std::size_t, std::size_t, std::size_t, std::size_t>> pairs;
-  for (std::size_t i = 0; i < row.size(); ++i) {
-    for (std::size_t j = i + 1; j < row.size(); ++j) pairs.insert({i, row[i], j, row[j]});
-  }
-  return pairs;
-}
 
 /// Every combination, the last feature fastest.
 inline std::vector<Row> product(const Features& features) {
@@ -38,20 +29,49 @@ inline std::vector<Row> product(const Features& features) {
   return rows;
 }
 
+/// The pairs of values of two features that no chosen row has yet.
+class OpenPairs {
+ public:
+  OpenPairs(const Features& features, const std::vector<Row>& rows) {
+    for (const auto& values : features) first_.push_back(values_), values_ += values.size();
+    open_.resize(values_ * values_);
+    for (const Row& row : rows) set(row, 1);
+  }
+
+  std::size_t count(const Row& row) const {
+    std::size_t sum = 0;
+    for (std::size_t j = 1; j < row.size(); ++j) {
+      const char* open = open_.data() + (first_[j] + row[j]) * values_;
+      for (std::size_t i = 0; i < j; ++i) sum += open[first_[i] + row[i]];
+    }
+    return sum;
+  }
+  void close(const Row& row) { set(row, 0); }
+  bool empty() const { return std::ranges::count(open_, 1) == 0; }
+
+ private:
+  void set(const Row& row, char open) {
+    for (std::size_t j = 1; j < row.size(); ++j)
+      for (std::size_t i = 0; i < j; ++i) open_[(first_[j] + row[j]) * values_ + first_[i] + row[i]] = open;
+  }
+
+  std::size_t values_ = 0;          // of all features
+  std::vector<std::size_t> first_;  // value of each feature, among all
+  std::vector<char> open_;          // by the later feature's value, then the earlier one's
+};
+
 /// Greedy: always the combination with the most pairs that are not covered yet. Deterministic.
 inline std::vector<Row> pairwise(const Features& features) {
   const std::vector<Row> all = product(features);
-  auto open = pairs_of(all.front());
-  for (const Row& row : all) open.merge(pairs_of(row));
+  OpenPairs open(features, all);
   std::vector<Row> chosen;
   while (!open.empty()) {
     std::size_t best = 0, best_count = 0;
     for (std::size_t i = 0; i < all.size(); ++i) {
-      std::size_t count = 0;
-      for (const auto& pair : pairs_of(all[i])) count += open.count(pair);
+      const std::size_t count = open.count(all[i]);
       if (count > best_count) best = i, best_count = count;
     }
-    for (const auto& pair : pairs_of(all[best])) open.erase(pair);
+    open.close(all[best]);
     chosen.push_back(all[best]);
   }
   return chosen;

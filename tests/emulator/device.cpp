@@ -86,23 +86,37 @@ unsigned exchange(Exchange kind, unsigned lanes, unsigned value, int argument) {
 }  // namespace flashjit_emulator
 
 // The compiler announces every access to memory, as it does to ThreadSanitizer.
+namespace {
+using namespace flashjit_emulator;
+
+/// Most accesses are to the thread's own variables, which no other sees.
+inline bool is_on_stack(const void* at) {
+  return at >= __builtin_frame_address(0) && at < current_stack_end();
+}
+inline void note_read(const void* at) {
+  if (!is_on_stack(at)) touch_device_memory(at);
+}
+inline void note_write(const void* at, unsigned long bytes) {
+  if (is_on_stack(at)) return;
+  touch_device_memory(at);
+  Fiber& thread = current();
+  SharedMemory& shared = thread.warp->block->shared;
+  if (shared.has(at)) shared.note_write(shared.offset(at), static_cast<unsigned>(bytes), thread);
+}
+}  // namespace
+
 #define FLASHJIT_ACCESS extern "C" __attribute__((visibility("default"))) void
 
 FLASHJIT_ACCESS __tsan_init() {}
 FLASHJIT_ACCESS __tsan_func_entry(void*) {}
 FLASHJIT_ACCESS __tsan_func_exit() {}
-FLASHJIT_ACCESS __tsan_read_range(void* at, unsigned long) { flashjit_emulator::touch_device_memory(at); }
-FLASHJIT_ACCESS __tsan_write_range(void* at, unsigned long bytes) {
-  flashjit_emulator::touch_device_memory(at);
-  flashjit_emulator::Fiber& thread = flashjit_emulator::current();
-  flashjit_emulator::SharedMemory& shared = thread.warp->block->shared;
-  if (shared.has(at)) shared.note_write(shared.offset(at), static_cast<unsigned>(bytes), thread);
-}
-#define FLASHJIT_ACCESSES(bytes)                                                           \
-  FLASHJIT_ACCESS __tsan_read##bytes(void* at) { __tsan_read_range(at, bytes); }           \
-  FLASHJIT_ACCESS __tsan_unaligned_read##bytes(void* at) { __tsan_read_range(at, bytes); } \
-  FLASHJIT_ACCESS __tsan_write##bytes(void* at) { __tsan_write_range(at, bytes); }         \
-  FLASHJIT_ACCESS __tsan_unaligned_write##bytes(void* at) { __tsan_write_range(at, bytes); }
+FLASHJIT_ACCESS __tsan_read_range(void* at, unsigned long) { note_read(at); }
+FLASHJIT_ACCESS __tsan_write_range(void* at, unsigned long bytes) { note_write(at, bytes); }
+#define FLASHJIT_ACCESSES(bytes)                                            \
+  FLASHJIT_ACCESS __tsan_read##bytes(void* at) { note_read(at); }           \
+  FLASHJIT_ACCESS __tsan_unaligned_read##bytes(void* at) { note_read(at); } \
+  FLASHJIT_ACCESS __tsan_write##bytes(void* at) { note_write(at, bytes); }  \
+  FLASHJIT_ACCESS __tsan_unaligned_write##bytes(void* at) { note_write(at, bytes); }
 FLASHJIT_ACCESSES(1)
 FLASHJIT_ACCESSES(2)
 FLASHJIT_ACCESSES(4)

@@ -165,6 +165,8 @@ class Machine {
   }
   void resume(Fiber& fiber) {
     running_ = &fiber;
+    const stack_t& stack = fiber.context->start.uc_stack;
+    current_stack_end() = static_cast<const char*>(stack.ss_sp) + stack.ss_size;
     guarded([&] {
       if (fiber.context->started) _longjmp(fiber.context->state, 1);
       fiber.context->started = true;

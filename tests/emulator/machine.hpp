@@ -179,6 +179,11 @@ struct Block {
 };
 
 Fiber& current();
+/// The first address behind the running thread's stack.
+inline const char*& current_stack_end() {
+  static const char* end = nullptr;
+  return end;
+}
 /// The thread that runs, and the last asm statement that it ran.
 std::string what_runs();
 /// Fails where the grid before may still write there, or read.

@@ -1,5 +1,6 @@
 // An NVRTC that compiles kernels for the emulator, with the host's compiler. FLASHJIT_NVRTC names it.
 //   FLASHJIT_EMULATOR_KEEP=FOLDER  sources and libraries stay there, with symbols for a debugger
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <nvrtc.h>
 #include <unistd.h>
@@ -153,11 +154,17 @@ EMULATED_NVRTC nvrtcResult nvrtcGetCUBIN(nvrtcProgram program, char* cubin) {
 }
 
 namespace {
-/// From which flashjit takes the compiler's whole version: that of device.hpp's text, so that no kernel is
-/// kept that another emulator made.
-std::string version_comment() {
-  const std::size_t hash = std::hash<std::string>{}(read(FLASHJIT_EMULATOR_DEVICE_HEADER));
-  return fmt::format("// Cuda compilation tools, release 99.0, V99.0.{}\n", hash % 1'000'000'000);
+/// From which flashjit takes the compiler's whole version: a hash of this library and of device.hpp, so that
+/// no kernel is kept that another emulator made.
+const std::string& version_comment() {
+  static const std::string comment = [] {
+    Dl_info own{};
+    ::dladdr(reinterpret_cast<void*>(&version_comment), &own);
+    const std::size_t hash =
+        std::hash<std::string>{}(read(own.dli_fname) + read(FLASHJIT_EMULATOR_DEVICE_HEADER));
+    return fmt::format("// Cuda compilation tools, release 99.0, V99.0.{}\n", hash % 1'000'000'000);
+  }();
+  return comment;
 }
 }  // namespace
 

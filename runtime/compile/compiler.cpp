@@ -297,7 +297,9 @@ CompiledKernel Compiler::compile(const KernelSource& source) const {
 
 std::string Compiler::ptx(const KernelSource& source) const {
   impl_->check_arch(source.arch);
-  return impl_->compile(source)->ptx();
+  KernelSource of_ptx = source;  // for the virtual architecture, which leaves nothing for ptxas to do
+  of_ptx.arch.replace(0, std::string_view("sm").size(), "compute");
+  return impl_->compile(of_ptx)->ptx();
 }
 
 std::vector<std::string> compile_options(const std::string& arch) {

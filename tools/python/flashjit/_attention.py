@@ -11,7 +11,8 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import KV_TYPES, NO_RNG, SPEC_TYPES, NOTHING, Fixed, Plan, Rng, contiguous, is_watched, plan_of, readable
+from ._plans import (KV_TYPES, NO_RNG, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, Rng, contiguous, is_watched, plan_of,
+                     readable)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -111,8 +112,9 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
               or q.dtype in KV_TYPES)
     fp32_out = out_dtype is not None and _is_fp32_out(out_dtype, q)
     if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
-            and (scale is None or type(scale) is float) and dropout_p == 0 and score_mod is mask_mod is captures is block_mask
-            is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is None):  # most calls, in a seventh of the time
+            and (scale is None or type(scale) is float) and dropout_p == 0
+            and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
+            is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
@@ -149,29 +151,35 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         rng = draw_rng(q) if dropout_p else NO_RNG
-        plan = plan_of(q, k, v, fixed, values, problem)
-        if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
-            q, k = readable(q, "q"), readable(k, "k")
-            v = k[..., :v_columns] if v_columns else readable(v, "v")
-            plan = plan_of(q, k, v, fixed, values, problem)
-        row_max = plan.new_rows() if return_row_max else None
-        if wants_grad and (q.requires_grad or k.requires_grad or v.requires_grad
-                           or (sinks is not None and sinks.requires_grad) or _any_grad(values)):
-            if not plan.prepared_both:
-                plan.prepare_both()
-            call = _Call(plan, fixed, values, rng, lists, return_lse, row_max)
-            if fixed is NOTHING and not values:
-                result = _record(call, q, k, v)
-            else:
-                result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
-        else:
-            out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max)
-            result = (out, lse) if return_lse else out
-        return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
+        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max)
     except InvalidArgument as error:
         if compiling:
             raise
         raise named_as_written(error, problem.names, values, captures, score_mod, mask_mod) from None
+
+
+def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed: Fixed, values: tuple[Any, ...], problem: Problem,
+            rng: Rng, lists: Union[TileLists, None], return_lse: bool, return_row_max: bool) -> Any:
+    """Computes at once, and records what autograd asks for."""
+    plan = plan_of(q, k, v, fixed, values, problem)
+    if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
+        q, k = readable(q, "q"), readable(k, "k")
+        v = k[..., :v_columns] if v_columns else readable(v, "v")
+        plan = plan_of(q, k, v, fixed, values, problem)
+    row_max = plan.new_rows() if return_row_max else None
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
+                                    or (fixed.sinks is not None and fixed.sinks.requires_grad) or _any_grad(values)):
+        if not plan.prepared_both:
+            plan.prepare_both()
+        call = _Call(plan, fixed, values, rng, lists, return_lse, row_max)
+        if fixed is NOTHING and not values:
+            result = _record(call, q, k, v)
+        else:
+            result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
+    else:
+        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max)
+        result = (out, lse) if return_lse else out
+    return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
 
 
 def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:

@@ -310,8 +310,8 @@ Support check_tile(const AnalysedSpec& spec, const TileConfig& c) {
   } else if (const bool long_tile = c.bc == 128 && fits_long_tile(spec) && !c.split;
              exceeds_cta(spec) && (c.br != 64 || (c.bc != 64 && !long_tile) || c.warps != 8)) {
     return Support::no(fmt::format(
-        "above {} columns the backward pass has 8 warps, Br 64 and Bc 64, or 128 where K has up to "
-        "{} and V up to {}, without split and gradients in fp32, not {}",
+        "above {} columns the backward pass has 8 warps, Br 64 and Bc 64, or 128 where K has up to {} "
+        "and V up to {}, without split and gradients in fp32, not {}",
         sm90::kMostCtaColumns, sm90::kMostCtaColumns + sm90::kSliceColumns, sm90::kMostCtaColumns,
         to_string(c)));
   } else if (c.bc > sm90::kMostKeys) {
@@ -446,9 +446,15 @@ std::vector<TileConfig> preferences(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   const bool mask_reads = spec.programs.mask_reads_tensors;
   if (!is_forward(spec)) {
-    if (exceeds_cta(spec)) return {tile_of_split_columns(spec)};
     // A KV tile of 128 is of two blocks, as are its keys: those of smaller blocks of a map waste one's.
-    if (is_wide(spec)) return {config(64, spec.has_block_map() && spec.block_map.kv < 128 ? 64 : 128, 8, 2)};
+    const bool wastes_long_tiles = spec.has_block_map() && spec.block_map.kv < 128;
+    if (exceeds_cta(spec)) {
+      // The last is for splits.
+      const TileConfig split_columns = tile_of_split_columns(spec);
+      if (!fits_long_tile(spec) || wastes_long_tiles) return {split_columns};
+      return {config(64, 128, 8, 2), split_columns};
+    }
+    if (is_wide(spec)) return {config(64, wastes_long_tiles ? 64 : 128, 8, 2)};
     // 128 queries at a time do not fit the blocks of most maps, nor leave registers for reads of tensors pair
     // by pair, or for gradients besides what is read by position.
     const bool reads = spec.programs.mask_reads_pairs || spec.programs.score_reads_pairs ||
@@ -635,7 +641,7 @@ std::optional<TileConfig> whole_row_tile(const AnalysedSpec& spec, const Attenti
 std::optional<TileConfig> shared_kv_tile(const AnalysedSpec& spec, const AttentionShape& shape,
                                          const DeviceInfo& device) {
   if (is_forward(spec)) return std::nullopt;
-  const TileConfig c = with_split(preferences(spec).front(), false);
+  const TileConfig c = with_split(preferences(spec).back(), false);
   const bool gains = admits(spec, c, device) && num_splits(spec, shape, c, device) > 1;
   return gains ? std::optional(c) : std::nullopt;
 }

@@ -73,6 +73,14 @@ __device__ __forceinline__ void start_wide_pv(const ForwardStorage<P>& smem, int
   pin(o);
 }
 
+/// Says that P is full, or empty. racecheck does not follow arrivals: see tests/gpu/sanitize.sh.
+template <class P>
+__device__ __forceinline__ void arrive_for_p(int barrier) {
+  if constexpr (P::kCheckWaits)
+    named_barrier_sync(barrier, 256);
+  else
+    named_barrier_arrive(barrier, 256);
+}
 /// Hands P on, with what O must be multiplied by, and `scale` after the work tile's last KV tile.
 template <class P>
 __device__ __forceinline__ void hand_p_on(const ForwardStorage<P>& smem, const POperand<P>& p_operand,
@@ -93,7 +101,7 @@ __device__ __forceinline__ void hand_p_on(const ForwardStorage<P>& smem, const P
   }
   if (lane == 0 && warp == 0) handoff.keys = keys;
   publish_to_async_proxy();
-  named_barrier_arrive(smem.p_full(), 256);
+  arrive_for_p<P>(smem.p_full());
 }
 
 /// The first warpgroup.
@@ -207,7 +215,7 @@ __device__ __forceinline__ void consume_right(const Params& p, const TensorMaps&
       wgmma_wait<0>();
       pin(o);
       release(smem.v_empty(n));
-      named_barrier_arrive(smem.p_empty(), 256);
+      arrive_for_p<P>(smem.p_empty());
     }
     scale_o(o, scale);  // O / l
     store_o(p, maps, smem, work, wg, o);

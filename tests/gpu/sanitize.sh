@@ -70,6 +70,9 @@ sample=(
   # wide heads
   'Wide/Attention.*/fp16_d296_varlen_sinks_b2_hq4_hkv2_sq130_skv200_sm80_*'
   'Wide/Attention.*/bf16_d368_kvlen_det_b2_hq4_hkv2_sq130_skv200_sm80_*'
+  'Wide/Attention.*/bf16_d320x256_kvlen_det_b2_hq4_hkv2_sq130_skv200_sm90_*'
+  'Wide/Attention.*/bf16_d320x256_varlen_sinks_b2_hq4_hkv2_sq130_skv200_sm90_*'
+  'Wide/Attention.*/bf16_d320x256_dropout_map64x64_b2_hq4_hkv2_sq130_skv200_sm90_*'
   # caches, new keys and values, joined states
   'All/CacheTest.*/fwd_bf16_d64x32_causal_varlen_pages16_b3_hq8_hkv2_sq1_skv300_sm90_*'
   'All/CacheTest.*/fwd_fp16_d96_causal_pages64_b4_hq4_hkv2_sq70_skv200_sm90_*'
@@ -84,10 +87,13 @@ sample=(
   'MergeTest.IsTheSoftmaxOverAllKeys'
 )
 
-# Backward passes of sm80 in which one warp of two gives P to the other: it arrives at a named barrier and goes on.
-# racecheck does not follow arrivals, and then finds races even between what __syncthreads() parts: it is shown the
-# kernels of FLASHJIT_CHECK_WAITS=on, whose first warps wait, too.
+# Backward passes of sm80 in which one warp of two gives P to the other, and forward passes of sm90 above 256 columns of
+# V, in which one warpgroup does: it arrives at a named barrier and goes on. racecheck does not follow arrivals, and
+# then finds races even between what __syncthreads() parts: it is shown the kernels of FLASHJIT_CHECK_WAITS=on, in which
+# both wait.
 pairs=(
+  'Wide/Attention.*/bf16_d512_kvlen_det_b2_hq4_hkv2_sq130_skv200_sm90_*'
+  'Wide/Attention.*/bf16_d512_varlen_sinks_b2_hq4_hkv2_sq130_skv200_sm90_*'
   'Pairs/Attention.*/bf16_d256_det_b2_hq4_hkv2_sq64_skv65_sm80_*'
   'Pairs/Attention.*/fp16_d128_b5_hq8_hkv4_sq130_skv1100_sm80_*'
   'Pairs/Attention.*/fp16_d64_kvlen_b2_hq4_hkv2_sq127_skv129_sm80_*'

@@ -56,7 +56,7 @@ TEST(Sm90, TilesAreRowsOfWarpGroups) {
   EXPECT_EQ(refusal_of_config("sm90:br192:bc128:w12:s2"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc16:w4"), "");
   EXPECT_EQ(refusal_of_config("sm90:br64:bc224:w4:s2", "fwd:bf16:d64"), "");
-  expect_in("12 warps compute 192 rows, of one Q tile or of two, Br is 128",
+  expect_in("12 warps compute 192 rows, of one Q tile or, with 8 or 16, of two, Br is 128",
             refusal_of_config("sm90:br128:bc64:w12:s2"));
   expect_in("warps is 4, 8, 12 or 16, not 20", refusal_of_config("sm90:br320:bc64:w20:s2"));
   expect_in("not 264", refusal_of_config("sm90:br64:bc264:w4:s2"));

@@ -242,7 +242,7 @@ def test_messages_have_the_names_of_the_function_s_variables():
         flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + weights[kv])
     with pytest.raises(flashjit.InvalidArgument, match="the captured tensor ids has 7 dimensions"):
         flashjit.attention(q, q, q, score_mod=lambda s, b, h, q, kv: s + ids[b, h, 0, 0, 0, 0, kv])
-    with pytest.raises(flashjit.InvalidArgument, match=r"block is 1073741824: give multiples of 16"):
+    with pytest.raises(flashjit.InvalidArgument, match=r"block is 1073741824: give one or two multiples of 16"):
         flashjit.BlockMap(torch.ones(1, 1, dtype=torch.bool), 1 << 30)
 
 

@@ -269,9 +269,10 @@ class _Attention(torch.autograd.Function):
         dout, dlse = (x if x is None else x.resolve_neg() for x in (dout, dlse))
         if not torch.is_grad_enabled():
             return _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
+        saved = ctx.saved_tensors
         with torch.no_grad():  # under create_graph
-            grads = _gradients(ctx.call, dout, dlse, *ctx.saved_tensors)
-        return _WithoutGradient.apply(*(x if x is None else x.requires_grad_() for x in grads))
+            grads = _gradients(ctx.call, dout, dlse, *saved)
+        return _WithoutGradient.apply(len(grads), *grads, dout, dlse, *saved)
 
 
 def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None], q: Tensor, k: Tensor, v: Tensor,
@@ -291,11 +292,11 @@ def _gradients(call: _Call, dout: Union[Tensor, None], dlse: Union[Tensor, None]
 
 
 class _WithoutGradient(torch.autograd.Function):
-    """Passes on tensors that require a gradient and have none: asking for it raises an error."""
+    """Passes on the first `count` tensors, which depend on the others but have no derivative: asking for it raises an error."""
 
     @staticmethod
-    def forward(ctx: Any, *tensors: Any) -> Any:
-        return tensors
+    def forward(ctx: Any, count: int, *tensors: Any) -> Any:
+        return tensors[:count]
 
     backward = staticmethod(refuse_second)
 

@@ -30,9 +30,10 @@ class BlockMap:
                             "block columns], or [block rows, block columns].")
         blocks = blocks if blocks.dim() == 4 else blocks[None, None]
         self.blocks = (blocks != 0).to(torch.uint8).contiguous()
-        self.block = (block, block) if isinstance(block, int) else (int(block[0]), int(block[1]))
-        if any(size not in range(16, 257, 16) for size in self.block):
-            raise InvalidArgument(f"block is {block}: give multiples of 16 from 16 to 256.")
+        pair = (block, block) if isinstance(block, int) else block
+        if not isinstance(pair, (tuple, list)) or len(pair) != 2 or any(size not in range(16, 257, 16) for size in pair):
+            raise InvalidArgument(f"block is {block!r}: give one or two multiples of 16 from 16 to 256.")
+        self.block = (int(pair[0]), int(pair[1]))
 
 
 def check_types(q: Any, k: Any, v: Any) -> None:

@@ -98,7 +98,7 @@ std::int64_t lpt_heads(const ExecutionPlan& plan, const DeviceInfo& device) {
 std::int64_t heads_cleared(const ExecutionPlan& plan, const DeviceInfo& device) {
   const AttentionShape& shape = plan.shape;
   const std::int64_t heads = shape.batch * shape.heads_kv, of_head = kv_tiles_of_head(plan);
-  if (!plan.needs.clears_dq || heads == 0 || of_head == 0) return heads;
+  if (!plan.needs.clears_dq || shape.heads_q == 0 || heads == 0 || of_head == 0) return heads;
   const Launch& main = main_launch(plan, plan.launches);
   const std::int64_t begun = tiles(main.blocks, plan.main().cluster * of_head);
   if (plan.lpt_heads > 1 && heads - plan.lpt_heads < begun) return heads;

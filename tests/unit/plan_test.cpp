@@ -464,6 +464,14 @@ TEST(Plan, PartsOfQueriesAreRefusedWithAReason) {
             std::string::npos);
 }
 
+TEST(Plan, HeadsOfKvMayHaveNoHeadsOfQ) {
+  for (const char* spec : {"bwd:bf16:d128", "bwd:bf16:d64:causal", "bwd:fp32:d64", "fwd:bf16:d128:causal"})
+    for (const char* shape : {"b1000:hq0:hkv1:sq1000:skv1000", "b1:hq0:hkv8:sq1:skv4096"})
+      for (const char* arch : {"sm_90a", "sm_80"})
+        EXPECT_EQ(make_plan(parse_spec(spec), parse_shape(shape), DeviceInfo::parse(arch), {}).shape.heads_q,
+                  0);
+}
+
 TEST(Plan, TilesWithTooFewWarpsAreRefusedWithAReason) {
   const DeviceInfo h100 = DeviceInfo::parse("sm_90a");
   const auto reason = [&](const char* spec, const char* config) {

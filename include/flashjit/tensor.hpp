@@ -63,8 +63,8 @@ struct BlockMapView {
 };
 
 /// Which pages of K and V have a sequence's keys, with spec.pages: int32 [sequences, columns] in device
-/// memory. Key n of sequence b is row n % spec.pages of page data[b * stride + n / spec.pages]. What stands
-/// in a row behind the pages of its keys is not read. Without spec.pages, in a cache of slots, a table has
+/// memory. Key n of sequence b is row n % spec.pages of page data[b * stride + n / spec.pages]. What a
+/// row has behind the pages of its keys is not read. Without spec.pages, in a cache of slots, a table has
 /// one column: the slot of each sequence.
 struct PageTableView {
   const std::int32_t* data = nullptr;

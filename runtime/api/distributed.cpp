@@ -51,7 +51,7 @@ class Places {
     used_ += (bytes + kPlaceAlignment - 1) / kPlaceAlignment * kPlaceAlignment;
     return reinterpret_cast<T*>(place);
   }
-  /// None if nothing is needed: behind the last place is nobody's memory.
+  /// None if nothing is needed: the workspace may end here.
   Workspace take_workspace(std::size_t bytes) { return bytes ? Workspace{take(bytes), bytes} : Workspace{}; }
   std::size_t used() const { return used_; }
 

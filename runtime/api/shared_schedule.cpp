@@ -38,7 +38,7 @@ std::optional<SharedCall> call_of(const SharedSequence& s, const expr::KeyBounds
   return SharedCall{segment, kv, mask};
 }
 
-/// Whether one call can compute both: neighbours in memory, of which the first is seen as a whole.
+/// Whether one call can compute both: neighbours in memory, the first seen as a whole.
 bool joins(const SharedSequence& s, const SharedCall& a, const SharedCall& b) {
   return a.segment == b.segment && a.mask == CallMask::none &&
          (b.mask == CallMask::none || b.mask == CallMask::causal) && a.keys.end() == b.keys.begin &&

@@ -26,7 +26,7 @@ struct WorkspaceNeeds {
   std::int64_t term_bounds = 0;      ///< values whose bounds over tiles a set of lists is made from
   std::int64_t ordered_q_tiles = 0;  ///< a head's, to whose dQ KV tiles add in order
   std::int64_t num_splits = 0;       ///< of what a tile meets, each with results of its own; the planner's
-  std::int64_t part_rows = 0;        ///< stream-K: rows of Q of a part, of which a CTA makes two at most
+  std::int64_t part_rows = 0;        ///< stream-K: rows of Q in a part; a CTA makes at most two
   std::int64_t cascade_tiles = 0;    ///< or one for each work tile that it meets, of so many in all
 
   bool operator==(const WorkspaceNeeds&) const = default;

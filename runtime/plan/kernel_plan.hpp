@@ -60,14 +60,13 @@ struct BiasBox {
   bool operator==(const BiasBox&) const = default;
 };
 
-/// Rows that TMA copies at a time: of Q, of K and V, and of O or dO, where it copies that; whether
-/// those of Q are of all heads that share K and V; and the tensor of which the score reads bias tiles, where
-/// it copies those.
+/// What TMA copies at a time: rows of Q, of K and V, and of O or dO, where it copies that; whether rows of Q
+/// are of all heads that share K and V; and the dense bias, where it copies the bias tiles.
 struct TensorBoxes {
   int q_rows = 0, kv_rows = 0, o_rows = 0;
   bool pack_gqa = false;
   bool one_query = false;       ///< of those that are packed
-  bool pairs_of_codes = false;  ///< Q, K and V are codes of 8 bits, two of which are copied as an element
+  bool pairs_of_codes = false;  ///< Q, K and V are codes of 8 bits, copied in pairs
   BiasBox bias = {};
 
   bool operator==(const TensorBoxes&) const = default;

@@ -84,7 +84,7 @@ Support admits(const AnalysedSpec& spec, const TileConfig& config, const DeviceI
   return Support::yes();
 }
 
-/// Rows of a tile of one query's heads, of which there are few.
+/// A tile has the heads of one query, which are few.
 TileConfig heuristic_of_indices(const AnalysedSpec& spec) {
   TileConfig config{.family = Family::simt, .br = 16, .bc = 32, .warps = 4};
   if (!shares_tile(spec, config)) config.warps = 8;

@@ -210,7 +210,7 @@ std::vector<TileConfig> forward_preferences_of_codes(const AnalysedSpec& spec, c
        {config(64, 16, 4, 1), d > 192}});
 }
 
-/// With Q of 8 bits, too, of which nothing is converted.
+/// Where Q is of 8 bits, too: nothing is converted.
 std::vector<TileConfig> forward_preferences_of_products_of_codes(const AnalysedSpec& spec) {
   const int d = std::max(spec.head_dim, spec.v_dim());
   return good_of({{config(128, 64, 8, 2), d <= 128},
@@ -219,8 +219,8 @@ std::vector<TileConfig> forward_preferences_of_products_of_codes(const AnalysedS
                   {config(64, 32, 4, 1)}});
 }
 
-/// For queries that one warp has all of: blocks of one, as many of which hide each other's waits as fit. K
-/// and V are then converted once.
+/// For queries that all fit one warp: blocks of one warp each, as many as fit, which hide each other's
+/// waits. K and V are then converted once.
 constexpr int kRowsOfOneWarp = 16;
 TileConfig one_warp_tile(const AnalysedSpec& spec, const DeviceInfo& device, int bc, int stages) {
   constexpr int kReservedBytes = 1024, kMostBlocks = 8;  // of a block; of registers for as many

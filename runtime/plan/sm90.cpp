@@ -68,9 +68,9 @@ bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
          c.br > sm90::kWarpgroupRows;
 }
 
-/// Whether all CTAs have equal shares of all work: what sequences of a cache cost only the device knows, and
-/// a query's list of keys may be long or short.
-/// Parts keep neither the largest score nor scores near the least float, and depend on other sequences.
+/// Whether all CTAs have equal shares of all work: only the device knows what the sequences of a cache cost,
+/// and a query's list of keys may be long or short. Parts keep neither the largest score nor scores near the
+/// least float, and depend on other sequences.
 bool is_stream_k(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.cache || spec.indices) && c.split && !spec.has_tile_lists &&
          !spec.row_max && !spec.batch_invariant && !spec.programs.far_scores;
@@ -125,8 +125,8 @@ int kept_values(const AnalysedSpec& spec, const TileConfig& c) {
   return gradients + (layout.wide() ? layout.dq_columns() / 2 : c.br);
 }
 
-/// How many of them fit, besides addresses and the rows' state, of which the loop of products of codes keeps
-/// little while P V runs.
+/// How many of them fit, besides addresses and the rows' state. The loop of products of codes keeps little
+/// of that while P V runs.
 int kept_limit(const AnalysedSpec& spec, const TileConfig& c) {
   return sm90::consumer_registers(c.warps / kGroupWarps, c.min_blocks, converters(spec), c.d_split) -
          (!spec.q_codes                ? 32
@@ -164,8 +164,8 @@ bool takes_tiles_in_turn(const AnalysedSpec& spec, const TileConfig& c) {
   return counts_tiles(spec, c) || shares_tiles_out(spec);
 }
 
-/// Rows of a Q tile of which its list says whether they meet a KV tile: all together, or in the forward pass
-/// each warpgroup's, where the blocks of a map divide into those but not into whole tiles.
+/// For how many rows of a Q tile its list says whether they meet a KV tile: all together, or in the forward
+/// pass each warpgroup's, where the blocks of a map divide into those but not into whole tiles.
 int listed_rows(const AnalysedSpec& spec, const TileConfig& c) {
   const bool whole = !is_forward(spec) || !spec.has_block_map() || spec.block_map.q % c.br == 0 ||
                      spec.block_map.q % sm90::kWarpgroupRows != 0 || spec.block_map.kv % c.bc != 0;

@@ -32,8 +32,7 @@ std::vector<std::int32_t> random_offsets(std::int64_t batch, std::int64_t longes
 /// The numbers 0 to count - 1 in any order: the pages of a table [batch, columns], row by row.
 std::vector<std::int32_t> shuffled_pages(std::int64_t count, std::uint64_t seed);
 
-/// How many first keys the sequences of a cache share where nobody says: at most all but a sequence's
-/// queries.
+/// How many first keys the sequences of a cache share by default: at most all but a sequence's queries.
 std::int32_t plausible_prefix(const AttentionShape& shape);
 /// Gives all sequences the first `keys` of the first one, in K or V [batch, heads_kv, seqlen_kv, dim], and at
 /// least so many besides those of their queries.
@@ -51,7 +50,7 @@ std::vector<double> quantise(DType type, bool by_row, std::int64_t heads, std::i
 /// Lists of `top_k` of `keys` keys each, some of which are named twice, or are -1 or no key.
 std::vector<std::int32_t> random_indices(std::int64_t lists, std::int64_t top_k, std::int64_t keys,
                                          std::uint64_t seed);
-/// How long lists are where nobody says.
+/// How long lists are by default.
 std::int64_t plausible_top_k(std::int64_t keys);
 
 /// A sink for each of `heads`, of the size of scores.

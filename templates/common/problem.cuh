@@ -1,5 +1,6 @@
-// What a rendered source tells the templates. A kernel source is one include of a family's template, one
-// struct like the one below with this problem's constants and generated hooks, and its extern "C" entries.
+// The contract between a rendered source and the templates. A kernel source is one include of a family's
+// template, one struct like the one below with this problem's constants and generated hooks, and its extern
+// "C" entries.
 #pragma once
 
 #include "flashjit/common/capture.cuh"

@@ -171,7 +171,7 @@ __device__ __forceinline__ void mma_16x8x32<e5m2, e5m2>(float (&c)[4], const uns
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
-/// Elements of which each is two codes.
+/// Each element is two codes.
 template <>
 __device__ __forceinline__ void mma_16x8x16<e4m3>(float (&c)[4], const unsigned (&a)[4], unsigned b0,
                                                   unsigned b1) {

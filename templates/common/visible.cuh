@@ -49,7 +49,7 @@ struct Sequence {
     }
   }
   __device__ int batch() const { return Problem::kVarlen ? 0 : b; }  ///< its index in the tensors
-  /// The same in K and V, of which a cache has pages that belong to no sequence.
+  /// The same in K and V. In a cache, pages belong to no batch entry.
   __device__ int kv_batch() const { return Problem::kCache ? 0 : batch(); }
   __device__ int q_row(int q) const { return Problem::kVarlen ? q_first_ + q : q; }
   __device__ int kv_row(int kv) const { return Problem::kVarlen && !Problem::kCache ? kv_first_ + kv : kv; }

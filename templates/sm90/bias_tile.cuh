@@ -15,7 +15,7 @@ __device__ __forceinline__ bool tma_loads_bias_tile(const Params& p, const Tenso
          bias.holds(p.seqlen_q, p.seqlen_kv);
 }
 
-/// Tells `barrier` how many bytes to expect: `bytes`, and the bias tile where TMA loads it, which starts
+/// Makes `barrier` expect `bytes`, and the bias tile where TMA loads it, which starts
 /// here. By one thread.
 template <int kRows, int kColumns>
 __device__ __forceinline__ void expect_and_load_bias_tile(const Params& p, const TensorMaps& maps,

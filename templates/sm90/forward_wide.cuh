@@ -36,7 +36,7 @@ __device__ __forceinline__ unsigned long long own_v_descriptor(const ForwardStor
                          Storage::kSliceBytes);
 }
 
-/// S = Q K^T of tile n, of which the right part, if there are parts, may come later.
+/// S = Q K^T of tile n. If the tile comes in parts, the right one may come later.
 template <class P>
 __device__ __forceinline__ void start_wide_qk(const ForwardStorage<P>& smem, int n, unsigned long long q,
                                               SAccumulator<P>& s) {

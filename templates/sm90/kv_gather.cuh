@@ -10,8 +10,7 @@
 
 namespace flashjit::sm90 {
 
-/// The slots of a warp's keys of a KV tile, of which each lane has one of every 32; -1: no key. Warps take
-/// turns of 32 keys.
+/// The slots of a warp's keys of a KV tile; -1: no key. Warps take turns of 32 keys, one a lane.
 template <class P>
 struct GatheredKeys {
   static constexpr int kGroups = (P::kBc + 31) / 32;
@@ -32,7 +31,7 @@ struct GatheredKeys {
       slot[own] = kv >= 0 ? slot_of_key<P>(p, work.sequence.b, kv) : -1;
     }
   }
-  /// Tells the consumers which entries of a list are keys, and arrives on K's barrier.
+  /// Marks for the consumers which entries of a list are keys, and arrives on K's barrier.
   __device__ __forceinline__ void publish(unsigned* present, unsigned full, int warp) const {
 #pragma unroll
     for (int own = 0; own < kOwn; ++own) {

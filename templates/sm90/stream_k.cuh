@@ -1,6 +1,6 @@
-// Stream-K (Lean Attention): the KV tiles of all work tiles in a row, of which each CTA takes an equal share.
-// The lengths of a cache's sequences are on the device, and so is the division: CTAs end together, be one
-// sequence a hundred times as long as the others. A share's first and last work tile may be parts of one,
+// Stream-K (Lean Attention): the KV tiles of all work tiles in a row, divided into equal shares for the CTAs.
+// The lengths of a cache's sequences are on the device, and so is the division: CTAs end together even if one
+// sequence is a hundred times as long as the others. A share's first and last work tile may be parts of one,
 // whose O and LSE the combine_parts entry joins.
 #pragma once
 

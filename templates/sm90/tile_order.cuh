@@ -9,7 +9,7 @@ struct OrderedTile {
   unsigned head, tile;
 };
 
-/// The Q tiles of all heads, of which each of the grid's `slots` takes one a wave. Heads follow each other,
+/// The Q tiles of all heads: each of the grid's `slots` takes one a wave. Heads follow each other,
 /// and a head's tiles come from the last to the first. In LPT order (longest processing time first) the
 /// tiles of a group come together instead, those at the same position in their heads side by side, the
 /// longest (causal) first.

@@ -57,8 +57,8 @@ std::vector<Choice> choices_of(const BenchCommand& command, const autotune::Prob
   return {{plan.config, plan.config_source}};
 }
 
-/// Compiles ahead in parallel, measures in order; all beside the first that can be, whose time tells when the
-/// clocks are steady.
+/// Compiles ahead in parallel, measures in order, each beside the first that can be measured. The clocks are
+/// steady when its time is.
 std::vector<Measurement> measure(const BenchCommand& command, const autotune::Problem& problem,
                                  const DeviceInfo& device, autotune::Meter& meter) {
   const std::vector<Choice> choices = choices_of(command, problem, device);

@@ -177,7 +177,7 @@ void confirm(const CacheOptions& options, const std::filesystem::path& folder) {
   if (options.yes) return;
   if (isatty(STDIN_FILENO) == 0)
     throw Error(ErrorCode::invalid_argument,
-                "clear removes every kernel; say --yes when nobody can be asked");
+                "clear removes every kernel; pass --yes where there is no terminal to ask");
   fmt::print(stderr, "Remove every kernel{} in {}? [y/N] ", options.records ? " and tuning record" : "",
              folder.string());
   std::string answer;

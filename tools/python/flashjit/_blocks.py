@@ -110,7 +110,7 @@ def _kinds(block_mask: Any) -> Tensor:
 
 
 def _map_step(size: int) -> int:
-    """The largest size of a block map's blocks of which these consist; 128 where there is none."""
+    """The largest size that a block map's blocks may have and that divides these; 128 where there is none."""
     return next((step for step in range(256, 0, -_STEP) if size % step == 0), 128)
 
 

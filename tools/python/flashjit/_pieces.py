@@ -80,7 +80,7 @@ class Rule(NamedTuple):
         return Chunk(begin, rows.last + 1, begin)
 
     def _of_documents(self, q: Chunk, kv: Chunk, device: torch.device) -> list[Piece]:
-        """Documents of which both chunks have the beginning are one call; the others, at the chunks' ends, are one each."""
+        """Documents that begin in both chunks are one call; the others, at the chunks' ends, are one each."""
         apart, together = [], []
         documents = self.documents or ()
         for i, (begin, end) in enumerate(zip(documents, documents[1:])):
@@ -107,7 +107,7 @@ class Rule(NamedTuple):
         return found
 
     def _found(self, blocks: Iterable[tuple[int, Chunk, Chunk]]) -> list[Piece]:
-        """Of rows and keys of a document those of which any pair attends."""
+        """The blocks of a document in which any pair attends."""
         return [Piece(rows, keys, given, None, self._place(document, rows, keys)) for document, rows, keys in blocks
                 if (given := self.arguments(rows, keys, document)) is not None]
 

@@ -49,7 +49,7 @@ class _Groups(NamedTuple):
 def _groups(group: Any) -> _Groups:
     if isinstance(group, dist.device_mesh.DeviceMesh):
         if group.ndim > 2:
-            raise InvalidArgument(f"group is a mesh of {group.ndim} dimensions: give one of one dimension, or of two, of which "
+            raise InvalidArgument(f"group is a mesh of {group.ndim} dimensions: give one of one dimension, or of two, where "
                                   "the ranks of the second share heads.")
         return _Groups(*(group.get_group(i) for i in range(group.ndim)))
     return _Groups(*group) if isinstance(group, (tuple, list)) else _Groups(group)

@@ -110,7 +110,7 @@ def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Unio
 
     block_table: int32 [b, pages of the longest]: k_cache and v_cache are pages [pages, rows of a page, hkv, d].
     cache_batch_idx: int32 [b]: which of k_cache's sequences each is. cache_leftpad: int32 [b]: keys before it are padding, and
-        positions count from it; what stands there must be finite.
+        positions count from it; what is there must be finite.
     k, v: [b, new, hkv, d], written into the cache, in place, from row cache_seqlens on, before attention sees them.
     rotary_cos, rotary_sin: [rows, rotary_dim / 2]: q and k are rotated, at positions from cache_seqlens on; without a
         causal mask or a window all queries are at cache_seqlens.

@@ -161,7 +161,7 @@ def _check(problem: Problem, ranks: int, layout: str, machine: Machine, schemes:
 def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = False, inner: int = 1,
                  on_gpu: bool = True) -> float:
     """The tensors of the rank that has the most at the peak of a pass, in the layout zigzag, the caller's Q, K, V, O, dO and
-    gradients with them. on_gpu: with the workspaces of kernels, of which dQ's accumulator alone counts; else with gloo's copy of
+    gradients with them. on_gpu: with dQ's accumulator, the one workspace that counts; else with gloo's copy of
     what it adds up."""
     rows = problem.tokens // ranks
     q, kv, fp32 = problem.q_bytes(rows), problem.kv_bytes(rows), 4 / problem.element

@@ -2,6 +2,9 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
+#include <iterator>
+
 #include "device/images.hpp"
 
 namespace flashjit::device {
@@ -52,13 +55,17 @@ LoadedKernel::LoadedKernel(std::shared_ptr<const Driver> driver, const std::stri
     const std::string symbol = "flashjit_" + entry.name;
     CUkernel kernel = nullptr;
     CUresult result = CUDA_ERROR_NOT_FOUND;
-    for (const LoadedImage& image : images_) {
-      result = driver_->library_get_kernel(&kernel, image.library(), symbol.c_str());
-      if (result != CUDA_ERROR_NOT_FOUND) break;
-    }
+    if (const LoadedImage* image = image_of(entry))
+      result = driver_->library_get_kernel(&kernel, image->library(), symbol.c_str());
     check_loaded(*driver_, result, "cuLibraryGetKernel of " + symbol);
     kernels_.push_back(kernel);
   }
+}
+
+const LoadedImage* LoadedKernel::image_of(const plan::Entry& entry) const {
+  if (images_.empty()) return nullptr;
+  const int number = std::min(program_of(entry, entries_), static_cast<int>(images_.size()));
+  return &*std::next(images_.begin(), number - 1);
 }
 
 void LoadedKernel::make_ready(CUdevice device) const {

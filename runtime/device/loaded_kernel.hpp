@@ -36,7 +36,7 @@ class LoadedImage {
 /// Owns a kernel's images. They unload with it: a graph that captured one of its kernels must not outlive it.
 class LoadedKernel {
  public:
-  /// Throws as LoadedImage does, and CodeRefused when no image has an entry.
+  /// Throws as LoadedImage does, and CodeRefused when an entry is missing.
   LoadedKernel(std::shared_ptr<const Driver> driver, const std::string& cubin,
                std::vector<plan::Entry> entries);
 
@@ -49,6 +49,10 @@ class LoadedKernel {
   void make_ready(CUdevice device) const;
 
  private:
+  /// Its program's, or the last that there is; null: there is none. Others are not asked: a tool that watches
+  /// the driver would report each refusal as an error of the user's program.
+  const LoadedImage* image_of(const plan::Entry& entry) const;
+
   std::shared_ptr<const Driver> driver_;
   std::vector<plan::Entry> entries_;
   std::list<LoadedImage> images_;

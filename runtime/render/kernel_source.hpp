@@ -49,6 +49,8 @@ struct CompiledKernel {
 /// sooner than one that has all. A program is the source's text with kProgramMacro defined as its number,
 /// from 1 on, which leaves the other's entries out; without the macro the text has them all.
 int program_count(const std::vector<plan::Entry>& entries);
+/// The number of the program that has `entry`, which is one of `entries`.
+int program_of(const plan::Entry& entry, const std::vector<plan::Entry>& entries);
 inline constexpr std::string_view kProgramMacro = "FLASHJIT_PROGRAM";
 
 /// Whether ptxas spilled in an entry that holds a main loop; such a configuration is not worth running.

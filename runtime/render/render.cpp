@@ -22,8 +22,8 @@ std::string includes(const std::vector<plan::Entry>& entries) {
   return text;
 }
 
-/// Among the entries of `programs` programs.
-std::string entry_text(const plan::Entry& entry, int programs) {
+/// Of one of `entries`.
+std::string entry_text(const plan::Entry& entry, const std::vector<plan::Entry>& entries) {
   const char* maps = entry.tensor_maps ? ", const __grid_constant__ flashjit::TensorMaps maps" : "";
   const std::string cluster =
       entry.cluster > 1 ? fmt::format(" __cluster_dims__({}, 1, 1)", entry.cluster) : "";
@@ -34,8 +34,8 @@ std::string entry_text(const plan::Entry& entry, int programs) {
       "}}\n",
       cluster, entry.threads, entry.min_blocks, entry.name, entry.params, maps, entry.function,
       entry.tensor_maps ? ", maps" : "");
-  if (programs == 1) return "\n" + text;
-  const int other = entry.hot ? 2 : 1;
+  if (program_count(entries) == 1) return "\n" + text;
+  const int other = program_of(entry, entries) == 1 ? 2 : 1;
   return fmt::format("\n#if {} != {}\n{}#endif\n", kProgramMacro, other, text);
 }
 
@@ -84,8 +84,7 @@ KernelSource render(const plan::KernelPlan& kernel, const DeviceInfo& device, co
       expr::emit_functions(expr::trees_of(spec.score, spec.mask),
                            {.check_indices = spec.checks.check_indices}),
       functions.empty() ? "" : "\n", functions);
-  const int programs = program_count(source.entries);
-  for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, programs);
+  for (const plan::Entry& entry : source.entries) source.text += entry_text(entry, source.entries);
 
   std::map<std::string, std::string> headers;
   add_headers(source.text, templates, headers);
@@ -105,6 +104,10 @@ namespace flashjit {
 int program_count(const std::vector<plan::Entry>& entries) {
   const auto with_main_loop = std::ranges::count_if(entries, &plan::Entry::hot);
   return with_main_loop == 0 || with_main_loop == std::ssize(entries) ? 1 : 2;
+}
+
+int program_of(const plan::Entry& entry, const std::vector<plan::Entry>& entries) {
+  return program_count(entries) == 1 || entry.hot ? 1 : 2;
 }
 
 bool spills_in_main_loop(const CompiledKernel& kernel, const std::vector<plan::Entry>& entries) {

@@ -86,6 +86,8 @@ TEST(Images, AreAllOfAnyBytes) {
 
 // --- loading ---
 
+int failed_calls = 0;
+
 /// A driver that knows an image's library by its content, in which it finds the entries.
 std::shared_ptr<device::Driver> driver_that_looks() {
   auto driver = std::make_shared<device::Driver>(*test::FakeDriver::driver());
@@ -102,14 +104,19 @@ std::shared_ptr<device::Driver> driver_that_looks() {
     return CUDA_SUCCESS;
   };
   driver->library_get_kernel = [](CUkernel* kernel, CUlibrary library, const char* name) {
-    if (*reinterpret_cast<std::string*>(library) != name) return CUDA_ERROR_NOT_FOUND;
+    if (*reinterpret_cast<std::string*>(library) != name) {
+      ++failed_calls;
+      return CUDA_ERROR_NOT_FOUND;
+    }
     *kernel = reinterpret_cast<CUkernel>(library);
     return CUDA_SUCCESS;
   };
   return driver;
 }
 
-plan::Entry entry(const char* name) { return {.name = name, .header = "", .function = ""}; }
+plan::Entry entry(const char* name, bool hot = false) {
+  return {.name = name, .header = "", .function = "", .hot = hot};
+}
 
 TEST(LoadedKernel, FindsEachEntryInItsImage) {
   test::FakeDriver& fake = test::FakeDriver::state();
@@ -117,14 +124,17 @@ TEST(LoadedKernel, FindsEachEntryInItsImage) {
   const auto image_of = [](const std::string& symbol) { return elf(symbol + '\0'); };
   const std::string cubin = image_of("flashjit_backward") + image_of("flashjit_preprocess");
   {
-    const device::LoadedKernel kernel(driver_that_looks(), cubin, {entry("preprocess"), entry("backward")});
+    const device::LoadedKernel kernel(driver_that_looks(), cubin,
+                                      {entry("preprocess"), entry("backward", true)});
     EXPECT_EQ(*reinterpret_cast<std::string*>(kernel.kernel(0)), "flashjit_preprocess");
     EXPECT_EQ(*reinterpret_cast<std::string*>(kernel.kernel(1)), "flashjit_backward");
     EXPECT_EQ(fake.libraries_loaded, 2);
+    EXPECT_EQ(failed_calls, 0) << "compute-sanitizer would report them";
   }
   EXPECT_EQ(fake.libraries_unloaded, 2);
   try {
-    const device::LoadedKernel kernel(driver_that_looks(), cubin, {entry("backward"), entry("forward")});
+    const device::LoadedKernel kernel(driver_that_looks(), cubin,
+                                      {entry("backward", true), entry("forward")});
     FAIL() << "an entry is missing";
   } catch (const device::CodeRefused& error) {
     EXPECT_NE(error.message().find("cuLibraryGetKernel of flashjit_forward"), std::string::npos);

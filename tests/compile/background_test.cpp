@@ -9,6 +9,7 @@
 
 #include "device/resources.hpp"
 #include "flashjit/flashjit.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/kept_log.hpp"
 #include "tests/support/run_command.hpp"
 
@@ -20,7 +21,7 @@ constexpr AttentionShape kShape{1, 4, 4, 256, 256};
 
 class Background : public ::testing::Test {
  protected:
-  Background() { setenv("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA, 1); }
+  Background() { setenv("FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA).c_str(), 1); }
   ~Background() override { unsetenv("FLASHJIT_LIBCUDA"); }
 
   Runtime runtime(bool tune) {
@@ -32,7 +33,7 @@ class Background : public ::testing::Test {
 };
 
 TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
-  const device::PrimaryContext gpu(device::Driver::open(FLASHJIT_FAKE_CUDA));
+  const device::PrimaryContext gpu(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
   {
     Runtime tuning = runtime(true);
     EXPECT_EQ(tuning.prepare(kSpec, kShape).config_source, "heuristic");
@@ -50,7 +51,7 @@ TEST_F(Background, AShapeInUseIsTunedAndTheRecordIsKept) {
 }
 
 TEST_F(Background, ARuntimeThatIsDestroyedMeanwhileEndsSoon) {
-  const device::PrimaryContext gpu(device::Driver::open(FLASHJIT_FAKE_CUDA));
+  const device::PrimaryContext gpu(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
   const AttentionSpec slow{.dtype = DType::bf16, .head_dim = 128};
   const auto start = std::chrono::steady_clock::now();
   { runtime(true).prepare(slow, {1, 8, 8, 1024, 1024}); }

@@ -4,6 +4,7 @@
 #include <filesystem>
 
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
 namespace flashjit {
@@ -18,7 +19,8 @@ constexpr const char* kProblem =
 class CommandTune : public ::testing::Test {
  protected:
   test::CommandResult tune(const std::string& arguments) const {
-    return test::run_command(folder_, "tune " + arguments, "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "'");
+    return test::run_command(folder_, "tune " + arguments,
+                             "FLASHJIT_LIBCUDA='" + test::built(FLASHJIT_FAKE_CUDA) + "'");
   }
   std::string file(const std::string& name) const { return folder_.file(name); }
   std::string text(const std::string& name) const { return read_file(folder_.file(name)); }
@@ -66,10 +68,10 @@ TEST_F(CommandTune, TellsHowTheGpuFared) {
   EXPECT_EQ(without.err.find("clock"), std::string::npos) << without.err;
 
   fs::create_directory(file("lib"));
-  fs::create_symlink(FLASHJIT_FAKE_NVML, file("lib/libnvidia-ml.so.1"));
+  fs::create_symlink(test::built(FLASHJIT_FAKE_NVML), file("lib/libnvidia-ml.so.1"));
   const auto result = test::run_command(
       folder_, "tune --force --json " + std::string(kProblem) + " --report " + file("page.html"),
-      "FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' LD_LIBRARY_PATH='" + file("lib") + "'");
+      "FLASHJIT_LIBCUDA='" + test::built(FLASHJIT_FAKE_CUDA) + "' LD_LIBRARY_PATH='" + file("lib") + "'");
   ASSERT_EQ(result.code, 0) << result.err;
   const auto problem = result.json()["problems"][0];
   EXPECT_EQ(problem["clock_mhz"]["first"], 1980) << problem.dump(2);

@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "tests/support/built.hpp"
 #include "tests/support/codes_check.hpp"
 #include "tests/support/codes_problems.hpp"
 #include "tests/support/run_command.hpp"
@@ -44,7 +45,7 @@ TEST_P(EmulatedProblemsOfCodes, AreRight) {
   const CommandResult result =
       run_command(folder, std::string("verify --seed 3 ") + GetParam(),
                   fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_EMULATOR_CAPABILITY=90",
-                              FLASHJIT_EMULATED_CUDA, FLASHJIT_EMULATED_NVRTC));
+                              built(FLASHJIT_EMULATED_CUDA), built(FLASHJIT_EMULATED_NVRTC)));
   EXPECT_EQ(result.code, 0) << result.out << result.err;
   EXPECT_NE(result.out.find("sm90:"), std::string::npos) << result.out << result.err;
 }

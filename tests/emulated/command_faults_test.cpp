@@ -7,6 +7,7 @@
 #include <string>
 
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
@@ -69,11 +70,12 @@ TEST_P(CommandFaults, AreFound) {
   ASSERT_NE(at, text.npos) << changed << " has no " << fault.text;
   std::ofstream(changed) << text.replace(at, fault.text.size(), fault.instead);
 
-  const CommandResult result = run_command(
-      folder, std::string("verify --seed 1 ") + fault.problem,
-      fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_TEMPLATE_DIR='{}' "
-                  "FLASHJIT_EMULATOR_CAPABILITY={}",
-                  FLASHJIT_EMULATED_CUDA, FLASHJIT_EMULATED_NVRTC, templates.string(), fault.capability));
+  const CommandResult result =
+      run_command(folder, std::string("verify --seed 1 ") + fault.problem,
+                  fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_TEMPLATE_DIR='{}' "
+                              "FLASHJIT_EMULATOR_CAPABILITY={}",
+                              built(FLASHJIT_EMULATED_CUDA), built(FLASHJIT_EMULATED_NVRTC),
+                              templates.string(), fault.capability));
   EXPECT_EQ(result.code, fault.code) << result.out << result.err;
   EXPECT_NE((result.out + result.err).find(fault.message), std::string::npos) << result.out << result.err;
 }

@@ -19,6 +19,7 @@
 
 #include "expr/declarations.hpp"
 #include "reference/reference.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/gpu_support.hpp"
 
 namespace flashjit::test {
@@ -29,7 +30,7 @@ struct Id {
 };
 template <class Function>
 Function nccl_function(const char* name) {
-  void* library = ::dlopen(FLASHJIT_FAKE_NCCL, RTLD_NOW);
+  void* library = ::dlopen(built(FLASHJIT_FAKE_NCCL).c_str(), RTLD_NOW);
   return reinterpret_cast<Function>(::dlsym(library, name));
 }
 
@@ -332,7 +333,7 @@ std::string run_rank(const SharedCase& test, int rank, const Id& id) {
                  .documents = test.ends(),
                  .reserved_sms = 2,
                  .heads_communicator = of_heads},
-                of_rows, FLASHJIT_FAKE_NCCL);
+                of_rows, built(FLASHJIT_FAKE_NCCL));
   const auto mine = [&](const std::vector<double>& x, std::int64_t heads, int dim) {
     return shard(test, rank, x, heads, dim);
   };
@@ -510,7 +511,7 @@ TEST_F(EmulatedRanksThatDiffer, AreToldOnAllRanks) {
     gpu().context->make_current();
     Runtime runtime(RuntimeOptions{.cache_dir = "", .log = [](std::string_view) {}});
     SharedAttention shared(runtime, {.spec = parse_spec("bf16:d32"), .heads_q = 1, .rows = 16 + 16 * rank},
-                           comm, FLASHJIT_FAKE_NCCL);
+                           comm, built(FLASHJIT_FAKE_NCCL));
     const auto space = poisoned(shared.workspace_bytes(Pass::forward));
     try {
       shared.prepare(Pass::forward, {space.data(), space.bytes()}, nullptr);
@@ -532,7 +533,7 @@ TEST_F(EmulatedRanksThatDiffer, UlyssesNeedsHeadsForAllRanks) {
       SharedAttention(
           runtime,
           {.spec = parse_spec("bf16:d32"), .heads_q = 2, .rows = 16, .scheme = SharingScheme::ulysses}, comm,
-          FLASHJIT_FAKE_NCCL);
+          built(FLASHJIT_FAKE_NCCL));
     } catch (const Error& error) {
       return error.message().find("use ring or all_gather") == std::string::npos ? error.message() : "";
     }
@@ -552,11 +553,11 @@ void* lone_communicator() {
 class SharedAttentionOfOne : public GpuTest {
  protected:
   /// What is said about a sequence; empty where it is accepted.
-  std::string refusal(const SharedSequence& sequence, const char* nccl = FLASHJIT_FAKE_NCCL) {
+  std::string refusal(const SharedSequence& sequence, const std::string& nccl = built(FLASHJIT_FAKE_NCCL)) {
     return refusal_with(comm_, sequence, nccl);
   }
   std::string refusal_with(void* comm, const SharedSequence& sequence,
-                           const char* nccl = FLASHJIT_FAKE_NCCL) {
+                           const std::string& nccl = built(FLASHJIT_FAKE_NCCL)) {
     return said([&] { SharedAttention(runtime_, sequence, comm, nccl); });
   }
   template <class Call>
@@ -618,8 +619,8 @@ TEST_F(SharedAttentionOfOne, RefusesBadSequencesInC) {
     flashjit_shared_sequence sequence = good;
     change(sequence);
     flashjit_shared_attention* shared = nullptr;
-    const bool failed =
-        flashjit_shared_create(runtime, spec, &sequence, comm_, FLASHJIT_FAKE_NCCL, &shared) != FLASHJIT_OK;
+    const bool failed = flashjit_shared_create(runtime, spec, &sequence, comm_,
+                                               built(FLASHJIT_FAKE_NCCL).c_str(), &shared) != FLASHJIT_OK;
     flashjit_shared_destroy(shared);
     return failed ? flashjit_last_error_message() : "";
   };
@@ -646,7 +647,7 @@ TEST_F(SharedAttentionOfOne, RefusesBadCalls) {
   gpu().context->make_current();
   for (const SharingScheme scheme : {SharingScheme::ring, SharingScheme::ulysses}) {
     SharedAttention shared(runtime_, {.spec = plain_, .rows = 8, .scheme = scheme}, comm_,
-                           FLASHJIT_FAKE_NCCL);
+                           built(FLASHJIT_FAKE_NCCL));
     const auto space = poisoned(shared.workspace_bytes(Pass::backward));
     const auto memory = poisoned(8 * 32 * sizeof(float));
     const auto odd = static_cast<char*>(memory.data()) + 2;

@@ -1,4 +1,5 @@
 // Batch invariance and O in fp32 as the emulator runs them.
+#include "tests/support/built.hpp"
 #include "tests/support/invariant_run.hpp"
 #include "tests/support/run_command.hpp"
 
@@ -40,8 +41,8 @@ TEST_F(EmulatedFp32Out, IsWhatIsRounded) {
 CommandResult verified(const std::string& spec) {
   const TemporaryDirectory folder;
   return run_command(folder, "verify --seed 1 --spec " + spec + " --shape b1:hq2:hkv1:sq70:skv130",
-                     fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}'", FLASHJIT_EMULATED_CUDA,
-                                 FLASHJIT_EMULATED_NVRTC));
+                     fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}'", built(FLASHJIT_EMULATED_CUDA),
+                                 built(FLASHJIT_EMULATED_NVRTC)));
 }
 
 TEST_F(EmulatedFp32Out, TheCommandHasMemoryForIt) {

@@ -3,9 +3,11 @@
 
 #include <cstdlib>
 
+#include "tests/support/built.hpp"
+
 int main(int argc, char** argv) {
-  ::setenv("FLASHJIT_LIBCUDA", FLASHJIT_EMULATED_CUDA, 1);
-  ::setenv("FLASHJIT_NVRTC", FLASHJIT_EMULATED_NVRTC, 1);
+  ::setenv("FLASHJIT_LIBCUDA", flashjit::test::built(FLASHJIT_EMULATED_CUDA).c_str(), 1);
+  ::setenv("FLASHJIT_NVRTC", flashjit::test::built(FLASHJIT_EMULATED_NVRTC).c_str(), 1);
   testing::InitGoogleTest(&argc, argv);
   return RUN_ALL_TESTS();
 }

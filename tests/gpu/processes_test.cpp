@@ -10,6 +10,7 @@
 #include <string>
 
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/lifetime.hpp"
 
 namespace flashjit::test {
@@ -107,7 +108,8 @@ TEST(LifetimeOfProcesses, ChildrenForkedBeforeCudaShareTheStoreWithTheirParent) 
 
 TEST_F(Lifetime, TheLibraryIsUnloadedAndTheContextGoesOn) {
   const fs::path folder = fs::temp_directory_path() / ("flashjit-unload-" + unique_suffix());
-  const std::string line = "'" FLASHJIT_UNLOAD "' '" FLASHJIT_LIBRARY "' '" + folder.string() + "'";
+  const std::string line =
+      "'" + built(FLASHJIT_UNLOAD) + "' '" + built(FLASHJIT_LIBRARY) + "' '" + folder.string() + "'";
   EXPECT_EQ(std::system(line.c_str()), 0) << line;
   fs::remove_all(folder);
 }

@@ -19,6 +19,7 @@
 #include <vector>
 
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 
 namespace flashjit::test {
 
@@ -56,7 +57,7 @@ inline std::string command_line(const TemporaryDirectory& folder, const std::str
   return fmt::format(
       "env -u FLASHJIT_PACKS -u FLASHJIT_JIT -u FLASHJIT_TEMPLATE_DIR FLASHJIT_LIBCUDA=/no/libcuda.so "
       "FLASHJIT_CACHE_DIR='{}' {} '{}' {}",
-      folder.file("cache"), environment, FLASHJIT_COMMAND, arguments);
+      folder.file("cache"), environment, built(FLASHJIT_COMMAND), arguments);
 }
 
 /// Runs the command without a terminal, as a script would.

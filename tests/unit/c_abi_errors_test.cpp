@@ -14,6 +14,7 @@
 #include "flashjit/flashjit.h"
 #include "support/file.hpp"
 #include "support/text.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/c_abi_support.hpp"
 #include "tests/support/fakes.hpp"
 #include "tests/support/kept_log.hpp"
@@ -35,7 +36,7 @@ class CAbiErrors : public testing::Test {
     fake().reset();
     options_.struct_size = sizeof options_;
     options_.cache_dir = "";
-    options_.nvrtc = FLASHJIT_FAKE_NVRTC;
+    options_.nvrtc = nvrtc_.c_str();
     options_.log = [](void*, const char*) {};
   }
 
@@ -63,7 +64,8 @@ class CAbiErrors : public testing::Test {
     EXPECT_GT(fake().launches.size(), before);
   }
 
-  const Variable libcuda_{"FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA};
+  const std::string nvrtc_ = test::built(FLASHJIT_FAKE_NVRTC);
+  const Variable libcuda_{"FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA)};
   flashjit_options options_{};
 };
 

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "support/text.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
 namespace flashjit {
@@ -18,7 +19,8 @@ using test::CommandResult;
 class CommandCache : public ::testing::Test {
  protected:
   CommandResult run(const std::string& arguments, const std::string& environment = "") const {
-    return test::run_command(folder_, arguments, "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC " " + environment);
+    return test::run_command(folder_, arguments,
+                             "FLASHJIT_NVRTC=" + test::built(FLASHJIT_FAKE_NVRTC) + " " + environment);
   }
   std::string pack() const { return folder_.file("pack"); }
   std::string manifest() const { return pack() + "/v1/SHA256SUMS"; }

@@ -10,6 +10,7 @@
 
 #include "flashjit/spec.hpp"
 #include "plan/plan.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
 namespace flashjit {
@@ -22,7 +23,7 @@ class PackOfAModel : public testing::Test {
   CommandResult pack(const std::string& model, const std::string& more = "--arch sm_90a") const {
     return test::run_command(folder_,
                              "pack --json --model '" + model + "' " + more + " --out " + folder_.file("pack"),
-                             "FLASHJIT_NVRTC=" FLASHJIT_FAKE_NVRTC);
+                             "FLASHJIT_NVRTC=" + test::built(FLASHJIT_FAKE_NVRTC));
   }
   /// "spec config" of each kernel.
   static std::set<std::string> kernels_of(const CommandResult& packed) {

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "plan/records.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/run_command.hpp"
 
 namespace flashjit {
@@ -14,7 +15,8 @@ namespace {
 class CommandTune : public ::testing::Test {
  protected:
   static std::string environment(const std::string& more = "") {
-    return "FLASHJIT_NVRTC='" FLASHJIT_FAKE_NVRTC "' FLASHJIT_LIBCUDA='" FLASHJIT_FAKE_CUDA "' " + more;
+    return "FLASHJIT_NVRTC='" + test::built(FLASHJIT_FAKE_NVRTC) + "' FLASHJIT_LIBCUDA='" +
+           test::built(FLASHJIT_FAKE_CUDA) + "' " + more;
   }
   static std::string arguments(const std::string& more) {
     return "tune --spec fwd:bf16:d128 --shape b1:hq4:hkv4:sq512:skv512 " + more;

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"
 
 namespace flashjit::autotune {
@@ -23,7 +24,7 @@ class SensorsTest : public ::testing::Test {
 
 TEST_F(SensorsTest, ReadClockTemperatureAndReasons) {
   {
-    const Sensors sensors(kBusId, FLASHJIT_FAKE_NVML);
+    const Sensors sensors(kBusId, test::built(FLASHJIT_FAKE_NVML));
     EXPECT_EQ(sensors.read(), (GpuState{1980, 35, 0x4}));
     EXPECT_EQ(sensors.read(), (GpuState{1965, 37, 0x4}));
     EXPECT_EQ(fake().in_use, 1);
@@ -32,7 +33,7 @@ TEST_F(SensorsTest, ReadClockTemperatureAndReasons) {
 }
 
 TEST_F(SensorsTest, WhatAGpuDoesNotTellIsUnknownAndTheRestIsNot) {
-  const Sensors sensors(kBusId, FLASHJIT_FAKE_NVML);
+  const Sensors sensors(kBusId, test::built(FLASHJIT_FAKE_NVML));
   fake().knows_temperature = false;
   EXPECT_EQ(sensors.read(), (GpuState{1980, {}, 0x4}));
   fake().knows_temperature = true;
@@ -42,11 +43,12 @@ TEST_F(SensorsTest, WhatAGpuDoesNotTellIsUnknownAndTheRestIsNot) {
 
 TEST_F(SensorsTest, NothingIsKnownWithoutAnNvmlThatKnowsTheGpu) {
   EXPECT_EQ(Sensors(kBusId, "/nowhere/libnvidia-ml.so.1").read(), GpuState{});
-  EXPECT_EQ(Sensors(kBusId, FLASHJIT_FAKE_NVRTC).read(), GpuState{}) << "a library without its functions";
-  EXPECT_EQ(Sensors("FA4E:7F:00.0", FLASHJIT_FAKE_NVML).read(), GpuState{}) << "another GPU";
+  EXPECT_EQ(Sensors(kBusId, test::built(FLASHJIT_FAKE_NVRTC)).read(), GpuState{})
+      << "a library without its functions";
+  EXPECT_EQ(Sensors("FA4E:7F:00.0", test::built(FLASHJIT_FAKE_NVML)).read(), GpuState{}) << "another GPU";
   EXPECT_EQ(fake().in_use, 0);
   fake().starts = false;
-  EXPECT_EQ(Sensors(kBusId, FLASHJIT_FAKE_NVML).read(), GpuState{});
+  EXPECT_EQ(Sensors(kBusId, test::built(FLASHJIT_FAKE_NVML)).read(), GpuState{});
   EXPECT_EQ(fake().in_use, 0);
 }
 

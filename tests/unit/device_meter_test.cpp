@@ -14,6 +14,7 @@
 #include "device/device_info.hpp"
 #include "plan/plan.hpp"
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"
 
 namespace flashjit::autotune {
@@ -29,12 +30,12 @@ class DeviceMeterTest : public ::testing::Test {
   static FakeDriver& fake() { return test::fake_cuda(); }
   static MeterOptions options() {
     MeterOptions options{.map_density = 0.5};
-    options.runtime.nvrtc = FLASHJIT_FAKE_NVRTC;
+    options.runtime.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
     return options;
   }
 
-  const test::Variable libcuda_{"FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA};
-  const device::PrimaryContext gpu_{device::Driver::open(FLASHJIT_FAKE_CUDA)};
+  const test::Variable libcuda_{"FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA)};
+  const device::PrimaryContext gpu_{device::Driver::open(test::built(FLASHJIT_FAKE_CUDA))};
   const Problem problem_{parse_spec("fwd:bf16:d64:map128x128").normalized(),
                          parse_shape("b1:hq8:hkv8:sq2048:skv2048")};
   const std::vector<TileConfig> configs_{parse_config("sm80:br128:bc64:w4"),

@@ -10,6 +10,7 @@
 
 #include "plan/records.hpp"
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/fake_driver.hpp"
 #include "tests/support/kept_log.hpp"
 
@@ -275,7 +276,7 @@ TEST_F(EngineTest, AKernelOfAnotherNvrtcIsNotCompiledAgain) {
   Settings upgraded = settings();
   upgraded.packs.clear();
   upgraded.jit = true;
-  upgraded.nvrtc = FLASHJIT_FAKE_NVRTC;
+  upgraded.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
   upgraded.cache_dir = (folder_ / "cache").string();
   add_kernel(upgraded.cache_dir, kSpec, plan_of(kSpec, kShape).config);
   const KernelReport report = engine(upgraded)->prepare(kSpec, kShape, {});

@@ -24,6 +24,7 @@
 #include "plan/plan.hpp"
 #include "plan/shipped.hpp"
 #include "support/file.hpp"
+#include "tests/support/built.hpp"
 #include "tests/support/fakes.hpp"
 #include "tests/support/kept_log.hpp"
 #include "tests/support/traced_child.hpp"
@@ -64,7 +65,7 @@ class Service : public testing::Test {
     Settings settings;
     settings.cache_dir = cache().string();
     settings.cache_limit = std::uint64_t{1} << 40;
-    settings.nvrtc = FLASHJIT_FAKE_NVRTC;
+    settings.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
     settings.log = log_.writer();
     return settings;
   }
@@ -337,7 +338,7 @@ TEST_F(Service, AChildInWhichCudaDoesNotWorkIsToldWhy) {
   EXPECT_TRUE(told([&] { runtime->forward(spec(), forward_args(), nullptr); }, ErrorCode::cuda));
   test::fake_cuda().reset();
   test::fake_cuda().init_result = CUDA_ERROR_NOT_INITIALIZED;
-  EXPECT_TRUE(told([] { device::Driver::open(FLASHJIT_FAKE_CUDA); }, ErrorCode::no_driver));
+  EXPECT_TRUE(told([] { device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)); }, ErrorCode::no_driver));
   test::fake_cuda().reset();
 }
 
@@ -400,10 +401,10 @@ TEST_F(Service, AForkedChildEndsWithoutTheThreadThatTunes) {
 }
 
 TEST_F(Service, BackgroundTuningIsNeverOnTheCallersStreamAndKeepsToTheFamily) {
-  const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
+  const Variable libcuda("FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA));
   FakeDriver& gpu = test::fake_cuda();
   gpu.reset();
-  const device::PrimaryContext context(device::Driver::open(FLASHJIT_FAKE_CUDA));
+  const device::PrimaryContext context(device::Driver::open(test::built(FLASHJIT_FAKE_CUDA)));
   const device::StreamOwner callers(context.driver());
   Settings tuning = settings();
   tuning.tune_in_background = true;
@@ -515,7 +516,7 @@ TEST_F(Service, RandomCallsWhileTheCacheIsWipedAreAllServed) {
 
 /// The C interface of a library that was opened at run time.
 struct Opened {
-  void* handle = ::dlopen(FLASHJIT_LIBRARY, RTLD_NOW | RTLD_LOCAL);
+  void* handle = ::dlopen(test::built(FLASHJIT_LIBRARY).c_str(), RTLD_NOW | RTLD_LOCAL);
 
   template <class Function>
   Function* get(const char* name) const {
@@ -537,7 +538,8 @@ void use_and_unload(const std::string& cache_dir, bool err_here = false) {
   flashjit_options options{};
   options.struct_size = sizeof options;
   options.cache_dir = cache_dir.c_str();
-  options.nvrtc = FLASHJIT_FAKE_NVRTC;
+  const std::string nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
+  options.nvrtc = nvrtc.c_str();
   options.log = [](void*, const char*) {};
   flashjit_runtime* runtime = nullptr;
   ASSERT_EQ(library.get<decltype(flashjit_runtime_create)>("flashjit_runtime_create")(&options, &runtime), 0);
@@ -561,8 +563,8 @@ void use_and_unload(const std::string& cache_dir, bool err_here = false) {
 
 TEST_F(Service, TheLibraryCanBeUnloadedAndLeavesNothingBehind) {
   test::fake_cuda().reset();
-  const Variable libcuda("FLASHJIT_LIBCUDA", FLASHJIT_FAKE_CUDA);
-  const std::string file = fs::path(FLASHJIT_LIBRARY).filename().string();
+  const Variable libcuda("FLASHJIT_LIBCUDA", test::built(FLASHJIT_FAKE_CUDA));
+  const std::string file = fs::path(test::built(FLASHJIT_LIBRARY)).filename().string();
   // malloc and the loader fill pools of their own in the first rounds: 9 KB in 30 of them, 2 KB in the 370
   // after.
   for (int i = 0; i < 40; ++i) use_and_unload(cache().string());

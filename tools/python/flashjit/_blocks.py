@@ -83,7 +83,7 @@ def _read(block_mask: Any, queries: int, keys: int) -> tuple[BlockMap, Union[Mas
     table = kinds[slice(None) if batch else 0, slice(None) if heads else 0]  # so that all its indices are positions
 
     def mask(b: Any, h: Any, q: Any, kv: Any) -> Any:
-        place = q // size[0], kv // size[1]
+        place: tuple[Any, ...] = (q // size[0], kv // size[1])
         if heads:
             place = (h, *place)
         if batch:

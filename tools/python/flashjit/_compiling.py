@@ -63,10 +63,10 @@ def _compare_with_symbols() -> None:
     try:
         from torch._dynamo.variables.object_protocol import generic_richcompare as compare
     except ImportError:
-        def compare(tx: Any, left: Any, right: Any, name: str) -> Any:
+        def compare(tx: Any, left: Any, right: Any, name: str) -> Any:  # type: ignore[misc]
             return left.call_method(tx, name, [right], {})
 
-        BuiltinVariable.call_invert = lambda self, tx, value: value.call_method(tx, "__invert__", [], {}) if _is_stand_in(value) else None
+        BuiltinVariable.call_invert = lambda self, tx, value: value.call_method(tx, "__invert__", [], {}) if _is_stand_in(value) else None  # type: ignore
 
     def ask(self: Any, tx: Any, left: Any, right: Any) -> Any:
         name = f"__{self.fn.__name__}__"
@@ -76,7 +76,7 @@ def _compare_with_symbols() -> None:
             return compare(tx, right, left, _REFLECTED[name])
         return answer(self, tx, left, right)
 
-    BuiltinVariable._comparison_with_symnode = ask
+    BuiltinVariable._comparison_with_symnode = ask  # type: ignore[method-assign]
     for forget in known:
         forget()
 

@@ -79,7 +79,7 @@ def use(model: torch.nn.Module) -> None:
         raise InvalidArgument(f"{type(model).__name__} has no attention processors: give a model of diffusers, such as "
                               "pipe.transformer.")
     if any(hasattr(module.processor, "_attention_backend") for module in modules):
-        model.set_attention_backend(name)
+        model.set_attention_backend(name)  # type: ignore[operator]
     for module in modules:
         if not hasattr(module.processor, "_attention_backend"):
             module.processor.__class__ = _through_flashjit(type(module.processor))

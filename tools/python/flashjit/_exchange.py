@@ -17,10 +17,12 @@ class Travel:
     def __init__(self, tensors: Sequence[Tensor], group: Any) -> None:
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         self.arriving = [torch.empty_like(x) for x in tensors]
-        place = lambda step: dist.get_global_rank(group or dist.group.WORLD, (rank + step) % ranks)
+        everyone: Any = dist.group.WORLD
+        place = lambda step: dist.get_global_rank(group or everyone, (rank + step) % ranks)
         operations = [dist.P2POp(dist.isend, x, place(1), group) for x in tensors]
         operations += [dist.P2POp(dist.irecv, x, place(-1), group) for x in self.arriving]
-        self.sent, self.work = tensors, dist.batch_isend_irecv(operations)
+        self.sent = tensors  # until they have arrived
+        self.work = dist.batch_isend_irecv(operations)
 
     def wait(self) -> list[Tensor]:
         for work in self.work:
@@ -34,7 +36,8 @@ class Gathering:
     def __init__(self, x: Tensor, group: Any) -> None:
         x = x.contiguous()
         self.parts = x.new_empty((dist.get_world_size(group), *x.shape))
-        self.sent, self.work = x, dist.all_gather_into_tensor(self.parts.flatten(0, 1), x, group=group, async_op=True)
+        self.sent = x  # until it has arrived
+        self.work: Any = dist.all_gather_into_tensor(self.parts.flatten(0, 1), x, group=group, async_op=True)
 
     def wait(self) -> Tensor:
         self.work.wait()

@@ -250,7 +250,7 @@ def spec_options() -> tuple[tuple[str, str], ...]:
     """The options of a spec that are on or off, each with the argument that turns it on, as ("kvlen", "kv_lengths"); in a
     spec's order."""
     option, argument = ctypes.c_char_p(), ctypes.c_char_p()
-    found = []
+    found: list[tuple[str, str]] = []
     while library().flashjit_spec_option(len(found), ctypes.byref(option), ctypes.byref(argument)):
         found.append(((option.value or b"").decode(), (argument.value or b"").decode()))
     return tuple(found)

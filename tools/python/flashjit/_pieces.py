@@ -96,7 +96,7 @@ class Rule(NamedTuple):
         found = self._found(apart)
         if together:
             first, last = together[0][0], together[-1][0]
-            rows, keys = (Chunk(together[0][i].begin, together[-1][i].end, 0) for i in (1, 2))
+            rows, keys = (Chunk(a.begin, b.end, 0) for a, b in zip(together[0][1:], together[-1][1:]))
             # With the empty ones between them, so that their numbers follow each other.
             lengths = [tuple(_overlap(x, *documents[i:i + 2]).rows for i in range(first, last + 1)) for x in (q, kv)]
             packed = packed_documents(*lengths, device)
@@ -164,9 +164,11 @@ def _joined(pieces: list[Piece]) -> list[Piece]:
         result: list[Piece] = []
         for piece in sorted(pieces, key=lambda p: (getattr(p, across), getattr(p, along))):
             last = result[-1] if result else None
-            a, b = (getattr(last, along), getattr(piece, along)) if last else (None, None)
+            a: Any = getattr(last, along, None)
+            b: Any = getattr(piece, along)
             if last and a.end == b.begin and getattr(last, across)[:2] == getattr(piece, across)[:2]:
-                result[-1] = last._replace(**{along: Chunk(a.begin, b.end, a.first)})
+                both: dict[str, Any] = {along: Chunk(a.begin, b.end, a.first)}
+                result[-1] = last._replace(**both)
             else:
                 result.append(piece)
         return result

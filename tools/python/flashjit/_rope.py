@@ -43,7 +43,7 @@ def check_angles(dtype: torch.dtype, rows: int, cos: Union[Tensor, None], sin: U
     if positions is not None and (positions.dtype != torch.int32 or positions.numel() != rows):
         raise InvalidArgument(f"positions is {describe(positions)}: it must be int32 with one number for each of the {rows} rows.")
     for name, angles in (("cos", cos), ("sin", sin)):
-        if angles is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, dtype) or angles.shape != cos.shape
+        if angles is not None and cos is not None and (angles.dim() != 2 or angles.dtype not in (torch.float32, dtype) or angles.shape != cos.shape
                                    or angles.dtype != cos.dtype):
             raise InvalidArgument(f"{name} is {describe(angles)}: cos and sin must be float32 or {str(dtype).removeprefix('torch.')} "
                                   "[positions, rope_dims / 2], both alike.")

@@ -5,7 +5,7 @@ import builtins
 import dis
 import functools
 import types
-from typing import Any, Callable, Iterator, Mapping, Union
+from typing import Any, Callable, Iterator, Mapping, NoReturn, Union
 
 from . import _functions  # noqa: F401  (fills FUNCTIONS)
 from ._compiling import call_compiled
@@ -170,7 +170,7 @@ for _kind in (PartialRead, Row):
     for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
         setattr(_kind, f"__{_name}__", _row_operator(_name, False))
         setattr(_kind, f"__r{_name}__", _row_operator(_name, True))
-    setattr(_kind, "__matmul__", lambda self, other: row_of(self).dot(other))
+    setattr(_kind, "__matmul__", lambda self, other: row_of(self).dot(other))  # type: ignore[union-attr]
     for _name in ("lt", "le", "gt", "ge", "eq", "ne", "neg", "abs", "invert"):
         setattr(_kind, f"__{_name}__", _row_operator(_name, False))
 
@@ -238,7 +238,7 @@ class Tracer:
         text = as_text(index, "int")
         return Value(f"select({text} < 0, {text} + {size.text}, {text})", index.dtype_name, 0, index.high, wide=index.wide)
 
-    def _refuse_index(self, tensor: Any, given: Any, index: Union[Value, None]) -> None:
+    def _refuse_index(self, tensor: Any, given: Any, index: Union[Value, None]) -> NoReturn:
         what = f"{self.named(tensor)} is indexed with"
         if index is None:
             raise WrongType(f"{what} {given}: give numbers and positions.")

@@ -62,13 +62,13 @@ def _let_continuous_batching_take(name: str) -> None:
 
     takes_pages.asks_flashjit = True  # type: ignore[attr-defined]
     for module in modules:
-        module.is_flash_attention_requested = takes_pages
+        module.is_flash_attention_requested = takes_pages  # type: ignore[attr-defined]
     initialization.lazy_import_flash_attention = load_or_ours
 
 
 def _tell_of_others(name: str, model_class: type) -> None:
     """Once, of a model that has its mask made for `name`, and then computes attention by itself."""
-    frame = sys._getframe(2)
+    frame: Any = sys._getframe(2)
     while frame is not None and not isinstance(frame.f_locals.get("self"), model_class):
         frame = frame.f_back
     if frame is None:

@@ -94,7 +94,7 @@ class _Forward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
         return _over_batch(_Forward, 3, info.batch_size, in_dims, call, tensors)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
 
 class _Backward(torch.autograd.Function):
@@ -115,7 +115,7 @@ class _Backward(torch.autograd.Function):
     def vmap(info: Any, in_dims: tuple[Any, ...], call: _Call, *tensors: Any) -> Any:
         return _over_batch(_Backward, 7, info.batch_size, in_dims, call, tensors)
 
-    jvp = staticmethod(_refuse_forward_mode)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
 
 def refuse_second(*_: Any) -> Any:

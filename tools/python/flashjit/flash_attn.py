@@ -53,12 +53,14 @@ def flash_attn_func(q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, sof
 
 def flash_attn_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **named: Any) -> Any:
     """flash_attn_func() of q [b, sq, hq, d] and kv [b, skv, 2, hkv, d]."""
-    return flash_attn_func(q, *kv.unbind(2), *args, **named)
+    k, v = kv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **named)
 
 
 def flash_attn_qkvpacked_func(qkv: Tensor, *args: Any, **named: Any) -> Any:
     """flash_attn_func() of qkv [b, s, 3, h, d]."""
-    return flash_attn_func(*qkv.unbind(2), *args, **named)
+    q, k, v = qkv.unbind(2)
+    return flash_attn_func(q, k, v, *args, **named)
 
 
 def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
@@ -89,12 +91,14 @@ def flash_attn_varlen_func(q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor
 
 def flash_attn_varlen_kvpacked_func(q: Tensor, kv: Tensor, *args: Any, **named: Any) -> Any:
     """flash_attn_varlen_func() of q [all rows, hq, d] and kv [all rows, 2, hkv, d]."""
-    return flash_attn_varlen_func(q, *kv.unbind(1), *args, **named)
+    k, v = kv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, *args, **named)
 
 
 def flash_attn_varlen_qkvpacked_func(qkv: Tensor, cu_seqlens: Tensor, max_seqlen: int, *args: Any, **named: Any) -> Any:
     """flash_attn_varlen_func() of qkv [all rows, 3, h, d]."""
-    return flash_attn_varlen_func(*qkv.unbind(1), cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **named)
+    q, k, v = qkv.unbind(1)
+    return flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, max_seqlen, max_seqlen, *args, **named)
 
 
 def flash_attn_with_kvcache(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Union[Tensor, None] = None,
@@ -192,7 +196,7 @@ def _append(q: Tensor, k_cache: Tensor, v_cache: Tensor, new: _New, lengths: Ten
     packed = new.cu_seqlens is not None
     k, v = (_with_batch(x) if packed else x.transpose(1, 2) for x in (new.k, new.v))
     before = lengths if place.leftpad is None else lengths - place.leftpad
-    after = lengths + (new.cu_seqlens.diff() if packed else k.shape[2])
+    after = lengths + (k.shape[2] if new.cu_seqlens is None else new.cu_seqlens.diff())
     rope: dict[str, Any] = {"cu_seqlens_q": new.cu_seqlens} if packed else {}
     if new.cos is not None or new.sin is not None:
         rope.update(_rotation(new, k_cache, where))
@@ -231,12 +235,12 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, dropout_p: float, scale: Union[floa
             softcap: float, slopes: Union[Tensor, None], deterministic: bool, wants_lse: bool,
             leftpad: Union[Tensor, None] = None, **more: Any) -> tuple[Tensor, Any]:
     """O and LSE, or None, of tensors [b, h, s, d], or of packed ones."""
-    left, right = window
-    left, right = None if left is None or left < 0 else int(left), None if right is None or right < 0 else int(right)
+    left, right = (None if side is None or side < 0 else int(side) for side in window)
     if causal:
         right = 0
     named = left is None and right == 0 and leftpad is None  # flashjit's own causal mask
-    score = mask = captures = None
+    score = mask = None
+    captures: Union[dict[str, Any], None] = None
     if softcap or slopes is not None or leftpad is not None or not (named or left is right is None):
         score, mask = _programs(left is not None, right is not None and not named, bool(softcap),
                                 0 if slopes is None else slopes.dim(), leftpad is not None)

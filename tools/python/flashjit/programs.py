@@ -255,5 +255,5 @@ def program_of(score_mod: Any, mask_mod: Any, captures: Mapping[str, Any] | None
     if not tracer.looked and None not in places[0] + places[1]:
         if len(_traced) >= _MOST_FORMS:
             _traced.clear()
-        _traced[key] = (program.form, tuple(places[0]), tuple(places[1]))
+        _traced[key] = (program.form, tuple(places[0]), tuple(places[1]))  # type: ignore[arg-type]
     return program

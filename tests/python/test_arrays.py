@@ -291,6 +291,32 @@ def test_read_only_results_are_refused():
         flashjit.forward(q, k, v, out=out)
 
 
+def test_gradients_are_added_to_memory_that_fits():
+    """The library gets pointers to them, and no sizes."""
+    q, k, v, dout = arrays()
+    out, lse = flashjit.forward(q, k, v)
+    table = np.zeros(11, np.float32)
+    of_table = dict(options="score{t: fp32 1d grad; score + t[kv]}", captures={"t": table})
+    locked = np.zeros(11, np.float32)
+    locked.flags.writeable = False
+    for named, match in ((dict(sinks=table[:4], dsinks=np.zeros(1, np.float32)), r"dsinks is fp32 \[1\]: it must be fp32 \[4\]"),
+                         (dict(sinks=table[:4], dsinks=np.zeros(4, np.int32)), "dsinks is int32"),
+                         (dict(sinks=table[:4], dsinks=locked[:4]), "dsinks is read-only"),
+                         (dict(of_table, capture_grads={"t": locked}), "is read-only"),
+                         (dict(of_table, capture_grads={"t": table[:3].copy()}), "it must be fp32")):
+        with pytest.raises(flashjit.InvalidArgument, match=match):
+            flashjit.backward(q, k, v, out, lse, dout, **named)
+
+
+def test_offsets_without_a_beginning_are_refused():
+    q, k, v, _ = (x[:1] for x in arrays())
+    offsets = np.array([0, 5], np.int32)
+    for cu, longest, match in ((offsets[:0], 5, r"cu_seqlens_q has shape \[0\]: it must have \[sequences"),
+                               (offsets[None], 5, r"cu_seqlens_q has shape \[1, 2\]"), (offsets, -5, "max_seqlen_q is -5")):
+        with pytest.raises(flashjit.InvalidArgument, match=match):
+            flashjit.forward(q, k, v, cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=5)
+
+
 def test_empty_arrays():
     q, k, v, _ = arrays(keys=0)
     out, lse = flashjit.forward(q, k, v)

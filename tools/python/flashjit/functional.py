@@ -95,7 +95,7 @@ def backward(q: Any, k: Any, v: Any, out: Any, lse: Any, dout: Any, *, dlse: Any
     if dlse is not None:
         args.dlse = call.views["dlse"].contiguous_pointer("dlse")
     if dsinks is not None:
-        args.dsinks = call.add("dsinks", dsinks).contiguous_pointer("dsinks")
+        args.dsinks = call.written("dsinks", dsinks, (call.shape[1],), "fp32").contiguous_pointer("dsinks")
     call.launch("backward", args, workspace, lists, q)
     return tuple(results)  # type: ignore[return-value]
 
@@ -173,6 +173,12 @@ class _Call:
             if varlen and name.startswith("cu_") and name not in self.views:
                 raise InvalidArgument(f"{name} is missing: give both cu_seqlens_q and cu_seqlens_kv, or none.")
         self.varlen = varlen
+        offsets = self.views["cu_seqlens_q"].size if varlen else (1,)
+        if len(offsets) != 1 or offsets == (0,):
+            raise InvalidArgument(f"cu_seqlens_q has shape {list(offsets)}: it must have [sequences + 1].")
+        for name, value in (("max_seqlen_q", max_seqlen_q), ("max_seqlen_kv", max_seqlen_kv)):
+            if value < 0:
+                raise InvalidArgument(f"{name} is {value}: it must be 0 or more.")
         self.batch = self.views["cu_seqlens_q"].size[0] - 1 if varlen else 0
         self.lengths = (max_seqlen_q, max_seqlen_kv) if varlen else (0, 0)
         self.shape = (self.batch if varlen else q.size[0], q.size[1], k.size[1], max_seqlen_q if varlen else q.size[2],
@@ -219,23 +225,24 @@ class _Call:
             struct.data, struct.rank, struct.type = seen.pointer, len(sizes), _library.ELEMENT_TYPES[seen.type]
             struct.size[:len(sizes)], struct.stride[:len(sizes)] = sizes, strides
             if name in grads:
-                grad = self.add(f"capture_grads[{name!r}]", grads[name])
-                if grad.size != seen.size or grad.type != "fp32":
-                    raise InvalidArgument(f"capture_grads[{name!r}] is {grad.type} {list(grad.size)}: it must be fp32 "
-                                          f"{list(seen.size)}.")
-                struct.grad = grad.contiguous_pointer(f"capture_grads[{name!r}]")
+                label = f"capture_grads[{name!r}]"
+                struct.grad = self.written(label, grads[name], seen.size, "fp32").contiguous_pointer(label)
 
     def made(self, given: Any, name: str, size: Sequence[int], type: str, like: Any, unused: float = 0.0) -> Any:
         """`given`, or a new array of q's library. unused: the value of what no kernel writes."""
         array = _empty(like, size, type, name) if given is None else given
         if given is None and self.varlen and (self.batch == 0 or unused):
             array[...] = unused
+        self.written(name, array, size, type)
+        return array
+
+    def written(self, name: str, array: Any, size: Sequence[int], type: str) -> View:
         seen = self.add(name, array)
         if seen.size != tuple(size) or seen.type != type:
             raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be {type} {list(size)}.")
         if seen.read_only:
             raise InvalidArgument(f"{name} is read-only: give an array that can be written.")
-        return array
+        return seen
 
     def tensors(self, *names: str) -> dict[str, _library.Tensor]:
         return {name: _library.Tensor(self.views[name].pointer, (ctypes.c_int64 * 4)(*self.views[name].size),

@@ -283,6 +283,20 @@ def test_bad_input_is_refused(make, match):
     assert isinstance(caught.value, (ValueError, TypeError))
 
 
+def test_a_tensor_without_memory_is_refused_by_its_device():
+    torch = pytest.importorskip("torch")
+    q = torch.randn(1, 2, 5, 8)
+    flashjit.attention(q, q, q)  # of the same key
+    said = "{} is on .*meta.*: move it to a CUDA device or to the CPU"
+    for call in (flashjit.attention, flashjit.forward):
+        with pytest.raises(flashjit.InvalidArgument, match=said.format("q")):
+            call(q.to("meta"), q.to("meta"), q.to("meta"))
+    with pytest.raises(flashjit.InvalidArgument, match="q is on cpu and k on meta"):
+        flashjit.attention(q, q.to("meta"), q)
+    with pytest.raises(flashjit.InvalidArgument, match=said.format("v")):
+        flashjit.forward(q, q, q.to("meta"))
+
+
 def test_read_only_results_are_refused():
     q, k, v, _ = arrays()
     out = np.empty((2, 4, 9, 8), np.float32)

@@ -61,6 +61,8 @@ def _torch_view(tensor: Any, name: str) -> View:
                               "flashjit.attention(), or give its detach().")
     if tensor.is_neg():
         raise InvalidArgument(f"{name} is a view whose memory holds the negated numbers: give its resolve_neg().")
+    if tensor.device.type not in ("cuda", "cpu"):
+        raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device or to the CPU.")
     device = ("cuda", tensor.get_device()) if tensor.is_cuda else ("cpu", 0)
     return View(tensor.data_ptr(), element_type(tensor, name), tuple(tensor.shape), tensor.stride(), device, False, tensor)
 

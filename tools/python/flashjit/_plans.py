@@ -510,6 +510,8 @@ def plan_of(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ..
         if len(_plans) >= KEEP_PLANS:
             _plans.clear()
         _plans[key] = plan
+    elif plan.index < 0:  # so is the index of all that is on no GPU, such as on meta
+        _check_tensors(q, k, v, fixed, values, problem)
     return plan
 
 
@@ -565,7 +567,7 @@ def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] 
             raise InvalidArgument(f"{first_name} is {describe(first)} and {name} is {describe(tensor)}: they must have one type; "
                                   f"convert one, such as {name}.to({first_name}.dtype).")
         if tensor.device.type not in ("cuda", "cpu"):
-            raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device.")
+            raise InvalidArgument(f"{name} is on {tensor.device}: move it to a CUDA device or to the CPU.")
         if tensor.shape[3] == 0:
             raise InvalidArgument(f"{name} is {describe(tensor)}: its head_dim is 0; flashjit.torch."
                                   "scaled_dot_product_attention() takes that.")

@@ -1,7 +1,5 @@
 #include "cache/entry.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cstring>
 

@@ -1,7 +1,6 @@
 #include "call/append_arguments.hpp"
 
-#include <fmt/format.h>
-
+#include <algorithm>
 #include <cmath>
 #include <limits>
 #include <numbers>

@@ -1,7 +1,6 @@
 #include "expr/affine.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 
 #include "expr/nodes.hpp"
 

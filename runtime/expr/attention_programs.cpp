@@ -1,7 +1,5 @@
 #include "flashjit/attention_programs.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <cmath>
 

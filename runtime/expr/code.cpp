@@ -2,8 +2,6 @@
 
 #include <algorithm>
 #include <bit>
-#include <cmath>
-#include <cstdlib>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>

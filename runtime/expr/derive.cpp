@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <optional>
-#include <utility>
 
 #include "expr/graph.hpp"
 #include "expr/nodes.hpp"

@@ -1,6 +1,5 @@
 #include "expr/emit.hpp"
 
-#include <algorithm>
 #include <string_view>
 
 #include <fmt/format.h>

@@ -5,7 +5,6 @@
 
 #include <algorithm>
 #include <charconv>
-#include <optional>
 
 #include "expr/lexer.hpp"
 #include "expr/ops.hpp"

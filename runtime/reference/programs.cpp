@@ -1,7 +1,5 @@
 #include "reference/programs.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 
 #include "expr/declarations.hpp"

@@ -1,7 +1,5 @@
 #include "flashjit/patterns.hpp"
 
-#include <fmt/format.h>
-
 #include <algorithm>
 #include <bit>
 #include <cstdlib>

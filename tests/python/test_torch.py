@@ -945,6 +945,14 @@ torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attent
     subprocess.run([sys.executable, "-c", text], check=True, env=child.environment())
 
 
+def test_dropout_in_compiled_code_without_gradients(programs):
+    """With gradients enabled and tensors that require none: the graph has no backward pass."""
+    q, k, v = (x.detach() for x in tensors())
+    torch._dynamo.reset()
+    function = torch.compile(lambda q, k, v: flashjit.attention(q, k, v, dropout_p=0.5), backend="aot_eager")
+    assert not torch.equal(function(q, k, v), function(q, k, v))
+
+
 def test_dropout_in_compiled_code():
     q, k, v = tensors()
     function = lambda q, k, v: (flashjit.attention(q, k, v, dropout_p=0.5), flashjit.attention(q, k, v, dropout_p=0.5))

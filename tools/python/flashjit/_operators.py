@@ -4,7 +4,7 @@ Tile lists are the memory of a TileLists: by it, and not by an object, the opera
 """
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Sequence
+from typing import Any, NamedTuple, Sequence, Union
 
 import torch
 from torch import Tensor
@@ -31,8 +31,8 @@ torch.library.define("flashjit::attention_backward",
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
                      problem: Problem, lists: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
     """lists: the memory of those of the forward pass, and of the backward pass's, or None."""
-    rng = _draw_once(q) if problem.dropout_p else None
     tensors = [value for value in values if isinstance(value, Tensor)]
+    rng = _draw_once(q, (q, k, v, fixed.sinks, *tensors)) if problem.dropout_p else None
     numbers = [float(value) for value in values if not isinstance(value, Tensor)]
     arguments = (*fixed, rng, *lists, tensors, numbers, list(problem.names), problem.options, problem.scale,
                  float(problem.dropout_p), problem.max_seqlen_q, problem.max_seqlen_kv, problem.cached, problem.out_type)
@@ -46,10 +46,12 @@ def draw(q: Tensor) -> Tensor:
     return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
 
 
-def _draw_once(q: Tensor) -> Tensor:
-    """draw(), of which torch.compile knows that the backward pass needs the same numbers: in a checkpoint its partitioner
-    replays the generator where it computes a forward pass again. Elsewhere it would draw anew."""
-    if torch.compiler.is_compiling() and torch.is_grad_enabled() and not torch.compiler.is_exporting():
+def _draw_once(q: Tensor, inputs: Sequence[Union[Tensor, None]]) -> Tensor:
+    """draw(), of which torch.compile knows that the backward pass of `inputs`, if any, needs the same numbers: in a checkpoint its
+    partitioner replays the generator where it computes a forward pass again. Elsewhere it would draw anew. A graph without a
+    backward pass can have no such checkpoint."""
+    if (torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled()
+            and any(x is not None and x.requires_grad for x in inputs)):
         return checkpoint(draw, q, use_reentrant=False)
     return draw(q)
 

@@ -178,6 +178,15 @@ def test_quantise_rotates_by_position_first(given):
     assert (got - x.float()).norm() > 0.3 * want.norm()
 
 
+def test_quantise_compiles():
+    x = torch.randn(2, 2, 5, 32).to(DEVICE, DTYPE)
+    for scales in ("head", "row"):
+        torch._dynamo.reset()
+        run = torch.compile(lambda x: flashjit.quantise(2 * x, scales=scales, hadamard=True), backend="aot_eager", fullgraph=True)
+        for got, want in zip(run(x), flashjit.quantise(2 * x, scales=scales, hadamard=True)):
+            assert torch.equal(got.float(), want.float())
+
+
 def test_quantise_names_mistakes():
     x = torch.randn(BATCH, HEADS, QUERIES, DIM).to(DEVICE, DTYPE)
     for named, words in (({"scales": "column"}, "scales is 'column'"), ({"heads": 3}, "heads is 3"),

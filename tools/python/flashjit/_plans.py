@@ -654,5 +654,5 @@ def _check_capture(name: str, value: Any, q: Tensor) -> None:
 
 
 def check_memory(name: str, tensor: Tensor) -> None:
-    if tensor.numel() and tensor.data_ptr() == 0:
+    if not torch.compiler.is_compiling() and tensor.numel() and tensor.data_ptr() == 0:
         raise InvalidArgument(f"{name} has no memory any more (its storage was freed): give a tensor that is alive.")

@@ -1,7 +1,6 @@
 // A pack in the program's memory: a store that is only read.
 #pragma once
 
-#include <functional>
 #include <optional>
 #include <string>
 #include <string_view>

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <span>
-#include <string_view>
 
 #include "expr/declarations.hpp"
 #include "flashjit/tensor.hpp"

@@ -198,6 +198,12 @@ int arch_number(std::string_view arch) {
   return result.ec == std::errc() && result.ptr == arch.data() + arch.size() ? number : 0;
 }
 
+/// For the virtual architecture, which leaves nothing for ptxas to do.
+KernelSource without_ptxas(KernelSource source) {
+  source.arch.replace(0, std::string_view("sm").size(), "compute");
+  return source;
+}
+
 }  // namespace
 
 struct Compiler::Impl {
@@ -222,9 +228,11 @@ struct Compiler::Impl {
   }
 
   /// The source with all its entries, or with those of one of its programs. Throws with the log.
-  std::unique_ptr<Program> compile(const KernelSource& source, int number = 0) const {
+  std::unique_ptr<Program> compile(const KernelSource& source, int number = 0,
+                                   const std::vector<std::string>& more_options = {}) const {
     auto program = std::make_unique<Program>(api, source.text, source.headers);
     std::vector<std::string> options = with_own_cache_off(compile_options(source.arch));
+    options.insert(options.end(), more_options.begin(), more_options.end());
     if (number > 0) options.push_back(fmt::format("--define-macro={}={}", kProgramMacro, number));
     const nvrtcResult result = program->compile(options);
     if (result == NVRTC_SUCCESS) return program;
@@ -297,9 +305,12 @@ CompiledKernel Compiler::compile(const KernelSource& source) const {
 
 std::string Compiler::ptx(const KernelSource& source) const {
   impl_->check_arch(source.arch);
-  KernelSource of_ptx = source;  // for the virtual architecture, which leaves nothing for ptxas to do
-  of_ptx.arch.replace(0, std::string_view("sm").size(), "compute");
-  return impl_->compile(of_ptx)->ptx();
+  return impl_->compile(without_ptxas(source))->ptx();
+}
+
+void Compiler::check(const KernelSource& source) const {
+  impl_->check_arch(source.arch);
+  impl_->compile(without_ptxas(source), 0, {"--device-debug"});
 }
 
 std::vector<std::string> compile_options(const std::string& arch) {

@@ -180,6 +180,15 @@ TEST(Compiler, GivesPtx) {
   EXPECT_EQ(ptx.find('\0'), std::string::npos);
 }
 
+TEST(Compiler, ChecksWhatCompilingWouldRefuse) {
+  KernelSource source = small_source();
+  EXPECT_NO_THROW(compiler().check(source));
+  source.text += "\nstatic_assert(sizeof(int) == 5, \"as the test asked\");\n";
+  const Error error = error_of([&] { compiler().check(source); });
+  EXPECT_EQ(error.code(), ErrorCode::compile_failed);
+  EXPECT_NE(error.detail().find("as the test asked"), std::string::npos) << error.detail();
+}
+
 TEST(Compiler, LeavesTheStackLimitAlone) {
   rlimit before{}, after{};
   ::getrlimit(RLIMIT_STACK, &before);

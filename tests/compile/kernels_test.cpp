@@ -678,7 +678,7 @@ TEST(KernelsOfCheckedWaits, CompileWithoutSpillsAndTrap) {
 std::string disagreement(const AttentionSpec& spec, const TileConfig& config, const DeviceInfo& device,
                          const plan::Checks& checks) {
   try {
-    compiler().ptx(render::render(spec, config, device, render::TemplateSet::embedded(), checks));
+    compiler().check(render::render(spec, config, device, render::TemplateSet::embedded(), checks));
     return {};
   } catch (const Error& error) {
     return fmt::format("{} {} {}: {}\n{}", device.arch, to_string(spec), to_string(config), error.message(),

@@ -69,7 +69,7 @@ AttentionCase random_case(unsigned seed) {
   if (seed % 11 == 3) test.spec.block_map = {64, 32};
   test.dropout_p = test.spec.dropout ? 0.2 : 0;
   test.built_lists = seed % 4 == 1;
-  test.captures = captures_of(test.spec, given);
+  test.captures = [values = captures_of(test.spec, given)](const AttentionShape&) { return values; };
   test.variant = "random";
   return test;
 }

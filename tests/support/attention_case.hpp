@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <filesystem>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <optional>
@@ -53,10 +54,11 @@ struct AttentionCase {
   double score_size = 1;  ///< how much larger S is than that of normal data
   std::int64_t map_batch = 1, map_heads = 1;
   double map_density = 0.4;
-  bool built_lists = false;                        ///< calls are given lists that were built before
-  std::vector<reference::Captured> captures = {};  ///< empty: plausible ones for what the programs declare
-  bool strided_captures = false;                   ///< transposed, and expanded where nothing changes
-  std::string variant = {};                        ///< names the programs in the test's name
+  bool built_lists = false;  ///< calls are given lists that were built before
+  /// Values of what the programs declare; none: plausible ones.
+  std::function<std::vector<reference::Captured>(const AttentionShape&)> captures = {};
+  bool strided_captures = false;  ///< transposed, and expanded where nothing changes
+  std::string variant = {};       ///< names the programs in the test's name
   unsigned seed = 0;
   bool dlse = false;             ///< LSE has a gradient, too
   bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
@@ -338,8 +340,8 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   problem.seed = 0x0123456789abcdefull + test.seed;
   problem.offset = 0xfedcba9876543210ull - test.seed;
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
-  problem.captures =
-      test.captures.empty() ? reference::plausible_captures(spec, test.shape, test.seed) : test.captures;
+  if (test.captures) problem.captures = test.captures(test.shape);
+  if (problem.captures.empty()) problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
   return problem;
 }
 

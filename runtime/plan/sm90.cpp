@@ -61,13 +61,6 @@ bool tma_stores_o(const AnalysedSpec& spec, const TileConfig& c) {
   return forward_layout(spec, c).has_o_tile() && !spec.varlen && !c.split && !c.pack_gqa && !spec.fp32_out;
 }
 
-/// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
-/// mask all cost the same.
-bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
-  return !spec.programs.has_mask && !spec.has_tile_lists && !c.split && !c.pack_gqa &&
-         c.br > sm90::kWarpgroupRows;
-}
-
 /// Whether all CTAs have equal shares of all work: only the device knows what the sequences of a cache cost,
 /// and a query's list of keys may be long or short. Parts keep neither the largest score nor scores near the
 /// least float, and depend on other sequences.
@@ -154,6 +147,14 @@ bool shares_tiles_out(const AnalysedSpec& spec) {
 /// so long that a block's start and end are better hidden.
 bool counts_tiles(const AnalysedSpec& spec, const TileConfig& c) {
   return is_forward(spec) && (spec.has_tile_lists || (spec.cache && !c.split));
+}
+
+/// Whether the Q tiles of the forward pass's tail wave are split by warpgroups among more CTAs: without a
+/// mask all cost the same. A warpgroup without rows ends there, so a CTA must not get a tile after it, as
+/// from a counter.
+bool splits_tail_wave(const AnalysedSpec& spec, const TileConfig& c) {
+  return !spec.programs.has_mask && !counts_tiles(spec, c) && !c.split && !c.pack_gqa &&
+         c.br > sm90::kWarpgroupRows;
 }
 
 /// Whether a block may compute two Q tiles at a time: not of a cache, whose keys are often split.
@@ -553,7 +554,7 @@ double cost_of_waves(const AnalysedSpec& spec, const TileConfig& c, std::int64_t
     return all_whole + (over * q_tiles_per_cta(spec, c) > slots ? kCostOfOneOfTwo : kCostOfOneAlone);
   const int groups = c.warps / kGroupWarps;
   int splits = 1;
-  if (spec.mask.empty() && count > slots)
+  if (spec.mask.empty() && !counts_tiles(spec, c) && count > slots)
     splits = static_cast<int>(
         sm90::tail_splits(groups, static_cast<unsigned>(over), static_cast<unsigned>(slots)));
   return all_whole + cost_of_groups(spec, (groups + splits - 1) / splits);

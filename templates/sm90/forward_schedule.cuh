@@ -104,6 +104,7 @@ struct TileScheduler {
         splits(num_splits<P>(p)) {
     const unsigned slots = grid_slots<P>();
     if (slots >= order.size() * splits) return;  // a single wave
+    static_assert(!(kSplitTailWave<P> && P::kCountsTiles), "a warpgroup ends in the tail wave");
     if constexpr (kSplitTailWave<P>) {
       const unsigned over = whole % slots;
       whole -= over;

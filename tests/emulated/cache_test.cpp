@@ -2,6 +2,7 @@
 #include <cstdio>
 
 #include "tests/support/cache_run.hpp"
+#include "tests/support/run_command.hpp"
 
 namespace flashjit::test {
 namespace {
@@ -76,6 +77,20 @@ class EmulatedCache : public GpuTestWith<CacheCase> {};
 TEST_P(EmulatedCache, IsReadAsTheKeysInOrder) {
   TemporaryRuntime runtime;
   check_cache(runtime.get(), GetParam());
+}
+
+/// From a counter a CTA may get several of the last Q tiles.
+TEST_F(EmulatedQ, OfManyTilesAndNoMaskIsComputed) {
+  const TemporaryDirectory folder;
+  for (const char* config : {"sm90:br128:bc64:w8:s2", "sm90:br192:bc64:w12:s2"}) {
+    const CommandResult result = run_command(
+        folder,
+        fmt::format("verify --seed 1 --spec fwd:bf16:d64:cache --shape b5:hq2:hkv2:sq33:skv33 --config {}",
+                    config),
+        fmt::format("FLASHJIT_LIBCUDA='{}' FLASHJIT_NVRTC='{}' FLASHJIT_EMULATOR_CAPABILITY=90",
+                    built(FLASHJIT_EMULATED_CUDA), built(FLASHJIT_EMULATED_NVRTC)));
+    EXPECT_EQ(result.code, 0) << result.out << result.err;
+  }
 }
 
 /// What the host cannot check: pages that do not exist, and lengths.

@@ -54,8 +54,9 @@ AttentionCase case_of(const Masked& given, Family family, bool split) {
                      .shape = {1, 2, 1, 140, 200},
                      .family = family,
                      .variant = given.name};
-  if (!given.size.empty()) test.captures = {pad_of(given)};
-  if (std::string(given.name) == "number") test.captures = {{"least", {}, {kLeast}}};
+  if (!given.size.empty()) test.captures = [given](const auto&) { return std::vector{pad_of(given)}; };
+  if (std::string(given.name) == "number")
+    test.captures = [](const auto&) { return std::vector<reference::Captured>{{"least", {}, {kLeast}}}; };
   if (split) test.variant += "_split";
   return test;
 }

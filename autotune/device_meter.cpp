@@ -92,6 +92,7 @@ std::int64_t pages_of_sequence(const Problem& p) {
 struct Sizes {
   std::size_t q, k, v, o, lse;
   std::size_t scales = 0;  ///< of K, and of V: floats
+  std::size_t state = 0;   ///< a running one's O
 
   explicit Sizes(const Problem& p) {
     const AttentionShape& shape = p.shape;
@@ -105,14 +106,15 @@ struct Sizes {
     o = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), p.spec.out_type());
     if (p.spec.has_scales())
       scales = static_cast<std::size_t>(p.spec.key_scales ? shape.batch * shape.heads_kv * keys : 1);
+    if (p.spec.running_state) state = bytes(shape.heads_q, shape.seqlen_q, p.spec.v_dim(), DType::fp32);
     lse = static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * sizeof(float);
   }
-  std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + lse; }
+  std::size_t set(bool backward) const { return (q + k + v + o) * (backward ? 2 : 1) + state + lse; }
 };
 
 /// One call's tensors.
 struct TensorSet {
-  DeviceBuffer q, k, v, out, lse, dout, dq, dk, dv;
+  DeviceBuffer q, k, v, out, lse, dout, dq, dk, dv, state;  ///< state: O, in fp32, of other keys
 };
 
 /// The tensors of a problem, in enough sets that a launch does not find its input in the L2 cache.
@@ -217,7 +219,12 @@ class Inputs {
                   {},
                   {},
                   {},
+                  {},
                   {}};
+    if (problem_.spec.running_state && !backward) {
+      set.state = DeviceBuffer(driver_, sizes_.state);
+      set.state.fill(0), set.lse.fill(0);
+    }
     if (backward) {
       const std::size_t larger = size_of(problem_.spec.grad_type()) / size_of(problem_.spec.dtype);
       set.dout = random(sizes_.o);
@@ -327,6 +334,8 @@ class Inputs {
                          pages_of_sequence(problem_)};
     if (problem_.spec.shared_prefix)
       args.prefix_length = static_cast<const std::int32_t*>(prefix_length_.data());
+    if (problem_.spec.running_state)
+      args.state = {rows_of_q(set.state, problem_.spec.v_dim()), static_cast<const float*>(set.lse.data())};
     if (problem_.spec.has_scales()) args.k_scale = args.v_scale = scale_view(args.k);
     if (problem_.spec.q_codes)
       args.q_scale = ConstScaleView::of_tensor(static_cast<const float*>(scales_.data()));

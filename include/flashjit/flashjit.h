@@ -190,6 +190,12 @@ typedef struct flashjit_dropout_place {
   int64_t q_step, kv_step; /**< 0: 1 */
 } flashjit_dropout_place;
 
+/** O and LSE of the same queries over some of their keys. */
+typedef struct flashjit_partial_state {
+  flashjit_tensor out; /**< [batch, heads, rows, dim of V], read only */
+  const float* lse;    /**< [batch, heads, rows] contiguous */
+} flashjit_partial_state;
+
 /** With "varlen" in the spec, sequences of different lengths are packed: q [1, heads, rows, dim] and so on.
  * Sequence i has rows cu_seqlens_q[i] to cu_seqlens_q[i + 1] of Q and O, and cu_seqlens_kv[i] to
  * cu_seqlens_kv[i + 1] of K and V. batch_size, max_seqlen_q and max_seqlen_kv (the longest sequence's, or
@@ -242,6 +248,9 @@ typedef struct flashjit_forward_args {
                                    first keys each sequence has in common with the first one. Each has at
                                    least so many besides those of its queries. 0: none. Kernels do not check
                                    it */
+  flashjit_partial_state state; /**< with "running_state" in the spec: O in fp32 and LSE of other keys, which
+                                   the call's keys join; may be the memory of out and lse. O of a row whose
+                                   LSE is -inf may be anything */
 } flashjit_forward_args;
 
 /** Members of flashjit_forward_args mean the same here; gradients have the sizes of their tensors. With
@@ -313,12 +322,6 @@ typedef struct flashjit_append_args {
    */
   flashjit_scales k_scale, v_scale;
 } flashjit_append_args;
-
-/** O and LSE of the same queries over some of their keys. */
-typedef struct flashjit_partial_state {
-  flashjit_tensor out; /**< [batch, heads, rows, dim of V], read only */
-  const float* lse;    /**< [batch, heads, rows] contiguous */
-} flashjit_partial_state;
 
 /** O and LSE over all keys, from partial states whose keys are disjoint. A state with an LSE of -inf gives
  * nothing, whatever its O. Without any key O is 0 and LSE -inf. */

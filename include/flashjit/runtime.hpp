@@ -42,6 +42,12 @@ struct TileLists {
   std::array<std::int64_t, 2> block_map_size = {};  ///< the map's batch and heads, which may be 1
 };
 
+/// O and LSE of the same queries over some of their keys.
+struct PartialState {
+  ConstTensorView out;         ///< [b, h, s, dv]
+  const float* lse = nullptr;  ///< [b, h, s] contiguous
+};
+
 /// Arguments of O = attention(Q, K, V). Sizes: q [b, hq, sq, d], k [b, hkv, skv, d], v [b, hkv, skv, dv],
 /// out [b, hq, sq, dv]; `out` has Q's type, or with spec.fp32_out fp32.
 ///
@@ -108,6 +114,9 @@ struct ForwardArgs {
   /// With spec.shared_prefix: one number on the device, how many first keys each sequence has in common with
   /// the first one. Each has at least so many besides those of its queries. 0: none. Kernels do not check it.
   const std::int32_t* prefix_length = nullptr;
+  /// With spec.running_state: O, like `out` but fp32, and LSE of other keys. They may be out's and lse's
+  /// memory. O of a row whose LSE is -inf may be anything.
+  PartialState state = {};
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
@@ -179,12 +188,6 @@ struct AppendArgs {
   /// them becomes the largest code. With spec.key_scales each new key gets its own, which is written: they
   /// have size 1 in sequences alone.
   ScaleView k_scale = {}, v_scale = {};
-};
-
-/// O and LSE of the same queries over some of their keys.
-struct PartialState {
-  ConstTensorView out;         ///< [b, h, s, dv]
-  const float* lse = nullptr;  ///< [b, h, s] contiguous
 };
 
 /// Arguments of merge(): O and LSE over all keys, from partial states whose keys are disjoint. A state with

@@ -85,6 +85,10 @@ struct AttentionSpec {
   /// same first keys. The results are those without; the keys may be read once for all sequences. Forward
   /// only.
   bool shared_prefix = false;
+  /// Forward only: a PartialState at the call, O and LSE of the same queries over other keys, which the
+  /// call's keys join: O and LSE are those of all. Not with a cache, indices, K and V of 8 bits, or sinks,
+  /// which the call that makes the first state is given.
+  bool running_state = false;
 
   DType q_type() const { return q_codes ? kv_type() : dtype; }
   DType kv_type() const { return kv_dtype.value_or(dtype); }

@@ -215,7 +215,7 @@ flashjit_forward_args read(const flashjit_forward_args* args) {
        offsetof(flashjit_forward_args, rng_state), offsetof(flashjit_forward_args, page_table),
        offsetof(flashjit_forward_args, k_scale), offsetof(flashjit_forward_args, q_scale),
        offsetof(flashjit_forward_args, indices), offsetof(flashjit_forward_args, dropout_place),
-       offsetof(flashjit_forward_args, prefix_length)});
+       offsetof(flashjit_forward_args, prefix_length), offsetof(flashjit_forward_args, state)});
 }
 flashjit_backward_args read(const flashjit_backward_args* args) {
   return flashjit::read_struct(
@@ -235,6 +235,7 @@ flashjit::ForwardArgs forward_args(const flashjit_forward_args& c, Captures& roo
   args.v_scale = view(c.v_scale);
   args.q_scale = view(c.q_scale);
   args.prefix_length = c.prefix_length;
+  args.state = {view(c.state.out), c.state.lse};
   return args;
 }
 

@@ -67,18 +67,9 @@ struct KvBlock {
 struct ForwardPlaces {
   std::array<KvBlock, 2> blocks;  ///< ring: that under way and that at work
   KvBlock all;                    ///< all_gather: every rank's
-  void* state;                    ///< O of all rows
-  void* part;                     ///< and of a call
-  std::array<float*, 2> lse;      ///< of each segment, by turns
-  float* part_lse;
+  void* state;                    ///< O of all rows, which calls join in place
+  float* lse;                     ///< of each segment
   Workspace kernels;
-};
-
-/// O and LSE of some keys, or of all.
-struct OutState {
-  TensorView out;
-  float* lse;
-  DType type;
 };
 
 struct BackwardPlaces {
@@ -116,7 +107,6 @@ struct SharedAttention::Impl {
   int rank = 0, ranks = 1;                     ///< those that share the rows of `s`
   std::vector<RowChunk> segments;              ///< of this rank's rows
   std::vector<std::vector<SharedCall>> calls;  ///< by the owner of the keys
-  std::vector<int> parts;                      ///< by the segment: how many calls it has
   std::vector<expr::Declaration> declared;     ///< by the programs as they are given
   AttentionSpec plain;                         ///< of a call without a mask and without sinks
   MaskProgram moved_mask;
@@ -146,8 +136,10 @@ struct SharedAttention::Impl {
     check_documents();
     segments = segments_of(s, rank, ranks);
     for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
-    parts.resize(segments.size());
-    for_each_call([&](const SharedCall& call) { ++parts[call.segment]; });
+    std::vector<SharedCall*> latest(segments.size());
+    for (int i = 0; i < ranks; ++i)
+      for (SharedCall& call : calls[(rank + ranks - i) % ranks]) latest[call.segment] = &call;
+    for (SharedCall* call : latest) call->last = true;
   }
   void check_spec() const {
     s.spec.validate();
@@ -245,12 +237,11 @@ struct SharedAttention::Impl {
   std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
   /// Of a segment, in an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
-  /// Of the segments of several calls; 0: there are none.
-  std::int64_t longest_joined() const {
-    std::int64_t longest = 0;
-    for (std::size_t i = 0; i < segments.size(); ++i)
-      if (parts[i] > 1) longest = std::max(longest, segments[i].count);
-    return longest;
+  /// Whether any segment has several calls.
+  bool joins() const {
+    bool several = false;
+    for_each_call([&](const SharedCall& call) { several |= !call.last; });
+    return several;
   }
   bool is_ulysses() const { return sequence.scheme == SharingScheme::ulysses; }
   bool shares_heads() const { return heads_comm != nullptr; }
@@ -270,7 +261,8 @@ struct SharedAttention::Impl {
     if (call.mask == CallMask::causal) result.mask = causal();
     if (call.mask == CallMask::program) result.mask = moved_mask;
     result.sinks = s.spec.sinks && call.first;  // one call of each row has it
-    result.fp32_out = pass == Pass::forward && parts[call.segment] > 1;
+    result.fp32_out = pass == Pass::forward && !call.last;
+    result.running_state = pass == Pass::forward && !call.first;
     result.add_grads = pass == Pass::backward;
     return result;
   }
@@ -380,11 +372,9 @@ struct SharedAttention::Impl {
     if (is_ring())
       for (KvBlock& block : p.blocks) block = take_block(places, element());
     if (gathers()) p.all = take_block(places, element(), ranks);
-    const std::int64_t longest = longest_joined(), rows = longest > 0 ? s.rows : 0;
+    const std::int64_t rows = joins() ? s.rows : 0;
     p.state = places.take(lse_bytes(rows) * s.spec.v_dim());
-    for (float*& lse : p.lse) lse = places.take<float>(lse_bytes(rows));
-    p.part = places.take(lse_bytes(longest) * s.spec.v_dim());
-    p.part_lse = places.take<float>(lse_bytes(longest));
+    p.lse = places.take<float>(lse_bytes(rows));
     p.kernels = places.take_workspace(kernel_bytes(Pass::forward));
     return p;
   }
@@ -558,46 +548,25 @@ struct SharedAttention::Impl {
     exchange({{args.out, p.out, s.heads_q, dv}}, true, stream, copies);
   }
   void forward_rows(const SharedForwardArgs& args, const ForwardPlaces& p, CUstream stream, CUstream copies) {
-    std::vector<int> computed(segments.size());  // calls so far, of each segment
     const KvBlock mine{const_cast<void*>(args.k), const_cast<void*>(args.v)};
     const auto step = [&](int owner, const KvBlock& block) {
       for (const SharedCall& call : calls[owner]) {
         const RowChunk &rows = segments[call.segment], &keys = call.keys;
-        const int before = computed[call.segment]++;
-        const OutState whole{o_rows(args.out).view(s.batch, rows.begin, rows.count),
-                             args.lse ? lse_of(args.lse, rows) : nullptr, s.spec.dtype};
-        const OutState part{fp32_rows(p.part, rows.count).view(s.batch, 0, rows.count), p.part_lse,
-                            DType::fp32};
-        const auto joined = [&](int count) {
-          if (count == parts[call.segment]) return whole;
-          return OutState{fp32_rows(p.state, s.rows).view(s.batch, rows.begin, rows.count),
-                          lse_of(p.lse[count % 2], rows), DType::fp32};
-        };
-        const OutState own = before == 0 ? joined(1) : part;
+        const TensorView state = fp32_rows(p.state, s.rows).view(s.batch, rows.begin, rows.count);
+        float* const lse = call.last ? args.lse : p.lse;
         ForwardArgs given{.q = q_rows(args.q).view(s.batch, rows.begin, rows.count),
                           .k = k_rows(block.k, element()).view(s.batch, keys.begin, keys.count),
                           .v = v_rows(block.v, element()).view(s.batch, keys.begin, keys.count),
-                          .out = own.out,
-                          .lse = own.lse};
+                          .out = call.last ? o_rows(args.out).view(s.batch, rows.begin, rows.count) : state,
+                          .lse = lse ? lse_of(lse, rows) : nullptr};
+        if (!call.first) given.state = {state, lse_of(p.lse, rows)};
         const AttentionSpec spec = this->spec(Pass::forward, call);
         const std::vector<Capture> captures = captures_of(spec, args.captures, call);
         set_common(given, args, call, captures, p.kernels, owner != (rank + 1) % ranks);
         runtime.forward(spec, given, stream);
-        if (before > 0) join(joined(before), part, joined(before + 1), stream);
       }
     };
     for_each_block(mine, p.blocks, p.all, stream, copies, step);
-  }
-  /// fp32 states; the result is one, or the output.
-  void join(const OutState& a, const OutState& b, const OutState& result, CUstream stream) const {
-    const std::array<PartialState, 2> states{PartialState{a.out, a.lse}, PartialState{b.out, b.lse}};
-    runtime.merge(s.spec,
-                  {.states = states,
-                   .out = result.out,
-                   .lse = result.lse,
-                   .states_type = DType::fp32,
-                   .out_type = result.type},
-                  stream);
   }
 
   /// Sums in fp32 to the spec's type.

@@ -188,6 +188,11 @@ reference::Problem problem_of(const AttentionSpec& spec, const Args& args, Pass 
     problem.k = gather_kv(spec, args, args.k, {"k_scale", args.k_scale});
     problem.v = gather_kv(spec, args, args.v, {"v_scale", args.v_scale});
     if (args.prefix_length) problem.prefix_length = *args.prefix_length;
+    if (spec.running_state) {
+      problem.state_out = gather(DType::fp32, args.state.out);
+      const auto [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
+      problem.state_lse.assign(args.state.lse, args.state.lse + batch * heads_q * seqlen_q);
+    }
   } else {
     problem.q = gather(spec.dtype, args.q);
     problem.k = gather(spec.dtype, args.k);

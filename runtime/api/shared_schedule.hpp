@@ -28,6 +28,7 @@ struct SharedCall {
   RowChunk keys;        ///< in the owner's block
   CallMask mask;
   bool first = false;  ///< of its segment: each has one, with the rank's own keys
+  bool last = false;   ///< of its segment
 
   bool operator==(const SharedCall&) const = default;
 };

@@ -1,5 +1,7 @@
 #include "call/arguments.hpp"
 
+#include <fmt/ranges.h>
+
 #include <algorithm>
 #include <cmath>
 #include <limits>
@@ -127,6 +129,27 @@ void check_prefix(const AttentionSpec& spec, const AttentionShape& shape, const 
   if (spec.shared_prefix && !length && shape.batch > 0)
     refuse("prefix_length is null, but the spec has shared_prefix: give one int32 in device memory.");
   check_pointer("prefix_length", length, alignof(std::int32_t));
+}
+
+/// O of the state may be O's memory where each element has its own place.
+void check_state(const AttentionSpec& spec, const AttentionShape& shape, const ForwardArgs& args,
+                 const Sizes& sizes) {
+  const PartialState& state = args.state;
+  if (!spec.running_state) {
+    if (state.out.data || state.lse)
+      refuse("state is given, but the spec has no running_state: set spec.running_state.");
+    return;
+  }
+  check_tensor("state.out", state.out, sizes, sizeof(float), Access::read);
+  if (!state.lse && shape.batch > 0 && shape.heads_q > 0 && shape.seqlen_q > 0)
+    refuse("state.lse is null, but the spec has running_state: give the LSE of state.out's keys.");
+  check_pointer("state.lse", state.lse, alignof(float));
+  if (state.out.data && state.out.data == args.out.data &&
+      (spec.out_type() != DType::fp32 || state.out.stride != args.out.stride))
+    refuse(
+        "state.out is out's memory, but out is {} with strides [{}], and state.out fp32 with strides [{}]: "
+        "give one of them memory of its own, or the same strides and a spec with fp32_out.",
+        to_string(spec.out_type()), fmt::join(args.out.stride, ", "), fmt::join(state.out.stride, ", "));
 }
 
 /// In 32 bits, as kernels count.
@@ -424,8 +447,9 @@ AttentionShape shape_of(const AttentionSpec& spec, const BackwardArgs& args) {
 }
 
 void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
-  check_inputs_and_out(spec, args);
+  const Expected sizes = check_inputs_and_out(spec, args);
   check_shared(spec, args);
+  check_state(spec, shape_of(spec, args), args, sizes.out);
   check_page_table(spec, shape_of(spec, args), "k", args.k, args.page_table);
   check_row_max(spec, shape_of(spec, args), args.row_max);
   check_prefix(spec, shape_of(spec, args), args.prefix_length);
@@ -492,6 +516,7 @@ ForwardArgs fold_gqa(ForwardArgs args) {
   };
   fold(args.q);
   fold(args.out);
+  fold(args.state.out);
   return args;
 }
 
@@ -503,6 +528,10 @@ Params make_params(const plan::ExecutionPlan& plan, const ForwardArgs& args) {
   params.v_scale = scale_param(args.v_scale);
   params.q_scale = scale_param(args.q_scale);
   if (args.prefix_length) params.prefix_length = args.prefix_length;
+  if (plan.spec.running_state) {
+    params.o_state = tensor_param(args.state.out);
+    params.lse_state = args.state.lse;
+  }
   return params;
 }
 
@@ -528,6 +557,8 @@ std::vector<NamedPointer> pointers_of(const ForwardArgs& args) {
   return pointers_with(args, {{"page_table", args.page_table.data},
                               {"row_max", args.row_max},
                               {"prefix_length", args.prefix_length},
+                              {"state.out", memory_of(args.state.out)},
+                              {"state.lse", args.state.lse},
                               {"k_scale", args.k_scale.data},
                               {"v_scale", args.v_scale.data},
                               {"q_scale", args.q_scale.data}});

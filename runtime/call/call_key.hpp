@@ -37,7 +37,8 @@ struct CallKeyView {
     [[maybe_unused]] const auto& [own_pass, dtype, head_dim, head_dim_v, score_program, mask_program, dropout,
                                   kv_lengths, block_map, deterministic, varlen, sinks, row_max, cache, pages,
                                   kv_dtype, key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv,
-                                  q_codes, indices, add_grads, dropout_place, shared_prefix] = spec;
+                                  q_codes, indices, add_grads, dropout_place, shared_prefix, running_state] =
+        spec;
   }
 
   bool operator==(const CallKeyView&) const = default;

@@ -222,6 +222,9 @@ Support supports(const AnalysedSpec& spec, const DeviceInfo& device) {
   if (is_forward(spec) && spec.v_dim() > kMostColumns && has_bias_tile(spec))
     return Support::no(
         fmt::format("a dense bias beside more than {} columns of V is not for this family", kMostColumns));
+  if (spec.running_state && spec.v_dim() > kMostColumns)
+    return Support::no(
+        fmt::format("a running state is for up to {} columns of V, not {}", kMostColumns, spec.v_dim()));
   if (spec.shared_kv && spec.has_tile_lists) return Support::no("shared_kv is not for lists of tiles");
   if (!is_forward(spec) && std::max(spec.head_dim, spec.v_dim()) > kMostBackwardColumns)
     return Support::no(fmt::format("the backward pass is for head dimensions up to {}, not {} and {}",

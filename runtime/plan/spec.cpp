@@ -275,6 +275,21 @@ void read_option(FieldReader& reader, std::string_view field, TileConfig& config
   reader.unknown(field);
 }
 
+void check_running_state(const AttentionSpec& spec) {
+  if (!spec.running_state) return;
+  const char* beside = spec.has_cache()    ? "a cache"
+                       : spec.indices      ? "indices"
+                       : spec.has_scales() ? "K and V of 8 bits"
+                                           : nullptr;
+  if (beside)
+    refuse("running_state is set beside {}; merge() joins the states of such calls, so leave one out",
+           beside);
+  if (spec.sinks)
+    refuse(
+        "running_state is set beside sinks; a sink counts once, so give the sinks to the call that makes the "
+        "first state");
+}
+
 }  // namespace
 
 bool plan::names_pass(std::string_view spec_text) {
@@ -300,7 +315,8 @@ AttentionSpec AttentionSpec::normalized() const {
   out.head_dim_v = v_dim();
   // The forward pass is deterministic without being asked.
   if (pass == Pass::forward) out.deterministic = out.fp32_grads = out.add_grads = false;
-  if (pass == Pass::backward) out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = false;
+  if (pass == Pass::backward)
+    out.row_max = out.fp32_out = out.batch_invariant = out.shared_kv = out.running_state = false;
   if (dtype == DType::fp32)
     out.fp32_out = out.fp32_grads = false;
   else if (out.add_grads)
@@ -350,6 +366,7 @@ void AttentionSpec::validate() const {
         "shared_prefix is set without {}; it is for packed queries over pages, so set that, too, or leave it "
         "out",
         pages == 0 ? "pages" : "varlen");
+  check_running_state(*this);
   if (indices && (has_block_map() || dropout || q_codes || (deterministic && pass == Pass::backward)))
     refuse("indices is set beside {}; a list of keys for each query is not for that, so leave one out",
            has_block_map() ? "block_map"

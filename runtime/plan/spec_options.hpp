@@ -34,6 +34,7 @@ inline constexpr std::array kSpecOptions{
     SpecOption{"q_codes", "kQCodes", &AttentionSpec::q_codes, "q_scale"},
     SpecOption{"indices", "kIndices", &AttentionSpec::indices, "indices"},
     SpecOption{"shared_prefix", "kSharedPrefix", &AttentionSpec::shared_prefix, "prefix_length"},
+    SpecOption{"running_state", "kRunningState", &AttentionSpec::running_state, "state"},
 };
 
 /// Whether the text names a pass: "fwd:bf16:d64" does, "bf16:d64" does not.

@@ -375,6 +375,23 @@ HeadForward forward_head(const Context& context, const Arithmetic& arithmetic, c
   return {std::move(s), std::move(p), std::move(dropped), std::move(out), std::move(lse), std::move(row_max)};
 }
 
+/// Joins O and LSE with those of other keys, where the problem has them.
+void join_state(const Context& context, const Arithmetic& arithmetic, std::int64_t task, HeadForward& fwd) {
+  const Problem& problem = context.problem;
+  if (!context.spec.running_state) return;
+  const Matrix before = slice(problem.state_out, context.q_rows(task), fwd.out.columns);
+  for (std::int64_t i = 0; i < fwd.out.rows; ++i) {
+    const double lse = problem.state_lse[task * context.shape.seqlen_q + i];
+    if (lse == -kInfinity) continue;  // whose O may be anything
+    const double highest = std::max(lse, fwd.lse[i]);
+    const double of_state = std::exp(lse - highest), of_keys = std::exp(fwd.lse[i] - highest);
+    for (std::int64_t j = 0; j < fwd.out.columns; ++j)
+      fwd.out[i][j] = (of_state * before[i][j] + of_keys * fwd.out[i][j]) / (of_state + of_keys);
+    fwd.lse[i] = highest + std::log(of_state + of_keys);
+  }
+  arithmetic.round(fwd.out);
+}
+
 /// One head's gradients; all but dq are its share of a sum over heads.
 struct HeadBackward {
   Matrix dq, dk, dv;
@@ -547,12 +564,17 @@ void check_prefix(const Problem& problem) {
 Forward forward(const Problem& problem, Precision precision) {
   const Context context(problem);
   const Arithmetic arithmetic{context.spec.dtype, precision};
+  if (context.spec.running_state) {
+    check_size("state_out", problem.state_out.size(), count({context.q_count(), context.spec.v_dim()}));
+    check_size("state_lse", problem.state_lse.size(), context.tasks() * context.shape.seqlen_q);
+  }
   Forward result{std::vector<double>(context.q_count() * context.spec.v_dim()),
                  std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN),
                  std::vector<double>(context.tasks() * context.shape.seqlen_q, kNaN)};
   std::mutex out_mutex;  // sequences may share rows where cu_seqlens_q is wrong
   parallel_for(context.tasks(), [&](std::int64_t task) {
-    const HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
+    HeadForward head = forward_head(context, arithmetic, Head(context, task), task);
+    join_state(context, arithmetic, task, head);
     const std::lock_guard lock(out_mutex);
     put(head.out, result.out, context.q_rows(task));
     std::ranges::copy(head.lse, result.lse.begin() + task * context.shape.seqlen_q);

@@ -41,6 +41,8 @@ struct Problem {
   /// Backward: O, like Q with the dimension of V, and LSE [batch, heads_q, seqlen_q], where they are those of
   /// more keys than these; empty: those of these keys.
   std::vector<double> out = {}, lse = {};
+  /// Forward, with spec.running_state: O and LSE of other keys, sized like these.
+  std::vector<double> state_out = {}, state_lse = {};
   std::vector<double> dlse =
       {};  ///< backward: [batch, heads_q, seqlen_q], or empty where LSE has no gradient
 };

@@ -4,6 +4,7 @@
 
 #include "flashjit/common/out_element.cuh"
 #include "flashjit/common/ptx.cuh"
+#include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
 #include "flashjit/common/visible.cuh"
@@ -60,7 +61,8 @@ __device__ void combine(const Params& p) {
 #pragma unroll
   for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
   const float lse = far ? far_highest(highest) : sum > 0.0f ? shift + logf(sum) : -infinity();
-  const RowEnd end = with_sink<P>(p, h, lse);
+  RowEnd end = with_sink<P>(p, h, lse);
+  const float of_state = join_state<P>(p, true, row, end);
   const float factor = sum > 0.0f ? end.factor / sum : 0.0f;
 
   float4 o[kLaneChunks] = {};
@@ -83,9 +85,15 @@ __device__ void combine(const Params& p) {
   for (int i = 0; i < kLaneChunks; ++i)
     if (const int chunk = lane + i * 32; chunk < kChunks) sums[warp][chunk] = o[i];
   __syncthreads();
-  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32)
-    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4,
-                  sum_of_warps(sums, chunk));
+  for (int chunk = threadIdx.x; chunk < kChunks; chunk += kWarps * 32) {
+    float4 all = sum_of_warps(sums, chunk);
+    if constexpr (P::kRunningState) {
+      const float* from = sequence.template q_pointer<float>(p.o_state, h, q) + chunk * 4;
+      const float4 x = state_columns(from, of_state);
+      all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
+    }
+    store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
+  }
   if (p.lse != nullptr && threadIdx.x == 0) p.lse[row] = end.lse;
   if constexpr (P::kRowMax)
     if (threadIdx.x == 0) p.row_max[row] = row_max_of_splits<P>(p, row);

@@ -102,7 +102,12 @@ struct SharesOfTile {
 };
 
 struct Params {
-  TensorParam q, k, v, o, dout, dq, dk, dv;
+  TensorParam q, k, v, o;
+  union {
+    TensorParam dout;
+    TensorParam o_state;  ///< fp32; read with kRunningState only
+  };
+  TensorParam dq, dk, dv;
   float* lse;             ///< [batch, heads_q, seqlen_q]; null: not wanted
   const int* kv_lengths;  ///< [batch]; read with Problem::kKvLengths and kCache only
   float* d;               ///< [batch, heads_q, seqlen_q_padded]: rowsum(dO * O)
@@ -139,8 +144,11 @@ struct Params {
   float* dk_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim]: dK of one split of the queries
   float* dv_splits;  ///< [num_splits, batch, heads_kv, seqlen_kv, head_dim_v]
   int lpt_heads;     ///< how many of the last [batch, heads_kv] come in lpt_order(); read with kLptOrder only
-  int zero_unused_rows;       ///< varlen: whether rows that belong to no sequence become zeros
-  const float* dlse;          ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
+  int zero_unused_rows;  ///< varlen: whether rows that belong to no sequence become zeros
+  union {
+    const float* dlse;       ///< [batch, heads_q, seqlen_q]: the gradient of LSE; null: there is none
+    const float* lse_state;  ///< like lse; read with kRunningState only
+  };
   const unsigned* rng_state;  ///< dropout: seed_lo to offset_hi on the device; null: those above
   PageTableParam page_table;  ///< read with Problem::kCache only
   int head_lanes;             ///< stream-K: how many heads are computed at a time, see sm90/stream_k.cuh

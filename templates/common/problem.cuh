@@ -35,6 +35,8 @@ struct ExampleProblem {
   static constexpr bool kKeyScales = false;  // scales of keys or pages; else a head has one
   static constexpr bool kQCodes = false;     // Q is of KvElement, too
   static constexpr bool kFp32Out = false;    // forward: O is fp32, whatever Q is
+  static constexpr bool kRunningState =
+      false;                                 // forward: O and LSE of other keys are joined: running_state.cuh
   static constexpr bool kFp32Grads = false;  // backward: so are dQ, dK and dV
   static constexpr bool kAddGrads = false;   // backward: they are added to what is there, in fp32
   static constexpr bool kInvariant =

@@ -2,6 +2,7 @@
 // V.
 #pragma once
 
+#include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/unused_rows.cuh"
 #include "flashjit/simt/tile.cuh"
@@ -79,20 +80,38 @@ __device__ __forceinline__ void drop_tile(typename T::Scores& s, const Pairs& pa
   }
 }
 
+/// Adds the running state's O to a row; `from`: its first column.
+template <class T, int kDim>
+__device__ __forceinline__ void add_state(Result<T, kDim>& out, int i, const float* from, float factor) {
+  static_assert(kColumnsPerLane == 4);
+#pragma unroll
+  for (int chunk = 0; chunk < chunks(kDim); ++chunk) {
+    const int column = chunk * kChunk + T::lane() * kColumnsPerLane;
+    if (column >= kDim) continue;
+    const float4 x = state_columns(from + column, factor);
+    float(&to)[kColumnsPerLane] = out.at[chunk][i];
+    to[0] += x.x, to[1] += x.y, to[2] += x.z, to[3] += x.w;
+  }
+}
+
 /// Divides O by the row sums and writes LSE, and the rows' largest scores; rows that attend to nothing get O
 /// = 0 and LSE = -inf.
 template <class Problem, class T, int kDim>
-__device__ __forceinline__ void finish_rows(const Params& p, int h, RowState<T>& rows, Result<T, kDim>& out,
-                                            float* lse, float* row_max, int first, int end) {
+__device__ __forceinline__ void finish_rows(const Params& p, const Sequence<Problem>& sequence, int h,
+                                            RowState<T>& rows, Result<T, kDim>& out, int first, int end) {
+  const long long row_of_lse = sequence.lse_row(p, h);
 #pragma unroll
   for (int i = 0; i < T::kM; ++i) {
     const float sum = sum_over_lanes(rows.sum[i]);
     const bool nothing = rows.max[i] == -infinity();
-    const RowEnd row_end = end_of_row<Problem>(p, h, nothing ? -infinity() : rows.max[i] + logf(sum));
-    scale_row(out, i, nothing ? 0.0f : row_end.factor / sum);
     const int row = first + T::row(i);
-    if (lse && T::lane() == 0 && row < end) lse[row] = row_end.lse;
-    if (Problem::kRowMax && T::lane() == 0 && row < end) row_max[row] = rows.max[i];
+    RowEnd row_end = end_of_row<Problem>(p, h, nothing ? -infinity() : rows.max[i] + logf(sum));
+    const float of_state = join_state<Problem>(p, row < end, row_of_lse + row, row_end);
+    scale_row(out, i, nothing ? 0.0f : row_end.factor / sum);
+    if constexpr (Problem::kRunningState)
+      add_state(out, i, sequence.template q_pointer<float>(p.o_state, h, row), of_state);
+    if (p.lse && T::lane() == 0 && row < end) p.lse[row_of_lse + row] = row_end.lse;
+    if (Problem::kRowMax && T::lane() == 0 && row < end) p.row_max[row_of_lse + row] = rows.max[i];
   }
 }
 
@@ -137,9 +156,7 @@ __device__ void forward(const Params& p) {
     multiply_add(out, shared, v, kv);
   }
 
-  finish_rows<Problem>(p, h, rows, out, p.lse ? p.lse + sequence.lse_row(p, h) : nullptr,
-                       Problem::kRowMax ? p.row_max + sequence.lse_row(p, h) : nullptr, q_range.begin,
-                       q_range.end);
+  finish_rows<Problem>(p, sequence, h, rows, out, q_range.begin, q_range.end);
   store_result(out, q_matrix<Problem, OutElement<Problem>>(sequence, p.o, h, q_range.end), q_range.begin);
 }
 

@@ -172,12 +172,17 @@ __device__ void forward(const Params& p) {
                      scale_log2, o[mt]);
     } else {
       float scale[2];
+      [[maybe_unused]] float of_state[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float sum = Policy::kSharesRows ? row_sum[mt][half] : quad_sum(row_sum[mt][half]);
         const int q = q_begin + warp_row(mt) + lane / 4 + half * 8;
         const float lse = row_lse<P>(p, row_max[mt][half], sum / Policy::kLargestP, scale_log2, scales.k);
-        const RowEnd end = end_of_row<P>(p, h, lse);
+        RowEnd end = end_of_row<P>(p, h, lse);
+        if constexpr (kJoinsState<P>) {
+          of_state[half] = join_state<P>(p, q < seqlen_q, sequence.lse_row(p, h) + q, end);
+          if constexpr (Policy::kSharesRows) sync_rows<P>();  // which all read, before one writes
+        }
         if (float* to = lse_of<P>(p, split); to != nullptr && lane % 4 == 0 && q < seqlen_q)
           to[sequence.lse_row(p, h) + q] = end.lse;
         if constexpr (P::kRowMax)
@@ -190,6 +195,14 @@ __device__ void forward(const Params& p) {
                 : sum_of_products<Element>(sum, shift_rest<P>(row_max[mt][half], scale_log2));
         scale[half] =
             sum > 0.0f ? (P::kDropout ? p.keep_scale : 1.0f) / of_products * end.factor * scales.v : 0.0f;
+      }
+      if constexpr (kJoinsState<P>) {
+        const int q = q_begin + warp_row(mt) + lane / 4;
+        if constexpr (Policy::kSharesRows)
+          join_o<P>(p, sequence, h, q, o[mt], scale, of_state, column_part<P>() * Policy::kOt * 8,
+                    own_chunks<P>());
+        else
+          join_o<P>(p, sequence, h, q, o[mt], scale, of_state);
       }
       if constexpr (P::kSplit && Policy::kSharesRows)
         store_shared_o_split<P>(p, sequence, h, split, q_begin + warp_row(mt) + lane / 4, seqlen_q, o[mt],

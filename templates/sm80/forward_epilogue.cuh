@@ -1,6 +1,7 @@
 // The epilogue of the forward pass: LSE, and O divided by the row sums, to global memory.
 #pragma once
 
+#include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm80/forward_softmax.cuh"
 #include "flashjit/sm80/tile.cuh"
@@ -36,6 +37,21 @@ __device__ __forceinline__ float row_lse(const Params& p, float max, float sum, 
   if constexpr (P::kSplit && P::kFarScores)
     if (sum > 0.0f && is_far(max)) return far_lse(max, sum);
   return sum > 0.0f ? highest + (log2f(sum) - shift_rest<P>(max, scale_log2)) * kLn2 : -infinity();
+}
+
+/// Scales an m16 tile of O and adds the running state's; `scale` becomes 1.
+template <class P, int kOt>
+__device__ __forceinline__ void join_o(const Params& p, const Sequence<P>& sequence, int h, int first_q,
+                                       float (&o)[kOt][4], float (&scale)[2], const float (&of_state)[2],
+                                       int first_column = 0, int chunks = kOt) {
+#pragma unroll
+  for (int n = 0; n < kOt * 4; ++n) o[n / 4][n % 4] *= scale[n / 2 % 2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    scale[half] = 1.0f;
+    const float* row = sequence.template q_pointer<float>(p.o_state, h, first_q + half * 8);
+    add_state<kOt>(o[0], half, row + first_column, of_state[half], chunks);
+  }
 }
 
 /// An m16 tile of O from one split of the keys, in fp32.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "flashjit/async/warp_roles.cuh"
+#include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/common/split.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
@@ -83,12 +84,18 @@ __device__ __forceinline__ void store_o_of_part(const Params& p, const WorkTile<
   }
 }
 
+/// With a running state: the factors for its O of a thread's two rows.
+struct StateFactors {
+  float of_row[2] = {};
+};
+
 /// Writes LSE = m + log(l) of the rows; `scale` is what O must be multiplied by, 1 / l.
 template <class P>
-__device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>& work,
-                                              const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
+__device__ __forceinline__ StateFactors finalize_rows(const Params& p, const WorkTile<P>& work,
+                                                      const SoftmaxRows<P>& rows, int wg, float (&scale)[2]) {
   const float to_log2[] = {exponent_scale(p, rows, 0), exponent_scale(p, rows, 1)};
   float lse[2], highest[2];
+  StateFactors state;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = rows.sum[half];
@@ -108,6 +115,11 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
     if constexpr (kPlacesRows<P> && P::kSinks)
       if (work.split == kWhole)
         end = with_sink<P>(p, row_place(p, work, wg, own_row() + half * 8).h, lse[half]);
+    if constexpr (kJoinsState<P>) {
+      const int q = work.q_begin + row_group<P>(wg) * kWarpgroupRows + own_row() + half * 8;
+      state.of_row[half] =
+          join_state<P>(p, q < work.sequence.seqlen_q(p), work.sequence.lse_row(p, work.h) + q, end);
+    }
     lse[half] = end.lse;
     const float of_products = kCodeProducts<P> ? sum : sum_of_products<ProductElement<P>>(sum, rest);
     scale[half] = sum > 0.0f ? __fdividef(P::kDropout ? p.keep_scale : 1.0f, of_products) * end.factor : 0.0f;
@@ -118,6 +130,21 @@ __device__ __forceinline__ void finalize_rows(const Params& p, const WorkTile<P>
   } else {
     store_of_rows<P>(p, work, wg, lse_of<P>(p, work.split), lse);
     if constexpr (P::kRowMax) store_of_rows<P>(p, work, wg, row_max_of<P>(p, work.split), highest);
+  }
+  return state;
+}
+
+/// Adds the running state's O, where there is one, to O of a work tile, scaled already.
+template <class P, int kCount>
+__device__ __forceinline__ void add_state(const Params& p, const WorkTile<P>& work, int wg,
+                                          const StateFactors& state, float (&o)[kCount]) {
+  if constexpr (kJoinsState<P>) {
+    const int q = work.q_begin + row_group<P>(wg) * kWarpgroupRows + own_row();
+#pragma unroll
+    for (int half = 0; half < 2; ++half)
+      flashjit::add_state<kCount / 4>(
+          o, half, work.sequence.template q_pointer<float>(p.o_state, work.h, q + half * 8),
+          state.of_row[half]);
   }
 }
 

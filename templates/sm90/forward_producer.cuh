@@ -2,6 +2,7 @@
 // loads Q, a warp finds the score's column terms, and a warp writes the rows that meet no keys.
 #pragma once
 
+#include "flashjit/common/running_state.cuh"
 #include "flashjit/common/sink.cuh"
 #include "flashjit/sm90/bias_tile.cuh"
 #include "flashjit/sm90/forward_smem.cuh"
@@ -182,7 +183,9 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
       continue;
     }
     const int count = min(work.sequence.seqlen_q(p) - work.q_begin, queries_per_tile<P>(p));
-    if constexpr (!P::kSplit) {
+    if constexpr (kJoinsState<P>) {
+      copy_state<P>(p, work.sequence, work.h, work.q_begin, count, thread, threads);
+    } else if constexpr (!P::kSplit) {
       OutElement<P>* o = work.sequence.template q_pointer<OutElement<P>>(p.o, work.h, work.q_begin);
 #pragma unroll 1
       for (int chunk = thread; chunk < count * kChunks; chunk += threads)
@@ -195,7 +198,7 @@ __device__ __forceinline__ void write_empty_rows(const Params& p, const ShareSta
         for (int row = thread; row < count; row += threads) of_head[row] = -infinity();
       }
     }
-    float* lse = lse_of<P>(p, work.split);
+    float* lse = kJoinsState<P> ? nullptr : lse_of<P>(p, work.split);
     if (lse == nullptr) continue;
 #pragma unroll 1
     for (int h = work.h; h < work.end(work.h); ++h) {

@@ -409,6 +409,24 @@ TEST(KernelsWithOutInFp32, CompileWithoutSpills) {
   }
 }
 
+TEST(KernelsOfRunningStates, CompileWithoutSpills) {
+  constexpr std::array kRests = {":causal",          ":fp32_out", ":causal:varlen:fp32_out",
+                                 ":causal:fp32_out", "",          ":causal:dropout:fp32_out"};
+  std::size_t i = 0;
+  for (const char* arch : {"sm_80", "sm_90a"}) {
+    const DeviceInfo device = DeviceInfo::parse(arch);
+    for (const char* dims : {"d64", "d128", "d192x128", "d256", "d320x280"}) {
+      for (const AttentionShape& shape : {AttentionShape{1, 32, 8, 16384, 16384}, {4, 8, 8, 30, 8192}}) {
+        const AttentionSpec spec =
+            parse_spec(fmt::format("fwd:bf16:{}{}:running_state", dims, kRests[i++ % kRests.size()]))
+                .normalized();
+        const plan::ExecutionPlan plan = plan::make_plan(spec, shape, device, {});
+        EXPECT_EQ(compile_and_check(plan.spec, plan.config, device), "");
+      }
+    }
+  }
+}
+
 TEST(KernelsOfSharedPrefixes, CompileWithoutSpills) {
   const DeviceInfo device = DeviceInfo::parse("sm_90a");
   for (const char* text :

@@ -56,5 +56,12 @@ TEST(EmulatedRowMax, IsCheckedByTheCommand) {
   EXPECT_NE(result.out.find("row_max "), std::string::npos) << result.out;
 }
 
+TEST(EmulatedState, IsGivenByTheCommand) {
+  for (const char* spec : {"fwd:bf16:d64:running_state", "bwd:bf16:d64:running_state"}) {
+    const CommandResult result = verified(spec);
+    EXPECT_EQ(result.code, 0) << result.out << result.err;
+  }
+}
+
 }  // namespace
 }  // namespace flashjit::test

@@ -338,6 +338,20 @@ def test_empty_arrays():
     assert flashjit.forward(*arrays(queries=0)[:3])[0].shape == (2, 4, 0, 8)
 
 
+def test_a_running_state():
+    q, k, v = arrays()[:3]
+    out, lse = flashjit.forward(q, k, v)
+    state = flashjit.forward(q, k[:, :, :7].copy(), v[:, :, :7].copy())
+    joined = flashjit.forward(q, k[:, :, 7:].copy(), v[:, :, 7:].copy(), out=state[0], lse=state[1], state=state)
+    assert joined[0] is state[0]
+    np.testing.assert_allclose(joined[0], out, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(joined[1], lse, rtol=1e-5, atol=1e-5)
+    with pytest.raises(flashjit.InvalidArgument, match=r"state\[1\] is fp32 .*must be fp32"):
+        flashjit.forward(q, k, v, state=(out, lse[..., :-1].copy()))
+    with pytest.raises(flashjit.WrongType, match="state is a ndarray"):
+        flashjit.forward(q, k, v, state=out)
+
+
 def test_the_largest_score_of_each_query():
     q, k, v = arrays()[:3]
     row_max = np.empty((*q.shape[:2], q.shape[2]), np.float32)

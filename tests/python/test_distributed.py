@@ -590,7 +590,8 @@ def test_two_gpus_of_which_one_dies():
 def ring_in_turn(q, k, v, dout, ranks, layout):
     """O and gradients of a causal ring whose ranks one process plays in turn."""
     from flashjit._pieces import Rule
-    from flashjit._schemes import Saved, State, Sums, compute
+    from flashjit._plans import NO_RNG
+    from flashjit._schemes import Saved, State, Sums
     from flashjit._shards import by_rank, chunks, in_order
     shards = [by_rank(x, ranks, layout) for x in (q, k, v, dout)]
     rows = shards[0].shape[3]
@@ -602,7 +603,7 @@ def ring_in_turn(q, k, v, dout, ranks, layout):
         for step in range(ranks):
             owner = (rank - step) % ranks
             for piece in pieces(rank, owner):
-                state.add(piece.rows, *compute(shards[0][rank], shards[1][owner], shards[2][owner], piece, torch.float32))
+                state.add(piece, torch.float32, shards[1][owner], shards[2][owner], NO_RNG, 0)
         out, lse = state.whole()
         outs.append(out.to(q.dtype))
         saved = Saved(shards[0][rank], outs[-1], lse, shards[3][rank], None)

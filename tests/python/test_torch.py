@@ -422,6 +422,29 @@ def test_a_block_mask_that_is_rewritten_in_place_is_read_again(programs, write):
               lambda: reference(q, k, v, keep_of(other, 16, causal_mod, 32, 48)), (q, k, v))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_running_state(dtype):
+    q, k, v = (x.detach().to(dtype) for x in tensors(queries=40, keys=56))
+    parts = [(k[:, :, i:j], v[:, :, i:j]) for i, j in ((0, 20), (20, 21), (21, 56))]
+    state = flashjit.attention(q, *parts[0], return_lse=True, out_dtype=torch.float32)
+    state[0][:, :, 5], state[1][:, :, 5] = math.nan, -math.inf  # which then has the other parts' keys
+    second = flashjit.attention(q, *parts[1], return_lse=True, out_dtype=torch.float32, state=state)
+    out, lse = flashjit.attention(q, *parts[2], return_lse=True, state=second)
+    merged = flashjit.merge([state] + [flashjit.attention(q, *part, return_lse=True, out_dtype=torch.float32) for part in parts[1:]])
+    assert out.dtype == dtype
+    torch.testing.assert_close(lse, merged[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(out, merged[0].to(dtype), atol=1e-2 if dtype == torch.bfloat16 else 1e-5, rtol=1e-2)
+    for given, error, says in (((q, k, v, (1, 2)), flashjit.WrongType, "give O and LSE"),
+                               ((q, k, v, (state[0].half(), state[1])), flashjit.InvalidArgument, r"state\[0\] is float16"),
+                               ((q.clone().requires_grad_(), k, v, state), flashjit.Unsupported, "merge")):
+        with pytest.raises(error, match=says):
+            flashjit.attention(*given[:3], state=given[3])
+    with pytest.raises(flashjit.InvalidArgument, match="running_state is set beside sinks"):
+        flashjit.attention(q, k, v, state=state, sinks=torch.zeros(q.shape[1]))
+    with pytest.raises(flashjit.Unsupported, match="state cannot be had in compiled code"):
+        torch.func.vmap(lambda q: flashjit.attention(q, k, v, state=state))(q[None])
+
+
 @pytest.mark.parametrize("with_grad", [False, True])
 def test_the_largest_score_of_each_query(programs, with_grad):
     """As QK-clip wants it, without a gradient of its own, and without sinks."""

@@ -64,6 +64,7 @@ struct AttentionCase {
   bool rng_on_device = false;    ///< dropout's seed and offset are where the kernels read them
   std::int64_t top_k = 0;        ///< of lists of keys
   int reserved_sms = 0;          ///< multiprocessors left to others
+  bool state_in_place = false;   ///< a running state is where O and LSE are written
   std::int64_t unused_rows = 0;  ///< with varlen: NaN behind the last sequence, of which zeros must come
 };
 
@@ -71,6 +72,8 @@ struct AttentionCase {
 inline void vary(AttentionCase& test) {
   test.dlse = test.seed % 3 == 1;
   test.rng_on_device = test.spec.dropout && test.seed % 2 == 1;
+  test.state_in_place = test.spec.running_state && test.spec.normalized().out_type() == DType::fp32 &&
+                        !test.spec.varlen && test.seed % 2 == 0;
   if (test.seed % 5 == 2) test.reserved_sms = test.seed % 2 == 0 ? 1000 : 3;
   // Without queries there is no launch that could clear rows.
   test.unused_rows = test.spec.varlen && test.shape.seqlen_q > 0 ? test.seed % 4 * 3 : 0;
@@ -119,6 +122,11 @@ class GuardedMemory {
   std::vector<std::uint8_t> content() const {
     const std::vector<std::uint8_t> image = download();
     return {image.begin() + kGuard, image.end() - kGuard};
+  }
+  void write(const std::vector<std::uint8_t>& content) {
+    std::vector<std::uint8_t> image = download();
+    std::ranges::copy(content, image.begin() + kGuard);
+    upload(image);
   }
   bool guards_intact() const {
     const auto poisoned = [](std::uint8_t byte) { return byte == 0xff; };
@@ -283,6 +291,30 @@ inline DropoutPlace place_of(const AttentionCase& test) {
   return place;
 }
 
+/// O and LSE of other keys; where there was none, LSE is -inf and O NaN.
+inline void add_state(reference::Problem& problem, std::int64_t queries, std::mt19937& generator) {
+  const auto& [batch, heads_q, heads_kv, seqlen_q, seqlen_kv] = problem.shape;
+  const std::int64_t dim = problem.spec.v_dim();
+  problem.state_out = normal_values(heads_q * queries * dim, DType::fp32, 1, generator);
+  problem.state_lse = normal_values(batch * heads_q * seqlen_q, DType::fp32, 3, generator);
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (std::int64_t row = 0; row < batch * heads_q * seqlen_q; ++row) {
+    if (row % 5 != 3) {  // about as much as the call's keys
+      problem.state_lse[row] =
+          reference::round_to(DType::fp32, problem.state_lse[row] + std::log(seqlen_kv + 1.0));
+      continue;
+    }
+    problem.state_lse[row] = -kInfinity;
+    const std::int64_t b = row / (heads_q * seqlen_q), h = row / seqlen_q % heads_q, q = row % seqlen_q;
+    std::int64_t of_out = row;
+    if (problem.spec.varlen) {
+      if (q >= problem.cu_seqlens_q[b + 1] - problem.cu_seqlens_q[b]) continue;
+      of_out = h * queries + problem.cu_seqlens_q[b] + q;
+    }
+    std::fill_n(problem.state_out.begin() + of_out * dim, dim, std::numeric_limits<double>::quiet_NaN());
+  }
+}
+
 inline reference::Problem make_problem(const AttentionCase& given) {
   const AttentionCase test = with_one_meaning(given);
   const AttentionSpec& spec = test.spec;
@@ -340,8 +372,18 @@ inline reference::Problem make_problem(const AttentionCase& given) {
   problem.seed = 0x0123456789abcdefull + test.seed;
   problem.offset = 0xfedcba9876543210ull - test.seed;
   if (spec.sinks) problem.sinks = reference::random_sinks(heads_q, test.seed);
+  if (spec.running_state) add_state(problem, queries, generator);
   if (test.captures) problem.captures = test.captures(test.shape);
   if (problem.captures.empty()) problem.captures = reference::plausible_captures(spec, test.shape, test.seed);
+  return problem;
+}
+
+/// The backward pass has O and LSE of all keys.
+inline reference::Problem with_joined_results(reference::Problem problem) {
+  if (!problem.spec.running_state) return problem;
+  const reference::Forward joined = reference::forward(problem);
+  problem.out = joined.out;
+  problem.lse = joined.lse;
   return problem;
 }
 
@@ -365,7 +407,7 @@ class AttentionRun {
 
   AttentionRun(const AttentionCase& test, reference::Problem given)
       : test_(with_one_meaning(test)),
-        problem_(std::move(given)),
+        problem_(with_joined_results(std::move(given))),
         exact_(reference::forward(problem_)),
         rounded_(reference::forward(problem_, yardstick())),
         exact_grad_(reference::backward(problem_)),
@@ -386,6 +428,11 @@ class AttentionRun {
         rng_state_(to_device(std::vector{problem_.seed, problem_.offset})),
         indices_(to_device(problem_.indices)),
         captures_(gpu().driver(), with_pass(test.spec, Pass::backward), problem_.captures) {
+    if (test.spec.running_state) {
+      state_ = make_tensor(test.layout, DType::fp32, out_size());
+      state_.put(problem_.state_out);
+      state_lse_ = to_device(DType::fp32, problem_.state_lse);
+    }
     if (test.strided_captures) strided_ = StridedCaptures(captures_.view(), problem_.captures);
     inputs_[0].put(problem_.q);
     inputs_[1].put(problem_.k);
@@ -603,6 +650,12 @@ class AttentionRun {
     ForwardArgs args{.q = inputs_[0].view, .k = inputs_[1].view, .v = v_view(), .out = out_.view, .lse = lse};
     set_common(args, lent);
     if (spec.row_max) args.row_max = static_cast<float*>(row_max_.data());
+    if (spec.running_state) args.state = {state_.view, static_cast<const float*>(state_lse_.data())};
+    if (test_.state_in_place && lse) {
+      out_.put(problem_.state_out);
+      lse_.write(encode(DType::fp32, problem_.state_lse));
+      args.state = {out_.view, lse};
+    }
     wait_for_fills();
     runtime.forward(spec, args, stream_);
     gpu().context->synchronize();
@@ -690,10 +743,10 @@ class AttentionRun {
   reference::Forward exact_, rounded_;
   reference::Backward exact_grad_, rounded_grad_;
   std::vector<Tensor> inputs_, grads_;
-  Tensor out_, dout_;
+  Tensor out_, dout_, state_;  ///< state_: with running_state
   GuardedMemory lse_, row_max_;
   device::DeviceBuffer kv_lengths_, block_map_, cu_seqlens_q_, cu_seqlens_kv_, sinks_, dsinks_, dlse_,
-      rng_state_, indices_;
+      rng_state_, indices_, state_lse_;
   DeviceCaptures captures_;
   StridedCaptures strided_;
   Stream stream_ = nullptr;

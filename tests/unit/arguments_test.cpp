@@ -429,6 +429,32 @@ TEST(Arguments, PrefixLength) {
               "one for all sequences");
 }
 
+TEST(Arguments, RunningState) {
+  const auto with = [](auto change) {
+    return forward_refusal([&](auto& s, auto& args) {
+      s.running_state = true;
+      args.state = {ConstTensorView::bhsd(address(0x50000), kBatch, kHeadsQ, kQueries, kDim),
+                    address<const float>(0x400)};
+      change(s, args);
+    });
+  };
+  EXPECT_EQ(with([](auto&, auto&) {}), "accepted");
+  EXPECT_SAYS(with([](auto& s, auto&) { s.running_state = false; }), "state is given", "spec.running_state");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.state.out.data = nullptr; }), "state.out is null");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.state.lse = nullptr; }), "state.lse is null", "state.out");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.state.lse = address<const float>(0x402); }),
+              "state.lse is at 0x402");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.state.out.size[2] += 1; }), "state.out has length");
+  const auto in_place = [&](bool fp32_out) {
+    return with([&](auto& s, auto& args) {
+      s.fp32_out = fp32_out;
+      args.state.out.data = args.out.data;
+    });
+  };
+  EXPECT_EQ(in_place(true), "accepted");
+  EXPECT_SAYS(in_place(false), "state.out is out's memory", "fp32_out");
+}
+
 TEST(Arguments, Sinks) {
   EXPECT_SAYS(forward_refusal([](auto& s, auto&) { s.row_max = true; }), "row_max is null", "fp32 [batch");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.row_max = address<float>(0x100); }),

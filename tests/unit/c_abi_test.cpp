@@ -236,6 +236,30 @@ TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
   EXPECT_MESSAGE("v has length 3");
 }
 
+/// In place; the second row of the state has no keys.
+TEST_F(CAbi, TheReferenceJoinsARunningState) {
+  flashjit_spec* made = nullptr;
+  ASSERT_EQ(flashjit_spec_create("fp32:d8:running_state", &made), FLASHJIT_OK) << last_message();
+  const SpecPtr s(made);
+  alignas(16) float q[16] = {}, v[16], out[16], lse[2] = {std::log(2.0f), -INFINITY};
+  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(i / 8), out[i] = i < 8 ? 2.0f : NAN;
+  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 2, 8}, {16, 16, 8, 1}}; };
+  flashjit_forward_args forward{};
+  forward.struct_size = sizeof forward;
+  forward.q = forward.k = view(q);
+  forward.v = view(v);
+  forward.out = view(out);
+  forward.lse = lse;
+  EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
+  EXPECT_MESSAGE("state.out");
+  forward.state = {view(out), lse};
+  ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
+  EXPECT_EQ(out[0], 1.25f);  // the average of two keys' 2 and of two keys' 0.5
+  EXPECT_FLOAT_EQ(lse[0], std::log(4.0f));
+  EXPECT_EQ(out[8], 0.5f);
+  EXPECT_FLOAT_EQ(lse[1], std::log(2.0f));
+}
+
 /// Two new rows of one sequence of five keys, in pages of two rows that lie in the other order.
 TEST_F(CAbi, NewRowsAreAppendedByTheReference) {
   const SpecPtr s = flashjit::test::make_spec("fp32:d16:pages2");

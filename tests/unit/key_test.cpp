@@ -96,6 +96,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
       {"shared_kv", [](auto& s) { s.spec.shared_kv = true; }},
       {"indices", [](auto& s) { s.spec.indices = true; }},
       {"shared_prefix", [](auto& s) { s.spec.shared_prefix = true; }},
+      {"running_state", [](auto& s) { s.spec.running_state = true; }},
       {"br", [](auto& s) { s.config.br = 32; }},
       {"bc", [](auto& s) { s.config.bc = 32; }},
       {"warps", [](auto& s) { s.config.warps = 4; }},
@@ -111,7 +112,7 @@ TEST(Key, ChangesWithEverythingThatMatters) {
   const AttentionSpec spec = {};
   [[maybe_unused]] const auto& [a, b, c, d, e, f, g, h, i, j, k, l, row_max, cache, pages, kv_dtype,
                                 key_scales, fp32_out, fp32_grads, batch_invariant, shared_kv, q_codes,
-                                indices, add_grads, dropout_place, shared_prefix] = spec;
+                                indices, add_grads, dropout_place, shared_prefix, running_state] = spec;
   const TileConfig config = {};
   [[maybe_unused]] const auto& [m, n, o, p, q, r, t, u, v, w] = config;
   // Not in the key by themselves: header, function and params, which are in the text, as is what hot means

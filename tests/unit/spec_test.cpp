@@ -71,6 +71,7 @@ class Random {
     spec.add_grads = coin();
     spec.dropout_place = spec.dropout && coin();
     spec.batch_invariant = coin();
+    spec.running_state = !spec.sinks && !spec.has_cache() && !spec.has_scales() && coin();
     return spec;
   }
 
@@ -223,6 +224,11 @@ TEST(Spec, ValidateNamesTheField) {
   refused({.head_dim = 64, .pages = 16, .shared_prefix = true}, {"shared_prefix", "without varlen"});
   refused({.head_dim = 64, .varlen = true, .cache = true, .shared_prefix = true},
           {"shared_prefix", "without pages"});
+  refused({.head_dim = 64, .sinks = true, .running_state = true}, {"running_state", "sinks", "first state"});
+  refused({.head_dim = 64, .cache = true, .running_state = true}, {"running_state", "a cache", "merge()"});
+  refused({.head_dim = 64, .indices = true, .running_state = true}, {"running_state", "indices"});
+  refused({.head_dim = 64, .kv_dtype = DType::e4m3, .running_state = true},
+          {"running_state", "K and V of 8 bits"});
   refused({.head_dim = 64, .head_dim_v = 128, .shared_kv = true}, {"shared_kv", "head_dim_v is 128"});
   refused({.head_dim = 64, .kv_dtype = DType::e4m3, .shared_kv = true}, {"shared_kv", "of 8 bits"});
   refused({.head_dim = 520}, {"head_dim_v is 520", "a multiple of 8 from 8 to 512"});

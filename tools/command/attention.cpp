@@ -176,6 +176,13 @@ reference::Problem random_problem(const AttentionSpec& spec, const AttentionShap
     problem.indices = reference::random_indices(
         rows * shape.heads_kv, reference::plausible_top_k(shape.seqlen_kv), shape.seqlen_kv, random());
   }
+  problem.spec.running_state = spec.running_state && spec.pass == Pass::forward;
+  if (problem.spec.running_state) {
+    problem.state_out = normal_values(queries * spec.v_dim(), DType::fp32, random);
+    problem.state_lse = normal_values(shape.batch * shape.heads_q * shape.seqlen_q, DType::fp32, random);
+    for (double& lse : problem.state_lse)  // of as many keys
+      lse = reference::round_to(DType::fp32, lse + std::log(shape.seqlen_kv + 1.0));
+  }
   problem.captures = reference::plausible_captures(spec, shape, random());
   return problem;
 }
@@ -365,6 +372,9 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
     throw Error(
         ErrorCode::invalid_argument,
         R"(the spec has a cache, but files have the keys in order: give "kvlen" or "varlen" instead)");
+  if (spec.running_state)
+    throw Error(ErrorCode::invalid_argument,
+                "the spec has a running_state, which no file can give: leave it out");
   Tensor q = read_tensor(files.q, layout, spec.dtype);
   Tensor k = read_tensor(files.k, layout, spec.dtype);
   Tensor v = read_tensor(files.v, layout, spec.dtype);

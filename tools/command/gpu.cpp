@@ -81,7 +81,7 @@ DeviceBuffer make_workspace(Runtime& runtime, const DriverHandle& driver, const 
 
 /// The arguments of both passes besides their tensors, in device memory.
 struct Extras {
-  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks, indices, prefix_length;
+  DeviceBuffer lengths, map, cu_seqlens_q, cu_seqlens_kv, sinks, indices, prefix_length, state_out, state_lse;
   DeviceCaptures captures;
 
   Extras(const DriverHandle& driver, const reference::Problem& problem)
@@ -92,6 +92,8 @@ struct Extras {
         sinks(device::upload(driver, std::vector<float>(problem.sinks.begin(), problem.sinks.end()))),
         indices(device::upload(driver, problem.indices)),
         prefix_length(device::upload(driver, std::vector{problem.prefix_length})),
+        state_out(device::upload(driver, encode(DType::fp32, problem.state_out))),
+        state_lse(device::upload(driver, encode(DType::fp32, problem.state_lse))),
         captures(driver, problem.spec, problem.captures) {}
 };
 
@@ -275,6 +277,10 @@ class ProblemOnGpu {
     }
     if (spec.q_codes) args.q_scale = q_scale_.scale_view(false);
     if (spec.row_max) args.row_max = row_max_.floats();
+    if (spec.running_state) {
+      args.state = {args.out, static_cast<const float*>(extras_.state_lse.data())};
+      args.state.out.data = extras_.state_out.data();
+    }
     gpu_.synchronize();  // the copies and fills are on another stream
     const double spent = timed(gpu_.driver(), stream_, [&] { runtime_.forward(spec, args, stream_.get()); });
     results.out = out_.values();

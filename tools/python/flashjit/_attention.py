@@ -11,8 +11,8 @@ from ._blocks import read_blocks
 from ._lists import TileLists, check_lists
 from ._operators import draw, through_operator
 from ._peers import refuse_unknown
-from ._plans import (KV_TYPES, NO_RNG, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, Rng, contiguous, is_watched, plan_of,
-                     readable)
+from ._plans import (KV_TYPES, NO_RNG, NOTHING, SPEC_TYPES, Fixed, Plan, Problem, Rng, contiguous, describe, is_watched,
+                     plan_of, readable)
 from ._problem import autocast, check_types, plain_problem, read_problem
 from ._scales import with_scales
 from ._tracing import torch_mode
@@ -32,7 +32,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
               sinks: Union[Tensor, None] = None, kv_lengths: Union[Tensor, None] = None,
               page_table: Union[Tensor, None] = None, cache: bool = False, k_scale: Union[Tensor, None] = None,
               v_scale: Union[Tensor, None] = None, q_scale: Union[Tensor, None] = None, indices: Union[Tensor, None] = None,
-              prefix_length: Union[Tensor, None] = None,
+              prefix_length: Union[Tensor, None] = None, state: Union[tuple[Tensor, Tensor], None] = None,
               deterministic: Union[bool, None] = None, return_lse: bool = False, return_row_max: bool = False,
               out_dtype: Union[torch.dtype, None] = None, batch_invariant: bool = False,
               lists: Union[TileLists, None] = None, **unknown: Any) -> Any:
@@ -82,6 +82,9 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     prefix_length: int32 [1], with page_table and cu_seqlens_q: how many first keys each sequence has in common with the first
         one; each has at least so many besides those of its queries. 0: none. It changes no results: where possible, these keys are
         read once for all sequences. A wrong number is refused on the CPU; on a GPU it is not checked, and results are wrong.
+    state: O and LSE, float32, of the same queries over other keys, which these keys join: O and LSE are those of all, as merge()
+        would make them. O of a row whose LSE is -inf may be anything. Not with a cache, indices, k and v of 8 bits, and sinks,
+        which the call that makes the first state is given. No gradients, for which there is merge().
     deterministic: the same gradients, bit by bit, on every run; None: as torch.use_deterministic_algorithms() says.
     return_lse: also return the log of the softmax's row sums, float32 [batch, heads_q, seqlen_q], which has gradients too;
         with cu_seqlens [sequences, heads_q, max_seqlen_q]. -inf where a row attends to nothing or does not exist.
@@ -114,7 +117,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
     if (plain and not (cached or scaled or return_row_max or fp32_out or batch_invariant) and type(causal) is bool
             and (scale is None or type(scale) is float) and dropout_p == 0
             and score_mod is mask_mod is captures is block_mask is cu_seqlens_q is cu_seqlens_kv is max_seqlen_q
-            is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is None):  # most calls, in a seventh of the time
+            is max_seqlen_kv is sinks is kv_lengths is indices is prefix_length is state is None):  # most calls, in a seventh of the time
         problem = plain_problem(causal, scale, torch.are_deterministic_algorithms_enabled() if deterministic is None
                                 else deterministic)
     else:
@@ -126,7 +129,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
                                               cu_seqlens_kv, max_seqlen_q, max_seqlen_kv, sinks, kv_lengths, deterministic,
                                               wants_grad, compiling, page_table, pages if cached else None, return_row_max,
                                               fp32_out, bool(batch_invariant), indices=indices,
-                                              prefix_length=prefix_length)
+                                              prefix_length=prefix_length, running_state=state is not None)
         if kv_lengths is not None and not cached and causal in (True, "bottom_right") and q.shape[2] not in (1, k.shape[2]):
             raise InvalidArgument(f"causal=True with kv_lengths, {q.shape[2]} queries and {k.shape[2]} keys has two meanings: give "
                                   "cache=True too where the last query is to see a sequence's own last key, or "
@@ -143,15 +146,15 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         refuse_tangents(q, k, v, *fixed, *values)
     try:
         if not plain or is_watched() or _is_negated(q, k, v, fixed, values):
-            if return_row_max:
-                raise Unsupported("return_row_max cannot be had in compiled code, or under modes and transforms of torch: call "
-                                  "attention() outside of them.")
+            if return_row_max or state is not None:
+                raise Unsupported(f"{'return_row_max' if return_row_max else 'state'} cannot be had in compiled code, or under "
+                                  "modes and transforms of torch: call attention() outside of them.")
             out, lse = through_operator(q, k, v, fixed, values, problem, (None, None) if lists is None else lists.memory)
             return (out, lse) if return_lse else out
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         rng = draw_rng(q) if dropout_p else NO_RNG
-        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max)
+        return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max, state)
     except InvalidArgument as error:
         if compiling:
             raise
@@ -159,7 +162,7 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
 
 
 def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed: Fixed, values: tuple[Any, ...], problem: Problem,
-            rng: Rng, lists: Union[TileLists, None], return_lse: bool, return_row_max: bool) -> Any:
+            rng: Rng, lists: Union[TileLists, None], return_lse: bool, return_row_max: bool, state: Any) -> Any:
     """Computes at once, and records what autograd asks for."""
     plan = plan_of(q, k, v, fixed, values, problem)
     if not plan.reads or (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16:
@@ -167,6 +170,8 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
         v = k[..., :v_columns] if v_columns else readable(v, "v")
         plan = plan_of(q, k, v, fixed, values, problem)
     row_max = plan.new_rows() if return_row_max else None
+    if state is not None:
+        state = _read_state(state, plan, (q, k, v, *values) if torch.is_grad_enabled() else ())
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad
                                     or (fixed.sinks is not None and fixed.sinks.requires_grad) or _any_grad(values)):
         if not plan.prepared_both:
@@ -177,9 +182,21 @@ def _launch(q: Tensor, k: Tensor, v: Tensor, v_columns: Union[int, None], fixed:
         else:
             result = _record(call, q, k, v, *fixed, *[x for x in values if isinstance(x, Tensor)])
     else:
-        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max)
+        out, lse = plan.forward(q, k, v, fixed, values, rng, return_lse, None if lists is None else lists.built[0], row_max,
+                                state=state)
         result = (out, lse) if return_lse else out
     return result if row_max is None else (*result, row_max) if return_lse else (result, row_max)
+
+
+def _read_state(state: Any, plan: Plan, differentiable: Sequence[Any]) -> tuple[Tensor, Tensor]:
+    if not isinstance(state, (tuple, list)) or len(state) != 2 or not all(isinstance(x, Tensor) for x in state):
+        raise WrongType(f"state is a {type(state).__name__}: give O and LSE of other keys, (out, lse).")
+    if differentiable and any(isinstance(x, Tensor) and x.requires_grad for x in (*differentiable, *state)):
+        raise Unsupported("state has no gradients: call under torch.no_grad(), or join the parts by merge(), which has them.")
+    for name, x, size in zip(("state[0]", "state[1]"), state, (plan.out_size, plan.lse_size)):
+        if x.dtype != torch.float32 or tuple(x.shape) != tuple(size) or x.device != plan.device:
+            raise InvalidArgument(f"{name} is {describe(x)}: give float32 {list(size)} on {plan.device}.")
+    return readable(state[0], "state[0]"), state[1].contiguous()
 
 
 def _is_fp32_out(out_dtype: Any, q: Tensor) -> bool:

@@ -250,16 +250,11 @@ def _fake_merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype
 
 
 def _merge(outs: list[Tensor], lses: list[Tensor], dtype: Union[torch.dtype, None]) -> tuple[Tensor, Tensor]:
-    return merged_into(_new_state(outs[0], dtype), outs, lses)
-
-
-def merged_into(result: tuple[Tensor, Tensor], outs: list[Tensor], lses: list[Tensor]) -> tuple[Tensor, Tensor]:
-    """`result`, which may be one of the states: each element is read by the thread that writes it."""
     for i, pair in enumerate(zip(outs, lses)):
         for x in pair:
             check_memory(f"states[{i}]", x)
     outs, lses = [readable(out, "a state's O") for out in outs], [lse.contiguous() for lse in lses]
-    out, lse = result
+    out, lse = _new_state(outs[0], dtype)
     of_states, of_out = outs[0].dtype, out.dtype
     states = (PartialState * len(outs))(*[PartialState(_struct_of(x), y.data_ptr()) for x, y in zip(outs, lses)])
     args = MergeArgs(struct_size=ctypes.sizeof(MergeArgs), states=ctypes.addressof(states), state_count=len(outs),

@@ -74,11 +74,16 @@ _LAST: list[Any] = [("batch_size", _i64), ("max_seqlen_q", _i64), ("max_seqlen_k
                     ("rng_state", _pointer), ("zero_unused_rows", ctypes.c_int32)]
 
 
+class PartialState(ctypes.Structure):
+    _fields_ = [("out", Tensor), ("lse", _pointer)]
+
+
 class ForwardArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("q", Tensor), ("k", Tensor), ("v", Tensor), ("out", Tensor),
                 ("lse", _pointer)] + _COMMON + _LAST + [("page_table", PageTable), ("row_max", _pointer), ("k_scale", Scales),
                                                         ("v_scale", Scales), ("q_scale", Scales), ("indices", Indices),
-                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32), ("prefix_length", _pointer)]
+                                                        ("dropout_place", DropoutPlace), ("reserved_sms", ctypes.c_int32), ("prefix_length", _pointer),
+                                                        ("state", PartialState)]
 
 
 class BackwardArgs(ctypes.Structure):
@@ -103,10 +108,6 @@ class AppendArgs(ctypes.Structure):
     _fields_ = [("struct_size", ctypes.c_size_t), ("k", Tensor), ("v", Tensor), ("k_cache", Tensor), ("v_cache", Tensor),
                 ("kv_lengths", _pointer), ("page_table", PageTable), ("q", Tensor), ("q_out", Tensor), ("rope", Rope),
                 ("cu_seqlens_q", _pointer), ("batch_size", _i64), ("max_seqlen_kv", _i64), ("k_scale", Scales), ("v_scale", Scales)]
-
-
-class PartialState(ctypes.Structure):
-    _fields_ = [("out", Tensor), ("lse", _pointer)]
 
 
 class MergeArgs(ctypes.Structure):

@@ -86,9 +86,11 @@ def _word(structure: type[ctypes.Structure], *members: str) -> tuple[int, ...]:
     return tuple(_library.word(structure, member) for member in members)
 
 
-_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX = _word(ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max")
+_F_Q, _F_K, _F_V, _F_OUT, _F_LSE, _F_CAPTURES, _F_ROW_MAX, _F_STATE = _word(
+    ForwardArgs, "q", "k", "v", "out", "lse", "captures", "row_max", "state")
 _B_Q, _B_K, _B_V, _B_OUT, _B_LSE, _B_DOUT, _B_DLSE, _B_DQ, _B_DK, _B_DV, _B_CAPTURES, _B_DSINKS = _word(
     BackwardArgs, "q", "k", "v", "out", "lse", "dout", "dlse", "dq", "dk", "dv", "captures", "dsinks")
+_TENSOR_WORDS = ctypes.sizeof(_library.Tensor) // 8
 _F_OUT_STRIDE = _F_OUT + _library.word(_library.Tensor, "stride")
 _B_DOUT_STRIDE = _B_DOUT + _library.word(_library.Tensor, "stride")
 _F_LENT, _B_LENT = (Lent(*_word(structure, "workspace", "lists", "seed", "rng_state", "dropout_place"), _word(structure, *fixed))
@@ -319,9 +321,9 @@ class Plan:
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: Sequence[Any], rng: Rng, want_lse: bool,
                 lists: Union[BuiltLists, None] = None, row_max: Union[Tensor, None] = None,
-                out: Union[Tensor, None] = None) -> tuple[Tensor, Any]:
+                out: Union[Tensor, None] = None, state: Union[tuple[Tensor, Tensor], None] = None) -> tuple[Tensor, Any]:
         """O and LSE, and what new_rows() made as row_max, of tensors that are read where they lie: see readable(). out: where
-        O is written, if not to memory of its own."""
+        O is written, if not to memory of its own. state: O, which may be `out`, and LSE that the keys join."""
         shared = runtime()
         if self.generation != shared.generation:
             self._refresh(shared)
@@ -335,6 +337,9 @@ class Plan:
         if want_lse:
             lse = self.new_rows()
             words[_F_LSE] = lse.data_ptr()
+        if state is not None:
+            words[_F_STATE:_F_STATE + _TENSOR_WORDS] = _library.words_of(tensor_struct(state[0].shape, state[0].stride()))
+            words[_F_STATE], words[_F_STATE + _TENSOR_WORDS] = (x.data_ptr() for x in state)
         if row_max is not None:
             words[_F_ROW_MAX] = row_max.data_ptr()
         workspace = self._lend(words, _F_LENT, self.workspace_forward, fixed, rng, lists, False)  # lives until the launch

@@ -58,7 +58,7 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
                  deterministic: Union[bool, None], wants_grad: bool, compiling: bool = False, page_table: Any = None,
                  pages: Union[int, None] = None, row_max: bool = False, fp32_out: bool = False,
                  batch_invariant: bool = False, fp32_grads: bool = False, indices: Any = None,
-                 prefix_length: Any = None) -> tuple[Fixed, tuple[Any, ...], Problem]:
+                 prefix_length: Any = None, running_state: bool = False) -> tuple[Fixed, tuple[Any, ...], Problem]:
     """attention()'s arguments besides Q, K and V, and the values of the names in its programs.
 
     wants_grad: whether captured tensors that require gradients get them. compiling: whether torch.compile traces it.
@@ -101,7 +101,7 @@ def read_problem(causal: Union[bool, str], scale: Union[float, None], dropout_p:
         deterministic = torch.are_deterministic_algorithms_enabled()
     key = (program.form, causal, _kinds(program, wants_grad) if values else (), block, pages,
            (dropout_p > 0, kv_lengths is not None and pages is None, varlen, sinks is not None, pages == 0, deterministic, row_max,
-            fp32_out, batch_invariant, fp32_grads, indices is not None, prefix_length is not None))
+            fp32_out, batch_invariant, fp32_grads, indices is not None, prefix_length is not None, running_state))
     options = _options(key) if compiling else _cached_options(key)
     if not -1 < dropout_p < 1:
         raise InvalidArgument(f"dropout_p is {dropout_p}: it must be at least 0 and less than 1.")
@@ -204,7 +204,7 @@ def _options(key: tuple[Any, ...]) -> str:
     if pages:
         text += f":pages{pages}"
     names = ("dropout_p", "kv_lengths", "cu_seqlens_q", "sinks", "cache", "deterministic", "return_row_max", "out_dtype",
-             "batch_invariant", "fp32_grads", "indices", "prefix_length")
+             "batch_invariant", "fp32_grads", "indices", "prefix_length", "state")
     asked = dict(zip(names, given))
     return text + options_of(asked, _spec_options()) + (":fp32_grads" if asked["fp32_grads"] else "")
 

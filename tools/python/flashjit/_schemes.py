@@ -8,7 +8,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._cache import merged_into
 from ._chunks import Chunk, chunks
 from ._exchange import AllToAll, Gathering, Travel, scattered_sum
 from ._pieces import Piece, Rule
@@ -52,31 +51,34 @@ def _cut(x: Tensor, chunk: Chunk) -> Tensor:
 
 
 class State:
-    """O and LSE of the keys so far, in float32."""
+    """O and LSE of the keys so far, in float32, which further keys join where it lies."""
 
     def __init__(self, q: Tensor, dim_v: int) -> None:
-        self.like, self.dim_v = q, dim_v
+        self.q, self.dim_v = q, dim_v
         self.out, self.lse = None, None
 
-    def add(self, rows: Chunk, out: Tensor, lse: Tensor, dtype: torch.dtype = torch.float32) -> None:
-        """Joins what disjoint keys gave: LSE = log(exp(LSE) + exp(LSE_i)), O = sum of exp(LSE_i - LSE) O_i. dtype: of O from
-        now on, with the last part."""
-        if self.out is None and rows.rows == self.like.shape[2]:
-            self.out, self.lse = out.to(dtype), lse
+    def add(self, piece: Piece, dtype: torch.dtype, k: Tensor, v: Tensor, rng: Rng, reserved_sms: int) -> None:
+        """Joins the keys of a piece. dtype: of O from now on, with the last one."""
+        rows, given = piece.rows, (self.q, k, v, rng, piece, dtype)
+        if self.out is None and rows.rows == self.q.shape[2]:
+            self.out, self.lse = compute(*given, reserved_sms=reserved_sms)
             return
-        mine, before = self.whole()
-        before = before[:, :, rows.begin:rows.end]
-        self.out = mine if mine.dtype == dtype else torch.empty_like(mine, dtype=dtype)
-        if self.out is not mine:
+        before, lse = self.whole()
+        if before.dtype != dtype:
+            self.out = torch.empty_like(before, dtype=dtype)
             for others in (slice(0, rows.begin), slice(rows.end, None)):
-                self.out[:, :, others] = mine[:, :, others]
-        _, joined = merged_into((_cut(self.out, rows), torch.empty_like(lse)), [_cut(mine, rows), out], [before, lse])
-        before.copy_(joined)
+                self.out[:, :, others] = before[:, :, others]
+        lse = lse[:, :, rows.begin:rows.end]
+        _, joined = compute(*given, reserved_sms=reserved_sms, out=self.out, state=(before, lse))
+        if rows.rows == self.q.shape[2]:
+            self.lse = joined
+        else:
+            lse.copy_(joined)
 
     def whole(self) -> tuple[Tensor, Tensor]:
         if self.out is None:
-            self.out = self.like.new_zeros((*self.like.shape[:3], self.dim_v), dtype=torch.float32)
-            self.lse = self.like.new_full(self.like.shape[:3], -math.inf, dtype=torch.float32)
+            self.out = self.q.new_zeros((*self.q.shape[:3], self.dim_v), dtype=torch.float32)
+            self.lse = self.q.new_full(self.q.shape[:3], -math.inf, dtype=torch.float32)
         return self.out, self.lse
 
 
@@ -103,11 +105,15 @@ class _Call(NamedTuple):
         return _Call(plan_of(*qkv, fixed, values, problem), qkv, (fixed, values, rng))
 
 
-def compute(q: Tensor, k: Tensor, v: Tensor, piece: Piece, dtype: torch.dtype, sinks: Union[Tensor, None] = None,
-            rng: Rng = NO_RNG, reserved_sms: int = 0, out: Union[Tensor, None] = None) -> tuple[Tensor, Tensor]:
-    """O, of `dtype`, and LSE of a piece's rows. out: where all rows' O is."""
-    call = _Call.of(q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype)
-    out, lse = call.plan.forward(*call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows))
+def compute(q: Tensor, k: Tensor, v: Tensor, rng: Rng, piece: Piece, dtype: torch.dtype, *, sinks: Union[Tensor, None] = None,
+            reserved_sms: int = 0, out: Union[Tensor, None] = None,
+            state: Union[tuple[Tensor, Tensor], None] = None) -> tuple[Tensor, Tensor]:
+    """O, of `dtype`, and LSE of a piece's rows. out: where all rows' O is. state: all rows' O and these rows' LSE, which the
+    piece's keys join."""
+    call = _Call.of(q, k, v, piece, sinks, rng, reserved_sms, fp32_out=dtype != q.dtype, running_state=state is not None)
+    if state is not None:
+        state = _cut(state[0], piece.rows), state[1].contiguous() if piece.packed is None else piece.packed.padded(state[1])
+    out, lse = call.plan.forward(*call.qkv, *call.rest, True, out=None if out is None else _cut(out, piece.rows), state=state)
     return out, lse if piece.packed is None else piece.packed.rows_of(lse)
 
 
@@ -189,7 +195,7 @@ class Ring(torch.autograd.Function):
             reserved = job.reserved_sms if travel else 0
             for piece in pieces:
                 dtype = q.dtype if sinks is None and piece is last[0] else torch.float32
-                state.add(piece.rows, *compute(q, *block, piece, torch.float32, None, job.rng, reserved), dtype)
+                state.add(piece, dtype, *block, job.rng, reserved)
             block, travel = travel.wait() if travel else block, None
         out, lse = state.whole()
         if sinks is not None:  # which all keys share
@@ -245,7 +251,7 @@ class AllGather(torch.autograd.Function):
         lse = q.new_empty(q.shape[:3], dtype=torch.float32)
         for piece in job.pieces_with_all(q):
             rows = piece.rows
-            lse[:, :, rows.begin:rows.end] = compute(q, keys, values, piece, q.dtype, sinks, job.rng, out=out)[1]
+            lse[:, :, rows.begin:rows.end] = compute(q, keys, values, job.rng, piece, q.dtype, sinks=sinks, out=out)[1]
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
 
@@ -275,7 +281,7 @@ class Whole(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Union[Tensor, None], job: Job) -> tuple[Tensor, Tensor]:
         rows = Chunk(0, q.shape[2], 0)
         ctx.piece, = job.rule.pieces((rows,), (rows,), q.device)
-        out, lse = compute(q, k, v, ctx.piece, q.dtype, sinks, job.rng)
+        out, lse = compute(q, k, v, job.rng, ctx.piece, q.dtype, sinks=sinks)
         _end_forward(ctx, job, q, k, v, sinks, out, lse)
         return out, lse
 

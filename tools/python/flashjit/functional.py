@@ -23,7 +23,7 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
             scale: Union[float, None] = None, dropout_p: float = 0.0, seed: int = 0, offset: int = 0,
             captures: Union[Mapping[str, Any], None] = None, block_map: Any = None, kv_lengths: Any = None,
             cu_seqlens_q: Any = None, cu_seqlens_kv: Any = None, max_seqlen_q: int = 0, max_seqlen_kv: int = 0,
-            sinks: Any = None, row_max: Any = None, workspace: Any = None,
+            sinks: Any = None, row_max: Any = None, state: Union[tuple[Any, Any], None] = None, workspace: Any = None,
             lists: Union["DeviceTileLists", None] = None, stream: int = 0) -> tuple[Any, Any]:
     """O = softmax(scale * Q K^T) V, and the log of the softmax's row sums.
 
@@ -41,6 +41,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
         tensors is read or written. sinks: float32 [heads_q].
     row_max: like lse, to write the largest score of each query to, after a score program and without sinks; -inf where it
         attends to nothing. The largest of a head's is what QK-clip asks for.
+    state: O, like out but float32, and lse of the same queries over other keys, which these keys join: O and lse are those of all. They
+        may be out and lse themselves, out with "fp32_out". O of a row whose lse is -inf may be anything. Not with sinks.
     seed, offset: of the dropout mask. workspace: device memory for this call; created like out.
     lists: the result of build_lists() for such calls; else built in this call, if needed.
     stream: the CUDA stream to launch on, as an int; the arrays' library must know that the work is there. That stream waits
@@ -50,6 +52,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     """
     if row_max is not None and "row_max" not in _outside_braces(options).split(":"):
         options += ":row_max"
+    if state is not None and "running_state" not in _outside_braces(options).split(":"):
+        options += ":running_state"
     call = _Call({"q": q, "k": k, "v": v}, options, dropout_p, captures,
                  dict(kv_lengths=kv_lengths, cu_seqlens_q=cu_seqlens_q, cu_seqlens_kv=cu_seqlens_kv, sinks=sinks), block_map,
                  max_seqlen_q, max_seqlen_kv, stream)
@@ -63,6 +67,8 @@ def forward(q: Any, k: Any, v: Any, *, options: str = "", out: Any = None, lse: 
     if row_max is not None:
         call.made(row_max, "row_max", (batch, heads_q, seqlen_q), "fp32", q)
         args.row_max = call.views["row_max"].contiguous_pointer("row_max")
+    if state is not None:
+        args.state = call.state(state, call.views["out"].size, call.views["lse"].size)
     call.launch("forward", args, workspace, lists, q)
     return out, lse
 
@@ -243,6 +249,15 @@ class _Call:
         if seen.read_only:
             raise InvalidArgument(f"{name} is read-only: give an array that can be written.")
         return seen
+
+    def state(self, given: Any, out_size: tuple[int, ...], lse_size: tuple[int, ...]) -> _library.PartialState:
+        if not isinstance(given, (tuple, list)) or len(given) != 2:
+            raise WrongType(f"state is a {type(given).__name__}: give O and lse of other keys, (out, lse).")
+        for name, array, size in zip(("state[0]", "state[1]"), given, (out_size, lse_size)):
+            seen = self.add(name, array)
+            if seen.type != "fp32" or seen.size != size:
+                raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be fp32 {list(size)}.")
+        return _library.PartialState(self.tensors("state[0]")["state[0]"], self.views["state[1]"].contiguous_pointer("state[1]"))
 
     def tensors(self, *names: str) -> dict[str, _library.Tensor]:
         return {name: _library.Tensor(self.views[name].pointer, (ctypes.c_int64 * 4)(*self.views[name].size),

@@ -174,8 +174,8 @@ def memory_bytes(problem: Problem, ranks: int, scheme: str, backward: bool = Fal
         return inputs + (q + kv + accumulator if backward else q)
     if scheme == "ring":
         blocks = min(ranks - 1, 2) * kv  # at work and under way
-        if not backward:  # O and what joins it; and with the last block O as it is returned
-            return inputs + 2 * fp32 * q + max(blocks, kv + q)
+        if not backward:  # O, which the blocks join in place; and with the last block O as it is returned
+            return inputs + fp32 * q + max(blocks, kv + q)
         # The sum of dQ and a part; of dK and dV the sums that leave and those that come, and a part, with new sums where it is less.
         part, new_sums = (kv / 2, kv) if problem.causal else (kv, 0)
         return inputs + blocks + fp32 * (2 * q + 2 * kv + part) + max(accumulator, fp32 * new_sums)
@@ -263,9 +263,12 @@ class _Run:
                         for b in chunks_of[(place - step) % count]]
                 total = sum(found for _, found in seen)
                 self.compute(rank, total, heads, self.machine.rate_of_parts if count > 1 else 1.0)
-                if total and step:  # O is joined, or dQ added
+                if total and step:  # O is joined by the kernel, which reads it, or dQ added
                     touched = sum(a.rows for a in {a for a, found in seen if found}) / rows
-                    self.copy(rank, 3 * q * touched)
+                    if self.backward:
+                        self.copy(rank, 3 * q * touched)
+                    else:
+                        self._take(rank, "copy", q * touched / self.machine.memory_bytes)
             if self.backward and count > 1:
                 for place, rank in enumerate(leaders):
                     self.now[rank] = max(self.now[rank], coming[place])

@@ -1,0 +1,53 @@
+// Calls whose keys join a running state. A fifth of the rows have none: their LSE is -inf, and their O NaN.
+#pragma once
+
+#include <string>
+
+#include "tests/support/attention_case.hpp"
+
+namespace flashjit::test {
+
+struct RunningStateCase {
+  const char* spec;
+  AttentionShape shape;
+  const char* config = "";  ///< empty: the planner's choices of all families that can
+};
+
+inline void expect_joins(Runtime& runtime, const RunningStateCase& test, Family family, unsigned seed) {
+  AttentionCase given{.spec = parse_spec(std::string(test.spec) + ":running_state"),
+                      .shape = test.shape,
+                      .family = family,
+                      .layout = seed % 2 == 0 ? Layout::bshd : Layout::padded,
+                      .map_heads = test.shape.heads_q,
+                      .seed = seed};
+  if (given.spec.dropout) given.dropout_p = 0.2;
+  vary(given);
+  SCOPED_TRACE(to_string(given.spec) + " " + to_string(given.shape) + " " + to_string(family) +
+               (given.state_in_place ? " in place" : ""));
+  const TileConfig config =
+      *test.config ? parse_config(test.config) : heuristic(family, given.spec, given.shape, Pass::forward);
+  AttentionRun run(given);
+  run.check_forward(runtime, config);
+  run.check_forward_without_lse(runtime, config);
+}
+
+/// Where O is fp32 in place, too.
+inline void expect_joins(Runtime& runtime, const RunningStateCase& test) {
+  const AttentionSpec spec = parse_spec(std::string(test.spec) + ":running_state");
+  for (const Family family : {Family::simt, Family::sm80, Family::sm90}) {
+    if (*test.config ? parse_config(test.config).family != family : !supports(family, spec)) continue;
+    if (spec.normalized().out_type() == DType::fp32) expect_joins(runtime, test, family, 2);
+    expect_joins(runtime, test, family, 3);
+  }
+}
+
+/// The backward pass of O and LSE that a forward pass joined.
+inline void expect_gradients_of_joined(Runtime& runtime, const char* spec, const AttentionShape& shape) {
+  const AttentionCase test{
+      .spec = parse_spec(std::string(spec) + ":running_state"), .shape = shape, .family = Family::sm90};
+  AttentionRun run(test);
+  run.check_forward(runtime, heuristic(test.family, test.spec, shape, Pass::forward));
+  run.check_backward(runtime, heuristic(test.family, test.spec, shape, Pass::backward));
+}
+
+}  // namespace flashjit::test

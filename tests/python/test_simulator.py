@@ -86,11 +86,11 @@ def test_a_slow_link_is_what_a_ring_waits_for():
 
 
 def test_the_best_scheme_depends_on_the_machine():
-    problem = Problem(32768)
+    problem = Problem(262144)
     assert simulator.best(problem, 8) == "ulysses"
     odd = problem._replace(heads=30, heads_kv=10)  # which do not divide into 8 ranks
     assert simulator.best(odd, 8) == "all_gather" and simulator.best(odd, 8, machine=Machine(link_bytes=30e9)) == "ring"
-    small = Machine(capacity=3 * problem.q_bytes(4096))
+    small = Machine(capacity=3 * problem.q_bytes(32768))
     assert simulator.plans(problem, 8, machine=small) == [] and simulator.best(problem, 8, machine=small) == "ring"
     across = [plan.scheme for plan in simulator.plans(Problem(1 << 20), 64, backward=True)]
     assert across[0] == "two_level"

@@ -138,7 +138,7 @@ struct SharedAttention::Impl {
     for (int owner = 0; owner < ranks; ++owner) calls.push_back(calls_with(s, rank, owner, ranks));
     std::vector<SharedCall*> latest(segments.size());
     for (int i = 0; i < ranks; ++i)
-      for (SharedCall& call : calls[(rank + ranks - i) % ranks]) latest[call.segment] = &call;
+      for (SharedCall& call : calls[owner_at(i)]) latest[call.segment] = &call;
     for (SharedCall* call : latest) call->last = true;
   }
   void check_spec() const {
@@ -237,6 +237,8 @@ struct SharedAttention::Impl {
   std::size_t lse_bytes(std::int64_t rows) const { return s.batch * s.heads_q * rows * sizeof(float); }
   /// Of a segment, in an LSE of all rows.
   float* lse_of(float* lse, const RowChunk& rows) const { return lse + s.batch * s.heads_q * rows.begin; }
+  /// Whose keys a step has: at first this rank's own, then those of the ranks before it.
+  int owner_at(int step) const { return (rank + ranks - step) % ranks; }
   /// Whether any segment has several calls.
   bool joins() const {
     bool several = false;
@@ -516,7 +518,7 @@ struct SharedAttention::Impl {
     if (!is_ring()) {
       if (gathers()) gather(mine, all, stream, copies);
       for (int i = 0; i < ranks; ++i) {
-        const int owner = (rank + ranks - i) % ranks;
+        const int owner = owner_at(i);
         step(owner, gathers() && owner != rank ? of_owner(all, owner, element()) : mine);
       }
       return;
@@ -528,7 +530,7 @@ struct SharedAttention::Impl {
         travel(now, next, element(), stream, copies);  // the step before has read what is overwritten
         arrived.record(copies);
       }
-      step((rank + ranks - i) % ranks, now);
+      step(owner_at(i), now);
       if (i + 1 < ranks) wait(stream, arrived);
       now = next;
     }

@@ -24,10 +24,7 @@ template <int kWarps, int kChunks>
 __device__ __forceinline__ float4 sum_of_warps(const float4 (&sums)[kWarps][kChunks], int chunk) {
   float4 all = sums[0][chunk];
 #pragma unroll
-  for (int other = 1; other < kWarps; ++other) {
-    const float4 x = sums[other][chunk];
-    all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
-  }
+  for (int other = 1; other < kWarps; ++other) all = add_columns(all, sums[other][chunk]);
   return all;
 }
 
@@ -89,8 +86,7 @@ __device__ void combine(const Params& p) {
     float4 all = sum_of_warps(sums, chunk);
     if constexpr (P::kRunningState) {
       const float* from = sequence.template q_pointer<float>(p.o_state, h, q) + chunk * 4;
-      const float4 x = state_columns(from, of_state);
-      all = {all.x + x.x, all.y + x.y, all.z + x.z, all.w + x.w};
+      all = add_columns(all, state_columns(from, of_state));
     }
     store_columns(sequence.template q_pointer<OutElement<P>>(p.o, h, q) + chunk * 4, all);
   }

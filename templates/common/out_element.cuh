@@ -16,6 +16,9 @@ using GradElement = Conditional<P::kFp32Grads, float, typename P::Element>;
 template <class P>
 constexpr int kOutVector = 16 / static_cast<int>(sizeof(OutElement<P>));
 
+__device__ __forceinline__ float4 add_columns(const float4& a, const float4& b) {
+  return {a.x + b.x, a.y + b.y, a.z + b.z, a.w + b.w};
+}
 /// Stores four columns of a row, of elements, or fp32.
 template <class Element>
 __device__ __forceinline__ void store_columns(Element* to, float4 x) {

@@ -209,8 +209,8 @@ __device__ __forceinline__ void consume_wide_cluster(const Params& p, const Tens
     pin(dk);
     pin(dq);
     if constexpr (Policy::kOtherDsOverP) {
-      named_barrier_sync(kBothConsumers,
-                         2 * 128);  // the other warpgroup has read the fifth slice, too, and dS
+      // The other warpgroup has read the fifth slice, too, and dS.
+      named_barrier_sync(kBothConsumers, 2 * 128);
       smem.signal_ds_read();
     }
     wait_dq_empty(smem, i, wg);

@@ -42,12 +42,14 @@ inline void expect_joins(Runtime& runtime, const RunningStateCase& test) {
 }
 
 /// The backward pass of O and LSE that a forward pass joined.
-inline void expect_gradients_of_joined(Runtime& runtime, const char* spec, const AttentionShape& shape) {
-  const AttentionCase test{
-      .spec = parse_spec(std::string(spec) + ":running_state"), .shape = shape, .family = Family::sm90};
-  AttentionRun run(test);
-  run.check_forward(runtime, heuristic(test.family, test.spec, shape, Pass::forward));
-  run.check_backward(runtime, heuristic(test.family, test.spec, shape, Pass::backward));
+inline void expect_gradients_of_joined(Runtime& runtime, const AttentionShape& shape) {
+  for (const char* spec : {"bf16:d64:causal", "fp16:d128", "bf16:d64:causal:varlen:dropout"}) {
+    const AttentionCase test{
+        .spec = parse_spec(std::string(spec) + ":running_state"), .shape = shape, .family = Family::sm90};
+    AttentionRun run(test);
+    run.check_forward(runtime, heuristic(test.family, test.spec, shape, Pass::forward));
+    run.check_backward(runtime, heuristic(test.family, test.spec, shape, Pass::backward));
+  }
 }
 
 }  // namespace flashjit::test

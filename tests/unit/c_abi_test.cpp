@@ -200,33 +200,48 @@ TEST_F(CAbi, ConfigurationsAreRead) {
             FLASHJIT_NO_DRIVER);
 }
 
+flashjit_tensor two_rows(float* data) { return {data, {1, 1, 2, 8}, {16, 16, 8, 1}}; }
+
+/// Two queries and two keys of eight columns. Q and K are zeros, V's rows zeros and ones.
+struct TwoRows {
+  alignas(16) float q[16] = {}, v[16] = {}, out[16] = {};
+  float lse[2] = {};
+
+  TwoRows() { std::fill_n(v + 8, 8, 1.0f); }
+  flashjit_forward_args forward() {
+    flashjit_forward_args args{};
+    args.struct_size = sizeof args;
+    args.q = args.k = two_rows(q);
+    args.v = two_rows(v);
+    args.out = two_rows(out);
+    args.lse = lse;
+    return args;
+  }
+};
+
 TEST_F(CAbi, TheReferenceNeedsNeitherDriverNorRuntime) {
   flashjit_spec* made = nullptr;
   ASSERT_EQ(flashjit_spec_create("fp32:d8", &made), FLASHJIT_OK) << last_message();
   const SpecPtr s(made);
-  alignas(16) float q[16] = {}, v[16], out[16], dout[16], dq[16], dk[16], dv[16], lse[2];
-  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(i / 8), dout[i] = 1;  // two rows, zeros and ones
-  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 2, 8}, {16, 16, 8, 1}}; };
-  flashjit_forward_args forward{};
-  forward.struct_size = sizeof forward;
-  forward.q = forward.k = view(q);
-  forward.v = view(v);
-  forward.out = view(out);
-  forward.lse = lse;
+  TwoRows rows;
+  auto& [q, v, out, lse] = rows;
+  alignas(16) float dout[16], dq[16], dk[16], dv[16];
+  std::fill_n(dout, 16, 1.0f);
+  flashjit_forward_args forward = rows.forward();
   ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
   EXPECT_EQ(out[0], 0.5f);  // the average of both rows, as Q is zero
   EXPECT_EQ(lse[1], std::log(2.0f));
 
   flashjit_backward_args backward{};
   backward.struct_size = sizeof backward;
-  backward.q = backward.k = view(q);
-  backward.v = view(v);
-  backward.out = view(out);
+  backward.q = backward.k = two_rows(q);
+  backward.v = two_rows(v);
+  backward.out = two_rows(out);
   backward.lse = lse;
-  backward.dout = view(dout);
-  backward.dq = view(dq);
-  backward.dk = view(dk);
-  backward.dv = view(dv);
+  backward.dout = two_rows(dout);
+  backward.dq = two_rows(dq);
+  backward.dk = two_rows(dk);
+  backward.dv = two_rows(dv);
   ASSERT_EQ(flashjit_reference_backward(s.get(), &backward), FLASHJIT_OK) << last_message();
   EXPECT_EQ(dv[0], 1.0f);  // half of each of two rows
   EXPECT_EQ(dq[0], 0.0f);
@@ -241,18 +256,14 @@ TEST_F(CAbi, TheReferenceJoinsARunningState) {
   flashjit_spec* made = nullptr;
   ASSERT_EQ(flashjit_spec_create("fp32:d8:running_state", &made), FLASHJIT_OK) << last_message();
   const SpecPtr s(made);
-  alignas(16) float q[16] = {}, v[16], out[16], lse[2] = {std::log(2.0f), -INFINITY};
-  for (int i = 0; i < 16; ++i) v[i] = static_cast<float>(i / 8), out[i] = i < 8 ? 2.0f : NAN;
-  const auto view = [](float* data) { return flashjit_tensor{data, {1, 1, 2, 8}, {16, 16, 8, 1}}; };
-  flashjit_forward_args forward{};
-  forward.struct_size = sizeof forward;
-  forward.q = forward.k = view(q);
-  forward.v = view(v);
-  forward.out = view(out);
-  forward.lse = lse;
+  TwoRows rows;
+  auto& [q, v, out, lse] = rows;
+  for (int i = 0; i < 16; ++i) out[i] = i < 8 ? 2.0f : NAN;
+  lse[0] = std::log(2.0f), lse[1] = -INFINITY;
+  flashjit_forward_args forward = rows.forward();
   EXPECT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_INVALID_ARGUMENT);
   EXPECT_MESSAGE("state.out");
-  forward.state = {view(out), lse};
+  forward.state = {two_rows(out), lse};
   ASSERT_EQ(flashjit_reference_forward(s.get(), &forward), FLASHJIT_OK) << last_message();
   EXPECT_EQ(out[0], 1.25f);  // the average of two keys' 2 and of two keys' 0.5
   EXPECT_FLOAT_EQ(lse[0], std::log(4.0f));

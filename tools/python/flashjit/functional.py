@@ -242,10 +242,14 @@ class _Call:
         self.written(name, array, size, type)
         return array
 
-    def written(self, name: str, array: Any, size: Sequence[int], type: str) -> View:
+    def sized(self, name: str, array: Any, size: Sequence[int], type: str) -> View:
         seen = self.add(name, array)
         if seen.size != tuple(size) or seen.type != type:
             raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be {type} {list(size)}.")
+        return seen
+
+    def written(self, name: str, array: Any, size: Sequence[int], type: str) -> View:
+        seen = self.sized(name, array, size, type)
         if seen.read_only:
             raise InvalidArgument(f"{name} is read-only: give an array that can be written.")
         return seen
@@ -254,9 +258,7 @@ class _Call:
         if not isinstance(given, (tuple, list)) or len(given) != 2:
             raise WrongType(f"state is a {type(given).__name__}: give O and lse of other keys, (out, lse).")
         for name, array, size in zip(("state[0]", "state[1]"), given, (out_size, lse_size)):
-            seen = self.add(name, array)
-            if seen.type != "fp32" or seen.size != size:
-                raise InvalidArgument(f"{name} is {seen.type} {list(seen.size)}: it must be fp32 {list(size)}.")
+            self.sized(name, array, size, "fp32")
         return _library.PartialState(self.tensors("state[0]")["state[0]"], self.views["state[1]"].contiguous_pointer("state[1]"))
 
     def tensors(self, *names: str) -> dict[str, _library.Tensor]:

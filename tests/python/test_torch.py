@@ -976,10 +976,12 @@ def test_dropout_in_compiled_code_without_gradients(programs):
     assert not torch.equal(function(q, k, v), function(q, k, v))
 
 
-def test_dropout_in_compiled_code():
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dropout_in_compiled_code(backend):
     q, k, v = tensors()
+    torch._dynamo.reset()
     function = lambda q, k, v: (flashjit.attention(q, k, v, dropout_p=0.5), flashjit.attention(q, k, v, dropout_p=0.5))
-    run = compiled(function)
+    run = torch.compile(function, backend=backend, fullgraph=True)
     a, b = run(q, k, v)
     assert (a != b).any() and (run(q, k, v)[0] != a).any()
     torch.autograd.grad(a.sum(), q)

@@ -26,6 +26,8 @@ torch.library.define("flashjit::attention_forward", f"(Tensor q, Tensor k, Tenso
 torch.library.define("flashjit::attention_backward",
                      "(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, "
                      f"{_FIXED_SCHEMA}{_PROBLEM_SCHEMA}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define("flashjit::draw", "(Tensor like) -> Tensor",
+                     tags=(torch.Tag.pt2_compliant_tag, torch.Tag.nondeterministic_seeded))
 
 
 def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tuple[Any, ...],
@@ -41,19 +43,30 @@ def through_operator(q: Tensor, k: Tensor, v: Tensor, fixed: Fixed, values: tupl
     return torch.ops.flashjit.attention_forward(q, k, v, *arguments)
 
 
-def draw(q: Tensor) -> Tensor:
+def draw(like: Tensor) -> Tensor:
     """Seed and offset of a dropout mask, from PyTorch's generator of the device, where the kernels read them."""
-    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=q.device)
+    return torch.randint(0, 2**62, (2,), dtype=torch.int64, device=like.device)
 
 
 def _draw_once(q: Tensor, inputs: Sequence[Union[Tensor, None]]) -> Tensor:
     """draw(), of which torch.compile knows that the backward pass of `inputs`, if any, needs the same numbers: in a checkpoint its
     partitioner replays the generator where it computes a forward pass again. Elsewhere it would draw anew. A graph without a
     backward pass can have no such checkpoint."""
-    if (torch.compiler.is_compiling() and not torch.compiler.is_exporting() and torch.is_grad_enabled()
+    if (torch.compiler.is_compiling() and not _is_exporting() and torch.is_grad_enabled()
             and any(x is not None and x.requires_grad for x in inputs)):
-        return checkpoint(draw, q, use_reentrant=False)
+        return checkpoint(_draw_by_operator, q, use_reentrant=False)
     return draw(q)
+
+
+def _draw_by_operator(q: Tensor) -> Tensor:
+    # Inductor has its own numbers for PyTorch's operators, and may not replay them. PyTorch 2.11 makes one of two
+    # calls with the same tensor, but not of two empty tensors.
+    return torch.ops.flashjit.draw(torch.empty(0, device=q.device))
+
+
+def _is_exporting() -> bool:
+    # torch.compiler.is_exporting() is true under torch.compile, too, in PyTorch 2.11, and 2.6 lacks it.
+    return getattr(torch.compiler, "_is_exporting_flag", False)
 
 
 class _Unpacked(NamedTuple):
@@ -80,6 +93,11 @@ def _unpack(q: Tensor, k: Tensor, v: Tensor, arguments: Sequence[Any]) -> _Unpac
     return _Unpacked(plan, (q, k, v), fixed, values, rng, lists)
 
 
+@torch.library.impl("flashjit::draw", ("cuda", "cpu"))
+def _operator_draw(like: Tensor) -> Tensor:
+    return draw(like)
+
+
 @torch.library.impl("flashjit::attention_forward", ("cuda", "cpu"))
 def _operator_forward(q: Tensor, k: Tensor, v: Tensor, *arguments: Any) -> tuple[Tensor, Tensor]:
     plan, qkv, fixed, values, rng, lists = _unpack(q, k, v, arguments)
@@ -94,6 +112,11 @@ def _operator_backward(dout: Any, dlse: Any, q: Tensor, k: Tensor, v: Tensor, ou
         out = torch.empty_strided(plan.out_size, plan.out_stride, dtype=out.dtype, device=out.device).copy_(out)
     grads, dsinks, dvalues = plan.backward(dout, dlse, *qkv, out, lse.contiguous(), fixed, values, rng, built_at(lists[1]))
     return [*grads, *([] if dsinks is None else [dsinks]), *dvalues]
+
+
+@torch.library.register_fake("flashjit::draw")
+def _fake_draw(like: Tensor) -> Tensor:
+    return torch.empty(2, dtype=torch.int64, device=like.device)
 
 
 @torch.library.register_fake("flashjit::attention_forward")

@@ -374,6 +374,29 @@ def test_dropout_in_compiled_code():
     assert all(g.isfinite().all() for g in torch.autograd.grad(out.float().square().sum(), (q, k, v)))
 
 
+@needs_compiler
+@pytest.mark.parametrize("options", [{}, {"mode": "reduce-overhead"}])
+@pytest.mark.parametrize("budget", [1.0, 0.5])
+def test_dropout_where_compiled_code_computes_a_region_again(options, budget):
+    from torch.utils.checkpoint import checkpoint
+    q, k = (torch.randn(1, 2, 64, 64, device=DEVICE, dtype=torch.bfloat16, requires_grad=True) for _ in "qk")
+    v = torch.eye(64, device=DEVICE, dtype=torch.bfloat16).expand(1, 2, -1, -1).contiguous().requires_grad_()
+
+    def region(q, k, v):
+        p = flashjit.attention(torch.sin(q), k, v, dropout_p=0.5)
+        return torch.cos(p).relu(), p
+    with torch._functorch.config.patch(activation_memory_budget=budget):
+        run = compiled(lambda *inputs: checkpoint(region, *inputs, use_reentrant=False), **options)
+        masks = []
+        for _ in range(3):
+            p = run(q, k, v)[1].clone()  # V is the identity: the dropped P
+            dout = torch.randn_like(p)
+            right = (p.detach().float().transpose(2, 3) @ dout.float()).to(dout.dtype)
+            torch.testing.assert_close(torch.autograd.grad(p, v, dout)[0], right, rtol=0.02, atol=0.02)
+            masks.append(p != 0)
+        assert not torch.equal(masks[0], masks[1]) and not torch.equal(masks[1], masks[2])
+
+
 def test_operators_are_sound():
     q, k, v = tensors(queries=32, keys=32)
     arguments = (q, k, v, *[None] * 14, [], [], [], ":causal", None, 0.0, 0, 0, False, "")

@@ -141,7 +141,7 @@ int run(const char* path, const char* cache_folder) {
                 left.back(), left.front());
   }
   require(left[1] + kDriverKeeps >= left[0], "the first use left device memory behind");
-  require(left.back() >= left[1], "later uses left device memory behind");
+  require(left.back() >= left[1], "later uses left device memory behind, or another process took some");
   return 0;
 }
 

@@ -2,6 +2,9 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <functional>
+#include <numeric>
+#include <queue>
 
 #include "plan/sm90.hpp"
 #include "plan/takes_dtype.hpp"
@@ -573,8 +576,36 @@ double cost_of_combine(const AttentionShape& shape, std::int64_t splits) {
 /// The same for the parts of shares, which are few.
 constexpr double kCostOfCombineParts = 60000;
 
+double longest(const std::vector<double>& met) {
+  return met.empty() ? 0 : *std::max_element(met.begin(), met.end());
+}
+
+/// When the last of `slots` ends, in keys: each takes the longest of the tiles that are left (LPT order).
+/// `met` are the keys that one head's tiles meet. Many tiles end together.
+double end_of_last(std::vector<double> met, std::int64_t heads, std::int64_t slots) {
+  constexpr std::int64_t kManyForEach = 8;
+  const auto count = static_cast<std::int64_t>(met.size()) * heads;
+  if (count <= slots || count > kManyForEach * slots) {
+    const double fair =
+        std::reduce(met.begin(), met.end()) * static_cast<double>(heads) / static_cast<double>(slots);
+    return std::max(fair, longest(met));
+  }
+  std::sort(met.begin(), met.end(), std::greater<>());
+  std::priority_queue<double, std::vector<double>, std::greater<>> ends(
+      std::greater<>(), std::vector<double>(static_cast<std::size_t>(slots)));
+  double last = 0;
+  for (const double keys : met)
+    for (std::int64_t head = 0; head < heads; ++head) {
+      const double end = ends.top() + keys;
+      ends.pop();
+      ends.push(end);
+      last = std::max(last, end);
+    }
+  return last;
+}
+
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and
-/// under a causal mask the longest tile.
+/// under a causal mask the order of unequal tiles.
 double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& c,
                       const DeviceInfo& device) {
   const auto [queries, heads_of_entry] = forward_tiles(spec, shape, c);
@@ -584,28 +615,25 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
   };
-  double all = 0, longest = 0;  // keys that a head's Q tiles meet
-  for (const Range& keys : keys_of_tiles(spec, shape, queries)) {
-    const double met = keys.begin < keys.end ? padded(keys.begin, keys.end) : 0;
-    all += met;
-    longest = std::max(longest, met);
-  }
+  std::vector<double> met;  // keys that a head's Q tiles meet
+  for (const Range& keys : keys_of_tiles(spec, shape, queries))
+    met.push_back(keys.begin < keys.end ? padded(keys.begin, keys.end) : 0);
+  const double all = std::reduce(met.begin(), met.end());
   if (is_stream_k(spec, c))
     return all * static_cast<double>(heads) / static_cast<double>(slots) * cost_of_tile(spec, c) +
            kCostOfCombineParts;
   if (c.split) {
     const std::int64_t splits = num_splits(spec, shape, c, device);
     const auto rounds = static_cast<double>(tiles(rows * heads * splits, slots));
-    const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest), splits);
+    const std::int64_t of_part = tiles(static_cast<std::int64_t>(longest(met)), splits);
     return rounds * padded(0, of_part) * cost_of_tile(spec, c) + cost_of_combine(shape, splits);
   }
   if (!spec.is_causal)
     return all / static_cast<double>(std::max<std::int64_t>(rows, 1)) *
            cost_of_waves(spec, c, rows * heads, slots);
-  const double fair = all * static_cast<double>(heads) / static_cast<double>(slots);
   const double apart = shape.seqlen_q <= 256 && rows > forward_cluster(spec, c) ? kApart : 1;
   const double ends = c.warps / kGroupWarps == 3 && c.bc <= 80 ? kEndsOfSmallTiles : 1;
-  return std::max(longest, fair) * cost_of_tile(spec, c) * apart * ends;
+  return end_of_last(met, heads, slots) * cost_of_tile(spec, c) * apart * ends;
 }
 
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.

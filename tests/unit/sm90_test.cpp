@@ -246,6 +246,12 @@ TEST(Sm90, TheHeuristicKnowsWhatCausalTilesCost) {
   EXPECT_EQ(chosen("fwd:bf16:d256:causal", "b85:hq8:hkv8:sq192:skv192"), "sm90:br128:bc64:w8:s2");
   // Three groups have smaller KV tiles, which counts where rows are short.
   EXPECT_EQ(chosen("fwd:bf16:d128:causal", "b10:hq16:hkv16:sq1536:skv1536"), "sm90:br128:bc128:w8:s2");
+  // Tiles of 192 rows end 11% after an even share, of 128 rows 0.2%; with 12 heads of 4k it is 192 that end
+  // together.
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", "b1:hq8:hkv1:sq8192:skv8192"), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d96:causal", "b1:hq16:hkv16:sq4096:skv4096"), "sm90:br128:bc128:w8:s2");
+  EXPECT_EQ(chosen("fwd:bf16:d64:causal", "b1:hq16:hkv16:sq4096:skv4096"), "sm90:br128:bc64:w16:s3");
+  EXPECT_EQ(chosen("fwd:bf16:d128:causal", "b1:hq12:hkv12:sq4096:skv4096"), "sm90:br192:bc80:w12:s2");
 }
 
 TEST(Sm90, TheHeuristicCountsRounds) {

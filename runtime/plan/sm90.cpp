@@ -615,10 +615,12 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
     const std::int64_t met = tiles(end, c.bc) - begin / c.bc;
     return static_cast<double>(met * c.bc);
   };
+  const std::int64_t together = rows_to_estimate(shape, queries);
   std::vector<double> met;  // keys that a head's Q tiles meet
-  for (const Range& keys : keys_of_tiles(spec, shape, queries))
+  for (const Range& keys : keys_of_tiles(spec, shape, together))
     met.push_back(keys.begin < keys.end ? padded(keys.begin, keys.end) : 0);
-  const double all = std::reduce(met.begin(), met.end());
+  const std::int64_t alike = together / queries;  // tiles that are one in `met`
+  const double all = std::reduce(met.begin(), met.end()) * static_cast<double>(alike);
   if (is_stream_k(spec, c))
     return all * static_cast<double>(heads) / static_cast<double>(slots) * cost_of_tile(spec, c) +
            kCostOfCombineParts;
@@ -633,7 +635,7 @@ double estimated_time(const AnalysedSpec& spec, const AttentionShape& shape, con
            cost_of_waves(spec, c, rows * heads, slots);
   const double apart = shape.seqlen_q <= 256 && rows > forward_cluster(spec, c) ? kApart : 1;
   const double ends = c.warps / kGroupWarps == 3 && c.bc <= 80 ? kEndsOfSmallTiles : 1;
-  return end_of_last(met, heads, slots) * cost_of_tile(spec, c) * apart * ends;
+  return end_of_last(std::move(met), heads * alike, slots) * cost_of_tile(spec, c) * apart * ends;
 }
 
 /// Where there are multiprocessors for all KV tiles of 64, tiles of 128 would leave half of them idle.

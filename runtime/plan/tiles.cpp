@@ -53,6 +53,11 @@ std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape&
   return all;
 }
 
+std::int64_t rows_to_estimate(const AttentionShape& shape, std::int64_t queries) {
+  constexpr std::int64_t kMostTiles = 1 << 15;
+  return queries * std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_q, queries), kMostTiles));
+}
+
 ListsDiffer lists_differ(const AnalysedSpec& spec) {
   return {.by_batch = spec.varlen || spec.has_lengths() || spec.programs.mask.uses_batch,
           .by_head = spec.programs.mask.uses_head};
@@ -85,8 +90,9 @@ struct MetRows {
 MetRows met_rows(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config) {
   std::vector<std::int64_t> change(static_cast<std::size_t>(tiles(shape.seqlen_kv, config.bc)) + 1);
   std::int64_t left = shape.seqlen_q;
-  for (const Range& keys : keys_of_tiles(spec, shape, config.br)) {
-    const std::int64_t rows = std::min<std::int64_t>(config.br, left);
+  const std::int64_t together = rows_to_estimate(shape, config.br);
+  for (const Range& keys : keys_of_tiles(spec, shape, together)) {
+    const std::int64_t rows = std::min(together, left);
     left -= rows;
     if (keys.begin >= keys.end) continue;
     change[static_cast<std::size_t>(keys.begin / config.bc)] += rows;
@@ -165,8 +171,8 @@ std::int64_t head_lanes(const KernelPlan& kernel, const AttentionShape& shape, s
   const std::int64_t most_lost = waits_for_memory ? shares / 32 : 0;
   const std::int64_t bytes = std::int64_t{2} * std::min(kernel.spec.head_dim, kernel.spec.v_dim());
   std::int64_t found = 1;
-  for (std::int64_t lanes = 2; lanes <= heads && found * bytes * shape.heads_kv < kBytesOfRow * heads;
-       ++lanes)
+  for (std::int64_t lanes = 2;
+       lanes <= std::min(heads, shares) && found * bytes * shape.heads_kv < kBytesOfRow * heads; ++lanes)
     if (heads % lanes == 0 && shares % lanes <= most_lost) found = lanes;
   return found;
 }

@@ -33,6 +33,9 @@ ForwardTiles forward_tiles(const AttentionSpec& spec, const AttentionShape& shap
 /// The keys that the queries of each Q tile of `queries` rows may attend to, as far as the mask's bounds
 /// tell.
 std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape& shape, std::int64_t queries);
+/// Rows that an estimate takes as one Q tile of `queries` rows: several tiles where a sequence has very many,
+/// as planning would otherwise take seconds.
+std::int64_t rows_to_estimate(const AttentionShape& shape, std::int64_t queries);
 
 /// Into how many splits the keys of a Q tile are divided, backward the queries of a KV tile: as many as fill
 /// the device and are worth it, if the configuration splits, else 1.

@@ -5,6 +5,7 @@
 #include <fmt/format.h>
 #include <gtest/gtest.h>
 
+#include <chrono>
 #include <functional>
 #include <tuple>
 
@@ -646,6 +647,26 @@ TEST(Plan, MoreBlocksThanAGridTakesAreRefused) {
       failure(ErrorCode::invalid_argument, [&] { make_plan(parse_spec("fwd:bf16:d64"), huge, kA100, {}); });
   expect_in(to_string(huge), message);
   expect_in("2147483647 are allowed", message);
+}
+
+// With a look at each tile these took from 2 to 40 seconds.
+TEST(Plan, TheLongestSequencesArePlannedAtOnce) {
+  constexpr std::int64_t kLongest = 2147482624;
+  const std::vector<AttentionShape> shapes = {
+      {1, 32, 8, kLongest, kLongest}, {1, 1, 1, kLongest, 1}, {1, 2147483647, 2147483647, 1, 100}};
+  for (const char* spec :
+       {"fwd:bf16:d128:causal", "bwd:bf16:d128:causal", "fwd:bf16:d128:causal:varlen:pages16"})
+    for (const char* arch : {"sm_80", "sm_90a"})
+      for (const AttentionShape& shape : shapes) {
+        const auto begin = std::chrono::steady_clock::now();
+        try {
+          make_plan(parse_spec(spec), shape, DeviceInfo::parse(arch), {});
+        } catch (const Error& error) {
+          EXPECT_EQ(error.code(), ErrorCode::invalid_argument);  // too many blocks for a grid
+        }
+        EXPECT_LT(std::chrono::steady_clock::now() - begin, std::chrono::seconds(1))
+            << spec << " " << arch << " " << to_string(shape);
+      }
 }
 
 TEST(Plan, EverySearchSpaceIsAdmitted) {

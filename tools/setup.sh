@@ -61,7 +61,11 @@ nvrtc_in() {
   done
 }
 
-is_cuda() { [ -e "$1/include/cuda.h" ] && [ -e "$1/include/nvrtc.h" ] && [ -n "$(nvrtc_in "$1")" ]; }
+# 12.1 is the oldest whose kernels compile.
+is_cuda() {
+  [ -e "$1/include/cuda.h" ] && [ -e "$1/include/nvrtc.h" ] && [ -n "$(nvrtc_in "$1")" ] &&
+    grep -qE '^#define CUDA_VERSION (120[1-9]|12[1-9]|1[3-9])' "$1/include/cuda.h"
+}
 
 # The first usable toolkit; empty when there is none.
 find_toolkit() {
@@ -102,7 +106,7 @@ fetch_cuda() {
   rm -rf "$scratch"
   mkdir -p "$scratch/include" "$scratch/lib"
   "$python" -m pip download -q --disable-pip-version-check --no-deps --only-binary :all: -d "$scratch/wheels" \
-    "${wheels[@]}" || fail "the download failed; allow access to pypi.org, or install a CUDA 12 or 13 toolkit and set CUDA_HOME"
+    "${wheels[@]}" || fail "the download failed; allow access to pypi.org, or install a CUDA toolkit (12.1 or newer) and set CUDA_HOME"
   for wheel in "$scratch"/wheels/*.whl; do "$python" -m zipfile -e "$wheel" "$scratch/unpacked"; done
   mv "$scratch"/unpacked/nvidia/*/include/* "$scratch/include/"
   mv "$scratch"/unpacked/nvidia/*/lib/libnvrtc{,-builtins}.so.* "$scratch/lib/"

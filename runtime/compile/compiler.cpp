@@ -20,8 +20,10 @@ namespace {
 
 namespace fs = std::filesystem;
 
+constexpr int kOldestVersion = 1201;  // its ptxas knows st.async
 constexpr const char* kInstallAdvice =
-    "install NVRTC 12 or 13 (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC to "
+    "install NVRTC 12.1 or newer (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC "
+    "to "
     "its libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
 
 /// The functions of NVRTC that flashjit calls.
@@ -46,7 +48,7 @@ void find_symbol(void* library, const std::string& path, const char* name, Funct
   function = reinterpret_cast<Function>(::dlsym(library, name));
   if (!function) {
     throw Error(ErrorCode::no_compiler,
-                fmt::format("{} has no function {}: it is no NVRTC, or one before 11.2; {}", quoted(path),
+                fmt::format("{} has no function {}: it is no NVRTC, or a very old one; {}", quoted(path),
                             name, kInstallAdvice));
   }
 }
@@ -261,6 +263,9 @@ std::shared_ptr<const Compiler> Compiler::open(const std::string& library) {
   impl.api.version(&major, &minor);
   open_builtins(impl.path, major, minor);
   impl.version = major * 100 + minor;
+  if (impl.version < kOldestVersion)
+    throw Error(ErrorCode::no_compiler, fmt::format("{} is NVRTC {}.{}, which is too old; {}",
+                                                    quoted(compiler->path()), major, minor, kInstallAdvice));
   impl.tag = "nvrtc" + full_version(impl.api, major, minor);
   impl.api.get_num_supported_archs(&count);
   impl.supported.resize(static_cast<std::size_t>(count));

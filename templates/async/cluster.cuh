@@ -41,10 +41,14 @@ __device__ __forceinline__ void store_remote(unsigned to, float4 value, unsigned
       "f"(value.x), "f"(value.y), "f"(value.z), "f"(value.w), "r"(barrier)
       : "memory");
 }
-/// Arrives on another CTA's mbarrier to release a buffer that was read. Relaxed: it does not publish this
-/// thread's writes, which would wait until the whole GPU could see them.
+/// Arrives on another CTA's mbarrier to release a buffer that was read. Relaxed, where ptxas knows it: it
+/// does not publish this thread's writes, which would wait until the whole GPU could see them.
 __device__ __forceinline__ void barrier_arrive_remote(unsigned barrier) {
+#if __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1208
   asm volatile("mbarrier.arrive.relaxed.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#else
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+#endif
 }
 /// Copies `bytes` (a multiple of 16) to another CTA's shared memory, and completes on an mbarrier there.
 __device__ __forceinline__ void copy_remote(unsigned to, unsigned from, int bytes, unsigned barrier) {

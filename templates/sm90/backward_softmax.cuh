@@ -237,7 +237,9 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
     if constexpr (Policy::kWide) store(smem.p(i), step, p_operand[step]);
     store(smem.ds(i), step, ds[step]);
   };
-  const auto eight_queries_at_a_time = [&](auto masked) {
+  // NVRTC before 12.4 looks up names of P in branches that are not taken; of a parameter of the lambda's it
+  // does not.
+  const auto eight_queries_at_a_time = [&]<class Scores = P>(auto masked) {
     const bool any = !masked.value || kTestsMask<P> || P::mask(p, head, tile.q, tile.kv);
     [[maybe_unused]] unsigned bias[4];
     constexpr bool late = Policy::kStoresDsLate && !(masked.value && kTestsMask<P>);
@@ -258,21 +260,22 @@ __device__ __forceinline__ void compute_p_and_ds(const Params& p, const TensorMa
             if (n % 8 + e == 0) load_matrix_x4_transposed(bias, bias_tile + n / 8 * 16 * kRowBytes);
             const auto element = static_cast<unsigned short>(bias[(n + e) % 8 / 2] >> e % 2 * 16);
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
-            s[n + e] = P::score_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
+              slope[e] =
+                  Scores::score_grad_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = Scores::score_of_element(p, head, dot, element, tile.at_q(n + e), tile.at_kv(n + e));
           } else if constexpr (P::kScoreRowTerm || P::kScoreColumnTerm) {
             const float row_term = e % 2 ? row_term_pair.y : row_term_pair.x;
             if constexpr (P::kScoreColumnTerm && !Policy::kFindsColumnTermsEarly)
-              column_term[e / 2] = P::score_column_term(p, head, tile.at_kv(n + e));
+              column_term[e / 2] = Scores::score_column_term(p, head, tile.at_kv(n + e));
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad_of_terms(p, head, dot, row_term, column_term[e / 2], tile.at_q(n + e),
-                                                tile.at_kv(n + e));
-            s[n + e] = P::score_of_terms(p, head, dot, row_term, column_term[e / 2], tile.at_q(n + e),
-                                         tile.at_kv(n + e));
+              slope[e] = Scores::score_grad_of_terms(p, head, dot, row_term, column_term[e / 2],
+                                                     tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = Scores::score_of_terms(p, head, dot, row_term, column_term[e / 2], tile.at_q(n + e),
+                                              tile.at_kv(n + e));
           } else {
             if constexpr (P::kScoreGrad)
-              slope[e] = P::score_grad(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
-            s[n + e] = P::score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
+              slope[e] = Scores::score_grad(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
+            s[n + e] = Scores::score(p, head, dot, tile.at_q(n + e), tile.at_kv(n + e));
           }
         }
       }

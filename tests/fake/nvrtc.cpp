@@ -3,6 +3,7 @@
 //   FAKE_NVRTC_LOG=FILE  a line is added for each compilation: its process
 //   FAKE_NVRTC_MS=N      each takes that long
 //   FAKE_NVRTC_FAIL=1    each fails
+//   FAKE_NVRTC_OLD=1     says that it is 12.0
 //   FAKE_NVRTC_MEET=N    each waits till N of this process are under way at once; after a minute it fails
 #include <fcntl.h>
 #include <nvrtc.h>
@@ -65,7 +66,7 @@ extern "C" {
 const char* nvrtcGetErrorString(nvrtcResult) { return "NVRTC_ERROR_FAKE"; }
 
 nvrtcResult nvrtcVersion(int* major, int* minor) {
-  *major = 13;
+  *major = std::getenv("FAKE_NVRTC_OLD") ? 12 : 13;
   *minor = 0;
   return NVRTC_SUCCESS;
 }

@@ -12,6 +12,7 @@
 #include "support/file.hpp"
 #include "tests/support/built.hpp"
 #include "tests/support/fake_driver.hpp"
+#include "tests/support/fakes.hpp"
 #include "tests/support/kept_log.hpp"
 
 namespace flashjit {
@@ -257,6 +258,17 @@ TEST_F(EngineTest, WithoutNvrtcThePackStillServesAndTheRestSaysWhatIsMissing) {
   EXPECT_EQ(error.code(), ErrorCode::no_compiler);
   EXPECT_CONTAINS(error.message(), "flashjit pack --spec bwd:bf16:d64");
   EXPECT_CONTAINS(error.message(), "no-such-nvrtc.so");
+}
+
+TEST_F(EngineTest, AnNvrtcThatIsTooOldIsRefused) {
+  const test::Variable old("FAKE_NVRTC_OLD", "1");
+  Settings before = settings();
+  before.packs.clear();
+  before.jit = true;
+  before.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
+  const Error error = error_of([&] { engine(before)->prepare(kSpec, kShape, {}); });
+  EXPECT_EQ(error.code(), ErrorCode::no_compiler);
+  EXPECT_CONTAINS(error.message(), "is NVRTC 12.0, which is too old; install NVRTC 12.1 or newer");
 }
 
 TEST_F(EngineTest, TheDiskCacheServesWithoutCompilingAndDamageIsAMiss) {

@@ -22,6 +22,8 @@ CASES = {
     "activations": attend(score_mod=lambda q, k: lambda s, b, h, i, j: F.sigmoid(s) + F.tanh(s) + F.relu(s) + F.gelu(s) + s.tanh()),
     "reversed operators": attend(score_mod=lambda q, k: lambda s, b, h, i, j: 1 - s + 2 / (i + 1) + 3 // (j + 1) + 7 % (i + 1) + 2.0 ** s),
     "conditions": attend(mask_mod=lambda q, k: lambda b, h, i, j: ~(i < j) & ((3 > j) | (0 == j) | (2 <= i)) | ((i & 1) == 0) & True),
+    "numbers on the left of conditions": attend(mask_mod=lambda q, k: lambda b, h, i, j: (3 < j) & (5 >= i) | True & (2 != i) & (1 <= j)
+                                                | False ^ (4 > j)),
     "captured tensors": attend(score_mod=lambda q, k: lambda s, b, h, i, j: cap * torch.tanh(s / cap) + table[i - j] + table[-1],
                                mask_mod=lambda q, k: lambda b, h, i, j: ~flags[j] | (i >= j)),
     "sizes of captured tensors": attend(score_mod=lambda q, k: lambda s, b, h, i, j: s + table[(i + j) % len(table)]

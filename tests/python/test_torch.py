@@ -3,6 +3,7 @@ import contextlib
 import gc
 import inspect
 import math
+import pathlib
 import re
 import shutil
 import subprocess
@@ -284,7 +285,12 @@ def test_forward_mode_is_refused_in_compiled_code():
     for function in (lambda q: torch.func.jvp(loss, (q,), (q,))[1], lambda q: torch.func.jacfwd(loss)(q)):
         with pytest.raises(Exception, match="no forward-mode derivative"):
             torch.compile(function, backend="aot_eager")(q)
-    torch.testing.assert_close(torch.compile(torch.func.grad(loss), backend="aot_eager")(q), torch.func.grad(loss)(q))
+    gradient = torch.compile(torch.func.grad(loss), backend="aot_eager")
+    if torch.__version__ < "2.14":  # whose compiler takes a transform to no custom operator
+        with pytest.raises(Exception, match="functorch transforms.*setup_context"):
+            gradient(q)
+    else:
+        torch.testing.assert_close(gradient(q), torch.func.grad(loss)(q))
 
 
 def test_dropout_is_replayed_in_the_backward_pass():
@@ -968,6 +974,19 @@ torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attent
     subprocess.run([sys.executable, "-c", text], check=True, env=child.environment())
 
 
+def test_an_older_pytorch_is_refused_with_what_is_needed():
+    """By what declares it, too; a build of one's own, such as NVIDIA's 2.9.0a0, is not older."""
+    oldest = ".".join(map(str, _plans._OLDEST))
+    text = "import torch; torch.__version__ = {!r}; import {}"
+    run = lambda *given: subprocess.run([sys.executable, "-c", text.format(*given)], capture_output=True, text=True,
+                                        env=child.environment())
+    for module in ("flashjit", "flashjit.flash_attn", "flashjit.flex_attention"):
+        assert f"ImportError: flashjit needs PyTorch {oldest} or newer, and this is 2.8.0" in run("2.8.0+cu128", module).stderr
+    assert run(oldest + ".0a0+git123", "flashjit.torch").returncode == 0
+    project = pathlib.Path(__file__).parents[2] / "tools" / "python" / "pyproject.toml"
+    assert f'torch = ["torch>={oldest}"]' in project.read_text()
+
+
 def test_dropout_in_compiled_code_without_gradients(programs):
     """With gradients enabled and tensors that require none: the graph has no backward pass."""
     q, k, v = (x.detach() for x in tensors())
@@ -1349,6 +1368,8 @@ def test_sdpa_of_few_or_no_columns_keys_and_queries(programs, sizes, mask):
     q, k, v = tensors(**{"heads_kv": 4, **sizes})
     shape = q.shape[0], 1, q.shape[2], k.shape[2]
     given = {None: None, "boolean": torch.ones(shape, dtype=torch.bool), "additive": torch.randn(shape, requires_grad=True)}[mask]
+    if sizes == dict(dim=0) and not F.scaled_dot_product_attention(q, k, v).any():
+        pytest.skip("PyTorch 2.12 alone gives zeros where Q and K have no columns; others give the mean of V")
     same_as_pytorch(q, k, v, attn_mask=given)
 
 

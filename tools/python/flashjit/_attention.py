@@ -140,8 +140,6 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
             _refuse_gradients(q, k, v, sinks, values)
     if lists is not None:
         check_lists(lists)
-    if fixed is not NOTHING:
-        fixed = contiguous(fixed)
     if forward_ad._current_level >= 0:
         refuse_tangents(q, k, v, *fixed, *values)
     try:
@@ -154,6 +152,8 @@ def attention(q: Tensor, k: Tensor, v: Union[Tensor, None] = None, *, causal: Un
         if v_columns and not scaled:
             problem = problem._replace(options=problem.options + ":shared_kv")
         rng = draw_rng(q) if dropout_p else NO_RNG
+        if fixed is not NOTHING:
+            fixed = contiguous(fixed)
         return _launch(q, k, v, v_columns, fixed, values, problem, rng, lists, return_lse, return_row_max, state)
     except InvalidArgument as error:
         if compiling:

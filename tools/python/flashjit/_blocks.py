@@ -111,7 +111,7 @@ def _kinds(block_mask: Any) -> Tensor:
 
 def _map_step(size: int) -> int:
     """The largest size that a block map's blocks may have and that divides these; 128 where there is none."""
-    return next((step for step in range(256, 0, -_STEP) if size % step == 0), 128)
+    return max([step for step in range(_STEP, 257, _STEP) if size % step == 0], default=128)
 
 
 def _covered(blocks: Tensor, dim: int, size: int, step: int, length: int) -> Tensor:

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 from typing import Any
 
@@ -26,7 +27,7 @@ def call_compiled(function: Any, *arguments: Any) -> Any:
 
 def _hand_over(context: Any) -> None:
     """While torch.compile traces: until _hand_over_no_more(), or the end of its work if that fails."""
-    _compare_with_symbols()
+    _ask_stand_ins()
     added = _methods() - _handed_over()
     _handed_over().update(added)
     hooks = context._i_will_not_complain_if_bc_breaks_InstructionTranslator().output
@@ -47,43 +48,34 @@ def _handed_over() -> set[Any]:
     return sys.modules["torch._dynamo.variables.torch"].get_overridable_functions()  # type: ignore[no-any-return]
 
 
-_REFLECTED = {"__lt__": "__gt__", "__gt__": "__lt__", "__le__": "__ge__", "__ge__": "__le__", "__eq__": "__eq__", "__ne__": "__ne__"}
+# What a stand-in is asked on the left of an operator, and on the right of it.
+_ASKED = {operator.invert: ("__invert__",), operator.lt: ("__lt__", "__gt__"), operator.gt: ("__gt__", "__lt__"),
+          operator.le: ("__le__", "__ge__"), operator.ge: ("__ge__", "__le__"), operator.eq: ("__eq__", "__eq__"),
+          operator.ne: ("__ne__", "__ne__"), operator.and_: ("__and__", "__rand__"), operator.or_: ("__or__", "__ror__"),
+          operator.xor: ("__xor__", "__rxor__")}
 
 
 @functools.lru_cache(maxsize=None)
-def _compare_with_symbols() -> None:
-    """PyTorch's compiler does not ask an object that is compared with a symbol: 2.15 takes `==` for False, and ends at `<`; 2.11 fails,
-    at `~` of an object, too. From here on it asks stand-ins."""
-    try:
-        from torch._dynamo.variables.builtin import BuiltinVariable
-        answer = BuiltinVariable._comparison_with_symnode
-        known = BuiltinVariable._binop_handlers.cache_clear, BuiltinVariable.call_function_handler_cache.clear
-    except (ImportError, AttributeError):  # the compiler itself answers, or refuses
-        return
-    try:
-        from torch._dynamo.variables.object_protocol import generic_richcompare as compare
-    except ImportError:
-        def compare(tx: Any, left: Any, right: Any, name: str) -> Any:  # type: ignore[misc]
-            return left.call_method(tx, name, [right], {})
+def _ask_stand_ins() -> None:
+    """PyTorch's compiler has its own answers to these operators: 2.15 takes `==` of an object and a symbol for False, and ends at
+    `<`; 2.11 fails at `2 <= x` and `~x`. From here on it asks stand-ins."""
+    from torch._dynamo.symbolic_convert import compare_op_handlers
+    from torch._dynamo.variables.builtin import BuiltinVariable
+    answer = BuiltinVariable.call_function
 
-        BuiltinVariable.call_invert = lambda self, tx, value: value.call_method(tx, "__invert__", [], {}) if _is_stand_in(value) else None  # type: ignore
+    def call_function(self: Any, tx: Any, arguments: Any, named: Any) -> Any:
+        for i, (name, argument) in enumerate(zip(_ASKED.get(self.fn, ()), arguments)):
+            if _is_stand_in(argument):
+                return argument.call_method(tx, name, [*arguments[:i], *arguments[i + 1:]], {})
+        return answer(self, tx, arguments, named)
 
-    def ask(self: Any, tx: Any, left: Any, right: Any) -> Any:
-        name = f"__{self.fn.__name__}__"
-        if _is_stand_in(left):
-            return compare(tx, left, right, name)
-        if _is_stand_in(right):
-            return compare(tx, right, left, _REFLECTED[name])
-        return answer(self, tx, left, right)
-
-    BuiltinVariable._comparison_with_symnode = ask  # type: ignore[method-assign]
-    for forget in known:
-        forget()
+    BuiltinVariable.call_function = call_function  # type: ignore[method-assign]
+    for sign, handler in compare_op_handlers.items():
+        if getattr(handler, "__func__", None) is answer:  # bound before
+            compare_op_handlers[sign] = call_function.__get__(handler.__self__)
 
 
 def _is_stand_in(variable: Any) -> bool:
+    from torch._dynamo.variables.user_defined import UserDefinedObjectVariable
     from ._tracing import STAND_INS
-    try:
-        return issubclass(variable.python_type(), STAND_INS)
-    except NotImplementedError:
-        return False
+    return isinstance(variable, UserDefinedObjectVariable) and issubclass(variable.python_type(), STAND_INS)

@@ -17,6 +17,11 @@ from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, libr
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
 
+_OLDEST = 2, 9  # PyTorch with which the tests pass
+if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
+    raise ImportError(f"flashjit needs PyTorch {'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}: "
+                      "pip install -U torch.")
+
 SPEC_TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 #: Of K and V that have scales.
 KV_TYPES = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2", torch.int8: "int8"}

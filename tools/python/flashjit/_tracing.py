@@ -307,7 +307,8 @@ class Tracer:
         """A function of torch, or an operator of a tensor, on stand-ins and captured tensors."""
         # Reversed operators are wrapped, and a compiled function sees the wrapper without their name.
         function = getattr(function, "__wrapped__", function)
-        name = getattr(function, "__name__", str(function))
+        # Formatted, since the compiler of PyTorch 2.13 and 2.14 knows no methods of __name__ itself.
+        name = f"{getattr(function, '__name__', function)}"
         if name == "__getitem__" and arguments and is_tensor(arguments[0]):
             return self.read(arguments[0])[arguments[1]]
         arguments = tuple([self.value_of(argument) for argument in arguments])

@@ -213,7 +213,7 @@ typedef struct flashjit_partial_state {
 typedef struct flashjit_forward_args {
   size_t struct_size;
   flashjit_tensor q, k, v;      /**< read only */
-  flashjit_tensor out;          /**< of Q's type; with "fp32_out" in the spec, fp32 */
+  flashjit_tensor out;          /**< of Q's type; with "fp32_out" in the spec, fp32; in memory of its own */
   float* lse;                   /**< [batch, heads_q, seqlen_q] contiguous; null: not wanted */
   const float* softmax_scale;   /**< on the host; null: 1 / sqrt(head_dim) */
   const int32_t* kv_lengths;    /**< [batch] on the device, with "kvlen", "cache" or "pages" in the spec */
@@ -260,7 +260,8 @@ typedef struct flashjit_backward_args {
   flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
   const float* lse;             /**< [batch, heads_q, seqlen_q] contiguous */
   flashjit_tensor dout;         /**< read only */
-  flashjit_tensor dq, dk, dv;   /**< of their tensor's type; with "fp32_grads" in the spec, fp32 */
+  flashjit_tensor dq, dk,
+      dv; /**< of their tensor's type; with "fp32_grads" in the spec, fp32; in memory of their own */
   const float* softmax_scale;
   const int32_t* kv_lengths;
   flashjit_block_map block_map;

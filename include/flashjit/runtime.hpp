@@ -74,7 +74,7 @@ struct PartialState {
 /// nothing outside the tensors is read or written.
 struct ForwardArgs {
   ConstTensorView q, k, v;
-  TensorView out;
+  TensorView out;        ///< in memory of its own
   float* lse = nullptr;  ///< [b, hq, sq] contiguous, natural log of the row sums; may be null
   std::optional<float> softmax_scale = {};   ///< finite and > 0; default 1 / sqrt(head_dim)
   const std::int32_t* kv_lengths = nullptr;  ///< [b] on the device, with spec.kv_lengths: keys from there on
@@ -120,8 +120,8 @@ struct ForwardArgs {
 };
 
 /// Arguments of dQ, dK, dV from dO. `lse` and `out` are the forward pass's, `out` and dO of Q's type;
-/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32. With
-/// spec.add_grads they are added to.
+/// gradients have their tensor's sizes, and its type, or with spec.fp32_grads fp32, and memory of their own.
+/// With spec.add_grads they are added to.
 struct BackwardArgs {
   ConstTensorView q, k, v, out;
   const float* lse = nullptr;  ///< [b, hq, sq] contiguous

@@ -57,20 +57,6 @@ void check_rope(const AttentionSpec& spec, const RopeView& rope) {
     refuse("rope.theta is {}: it must be finite and greater than 0.", rope.theta);
 }
 
-/// What a view's elements lie between: its first byte and the one behind the last.
-struct Extent {
-  std::uintptr_t begin, end;
-};
-Extent extent_of(const ConstTensorView& tensor, int element_size) {
-  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
-  std::int64_t last = tensor.size[3];
-  for (int i = 0; i < 3; ++i) {
-    if (tensor.size[i] == 0) return {begin, begin};
-    if (tensor.size[i] > 1) last += (tensor.size[i] - 1) * tensor.stride[i];
-  }
-  return {begin, begin + static_cast<std::uintptr_t>(last * element_size)};
-}
-
 bool same_memory(const ConstTensorView& a, const ConstTensorView& b) {
   const TensorParam x = tensor_param(a), y = tensor_param(b);
   return x.data == y.data && x.stride_b == y.stride_b && x.stride_h == y.stride_h && x.stride_s == y.stride_s;

@@ -379,6 +379,28 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
   check_tensor("out", args.out, sizes.out, out_size, kForward ? Access::write : Access::read);
 }
 
+template <class Args>
+std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
+  return {{{"q", args.q, size_of(spec.q_type())},
+           {"k", args.k, size_of(spec.kv_type())},
+           {"v", args.v, size_of(spec.kv_type())}}};
+}
+
+void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
+  const std::array<Placed, 1> written = {{{"out", args.out, size_of(spec.out_type())}}};
+  check_apart(written, placed_qkv(spec, args));
+}
+
+void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {
+  const int of_grads = size_of(spec.grad_type()), of_out = size_of(spec.dtype);
+  const std::array<Placed, 3> written = {
+      {{"dq", args.dq, of_grads}, {"dk", args.dk, of_grads}, {"dv", args.dv, of_grads}}};
+  const auto [q, k, v] = placed_qkv(spec, args);
+  const std::array<Placed, 5> read = {q, k, v, Placed{"out", args.out, of_out},
+                                      Placed{"dout", args.dout, of_out}};
+  check_apart(written, read);
+}
+
 /// Memory from the caller; `subject` begins a sentence, `name` is used within one.
 void check_lent(const char* subject, const char* name, const char* ask, const Workspace& memory,
                 std::size_t needed) {
@@ -456,6 +478,7 @@ void check_arguments(const AttentionSpec& spec, const ForwardArgs& args) {
   check_scales("k_scale", spec, shape_of(spec, args), args.k, args.k_scale);
   check_scales("v_scale", spec, shape_of(spec, args), args.v, args.v_scale);
   check_q_scale(spec, shape_of(spec, args), args.q_scale);
+  check_apart(spec, args);
 }
 
 void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
@@ -472,6 +495,7 @@ void check_arguments(const AttentionSpec& spec, const BackwardArgs& args) {
   check_pointer("dsinks", args.dsinks, alignof(float));
   check_pointer("dlse", args.dlse, alignof(float));
   check_shared(spec, args);
+  check_apart(spec, args);
 }
 
 void check_arguments(const AttentionSpec& spec, const AttentionShape& shape, const ListArgs& args) {

@@ -110,6 +110,49 @@ void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& 
   if (access == Access::write) check_distinct(name, tensor);
 }
 
+Extent extent_of(const ConstTensorView& tensor, int element_size) {
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
+  std::int64_t last = tensor.size[3];
+  for (int i = 0; i < 3; ++i) {
+    if (tensor.size[i] == 0) return {begin, begin};
+    if (tensor.size[i] > 1) last += (tensor.size[i] - 1) * tensor.stride[i];
+  }
+  return {begin, begin + static_cast<std::uintptr_t>(last * element_size)};
+}
+
+namespace {
+
+/// Where all bytes of a tensor's extent are elements, one that begins or ends there shares some. Of two
+/// tensors with gaps only those that begin at one place certainly do.
+bool certainly_share(const Placed& a, const Placed& b) {
+  const Extent x = extent_of(a.view, a.element_size), y = extent_of(b.view, b.element_size);
+  if (x.begin >= y.end || y.begin >= x.end) return false;
+  const auto holds_an_end = [](const Placed& placed, const Extent& whole, const Extent& other) {
+    const auto& size = placed.view.size;
+    const auto bytes =
+        static_cast<std::uintptr_t>(size[0] * size[1] * size[2] * size[3] * placed.element_size);
+    const auto holds = [&](std::uintptr_t at) { return whole.begin <= at && at < whole.end; };
+    return bytes == whole.end - whole.begin && (holds(other.begin) || holds(other.end - 1));
+  };
+  return x.begin == y.begin || holds_an_end(a, x, y) || holds_an_end(b, y, x);
+}
+
+}  // namespace
+
+void check_apart(std::span<const Placed> written, std::span<const Placed> read) {
+  const auto check = [](const Placed& a, const Placed& b) {
+    if (certainly_share(a, b))
+      refuse(
+          "{} is written, but has memory of {}: kernels write and read in any order, so give memory of its "
+          "own.",
+          a.name, b.name);
+  };
+  for (std::size_t i = 0; i < written.size(); ++i) {
+    for (const Placed& tensor : read) check(written[i], tensor);
+    for (const Placed& tensor : written.subspan(i + 1)) check(written[i], tensor);
+  }
+}
+
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment) {
   if (!aligned(pointer, alignment))
     refuse("{} is at {}, which is no multiple of {} bytes: align its memory.", name, pointer, alignment);

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <span>
 
 #include "flashjit/runtime.hpp"
 #include "templates/common/params.cuh"
@@ -23,6 +24,22 @@ enum class Access { read, write };
 void check_tensor(const char* name, const ConstTensorView& tensor, const Sizes& sizes, int element_size,
                   Access access);
 void check_pointer(const char* name, const void* pointer, std::uintptr_t alignment);
+
+/// What a view's elements lie between: its first byte and the one behind the last.
+struct Extent {
+  std::uintptr_t begin, end;
+};
+Extent extent_of(const ConstTensorView& tensor, int element_size);
+
+/// A tensor of a call, which has passed check_tensor().
+struct Placed {
+  const char* name;
+  ConstTensorView view;
+  int element_size;
+};
+/// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
+/// between those of another.
+void check_apart(std::span<const Placed> written, std::span<const Placed> read);
 
 /// How many keys of a sequence there is room for: in the pages of its table's row, or in its slot.
 std::int64_t cache_capacity(const AttentionSpec& spec, const ConstTensorView& k, const PageTableView& table);

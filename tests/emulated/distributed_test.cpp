@@ -649,12 +649,14 @@ TEST_F(SharedAttentionOfOne, RefusesBadCalls) {
     SharedAttention shared(runtime_, {.spec = plain_, .rows = 8, .scheme = scheme}, comm_,
                            built(FLASHJIT_FAKE_NCCL));
     const auto space = poisoned(shared.workspace_bytes(Pass::backward));
-    const auto memory = poisoned(8 * 32 * sizeof(float));
+    constexpr std::size_t kTensor = 8 * 32;
+    const auto memory = poisoned(5 * kTensor * sizeof(float));
     const auto odd = static_cast<char*>(memory.data()) + 2;
     float* const numbers = static_cast<float*>(memory.data());
+    const auto written = [&](int i) { return numbers + i * kTensor; };
     const Workspace work{space.data(), space.bytes()};
     const auto forward = [&](auto change) {
-      SharedForwardArgs args{.q = numbers, .k = numbers, .v = numbers, .out = numbers, .workspace = work};
+      SharedForwardArgs args{.q = numbers, .k = numbers, .v = numbers, .out = written(1), .workspace = work};
       change(args);
       return said([&] { shared.forward(args, nullptr, nullptr); });
     };
@@ -665,9 +667,9 @@ TEST_F(SharedAttentionOfOne, RefusesBadCalls) {
                               .out = numbers,
                               .lse = numbers,
                               .dout = numbers,
-                              .dq = numbers,
-                              .dk = numbers,
-                              .dv = numbers,
+                              .dq = written(2),
+                              .dk = written(3),
+                              .dv = written(4),
                               .workspace = work};
       change(args);
       return said([&] { shared.backward(args, nullptr, nullptr); });
@@ -679,6 +681,8 @@ TEST_F(SharedAttentionOfOne, RefusesBadCalls) {
     EXPECT_TRUE(has(forward([&](auto& a) { a.lse = reinterpret_cast<float*>(odd); }), "lse is at"));
     EXPECT_TRUE(has(forward([&](auto& a) { a.sinks = numbers; }), "sinks is given"));
     EXPECT_TRUE(has(forward([](auto& a) { a.dropout_p = 0.5; }), "dropout"));
+    EXPECT_TRUE(has(forward([&](auto& a) { a.out = numbers; }), "memory of q"));
+    EXPECT_TRUE(has(backward([](auto& a) { a.dk = a.dv; }), "memory of dv"));
     EXPECT_TRUE(has(backward([](auto& a) { a.workspace = {}; }), "workspace_bytes()"));
     EXPECT_TRUE(has(backward([](auto& a) { a.workspace.data = static_cast<char*>(a.workspace.data) + 16; }),
                     "workspace is at"));

@@ -187,7 +187,7 @@ def test_lists_of_cpu_arrays_are_empty_and_taken():
 
 
 def test_lists_are_built_once_on_a_gpu(fake_gpu):
-    q, out = (OnGpu(4096 * i, (1, 2, 512, 64), "<f2") for i in (1, 2))
+    q, out = (OnGpu((1 << 18) * i, (1, 2, 512, 64), "<f2") for i in (1, 2))
     given = dict(options="mask{doc: int32 1d; doc[q] == doc[kv]}", captures={"doc": OnGpu(1 << 20, (512,), "<i4")})
     lend = lambda bytes: OnGpu(1 << 24, (bytes,), "|u1")
     spec, shape = "fp16:d64:" + given["options"], (1, 2, 2, 512, 512)
@@ -360,3 +360,13 @@ def test_the_largest_score_of_each_query():
     np.testing.assert_allclose(row_max, scores.max(3), rtol=1e-5, atol=1e-5)
     with pytest.raises(flashjit.InvalidArgument, match="row_max is fp32 .*must be fp32"):
         flashjit.forward(q, k, v, row_max=row_max[..., :-1].copy())
+
+
+def test_an_output_that_has_memory_of_an_input_is_refused():
+    memory = np.ones(3000, np.float32)
+    q, k, v = (memory[begin:begin + 512].reshape(1, 2, 32, 8) for begin in (0, 512, 1024))
+    with pytest.raises(flashjit.InvalidArgument, match="out is written, but has memory of q"):
+        flashjit.forward(q, k, v, out=q)
+    with pytest.raises(flashjit.InvalidArgument, match="out is written, but has memory of v"):
+        flashjit.forward(q, k, v, out=memory[1100:1612].reshape(q.shape))
+    flashjit.forward(q, k, v, out=memory[1536:2048].reshape(q.shape))

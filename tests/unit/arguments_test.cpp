@@ -28,11 +28,11 @@ AttentionSpec spec() { return {.dtype = DType::bf16, .head_dim = 64}; }
 constexpr std::int64_t kBatch = 2, kHeadsQ = 4, kHeadsKv = 2, kQueries = 100, kKeys = 70, kDim = 64;
 
 ForwardArgs forward_args() {
-  return {.q = ConstTensorView::bhsd(address(0x10000), kBatch, kHeadsQ, kQueries, kDim),
-          .k = ConstTensorView::bhsd(address(0x20000), kBatch, kHeadsKv, kKeys, kDim),
-          .v = ConstTensorView::bhsd(address(0x30000), kBatch, kHeadsKv, kKeys, kDim),
-          .out = TensorView::bhsd(address(0x40000), kBatch, kHeadsQ, kQueries, kDim),
-          .lse = address<float>(0x50000)};
+  return {.q = ConstTensorView::bhsd(address(0x100000), kBatch, kHeadsQ, kQueries, kDim),
+          .k = ConstTensorView::bhsd(address(0x200000), kBatch, kHeadsKv, kKeys, kDim),
+          .v = ConstTensorView::bhsd(address(0x300000), kBatch, kHeadsKv, kKeys, kDim),
+          .out = TensorView::bhsd(address(0x400000), kBatch, kHeadsQ, kQueries, kDim),
+          .lse = address<float>(0x500000)};
 }
 
 BackwardArgs backward_args() {
@@ -42,10 +42,10 @@ BackwardArgs backward_args() {
           .v = f.v,
           .out = f.out,
           .lse = f.lse,
-          .dout = ConstTensorView::bhsd(address(0x60000), kBatch, kHeadsQ, kQueries, kDim),
-          .dq = TensorView::bhsd(address(0x70000), kBatch, kHeadsQ, kQueries, kDim),
-          .dk = TensorView::bhsd(address(0x80000), kBatch, kHeadsKv, kKeys, kDim),
-          .dv = TensorView::bhsd(address(0x90000), kBatch, kHeadsKv, kKeys, kDim)};
+          .dout = ConstTensorView::bhsd(address(0x600000), kBatch, kHeadsQ, kQueries, kDim),
+          .dq = TensorView::bhsd(address(0x700000), kBatch, kHeadsQ, kQueries, kDim),
+          .dk = TensorView::bhsd(address(0x800000), kBatch, kHeadsKv, kKeys, kDim),
+          .dv = TensorView::bhsd(address(0x900000), kBatch, kHeadsKv, kKeys, kDim)};
 }
 
 template <class Call>
@@ -90,12 +90,12 @@ TEST(Arguments, SoundOnesPass) {
 
 TEST(Arguments, OtherMemoryLayoutsPass) {
   EXPECT_EQ(forward_refusal([](auto&, ForwardArgs& args) {
-              args.q = ConstTensorView::bshd(address(0x10000), kBatch, kQueries, kHeadsQ, kDim);
-              args.out = TensorView::bshd(address(0x40000), kBatch, kQueries, kHeadsQ, kDim);
+              args.q = ConstTensorView::bshd(address(0x100000), kBatch, kQueries, kHeadsQ, kDim);
+              args.out = TensorView::bshd(address(0x400000), kBatch, kQueries, kHeadsQ, kDim);
             }),
             "accepted");
   EXPECT_EQ(backward_refusal([](auto&, BackwardArgs& args) {
-              args.dq = TensorView::packed_qkv(address(0x70000), kBatch, kQueries, kHeadsQ, kDim, 0, 2);
+              args.dq = TensorView::packed_qkv(address(0x700000), kBatch, kQueries, kHeadsQ, kDim, 0, 2);
             }),
             "accepted");
   // One key for all batches and heads is a fine thing to read, though not to write.
@@ -129,11 +129,11 @@ TEST(Arguments, CausalBesideLengthsHasOneMeaning) {
   const auto refusal = [](const char* text, std::int64_t queries, std::int64_t keys) {
     return forward_refusal([&](auto& s, auto& args) {
       s = parse_spec(text);
-      args = {.q = ConstTensorView::bshd(address(0x10000), 2, queries, 4, 64),
-              .k = ConstTensorView::bshd(address(0x20000), 2, keys, 2, 64),
-              .v = ConstTensorView::bshd(address(0x30000), 2, keys, 2, 64),
-              .out = TensorView::bshd(address(0x40000), 2, queries, 4, 64),
-              .kv_lengths = address<std::int32_t>(0x50000)};
+      args = {.q = ConstTensorView::bshd(address(0x100000), 2, queries, 4, 64),
+              .k = ConstTensorView::bshd(address(0x200000), 2, keys, 2, 64),
+              .v = ConstTensorView::bshd(address(0x300000), 2, keys, 2, 64),
+              .out = TensorView::bshd(address(0x400000), 2, queries, 4, 64),
+              .kv_lengths = address<std::int32_t>(0x500000)};
     });
   };
   EXPECT_SAYS(refusal("bf16:d64:causal:kvlen", 16, 24), "two meanings for 16 queries and 24 keys",
@@ -149,12 +149,12 @@ TEST(Arguments, SharedKvIsKsMemory) {
     s.shared_kv = true;
     s.head_dim_v = 32;
     args.v = args.k.first_columns(32);
-    args.out = TensorView::bhsd(address(0x40000), kBatch, kHeadsQ, kQueries, 32);
+    args.out = TensorView::bhsd(address(0x400000), kBatch, kHeadsQ, kQueries, 32);
   };
   EXPECT_EQ(forward_refusal(shared), "accepted");
   EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) {
                 shared(s, args);
-                args.v.data = address(0x30000);
+                args.v.data = address(0x300000);
               }),
               "not k's memory");
   EXPECT_SAYS(forward_refusal([&](auto& s, auto& args) {
@@ -192,7 +192,7 @@ TEST(Arguments, NullPointers) {
 }
 
 TEST(Arguments, Alignment) {
-  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.q.data = address(0x10008); }), "q is at 0x10008",
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.q.data = address(0x100008); }), "q is at 0x100008",
               "16 bytes");
   EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.k.stride[2] = 68; }), "k has stride 68 in length",
               "8 elements");
@@ -206,7 +206,7 @@ TEST(Arguments, Alignment) {
               args.k.stride[2] = 68;
             }),
             "accepted");
-  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.lse = address<float>(0x50002); }), "lse is at",
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.lse = address<float>(0x500002); }), "lse is at",
               "4 bytes");
 }
 
@@ -319,8 +319,8 @@ void pack(AttentionSpec& s, Args& args) {
   args.k = ConstTensorView::bhsd(args.k.data, 1, kHeadsKv, kKeys, kDim);
   args.v = ConstTensorView::bhsd(args.v.data, 1, kHeadsKv, kKeys, kDim);
   args.out.size[0] = 1;
-  args.cu_seqlens_q = address<const std::int32_t>(0xa0000);
-  args.cu_seqlens_kv = address<const std::int32_t>(0xb0000);
+  args.cu_seqlens_q = address<const std::int32_t>(0xa00000);
+  args.cu_seqlens_kv = address<const std::int32_t>(0xb00000);
   args.batch_size = 3;
   args.max_seqlen_q = 60;
   args.max_seqlen_kv = 30;
@@ -353,8 +353,8 @@ TEST(Arguments, PackedSequences) {
   EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_q = nullptr; }), "cu_seqlens_q is null",
               "int32 [batch_size + 1]");
   EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = nullptr; }), "cu_seqlens_kv is null");
-  EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0xb0002); }),
-              "cu_seqlens_kv is at 0xb0002", "4 bytes");
+  EXPECT_SAYS(with([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0xb00002); }),
+              "cu_seqlens_kv is at 0xb00002", "4 bytes");
   EXPECT_SAYS(with([](auto&, auto& args) { args.batch_size = -1; }), "batch_size is -1", "sequences");
   EXPECT_SAYS(with([](auto&, auto& args) { args.max_seqlen_q = 0; }), "max_seqlen_q is 0", "q has 100 rows",
               "longest");
@@ -409,10 +409,10 @@ TEST(Arguments, PrefixLength) {
         args.k_scale =
             args.v_scale = {address<const float>(0x400), {scaled_sequences, 1, 1, 1}, {1, 1, 1, 1}};
       }
-      args.q = ConstTensorView::bhsd(address(0x10000), 1, kHeadsQ, kQueries, kDim);
-      args.out = TensorView::bhsd(address(0x40000), 1, kHeadsQ, kQueries, kDim);
-      args.k = ConstTensorView::bhsd(address(0x20000), 10, kHeadsKv, 16, kDim);
-      args.v = ConstTensorView::bhsd(address(0x30000), 10, kHeadsKv, 16, kDim);
+      args.q = ConstTensorView::bhsd(address(0x100000), 1, kHeadsQ, kQueries, kDim);
+      args.out = TensorView::bhsd(address(0x400000), 1, kHeadsQ, kQueries, kDim);
+      args.k = ConstTensorView::bhsd(address(0x200000), 10, kHeadsKv, 16, kDim);
+      args.v = ConstTensorView::bhsd(address(0x300000), 10, kHeadsKv, 16, kDim);
       args.cu_seqlens_q = args.kv_lengths = address<const std::int32_t>(0x100);
       args.page_table = {address<const std::int32_t>(0x200), kBatch, 5};
       args.batch_size = kBatch, args.max_seqlen_q = kQueries;
@@ -433,7 +433,7 @@ TEST(Arguments, RunningState) {
   const auto with = [](auto change) {
     return forward_refusal([&](auto& s, auto& args) {
       s.running_state = true;
-      args.state = {ConstTensorView::bhsd(address(0x50000), kBatch, kHeadsQ, kQueries, kDim),
+      args.state = {ConstTensorView::bhsd(address(0x500000), kBatch, kHeadsQ, kQueries, kDim),
                     address<const float>(0x400)};
       change(s, args);
     });
@@ -453,6 +453,39 @@ TEST(Arguments, RunningState) {
   };
   EXPECT_EQ(in_place(true), "accepted");
   EXPECT_SAYS(in_place(false), "state.out is out's memory", "fp32_out");
+}
+
+TEST(Arguments, WhatIsWrittenHasNoMemoryOfAnotherTensor) {
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.out.data = address(0x100000); }), "out is written",
+              "memory of q", "of its own");
+  // Dense tensors share memory where one ends in the other.
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.out.data = address(0x200000 - 0x100); }),
+              "out is written", "memory of k");
+  EXPECT_SAYS(forward_refusal([](auto&, auto& args) { args.v.data = address(0x400100); }), "memory of v");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dq.data = address(0x100000); }), "dq is written",
+              "memory of q");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dk.data = address(0x900000); }), "dk is written",
+              "memory of dv");
+  EXPECT_SAYS(backward_refusal([](auto&, auto& args) { args.dv.data = address(0x600000); }),
+              "memory of dout");
+}
+
+TEST(Arguments, RowsOfOneTensorMayLieBetweenThoseOfAnother) {
+  // Q, K, V and O of each token side by side.
+  constexpr std::int64_t kToken = 4 * kHeadsQ * kDim, kBytes = 2 * kHeadsQ * kDim;
+  const auto part = [](std::uintptr_t i) {
+    return TensorView{.data = address(0x100000 + i * kBytes),
+                      .size = {kBatch, kHeadsQ, kQueries, kDim},
+                      .stride = {kQueries * kToken, kDim, kToken, 1}};
+  };
+  EXPECT_EQ(forward_refusal([&](auto&, auto& args) {
+              args.q = part(0), args.k = part(1), args.v = part(2), args.out = part(3);
+            }),
+            "accepted");
+  EXPECT_SAYS(forward_refusal([&](auto&, auto& args) {
+                args.q = part(0), args.k = part(1), args.v = part(2), args.out = part(1);
+              }),
+              "memory of k");
 }
 
 TEST(Arguments, Sinks) {
@@ -497,8 +530,8 @@ const std::vector<Declaration> kDeclared = {
 
 std::vector<Capture> captures() {
   return {Capture::number("cap", 30.5),
-          Capture::tensor("bias", address(0xc0000), {1, kHeadsQ, kQueries, kKeys}, address<float>(0xd0000)),
-          Capture::tensor("slopes", address(0xe0000), {kHeadsQ}), Capture::number("window", -7)};
+          Capture::tensor("bias", address(0xc00000), {1, kHeadsQ, kQueries, kKeys}, address<float>(0xd00000)),
+          Capture::tensor("slopes", address(0xe00000), {kHeadsQ}), Capture::number("window", -7)};
 }
 
 /// The message that changed captures get in the backward pass.
@@ -601,14 +634,14 @@ TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
   plan::ExecutionPlan plan = plan_of(spec(), shape_of(spec(), args));
   plan.spec.programs.declarations = kDeclared;
   const Params p = make_params(plan, args);
-  EXPECT_EQ(p.captures[0].data, address(0xe0000));
+  EXPECT_EQ(p.captures[0].data, address(0xe00000));
   EXPECT_EQ(p.captures[0].grad, nullptr);
   EXPECT_EQ(p.captures[0].size[0], kHeadsQ);
   EXPECT_EQ(p.captures[0].stride[0], 1);
   EXPECT_EQ(p.captures[0].size[3], 1);
   EXPECT_EQ(p.captures[0].stride[3], 0);
-  EXPECT_EQ(p.captures[1].data, address(0xc0000));
-  EXPECT_EQ(p.captures[1].grad, address<float>(0xd0000));
+  EXPECT_EQ(p.captures[1].data, address(0xc00000));
+  EXPECT_EQ(p.captures[1].grad, address<float>(0xd00000));
   EXPECT_EQ(p.captures[1].size[2], kQueries);
   EXPECT_EQ(p.captures[1].stride[0], 0);  // of one element: means nothing
   EXPECT_EQ(p.captures[1].stride[1], kQueries * kKeys);
@@ -623,8 +656,8 @@ TEST(Captures, ParamsHoldThemInTheOrderOfTheDeclarations) {
 
 TEST(Arguments, PackedHeadsAreRowsOfOneHead) {
   ForwardArgs args = forward_args();
-  args.q = ConstTensorView::bhsd(address(0x10000), 2, 8, 1, kDim);
-  args.out = TensorView::bshd(address(0x40000), 2, 8, 1, kDim);
+  args.q = ConstTensorView::bhsd(address(0x100000), 2, 8, 1, kDim);
+  args.out = TensorView::bshd(address(0x400000), 2, 8, 1, kDim);
   args.q.stride[2] = -7;  // of one element: means nothing
   const AttentionShape shape = plan::fold_gqa(spec(), {2, 8, 2, 1, 70}).shape;
   const ForwardArgs packed = fold_gqa(args);
@@ -653,11 +686,11 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   args.dropout_p = 0.25;
   args.seed = 0x1122334455667788u;
   args.offset = 0x99aabbccddeeff00u;
-  args.rng_state = address<std::uint64_t>(0xc0000);
-  args.dlse = address<float>(0xd0000);
+  args.rng_state = address<std::uint64_t>(0xc00000);
+  args.dlse = address<float>(0xd00000);
   args.zero_unused_rows = true;
-  args.kv_lengths = address<std::int32_t>(0xa0000);
-  args.block_map = {address<const std::uint8_t>(0xb0000), {1, kHeadsQ, 4, 5}};
+  args.kv_lengths = address<std::int32_t>(0xa00000);
+  args.block_map = {address<const std::uint8_t>(0xb00000), {1, kHeadsQ, 4, 5}};
   args.workspace = {address(0x100000), 4096};
   plan::ExecutionPlan plan = plan_of(s, shape_of(s, args));
   plan.needs = {.row_stats = true, .row_terms = true, .dq_accum = true, .semaphores = true, .list_sets = 1};
@@ -710,7 +743,7 @@ TEST(Arguments, ParamsCarryWhatWasGiven) {
   EXPECT_EQ(p.seed_hi, 0x11223344u);
   EXPECT_EQ(p.offset_lo, 0xddeeff00u);
   EXPECT_EQ(p.offset_hi, 0x99aabbccu);
-  EXPECT_EQ(p.rng_state, address<unsigned>(0xc0000));
+  EXPECT_EQ(p.rng_state, address<unsigned>(0xc00000));
   EXPECT_EQ(p.dlse, args.dlse);
   EXPECT_EQ(p.zero_unused_rows, 1);
 }

@@ -20,12 +20,12 @@ namespace {
 
 /// Three sequences of up to 5 pages of 16 rows, of which a pool has 40.
 ForwardArgs paged_args() {
-  return {.q = ConstTensorView::bhsd(address(0x10000), 3, 4, 2, 64),
-          .k = ConstTensorView::bshd(address(0x20000), 40, 16, 2, 64),
-          .v = ConstTensorView::bshd(address(0x30000), 40, 16, 2, 64),
-          .out = TensorView::bhsd(address(0x40000), 3, 4, 2, 64),
-          .kv_lengths = address<std::int32_t>(0x50000),
-          .page_table = {address<std::int32_t>(0x60000), 3, 5}};
+  return {.q = ConstTensorView::bhsd(address(0x100000), 3, 4, 2, 64),
+          .k = ConstTensorView::bshd(address(0x200000), 40, 16, 2, 64),
+          .v = ConstTensorView::bshd(address(0x300000), 40, 16, 2, 64),
+          .out = TensorView::bhsd(address(0x400000), 3, 4, 2, 64),
+          .kv_lengths = address<std::int32_t>(0x500000),
+          .page_table = {address<std::int32_t>(0x600000), 3, 5}};
 }
 AttentionSpec paged_spec() { return parse_spec("bf16:d64:causal:pages16"); }
 
@@ -55,9 +55,9 @@ TEST(Cache, SoundArgumentsPass) {
   EXPECT_EQ(refusal([](auto&, auto&) {}), "accepted");
   EXPECT_EQ(refusal([](auto& spec, auto& args) {
               spec.varlen = true;
-              args.q = ConstTensorView::bhsd(address(0x10000), 1, 4, 50, 64);
-              args.out = TensorView::bhsd(address(0x40000), 1, 4, 50, 64);
-              args.cu_seqlens_q = address<std::int32_t>(0x70000);
+              args.q = ConstTensorView::bhsd(address(0x100000), 1, 4, 50, 64);
+              args.out = TensorView::bhsd(address(0x400000), 1, 4, 50, 64);
+              args.cu_seqlens_q = address<std::int32_t>(0x700000);
               args.batch_size = 3, args.max_seqlen_q = 40;
             }),
             "accepted");
@@ -68,7 +68,7 @@ TEST(Cache, SoundArgumentsPass) {
   EXPECT_EQ(refusal(slots), "accepted");
   EXPECT_EQ(refusal([&](auto& spec, auto& args) {
               slots(spec, args);
-              args.page_table = {address<std::int32_t>(0x60000), 3, 1};
+              args.page_table = {address<std::int32_t>(0x600000), 3, 1};
             }),
             "accepted");
   EXPECT_EQ(refusal([](auto&, auto& args) { args.page_table = {nullptr, 3, 0}; }), "accepted") << "no keys";
@@ -82,7 +82,7 @@ TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto&, auto& args) { args.page_table.columns = -1; }),
               {"page_table has -1 columns"});
   expect_says(refusal([](auto&, auto& args) { args.page_table.stride = -5; }), {"page_table has stride -5"});
-  expect_says(refusal([](auto&, auto& args) { args.page_table.data = address<std::int32_t>(0x60002); }),
+  expect_says(refusal([](auto&, auto& args) { args.page_table.data = address<std::int32_t>(0x600002); }),
               {"page_table is at", "multiple of 4 bytes"});
   expect_says(refusal([](auto&, auto& args) { args.max_seqlen_kv = 81; }),
               {"max_seqlen_kv is 81", "room for 80 keys"});
@@ -99,7 +99,7 @@ TEST(Cache, WrongArgumentsAreNamed) {
   expect_says(refusal([](auto& spec, auto&) { spec.pages = 32; }), {"k has length 16", "spec.pages has 32"});
   expect_says(refusal([](auto&, auto& args) { args.v.size[0] = 39; }), {"v has batch 39", "k has 40"});
   expect_says(refusal([](auto&, auto& args) { args.k.stride[2] = 100; }), {"k has stride 100", "16 bytes"});
-  expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x70000); }),
+  expect_says(refusal([](auto&, auto& args) { args.cu_seqlens_kv = address<std::int32_t>(0x700000); }),
               {"cu_seqlens_kv is given", "kv_lengths"});
   expect_says(refusal([](auto&, auto& args) { args.batch_size = 3; }), {"batch_size 3", "varlen"});
   expect_says(refusal([](auto& spec, auto& args) {
@@ -129,7 +129,7 @@ TEST(Cache, ScalesAreChecked) {
       args.k_scale = k, args.v_scale = v;
     });
   };
-  const auto* data = address<const float>(0x80000);
+  const auto* data = address<const float>(0x800000);
   const auto one = ConstScaleView::of_tensor(data), heads = ConstScaleView::of_heads(data, 3, 2),
              pages = ConstScaleView::of_pages(data, 40, 2), keys = ConstScaleView::of_keys(data, 40, 2, 16);
   constexpr const char *kOfHeads = "bf16:d64:kve4m3:pages16", *kOfKeys = "bf16:d64:kve4m3:pages16:key_scales";
@@ -145,8 +145,8 @@ TEST(Cache, ScalesAreChecked) {
               {"k_scale has 2 sequences", "or 3"});
   expect_says(with_scales(kOfKeys, one, ConstScaleView::of_keys(data, 40, 2, 8)),
               {"v_scale has 8 rows", "or 16"});
-  expect_says(with_scales(kOfHeads, ConstScaleView::of_tensor(address<const float>(0x80002)), one),
-              {"k_scale is at 0x80002", "4 bytes"});
+  expect_says(with_scales(kOfHeads, ConstScaleView::of_tensor(address<const float>(0x800002)), one),
+              {"k_scale is at 0x800002", "4 bytes"});
   ConstScaleView backwards = heads;
   backwards.stride[0] = -2;
   expect_says(with_scales(kOfHeads, backwards, one), {"k_scale has stride -2 in sequences"});
@@ -156,11 +156,11 @@ TEST(Cache, ScalesOfQAreChecked) {
   const auto with_scale = [](const char* spec_text, ConstScaleView q) {
     return refusal([&](auto& spec, auto& args) {
       spec = parse_spec(spec_text);
-      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x80000));
+      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x800000));
       args.q_scale = q;
     });
   };
-  const auto* data = address<const float>(0x80000);
+  const auto* data = address<const float>(0x800000);
   constexpr const char* kOfCodes = "bf16:d64:kve4m3:q_codes:pages16";
   for (const ConstScaleView& q : {ConstScaleView::of_tensor(data), ConstScaleView::of_heads(data, 3, 2)})
     EXPECT_EQ(with_scale(kOfCodes, q), "accepted");
@@ -209,7 +209,7 @@ TEST(Cache, StridesOfCodesAreInBytes) {
   const auto with_stride = [](std::int64_t stride) {
     return refusal([&](auto& spec, auto& args) {
       spec = parse_spec("bf16:d64:kve4m3:pages16");
-      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x80000));
+      args.k_scale = args.v_scale = ConstScaleView::of_tensor(address<const float>(0x800000));
       args.k.stride[2] = stride;
     });
   };

@@ -31,10 +31,10 @@ T* address(std::uintptr_t value) {
 }
 
 ForwardArgs forward_args(const AttentionShape& s = kShape, std::int64_t d = 64) {
-  return {.q = ConstTensorView::bhsd(address(0x1000000), s.batch, s.heads_q, s.seqlen_q, d),
-          .k = ConstTensorView::bhsd(address(0x2000000), s.batch, s.heads_kv, s.seqlen_kv, d),
-          .v = ConstTensorView::bhsd(address(0x3000000), s.batch, s.heads_kv, s.seqlen_kv, d),
-          .out = TensorView::bhsd(address(0x4000000), s.batch, s.heads_q, s.seqlen_q, d)};
+  return {.q = ConstTensorView::bhsd(address(0x100000000), s.batch, s.heads_q, s.seqlen_q, d),
+          .k = ConstTensorView::bhsd(address(0x200000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .v = ConstTensorView::bhsd(address(0x300000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .out = TensorView::bhsd(address(0x400000000), s.batch, s.heads_q, s.seqlen_q, d)};
 }
 
 BackwardArgs backward_args(const AttentionShape& s = kShape, std::int64_t d = 64) {
@@ -43,12 +43,12 @@ BackwardArgs backward_args(const AttentionShape& s = kShape, std::int64_t d = 64
           .k = f.k,
           .v = f.v,
           .out = f.out,
-          .lse = address<float>(0x5000000),
+          .lse = address<float>(0x500000000),
           .dout = f.out,
-          .dq = TensorView::bhsd(address(0x6000000), s.batch, s.heads_q, s.seqlen_q, d),
-          .dk = TensorView::bhsd(address(0x7000000), s.batch, s.heads_kv, s.seqlen_kv, d),
-          .dv = TensorView::bhsd(address(0x8000000), s.batch, s.heads_kv, s.seqlen_kv, d),
-          .workspace = {address(0x9000000), std::size_t{1} << 40}};
+          .dq = TensorView::bhsd(address(0x600000000), s.batch, s.heads_q, s.seqlen_q, d),
+          .dk = TensorView::bhsd(address(0x700000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .dv = TensorView::bhsd(address(0x800000000), s.batch, s.heads_kv, s.seqlen_kv, d),
+          .workspace = {address(0x900000000), std::size_t{1} << 40}};
 }
 
 class EngineTest : public testing::Test {
@@ -152,7 +152,7 @@ TEST_F(EngineTest, ForwardLaunchesThePlan) {
   EXPECT_EQ(launch.threads, static_cast<unsigned>(plan.entries[0].threads));
   EXPECT_EQ(launch.shared_bytes, static_cast<unsigned>(plan.entries[0].shared_bytes));
   EXPECT_EQ(launch.stream, stream);
-  EXPECT_EQ(launch.params.q.data, address(0x1000000));
+  EXPECT_EQ(launch.params.q.data, address(0x100000000));
   EXPECT_EQ(fake().libraries_loaded, 1);
   EXPECT_EQ(fake().functions_touched, static_cast<int>(plan.entries.size()));
 }
@@ -347,9 +347,9 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
   spec.head_dim_v = 40;
   add_to_pack(spec);
   ForwardArgs args = forward_args();
-  args.k = ConstTensorView::bshd(address(0x2000000), 2, 70, 2, 64);
-  args.v = ConstTensorView::bhsd(address(0x3000000), 2, 2, 70, 40);
-  args.out = TensorView::bhsd(address(0x4000000), 2, 4, 100, 40);
+  args.k = ConstTensorView::bshd(address(0x200000000), 2, 70, 2, 64);
+  args.v = ConstTensorView::bhsd(address(0x300000000), 2, 2, 70, 40);
+  args.out = TensorView::bhsd(address(0x400000000), 2, 4, 100, 40);
   engine()->forward(spec, args, nullptr);
 
   const plan::ExecutionPlan plan = plan_of(spec, kShape);
@@ -373,10 +373,10 @@ TEST_F(EngineTest, TensorMapsTellTheTmaUnitOfEveryTensor) {
     EXPECT_EQ(encoded.promotion, CU_TENSOR_MAP_L2_PROMOTION_L2_256B);
     EXPECT_EQ(encoded.fill, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   };
-  check(maps.q, address(0x1000000), {64, 100, 4, 2}, {128, 12800, 51200}, plan.config.br);
-  check(maps.k, address(0x2000000), {64, 70, 2, 2}, {256, 128, 17920}, plan.config.bc);
-  check(maps.v, address(0x3000000), {40, 70, 2, 2}, {80, 5600, 11200}, plan.config.bc);
-  check(maps.o, address(0x4000000), {40, 100, 4, 2}, {80, 8000, 32000}, 16);
+  check(maps.q, address(0x100000000), {64, 100, 4, 2}, {128, 12800, 51200}, plan.config.br);
+  check(maps.k, address(0x200000000), {64, 70, 2, 2}, {256, 128, 17920}, plan.config.bc);
+  check(maps.v, address(0x300000000), {40, 70, 2, 2}, {80, 5600, 11200}, plan.config.bc);
+  check(maps.o, address(0x400000000), {40, 100, 4, 2}, {80, 8000, 32000}, 16);
 }
 
 TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
@@ -387,16 +387,16 @@ TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
   const auto map_of = [&](const Capture& bias) {
     fake().encoded.clear();
     ForwardArgs args = forward_args();
-    const std::array captures = {bias, Capture::tensor("t", address(0x6000000), {4})};
+    const std::array captures = {bias, Capture::tensor("t", address(0x600000000), {4})};
     args.captures = captures;
     runtime->forward(spec, args, nullptr);
     return fake().launches.back().maps.bias;
   };
-  Capture bias = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 80});
+  Capture bias = Capture::tensor("bias", address(0x500000000), {2, 4, 100, 80});
   const CUtensorMap map = map_of(bias);
   ASSERT_EQ(fake().encoded.size(), 5u);
   const FakeDriver::EncodedMap& encoded = fake().encoded.at(map.opaque[0] - 1);
-  EXPECT_EQ(encoded.data, address(0x5000000));
+  EXPECT_EQ(encoded.data, address(0x500000000));
   EXPECT_EQ(encoded.type, CU_TENSOR_MAP_DATA_TYPE_UINT16);
   EXPECT_EQ(encoded.sizes, (std::vector<std::uint64_t>{80, 100, 4, 2}));
   EXPECT_EQ(encoded.strides, (std::vector<std::uint64_t>{160, 16000, 64000}));
@@ -408,7 +408,7 @@ TEST_F(EngineTest, TmaLoadsABiasTileThatItCan) {
   Capture transposed = bias, repeated = bias;
   transposed.stride[2] = 1, transposed.stride[3] = 100;
   repeated.stride[2] = 0;
-  const Capture odd = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 81}),
+  const Capture odd = Capture::tensor("bias", address(0x500000000), {2, 4, 100, 81}),
                 between = Capture::tensor("bias", address(0x5000008), {2, 4, 100, 80});
   for (const Capture& other : {transposed, repeated, odd, between}) {
     EXPECT_EQ(map_of(other).opaque[0], 0u);
@@ -428,7 +428,7 @@ TEST_F(EngineTest, CheckedIndicesArePlannedAsTheyAreCompiled) {
   const auto runtime = engine(checking);
   runtime->prepare(spec, kShape, plan.config);
   ForwardArgs args = forward_args(kShape, 96);
-  const Capture bias = Capture::tensor("bias", address(0x5000000), {2, 4, 100, 80});
+  const Capture bias = Capture::tensor("bias", address(0x500000000), {2, 4, 100, 80});
   args.captures = {&bias, 1};
   runtime->forward(spec, args, nullptr);
   const FakeDriver::Launch& launch = fake().launches.back();
@@ -449,17 +449,17 @@ class EngineListsTest : public EngineTest {
     return spec;
   }
   ListArgs list_args(std::size_t bytes = std::size_t{1} << 30) const {
-    return {.memory = {address(0xc000000), bytes}, .captures = {&doc_, 1}};
+    return {.memory = {address(0xc00000000), bytes}, .captures = {&doc_, 1}};
   }
   ForwardArgs forward_with(const TileLists* lists) const {
     ForwardArgs args = forward_args();
     args.captures = {&doc_, 1};
     args.lists = lists;
-    args.workspace = {address(0xe000000), 256};  // for what blocks count
+    args.workspace = {address(0xe00000000), 256};  // for what blocks count
     return args;
   }
 
-  Capture doc_ = Capture::tensor("doc", address(0xd000000), {100});
+  Capture doc_ = Capture::tensor("doc", address(0xd00000000), {100});
 };
 
 TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
@@ -487,9 +487,9 @@ TEST_F(EngineListsTest, AreMadeOnceForManyCalls) {
     }
     EXPECT_EQ(fake().launches.size(), 2 + 2 * (plan.launches.size() - 2));
     for (const FakeDriver::Launch& launch : fake().launches) {
-      EXPECT_EQ(launch.params.lists.count, address<int>(0xc000000));
+      EXPECT_EQ(launch.params.lists.count, address<int>(0xc00000000));
       EXPECT_EQ(launch.params.lists.entries,
-                address<int>(0xc000000 + plan.workspace.list_entries - plan.workspace.list_count));
+                address<int>(0xc00000000 + plan.workspace.list_entries - plan.workspace.list_count));
     }
   }
 }
@@ -506,7 +506,7 @@ TEST_F(EngineListsTest, TheCountOfWorkBeginsAnewInEveryCall) {
   runtime->forward(documents(), forward_with(&lists), nullptr);
   ASSERT_EQ(fake().launches.size(), 5u);
   for (const FakeDriver::Launch& launch : fake().launches)
-    EXPECT_EQ(launch.params.semaphores, address<int>(0xe000000));
+    EXPECT_EQ(launch.params.semaphores, address<int>(0xe00000000));
   EXPECT_EQ(fake().launches[3].blocks, 1u);
 }
 
@@ -564,11 +564,11 @@ TEST_F(EngineListsTest, OfAnotherBlockMapsBatchAreRefused) {
   spec.block_map = {64, 64};
   add_to_pack(spec);
   const auto runtime = engine();
-  ListArgs list_args{.memory = {address(0xc000000), 1 << 20}};
-  list_args.block_map = {address<std::uint8_t>(0xd000000), {1, 4, 2, 2}};
+  ListArgs list_args{.memory = {address(0xc00000000), 1 << 20}};
+  list_args.block_map = {address<std::uint8_t>(0xd00000000), {1, 4, 2, 2}};
   const TileLists lists = runtime->build_lists(spec, kShape, list_args, nullptr);
   ForwardArgs args = forward_args();
-  args.workspace = {address(0xe000000), 256};
+  args.workspace = {address(0xe00000000), 256};
   args.block_map = list_args.block_map;
   args.lists = &lists;
   runtime->forward(spec, args, nullptr);
@@ -630,8 +630,8 @@ TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTh
   const AttentionShape longest{3, 4, 2, 100, 70};
   add_to_pack(spec, longest);
   ForwardArgs args = forward_args({1, 4, 2, 230, 90});
-  args.cu_seqlens_q = address<const std::int32_t>(0xa000000);
-  args.cu_seqlens_kv = address<const std::int32_t>(0xb000000);
+  args.cu_seqlens_q = address<const std::int32_t>(0xa00000000);
+  args.cu_seqlens_kv = address<const std::int32_t>(0xb00000000);
   args.batch_size = 3;
   args.max_seqlen_q = 100;
   args.max_seqlen_kv = 70;
@@ -650,7 +650,7 @@ TEST_F(EngineTest, PackedSequencesAreOneLongBatchEntryOfTheTensorMapsAndManyOfTh
 
   // Without rows there is nothing to do.
   args = forward_args({1, 4, 2, 0, 0});
-  args.cu_seqlens_q = args.cu_seqlens_kv = address<const std::int32_t>(0xa000000);
+  args.cu_seqlens_q = args.cu_seqlens_kv = address<const std::int32_t>(0xa00000000);
   args.batch_size = 3;
   fake().launches.clear();
   engine()->forward(spec, args, nullptr);
@@ -806,9 +806,9 @@ TEST_F(EngineTest, EachDeviceIsMadeReady) {
 TEST_F(EngineTest, MemoryThatTheDeviceCannotReachIsRefused) {
   add_to_pack(kSpec);
   const auto runtime = engine();
-  fake().unknown_pointers_below = 0x1000001;
+  fake().unknown_pointers_below = 0x100000001;
   const Error host = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });
-  EXPECT_CONTAINS(host.message(), "q is at 0x1000000");
+  EXPECT_CONTAINS(host.message(), "q is at 0x100000000");
   fake().unknown_pointers_below = 0;
   fake().owner_of_pointers = 3;
   const Error other = error_of([&] { runtime->forward(kSpec, forward_args(), nullptr); });

@@ -18,11 +18,11 @@ namespace {
 
 /// Three sequences of 5 queries, of 6 heads over 2.
 ForwardArgs sparse_args() {
-  return {.q = ConstTensorView::bhsd(address(0x10000), 3, 6, 5, 64),
-          .k = ConstTensorView::bhsd(address(0x20000), 3, 2, 90, 64),
-          .v = ConstTensorView::bhsd(address(0x30000), 3, 2, 90, 64),
-          .out = TensorView::bhsd(address(0x40000), 3, 6, 5, 64),
-          .indices = IndicesView::contiguous(address<std::int32_t>(0x50000), 3, 5, 2, 40)};
+  return {.q = ConstTensorView::bhsd(address(0x100000), 3, 6, 5, 64),
+          .k = ConstTensorView::bhsd(address(0x200000), 3, 2, 90, 64),
+          .v = ConstTensorView::bhsd(address(0x300000), 3, 2, 90, 64),
+          .out = TensorView::bhsd(address(0x400000), 3, 6, 5, 64),
+          .indices = IndicesView::contiguous(address<std::int32_t>(0x500000), 3, 5, 2, 40)};
 }
 
 template <class Change>
@@ -43,13 +43,13 @@ TEST(Indices, SoundArgumentsPass) {
             "accepted");
   EXPECT_EQ(refusal([](auto& spec, auto& args) {
               spec.varlen = true;
-              args.q = ConstTensorView::bhsd(address(0x10000), 1, 6, 50, 64);
-              args.out = TensorView::bhsd(address(0x40000), 1, 6, 50, 64);
-              args.k = ConstTensorView::bhsd(address(0x20000), 1, 2, 90, 64);
-              args.v = ConstTensorView::bhsd(address(0x30000), 1, 2, 90, 64);
-              args.cu_seqlens_q = args.cu_seqlens_kv = address<std::int32_t>(0x70000);
+              args.q = ConstTensorView::bhsd(address(0x100000), 1, 6, 50, 64);
+              args.out = TensorView::bhsd(address(0x400000), 1, 6, 50, 64);
+              args.k = ConstTensorView::bhsd(address(0x200000), 1, 2, 90, 64);
+              args.v = ConstTensorView::bhsd(address(0x300000), 1, 2, 90, 64);
+              args.cu_seqlens_q = args.cu_seqlens_kv = address<std::int32_t>(0x700000);
               args.batch_size = 3, args.max_seqlen_q = 40, args.max_seqlen_kv = 40;
-              args.indices = IndicesView::contiguous(address<std::int32_t>(0x50000), 1, 50, 2, 40);
+              args.indices = IndicesView::contiguous(address<std::int32_t>(0x500000), 1, 50, 2, 40);
             }),
             "accepted");
 }
@@ -66,8 +66,8 @@ TEST(Indices, WrongArgumentsAreRefused) {
               {"indices has stride 2 in top-k"});
   expect_says(refusal([](auto&, auto& args) { args.indices.stride[1] = -40; }),
               {"indices has stride -40 in queries"});
-  expect_says(refusal([](auto&, auto& args) { args.indices.data = address<std::int32_t>(0x50002); }),
-              {"indices is at 0x50002", "4 bytes"});
+  expect_says(refusal([](auto&, auto& args) { args.indices.data = address<std::int32_t>(0x500002); }),
+              {"indices is at 0x500002", "4 bytes"});
   expect_says(refusal([](auto& spec, auto&) { spec.dropout = true; }), {"indices", "dropout"});
   expect_says(refusal([](auto& spec, auto&) { spec.block_map = {64, 64}; }), {"indices", "block_map"});
   expect_says(refusal([](auto& spec, auto&) { spec.pass = Pass::backward, spec.deterministic = true; }),

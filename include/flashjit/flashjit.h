@@ -260,8 +260,7 @@ typedef struct flashjit_backward_args {
   flashjit_tensor q, k, v, out; /**< read only; out and lse are the forward pass's */
   const float* lse;             /**< [batch, heads_q, seqlen_q] contiguous */
   flashjit_tensor dout;         /**< read only */
-  flashjit_tensor dq, dk,
-      dv; /**< of their tensor's type; with "fp32_grads" in the spec, fp32; in memory of their own */
+  flashjit_tensor dq, dk, dv;   /**< of their tensor's type, or fp32 with "fp32_grads"; memory of their own */
   const float* softmax_scale;
   const int32_t* kv_lengths;
   flashjit_block_map block_map;

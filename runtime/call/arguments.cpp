@@ -381,23 +381,21 @@ void check_qkv_and_out(const AttentionSpec& spec, const Args& args, const Expect
 
 template <class Args>
 std::array<Placed, 3> placed_qkv(const AttentionSpec& spec, const Args& args) {
-  return {{{"q", args.q, size_of(spec.q_type())},
-           {"k", args.k, size_of(spec.kv_type())},
-           {"v", args.v, size_of(spec.kv_type())}}};
+  return {Placed{"q", args.q, size_of(spec.q_type())}, Placed{"k", args.k, size_of(spec.kv_type())},
+          Placed{"v", args.v, size_of(spec.kv_type())}};
 }
 
 void check_apart(const AttentionSpec& spec, const ForwardArgs& args) {
-  const std::array<Placed, 1> written = {{{"out", args.out, size_of(spec.out_type())}}};
-  check_apart(written, placed_qkv(spec, args));
+  const Placed out{"out", args.out, size_of(spec.out_type())};
+  check_apart({&out, 1}, placed_qkv(spec, args));
 }
 
 void check_apart(const AttentionSpec& spec, const BackwardArgs& args) {
   const int of_grads = size_of(spec.grad_type()), of_out = size_of(spec.dtype);
-  const std::array<Placed, 3> written = {
-      {{"dq", args.dq, of_grads}, {"dk", args.dk, of_grads}, {"dv", args.dv, of_grads}}};
+  const std::array written = {Placed{"dq", args.dq, of_grads}, Placed{"dk", args.dk, of_grads},
+                              Placed{"dv", args.dv, of_grads}};
   const auto [q, k, v] = placed_qkv(spec, args);
-  const std::array<Placed, 5> read = {q, k, v, Placed{"out", args.out, of_out},
-                                      Placed{"dout", args.dout, of_out}};
+  const std::array read = {q, k, v, Placed{"out", args.out, of_out}, Placed{"dout", args.dout, of_out}};
   check_apart(written, read);
 }
 

@@ -120,21 +120,25 @@ Extent extent_of(const ConstTensorView& tensor, int element_size) {
   return {begin, begin + static_cast<std::uintptr_t>(last * element_size)};
 }
 
+Placed::Placed(const char* name, const ConstTensorView& tensor, int element_size)
+    : name(name), extent(extent_of(tensor, element_size)) {
+  const auto& size = tensor.size;
+  dense = static_cast<std::uintptr_t>(size[0] * size[1] * size[2] * size[3] * element_size) ==
+          extent.end - extent.begin;
+}
+
 namespace {
 
-/// Where all bytes of a tensor's extent are elements, one that begins or ends there shares some. Of two
-/// tensors with gaps only those that begin at one place certainly do.
+/// A dense tensor shares some bytes of one that begins or ends in it. Of two tensors with gaps only those
+/// that begin at one place certainly do.
 bool certainly_share(const Placed& a, const Placed& b) {
-  const Extent x = extent_of(a.view, a.element_size), y = extent_of(b.view, b.element_size);
-  if (x.begin >= y.end || y.begin >= x.end) return false;
-  const auto holds_an_end = [](const Placed& placed, const Extent& whole, const Extent& other) {
-    const auto& size = placed.view.size;
-    const auto bytes =
-        static_cast<std::uintptr_t>(size[0] * size[1] * size[2] * size[3] * placed.element_size);
-    const auto holds = [&](std::uintptr_t at) { return whole.begin <= at && at < whole.end; };
-    return bytes == whole.end - whole.begin && (holds(other.begin) || holds(other.end - 1));
+  const Extent x = a.extent, y = b.extent;
+  const bool empty = x.begin == x.end || y.begin == y.end;
+  if (empty || x.begin >= y.end || y.begin >= x.end) return false;
+  const auto holds_an_end = [](const Extent& whole, const Extent& other) {
+    return whole.begin <= other.begin || other.end <= whole.end;  // they meet, so one end is inside
   };
-  return x.begin == y.begin || holds_an_end(a, x, y) || holds_an_end(b, y, x);
+  return x.begin == y.begin || (a.dense && holds_an_end(x, y)) || (b.dense && holds_an_end(y, x));
 }
 
 }  // namespace

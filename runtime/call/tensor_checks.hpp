@@ -31,11 +31,13 @@ struct Extent {
 };
 Extent extent_of(const ConstTensorView& tensor, int element_size);
 
-/// A tensor of a call, which has passed check_tensor().
+/// Where a tensor of a call lies, which has passed check_tensor().
 struct Placed {
+  Placed(const char* name, const ConstTensorView& tensor, int element_size);
+
   const char* name;
-  ConstTensorView view;
-  int element_size;
+  Extent extent;
+  bool dense;  ///< whether all bytes of the extent are elements
 };
 /// Refuses written memory that certainly is another tensor's, too, written or read. Rows of one may lie
 /// between those of another.

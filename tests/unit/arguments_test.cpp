@@ -470,6 +470,13 @@ TEST(Arguments, WhatIsWrittenHasNoMemoryOfAnotherTensor) {
               "memory of dout");
 }
 
+TEST(Arguments, TensorsWithoutElementsMayBeAnywhere) {
+  EXPECT_EQ(forward_refusal([](auto&, auto& args) {
+              args.k = args.v = ConstTensorView::bhsd(address(0x400100), kBatch, kHeadsKv, 0, kDim);
+            }),
+            "accepted");
+}
+
 TEST(Arguments, RowsOfOneTensorMayLieBetweenThoseOfAnother) {
   // Q, K, V and O of each token side by side.
   constexpr std::int64_t kToken = 4 * kHeadsQ * kDim, kBytes = 2 * kHeadsQ * kDim;

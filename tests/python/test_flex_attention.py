@@ -8,6 +8,8 @@ import pytest
 torch = pytest.importorskip("torch")
 flex = pytest.importorskip("torch.nn.attention.flex_attention")
 
+from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex  # noqa: E402
+
 import flashjit  # noqa: E402
 from flashjit.flex_attention import (AuxRequest, BlockMask, and_masks, create_block_mask, flex_attention,  # noqa: E402
                                      noop_mask, or_masks)
@@ -242,7 +244,8 @@ def written_out(q, k, v, score_mod=None, mask_mod=None, scale=None, keep=None):
             axes = [None] * 4
             axes[i] = 0
             score_mod = torch.vmap(score_mod, in_dims=(0, *axes))
-        s = score_mod(s, *places)
+        with TransformGetItemToIndex():  # PyTorch 2.10 takes no index from vmap otherwise
+            s = score_mod(s, *places)
     if mask_mod is not None:
         keep = flex.create_mask(mask_mod, *s.shape, device=q.device)
     if keep is not None:

@@ -975,7 +975,7 @@ torch.testing.assert_close(run(q), torch.nn.functional.scaled_dot_product_attent
 
 
 def test_an_older_pytorch_is_refused_with_what_is_needed():
-    """By what declares it, too; a build of one's own, such as NVIDIA's 2.9.0a0, is not older."""
+    """By what declares it, too; a build of one's own, such as NVIDIA's 2.10.0a0, is not older."""
     oldest = ".".join(map(str, _plans._OLDEST))
     text = "import torch; torch.__version__ = {!r}; import {}"
     run = lambda *given: subprocess.run([sys.executable, "-c", text.format(*given)], capture_output=True, text=True,

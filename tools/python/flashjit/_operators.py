@@ -65,7 +65,7 @@ def _draw_by_operator(q: Tensor) -> Tensor:
 
 
 def _is_exporting() -> bool:
-    # torch.compiler.is_exporting() is true under torch.compile, too, in PyTorch 2.9 to 2.11.
+    # torch.compiler.is_exporting() is true under torch.compile, too, in PyTorch 2.10 and 2.11.
     return getattr(torch.compiler, "_is_exporting_flag", False)
 
 

@@ -17,7 +17,7 @@ from ._library import BackwardArgs, Capture, ForwardArgs, Handle, ListArgs, libr
 from ._tracing import is_scalar
 from .errors import Error, InvalidArgument, WrongType
 
-_OLDEST = 2, 9  # PyTorch with which the tests pass
+_OLDEST = 2, 10  # with which the tests pass: a slice of a BlockMask of PyTorch 2.9 has silently lost its mask_mod
 if tuple(map(int, torch.__version__.split(".")[:2])) < _OLDEST:
     raise ImportError(f"flashjit needs PyTorch {'.'.join(map(str, _OLDEST))} or newer, and this is {torch.__version__}: "
                       "pip install -U torch.")

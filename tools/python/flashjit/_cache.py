@@ -15,6 +15,7 @@ from ._plans import (ELEMENTS, KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, ch
                      has_rows, is_watched, launch, readable, scales_struct, signature, tensor_struct)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
 from ._scales import in_four_dims, kv_options
+from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 
 
@@ -75,6 +76,7 @@ def append(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, *, kv_lengths
             check_whole(name, value)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors.values()):
         raise Unsupported("append() has no gradients: call it under torch.no_grad(), or give tensors that require none.")
+    refuse_batched("append()", *tensors.values(), *given)
     if q is not None and q_out is None:
         q_out = torch.empty_strided(q.shape, dense_strides(q.shape, q.stride()), dtype=q.dtype, device=q.device)
     run = torch.ops.flashjit.append if torch.compiler.is_compiling() or is_watched() else _append
@@ -229,6 +231,7 @@ def merge(states: Sequence[tuple[Tensor, Tensor]], *, dtype: Union[torch.dtype, 
     if dtype is not None and (not isinstance(dtype, torch.dtype) or dtype not in SPEC_TYPES):
         raise WrongType(f"dtype is {dtype}: give torch.float16, torch.bfloat16 or torch.float32, or None for that of the states.")
     outs, lses = [out for out, _ in pairs], [lse for _, lse in pairs]
+    refuse_batched("merge()", *outs, *lses)
     if (torch.compiler.is_compiling() or is_watched()
             or torch.is_grad_enabled() and any(x.requires_grad for x in (*outs, *lses)) or any(x.is_neg() for x in (*outs, *lses))):
         return torch.ops.flashjit.merge(outs, lses, dtype)  # type: ignore[no-any-return]

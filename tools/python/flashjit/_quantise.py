@@ -13,6 +13,7 @@ from ._library import QuantiseArgs, Rope, spec_handle
 from ._plans import (KEEP_PLANS, KV_TYPES, SPEC_TYPES, check_alike, check_device, dense_strides, describe, is_watched, launch, readable,
                      signature, tensor_struct)
 from ._rope import check_angles, check_both_tables, readable_angles, rope_struct
+from ._transforms import refuse_batched
 from .errors import InvalidArgument, Unsupported, WrongType
 
 #: What shares a scale, and the scales' sizes: of x [batch, heads, rows, head_dim], and of as many heads as have one.
@@ -51,6 +52,7 @@ def quantise(x: Tensor, dtype: torch.dtype = torch.float8_e4m3fn, *, scales: str
     check_text("scales", scales)
     if scales not in _SIZES:
         raise InvalidArgument(f"scales is {scales!r}: give {', '.join(map(repr, _SIZES))}.")
+    refuse_batched("quantise()", x, cos, sin, positions)
     check_alike({"x": x})
     if torch.is_grad_enabled() and x.requires_grad:
         raise Unsupported("quantise() has no gradients: call it under torch.no_grad(), or give a tensor that requires none.")

@@ -68,6 +68,15 @@ def _joined(x: Union[Tensor, None], dim: Union[int, None], size: int) -> Union[T
     return (x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
+def refuse_batched(function: str, *tensors: Any) -> None:
+    """Of torch.vmap, where a function has no rule for it."""
+    if torch.compiler.is_compiling() or torch._C._functorch.peek_interpreter_stack() is None:
+        return
+    if any(isinstance(x, Tensor) and torch._C._functorch.is_batchedtensor(x) for x in tensors):
+        raise Unsupported(f"{function} does not work under torch.vmap: call it outside, with what vmap maps over as a part of the "
+                          "batch.")
+
+
 class _Forward(torch.autograd.Function):
     @staticmethod
     def forward(call: _Call, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> Any:

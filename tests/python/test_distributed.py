@@ -214,10 +214,21 @@ def check_refusals(rank, ranks):
             (flashjit.InvalidArgument, "dropout_p is 1.0", dict(dropout_p=1.0)),
             (flashjit.InvalidArgument, "layout is 'star'", dict(layout="star")),
             (flashjit.InvalidArgument, "cu_seqlens goes from 0 to 40 for 48 rows", dict(cu_seqlens=[0, 40])),
+            (flashjit.WrongType, "cu_seqlens is .*: give the row", dict(cu_seqlens=[])),
+            (flashjit.WrongType, "cu_seqlens is .*: give the row", dict(cu_seqlens=[0, 3.5, 48])),
+            (flashjit.InvalidArgument, "causal is 'no'", dict(causal="no")),
+            (flashjit.InvalidArgument, f"sinks is .*: it must be float32 .{HEADS}.", dict(sinks=torch.zeros(HEADS + 1))),
             (flashjit.Unsupported, "layout 'striped'", dict(cu_seqlens=[0, 48], layout="striped")),
             (flashjit.Unsupported, "requires a gradient", dict(score_mod=lambda s, b, h, i, j: s * slopes[h]))):
         with pytest.raises(error, match=words):
             fd.distributed_attention(*mine, **given)
+    q, k, v = mine
+    for words, tensors in (("q has 24 rows and k 48", (q, torch.cat((k, k), 2), torch.cat((v, v), 2))),
+                           ("q has 24 rows and v 48", (q, k, torch.cat((v, v), 2))),
+                           ("k is .*: it needs four dimensions", (q, k[0], v))):
+        for scheme in ("auto", "ring", "all_gather", "ulysses"):
+            with pytest.raises(flashjit.InvalidArgument, match=words):
+                fd.distributed_attention(*tensors, scheme=scheme)
 
 
 def check_disagreement(rank, ranks):

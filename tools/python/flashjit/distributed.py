@@ -6,7 +6,7 @@ gradients come back as shards. A mask, a window or a program means what it means
 from __future__ import annotations
 
 from numbers import Integral
-from typing import Any, NamedTuple, Sequence, Union
+from typing import Any, Iterable, NamedTuple, Sequence, Union
 
 import torch
 import torch.distributed as dist
@@ -18,12 +18,12 @@ from ._checks import check_number, check_whole
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
-from ._plans import NO_RNG
-from ._problem import autocast, check_types
+from ._plans import NO_RNG, describe
+from ._problem import autocast, causal_option, check_types
 from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
 from ._shards import positions as _positions
-from .errors import InvalidArgument, Unsupported
+from .errors import InvalidArgument, Unsupported, WrongType
 from .programs import program_of
 
 __all__ = ["LAYOUTS", "SCHEMES", "Chunk", "chunks", "distributed_attention", "positions", "shard", "unshard"]
@@ -121,19 +121,23 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     """
     groups = _groups(group)
     check_types(q, k, v)
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.dim() != 4:
+            raise InvalidArgument(f"{name} is {describe(x)}: it needs four dimensions, [batch, heads, rows, head_dim].")
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
     _check_arguments(q, scheme, causal, window, dropout_p, reserved_sms, groups)
     rng = draw_rng(q) if dropout_p else NO_RNG
-    documents = None if cu_seqlens is None else tuple(map(int, cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens))
+    documents = None if cu_seqlens is None else _documents(cu_seqlens)
     _check_everywhere((q, k, v), dict(scheme=scheme, layout=layout, causal=causal, window=window, scale=scale,
                                       dropout_p=dropout_p, no_score_mod=score_mod is None, no_mask_mod=mask_mod is None, cu_seqlens=documents,
                                       no_sinks=sinks is None, return_lse=return_lse), rng, groups)
+    _check_sizes(q, k, v, sinks)
     check_layout(layout, dist.get_world_size(groups.outer), q.shape[2] * groups.ranks)
     _check_documents(documents, q, layout, groups.ranks)
     _check_captures(score_mod, mask_mod)
-    job = Job(Rule(causal, window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng,
+    job = Job(Rule(bool(causal), window, scale, score_mod, mask_mod, documents, dropout_p, 0, q.shape[1]), layout, groups.outer, rng,
               reserved_sms)
     if scheme == "two_level":
         out, lse = ring_of_heads(q, k, v, sinks, job, groups.inner)
@@ -162,6 +166,7 @@ def _check_arguments(q: Tensor, scheme: str, causal: bool, window: Union[int, No
     if (scheme == "two_level") != (groups.inner is not None):
         raise InvalidArgument(f"scheme is {scheme!r} and group {'two groups' if groups.inner else 'one group'}: give two with "
                               "\"two_level\", (outer, inner), and else one.")
+    causal_option(causal)
     if window is not None and (not causal or not isinstance(window, Integral) or window < 1):
         raise InvalidArgument(f"window is {window} and causal is {causal}: a window is of 1 key or more, with causal=True.")
     check_number("dropout_p", dropout_p)
@@ -178,6 +183,23 @@ def _check_everywhere(tensors: tuple[Tensor, ...], arguments: dict[str, Any], rn
     check_agreement(tensors, arguments, first, groups.outer)
     if groups.inner is not None:
         check_agreement(tensors, arguments, first, groups.inner)
+
+
+def _check_sizes(q: Tensor, k: Tensor, v: Tensor, sinks: Any) -> None:
+    """What all ranks have alike, once they know that."""
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[2] != q.shape[2]:
+            raise InvalidArgument(f"q has {q.shape[2]} rows and {name} {x.shape[2]}: they are shards of one sequence, of as many rows.")
+    if sinks is not None and (not isinstance(sinks, Tensor) or tuple(sinks.shape) != (q.shape[1],)):
+        raise InvalidArgument(f"sinks is {describe(sinks)}: it must be float32 [{q.shape[1]}].")
+
+
+def _documents(cu_seqlens: Any) -> tuple[int, ...]:
+    offsets = cu_seqlens.tolist() if isinstance(cu_seqlens, Tensor) else cu_seqlens
+    if not isinstance(offsets, Iterable) or not (offsets := list(offsets)) or not all(isinstance(x, Integral) for x in offsets):
+        raise WrongType(f"cu_seqlens is {describe(cu_seqlens) if isinstance(cu_seqlens, Tensor) else repr(cu_seqlens)}: give the row at "
+                        "which each document begins, and all rows, whole numbers.")
+    return tuple(map(int, offsets))
 
 
 def _check_documents(documents: Union[tuple[int, ...], None], q: Tensor, layout: str, ranks: int) -> None:

@@ -247,6 +247,31 @@ TEST_F(Command, LayoutsAgree) {
   EXPECT_EQ(result("out.npy"), lengths_first(bhsd, 2, 5));
 }
 
+TEST_F(Command, RunWritesTheLargestScores) {
+  write_inputs();
+  const std::string command =
+      "run --cpu --spec bf16:d16:row_max " + inputs() + " --out-dir " + file("results");
+  ASSERT_EQ(run(command).code, 0);
+  EXPECT_EQ(npy::read(file("results/row_max.npy")).shape, (std::vector<std::int64_t>{1, 2, 5}));
+  const std::vector<double> largest = result("row_max.npy"), lse = result("lse.npy");
+  for (std::size_t i = 0; i < lse.size(); ++i) EXPECT_LT(largest[i], lse[i]);
+  std::filesystem::remove(file("results/out.npy"));
+  std::filesystem::remove(file("results/lse.npy"));
+  EXPECT_TRUE(contains(run(command).err, "row_max.npy' is there already"));
+}
+
+TEST_F(Command, RunRefusesWhatItWouldIgnore) {
+  write_inputs();
+  const std::string files = inputs() + " --out-dir " + file("results");
+  const CommandResult indices = run("run --cpu --spec bf16:d16:indices " + files);
+  EXPECT_EQ(indices.code, 2);
+  EXPECT_TRUE(contains(indices.err, "has indices, which no file can give")) << indices.err;
+  const CommandResult twice =
+      run("run --cpu --spec 'bf16:d16:score{w: float; w * score}' --scalar w=1 --scalar w=2 " + files);
+  EXPECT_EQ(twice.code, 2);
+  EXPECT_TRUE(contains(twice.err, "scalar 'w' is given twice")) << twice.err;
+}
+
 TEST_F(Command, RunKeepsFilesUnlessForced) {
   write_inputs();
   const std::string arguments = "run --cpu --spec bf16:d16 " + inputs() + " --out-dir " + file("results");

@@ -8,6 +8,7 @@
 #include <charconv>
 #include <cmath>
 #include <random>
+#include <set>
 #include <utility>
 
 #include "expr/declarations.hpp"
@@ -228,8 +229,12 @@ reference::Captured read_scalar(const AttentionSpec& spec, const std::string& te
 }  // namespace
 
 void set_scalars(reference::Problem& problem, const std::vector<std::string>& texts) {
+  std::set<std::string> given;
   for (const std::string& text : texts) {
     reference::Captured scalar = read_scalar(problem.spec, text);
+    if (!given.insert(scalar.name).second)
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("the scalar '{}' is given twice; give it once", scalar.name));
     const auto found = std::ranges::find(problem.captures, scalar.name, &reference::Captured::name);
     if (found == problem.captures.end())
       problem.captures.push_back(std::move(scalar));
@@ -372,9 +377,11 @@ reference::Problem read_problem(const AttentionSpec& spec, const InputFiles& fil
     throw Error(
         ErrorCode::invalid_argument,
         R"(the spec has a cache, but files have the keys in order: give "kvlen" or "varlen" instead)");
-  if (spec.running_state)
-    throw Error(ErrorCode::invalid_argument,
-                "the spec has a running_state, which no file can give: leave it out");
+  for (const auto& [is_set, name] :
+       {std::pair{spec.running_state, "a running_state"}, {spec.indices, "indices"}})
+    if (is_set)
+      throw Error(ErrorCode::invalid_argument,
+                  fmt::format("the spec has {}, which no file can give: leave it out", name));
   Tensor q = read_tensor(files.q, layout, spec.dtype);
   Tensor k = read_tensor(files.k, layout, spec.dtype);
   Tensor v = read_tensor(files.v, layout, spec.dtype);

@@ -68,7 +68,10 @@ std::vector<OutputFile> output_files(const reference::Problem& problem, const Re
   const std::int64_t kv_rows = packed ? problem.cu_seqlens_kv.back() : skv;
   std::vector<OutputFile> files{{"out.npy", {b, hq, q_rows, dv}, &results.out, true},
                                 {"lse.npy", {batch, hq, sq}, &results.lse}};
-  if (problem.spec.pass == Pass::forward) return files;
+  if (problem.spec.pass == Pass::forward) {
+    if (problem.spec.row_max) files.push_back({"row_max.npy", {batch, hq, sq}, &results.row_max});
+    return files;
+  }
   files.push_back({"dq.npy", {b, hq, q_rows, d}, &results.dq, true});
   files.push_back({"dk.npy", {b, hkv, kv_rows, d}, &results.dk, true});
   files.push_back({"dv.npy", {b, hkv, kv_rows, dv}, &results.dv, true});
@@ -96,6 +99,8 @@ void check_out_dir(const RunOptions& options, const AttentionSpec& spec) {
     if (spec.sinks) names.emplace_back("dsinks.npy");
     for (const expr::Declaration& d : expr::declarations(spec.score, spec.mask))
       if (d.wants_grad) names.push_back(grad_file(d.name));
+  } else if (spec.row_max) {
+    names.emplace_back("row_max.npy");
   }
   for (const std::string& name : names)
     if (std::filesystem::exists(std::filesystem::symlink_status(folder / name, problem)))
@@ -192,9 +197,9 @@ void add_run(CLI::App& app, Context& context) {
   command->add_option("--offset", options->offset, "Offset of the dropout mask; default 0");
   command->add_option("--config", options->config, "Tile configuration to use instead of the chosen one");
   command
-      ->add_option(
-          "--out-dir", options->out_dir,
-          "Folder for out.npy, lse.npy, dq.npy, dk.npy, dv.npy, dsinks.npy, grad_<name>.npy (float32)")
+      ->add_option("--out-dir", options->out_dir,
+                   "Folder for out.npy, lse.npy, row_max.npy, dq.npy, dk.npy, dv.npy, dsinks.npy, "
+                   "grad_<name>.npy (float32)")
       ->required();
   command->add_flag("--force", options->force, "Replace result files that are there already");
   command->add_flag("--cpu", options->cpu, "Compute in fp64 on the CPU");

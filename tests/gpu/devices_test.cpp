@@ -112,7 +112,7 @@ TEST_F(LifetimeOfDevices, ResultsOfEachAreWithinTheLimits) {
 TEST_F(LifetimeOfDevices, TensorsOfAnotherAreRefused) {
   Runtime runtime(in_memory());
   const device::PrimaryContext other(gpu().driver(), 1);
-  const device::DeviceBuffer memory = kProblem.queries();
+  const device::DeviceBuffer memory = kProblem.memory();
   const ForwardArgs args = kProblem.within(memory.data());
   EXPECT_EQ(code_of([&] { runtime.forward(kProblem.spec, args, nullptr); }), ErrorCode{0})
       << "its own device";

@@ -66,14 +66,18 @@ struct Problem {
     return all;
   }
 
-  /// A forward pass with one memory for all tensors, such as queries(): not for its results.
+  /// A forward pass in memory(): Q, K and V in one half, O in the other. Not for its results.
   ForwardArgs within(void* memory) const {
-    return {.q = of_q(memory), .k = of_kv(memory), .v = of_kv(memory), .out = of_q(memory)};
+    return {.q = of_q(memory),
+            .k = of_kv(memory),
+            .v = of_kv(memory),
+            .out = of_q(static_cast<std::byte*>(memory) + bytes_of_q())};
   }
-  /// Memory for Q, which does for K and V where they are no larger.
-  device::DeviceBuffer queries() const {
-    return device_bytes(static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) *
-                        spec.head_dim * size_of(spec.dtype));
+  /// Enough for within(), where K and V are no larger than Q.
+  device::DeviceBuffer memory() const { return device_bytes(2 * bytes_of_q()); }
+  std::size_t bytes_of_q() const {
+    return static_cast<std::size_t>(shape.batch * shape.heads_q * shape.seqlen_q) * spec.head_dim *
+           size_of(spec.dtype);
   }
   TensorView of_q(void* data) const {
     return TensorView::bhsd(data, shape.batch, shape.heads_q, shape.seqlen_q, spec.head_dim);

@@ -59,9 +59,12 @@ _ASKED = {operator.invert: ("__invert__",), operator.lt: ("__lt__", "__gt__"), o
 def _ask_stand_ins() -> None:
     """PyTorch's compiler has its own answers to these operators: 2.15 takes `==` of an object and a symbol for False, and ends at
     `<`; 2.11 fails at `2 <= x` and `~x`. From here on it asks stand-ins."""
-    from torch._dynamo.symbolic_convert import compare_op_handlers
-    from torch._dynamo.variables.builtin import BuiltinVariable
-    answer = BuiltinVariable.call_function
+    try:
+        from torch._dynamo.symbolic_convert import compare_op_handlers
+        from torch._dynamo.variables.builtin import BuiltinVariable
+        answer = BuiltinVariable.call_function
+    except (ImportError, AttributeError):  # a newer compiler itself answers, or refuses
+        return
 
     def call_function(self: Any, tx: Any, arguments: Any, named: Any) -> Any:
         for i, (name, argument) in enumerate(zip(_ASKED.get(self.fn, ()), arguments)):

@@ -5,6 +5,7 @@
 #include <functional>
 #include <numeric>
 #include <queue>
+#include <utility>
 
 #include "plan/sm90.hpp"
 #include "plan/takes_dtype.hpp"

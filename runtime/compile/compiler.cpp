@@ -101,13 +101,24 @@ std::string file_of(void* symbol) {
   return ::dladdr(symbol, &info) != 0 && info.dli_fname ? info.dli_fname : "";
 }
 
+/// Why a library cannot be taken; empty where it can, or is no NVRTC, which load_api() says.
+std::string too_old(void* library, const std::string& name) {
+  const auto version = reinterpret_cast<decltype(&::nvrtcVersion)>(::dlsym(library, "nvrtcVersion"));
+  int major = 0, minor = 0;
+  if (!version || version(&major, &minor) != NVRTC_SUCCESS || major * 100 + minor >= kOldestVersion)
+    return {};
+  return fmt::format("{} is NVRTC {}.{}, which is too old", quoted(name), major, minor);
+}
+
 void* open_library(const std::string& given) {
   std::string causes;
   for (const std::string& name : candidates(given)) {
     // Local, so that its LLVM does not meet another one in the process. Never closed: NVRTC leaves threads'
     // state.
-    if (void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL)) return library;
-    causes += fmt::format("{}{}", causes.empty() ? "" : "; ", ::dlerror());
+    void* library = ::dlopen(name.c_str(), RTLD_NOW | RTLD_LOCAL);
+    const std::string cause = library ? too_old(library, name) : ::dlerror();
+    if (cause.empty()) return library;
+    causes += fmt::format("{}{}", causes.empty() ? "" : "; ", cause);
   }
   if (causes.empty()) causes = fmt::format("no libnvrtc.so.13 or .12 in {}", quoted(given));
   throw Error(ErrorCode::no_compiler, fmt::format("NVRTC cannot be opened ({}); {}", causes, kInstallAdvice));
@@ -263,9 +274,6 @@ std::shared_ptr<const Compiler> Compiler::open(const std::string& library) {
   impl.api.version(&major, &minor);
   open_builtins(impl.path, major, minor);
   impl.version = major * 100 + minor;
-  if (impl.version < kOldestVersion)
-    throw Error(ErrorCode::no_compiler, fmt::format("{} is NVRTC {}.{}, which is too old; {}",
-                                                    quoted(compiler->path()), major, minor, kInstallAdvice));
   impl.tag = "nvrtc" + full_version(impl.api, major, minor);
   impl.api.get_num_supported_archs(&count);
   impl.supported.resize(static_cast<std::size_t>(count));

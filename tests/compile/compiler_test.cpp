@@ -15,6 +15,7 @@
 #include "device/images.hpp"
 #include "plan/plan.hpp"
 #include "render/render.hpp"
+#include "tests/support/fakes.hpp"
 
 namespace flashjit {
 namespace {
@@ -212,6 +213,17 @@ TEST(CompilerOpen, TakesAFileOrTheFolderThatHoldsIt) {
   const std::filesystem::path path = compiler().path();
   EXPECT_EQ(compile::Compiler::open(path)->tag(), compiler().tag());
   EXPECT_EQ(compile::Compiler::open(path.parent_path())->tag(), compiler().tag());
+}
+
+TEST(CompilerOpen, PassesOverOneThatIsTooOld) {
+  const test::Variable old("FAKE_NVRTC_OLD", "1");
+  const std::filesystem::path folder = std::filesystem::path(testing::TempDir()) / "two_nvrtcs";
+  std::filesystem::remove_all(folder);
+  std::filesystem::create_directories(folder);
+  std::filesystem::create_symlink(test::built(FLASHJIT_FAKE_NVRTC), folder / "libnvrtc.so.13");
+  EXPECT_EQ(error_of([&] { compile::Compiler::open(folder); }).code(), ErrorCode::no_compiler);
+  std::filesystem::create_symlink(compiler().path(), folder / "libnvrtc.so.12");
+  EXPECT_EQ(compile::Compiler::open(folder)->tag(), compiler().tag());
 }
 
 TEST(CompilerOpen, AMissingLibraryIsNamedWithTheRemedy) {

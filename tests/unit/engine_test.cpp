@@ -268,7 +268,7 @@ TEST_F(EngineTest, AnNvrtcThatIsTooOldIsRefused) {
   before.nvrtc = test::built(FLASHJIT_FAKE_NVRTC);
   const Error error = error_of([&] { engine(before)->prepare(kSpec, kShape, {}); });
   EXPECT_EQ(error.code(), ErrorCode::no_compiler);
-  EXPECT_CONTAINS(error.message(), "is NVRTC 12.0, which is too old; install NVRTC 12.1 or newer");
+  EXPECT_CONTAINS(error.message(), "is NVRTC 12.0, which is too old); install NVRTC 12.1 or newer");
 }
 
 TEST_F(EngineTest, TheDiskCacheServesWithoutCompilingAndDamageIsAMiss) {

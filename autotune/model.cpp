@@ -3,8 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
-#include <functional>
-#include <queue>
+#include <utility>
 
 #include "expr/graph.hpp"
 #include "plan/family.hpp"
@@ -172,26 +171,14 @@ int resident_blocks(const Candidate& of, const plan::Entry& entry, const DeviceI
   return std::max(1, std::min({by_shared, by_threads, by_registers}));
 }
 
-/// When the last of the blocks ends, longest first on `slots`. Each entry of `blocks` stands for `copies`.
-double makespan(std::vector<double> blocks, std::int64_t copies, double slots) {
+/// When the last of the blocks ends. Each entry of `blocks` stands for `copies`.
+double end_of_blocks(std::vector<double> blocks, std::int64_t copies, double slots) {
   double total = 0;
   for (const double block : blocks) total += block * static_cast<double>(copies);
   if (blocks.empty()) return 0;
   const double count = static_cast<double>(blocks.size()) * static_cast<double>(copies);
   if (count >= kManyWaves * slots) return total / slots + total / count / 2;
-  std::sort(blocks.begin(), blocks.end(), std::greater<>());
-  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
-      std::greater<>(), std::vector<double>(static_cast<std::size_t>(slots), 0.0));
-  double end = 0;
-  for (const double block : blocks) {
-    for (std::int64_t i = 0; i < copies; ++i) {
-      const double done = free_at.top() + block;
-      free_at.pop();
-      free_at.push(done);
-      end = std::max(end, done);
-    }
-  }
-  return end;
+  return plan::makespan(std::move(blocks), copies, static_cast<std::int64_t>(slots));
 }
 
 double operations_of(const AttentionSpec& spec) {
@@ -281,7 +268,8 @@ Prediction Model::predict(const TileConfig& config) const {
     }
     const double slots = resident * multiprocessors;
     const auto copies = static_cast<double>(shape.batch * heads) * splits;
-    out.ms += makespan(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
+    out.ms +=
+        end_of_blocks(std::move(blocks), static_cast<std::int64_t>(copies), slots) / rates_.clocks_per_ms;
     out.tile_clocks = std::max(out.tile_clocks, tile);
     out.waves = std::max(out.waves, static_cast<double>(launch.blocks) * splits / slots);
     out.blocks_resident = resident;

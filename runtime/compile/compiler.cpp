@@ -23,8 +23,7 @@ namespace fs = std::filesystem;
 constexpr int kOldestVersion = 1201;  // its ptxas knows st.async
 constexpr const char* kInstallAdvice =
     "install NVRTC 12.1 or newer (`pip install nvidia-cuda-nvrtc`, or a CUDA toolkit) and set FLASHJIT_NVRTC "
-    "to "
-    "its libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
+    "to its libnvrtc.so or the folder that holds it, or run from a pack or a filled cache";
 
 /// The functions of NVRTC that flashjit calls.
 struct Api {

@@ -2,9 +2,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
-#include <functional>
 #include <numeric>
-#include <queue>
 #include <utility>
 
 #include "plan/sm90.hpp"
@@ -581,8 +579,7 @@ double longest(const std::vector<double>& met) {
   return met.empty() ? 0 : *std::max_element(met.begin(), met.end());
 }
 
-/// When the last of `slots` ends, in keys: each takes the longest of the tiles that are left (LPT order).
-/// `met` are the keys that one head's tiles meet. Many tiles end together.
+/// When the last tile ends, in keys. `met` are the keys that one head's tiles meet. Many tiles end together.
 double end_of_last(std::vector<double> met, std::int64_t heads, std::int64_t slots) {
   constexpr std::int64_t kManyForEach = 8;
   const auto count = static_cast<std::int64_t>(met.size()) * heads;
@@ -591,18 +588,7 @@ double end_of_last(std::vector<double> met, std::int64_t heads, std::int64_t slo
         std::reduce(met.begin(), met.end()) * static_cast<double>(heads) / static_cast<double>(slots);
     return std::max(fair, longest(met));
   }
-  std::sort(met.begin(), met.end(), std::greater<>());
-  std::priority_queue<double, std::vector<double>, std::greater<>> ends(
-      std::greater<>(), std::vector<double>(static_cast<std::size_t>(slots)));
-  double last = 0;
-  for (const double keys : met)
-    for (std::int64_t head = 0; head < heads; ++head) {
-      const double end = ends.top() + keys;
-      ends.pop();
-      ends.push(end);
-      last = std::max(last, end);
-    }
-  return last;
+  return makespan(std::move(met), heads, slots);
 }
 
 /// An estimate of the forward pass's time, to compare tiles: padding to whole tiles, the last round, and

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
+#include <queue>
 
 #include "plan/family.hpp"
 #include "templates/common/params.cuh"
@@ -56,6 +58,22 @@ std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape&
 std::int64_t rows_to_estimate(const AttentionShape& shape, std::int64_t queries) {
   constexpr std::int64_t kMostTiles = 1 << 15;
   return queries * std::max<std::int64_t>(1, tiles(tiles(shape.seqlen_q, queries), kMostTiles));
+}
+
+double makespan(std::vector<double> blocks, std::int64_t copies, std::int64_t slots) {
+  std::sort(blocks.begin(), blocks.end(), std::greater<>());
+  std::priority_queue<double, std::vector<double>, std::greater<>> free_at(
+      std::greater<>(), std::vector<double>(static_cast<std::size_t>(slots)));
+  double end = 0;
+  for (const double block : blocks) {
+    for (std::int64_t i = 0; i < copies; ++i) {
+      const double done = free_at.top() + block;
+      free_at.pop();
+      free_at.push(done);
+      end = std::max(end, done);
+    }
+  }
+  return end;
 }
 
 ListsDiffer lists_differ(const AnalysedSpec& spec) {

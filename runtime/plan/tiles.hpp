@@ -37,6 +37,10 @@ std::vector<Range> keys_of_tiles(const AnalysedSpec& spec, const AttentionShape&
 /// as planning would otherwise take seconds.
 std::int64_t rows_to_estimate(const AttentionShape& shape, std::int64_t queries);
 
+/// When the last of some blocks ends, if each of `slots` takes the longest that is left (LPT order). Each
+/// entry of `blocks`, a time, stands for `copies`.
+double makespan(std::vector<double> blocks, std::int64_t copies, std::int64_t slots);
+
 /// Into how many splits the keys of a Q tile are divided, backward the queries of a KV tile: as many as fill
 /// the device and are worth it, if the configuration splits, else 1.
 std::int64_t num_splits(const AnalysedSpec& spec, const AttentionShape& shape, const TileConfig& config,

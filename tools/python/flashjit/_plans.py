@@ -559,14 +559,17 @@ def check_device(first: Tensor, first_name: str, others: Mapping[str, Any]) -> N
                                   f"{name}.to({first_name}.device).")
 
 
+def check_four_dims(name: str, tensor: Tensor) -> None:
+    if tensor.dim() != 4:
+        raise InvalidArgument(f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, head_dim].")
+
+
 def check_alike(tensors: Mapping[str, Tensor], types: Mapping[torch.dtype, str] = SPEC_TYPES) -> None:
     """Of tensors with four dimensions: whether kernels take them, and all are of the first one's type and device."""
     first_name, first = next(iter(tensors.items()))
     check_device(first, first_name, tensors)
     for name, tensor in tensors.items():
-        if tensor.dim() != 4:
-            raise InvalidArgument(f"{name} is {describe(tensor)}: it needs four dimensions, [batch, heads, length, "
-                                  "head_dim].")
+        check_four_dims(name, tensor)
         if tensor.layout is not torch.strided:
             raise WrongType(f"{name} has the layout {tensor.layout}: convert it with .to_dense().")
         if tensor.dtype not in types:

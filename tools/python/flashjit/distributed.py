@@ -18,7 +18,7 @@ from ._checks import check_number, check_whole
 from ._chunks import LAYOUTS, Chunk, chunks
 from ._exchange import Gathering, check_agreement
 from ._pieces import Rule
-from ._plans import NO_RNG, describe
+from ._plans import NO_RNG, check_four_dims, describe
 from ._problem import autocast, causal_option, check_types
 from ._schemes import AllGather, Job, Ring, ring_of_heads, ulysses
 from ._shards import check_layout, in_order
@@ -122,8 +122,7 @@ def distributed_attention(q: Tensor, k: Tensor, v: Tensor, *, scheme: str = "aut
     groups = _groups(group)
     check_types(q, k, v)
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dim() != 4:
-            raise InvalidArgument(f"{name} is {describe(x)}: it needs four dimensions, [batch, heads, rows, head_dim].")
+        check_four_dims(name, x)
     q, k, v = (x.resolve_neg() for x in autocast(q, k, v))
     if scheme == "auto":
         scheme = _fastest(q, k, layout, causal, window, groups)
